@@ -1,0 +1,1 @@
+"""Generators of questions with their answers, one module a subject."""

@@ -1,0 +1,110 @@
+"""What all generators share: turns, training and held-out phrasings, noise, and kinds of facts."""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+Message = dict[str, str]
+Row = Mapping[str, str]
+T = TypeVar("T")
+NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+class Turn(NamedTuple):
+    """A question of the user and the answer of the assistant."""
+
+    question: str
+    answer: str
+
+
+def capitalized(text: str) -> str:
+    """The text with its first letter in uppercase and the others as they are."""
+    return text[:1].upper() + text[1:]
+
+
+def article(noun: str) -> str:
+    """The noun with "a" or "an"."""
+    return f"an {noun}" if noun[0].lower() in "aeiou" else f"a {noun}"
+
+
+def join(items: Sequence[str]) -> str:
+    """The items as "a, b and c"."""
+    return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
+
+
+class Sampler:
+    """A source of random choices that knows whether it makes training or held-out dialogues."""
+
+    def __init__(self, seed: str, heldout: bool = False) -> None:
+        self.rng = random.Random(seed)
+        self.heldout = heldout
+
+    def pick(self, items: Sequence[T]) -> T:
+        """One of the items."""
+        return items[int(self.rng.random() * len(items))]
+
+    def chance(self, probability: float) -> bool:
+        """True with the given probability."""
+        return self.rng.random() < probability
+
+    def phrase(
+        self, train: Sequence[str], heldout: Sequence[str], fields: Row | None = None, *, exact: bool = False
+    ) -> str:
+        """A phrasing with its fields filled in.
+
+        Training phrasings come with noise in about a third of the cases, held-out ones without. `exact` keeps
+        the letter case of the fields, for tasks whose answer depends on it.
+        """
+        if self.heldout and heldout:
+            return capitalized(self.pick(heldout).format_map(fields or {}))
+        template = self.pick(train)
+        lower = False
+        if self.chance(0.36):
+            lower = self.chance(0.4)
+            template = self._noise(template, lower)
+        text = template.format_map(fields or {})
+        if not lower:
+            return capitalized(text)
+        return text if exact else text.lower()
+
+    def _noise(self, template: str, lower: bool) -> str:
+        choice = self.rng.random()
+        if choice < 0.4 and template[-1:] in "?.":
+            template = template[:-1]
+        elif choice < 0.6 and not template.lower().startswith(("please", "can", "could", "{")):
+            if template.endswith("."):
+                template = "Please " + template[:1].lower() + template[1:]
+            elif template.endswith("?"):
+                template = template[:-1] + ", please?"
+        elif choice < 0.75:
+            template = (
+                self.pick(("Hi! ", "Hello! ", "Hey, ", "OK, ", "Question: ", "Quick question: ")) + template
+            )
+        return template.lower() if lower else template
+
+
+class Kind(NamedTuple):
+    """A kind of fact: phrasings and an answer that are filled from the fields of a row.
+
+    `key` names the field that a right answer must contain; the short answer is that field alone.
+    """
+
+    name: str
+    train: tuple[str, ...]
+    heldout: tuple[str, ...]
+    answer: str
+    key: str
+    rows: tuple[Row, ...]
+
+    def ask(self, sampler: Sampler, row: Row | None = None) -> Turn:
+        """A question about the row (or any row) and its answer, which depends on the row alone."""
+        row = sampler.pick(self.rows) if row is None else row
+        return Turn(sampler.phrase(self.train, self.heldout, row), self.full(row))
+
+    def full(self, row: Row) -> str:
+        """The answer as a sentence."""
+        return capitalized(self.answer.format_map(row))
+
+    def short(self, row: Row) -> str:
+        """The answer in as few words as possible."""
+        return capitalized(row[self.key]) + "."

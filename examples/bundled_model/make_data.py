@@ -1,0 +1,149 @@
+"""Makes everything that the bundled model is trained and tested on.
+
+    python -m examples.bundled_model.make_data --output DIR [--dialogues 400000] [--seed 0]
+
+`train.npz` and `heldout.npz` hold, for `dialogue` and `text`, the packed `_tokens` (uint16), the `_mask`
+(uint8, 1 where a trainer of the draft takes the loss: the assistant's tokens, or the whole text) and the
+`_starts` (int64) of the documents. Every document begins with `<|begin|>` and ends with `<|end|>`.
+"""
+
+import argparse
+import json
+import platform
+import time
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+from tokenizers import Tokenizer
+
+from . import tokenizer as vocabulary
+from .dialogues import Dialogue, dialogues
+from .stdlib_text import Module, modules
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+HELD_OUT_DIALOGUES = 1000
+TOKENIZER_CHARACTERS = 12_000_000
+BATCH = 20_000
+
+
+def pack(documents: Sequence[tuple[list[int], list[int]]], name: str) -> Arrays:
+    """The documents' (tokens, mask) one after the other."""
+    lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    return {
+        f"{name}_tokens": np.concatenate([np.array(tokens, dtype=np.uint16) for tokens, _ in documents]),
+        f"{name}_mask": np.concatenate([np.array(mask, dtype=np.uint8) for _, mask in documents]),
+        f"{name}_starts": starts,
+    }
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of the texts alone, without `<|begin|>`."""
+    return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+
+def pack_dialogues(tokenizer: Tokenizer, items: Sequence[Dialogue]) -> Arrays:
+    """Dialogues as the chat template writes them, with mask 1 on the assistant's content and `<|end|>`."""
+    documents: list[tuple[list[int], list[int]]] = []
+    for first in range(0, len(items), BATCH):
+        batch = items[first : first + BATCH]
+        contents = list({message["content"]: None for item in batch for message in item["messages"]})
+        ids = dict(zip(contents, encode_texts(tokenizer, contents), strict=True))
+        for item in batch:
+            tokens, mask = [vocabulary.BEGIN], [0]
+            for message in item["messages"]:
+                content = ids[message["content"]]
+                tokens += [vocabulary.ROLES[message["role"]], *content, vocabulary.END]
+                mask += [0, *[int(message["role"] == "assistant")] * (len(content) + 1)]
+            documents.append((tokens, mask))
+    return pack(documents, "dialogue")
+
+
+def pack_texts(tokenizer: Tokenizer, items: Sequence[Module]) -> Arrays:
+    """Modules as plain text; the mask is 1 everywhere."""
+    ids = encode_texts(tokenizer, [item.text for item in items])
+    documents = [[vocabulary.BEGIN, *tokens, vocabulary.END] for tokens in ids]
+    return pack([(tokens, [1] * len(tokens)) for tokens in documents], "text")
+
+
+def save_arrays(path: Path, arrays: Arrays) -> None:
+    """An .npz that `numpy.load` reads, compressed better than numpy does it itself."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                npy.write_array(file, array, allow_pickle=False)
+
+
+def write_lines(path: Path, items: Iterable[object]) -> None:
+    """One JSON document a line."""
+    with path.open("w", encoding="utf-8") as file:
+        for item in items:
+            file.write(json.dumps(item, ensure_ascii=False) + "\n")
+
+
+def tokenizer_texts(train: Sequence[Dialogue], code: Sequence[Module]) -> Iterable[str]:
+    """About as many characters of dialogues as of code, evenly taken from all of it."""
+    total = sum(len(module.text) for module in code)
+    step = max(1, total // TOKENIZER_CHARACTERS)
+    yield from (module.text for module in code[::step])
+    left = TOKENIZER_CHARACTERS
+    for item in train:
+        for message in item["messages"]:
+            left -= len(message["content"])
+            yield message["content"]
+        if left < 0:
+            return
+
+
+def make(output: Path, count: int, seed: int) -> dict[str, Any]:
+    """Writes all files and returns their sizes, which it also writes to `manifest.json`."""
+    output.mkdir(parents=True, exist_ok=True)
+    library = list(modules())
+    text = {"train": [m for m in library if not m.held_out], "heldout": [m for m in library if m.held_out]}
+    chats = {
+        "train": list(dialogues(count, seed)),
+        "heldout": list(dialogues(HELD_OUT_DIALOGUES, seed, heldout=True)),
+    }
+    names = {"train": ("conversations.jsonl", "text.jsonl")}
+    names["heldout"] = ("heldout_conversations.jsonl", "heldout_text.jsonl")
+    tokenizer = vocabulary.train(tokenizer_texts(chats["train"], text["train"]))
+    vocabulary.save(tokenizer, output / "tokenizer")
+    manifest: dict[str, Any] = {"seed": seed, "python": platform.python_version()}
+    for part, (chat_file, text_file) in names.items():
+        write_lines(output / chat_file, chats[part])
+        write_lines(output / text_file, (module._asdict() for module in text[part]))
+        arrays = pack_dialogues(tokenizer, chats[part]) | pack_texts(tokenizer, text[part])
+        save_arrays(output / f"{part}.npz", arrays)
+        manifest[part] = {
+            "dialogues": len(chats[part]),
+            "modules": len(text[part]),
+            "dialogue_tokens": len(arrays["dialogue_tokens"]),
+            "answer_tokens": int(arrays["dialogue_mask"].sum()),
+            "text_tokens": len(arrays["text_tokens"]),
+            "text_characters": sum(len(module.text) for module in text[part]),
+            "dialogue_characters": sum(len(m["content"]) for item in chats[part] for m in item["messages"]),
+            "npz_bytes": (output / f"{part}.npz").stat().st_size,
+        }
+    (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    return manifest
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Make the training data of the bundled model.")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--dialogues", type=int, default=400_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    manifest = make(arguments.output, arguments.dialogues, arguments.seed)
+    print(json.dumps(manifest, indent=2))
+    print(f"{time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

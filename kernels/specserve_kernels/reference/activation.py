@@ -1,0 +1,12 @@
+"""Gated activations. Shapes: T tokens, I inner channels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
+    """SwiGLU of a fused projection: ``silu(gate) * up``, gate in the first half of the last dimension."""
+    gate, up = gate_up_T2I.chunk(2, dim=-1)
+    return F.silu(gate) * up

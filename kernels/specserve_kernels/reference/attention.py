@@ -1,0 +1,41 @@
+"""Attention of packed queries over a paged cache, for any set of visible positions.
+
+Shapes: B requests, N queries a request (padded), L positions a request (padded to whole pages), M pages a request,
+Hq query heads, Hk key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_PACK_ROWS = 256  # up to here, packing a group's query heads into one tile beats broadcasting the keys
+
+
+def paged_attention(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, bias_BNL: Tensor) -> Tensor:
+    """Softmax attention with an additive bias over all positions of each request's pages.
+
+    ``cache``: ``[pages, (k, v), page size, Hk, D]``. ``bias_BNL``: 0 where visible, -inf where not, every row with at
+    least one visible position; L = M * page size. Returns ``[B, N, Hq, D]``.
+    """
+    batch, queries, heads, size = q_BNHD.shape
+    kv_heads = cache.shape[3]
+    flat = pages_BM.flatten()
+    k_BKLD = cache[:, 0].index_select(0, flat).view(batch, -1, kv_heads, size).transpose(1, 2)
+    v_BKLD = cache[:, 1].index_select(0, flat).view(batch, -1, kv_heads, size).transpose(1, 2)
+    group = heads // kv_heads
+    if group * queries > _PACK_ROWS:
+        out = F.scaled_dot_product_attention(
+            q_BNHD.transpose(1, 2), k_BKLD, v_BKLD, attn_mask=bias_BNL[:, None], enable_gqa=group > 1
+        )
+        return out.transpose(1, 2)
+    q = q_BNHD.view(batch, queries, kv_heads, group, size).transpose(1, 2).flatten(2, 3)
+    bias = bias_BNL[:, None].repeat_interleave(group, dim=2)
+    out = F.scaled_dot_product_attention(q, k_BKLD, v_BKLD, attn_mask=bias)
+    return out.unflatten(2, (queries, group)).transpose(1, 2).flatten(2, 3)
+
+
+def visible_to_bias(visible_BNL: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turns a boolean visibility into the additive bias."""
+    return torch.zeros_like(visible_BNL, dtype=dtype).masked_fill_(~visible_BNL, -torch.inf)

@@ -1,0 +1,30 @@
+"""An OpenAI-compatible LLM server with lossless speculative decoding.
+
+``LLM`` and ``SamplingParams`` are loaded when first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specserve.core import SamplingParams, Speculation
+    from specserve.llm import LLM, RequestOutput
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "Speculation", "__version__"]
+
+_HOME = {
+    "LLM": "specserve.llm",
+    "RequestOutput": "specserve.llm",
+    "SamplingParams": "specserve.core",
+    "Speculation": "specserve.core",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'specserve' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

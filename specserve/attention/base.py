@@ -1,0 +1,73 @@
+"""What an attention backend is asked to do.
+
+Each pass over the model makes one plan; every layer then runs it. Shapes: B requests, T packed tokens or nodes,
+K frontier nodes a request, A scratch entries a frontier node sees, M pages a request, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specserve.kv.pool import KVGeometry, KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Prefill: ragged runs of prompt tokens, each seeing all positions up to its own. ``slot_T`` maps to requests."""
+
+    pages_BM: Tensor
+    q_start: Tensor  # [B + 1]
+    slot_T: Tensor
+    positions_T: Tensor
+    max_tokens: int  # of one request, known to the host
+    max_kv: int  # positions of one request, chunk included, known to the host
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Verify: tree nodes at ``length + local index``, seeing the committed prefix and their ancestors."""
+
+    pages_BM: Tensor
+    length_B: Tensor
+    q_start: Tensor  # [B + 1]
+    slot_T: Tensor  # B for padding
+    local_T: Tensor
+    mask_T: Tensor  # int64 ancestor bits by local index
+    max_nodes: int
+    max_kv: int  # bound on length + max_nodes, known to the host
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """One draft level: K nodes a request that see the prefix from ``kv_start`` on, and ``scratch_BKA``."""
+
+    pages_BM: Tensor
+    prefix_B: Tensor  # positions below this are the prefix
+    kv_start: int
+    scratch_BKA: Tensor  # positions of ancestors and self beyond the prefix
+    max_kv: int
+
+
+class Plan(Protocol):
+    """A pass over the model, prepared: runs one layer's attention."""
+
+    def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
+        """``cache``: one layer of the pool. Returns ``[T, N, D]``."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Makes plans. ``unsupported`` gives the reasons why it cannot serve a geometry; none means that it can."""
+
+    name: str
+
+    def unsupported(self, geometry: KVGeometry, pool: KVPool) -> list[str]: ...
+
+    def plan_prefill(self, chunks: Chunks) -> Plan: ...
+
+    def plan_verify(self, nodes: Nodes) -> Plan: ...
+
+    def plan_draft(self, frontier: Frontier) -> Plan: ...

@@ -1,0 +1,37 @@
+"""Attention over the pool as the layers of a model call it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specserve_kernels import apply_rotary, rotary_store_kv, store_kv
+from torch import Tensor
+
+from specserve.attention.base import Plan
+from specserve.kv.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttend:
+    """One pass: new keys and values go to ``(page_T, offset_T)``, queries see what the plan lets them see."""
+
+    pool: KVPool
+    plan: Plan
+    page_T: Tensor
+    offset_T: Tensor
+
+    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope_T2D: Tensor) -> Tensor:
+        cache = self.pool.layers[layer]
+        q_TND = rotary_store_kv(qkv_TND, rope_T2D, num_kv_heads, cache, self.page_T, self.offset_T)
+        return self.plan.run(q_TND, cache).flatten(1)
+
+
+def store_projected(
+    pool: KVPool, layer: int, kv_TND: Tensor, rope_T2D: Tensor, page_T: Tensor, offset_T: Tensor
+) -> None:
+    """Rotates and stores keys and values ``[T, 2 * kv heads, D]`` of a layer that is not being run."""
+    k_TND, v_TND = kv_TND.chunk(2, dim=1)
+    kv_T2ND = kv_TND.new_empty(len(kv_TND), 2, *k_TND.shape[1:])
+    kv_T2ND[:, 0] = apply_rotary(k_TND, rope_T2D)
+    kv_T2ND[:, 1] = v_TND
+    store_kv(pool.layers[layer], kv_T2ND, page_T, offset_T)

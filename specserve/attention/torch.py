@@ -1,0 +1,97 @@
+"""The reference backend: gathers pages and lets PyTorch attend. It serves every geometry on every device.
+
+Shapes as in ``base``; L = positions of the pages gathered, N = queries a request after padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from specserve_kernels import paged_attention, visible_to_bias
+from torch import Tensor
+
+from specserve.attention.base import Chunks, Frontier, Nodes
+from specserve.kv.pool import KVGeometry, KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """``gather_BN`` packed index of each padded query; ``scatter_T`` padded index of each packed one (None: equal)."""
+
+    pages_BM: Tensor
+    bias_BNL: Tensor
+    gather_BN: Tensor | None
+    scatter_T: Tensor | None
+
+    def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
+        batch, queries, _ = self.bias_BNL.shape
+        q = q_TND if self.gather_BN is None else q_TND[self.gather_BN]
+        out = paged_attention(
+            q.reshape(batch, queries, *q_TND.shape[1:]), cache, self.pages_BM, self.bias_BNL
+        ).flatten(0, 1)
+        return out if self.scatter_T is None else out[self.scatter_T]
+
+
+class TorchAttention:
+    """See the module's docstring."""
+
+    name = "torch"
+
+    def __init__(self, page_size: int, dtype: torch.dtype) -> None:
+        self.page_size = page_size
+        self.dtype = dtype
+
+    def unsupported(self, geometry: KVGeometry, pool: KVPool) -> list[str]:
+        return []
+
+    def plan_prefill(self, chunks: Chunks) -> _Plan:
+        pages_BM, position_L = self._columns(chunks.pages_BM, chunks.max_kv)
+        batch = len(pages_BM)
+        if batch == 1:
+            gather_BN, scatter_T = None, None
+            positions_BN = chunks.positions_T[None]
+        else:
+            gather_BN, scatter_T = _padding(
+                chunks.q_start, chunks.slot_T, chunks.max_tokens, len(chunks.slot_T)
+            )
+            positions_BN = chunks.positions_T[gather_BN]
+        visible_BNL = position_L <= positions_BN[..., None]
+        return _Plan(pages_BM, visible_to_bias(visible_BNL, self.dtype), gather_BN, scatter_T)
+
+    def plan_verify(self, nodes: Nodes) -> _Plan:
+        pages_BM, position_L = self._columns(nodes.pages_BM, nodes.max_kv)
+        batch, total = len(pages_BM), len(nodes.slot_T)
+        if batch == 1 or nodes.max_nodes == 1:
+            gather_BN, scatter_T = None, None
+            mask_BN = nodes.mask_T.view(batch, -1)
+        else:
+            gather_BN, scatter_T = _padding(nodes.q_start, nodes.slot_T, nodes.max_nodes, total)
+            mask_BN = nodes.mask_T[gather_BN]
+        offset_B1L = position_L - nodes.length_B[:, None, None]
+        ancestor_BNL = (mask_BN[..., None] >> offset_B1L.clamp(0, 63)) & 1 > 0
+        visible_BNL = (offset_B1L < 0) | (ancestor_BNL & (offset_B1L < 64))
+        return _Plan(pages_BM, visible_to_bias(visible_BNL, self.dtype), gather_BN, scatter_T)
+
+    def plan_draft(self, frontier: Frontier) -> _Plan:
+        pages_BM, position_L = self._columns(frontier.pages_BM, frontier.max_kv)
+        queries = frontier.scratch_BKA.shape[1]
+        visible_B1L = (position_L >= frontier.kv_start) & (position_L < frontier.prefix_B[:, None, None])
+        visible_BKL = visible_B1L.repeat(1, queries, 1).scatter_(2, frontier.scratch_BKA, True)
+        return _Plan(pages_BM, visible_to_bias(visible_BKL, self.dtype), None, None)
+
+    def _columns(self, pages_BM: Tensor, max_kv: int) -> tuple[Tensor, Tensor]:
+        """The part of the page table in use, and the positions it covers."""
+        pages = -(-max_kv // self.page_size)
+        assert pages <= pages_BM.shape[1], "the page table is too narrow for this step"
+        return pages_BM[:, :pages], torch.arange(pages * self.page_size, device=pages_BM.device)
+
+
+def _padding(q_start: Tensor, slot_T: Tensor, width: int, total: int) -> tuple[Tensor, Tensor]:
+    """Indices between packed rows and a padded ``[B, width]`` block; what lies outside points at some valid row."""
+    batch = len(q_start) - 1
+    column_N = torch.arange(width, device=q_start.device)
+    gather_BN = (q_start[:-1, None] + column_N).clamp(max=total - 1)
+    slot_T = slot_T.clamp(max=batch - 1)
+    local_T = torch.arange(total, device=q_start.device) - q_start[slot_T]
+    return gather_BN, slot_T * width + local_T.clamp(max=width - 1)

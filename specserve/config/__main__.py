@@ -1,0 +1,5 @@
+"""Prints the reference of all settings."""
+
+from specserve.config.reference import reference
+
+print(reference(), end="")

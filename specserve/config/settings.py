@@ -1,0 +1,202 @@
+"""Every setting of the server, declared once.
+
+The command line, the environment, the YAML file, docs/settings.md and /server_info derive from these fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from specserve.config.declare import power_of_two, setting, settings_of
+from specserve.config.values import check_value
+
+MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
+ALGORITHMS = ("NONE", "EAGLE", "EAGLE3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user asked for; ``resolve`` returns a copy in which every automatic choice is made.
+
+    Raises ValueError naming the setting when a value is out of range.
+    """
+
+    model_path: str | None = setting(
+        None,
+        "Directory of the model in Hugging Face format, or a model id of its hub. "
+        "Not set: the bundled model.",
+        group=MODEL,
+        aliases=("model",),
+    )
+    tokenizer_path: str | None = setting(
+        None, "Directory or hub id of the tokenizer. Not set: the model's.", group=MODEL
+    )
+    skip_tokenizer_init: bool = setting(
+        False,
+        "Load no tokenizer: completions take prompts of token ids and answer with token ids; "
+        "chat is refused.",
+        group=MODEL,
+    )
+    trust_remote_code: bool = setting(
+        False, "Run the tokenizer code that comes with a checkpoint.", group=MODEL
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "Names that requests may use as `model`. Not set: the last part of the model path, for a model of "
+        "the hub its id too, and `specserve-chat` for the bundled model.",
+        group=MODEL,
+    )
+    context_length: int | None = setting(
+        None,
+        "Longest prompt plus answer, in tokens. Not set: the model's max_position_embeddings.",
+        group=MODEL,
+        low=2,
+    )
+    dtype: str = setting(
+        "auto",
+        "Type of weights and activations. auto: float32 on cpu; on cuda the checkpoint's own, "
+        "bfloat16 for float32.",
+        group=MODEL,
+        choices=("auto", "bfloat16", "float16", "float32", "float64"),
+    )
+
+    host: str = setting("127.0.0.1", "Address to listen on.", group=SERVER)
+    port: int = setting(30000, "Port to listen on; 0 takes any free one.", group=SERVER, low=0, high=65535)
+    api_key: str | None = setting(
+        None,
+        "Key that requests must carry as `Authorization: Bearer KEY`. /health and /metrics need none.",
+        group=SERVER,
+        secret=True,
+    )
+    log_level: str = setting(
+        "info",
+        "Least severe messages that are logged.",
+        group=SERVER,
+        choices=("debug", "info", "warning", "error", "critical"),
+    )
+    requests_all_greedy: bool = setting(
+        False,
+        "Serve greedy requests alone: temperature defaults to 0 and any other is refused.",
+        group=SERVER,
+    )
+
+    device: str = setting(
+        "auto",
+        "Where the model runs. auto: cuda if there is one, else cpu.",
+        group=ENGINE,
+        choices=("auto", "cuda", "cpu"),
+    )
+    attention_backend: str = setting(
+        "auto",
+        "Attention implementation. auto: torch. The others are not available in this version.",
+        group=ENGINE,
+        choices=("auto", "torch", "triton", "flashinfer"),
+    )
+    max_running_requests: int | None = setting(
+        None, "Requests in one batch. Not set: 16 on cpu, 256 on cuda.", group=ENGINE, low=1
+    )
+    max_total_tokens: int | None = setting(
+        None,
+        "Tokens that the KV pool holds. Not set: on cpu the larger of 65536 and 4 contexts; on cuda what "
+        "fits into mem_fraction_static.",
+        group=ENGINE,
+        low=1,
+    )
+    mem_fraction_static: float = setting(
+        0.85,
+        "Part of the GPU's memory for weights and KV pool.",
+        group=ENGINE,
+        aliases=("mem_fraction",),
+        low=0.01,
+        high=1,
+    )
+    page_size: int = setting(16, "Tokens in a page of the KV pool.", group=ENGINE, check=power_of_two(1, 256))
+    chunked_prefill_size: int | None = setting(
+        None,
+        "Most prompt tokens computed in one iteration; -1 takes prompts whole. "
+        "Not set: 512 on cpu, 8192 on cuda.",
+        group=ENGINE,
+        check=lambda value: None if value == -1 or value >= 1 else f"must be -1 or at least 1, found {value}",
+    )
+    disable_radix_cache: bool = setting(False, "Forget a prompt's KV when its request ends.", group=ENGINE)
+    overlap_schedule: str = setting(
+        "auto",
+        "Do the host's work for one step during the next. auto: on for cuda, off on cpu, where there is "
+        "nothing to overlap with.",
+        group=ENGINE,
+        choices=("auto", "on", "off"),
+    )
+    disable_overlap_schedule: bool = setting(False, "The same as `--overlap-schedule off`.", group=ENGINE)
+    disable_cuda_graph: bool = setting(
+        False, "Run steps without CUDA graphs. This version never captures any.", group=ENGINE
+    )
+    cuda_graph_max_bs: int | None = setting(
+        None, "Largest batch that gets a CUDA graph. This version never captures any.", group=ENGINE, low=1
+    )
+    enable_torch_compile: bool = setting(False, "Not available in this version: refused.", group=ENGINE)
+    torch_compile_max_bs: int | None = setting(
+        None, "Not available in this version: refused.", group=ENGINE, low=1
+    )
+    random_seed: int | None = setting(
+        None,
+        "Seed from which requests without a `seed` draw theirs. Not set: a new one at each start, logged.",
+        group=ENGINE,
+        low=0,
+        high=2**63 - 1,
+    )
+
+    speculative_algorithm: str = setting(
+        "NONE",
+        "Drafting method; NONE is plain decoding.",
+        group=SPECULATION,
+        choices=ALGORITHMS,
+        aliases=("speculative_algo",),
+    )
+    speculative_draft_model_path: str | None = setting(
+        None,
+        "Directory or hub id of the draft. Not set: the bundled one, if the model is the bundled one.",
+        group=SPECULATION,
+        aliases=("speculative_draft_model",),
+    )
+    speculative_num_steps: int | None = setting(
+        None, "Draft levels. Give all three of the shape or none.", group=SPECULATION, low=1
+    )
+    speculative_eagle_topk: int | None = setting(
+        None, "Candidates of a draft node: 1 drafts a chain.", group=SPECULATION, low=1
+    )
+    speculative_num_draft_tokens: int | None = setting(
+        None,
+        "Nodes verified in a step, the root included. Shape not set: 5 steps, topk 4, 8 tokens for "
+        "Llama, else 3, 1, 4.",
+        group=SPECULATION,
+        low=2,
+        high=64,
+    )
+    speculative_token_map: str | None = setting(
+        None, "Not available in this version: refused.", group=SPECULATION
+    )
+    speculative_draft_quantization: str = setting(
+        "auto",
+        "Quantization of the draft's weights. auto: none. fp8 is not available in this version.",
+        group=SPECULATION,
+        choices=("auto", "none", "fp8"),
+    )
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            declared = SETTINGS[field.name]
+            check_value(declared, getattr(self, field.name), declared.flag)
+        if self.disable_overlap_schedule and self.overlap_schedule == "on":
+            raise ValueError("--disable-overlap-schedule contradicts --overlap-schedule on")
+
+    def public(self) -> dict[str, Any]:
+        """Every setting and its value, secrets replaced by whether they are set."""
+        values = {name: getattr(self, name) for name in SETTINGS}
+        for name, declared in SETTINGS.items():
+            if declared.secret:
+                values[name] = None if values[name] is None else "(set)"
+        return values
+
+
+SETTINGS = settings_of(Settings)

@@ -1,0 +1,121 @@
+"""Where settings come from: command line before environment before YAML file before default."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from specserve.config.declare import Setting
+from specserve.config.settings import SETTINGS, Settings
+from specserve.config.values import convert, nearest
+
+PREFIX = "SPECSERVE_"
+_BY_NAME = {name: declared for declared in SETTINGS.values() for name in declared.names}
+
+
+def load_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
+    """Reads every source. Raises ValueError naming the setting and the source at fault."""
+    given = vars(_parse_arguments(argv))
+    path = given.pop("config", None) or environ.get(PREFIX + "CONFIG")
+    values = _from_yaml(Path(path)) if path else {}
+    values |= _from_environment(environ)
+    values |= {name: convert(SETTINGS[name], raw, SETTINGS[name].flag) for name, raw in given.items()}
+    return Settings(**values)
+
+
+def make_settings(**values: Any) -> Settings:
+    """Settings from Python keywords: the flags' names with underscores. Raises ValueError."""
+    return Settings(**_named(values, "settings", lambda name: name))
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Reads ``SPECSERVE_*``. An empty variable counts as not set."""
+    given = {
+        key[len(PREFIX) :].lower(): text
+        for key, text in environ.items()
+        if key.startswith(PREFIX) and key != PREFIX + "CONFIG" and text
+    }
+    return _named(given, "environment", lambda name: PREFIX + name.upper())
+
+
+def _from_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config: {path} can't be read: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ValueError(f"--config: {path} must hold lines of `name: value`")
+    given = {key.replace("-", "_"): raw for key, raw in data.items() if raw is not None}
+    return _named(given, str(path), lambda name: f"{path}: {name}")
+
+
+def _named(given: Mapping[str, Any], source: str, label: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, raw in given.items():
+        if name not in _BY_NAME:
+            close = label(nearest(name, _BY_NAME)).removeprefix(f"{source}: ")
+            raise ValueError(f"{label(name)}: unknown setting; the nearest known one is {close}")
+        declared = _BY_NAME[name]
+        if declared.name in values:
+            raise ValueError(f"{label(name)}: given twice, by an alias too")
+        values[declared.name] = convert(declared, raw, label(name))
+    return values
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ValueError(_unknown_argument(unknown[0], [*_flags(SETTINGS.values()), "--config", "--help"]))
+    return namespace
+
+
+def _unknown_argument(argument: str, known: Sequence[str]) -> str:
+    if not argument.startswith("-"):
+        return f"unexpected argument {argument!r}: settings are given as --name value"
+    flag = argument.split("=")[0]
+    return f"{flag}: unknown flag; the nearest known one is {nearest(flag, known)}"
+
+
+def _flags(settings: Iterable[Setting]) -> list[str]:
+    return [flag for declared in settings for flag in declared.flags]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m specserve.launch",
+        description="OpenAI-compatible server with lossless speculative decoding.",
+        epilog="Each setting is also read from SPECSERVE_<NAME> and from the YAML file; flags come first.",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings, `name: value` a line.")
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for declared in SETTINGS.values():
+        if declared.group not in groups:
+            groups[declared.group] = parser.add_argument_group(declared.group)
+        shape, help = _shape(declared), declared.help.replace("%", "%%")
+        groups[declared.group].add_argument(*declared.flags, dest=declared.name, help=help, **shape)
+    return parser
+
+
+def _shape(declared: Setting) -> dict[str, Any]:
+    """How many words a flag takes: a bare boolean flag means true, and several names may follow one flag."""
+    if declared.kind is bool:
+        return {"nargs": "?", "const": True, "metavar": "BOOL"}
+    if declared.kind is tuple:
+        return {"nargs": "+", "action": "extend", "metavar": "NAME"}
+    metavar = "{" + ",".join(declared.choices) + "}" if declared.choices else declared.kind.__name__.upper()
+    return {"metavar": metavar}

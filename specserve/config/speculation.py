@@ -1,0 +1,80 @@
+"""The speculation shape: draft levels, branching, verified nodes. The rules are SGLang's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from specserve.config.settings import Settings
+
+if TYPE_CHECKING:
+    from specserve.models.config import ModelConfig
+
+SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+
+
+def resolve_speculation(settings: Settings, model: ModelConfig, notes: list[str]) -> Settings:
+    """Returns a copy with the shape set, or unset for plain decoding. Raises ValueError naming the flag."""
+    if settings.speculative_draft_quantization == "auto":
+        settings = replace(settings, speculative_draft_quantization="none")
+    given = [name for name in SHAPE if getattr(settings, name) is not None]
+    if settings.speculative_algorithm == "NONE":
+        return _plain(settings, given, notes)
+    if given and len(given) < len(SHAPE):
+        missing = [_flag(name) for name in SHAPE if name not in given]
+        raise ValueError(
+            f"{_flag(given[0])} is given without {' and '.join(missing)}: give all three or none"
+        )
+    if not given:
+        settings = _default_shape(settings, model, notes)
+    return _fit(settings, notes)
+
+
+def pool_size(steps: int, topk: int) -> int:
+    """Candidates that a slot's pool holds after ``steps`` levels: topk, then topk² a level."""
+    return topk + (steps - 1) * topk * topk
+
+
+def _plain(settings: Settings, given: list[str], notes: list[str]) -> Settings:
+    unused = [*given, *(["speculative_draft_model_path"] if settings.speculative_draft_model_path else [])]
+    if unused:
+        flags = ", ".join(_flag(name) for name in unused)
+        notes.append(f"{flags} changes nothing: speculative_algorithm is NONE, decoding is plain")
+    return replace(settings, speculative_draft_model_path=None, **_shape(None, None, None))
+
+
+def _default_shape(settings: Settings, model: ModelConfig, notes: list[str]) -> Settings:
+    shape = (5, 4, 8) if model.architecture == "LlamaForCausalLM" else (3, 1, 4)
+    notes.append(
+        f"speculation of {shape} (steps, topk, tokens): none was given, the default for {model.architecture}"
+    )
+    return replace(settings, **_shape(*shape))
+
+
+def _fit(settings: Settings, notes: list[str]) -> Settings:
+    steps, topk, tokens = (getattr(settings, name) for name in SHAPE)
+    if topk == 1 and tokens != steps + 1:
+        notes.append(
+            f"speculative_num_draft_tokens = {steps + 1}: with topk 1 a chain of {steps} drafts and "
+            f"its root is verified whole, {tokens} was given"
+        )
+        tokens = steps + 1
+    pool = pool_size(steps, topk)
+    if tokens > pool + 1:
+        raise ValueError(
+            f"--speculative-num-draft-tokens: {steps} steps of topk {topk} draft {pool} candidates, so at "
+            f"most {pool + 1} tokens with the root, found {tokens}"
+        )
+    if tokens > 64:
+        raise ValueError(
+            f"--speculative-num-steps: a chain of {steps} has {tokens} nodes, at most 64 fit a step"
+        )
+    return replace(settings, speculative_num_draft_tokens=tokens)
+
+
+def _shape(*values: int | None) -> dict[str, Any]:
+    return dict(zip(SHAPE, values, strict=True))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,109 @@
+"""The nouns of the server: what a request asks for and what the engine answers.
+
+Plain data. Each piece of state is changed by one function elsewhere; nothing here acts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+MAX_LOGPROBS = 20
+MAX_BIAS = 512  # entries of a request's bias list on the device: logit_bias plus tokens banned by min_tokens
+MAX_SEED = 2**63 - 1
+
+
+class Speculation(msgspec.Struct, frozen=True, kw_only=True):
+    """Per-request control of drafting. ``max_draft_tokens`` bounds the nodes drafted for it in one step."""
+
+    enabled: bool = True
+    max_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_draft_tokens is not None:
+            _check_range("speculation.max_draft_tokens", self.max_draft_tokens, 0, math.inf)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request's tokens are chosen and when it ends. The names are OpenAI's and vLLM's.
+
+    Raises ValueError naming the parameter and the accepted values. ``max_tokens`` None means up to the context
+    length; ``seed`` None draws one; ``top_k`` 0 or -1 and ``top_p`` 1 are off; ``logprobs`` is the number of
+    alternatives reported beside each token (0: the token's own only).
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    speculation: Speculation = Speculation()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, math.inf)
+        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens or math.inf)
+        _check_range("temperature", self.temperature, 0, 100)
+        _check_range("top_p", self.top_p, 0, 1, open_low=True)
+        _check_range("top_k", self.top_k, -1, math.inf)
+        _check_range("min_p", self.min_p, 0, 1)
+        _check_range("presence_penalty", self.presence_penalty, -2, 2)
+        _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_range("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        for token, bias in (self.logit_bias or {}).items():
+            _check_range(f"logit_bias[{token}]", bias, -100, 100)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.logit_bias or {}) + len(self.stop_token_ids) > MAX_BIAS - 16:
+            raise ValueError(f"logit_bias and stop_token_ids hold more than {MAX_BIAS - 16} entries together")
+        if any(not text for text in self.stop):
+            raise ValueError("stop must not hold an empty string")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _check_range(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
+    inside = low < value <= high if open_low else low <= value <= high
+    if not inside or not math.isfinite(value):
+        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], found {value}")
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Natural-log probability of a chosen token under the raw logits, with the most likely alternatives."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class SpeculationUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What speculation did for one request.
+
+    ``steps`` counts target forwards that emitted tokens, prefill not counted; ``drafted`` the nodes verified
+    besides roots; ``accepted`` those that were emitted, bonus tokens not counted.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens emitted per step, the bonus token included. 0 when there was no step."""
+        return (self.accepted + self.steps) / self.steps if self.steps else 0.0

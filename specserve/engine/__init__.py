@@ -1,0 +1,1 @@
+"""Owns the device: weights, memory budget, the runner, the sampler."""

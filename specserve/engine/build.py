@@ -1,0 +1,131 @@
+"""From settings to a running engine: weights, draft, pool, state, scheduler."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from specserve.attention import TorchAttention
+from specserve.config import Settings
+from specserve.engine.memory import pool_pages
+from specserve.engine.runner import Runner
+from specserve.engine.sampler import VocabMap
+from specserve.kv.pool import KVGeometry, KVPool, PoolConfig
+from specserve.models.checkpoint import DTYPES, load_target
+from specserve.models.config import ModelConfig
+from specserve.models.draft.load import load_draft
+from specserve.models.llama import LlamaModel
+from specserve.scheduler.admission import Admission, Capacity
+from specserve.scheduler.memory import Memory
+from specserve.scheduler.scheduler import Limits, Scheduler, ShapeOf
+from specserve.spec.context import Context
+from specserve.spec.drafters.eagle import EagleDrafter
+from specserve.spec.state import DecodeState
+from specserve.spec.tree import StepShape
+
+log = logging.getLogger(__name__)
+
+
+def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler:
+    """Loads everything that resolved settings name. Raises ValueError for what cannot be served."""
+    shape = static_shape(settings)
+    context = create_context(settings, model_config, shape)
+    assert settings.max_running_requests and settings.context_length and settings.chunked_prefill_size
+    pool = context.pool
+    memory = Memory(pool.num_pages, pool.page_size, prefix_cache=not settings.disable_radix_cache)
+    capacity = Capacity(
+        context_length=settings.context_length,
+        pool_tokens=memory.allocator.capacity * pool.page_size,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        all_greedy=settings.requests_all_greedy,
+    )
+    chunk = settings.chunked_prefill_size
+    limits = Limits(
+        max_running_requests=settings.max_running_requests,
+        chunked_prefill_size=settings.context_length if chunk == -1 else chunk,
+        overlap=settings.overlap_schedule == "on",
+    )
+    info: dict[str, object] = {
+        "context_length": capacity.context_length,
+        "max_total_tokens": capacity.pool_tokens,
+        "num_pages": memory.allocator.capacity,
+        "page_size": pool.page_size,
+        "vocab_size": capacity.vocab_size,
+        "eos_token_ids": list(capacity.eos_token_ids),
+        "speculation": None if shape is None else {"steps": shape[0], "topk": shape[1], "tokens": shape[2]},
+    }
+    admission = Admission(capacity, settings.random_seed)
+    return Scheduler(Runner(context), memory, admission, limits, shape_policy(shape), info)
+
+
+def static_shape(settings: Settings) -> tuple[int, int, int] | None:
+    """Steps, topk and tokens of every step; None for plain decoding."""
+    steps, topk = settings.speculative_num_steps, settings.speculative_eagle_topk
+    tokens = settings.speculative_num_draft_tokens
+    return None if steps is None or topk is None or tokens is None else (steps, topk, tokens)
+
+
+def shape_policy(shape: tuple[int, int, int] | None) -> ShapeOf:
+    """The next step's shape: the static one, its budget for the slots that draft; plain when none does."""
+
+    def shape_of(slots: int, drafting: int) -> StepShape:
+        if shape is None or not drafting:
+            return StepShape.plain(slots)
+        steps, topk, tokens = shape
+        return StepShape(slots, slots + drafting * (tokens - 1), steps, topk)
+
+    return shape_of
+
+
+def create_context(
+    settings: Settings, model_config: ModelConfig, shape: tuple[int, int, int] | None
+) -> Context:
+    """Target, draft, pool and state on the device."""
+    device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
+    assert settings.max_running_requests and settings.context_length and settings.model_path
+    # A step may look this far past the longest context: rows that end are cut after the step that overran.
+    widest = shape_policy(shape)(settings.max_running_requests, settings.max_running_requests)
+    margin = widest.reserve + 2 * (widest.levels + 1)
+    positions = settings.context_length + margin
+    target = load_target(Path(settings.model_path), dtype, device, max_positions=positions)
+    drafter = create_drafter(settings, target, positions, dtype)
+    target_layers = [KVGeometry(model_config.layer.num_kv_heads, model_config.layer.head_dim)]
+    pool_config = PoolConfig(
+        target_layers=target_layers * model_config.num_layers,
+        draft_layers=drafter.kv_layers if drafter is not None else [],
+        feature_size=drafter.feature_size if drafter is not None else 0,
+        page_size=settings.page_size,
+        dtype=dtype,
+    )
+    pages = pool_pages(pool_config, settings.max_total_tokens, settings.mem_fraction_static, device)
+    attention = TorchAttention(settings.page_size, dtype)
+    state = DecodeState(
+        slots=settings.max_running_requests,
+        pages_per_slot=-(-positions // settings.page_size),
+        feature_size=pool_config.feature_size,
+        vocab_size=model_config.vocab_size,
+        dtype=dtype,
+        sampler_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
+        device=device,
+    )
+    pool = KVPool(pool_config, pages, device)
+    return Context(target, drafter, pool, attention, state, model_config.vocab_size)
+
+
+def create_drafter(
+    settings: Settings, target: LlamaModel, positions: int, dtype: torch.dtype
+) -> EagleDrafter | None:
+    """The drafter that the settings name, or None."""
+    if settings.speculative_algorithm == "NONE":
+        return None
+    assert settings.speculative_draft_model_path
+    layer = target.config.num_layers
+    path = Path(settings.speculative_draft_model_path)
+    loaded = load_draft(path, settings.speculative_algorithm, target, layer, positions, dtype)
+    for note in loaded.notes:
+        log.info("%s", note)
+    vocab = None if loaded.ids is None else VocabMap.of(loaded.ids, target.config.vocab_size)
+    return EagleDrafter(settings.speculative_algorithm, loaded.head, layer, vocab)

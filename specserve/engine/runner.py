@@ -1,0 +1,131 @@
+"""Runs prefill and steps on the device and hands their results back without waiting for them.
+
+Shapes: B requests, S draft levels, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specserve.core import SamplingParams, TokenLogprob
+from specserve.engine.logprobs import token_logprobs
+from specserve.spec.context import Context, View
+from specserve.spec.prefill import PromptChunks, prefill
+from specserve.spec.state import SamplerNeeds
+from specserve.spec.step import step
+from specserve.spec.tree import StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A request's part in a launch. ``length`` bounds the tokens in its cache, before a step or after a prefill."""
+
+    slot: int
+    params: SamplingParams
+    length: int
+    tokens: Sequence[int] = ()  # prefill: what to run
+    final: bool = True  # prefill: a token is chosen after them
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """What a launch gave one request."""
+
+    tokens: list[int]
+    drafted: int
+    logprobs: list[TokenLogprob] | None
+
+
+class Launch:
+    """Work queued on the device. ``read`` waits for it; nothing else does."""
+
+    def __init__(self, packed: Tensor, logprobs: tuple[Tensor, Tensor, Tensor] | None, rows: Sequence[Row]):
+        """``packed`` ``[B, S + 2]``: tokens, -1 beyond the end, then the number of drafted nodes."""
+        self._rows = rows
+        self._packed = _to_host(packed)
+        self._logprobs = None if logprobs is None else tuple(_to_host(part) for part in logprobs)
+        self._event = torch.cuda.Event() if packed.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> list[Emitted]:
+        """One entry a row, in the order of the launch."""
+        if self._event is not None:
+            self._event.synchronize()
+        values = self._packed.tolist()
+        width = self._packed.shape[1] - 1
+        out = []
+        for index, (row, entry) in enumerate(zip(self._rows, values, strict=True)):
+            tokens = [token for token in entry[:-1] if token >= 0]
+            logprobs = self._row_logprobs(row, tokens, index * width)
+            out.append(Emitted(tokens, entry[-1], logprobs))
+        return out
+
+    def _row_logprobs(self, row: Row, tokens: list[int], start: int) -> list[TokenLogprob] | None:
+        if row.params.logprobs is None or self._logprobs is None:
+            return None
+        own, values, ids = (part[start : start + len(tokens)].tolist() for part in self._logprobs)
+        count = row.params.logprobs
+        return [
+            TokenLogprob(token, own[i], list(zip(ids[i][:count], values[i][:count], strict=True)))
+            for i, token in enumerate(tokens)
+        ]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", non_blocking=True)
+
+
+class Runner:
+    """The device's only user while serving. Calls are queued in order; state and cache change in that order."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    @torch.inference_mode()
+    def prefill(self, rows: Sequence[Row]) -> Launch:
+        """Runs a chunk of each row's prompt. Rows that are not final emit nothing."""
+        counts = [len(row.tokens) for row in rows]
+        chunks = PromptChunks(
+            token_T=self._tensor([token for row in rows for token in row.tokens]),
+            slot_T=self._tensor([index for index, count in enumerate(counts) for _ in range(count)]),
+            q_start=self._tensor([sum(counts[:i]) for i in range(len(counts) + 1)]),
+            final_B=self._tensor([row.final for row in rows]).bool(),
+            max_tokens=max(counts),
+        )
+        result = prefill(self.context, self._view(rows), chunks)
+        token_B1 = result.token_B[:, None]
+        packed = torch.where(chunks.final_B[:, None], token_B1, -1)
+        packed = torch.cat([packed, torch.zeros_like(packed)], dim=1)
+        return Launch(packed, self._logprobs(rows, result.logits_BV, result.token_B), rows)
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
+        """One step of all rows."""
+        result = step(self.context, self._view(rows), shape)
+        accepted = result.accepted
+        packed = torch.cat([accepted.token_BS, result.drafted_B[:, None]], dim=1)
+        logprobs = self._logprobs(
+            rows, result.logits_TV, accepted.token_BS.clamp(min=0).flatten(), accepted.path_BS.flatten()
+        )
+        return Launch(packed, logprobs, rows)
+
+    def _view(self, rows: Sequence[Row]) -> View:
+        slots = self._tensor([row.slot for row in rows])
+        needs = SamplerNeeds.of([row.params for row in rows])
+        return View.of(self.context, slots, max(row.length for row in rows), needs)
+
+    def _logprobs(
+        self, rows: Sequence[Row], logits: Tensor, tokens_N: Tensor, index_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        if not wanted:
+            return None
+        return token_logprobs(logits if index_N is None else logits[index_N], tokens_N, max(wanted))
+
+    def _tensor(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.context.state.device)

@@ -1,0 +1,57 @@
+"""Token ids to text, a few at a time, so that the pieces put together are the text of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+
+CONTEXT = 6  # tokens of the prompt that the first piece is decoded behind
+LONGEST = 64  # tokens of a window without a clean end before it is cut (random bytes, not text)
+_BROKEN = "�"  # what decoders make of bytes that are not (or not yet) a character
+
+
+class Detokenizer:
+    """Decodes a window that begins at text already given out and gives out what is new at its end.
+
+    A tokenizer may drop the space before a lone token, so a token is never decoded without the one before it;
+    and a character may be split over tokens, so a broken end is held back until it is whole or all is over.
+    """
+
+    def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(prompt[-CONTEXT:])
+        self._mark = len(self._window)  # the next window begins here, once the end of this one is whole
+        self._given = len(decode(self._window))  # characters of the window's text that were given out
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Adds tokens. Returns the text that became certain."""
+        self._window += token_ids
+        text = self._decode(self._window)
+        broken = _broken_end(text)
+        new = text[self._given : len(text) - broken]
+        self._given += len(new)
+        if new and not broken:
+            self._move(self._mark, 0)
+        elif len(self._window) > LONGEST:
+            self._move(len(self._window) - CONTEXT, broken)
+        return new
+
+    def flush(self) -> str:
+        """Returns what was held back. Call it once, when no token follows."""
+        text = self._decode(self._window)
+        new = text[self._given :]
+        self._given = len(text)
+        return new
+
+    def _move(self, start: int, broken: int) -> None:
+        """Makes the window begin at ``start``; ``broken`` characters of its end are not given out yet."""
+        self._window = self._window[start:]
+        self._mark = len(self._window)
+        self._given = max(0, len(self._decode(self._window)) - broken)
+
+
+def _broken_end(text: str) -> int:
+    """How many characters of the end may still change: a character has 4 bytes, so 3 of them may be there."""
+    end = text[-3:]
+    return len(end) - len(end.rstrip(_BROKEN))

@@ -1,0 +1,91 @@
+"""Starts the engine process and moves messages between it and an ``EngineClient``, by ZeroMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from specserve.config import Settings
+from specserve.frontend.engine_client import EngineClient
+from specserve.frontend.messages import Broken, ToEngine, decode_to_front, encode
+from specserve.scheduler.process import Addresses, Build, build_scheduler, engine_main
+
+GRACE = 5.0  # seconds that the engine has to end before it is killed
+
+
+class EngineProcess:
+    """The engine's process and the directory of its sockets. It begins to load at once."""
+
+    def __init__(self, settings: Settings, build: Build = build_scheduler) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="specserve-"))
+        self.addresses = Addresses(*(f"ipc://{self._directory / name}" for name in ("to-engine", "to-front")))
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=engine_main, args=(settings, self.addresses, build), name="specserve-engine"
+        )
+        self.process.start()
+
+    def close(self) -> None:
+        """Ends the process, kindly first, and removes its sockets."""
+        self.process.terminate()
+        self.process.join(GRACE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def connect(engine: EngineProcess) -> AsyncIterator[EngineClient]:
+    """Gives a client that hears from the engine, and of its end, until the context is left."""
+    context = zmq.asyncio.Context()
+    to_engine, from_engine = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    for socket in (to_engine, from_engine):
+        socket.set_hwm(0)
+        socket.linger = 0
+    to_engine.bind(engine.addresses.to_engine)
+    from_engine.bind(engine.addresses.to_front)
+    sending: set[asyncio.Future[Any]] = set()
+
+    def send(message: ToEngine) -> None:
+        future = to_engine.send(encode(message))
+        sending.add(future)  # the loop keeps weak references alone
+        future.add_done_callback(sending.discard)
+
+    client = EngineClient(send)
+    tasks = [asyncio.create_task(_receive(from_engine, client)), asyncio.create_task(_watch(engine, client))]
+    try:
+        yield client
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        context.destroy(linger=0)
+
+
+async def _receive(socket: Any, client: EngineClient) -> None:
+    while True:
+        for frame in await socket.recv_multipart():
+            client.receive(decode_to_front(frame))
+
+
+async def _watch(engine: EngineProcess, client: EngineClient) -> None:
+    """Tells the client when the process ends, after its last messages have been read."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(engine.process.sentinel, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(engine.process.sentinel)
+    await asyncio.sleep(0.1)
+    engine.process.join()
+    client.fail(Broken(f"its process ended with code {engine.process.exitcode}"))

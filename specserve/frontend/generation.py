@@ -1,0 +1,122 @@
+"""The requests of one call, run together: their tokens as they come, their answers when they are done."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specserve.core import SamplingParams
+from specserve.frontend.engine_client import EngineClient, Inbox
+from specserve.frontend.messages import Failed, Submit, Tokens
+from specserve.frontend.output import Answer, Delta, OutputProcessor
+from specserve.frontend.tokenizer import Tokenizer
+
+
+class RequestFailed(Exception):
+    """The engine refused or lost a request."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message)
+        self.param = failed.param
+        self.client_error = failed.client_error
+
+
+class Clock(Protocol):
+    """Who measures the requests."""
+
+    def first_token(self, seconds: float) -> None: ...
+    def next_tokens(self, seconds: float, tokens: int) -> None: ...
+    def finished(self, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One answer that a call asks for."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    choice: int = 0
+
+
+class Generation:
+    """Runs jobs. ``start`` it, read ``deltas`` to their end, and ``close`` it in every case."""
+
+    def __init__(
+        self, engine: EngineClient, tokenizer: Tokenizer | None, clock: Clock, jobs: Sequence[Job]
+    ) -> None:
+        self.jobs = jobs
+        self._engine = engine
+        self._clock = clock
+        call = uuid.uuid4().hex
+        self._rids = {f"{call}-{index}": index for index in range(len(jobs))}
+        self._outputs = [_processor(job, tokenizer) for job in jobs]
+        self._started = self._last = [0.0] * len(jobs)
+        self._inbox: Inbox | None = None
+        self._first: Tokens | None = None
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [output.answer for output in self._outputs]
+
+    async def start(self) -> None:
+        """Submits the jobs and waits for the first tokens. Raises RequestFailed."""
+        self._started = [time.monotonic()] * len(self.jobs)
+        self._last = list(self._started)
+        requests = [
+            Submit(rid, list(job.prompt), job.params, job.choice)
+            for rid, job in zip(self._rids, self.jobs, strict=True)
+        ]
+        self._inbox = self._engine.submit(requests)
+        self._first = await self._get()
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """What each message adds to which job, until all are done. Raises RequestFailed."""
+        left, message = len(self.jobs), self._first
+        while left:
+            message = message or await self._get()
+            index = self._rids[message.rid]
+            output = self._outputs[index]
+            delta = output.push(message)
+            self._measure(index, delta)
+            if output.must_abort:
+                self._engine.abort(message.rid)
+            left -= delta.finish_reason is not None
+            message = None
+            yield index, delta
+
+    async def run(self) -> list[Answer]:
+        """Starts and reads to the end."""
+        await self.start()
+        async for _ in self.deltas():
+            pass
+        return self.answers
+
+    def close(self) -> None:
+        """Aborts what has not ended."""
+        if self._inbox is not None:
+            self._inbox.close()
+
+    async def _get(self) -> Tokens:
+        assert self._inbox is not None
+        message = await self._inbox.get()
+        if isinstance(message, Failed):
+            raise RequestFailed(message)
+        return message
+
+    def _measure(self, index: int, delta: Delta) -> None:
+        now = time.monotonic()
+        if len(self._outputs[index].answer.token_ids) == len(delta.token_ids):
+            self._clock.first_token(now - self._started[index])
+        else:
+            self._clock.next_tokens(now - self._last[index], len(delta.token_ids))
+        self._last[index] = now
+        if delta.finish_reason is not None:
+            self._clock.finished(now - self._started[index])
+
+
+def _processor(job: Job, tokenizer: Tokenizer | None) -> OutputProcessor:
+    detokenizer = tokenizer.detokenizer(job.prompt, job.params.skip_special_tokens) if tokenizer else None
+    return OutputProcessor(job.params, detokenizer)

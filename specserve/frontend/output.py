@@ -1,0 +1,112 @@
+"""One request's answer: tokens of the engine in, text out. The server and ``LLM`` both use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
+from specserve.frontend.detokenizer import Detokenizer
+from specserve.frontend.messages import FinishReason, Tokens
+from specserve.frontend.stopping import StopFinder
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one message of the engine adds to an answer. ``text`` may lag behind ``token_ids``, never lead."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer so far."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    speculation: SpeculationUsage = field(default_factory=SpeculationUsage)
+
+
+class OutputProcessor:
+    """Detokenizes, finds stop strings and counts. Push messages until one gives a finish reason.
+
+    A stop string ends the answer at the token that completes it; the tokens behind that one are not counted.
+    If the engine does not know yet, ``must_abort`` is true and it has to be told. No ``detokenizer``: no text.
+    """
+
+    def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None) -> None:
+        self.answer = Answer()
+        self.must_abort = False
+        self._params = params
+        self._detokenizer = detokenizer
+        self._stop = StopFinder(params.stop) if detokenizer and params.stop else None
+
+    def push(self, message: Tokens) -> Delta:
+        """Adds a message to the answer and returns what it added."""
+        text, kept, stopped = self._read(message)
+        reason: FinishReason | None = "stop" if stopped else message.finish_reason
+        self.must_abort = stopped and message.finish_reason is None
+        logprobs = message.logprobs[:kept] if message.logprobs is not None else None
+        delta = Delta(text, message.token_ids[:kept], logprobs, reason)
+        self._add(delta, message)
+        return delta
+
+    def _read(self, message: Tokens) -> tuple[str, int, bool]:
+        """Returns the new text, how many tokens count, and whether a stop string was found."""
+        if self._detokenizer is None:
+            return "", len(message.token_ids), False
+        visible = message.token_ids[:-1] if message.stop_token else message.token_ids
+        if self._stop is None:
+            text = self._detokenizer.push(visible) if visible else ""
+            return (
+                text + (self._detokenizer.flush() if message.finish_reason else ""),
+                len(message.token_ids),
+                False,
+            )
+        return self._read_to_stop(self._detokenizer, self._stop, visible, message)
+
+    def _read_to_stop(
+        self, detokenizer: Detokenizer, stop: StopFinder, visible: list[int], message: Tokens
+    ) -> tuple[str, int, bool]:
+        """Token by token, because the answer ends at the one that completes the stop string."""
+        parts, have = [], len(self.answer.token_ids)
+        for index, token in enumerate(visible):
+            text, found = stop.feed(detokenizer.push([token]), have + index + 1 >= self._params.min_tokens)
+            parts.append(text)
+            if found:
+                return "".join(parts), index + 1, True
+        found = False
+        if message.finish_reason:
+            text, found = stop.feed(detokenizer.flush(), have + len(visible) >= self._params.min_tokens)
+            parts += [text, stop.flush()]
+        return "".join(parts), len(message.token_ids), found
+
+    def _add(self, delta: Delta, message: Tokens) -> None:
+        answer = self.answer
+        answer.text += delta.text
+        answer.token_ids += delta.token_ids
+        answer.logprobs += delta.logprobs or []
+        answer.finish_reason = delta.finish_reason
+        answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
+        if message.speculation is not None:
+            answer.speculation = _trim(message.speculation, message.runs, len(delta.token_ids))
+
+
+def _trim(usage: SpeculationUsage, runs: list[int], kept: int) -> SpeculationUsage:
+    """Takes from the totals the steps and accepted drafts of a message's tokens beyond the first ``kept``.
+
+    What was drafted stays: it was verified, wanted or not. The last token kept of a step counts as its bonus
+    token, so that tokens are still accepted drafts plus steps.
+    """
+    steps, accepted = usage.steps, usage.accepted
+    for length in runs:
+        left = max(0, min(length, kept))
+        kept -= length
+        steps -= left == 0
+        accepted -= length - max(left, 1)
+    return SpeculationUsage(steps=max(steps, 0), drafted=usage.drafted, accepted=max(accepted, 0))

@@ -1,0 +1,55 @@
+"""Finds stop strings in text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopFinder:
+    """Gives text on until a stop string is complete, and keeps back an end that may be the start of one.
+
+    What it finds does not depend on how the text is cut into pieces: of several stop strings the one that is
+    complete first counts, the longest of those that end together.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def feed(self, text: str, armed: bool = True) -> tuple[str, bool]:
+        """Returns the text that is certainly before any stop string, and whether one was found.
+
+        Stop strings that are complete while not ``armed`` are ordinary text.
+        """
+        seen, text = len(self._held), self._held + text
+        if armed and (start := self._find(text, seen)) is not None:
+            self._held = ""
+            return text[:start], True
+        hold = self._possible_start(text)
+        self._held = text[len(text) - hold :]
+        return text[: len(text) - hold], False
+
+    def flush(self) -> str:
+        """Returns the text kept back, when none follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str, seen: int) -> int | None:
+        """Where the first stop string to end beyond ``seen`` begins."""
+        found = [
+            (start + len(stop), start)
+            for stop in self._stops
+            if (start := text.find(stop, max(0, seen - len(stop) + 1))) >= 0
+        ]
+        return min(found)[1] if found else None
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of ``text`` that is the start of a stop string and not all of it."""
+        return max((_overlap(text, stop) for stop in self._stops), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if stop.startswith(text[-length:]):
+            return length
+    return 0

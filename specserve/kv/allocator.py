@@ -1,0 +1,49 @@
+"""Ownership of pages by reference counts: a request and the prefix tree each hold one count on a page they use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class PageAllocator:
+    """Hands out pages 1 .. num_pages - 1; page 0 stays unowned for padding."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"the KV pool needs at least 2 pages, found {num_pages}")
+        self.num_pages = num_pages
+        self._references = [0] * num_pages
+        self._free = list(range(num_pages - 1, 0, -1))
+
+    @property
+    def capacity(self) -> int:
+        return self.num_pages - 1
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes ``count`` free pages, each with one reference. The caller has checked that there are so many."""
+        assert count <= len(self._free), "allocation without a check"
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Adds an owner to each page."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is free and cannot be shared"
+            self._references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Takes an owner from each page; a page without owners is free again."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} is released twice"
+            self._references[page] -= 1
+            if not self._references[page]:
+                self._free.append(page)
+
+    def references(self, page: int) -> int:
+        return self._references[page]

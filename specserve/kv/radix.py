@@ -1,0 +1,143 @@
+"""The prefix cache: a radix tree over pages.
+
+An edge holds a run of pages and their tokens; edges split where two sequences part. The tree holds one reference on
+each of its pages, requests hold their own, and a page is evicted only when the tree is its last owner.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from specserve.kv.allocator import PageAllocator
+
+Key = tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    keys: list[Key]  # the tokens of each page on the edge into this node
+    pages: list[int]
+    parent: _Node | None
+    used: int = 0
+    children: dict[Key, _Node] = field(default_factory=dict)  # by the first page's tokens
+
+
+class RadixCache:
+    """Maps token prefixes, in whole pages, to pages that hold their KV."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self._allocator = allocator
+        self._page_size = page_size
+        self._root = _Node([], [], None)
+        self._clock = 0
+        self.num_pages = 0
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """Pages of the longest cached prefix of ``tokens``. The caller takes references before anything else runs."""
+        pages: list[int] = []
+        for node, matched in self._walk(self._keys(tokens)):
+            pages += node.pages[:matched]
+        return pages
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        """Adds a sequence whose whole pages are ``pages``; parts that are cached already keep the tree's pages."""
+        keys = self._keys(tokens)[: len(pages)]
+        node, done = self._root, 0
+        for step, matched in list(self._walk(keys)):
+            node, done = step, done + matched
+            if matched < len(step.pages):
+                node = self._split(step, matched)
+        if done < len(keys):
+            leaf = _Node(keys[done:], list(pages[done : len(keys)]), node, self._tick())
+            node.children[leaf.keys[0]] = leaf
+            self._allocator.share(leaf.pages)
+            self.num_pages += len(leaf.pages)
+
+    def evict(self, count: int) -> int:
+        """Frees at least ``count`` pages that only the tree owns, least recently used first, if there are so many.
+
+        Returns how many were freed.
+        """
+        heap = [(leaf.used, id(leaf), leaf) for leaf in self._leaves() if self._idle_tail(leaf)]
+        heapq.heapify(heap)
+        freed = 0
+        while heap and freed < count:
+            _, _, leaf = heapq.heappop(heap)
+            taken = min(self._idle_tail(leaf), count - freed)
+            freed += taken
+            self._drop_tail(leaf, taken)
+            parent = leaf.parent
+            if not leaf.pages and parent is not None and not parent.children and self._idle_tail(parent):
+                heapq.heappush(heap, (parent.used, id(parent), parent))
+        return freed
+
+    def clear(self) -> None:
+        """Evicts every page that no request uses."""
+        self.evict(self.num_pages)
+
+    def evictable(self) -> int:
+        """Pages that ``evict`` could free now."""
+        return sum(self._only_ours(page) for node in self._nodes() for page in node.pages)
+
+    def _keys(self, tokens: Sequence[int]) -> list[Key]:
+        size = self._page_size
+        return [tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size)]
+
+    def _walk(self, keys: list[Key]) -> Iterator[tuple[_Node, int]]:
+        """Yields each node that shares pages with ``keys`` on the way down, and how many."""
+        node, done, now = self._root, 0, self._tick()
+        while done < len(keys) and (child := node.children.get(keys[done])) is not None:
+            matched = 1
+            while (
+                matched < len(child.keys)
+                and done + matched < len(keys)
+                and child.keys[matched] == keys[done + matched]
+            ):
+                matched += 1
+            child.used = now
+            yield child, matched
+            if matched < len(child.keys):
+                return
+            node, done = child, done + matched
+
+    def _split(self, node: _Node, at: int) -> _Node:
+        """Cuts the edge into ``node`` after ``at`` pages; returns the new upper node."""
+        assert node.parent is not None
+        upper = _Node(node.keys[:at], node.pages[:at], node.parent, node.used)
+        node.parent.children[upper.keys[0]] = upper
+        node.keys, node.pages, node.parent = node.keys[at:], node.pages[at:], upper
+        upper.children[node.keys[0]] = node
+        return upper
+
+    def _drop_tail(self, leaf: _Node, count: int) -> None:
+        """Frees the last ``count`` pages of a leaf and unlinks it when it is empty."""
+        first = leaf.keys[0]
+        self._allocator.release(leaf.pages[-count:])
+        del leaf.pages[-count:], leaf.keys[-count:]
+        self.num_pages -= count
+        if not leaf.pages and leaf.parent is not None:
+            del leaf.parent.children[first]
+
+    def _idle_tail(self, node: _Node) -> int:
+        """How many of an edge's last pages no request uses: one that uses a page uses all before it."""
+        return sum(1 for _ in takewhile(self._only_ours, reversed(node.pages)))
+
+    def _only_ours(self, page: int) -> bool:
+        return self._allocator.references(page) == 1
+
+    def _leaves(self) -> Iterator[_Node]:
+        return (node for node in self._nodes() if not node.children)
+
+    def _nodes(self) -> Iterator[_Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock

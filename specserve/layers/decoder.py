@@ -1,0 +1,118 @@
+"""The pre-norm decoder layer that target models and draft heads are built from.
+
+Shapes: T tokens (of all requests, packed), H hidden size, N heads (q, then k, then v), D head size, I inner size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from specserve_kernels import add_rms_norm, rms_norm, silu_and_mul
+from torch import Tensor, nn
+
+
+class Attend(Protocol):
+    """Attention as a layer sees it: rotate, remember k and v, attend. Paged when serving, dense when training."""
+
+    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope_T2D: Tensor) -> Tensor:
+        """Returns ``[T, q heads * D]``. May overwrite ``qkv_TND``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """Geometry of one decoder layer. ``input_size`` is the width its q, k, v projections read."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    input_size: int
+    qkv_bias: bool = False
+
+    @property
+    def qkv_heads(self) -> int:
+        return self.num_heads + 2 * self.num_kv_heads
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(nn.init.ones_(nn.Parameter(Tensor(size))))
+        self.eps = eps
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return rms_norm(x_TH, self.weight, self.eps)
+
+    def add(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the norm of ``x + residual`` and the sum itself."""
+        return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with one fused q, k, v projection; the mechanism is the caller's ``attend``."""
+
+    def __init__(self, config: LayerConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.config = config
+        self.qkv_proj = nn.Linear(config.input_size, config.qkv_heads * config.head_dim, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x_TI: Tensor, rope_T2D: Tensor, attend: Attend) -> Tensor:
+        qkv_TND = self.qkv_proj(x_TI).unflatten(-1, (self.config.qkv_heads, self.config.head_dim))
+        out: Tensor = self.o_proj(attend(self.layer, qkv_TND, self.config.num_kv_heads, rope_T2D))
+        return out
+
+    def project_kv(self, x_TI: Tensor) -> Tensor:
+        """Keys and values alone, not yet rotated: ``[T, 2 * kv heads, D]``."""
+        start = self.config.num_heads * self.config.head_dim
+        bias = self.qkv_proj.bias
+        kv = nn.functional.linear(
+            x_TI, self.qkv_proj.weight[start:], bias[start:] if bias is not None else None
+        )
+        return kv.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim))
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward with a fused gate and up projection."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x_TH)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """attention and MLP, each reading a norm of the residual stream. ``layer`` is its index in the KV pool."""
+
+    def __init__(self, config: LayerConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self, x_TH: Tensor, residual_TH: Tensor | None, rope_T2D: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Takes the last block's output and the residual stream before it (None: x is the stream itself).
+
+        Returns the MLP's output and the residual stream before that is added.
+        """
+        if residual_TH is None:
+            x_TH, residual_TH = self.input_layernorm(x_TH), x_TH
+        else:
+            x_TH, residual_TH = self.input_layernorm.add(x_TH, residual_TH)
+        x_TH = self.self_attn(x_TH, rope_T2D, attend)
+        x_TH, residual_TH = self.post_attention_layernorm.add(x_TH, residual_TH)
+        return self.mlp(x_TH), residual_TH

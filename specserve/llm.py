@@ -1,0 +1,244 @@
+"""Offline generation: the same engine as the server's, in this process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from specserve.config import make_settings, resolve, resolve_paths
+from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
+from specserve.frontend.messages import Failed, Submit
+from specserve.frontend.output import OutputProcessor
+from specserve.frontend.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from specserve.scheduler.process import Engine
+
+log = logging.getLogger(__name__)
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One answer. ``text`` is empty without a tokenizer, ``logprobs`` None unless asked for."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[TokenLogprob] | None
+    speculation: SpeculationUsage
+    prompt_token_ids: list[int]
+    cached_tokens: int
+
+
+class LLM:
+    """A model that answers many prompts at once. Settings have the names of the server's flags.
+
+    Not for several threads at once. Raises ValueError naming the setting, prompt or parameter at fault.
+    """
+
+    def __init__(self, model_path: str | None = None, **settings: Any) -> None:
+        from specserve.models.config import load_model_config
+        from specserve.scheduler import create_scheduler
+
+        given, notes = resolve_paths(make_settings(model_path=model_path, **settings))
+        assert given.model_path is not None
+        assert given.tokenizer_path is not None
+        model_config = load_model_config(Path(given.model_path))
+        self.settings, more = resolve(given, model_config)
+        for note in [*notes, *more]:
+            log.info("%s", note)
+        self._tokenizer: Tokenizer | None = None
+        if not given.skip_tokenizer_init:
+            self._tokenizer = Tokenizer.load(given.tokenizer_path, given.trust_remote_code)
+        self._engine: Engine | None = create_scheduler(self.settings, model_config)
+        self._calls = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers one prompt or a list of them, in order. A prompt is text or token ids."""
+        listed = _listed(prompts)
+        return self._run([self._encode(prompt) for prompt in listed], sampling_params, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, in order, through the model's chat template."""
+        if not messages:
+            raise ValueError("messages must not be empty")
+        one = isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if one else messages
+        tokenizer = self._need_tokenizer("chat")
+        prompts = []
+        for conversation in conversations:
+            _check_conversation(conversation)
+            prompts.append(tokenizer.encode_chat(conversation))
+        return self._run(prompts, sampling_params, progress)
+
+    def close(self) -> None:
+        """Frees the engine. The object is of no use any more."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        ids = (
+            self._need_tokenizer("a prompt of text").encode(prompt)
+            if isinstance(prompt, str)
+            else list(prompt)
+        )
+        if not ids:
+            raise ValueError("a prompt must not be empty")
+        return ids
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer, and skip_tokenizer_init is set")
+        return self._tokenizer
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        engine = self._engine
+        if engine is None:
+            raise ValueError("this LLM is closed")
+        params_each = _params_each(params, len(prompts))
+        if self._tokenizer is None and any(each.stop for each in params_each):
+            raise ValueError("stop needs a tokenizer, and skip_tokenizer_init is set; use stop_token_ids")
+        self._calls += 1
+        batch = _Batch(engine, self._tokenizer, f"call{self._calls}", prompts, params_each)
+        for _ in _progress(batch.run(), len(prompts), progress):
+            pass
+        return batch.outputs()
+
+
+class _Batch:
+    """The requests of one call."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer | None,
+        name: str,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+    ) -> None:
+        self._engine = engine
+        self._requests = {
+            f"{name}-{index}": (prompt, each)
+            for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+        }
+        self._processors = {
+            rid: OutputProcessor(
+                each, tokenizer.detokenizer(prompt, each.skip_special_tokens) if tokenizer else None
+            )
+            for rid, (prompt, each) in self._requests.items()
+        }
+
+    def run(self) -> Iterator[str]:
+        """Works until every request has ended; gives the id of each as it does. Leaves no request behind."""
+        open_rids = dict.fromkeys(self._requests)
+        try:
+            for rid, (prompt, params) in self._requests.items():
+                self._engine.submit(Submit(rid, prompt, params))
+            while open_rids:
+                assert self._engine.has_work, "the engine forgot requests"
+                for rid in self._iterate(open_rids):
+                    del open_rids[rid]
+                    yield rid
+        finally:
+            for rid in open_rids:
+                self._engine.abort(rid)
+
+    def _iterate(self, open_rids: Mapping[str, None]) -> list[str]:
+        """One iteration of the engine. Returns the requests that ended."""
+        ended = []
+        for message in self._engine.run_once():
+            if message.rid not in open_rids:
+                continue  # said before the engine learned of an abort
+            if isinstance(message, Failed):
+                raise ValueError(f"{message.param}: {message.message}" if message.param else message.message)
+            processor = self._processors[message.rid]
+            delta = processor.push(message)
+            if processor.must_abort:
+                self._engine.abort(message.rid)
+            if delta.finish_reason is not None:
+                ended.append(message.rid)
+        return ended
+
+    def outputs(self) -> list[RequestOutput]:
+        found = []
+        for rid, (prompt, params) in self._requests.items():
+            answer = self._processors[rid].answer
+            found.append(
+                RequestOutput(
+                    text=answer.text,
+                    token_ids=answer.token_ids,
+                    finish_reason=str(answer.finish_reason),
+                    logprobs=None if params.logprobs is None else answer.logprobs,
+                    speculation=answer.speculation,
+                    prompt_token_ids=prompt,
+                    cached_tokens=answer.cached_tokens,
+                )
+            )
+        return found
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"sampling_params must be one or as many as prompts: {count}, found {len(params)}")
+    return list(params)
+
+
+def _check_conversation(conversation: Sequence[Message]) -> None:
+    if not conversation:
+        raise ValueError("messages must not be empty")
+    for message in conversation:
+        if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
+            raise ValueError(f"messages must hold objects with role and content, found {message!r}")
+
+
+def _progress(ended: Iterator[str], total: int, show: bool) -> Iterator[str]:
+    if not show:
+        return ended
+    from tqdm import tqdm
+
+    return iter(tqdm(ended, total=total, unit="prompt"))

@@ -1,0 +1,244 @@
+"""Model weights on disk: Hugging Face names in files, fused parameters in modules.
+
+A module's ``qkv_proj`` is a file's ``q_proj``, ``k_proj``, ``v_proj`` one above the other, its ``gate_up_proj`` the
+file's ``gate_proj`` and ``up_proj``. Names are compared without a leading ``model.`` and with ``midlayer.`` read as
+``layers.0.``, so every published flavour of a draft head looks the same.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from specserve.layers.decoder import MLP, Attention
+from specserve.models.config import ModelConfig, load_model_config, read_json
+from specserve.models.llama import LlamaModel
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+def canonical(name: str) -> str:
+    """The name under which a file's tensor is known here."""
+    name = name.removeprefix("model.")
+    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+class TensorFiles:
+    """The tensors of a checkpoint directory by canonical name, read one at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, tuple[Path, str]] = {}
+        self._pickles: dict[Path, Mapping[str, Any]] = {}
+        for file in _weight_files(path):
+            for name in self._names(file):
+                self._files[canonical(name)] = file, name
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def file(self, name: str) -> Path:
+        """The file that holds the tensor ``name``. Raises ValueError when there is none."""
+        if name not in self._files:
+            raise ValueError(f"{self.path} has no tensor {name}")
+        return self._files[name][0]
+
+    def __getitem__(self, name: str) -> Tensor:
+        file, stored = self.file(name), self._files[name][1]
+        if file in self._pickles:
+            found = self._pickles[file][stored]
+        else:
+            with _open_safetensors(file) as tensors:
+                found = tensors.get_tensor(stored)
+        assert isinstance(found, Tensor)
+        return found
+
+    def _names(self, file: Path) -> list[str]:
+        if file.suffix == ".safetensors":
+            with _open_safetensors(file) as tensors:
+                return list(tensors.keys())
+        state = _load_pickle(file)
+        self._pickles[file] = state
+        return list(state)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The files that hold a checkpoint's weights. Raises ValueError naming what is missing."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory with a checkpoint")
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{stem}.index.json"
+        if index.exists():
+            shards = read_json(index).get("weight_map")
+            if not isinstance(shards, dict) or not shards:
+                raise ValueError(f"{index}: weight_map must be an object that is not empty")
+            files = [path / name for name in sorted(set(shards.values()))]
+            for file in files:
+                if not file.exists():
+                    raise ValueError(f"{file} is named by {index.name} but does not exist")
+            return files
+        if (path / stem).exists():
+            return [path / stem]
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise ValueError(f"{path} has no weights: neither *.safetensors nor pytorch_model.bin")
+    return found
+
+
+@contextmanager
+def _open_safetensors(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
+
+
+def _load_pickle(file: Path) -> dict[str, Tensor]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{file} is not a readable torch checkpoint: {error}") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{file} must hold a dictionary of tensors, found {type(state).__name__}")
+    return {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def fused_parts(module: nn.Module) -> dict[str, list[tuple[str, int]]]:
+    """For every fused parameter of ``module``: its parts' names in a file and their rows, in order."""
+    parts: dict[str, list[tuple[str, int]]] = {}
+    for path, child in module.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(child, Attention):
+            config = child.config
+            fused, heads = "qkv_proj", [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+            pieces = [(n, h * config.head_dim) for n, h in zip(("q", "k", "v"), heads, strict=True)]
+        elif isinstance(child, MLP):
+            fused, rows = "gate_up_proj", child.gate_up_proj.out_features // 2
+            pieces = [("gate", rows), ("up", rows)]
+        else:
+            continue
+        for kind, _ in getattr(child, fused).named_parameters():
+            parts[f"{prefix}{fused}.{kind}"] = [(f"{prefix}{n}_proj.{kind}", rows) for n, rows in pieces]
+    return parts
+
+
+def file_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of ``module`` under the names of a file, fused ones split. Views, not copies."""
+    fused = fused_parts(module)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        parts = fused.get(name, [(name, parameter.shape[0])])
+        pieces = parameter.detach().split([rows for _, rows in parts])
+        tensors.update(zip((part for part, _ in parts), pieces, strict=True))
+    return tensors
+
+
+@torch.no_grad()
+def load_parameters(
+    module: nn.Module, files: TensorFiles, rename: Callable[[str], str] = lambda name: name
+) -> None:
+    """Fills every parameter of ``module``, converting to its dtype and device.
+
+    ``rename`` turns a name inside the module into a canonical one. Raises ValueError naming the file and tensor
+    when one is missing or of another shape.
+    """
+    for name, target in file_tensors(module).items():
+        stored = rename(name)
+        found = files[stored]
+        if found.shape != target.shape:
+            shapes = f"{list(found.shape)}, expected {list(target.shape)}"
+            raise ValueError(f"{files.file(stored)}: tensor {stored} has shape {shapes}")
+        target.copy_(found)
+
+
+class _SkipInit(TorchFunctionMode):
+    """Leaves fresh parameters as they are: they are about to be loaded."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.uniform_, Tensor.normal_):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def building(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Modules made inside have this dtype and device, and parameters that still must be loaded."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device, _SkipInit():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def load_target(
+    model_path: Path, dtype: torch.dtype, device: torch.device, max_positions: int | None = None
+) -> LlamaModel:
+    """Loads a target model from a Hugging Face directory. Raises ValueError saying what does not fit."""
+    config = load_model_config(model_path)
+    if config.architecture != "LlamaForCausalLM":
+        raise ValueError(f"{model_path}: architecture {config.architecture} is not supported; known: LlamaForCausalLM")
+    files = TensorFiles(model_path)
+    with building(dtype, device):
+        model = LlamaModel(config, max_positions or config.max_position_embeddings)
+    load_parameters(model, files)
+    return model
+
+
+def target_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """The ``config.json`` of a Llama target with plain rotary embedding."""
+    if config.rope.kind != "default":
+        raise ValueError(f"saving a target with {config.rope.kind} rope scaling is not supported")
+    layer = config.layer
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": layer.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": layer.qkv_bias,
+        "mlp_bias": False,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def save_target(model: LlamaModel, config: ModelConfig, path: Path, dtype: torch.dtype) -> None:
+    """Writes ``config.json`` and one ``model.safetensors`` with Hugging Face's names."""
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name if name.startswith("lm_head.") else f"model.{name}": tensor.to(dtype).cpu().contiguous().clone()
+        for name, tensor in file_tensors(model).items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(target_config(config, dtype), indent=2) + "\n")

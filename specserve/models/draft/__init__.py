@@ -1,0 +1,1 @@
+"""Draft heads, one file each, shared by serving and training."""

@@ -1,0 +1,50 @@
+"""What every EAGLE-family draft head is to the rest of the code.
+
+Shapes: N tokens to draft from, H draft hidden size, Ht target hidden size, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specserve.layers.decoder import Attend, LayerConfig
+from specserve.layers.rotary import RopeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """What a draft head is built from. ``taps`` are boundaries of the target's residual stream, in order."""
+
+    layer: LayerConfig
+    rope: RopeConfig
+    target_hidden_size: int
+    target_vocab_size: int
+    draft_vocab_size: int
+    taps: tuple[int, ...] = ()
+    fc_bias: bool = False
+
+
+class DraftHead(Protocol):
+    """One autoregressive layer over (feature of token i, token i + 1) pairs that predicts token i + 2."""
+
+    config: DraftConfig
+
+    def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """Turns the target's states (after the final norm; at ``taps``) into features ``[T, H]``."""
+        ...
+
+    def __call__(self, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """Runs the layer. Returns the state ``[N, H]`` that is both read by ``logits`` and recycled."""
+        ...
+
+    def logits(self, states_NH: Tensor) -> Tensor:
+        """Scores over the draft vocabulary ``[N, Vd]``."""
+        ...
+
+    def project_kv(self, tokens_N: Tensor, features_NH: Tensor) -> Tensor:
+        """Keys and values of the pairs, not yet rotated: ``[N, 2 * kv heads, D]``."""
+        ...

@@ -1,0 +1,61 @@
+"""The EAGLE-3 draft head. Li et al. 2025, arXiv 2503.01840.
+
+Fuses three residual streams of the target with ``fc``; attention reads [norm(embedding); norm(feature)]; a norm
+stands before the head only, and the state recycled between levels is the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from specserve_kernels import rotary_table
+from torch import Tensor, nn
+
+from specserve.layers.decoder import MLP, Attend, Attention, RMSNorm
+from specserve.layers.rotary import inverse_frequencies
+from specserve.models.draft.base import DraftConfig
+
+
+class Eagle3Head(nn.Module):
+    """One decoder layer of double input width and a head of ``draft_vocab_size`` rows."""
+
+    def __init__(self, config: DraftConfig, layer: int, max_positions: int, embed: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        # Held in a tuple so that the target's embedding is used but not registered as the head's own.
+        self._embed = (embed,)
+        size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
+        self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, size, bias=config.fc_bias)
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.self_attn = Attention(config.layer, layer)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(size, config.layer.intermediate_size)
+        self.norm = RMSNorm(size, eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        inv_freq = inverse_frequencies(config.rope, config.layer.head_dim)
+        table = rotary_table(inv_freq, max_positions, 1.0, torch.get_default_dtype())
+        self.register_buffer("rope_P2D", table, persistent=False)
+        self.rope_P2D: Tensor
+
+    def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        out: Tensor = self.fc(torch.cat(list(tapped), dim=-1))
+        return out
+
+    def _inputs(self, tokens_N: Tensor, features_NH: Tensor) -> Tensor:
+        embedding_NH = self.input_layernorm(self._embed[0](tokens_N))
+        return torch.cat([embedding_NH, self.hidden_norm(features_NH)], dim=-1)
+
+    def forward(self, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        a_NH = self.self_attn(self._inputs(tokens_N, features_NH), self.rope_P2D[positions_N], attend)
+        x_NH, residual_NH = self.post_attention_layernorm.add(a_NH, features_NH)
+        out: Tensor = residual_NH + self.mlp(x_NH)
+        return out
+
+    def logits(self, states_NH: Tensor) -> Tensor:
+        out: Tensor = self.lm_head(self.norm(states_NH))
+        return out
+
+    def project_kv(self, tokens_N: Tensor, features_NH: Tensor) -> Tensor:
+        return self.self_attn.project_kv(self._inputs(tokens_N, features_NH))

@@ -1,0 +1,59 @@
+"""Pages of running requests: taken, shared through the prefix cache, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specserve.kv.allocator import PageAllocator
+from specserve.kv.radix import RadixCache
+from specserve.scheduler.request import Request
+
+
+class Memory:
+    """The allocator and the prefix cache as one supply of pages. ``cache`` None: prefixes are not shared."""
+
+    def __init__(self, num_pages: int, page_size: int, prefix_cache: bool) -> None:
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_pages)
+        self.cache = RadixCache(self.allocator, page_size) if prefix_cache else None
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def take_prefix(self, request: Request, tokens: Sequence[int]) -> None:
+        """Gives the request the cached pages of its tokens; at least the last token is left to compute."""
+        if self.cache is not None:
+            request.pages = self.cache.match(tokens[: len(tokens) - 1])
+            self.allocator.share(request.pages)
+
+    def grow(self, request: Request, tokens: int) -> list[int] | None:
+        """Extends the request's pages to hold ``tokens``, evicting cached ones. Returns the new pages, or None when
+        there are too few (nothing changed)."""
+        missing = self.pages_for(tokens) - len(request.pages)
+        if missing <= 0:
+            return []
+        short = missing - self.allocator.free
+        if short > 0 and (self.cache is None or self.cache.evict(short) < short):
+            return None
+        pages = self.allocator.allocate(missing)
+        request.pages += pages
+        return pages
+
+    def remember(self, request: Request) -> None:
+        """Offers the request's computed whole pages to the prefix cache."""
+        if self.cache is not None:
+            whole = request.computed // self.page_size
+            self.cache.insert(request.tokens[: whole * self.page_size], request.pages[:whole])
+
+    def release(self, request: Request) -> None:
+        """Takes all pages from the request; what the cache remembers stays there."""
+        self.allocator.release(request.pages)
+        request.pages = []
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless every page is free or cached: the invariant of an idle server."""
+        cached = self.cache.num_pages if self.cache is not None else 0
+        total = self.allocator.free + cached
+        assert total == self.allocator.capacity, (
+            f"{self.allocator.capacity - total} of {self.allocator.capacity} pages leaked"
+        )

@@ -1,0 +1,192 @@
+"""The engine's process: builds the scheduler, then reads messages, runs iterations and sends what they give.
+
+Ends when told to (SIGTERM), when its parent is gone, or with Broken as its last message when something fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import zmq
+
+from specserve.config import Settings, resolve
+from specserve.frontend.messages import (
+    Abort,
+    Broken,
+    Failed,
+    Ready,
+    Stats,
+    Submit,
+    ToFront,
+    Tokens,
+    decode_to_engine,
+    encode,
+)
+from specserve.logs import configure_logging
+
+log = logging.getLogger(__name__)
+
+STATS_PERIOD = 1.0  # seconds
+
+
+class Addresses(NamedTuple):
+    """The sockets that the front binds."""
+
+    to_engine: str
+    to_front: str
+
+
+class Engine(Protocol):
+    """What this process needs of a scheduler."""
+
+    @property
+    def info(self) -> dict[str, object]: ...
+    @property
+    def has_work(self) -> bool: ...
+    def submit(self, message: Submit) -> None: ...
+    def abort(self, rid: str) -> None: ...
+    def run_once(self) -> list[Tokens | Failed]: ...
+    def stats(self) -> Stats: ...
+    def close(self) -> None: ...
+
+
+class Built(NamedTuple):
+    """A scheduler, the settings it resolved, and the reasons for what was chosen automatically."""
+
+    engine: Engine
+    settings: Settings
+    notes: list[str]
+    vocab_size: int
+
+
+Build = Callable[[Settings], Built]
+
+
+def build_scheduler(settings: Settings) -> Built:
+    """Resolves the settings and loads the model. Raises ValueError for a user's mistake."""
+    from specserve.config import resolve_paths
+    from specserve.models.config import load_model_config
+    from specserve.scheduler import create_scheduler
+
+    settings, notes = resolve_paths(settings)
+    assert settings.model_path is not None
+    model_config = load_model_config(Path(settings.model_path))
+    settings, more = resolve(settings, model_config)
+    notes += more
+    for note in notes:
+        log.info("%s", note)
+    return Built(create_scheduler(settings, model_config), settings, notes, model_config.vocab_size)
+
+
+def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoReturn:
+    """Entry of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    configure_logging(settings.log_level)
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, address in ((inbox, addresses.to_engine), (outbox, addresses.to_front)):
+        socket.set_hwm(0)
+        socket.connect(address)
+    code = 1
+    try:
+        code = _run(settings, build, inbox, outbox)
+    finally:
+        context.destroy(linger=1000)
+    sys.exit(code)
+
+
+def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
+    """Returns the exit code."""
+    try:
+        built = build(settings)
+    except ValueError as error:
+        _send(outbox, [Broken(str(error), user_error=True)])
+        return 2
+    except Exception as error:
+        log.exception("the engine can't start")
+        _send(outbox, [Broken(f"the engine can't start: {_words(error)}")])
+        return 1
+    try:
+        _send(outbox, [Ready(_info(built))])
+        _Loop(built.engine, inbox, outbox).run()
+    except Exception as error:
+        log.exception("the engine failed")
+        _send(outbox, [Broken(_words(error))])
+        return 1
+    finally:
+        built.engine.close()
+    return 0
+
+
+def _info(built: Built) -> dict[str, Any]:
+    return {
+        **built.engine.info,
+        "vocab_size": built.vocab_size,
+        "settings": {name: getattr(built.settings, name) for name in built.settings.public()},
+        "notes": built.notes,
+    }
+
+
+class _Loop:
+    def __init__(self, engine: Engine, inbox: Any, outbox: Any) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._outbox = outbox
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        self._parent = parent.sentinel
+        self._poller = zmq.Poller()
+        self._poller.register(inbox, zmq.POLLIN)
+        self._poller.register(self._parent, zmq.POLLIN)
+        self._stats_at = 0.0
+
+    def run(self) -> None:
+        """Works until the parent is gone: never waits for messages while there is work."""
+        engine = self._engine
+        while True:
+            events = dict(self._poller.poll(0 if engine.has_work else None))
+            if self._parent in events:
+                log.warning("the front is gone, the engine ends")
+                return
+            if self._inbox in events:
+                self._read()
+            messages: list[ToFront] = [*engine.run_once()] if engine.has_work else []
+            self._add_stats(messages)
+            _send(self._outbox, messages)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = decode_to_engine(self._inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            match message:
+                case Submit():
+                    self._engine.submit(message)
+                case Abort():
+                    self._engine.abort(message.rid)
+
+    def _add_stats(self, messages: list[ToFront]) -> None:
+        """About once a second, and when work runs out, so that an idle server shows itself idle."""
+        now = time.monotonic()
+        if now >= self._stats_at or not self._engine.has_work:
+            messages.append(self._engine.stats())
+            self._stats_at = now + STATS_PERIOD
+
+
+def _send(outbox: Any, messages: Sequence[ToFront]) -> None:
+    if messages:
+        outbox.send_multipart([encode(message) for message in messages])
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error} (process {os.getpid()})"

@@ -1,0 +1,46 @@
+"""A request as the scheduler sees it. Data only: ``Scheduler`` changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specserve.core import SamplingParams, SpeculationUsage
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """``limit``: most tokens, prompt included. ``stop_ids`` end it, from ``min_tokens`` output tokens on."""
+
+    rid: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    choice: int
+    seed: int
+    limit: int
+    stop_ids: frozenset[int]
+    arrival: int
+    output: list[int] = field(default_factory=list)
+    # While it has a slot; reset by preemption.
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    context: Sequence[int] = ()  # tokens to prefill: prompt, and output so far after a preemption
+    prefilled: int = 0  # of those, launched or found in the cache
+    inflight: int = 0  # most tokens that launches not yet read may add to the cache
+    # For the final report.
+    cached_tokens: int | None = None
+    usage: SpeculationUsage = field(default_factory=SpeculationUsage)
+
+    @property
+    def prefilling(self) -> bool:
+        return self.prefilled < len(self.context)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt, *self.output]
+
+    @property
+    def computed(self) -> int:
+        """Tokens certainly in the cache, as far as results have been read."""
+        known = len(self.prompt) + len(self.output) - 1
+        return self.prefilled if self.prefilling or known < len(self.context) else known

@@ -1,0 +1,310 @@
+"""Continuous batching: admission, chunked prefill, steps, and what happens when pages run out.
+
+One iteration launches at most one prefill chunk and one step. With overlap, results of a launch are read while the
+next one runs: the host then works with bounds (``Request.inflight``) and learns real counts one launch later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from specserve.engine.runner import Emitted, Launch, Row, Runner
+from specserve.frontend.messages import Failed, FinishReason, Stats, Submit, Tokens
+from specserve.scheduler.admission import Admission, Refused
+from specserve.scheduler.counters import Counters
+from specserve.scheduler.memory import Memory
+from specserve.scheduler.request import Request
+from specserve.spec.state import RowInit, draft_cap
+from specserve.spec.tree import StepShape
+
+ShapeOf = Callable[[int, int], StepShape]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler may launch at once."""
+
+    max_running_requests: int
+    chunked_prefill_size: int
+    overlap: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    launch: Launch
+    requests: list[Request]
+    adds: int  # most tokens it may add to a request's cache
+    is_step: bool
+
+
+class Scheduler:
+    """Owns all requests. ``shape_of(slots, drafting)`` gives the next step's shape; ``drafting`` slots may have drafts."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        memory: Memory,
+        admission: Admission,
+        limits: Limits,
+        shape_of: ShapeOf,
+        info: dict[str, object],
+    ) -> None:
+        self.info = info
+        self.memory = memory
+        self._runner = runner
+        self._admission = admission
+        self._limits = limits
+        self._shape_of = shape_of
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # in order of arrival
+        self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
+        self._inflight: deque[_InFlight] = deque()
+        self._outbox: list[Tokens | Failed] = []
+        self._counters = Counters()
+
+    # What the process around the scheduler calls.
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running or self._inflight or self._outbox)
+
+    def submit(self, message: Submit) -> None:
+        """Queues a request; a refusal comes out of ``run_once``."""
+        try:
+            self._waiting.append(self._admission.admit(message))
+        except Refused as refused:
+            self._outbox.append(Failed(message.rid, str(refused), refused.param))
+
+    def abort(self, rid: str) -> None:
+        """Ends a request at once and frees what it holds. Unknown ids are ignored."""
+        for request in [r for r in (*self._waiting, *self._running) if r.rid == rid]:
+            if request.slot >= 0:
+                self._vacate(request)
+            else:
+                self._waiting.remove(request)
+
+    def run_once(self) -> list[Tokens | Failed]:
+        """One iteration. Returns what there is to tell the front."""
+        self._admit()
+        launched = self._launch_prefill() + self._launch_step()
+        keep = launched if self._limits.overlap else 0
+        while len(self._inflight) > keep:
+            self._collect(self._inflight.popleft())
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def stats(self) -> Stats:
+        memory = self.memory
+        return self._counters.stats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pages_total=memory.allocator.capacity,
+            pages_free=memory.allocator.free,
+            pages_cached=memory.cache.num_pages if memory.cache is not None else 0,
+        )
+
+    def close(self) -> None:
+        """Drops all requests."""
+        for request in [*self._running]:
+            self._vacate(request)
+        self._waiting.clear()
+        self._inflight.clear()
+
+    # Admission.
+
+    def _admit(self) -> None:
+        """Gives slots and pages to waiting requests, first come first served, while both last."""
+        while self._waiting and self._free_slots:
+            request = self._waiting[0]
+            context = request.tokens
+            self.memory.take_prefix(request, context)
+            cached_pages = len(request.pages)
+            # Beside others, leave room for its first step, or it would be put back at once.
+            headroom = self._shape_of(1, 1).reserve if self._running else 0
+            if self.memory.grow(request, len(context) + 1 + headroom) is None:
+                assert self._running, "an admitted request fits an empty pool"
+                self.memory.release(request)
+                return
+            self._waiting.popleft()
+            self._seat(request, context, cached_pages)
+
+    def _seat(self, request: Request, context: Sequence[int], cached_pages: int) -> None:
+        request.slot = self._free_slots.pop()
+        request.context = context
+        request.prefilled = cached = cached_pages * self.memory.page_size
+        if request.cached_tokens is None:
+            request.cached_tokens = cached
+            self._counters.cached_tokens += cached
+            self._counters.prompt_tokens += len(request.prompt)
+        state = self._runner.context.state
+        row = RowInit(
+            params=request.params,
+            seed=request.seed,
+            choice=request.choice,
+            prompt=request.prompt,
+            output=request.output,
+            limit=request.limit,
+            banned_ids=sorted(request.stop_ids) if request.params.min_tokens else (),
+            banned_until=len(request.prompt) + request.params.min_tokens,
+            cached=cached,
+            last_cached_page=request.pages[cached_pages - 1] if cached_pages else 0,
+        )
+        state.admit(request.slot, row, self._runner.context.pool.page_feature)
+        state.set_pages(request.slot, 0, request.pages)
+        self._running.append(request)
+        self._running.sort(key=lambda r: r.arrival)
+
+    # Launches.
+
+    def _launch_prefill(self) -> int:
+        """Launches one chunk's worth of prompt tokens. Returns the number of launches."""
+        budget = self._limits.chunked_prefill_size
+        rows, requests = [], []
+        for request in self._running:
+            if not request.prefilling or not budget:
+                continue
+            end = min(request.prefilled + budget, len(request.context))
+            tokens = request.context[request.prefilled : end]
+            budget -= len(tokens)
+            request.prefilled = end
+            rows.append(Row(request.slot, request.params, end, tokens, final=not request.prefilling))
+            requests.append(request)
+        if not rows:
+            return 0
+        self._inflight.append(_InFlight(self._runner.prefill(rows), requests, 0, is_step=False))
+        for request in requests:
+            self.memory.remember(request)
+        return 1
+
+    def _launch_step(self) -> int:
+        """Launches a step of all requests whose prompts are done. Returns the number of launches."""
+        ready = [r for r in self._running if not r.prefilling]
+        if not ready:
+            return 0
+        ready, shape = self._make_room(ready)
+        if not ready:
+            return 0
+        rows = [Row(r.slot, r.params, self._bound(r)) for r in ready]
+        adds = shape.levels + 1
+        self._inflight.append(_InFlight(self._runner.step(rows, shape), ready, adds, is_step=True))
+        for request in ready:
+            request.inflight += adds
+        self._counters.steps += 1
+        return 1
+
+    def _bound(self, request: Request) -> int:
+        """Most tokens the request's cache may hold once everything launched has run."""
+        return request.computed + request.inflight
+
+    def _make_room(self, ready: list[Request]) -> tuple[list[Request], StepShape]:
+        """Sees to the pages of the next step: evicts, then preempts the youngest, then gives up drafting."""
+        while True:
+            shape = self._shape_of(len(ready), sum(draft_cap(r.params) > 0 for r in ready))
+            if self._reserve(ready, shape):
+                return ready, shape
+            if self._inflight:
+                # Results may end requests, and none is put back before its tokens are known.
+                self._drain()
+                ready = [r for r in ready if r.slot >= 0]
+                if not ready:
+                    return [], shape
+                continue
+            if len(self._running) > 1:
+                youngest = self._running[-1]
+                self._preempt(youngest)
+                ready = [r for r in ready if r is not youngest]
+                if not ready:
+                    return [], shape
+                continue
+            plain = StepShape.plain(len(ready))
+            assert self._reserve(ready, plain), "a request that was admitted fits alone"
+            return ready, plain
+
+    def _reserve(self, ready: list[Request], shape: StepShape) -> bool:
+        state = self._runner.context.state
+        for request in ready:
+            held = len(request.pages)
+            pages = self.memory.grow(request, self._bound(request) + shape.reserve)
+            if pages is None:
+                return False
+            if pages:
+                state.set_pages(request.slot, held, pages)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Puts a request back at the head of the queue; what it computed stays in the prefix cache while that lasts."""
+        self._counters.preemptions += 1
+        self._vacate(request)
+        self._waiting.appendleft(request)
+
+    def _vacate(self, request: Request) -> None:
+        """Takes slot and pages from a request. Launches in flight still write there, but before anything launched later."""
+        self.memory.remember(request)
+        self.memory.release(request)
+        self._running.remove(request)
+        self._free_slots.append(request.slot)
+        request.slot, request.inflight, request.prefilled, request.context = -1, 0, 0, ()
+
+    # Results.
+
+    def _drain(self) -> None:
+        while self._inflight:
+            self._collect(self._inflight.popleft())
+
+    def _collect(self, item: _InFlight) -> None:
+        """Waits for a launch and hands its tokens out."""
+        for request, emitted in zip(item.requests, item.launch.read(), strict=True):
+            if request.slot < 0:
+                continue  # ended while this launch was in flight
+            if item.is_step:
+                request.inflight -= item.adds
+                self._count(request, emitted)
+            if emitted.tokens:
+                self._extend(request, emitted, item.is_step)
+
+    def _count(self, request: Request, emitted: Emitted) -> None:
+        usage = request.usage
+        request.usage = msgspec.structs.replace(
+            usage, steps=usage.steps + 1, drafted=usage.drafted + emitted.drafted
+        )
+        self._counters.drafted += emitted.drafted
+
+    def _extend(self, request: Request, emitted: Emitted, from_step: bool) -> None:
+        """Appends tokens up to the request's end and tells the front."""
+        kept, reason, stopped = self._until_end(request, emitted.tokens)
+        request.output += kept
+        self._counters.generated_tokens += len(kept)
+        if from_step:
+            accepted = len(kept) - 1
+            self._counters.accepted += accepted
+            request.usage = msgspec.structs.replace(
+                request.usage, accepted=request.usage.accepted + accepted
+            )
+        if reason is not None:
+            self._vacate(request)
+        self._outbox.append(
+            Tokens(
+                rid=request.rid,
+                token_ids=kept,
+                runs=[len(kept)],
+                finish_reason=reason,
+                stop_token=stopped,
+                logprobs=None if emitted.logprobs is None else emitted.logprobs[: len(kept)],
+                cached_tokens=request.cached_tokens or 0,
+                speculation=request.usage if reason is not None else None,
+            )
+        )
+
+    def _until_end(self, request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, bool]:
+        """The tokens up to the end of the request, why it ends there, and whether on a stop token."""
+        have = len(request.prompt) + len(request.output)
+        for index, token in enumerate(tokens):
+            if token in request.stop_ids:
+                return tokens[: index + 1], "stop", True
+            if have + index + 1 >= request.limit:
+                return tokens[: index + 1], "length", False
+        return tokens, None, False

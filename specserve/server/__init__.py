@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI protocol, streaming, errors."""

@@ -1,0 +1,75 @@
+"""The HTTP application: routes and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from specserve import __version__
+from specserve.server.auth import ApiKey, CountAnswers
+from specserve.server.chat import ChatRequest, chat
+from specserve.server.completions import CompletionRequest, complete
+from specserve.server.errors import ApiError, add_handlers, error_body
+from specserve.server.front import Front
+
+
+def create_app(front: Front) -> FastAPI:
+    """Builds the app around a front that may still be loading."""
+    app = FastAPI(title="specserve", version=__version__, separate_input_output_schemas=False)
+    add_handlers(app)
+    _add_openai(app, front)
+    _add_operations(app, front)
+    if front.settings.api_key is not None:
+        app.add_middleware(ApiKey, key=front.settings.api_key)
+    app.add_middleware(CountAnswers, front=front)
+    return app
+
+
+def _add_openai(app: FastAPI, front: Front) -> None:
+    @app.post("/v1/chat/completions", response_model=None)
+    async def post_chat(request: ChatRequest, http: Request) -> Response:
+        return await chat(front, request, http)
+
+    @app.post("/v1/completions", response_model=None)
+    async def post_completions(request: CompletionRequest, http: Request) -> Response:
+        return await complete(front, request, http)
+
+    @app.get("/v1/models")
+    async def get_models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(front, name) for name in front.settings.served_model_name]}
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> dict[str, Any]:
+        if name not in front.settings.served_model_name:
+            raise ApiError(404, f"no model {name!r} here", "model", "model_not_found")
+        return _model(front, name)
+
+
+def _add_operations(app: FastAPI, front: Front) -> None:
+    @app.get("/health", response_model=None)
+    async def get_health() -> Response:
+        if front.unready is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse(error_body(503, front.unready, code="not_ready"), 503)
+
+    @app.get("/server_info")
+    async def get_server_info() -> dict[str, Any]:
+        """Every setting by its name, as resolved, and what the engine reports of itself."""
+        engine = {key: value for key, value in front.engine.info.items() if key not in ("settings", "notes")}
+        return {
+            **front.settings.public(),
+            "version": __version__,
+            "status": front.unready or "ok",
+            "choices": front.engine.info.get("notes", []),
+            "engine": engine,
+        }
+
+    @app.get("/metrics", response_model=None)
+    async def get_metrics() -> Response:
+        return Response(front.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _model(front: Front, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": front.started, "owned_by": "specserve"}

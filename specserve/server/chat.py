@@ -1,0 +1,182 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import Response
+
+from specserve.core import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from specserve.frontend.generation import Generation, Job
+from specserve.frontend.output import Delta
+from specserve.server.errors import ApiError
+from specserve.server.front import Front
+from specserve.server.logprobs import chat_logprobs, token_bytes
+from specserve.server.protocol import (
+    Count,
+    GenerationRequest,
+    Refusal,
+    Strict,
+    check_stream_options,
+    sampling_params,
+)
+from specserve.server.streaming import Body, answer, stream
+from specserve.server.usage import usage
+
+_NO_TOOLS = "this server calls no tools"
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "name": Refusal("chat templates have no place for it"),
+        "refusal": Refusal("chat templates have no place for it"),
+        "audio": Refusal("text alone"),
+        "annotations": Refusal("text alone", []),
+        "tool_calls": Refusal(_NO_TOOLS, []),
+        "function_call": Refusal(_NO_TOOLS),
+    }
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    def plain(self) -> dict[str, str]:
+        """What the chat template gets: parts joined as they are; developer is the newer name of system."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ResponseFormat(Strict):
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationRequest):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "tools": Refusal(_NO_TOOLS, []),
+        "tool_choice": Refusal(_NO_TOOLS, "none"),
+        "parallel_tool_calls": Refusal(_NO_TOOLS, True, False),
+        "functions": Refusal(_NO_TOOLS, []),
+        "function_call": Refusal(_NO_TOOLS, "none"),
+        "audio": Refusal("text alone"),
+        "modalities": Refusal("text alone", ["text"]),
+        "prediction": Refusal("there is no drafter for it yet"),
+        "reasoning_effort": Refusal("the effort of a model can't be set"),
+        "verbosity": Refusal("the verbosity of a model can't be set"),
+        "web_search_options": Refusal("there is no web search"),
+        "moderation": Refusal("nothing is moderated"),
+        "store": Refusal("nothing is stored", False),
+        "metadata": Refusal("nothing is stored", {}),
+        "service_tier": Refusal("there are no tiers", "auto", "default"),
+        "prompt_cache_options": Refusal("the prefix cache is shared by all and can't be set by request"),
+        "prompt_cache_retention": Refusal("the prefix cache can't be set by request"),
+    }
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+async def chat(front: Front, request: ChatRequest, http: Request) -> Response:
+    front.check_call(request.model)
+    check_stream_options(request)
+    params = _params(front, request)
+    prompt = await front.encode_chat([message.plain() for message in request.messages])
+    front.check_prompt(prompt, "messages", params.min_tokens)
+    writer = _Writer(front, request, [Job(prompt, params, choice) for choice in range(request.choices)])
+    if request.stream:
+        return await stream(http, writer.generation, writer.chunks())
+    return await answer(http, writer.generation, writer.body)
+
+
+def _params(front: Front, request: ChatRequest) -> SamplingParams:
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise ApiError(
+            400, "max_completion_tokens: differs from max_tokens, its older name", "max_completion_tokens"
+        )
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs: only with logprobs: true", "top_logprobs")
+    return sampling_params(
+        request,
+        vocab_size=front.vocab_size,
+        max_tokens=next(iter(limits), None),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        default_temperature=front.default_temperature,
+    )
+
+
+class _Writer:
+    """Writes a call's answers in OpenAI's words."""
+
+    def __init__(self, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
+        self.generation: Generation = front.generation(jobs)
+        self._request = request
+        self._to_bytes = token_bytes(front.tokenizer)
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": request.model,
+            "system_fingerprint": None,
+        }
+
+    def body(self) -> Body:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": found.text, "refusal": None},
+                "logprobs": self._logprobs(found.logprobs),
+                "finish_reason": found.finish_reason,
+            }
+            for index, found in enumerate(self.generation.answers)
+        ]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+
+    async def chunks(self) -> AsyncIterator[Body]:
+        """Per choice: the role, text as it comes, the finish reason; then the usage of all, if asked for."""
+        begun: set[int] = set()
+        async for index, delta in self.generation.deltas():
+            if index not in begun:
+                begun.add(index)
+                yield self._chunk(index, {"role": "assistant", "content": ""})
+            if delta.text or delta.logprobs:
+                yield self._chunk(index, {"content": delta.text}, delta)
+            if delta.finish_reason:
+                yield self._chunk(index, {}, finish_reason=delta.finish_reason)
+        if self._request.include_usage:
+            yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage()}
+
+    def _chunk(
+        self,
+        index: int,
+        content: dict[str, Any],
+        delta: Delta | None = None,
+        finish_reason: str | None = None,
+    ) -> Body:
+        choice = {
+            "index": index,
+            "delta": content,
+            "logprobs": self._logprobs(delta.logprobs or []) if delta else None,
+            "finish_reason": finish_reason,
+        }
+        usage_field = {"usage": None} if self._request.include_usage else {}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage_field}
+
+    def _logprobs(self, found: list[TokenLogprob]) -> Body | None:
+        if not self._request.logprobs:
+            return None
+        return chat_logprobs(found, self._request.top_logprobs or 0, self._to_bytes)
+
+    def _usage(self) -> Body:
+        return usage(self.generation, self._request.return_speculation)

@@ -1,0 +1,102 @@
+"""Errors in OpenAI's shape, whatever went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from specserve.frontend.generation import RequestFailed
+
+_UNION_TAGS = ("str", "int", "list")
+
+
+class ApiError(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def from_failure(failure: RequestFailed) -> ApiError:
+    return ApiError(400 if failure.client_error else 500, str(failure), failure.param)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Makes every error of the app, the framework's own too, answer in OpenAI's shape."""
+
+    @app.exception_handler(ApiError)
+    async def api(_: Request, error: ApiError) -> JSONResponse:
+        return _response(error)
+
+    @app.exception_handler(RequestFailed)
+    async def failed(_: Request, error: RequestFailed) -> JSONResponse:
+        return _response(from_failure(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        return _response(_from_validation(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        return _response(_from_http(request, error))
+
+    @app.exception_handler(Exception)
+    async def internal(_: Request, error: Exception) -> JSONResponse:
+        return _response(ApiError(500, f"internal error: {type(error).__name__}; the server's log has more"))
+
+
+def _response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error_body(error.status, str(error), error.param, error.code), error.status)
+
+
+def _from_http(request: Request, error: HTTPException) -> ApiError:
+    asked = f"{request.method} {request.url.path}"
+    messages = {404: f"unknown route: {asked}", 405: f"method not allowed: {asked}"}
+    return ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
+
+
+def _from_validation(errors: Sequence[Any]) -> ApiError:
+    """Names the first field at fault, with all that is said about it (each type of a union says its own)."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if "param" in first.get("ctx", {}):
+        return ApiError(400, first["msg"], first["ctx"]["param"], "unsupported_parameter")
+    param = _param(first["loc"])
+    if not param:
+        return ApiError(400, "the body must be a JSON object, sent with content-type application/json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param}: unknown field", param, "unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(400, f"{param}: this field is required", param, "missing_required_parameter")
+    reasons = dict.fromkeys(error["msg"] for error in errors if _param(error["loc"]) == param)
+    return ApiError(400, f"{param}: {' or '.join(reasons)}, found {_short(first['input'])}", param)
+
+
+def _param(location: Sequence[Any]) -> str:
+    """``messages.0.content`` from a pydantic location, which also holds ``body`` and union members."""
+    return ".".join(
+        str(part)
+        for part in location[1:]
+        if not (isinstance(part, str) and (part in _UNION_TAGS or "[" in part))
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

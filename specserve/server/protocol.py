@@ -1,0 +1,172 @@
+"""What requests may hold: OpenAI's fields and ours. Each is honoured or refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from specserve.core import SamplingParams, Speculation
+from specserve.server.errors import ApiError
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_NODES = 64
+_INT64 = 2**63
+
+Int = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
+Count = Annotated[int, Field(ge=1, lt=_INT64)]
+
+
+class Refusal:
+    """A field of OpenAI's that is refused unless it is null or has one of the values that ask for nothing."""
+
+    def __init__(self, reason: str, *no_ops: Any) -> None:
+        self.reason = reason
+        self.no_ops = (None, *no_ops)
+
+
+class Strict(BaseModel):
+    """No coercion, no unknown fields; those of ``refused`` are taken at their no-op values alone."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    refused: ClassVar[Mapping[str, Refusal]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, refusal in cls.refused.items():
+            if name in data and data[name] not in refusal.no_ops:
+                raise PydanticCustomError(
+                    "unsupported",
+                    "{param}: not supported: {reason}",
+                    {"param": name, "reason": refusal.reason},
+                )
+        return {name: value for name, value in data.items() if name not in cls.refused}
+
+
+class StreamOptions(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "include_obfuscation": Refusal("the stream is not padded", False)
+    }
+    include_usage: bool | None = None
+
+
+class SpeculationField(Strict):
+    enabled: bool = True
+    max_draft_tokens: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
+
+
+class GenerationRequest(Strict):
+    """The fields that chat and completions share. null means the default, as with OpenAI."""
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: Int | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
+    stop_token_ids: list[Int] | None = None
+    speculation: SpeculationField | None = None
+    return_speculation: bool | None = None
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk: asked for, or the only place for what was asked for."""
+        asked = self.stream_options is not None and self.stream_options.include_usage
+        return bool(asked or self.return_speculation)
+
+
+def sampling_params(
+    request: GenerationRequest,
+    *,
+    vocab_size: int,
+    max_tokens: int | None,
+    logprobs: int | None,
+    default_temperature: float,
+) -> SamplingParams:
+    """Raises ApiError 400 naming the field."""
+    given: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "logprobs": logprobs,
+        "temperature": default_temperature if request.temperature is None else request.temperature,
+        "top_p": request.top_p,
+        "top_k": _top_k(request.top_k, vocab_size),
+        "min_p": request.min_p,
+        "min_tokens": request.min_tokens,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "repetition_penalty": request.repetition_penalty,
+        "logit_bias": _logit_bias(request.logit_bias, vocab_size),
+        "seed": request.seed,
+        "stop": [request.stop] if isinstance(request.stop, str) else request.stop,
+        "stop_token_ids": _in_vocabulary("stop_token_ids", request.stop_token_ids, vocab_size),
+        "ignore_eos": request.ignore_eos,
+        "speculation": _speculation(request.speculation),
+    }
+    try:
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    except ValueError as error:
+        raise ApiError(400, str(error), _named(str(error))) from None
+
+
+def check_stream_options(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options: only with stream: true", "stream_options")
+
+
+def _named(message: str) -> str | None:
+    """The parameter that an error of SamplingParams starts with."""
+    name = message.split()[0].split("[")[0]
+    return name if name.split(".")[0] in SamplingParams.__struct_fields__ else None
+
+
+def _top_k(top_k: int | None, vocab_size: int) -> int | None:
+    """The whole vocabulary is no truncation."""
+    return -1 if top_k is not None and top_k >= vocab_size else top_k
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    for token in bias:
+        if not (token.isascii() and token.isdigit() and len(token) < 20):
+            raise ApiError(400, f"logit_bias: keys are token ids, found {token!r}", "logit_bias")
+    _in_vocabulary("logit_bias", [int(token) for token in bias], vocab_size)
+    return {int(token): value for token, value in bias.items()}
+
+
+def _in_vocabulary(param: str, tokens: list[int] | None, vocab_size: int) -> list[int] | None:
+    for token in tokens or ():
+        if not 0 <= token < vocab_size:
+            raise ApiError(400, f"{param}: token ids are from 0 to {vocab_size - 1}, found {token}", param)
+    return tokens
+
+
+def _speculation(field: SpeculationField | None) -> Speculation | None:
+    if field is None:
+        return None
+    limit = field.max_draft_tokens
+    return Speculation(
+        enabled=field.enabled, max_draft_tokens=None if limit is None else min(limit, MAX_NODES)
+    )

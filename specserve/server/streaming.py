@@ -1,0 +1,100 @@
+"""How an answer leaves: whole or as server-sent events, and not at all when the client has left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specserve.frontend.generation import Generation, RequestFailed
+from specserve.server.errors import error_body, from_failure
+
+T = TypeVar("T")
+Body = dict[str, Any]
+
+CLIENT_LEFT = 499  # nginx's number; nobody receives it, the metrics show it
+
+
+class ClientLeft(Exception):
+    """The client closed the connection."""
+
+
+async def answer(http: Request, generation: Generation, body: Callable[[], Body]) -> Response:
+    """Runs to the end and answers with ``body``. Aborts what has not ended when the client leaves."""
+    try:
+        await _unless_left(http.receive, generation.run())
+    except ClientLeft:
+        return Response(status_code=CLIENT_LEFT)
+    finally:
+        generation.close()
+    return Response(msgspec.json.encode(body()), media_type="application/json")
+
+
+async def stream(http: Request, generation: Generation, chunks: AsyncIterator[Body]) -> Response:
+    """Answers with the chunks. Begins with the first tokens, so that a refusal has its own status."""
+    try:
+        await _unless_left(http.receive, generation.start())
+    except ClientLeft:
+        generation.close()
+        return Response(status_code=CLIENT_LEFT)
+    except BaseException:
+        generation.close()
+        raise
+    return _EventStream(generation, chunks)
+
+
+class _EventStream(Response):
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, chunks: AsyncIterator[Body]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._generation = generation
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _unless_left(receive, self._send_all(send))
+        except ClientLeft:
+            pass
+        finally:
+            self._generation.close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for chunk in self._chunks:
+                await _send_event(send, msgspec.json.encode(chunk))
+        except RequestFailed as failure:
+            error = from_failure(failure)
+            await _send_event(send, msgspec.json.encode(error_body(error.status, str(error), error.param)))
+        await _send_event(send, b"[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_event(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+
+async def _unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits ``work``; cancels it and raises ClientLeft when the client leaves first."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientLeft
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

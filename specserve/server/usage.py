@@ -1,0 +1,41 @@
+"""The ``usage`` object of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specserve.core import SpeculationUsage
+from specserve.frontend.generation import Generation
+from specserve.frontend.output import Answer
+
+
+def usage(generation: Generation, return_speculation: bool | None) -> dict[str, Any]:
+    """Tokens of all choices; a prompt, with its cached tokens, counts once for all its choices."""
+    answers = generation.answers
+    firsts = [(job, answer) for job, answer in zip(generation.jobs, answers, strict=True) if job.choice == 0]
+    prompt = sum(len(job.prompt) for job, _ in firsts)
+    completion = sum(len(answer.token_ids) for answer in answers)
+    found: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for _, answer in firsts)},
+    }
+    if return_speculation:
+        found["speculation"] = _speculation(answers)
+    return found
+
+
+def _speculation(answers: Sequence[Answer]) -> dict[str, Any]:
+    total = SpeculationUsage(
+        steps=sum(answer.speculation.steps for answer in answers),
+        drafted=sum(answer.speculation.drafted for answer in answers),
+        accepted=sum(answer.speculation.accepted for answer in answers),
+    )
+    return {
+        "steps": total.steps,
+        "drafted": total.drafted,
+        "accepted": total.accepted,
+        "mean_accepted_length": total.mean_accepted_length,
+    }

@@ -1,0 +1,1 @@
+"""The product: draft, select, verify, accept, commit, as functions over device tensors."""

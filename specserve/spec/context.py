@@ -1,0 +1,77 @@
+"""What a step works with: the models, the pool, the state, and one batch's view of them.
+
+Shapes: B slots of the batch, M pages a slot, V vocabulary, S draft levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from specserve_kernels import gumbel_noise
+from torch import Tensor
+
+from specserve.attention.base import AttentionBackend
+from specserve.kv.pool import KVPool
+from specserve.layers.decoder import Attend
+from specserve.spec.drafter import Drafter
+from specserve.spec.state import DecodeState, SamplerNeeds
+
+
+class Target(Protocol):
+    """A target model: see ``models.llama.LlamaModel``."""
+
+    def __call__(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, taps: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]: ...
+
+    def logits(self, hidden_TH: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Everything that outlives a step. ``drafter`` None: the server runs without speculation."""
+
+    target: Target
+    drafter: Drafter | None
+    pool: KVPool
+    attention: AttentionBackend
+    state: DecodeState
+    vocab_size: int
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.taps if self.drafter is not None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The batch's slots, gathered. ``max_length`` bounds every ``length``, and the host knows it."""
+
+    rows_B: Tensor
+    root_B: Tensor
+    length_B: Tensor
+    pages_BM: Tensor
+    max_length: int
+    needs: SamplerNeeds
+
+    @classmethod
+    def of(cls, context: Context, rows_B: Tensor, max_length: int, needs: SamplerNeeds) -> View:
+        table = context.state.slots
+        return cls(rows_B, table.root[rows_B], table.length[rows_B], table.pages[rows_B], max_length, needs)
+
+    def noise(self, context: Context, ahead: int) -> Tensor | None:
+        """Noise of the tokens at positions ``length + 1`` .. ``length + ahead``: ``[B, ahead, V]``. All nodes of a depth
+        share a row. None when nobody samples."""
+        if not self.needs.noise:
+            return None
+        sampling = context.state.sampling
+        position_BD = self.length_B[:, None] + self.length_B.new_ones(ahead).cumsum(0)
+        return gumbel_noise(
+            sampling.seed[self.rows_B],
+            sampling.choice[self.rows_B],
+            position_BD,
+            context.vocab_size,
+            sampling.temperature.dtype,
+        )

@@ -1,0 +1,51 @@
+"""What the step needs of a drafter that runs a head over the target's features.
+
+Shapes: T target tokens, N tokens to draft from, H feature size, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from specserve.engine.sampler import VocabMap
+from specserve.kv.pool import KVGeometry, KVPool
+from specserve.layers.decoder import Attend
+
+
+class Drafter(Protocol):
+    """One method's head, bound to its layers of the KV pool."""
+
+    name: str
+    graph_safe: bool  # all work is on the device, in shapes that a graph can capture
+    needs_tokens: bool  # wants each step's tokens on the host, which rules out overlap
+    taps: tuple[int, ...]  # boundaries of the target's residual stream it reads
+    feature_size: int
+    kv_layers: Sequence[KVGeometry]
+    vocab: VocabMap | None  # None: the target's vocabulary
+
+    def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """The features ``[T, H]`` of target tokens, from their states after the final norm and at ``taps``."""
+        ...
+
+    def forward(
+        self, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """One level: logits ``[N, Vd]`` for the next token, and the features ``[N, H]`` its children draft from.
+
+        The feature beside a token is that of the token before it; ``positions_N`` are the tokens' own.
+        """
+        ...
+
+    def store(
+        self,
+        tokens_N: Tensor,
+        features_NH: Tensor,
+        positions_N: Tensor,
+        pool: KVPool,
+        address: tuple[Tensor, Tensor],
+    ) -> None:
+        """Writes the final cache entries of (real feature, token) pairs at the tokens' ``(pages, offsets)``."""
+        ...

@@ -1,0 +1,54 @@
+"""EAGLE, EAGLE-2 and EAGLE-3: one decoder layer that is run autoregressively over features.
+
+Because the head has a single layer, its keys and values depend on the (feature, token) pair alone: storing an
+entry is fc, norms and two projections, and prefill needs no attention at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from specserve.attention.paged import store_projected
+from specserve.engine.sampler import VocabMap
+from specserve.kv.pool import KVGeometry, KVPool
+from specserve.layers.decoder import Attend
+from specserve.models.draft.base import DraftHead
+
+
+class EagleDrafter:
+    """Serves any ``DraftHead``; the heads differ, the drafting does not."""
+
+    graph_safe = True
+    needs_tokens = False
+
+    def __init__(self, name: str, head: DraftHead, layer: int, vocab: VocabMap | None) -> None:
+        self.name = name
+        self.vocab = vocab
+        self._head = head
+        self._layer = layer
+        self.taps = head.config.taps
+        self.feature_size = head.config.layer.hidden_size
+        self.kv_layers = [KVGeometry(head.config.layer.num_kv_heads, head.config.layer.head_dim)]
+
+    def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        return self._head.fuse(hidden_TH, tapped)
+
+    def forward(
+        self, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        states_NH = self._head(tokens_N, features_NH, positions_N, attend)
+        return self._head.logits(states_NH), states_NH
+
+    def store(
+        self,
+        tokens_N: Tensor,
+        features_NH: Tensor,
+        positions_N: Tensor,
+        pool: KVPool,
+        address: tuple[Tensor, Tensor],
+    ) -> None:
+        kv_N = self._head.project_kv(tokens_N, features_NH)
+        rope_N2D = self._head.rope_P2D[positions_N]
+        store_projected(pool, self._layer, kv_N, rope_N2D, *address)

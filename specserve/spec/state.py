@@ -1,0 +1,197 @@
+"""The device state of running requests, one row a slot, and its gathered view for one batch.
+
+Shapes: R rows (slots and a dummy one for padding, the last), B slots of a batch, H feature size, M pages a slot,
+V vocabulary, E bias entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specserve.core import MAX_BIAS, SamplingParams
+
+
+@dataclass(slots=True)
+class SlotState:
+    """Where a request stands. ``root``: the token sampled last, whose K and V are not computed yet, at position
+    ``length``; ``feature``: the fused feature that predicted it, of the token before."""
+
+    root: Tensor  # [R] int64
+    length: Tensor  # [R] int64, tokens whose K and V are in the pool
+    feature: Tensor  # [R, H]
+    pages: Tensor  # [R, M] int64
+    limit: Tensor  # [R] int64, most tokens the request may have, prompt included
+    draft_cap: Tensor  # [R] int64, most nodes drafted for it in a step
+
+
+@dataclass(slots=True)
+class SamplingState:
+    """How a request's tokens are chosen. Floats are in the sampler's dtype."""
+
+    temperature: Tensor  # [R]
+    top_k: Tensor  # [R] int64, 0: off
+    top_p: Tensor  # [R]
+    min_p: Tensor  # [R]
+    repetition: Tensor  # [R]
+    frequency: Tensor  # [R]
+    presence: Tensor  # [R]
+    seed: Tensor  # [R] int64
+    choice: Tensor  # [R] int64
+    bias_ids: Tensor  # [R, E] int64, holes hold V
+    bias_values: Tensor  # [R, E]
+    bias_until: Tensor  # [R, E] int64, first position at which the entry no longer counts
+    counts: Tensor  # [R, V] int32, occurrences in the output so far
+    in_prompt: Tensor  # [R, V] bool
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerNeeds:
+    """What some request of the batch asks of the sampler, known to the host, so that a CPU skips the rest.
+
+    A captured graph does all and reads the rows.
+    """
+
+    noise: bool = True
+    penalties: bool = True
+    bias: bool = True
+    truncation: bool = True
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> SamplerNeeds:
+        sampled = [p for p in params if not p.greedy]
+        return cls(
+            noise=bool(sampled),
+            penalties=any(
+                p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1 for p in params
+            ),
+            bias=any(p.logit_bias or p.min_tokens for p in params),
+            truncation=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in sampled),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowInit:
+    """What the scheduler knows of a request that takes a slot. ``banned_ids``: impossible before ``banned_until``."""
+
+    params: SamplingParams
+    seed: int
+    choice: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+    limit: int
+    banned_ids: Sequence[int]
+    banned_until: int
+    cached: int  # tokens of the prefix found in the cache, whole pages
+    last_cached_page: int
+
+
+class DecodeState:
+    """Owns both tables. ``admit`` and ``set_pages`` are the host's only writes; the step's commit makes the others."""
+
+    def __init__(
+        self,
+        slots: int,
+        pages_per_slot: int,
+        feature_size: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        sampler_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        rows = slots + 1
+        self.dummy = slots
+        self.device = device
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=torch.int64, device=device)
+
+        def floats(*shape: int) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=sampler_dtype, device=device)
+
+        self.slots = SlotState(
+            root=integers(),
+            length=integers(),
+            feature=torch.zeros(rows, feature_size, dtype=dtype, device=device),
+            pages=integers(pages_per_slot),
+            limit=integers(),
+            draft_cap=integers(),
+        )
+        self.sampling = SamplingState(
+            temperature=floats(),
+            top_k=integers(),
+            top_p=floats() + 1,
+            min_p=floats(),
+            repetition=floats() + 1,
+            frequency=floats(),
+            presence=floats(),
+            seed=integers(),
+            choice=integers(),
+            bias_ids=integers(MAX_BIAS) + vocab_size,
+            bias_values=floats(MAX_BIAS),
+            bias_until=integers(MAX_BIAS),
+            counts=torch.zeros(rows, vocab_size, dtype=torch.int32, device=device),
+            in_prompt=torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
+        )
+        # The dummy row attends to its own position 1: a draft row must see an entry, and slot 0 has none.
+        self.slots.length[self.dummy] = 1
+
+    def admit(self, slot: int, row: RowInit, page_feature: Tensor) -> None:
+        """Writes a request's row. Its pages follow by ``set_pages``."""
+        params, table, sampling = row.params, self.slots, self.sampling
+        table.length[slot] = row.cached
+        table.limit[slot] = row.limit
+        table.draft_cap[slot] = draft_cap(params)
+        if row.cached:
+            table.feature[slot] = page_feature[row.last_cached_page]
+        sampling.temperature[slot] = params.temperature
+        sampling.top_k[slot] = max(params.top_k, 0)
+        sampling.top_p[slot] = params.top_p
+        sampling.min_p[slot] = params.min_p
+        sampling.repetition[slot] = params.repetition_penalty
+        sampling.frequency[slot] = params.frequency_penalty
+        sampling.presence[slot] = params.presence_penalty
+        sampling.seed[slot] = row.seed
+        sampling.choice[slot] = row.choice
+        self._admit_bias(slot, row)
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
+            counts, in_prompt = sampling.counts[slot].zero_(), sampling.in_prompt[slot].zero_()
+            output = self._integers(row.output)
+            counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+            in_prompt.index_fill_(0, self._integers(row.prompt), True)
+
+    def _admit_bias(self, slot: int, row: RowInit) -> None:
+        # Entries of one token add up, so a ban (-inf) hides a bias beside it until the ban ends.
+        rows = [(token, bias, _FOREVER) for token, bias in (row.params.logit_bias or {}).items()]
+        rows += [(token, -torch.inf, row.banned_until) for token in row.banned_ids]
+        sampling = self.sampling
+        sampling.bias_ids[slot] = sampling.counts.shape[1]
+        if rows:
+            ids, values, until = zip(*rows, strict=True)
+            sampling.bias_ids[slot, : len(rows)] = self._integers(ids)
+            sampling.bias_values[slot, : len(rows)] = torch.tensor(
+                values, dtype=sampling.bias_values.dtype, device=self.device
+            )
+            sampling.bias_until[slot, : len(rows)] = self._integers(until)
+
+    def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
+        """Writes part of a slot's page table, from entry ``start`` on."""
+        self.slots.pages[slot, start : start + len(pages)] = self._integers(pages)
+
+    def _integers(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+_FOREVER = 2**62
+
+
+def draft_cap(params: SamplingParams) -> int:
+    """Most nodes that may be drafted for a request in one step."""
+    speculation = params.speculation
+    if not speculation.enabled:
+        return 0
+    return _FOREVER if speculation.max_draft_tokens is None else speculation.max_draft_tokens
+

@@ -1,0 +1,1 @@
+"""Training of draft heads for a frozen target: ``python -m specserve.train``."""

@@ -1,0 +1,70 @@
+"""Conversations as tokens: the model's chat template, and which tokens the assistant wrote.
+
+A draft only ever continues the assistant, so only assistant tokens are learned. Templates do not mark them, so they
+are found by rendering prefixes of the conversation: an assistant message starts where the rendering of the messages
+before it (with the generation prompt) stops agreeing with the rendering that includes it, and ends where that one
+ends, its end-of-turn token included and white space after it not. Some templates rewrite earlier turns once later
+ones follow (they drop old reasoning, say): then each assistant message becomes a document of its own, rendered the
+way the model saw it when it wrote it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+Message = dict[str, str]
+Document = tuple[list[int], list[bool]]
+
+
+class Encoder:
+    """Turns text and conversations into tokens and masks with a Hugging Face fast tokenizer."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError("training data needs a fast tokenizer (tokenizer.json), which reports token positions")
+        self.tokenizer = tokenizer
+        self._specials = tuple(tokenizer.all_special_tokens)
+
+    def text(self, text: str) -> Document:
+        """Plain text, with the tokenizer's own special tokens; all of it is learned."""
+        tokens = list(self.tokenizer(text)["input_ids"])
+        return tokens, [True] * len(tokens)
+
+    def conversation(self, messages: list[Message]) -> list[Document]:
+        """One document, or one an assistant message where the template rewrites earlier turns."""
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            return []
+        if self.tokenizer.chat_template is None:
+            raise ValueError("the tokenizer has no chat template")
+        full = self._render(messages[: turns[-1] + 1])
+        spans = []
+        for turn in turns:
+            until, start = self._turn(messages, turn)
+            if not full.startswith(until):
+                return [self._encode(*self._alone(messages, turn)) for turn in turns]
+            spans.append((start, len(until)))
+        return [self._encode(full, spans)]
+
+    def _render(self, messages: list[Message], prompt: bool = False) -> str:
+        text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        return text
+
+    def _turn(self, messages: list[Message], turn: int) -> tuple[str, int]:
+        """The rendering up to the end of message ``turn`` and where that message starts in it."""
+        until = self._render(messages[: turn + 1])
+        before = self._render(messages[:turn], prompt=True) if turn else ""
+        stripped = until.rstrip()
+        until = stripped if stripped.endswith(self._specials) else until
+        return until, len(os.path.commonprefix([before, until]))
+
+    def _alone(self, messages: list[Message], turn: int) -> tuple[str, list[tuple[int, int]]]:
+        until, start = self._turn(messages, turn)
+        return until, [(start, len(until))]
+
+    def _encode(self, text: str, spans: list[tuple[int, int]]) -> Document:
+        """Tokens of rendered text; a token is learned when it starts inside one of the character spans."""
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts = [start for start, _ in found["offset_mapping"]]
+        return list(found["input_ids"]), [any(a <= s < b for a, b in spans) for s in starts]

@@ -1,0 +1,135 @@
+"""A Llama forward over a whole sequence, from Hugging Face tensors and config (formats.md section 11)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = Mapping[str, Tensor]
+Config = Mapping[str, Any]
+
+# Shapes: n tokens, h hidden, V vocabulary, hd head dim.
+
+
+@dataclass
+class LlamaOutput:
+    logits: Tensor  # [n, V]
+    hidden: Tensor  # [n, h] after the final norm: what the lm_head sees
+    streams: list[Tensor]  # [n, h] each: streams[L] enters layer L, streams[N] leaves the last, all un-normed
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + eps) * weight.to(x.dtype)
+
+
+def linear(state: State, name: str, x: Tensor) -> Tensor:
+    """x Wᵀ, plus the bias when the checkpoint has one."""
+    y = x @ state[f"{name}.weight"].to(x.dtype).T
+    if f"{name}.bias" in state:
+        y = y + state[f"{name}.bias"].to(x.dtype)
+    return y
+
+
+def rope_settings(config: Config) -> dict[str, Any]:
+    """Both spellings: rope_parameters (transformers 5), rope_theta + rope_scaling. Base 10000 when absent."""
+    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    settings["type"] = settings.get("rope_type", settings.get("type", "default"))
+    settings["theta"] = settings.get("rope_theta", config.get("rope_theta") or 10000.0)
+    return settings
+
+
+def llama3_frequency(frequency: float, rope: Mapping[str, Any]) -> float:
+    original: float = rope["original_max_position_embeddings"]
+    low: float = rope["low_freq_factor"]
+    high: float = rope["high_freq_factor"]
+    factor: float = rope["factor"]
+    wavelength = 2 * math.pi / frequency
+    if wavelength < original / high:
+        return frequency
+    if wavelength > original / low:
+        return frequency / factor
+    smooth = (original / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def inverse_frequencies(config: Config, head_dim: int) -> list[float]:
+    rope = rope_settings(config)
+    plain = [rope["theta"] ** (-2 * j / head_dim) for j in range(head_dim // 2)]
+    if rope["type"] == "default":
+        return plain
+    if rope["type"] == "llama3":
+        return [llama3_frequency(frequency, rope) for frequency in plain]
+    if rope["type"] == "linear":
+        return [frequency / rope["factor"] for frequency in plain]
+    raise ValueError(f"no reference for rope type {rope['type']!r}")
+
+
+def rotate(x: Tensor, frequencies: Sequence[float]) -> Tensor:
+    """Half-split pairs: channel j turns with channel j + hd/2; row i of x [n, hd] is at position i."""
+    half = x.shape[1] // 2
+    positions = torch.arange(x.shape[0], dtype=torch.float64)
+    out = torch.empty_like(x)
+    for j, frequency in enumerate(frequencies):
+        cos, sin = torch.cos(positions * frequency).to(x.dtype), torch.sin(positions * frequency).to(x.dtype)
+        out[:, j] = x[:, j] * cos - x[:, j + half] * sin
+        out[:, j + half] = x[:, j + half] * cos + x[:, j] * sin
+    return out
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One head, [n, hd] each: row i sees rows 0..i."""
+    scores = q @ k.T / math.sqrt(q.shape[1])
+    future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    return torch.softmax(scores.masked_fill(future, -math.inf), dim=-1) @ v
+
+
+def self_attention(state: State, prefix: str, config: Config, x: Tensor) -> Tensor:
+    """x [n, in] -> [n, h]. `prefix` ends before q_proj; the head dim comes from the tensors."""
+    heads = config["num_attention_heads"]
+    head_dim = state[f"{prefix}q_proj.weight"].shape[0] // heads
+    kv_heads = state[f"{prefix}k_proj.weight"].shape[0] // head_dim
+    frequencies = inverse_frequencies(config, head_dim)
+    q, k, v = (linear(state, f"{prefix}{name}_proj", x) for name in "qkv")
+    outputs = []
+    for head in range(heads):
+        kv_head = head // (heads // kv_heads)
+        q_cols = slice(head * head_dim, (head + 1) * head_dim)
+        kv_cols = slice(kv_head * head_dim, (kv_head + 1) * head_dim)
+        q_head, k_head = rotate(q[:, q_cols], frequencies), rotate(k[:, kv_cols], frequencies)
+        outputs.append(causal_attention(q_head, k_head, v[:, kv_cols]))
+    return linear(state, f"{prefix}o_proj", torch.cat(outputs, dim=1))
+
+
+def gated_mlp(state: State, prefix: str, x: Tensor) -> Tensor:
+    gate = linear(state, f"{prefix}gate_proj", x)
+    up = linear(state, f"{prefix}up_proj", x)
+    return linear(state, f"{prefix}down_proj", gate * torch.sigmoid(gate) * up)
+
+
+def embedding_weight(state: State) -> Tensor:
+    return state["model.embed_tokens.weight"]
+
+
+def head_weight(state: State) -> Tensor:
+    """A tied checkpoint has no lm_head.weight."""
+    return state["lm_head.weight"] if "lm_head.weight" in state else embedding_weight(state)
+
+
+def forward(
+    state: State, config: Config, tokens: Sequence[int], dtype: torch.dtype = torch.float64
+) -> LlamaOutput:
+    eps = config["rms_norm_eps"]
+    x = embedding_weight(state)[torch.tensor(list(tokens))].to(dtype)
+    streams = [x]
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        normed = rms_norm(x, state[f"{prefix}input_layernorm.weight"], eps)
+        x = x + self_attention(state, f"{prefix}self_attn.", config, normed)
+        normed = rms_norm(x, state[f"{prefix}post_attention_layernorm.weight"], eps)
+        x = x + gated_mlp(state, f"{prefix}mlp.", normed)
+        streams.append(x)
+    hidden = rms_norm(x, state["model.norm.weight"], eps)
+    return LlamaOutput(hidden @ head_weight(state).to(dtype).T, hidden, streams)

@@ -1,0 +1,164 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.reference import eagle, llama
+from tests.reference.doubles import float32_means_float64
+from tests.reference.draft_models import make_eagle, make_eagle3
+from tests.reference.models import load_checkpoint, make_llama
+
+TOKENS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7]
+PATH = [11, 2, 40]
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return make_llama(tmp_path / "target", rope_theta=500000.0)
+
+
+def load(target: Path, path: Path) -> tuple[eagle.Draft, Tensor]:
+    """The draft, and what it reads of the target for all TOKENS but the last."""
+    state, config = load_checkpoint(target)
+    draft = eagle.make_draft(*load_checkpoint(path), llama.embedding_weight(state), llama.head_weight(state))
+    return draft, eagle.features_of(draft, llama.forward(state, config, TOKENS[:-1]))
+
+
+def published_layer(draft: eagle.Draft) -> tuple[Any, Any]:
+    """A transformers decoder layer and rotary embedding that hold the draft's tensors."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        **{k: v for k, v in draft.config.items() if k not in ("architectures", "torch_dtype")}
+    )
+    config._attn_implementation = "eager"
+    config.attention_bias = "layers.0.self_attn.q_proj.bias" in draft.state
+    layer: Any = LlamaDecoderLayer(config, 0)
+    if draft.is_eagle3:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = draft.state[f"layers.0.self_attn.{name}.weight"].shape[0]
+            setattr(layer.self_attn, name, nn.Linear(2 * config.hidden_size, rows, bias=False))
+        layer.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+    else:
+        layer.input_layernorm = nn.Identity()
+    tensors = {k.removeprefix("layers.0."): v for k, v in draft.state.items() if k.startswith("layers.0.")}
+    if config.attention_bias:
+        tensors["self_attn.o_proj.bias"] = torch.zeros(config.hidden_size)
+    layer.double().load_state_dict({key: tensor.double() for key, tensor in tensors.items()})
+    return layer.eval(), LlamaRotaryEmbedding(config)
+
+
+def published_rows(draft: eagle.Draft, tokens: list[int], hidden: Tensor, fed: int) -> Tensor:
+    """Layer outputs by transformers' modules, growing the draft one row at a time after the first `fed`."""
+    layer, rotary = published_layer(draft)
+    embedded = nn.functional.embedding(torch.tensor(tokens), draft.embed.double())
+    fc, bias = draft.state["fc.weight"].double(), draft.state.get("fc.bias")
+    hidden = nn.functional.linear(hidden, fc) if draft.is_eagle3 else hidden
+    while True:
+        n = len(hidden)
+        x, e = hidden[None], embedded[None, :n]
+        rope = rotary(x, torch.arange(n)[None])
+        mask = torch.full((1, 1, n, n), float("-inf")).double().triu(1)
+        if draft.is_eagle3:
+            both = torch.cat([layer.input_layernorm(e), layer.hidden_norm(x)], dim=-1)
+            residual = layer.hidden_norm(x) if draft.config.get("norm_before_residual") else x
+            y = residual + layer.self_attn(both, position_embeddings=rope, attention_mask=mask)[0]
+            out = y + layer.mlp(layer.post_attention_layernorm(y))
+        else:
+            u = nn.functional.linear(torch.cat([e, x], dim=-1), fc, None if bias is None else bias.double())
+            out = layer(u, position_embeddings=rope, attention_mask=mask)
+        rows: Tensor = out[0]
+        if n == len(tokens):
+            return rows
+        assert n >= fed
+        hidden = torch.cat([hidden, rows[-1:]])
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eagle": {},
+    "eagle fc bias": {"fc_bias": True},
+    "eagle qkv bias": {"qkv_bias": True},
+    "eagle theta": {"rope_theta": 500000.0},
+    "eagle own heads": {"heads": 2, "kv_heads": 2},
+    "eagle3": {},
+    "eagle3 truncated": {"draft_vocab": 24},
+    "eagle3 norm before residual": {"norm_before_residual": True},
+    "eagle3 speculators keys": {"layer_prefix": "layers.0.", "safetensors": True},
+    "eagle3 prefixed keys": {"layer_prefix": "model.layers.0."},
+    "eagle3 target's head": {"own_head": False},
+}
+
+
+def make(name: str, path: Path, target: Path, **options: Any) -> Path:
+    return (make_eagle3 if name.startswith("eagle3") else make_eagle)(path, target, **options)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_against_transformers_modules(name: str, target: Path, tmp_path: Path) -> None:
+    draft, features = load(target, make(name, tmp_path / "draft", target, **VARIANTS[name]))
+    with torch.no_grad(), float32_means_float64():
+        expected = published_rows(draft, TOKENS[1:] + PATH, features, len(features))
+    ours = eagle.draft_rows(draft, TOKENS, features, PATH)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
+
+
+def test_heads(target: Path, tmp_path: Path) -> None:
+    """EAGLE-1 has no norm before the head, EAGLE-3 its own norm and head."""
+    state, _ = load_checkpoint(target)
+    draft, features = load(target, make_eagle(tmp_path / "1", target))
+    row = eagle.draft_rows(draft, TOKENS, features, PATH)[-1]
+    expected = state["lm_head.weight"].double() @ row
+    assert torch.equal(eagle.draft_logits(draft, TOKENS, features, PATH), expected)
+    draft, features = load(target, make_eagle3(tmp_path / "3", target, draft_vocab=24))
+    row = eagle.draft_rows(draft, TOKENS, features, PATH)[-1]
+    normed = row / row.square().mean().add(1e-5).sqrt() * draft.state["norm.weight"].double()
+    expected = draft.state["lm_head.weight"].double() @ normed
+    torch.testing.assert_close(eagle.draft_logits(draft, TOKENS, features, PATH), expected)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_drafted_rows_never_read_features_they_cannot_have(name: str, target: Path, tmp_path: Path) -> None:
+    """A longer path leaves earlier rows alone, and a drafted row differs from one fed with a real feature."""
+    draft, features = load(target, make(name, tmp_path / "draft", target))
+    whole = eagle.draft_rows(draft, TOKENS, features, PATH)
+    torch.testing.assert_close(eagle.draft_rows(draft, TOKENS, features, PATH[:1]), whole[:-2])
+    recycled = eagle.draft_logits(draft, TOKENS[:-1], features[:-1], TOKENS[-1:])
+    assert (recycled - eagle.draft_logits(draft, TOKENS, features, [])).abs().max() > 1e-3
+
+
+def test_boundaries() -> None:
+    key = "eagle_aux_hidden_state_layer_ids"
+    assert eagle.boundaries({}, 32) == [2, 16, 29]
+    assert eagle.boundaries({"eagle_config": {key: [2, 16, 29]}}, 32) == [2, 16, 29]
+    assert eagle.boundaries({key: [1, 15, 28]}, 32) == [2, 16, 29]
+    assert eagle.boundaries({key: [24, 30, 36]}, 36) == [24, 30, 36]
+    with pytest.raises(AssertionError):
+        eagle.boundaries({}, 5)
+
+
+def test_features_are_the_published_states(target: Path, tmp_path: Path) -> None:
+    state, config = load_checkpoint(target)
+    out = llama.forward(state, config, TOKENS[:-1])
+    _, features = load(target, make_eagle(tmp_path / "1", target))
+    assert torch.equal(features, out.hidden)
+    _, features = load(target, make_eagle3(tmp_path / "3", target, aux_layers=[0, 2, 3]))
+    assert torch.equal(features, torch.cat([out.streams[0], out.streams[2], out.streams[3]], dim=1))
+
+
+def test_d2t_holds_offsets() -> None:
+    assert eagle.target_ids({"d2t": torch.tensor([1, 1, 3])}, 3) == [1, 2, 5]
+    assert eagle.target_ids({}, 3) == [0, 1, 2]
+    full = eagle.to_target_vocab(torch.tensor([0.5, 1.5, 2.5]), [1, 2, 5], 7)
+    assert full.tolist() == [float("-inf"), 0.5, 1.5, float("-inf"), float("-inf"), 2.5, float("-inf")]
+
+
+def test_the_targets_embedding_wins_when_shapes_agree() -> None:
+    state = {"embed_tokens.weight": torch.ones(4, 2), "midlayer.x": torch.zeros(1)}
+    target_embed = torch.zeros(4, 2)
+    draft = eagle.make_draft(state, {}, target_embed, torch.zeros(4, 2))
+    assert draft.embed is target_embed
+    assert "layers.0.x" in draft.state
+    assert eagle.make_draft(state, {}, torch.zeros(4, 3), torch.zeros(4, 3)).embed.shape == (4, 2)
