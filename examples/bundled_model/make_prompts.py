@@ -13,7 +13,7 @@ from .make_data import write_lines
 from .stdlib_text import Module, modules
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
-SHORTEST, LONGEST = 230, 750
+SHORTEST, LONGEST = 230, 640
 LINES_AFTER = 8
 
 

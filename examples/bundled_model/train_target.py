@@ -2,7 +2,8 @@
 
     python -m examples.bundled_model.train_target --data DIR --output DIR --time-limit 480 --compile
 
-``--data`` holds ``train.npz``, ``heldout.npz`` and the tokenizer's files. The result is a Hugging Face directory.
+``--data`` holds ``train.npz``, ``heldout.npz`` and the tokenizer's files. The result is a Hugging Face
+directory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.rotary import RopeConfig
 from specserve.models.checkpoint import load_target, save_target
@@ -24,8 +28,6 @@ from specserve.train.data import load_tokens
 from specserve.train.loop import Loop, LoopConfig, Metrics
 from specserve.train.optim import OPTIMIZERS, SCHEDULES, build_optimizers
 from specserve.train.packing import Batch, Rows, RowSampler, make_batch, pack
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 BOS, EOS = 0, 1
 CONTEXT_WEIGHT = 0.3  # of a token that the assistant did not write
@@ -88,7 +90,9 @@ class NextToken:
         return loss, {"masked_loss": own}
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Per token: its loss, whether the assistant wrote the next one, whether that is in the same document."""
+        """Per token: its loss, whether the assistant wrote the next one, whether that is in the same
+        document.
+        """
         hidden_TH, _ = self.model(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing))
         labels_T = batch.tokens_T.roll(-1)
         losses_T = F.cross_entropy(self.model.logits(hidden_TH).float(), labels_T, reduction="none")

@@ -28,12 +28,15 @@ class Detokenizer:
         """Adds tokens. Returns the text that became certain."""
         self._window += token_ids
         text = self._decode(self._window)
-        broken = _broken_end(text)
+        broken = len(text) - len(text.rstrip(_BROKEN))
+        garbage = len(self._window) > LONGEST
+        if garbage:
+            broken = min(broken, 3)  # a character has 4 bytes: only 3 of them can be waiting for the last
         new = text[self._given : len(text) - broken]
         self._given += len(new)
         if new and not broken:
             self._move(self._mark, 0)
-        elif len(self._window) > LONGEST:
+        elif garbage:
             self._move(len(self._window) - CONTEXT, broken)
         return new
 
@@ -49,9 +52,3 @@ class Detokenizer:
         self._window = self._window[start:]
         self._mark = len(self._window)
         self._given = max(0, len(self._decode(self._window)) - broken)
-
-
-def _broken_end(text: str) -> int:
-    """How many characters of the end may still change: a character has 4 bytes, so 3 of them may be there."""
-    end = text[-3:]
-    return len(end) - len(end.rstrip(_BROKEN))

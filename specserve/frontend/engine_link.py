@@ -17,17 +17,18 @@ import zmq.asyncio
 from specserve.config import Settings
 from specserve.frontend.engine_client import EngineClient
 from specserve.frontend.messages import Broken, ToEngine, decode_to_front, encode
-from specserve.scheduler.process import Addresses, Build, build_scheduler, engine_main
+from specserve.scheduler.process import Addresses, Build, engine_main
 
 GRACE = 5.0  # seconds that the engine has to end before it is killed
+LAST_WORDS = 0.3  # seconds after its end in which its last messages are read
 
 
 class EngineProcess:
     """The engine's process and the directory of its sockets. It begins to load at once."""
 
-    def __init__(self, settings: Settings, build: Build = build_scheduler) -> None:
+    def __init__(self, settings: Settings, build: Build) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="specserve-"))
-        self.addresses = Addresses(*(f"ipc://{self._directory / name}" for name in ("to-engine", "to-front")))
+        self.addresses = Addresses(self._directory)
         self.process = multiprocessing.get_context("spawn").Process(
             target=engine_main, args=(settings, self.addresses, build), name="specserve-engine"
         )
@@ -56,7 +57,7 @@ async def connect(engine: EngineProcess) -> AsyncIterator[EngineClient]:
     sending: set[asyncio.Future[Any]] = set()
 
     def send(message: ToEngine) -> None:
-        future = to_engine.send(encode(message))
+        future = asyncio.ensure_future(to_engine.send(encode(message)))
         sending.add(future)  # the loop keeps weak references alone
         future.add_done_callback(sending.discard)
 
@@ -86,6 +87,6 @@ async def _watch(engine: EngineProcess, client: EngineClient) -> None:
         await ended.wait()
     finally:
         loop.remove_reader(engine.process.sentinel)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(LAST_WORDS)
     engine.process.join()
     client.fail(Broken(f"its process ended with code {engine.process.exitcode}"))

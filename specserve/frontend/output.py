@@ -35,8 +35,8 @@ class Answer:
 class OutputProcessor:
     """Detokenizes, finds stop strings and counts. Push messages until one gives a finish reason.
 
-    A stop string ends the answer at the token that completes it; the tokens behind that one are not counted.
-    If the engine does not know yet, ``must_abort`` is true and it has to be told. No ``detokenizer``: no text.
+    A stop string ends the answer at the token that completes it; the tokens behind it are not counted. If the
+    engine does not know yet, ``must_abort`` is true and it must be told. No ``detokenizer``: no text.
     """
 
     def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None) -> None:

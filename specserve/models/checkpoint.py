@@ -1,8 +1,8 @@
 """Model weights on disk: Hugging Face names in files, fused parameters in modules.
 
-A module's ``qkv_proj`` is a file's ``q_proj``, ``k_proj``, ``v_proj`` one above the other, its ``gate_up_proj`` the
-file's ``gate_proj`` and ``up_proj``. Names are compared without a leading ``model.`` and with ``midlayer.`` read as
-``layers.0.``, so every published flavour of a draft head looks the same.
+A module's ``qkv_proj`` is a file's ``q_proj``, ``k_proj``, ``v_proj`` one above the other, its
+``gate_up_proj`` the file's ``gate_proj`` and ``up_proj``. Names are compared without a leading ``model.`` and
+with ``midlayer.`` read as ``layers.0.``, so every published flavour of a draft head looks the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -147,7 +147,7 @@ def file_tensors(module: nn.Module) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         parts = fused.get(name, [(name, parameter.shape[0])])
-        pieces = parameter.detach().split([rows for _, rows in parts])
+        pieces = torch.split(parameter.detach(), [rows for _, rows in parts])
         tensors.update(zip((part for part, _ in parts), pieces, strict=True))
     return tensors
 
@@ -158,8 +158,8 @@ def load_parameters(
 ) -> None:
     """Fills every parameter of ``module``, converting to its dtype and device.
 
-    ``rename`` turns a name inside the module into a canonical one. Raises ValueError naming the file and tensor
-    when one is missing or of another shape.
+    ``rename`` turns a name inside the module into a canonical one. Raises ValueError naming the file and
+    tensor when one is missing or of another shape.
     """
     for name, target in file_tensors(module).items():
         stored = rename(name)
@@ -197,7 +197,9 @@ def load_target(
     """Loads a target model from a Hugging Face directory. Raises ValueError saying what does not fit."""
     config = load_model_config(model_path)
     if config.architecture != "LlamaForCausalLM":
-        raise ValueError(f"{model_path}: architecture {config.architecture} is not supported; known: LlamaForCausalLM")
+        raise ValueError(
+            f"{model_path}: architecture {config.architecture} is not supported; known: LlamaForCausalLM"
+        )
     files = TensorFiles(model_path)
     with building(dtype, device):
         model = LlamaModel(config, max_positions or config.max_position_embeddings)
@@ -228,7 +230,9 @@ def target_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "attention_bias": layer.qkv_bias,
         "mlp_bias": False,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids),
+        "eos_token_id": config.eos_token_ids[0]
+        if len(config.eos_token_ids) == 1
+        else list(config.eos_token_ids),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
@@ -240,5 +244,5 @@ def save_target(model: LlamaModel, config: ModelConfig, path: Path, dtype: torch
         name if name.startswith("lm_head.") else f"model.{name}": tensor.to(dtype).cpu().contiguous().clone()
         for name, tensor in file_tensors(model).items()
     }
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     (path / "config.json").write_text(json.dumps(target_config(config, dtype), indent=2) + "\n")

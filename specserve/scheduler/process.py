@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -38,10 +39,17 @@ STATS_PERIOD = 1.0  # seconds
 
 
 class Addresses(NamedTuple):
-    """The sockets that the front binds."""
+    """The sockets that the front binds, in a directory of their own."""
 
-    to_engine: str
-    to_front: str
+    directory: Path
+
+    @property
+    def to_engine(self) -> str:
+        return f"ipc://{self.directory / 'to-engine'}"
+
+    @property
+    def to_front(self) -> str:
+        return f"ipc://{self.directory / 'to-front'}"
 
 
 class Engine(Protocol):
@@ -59,12 +67,14 @@ class Engine(Protocol):
 
 
 class Built(NamedTuple):
-    """A scheduler, the settings it resolved, and the reasons for what was chosen automatically."""
+    """A scheduler, the settings it resolved, and the reasons for what was chosen automatically.
+
+    ``engine.info`` must hold ``context_length``, ``max_total_tokens`` and ``vocab_size``, for the front's checks.
+    """
 
     engine: Engine
     settings: Settings
     notes: list[str]
-    vocab_size: int
 
 
 Build = Callable[[Settings], Built]
@@ -83,7 +93,7 @@ def build_scheduler(settings: Settings) -> Built:
     notes += more
     for note in notes:
         log.info("%s", note)
-    return Built(create_scheduler(settings, model_config), settings, notes, model_config.vocab_size)
+    return Built(create_scheduler(settings, model_config), settings, notes)
 
 
 def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoReturn:
@@ -101,6 +111,8 @@ def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoRet
         code = _run(settings, build, inbox, outbox)
     finally:
         context.destroy(linger=1000)
+        if not _parent().is_alive():
+            shutil.rmtree(addresses.directory, ignore_errors=True)  # the front can't any more
     sys.exit(code)
 
 
@@ -130,7 +142,6 @@ def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
 def _info(built: Built) -> dict[str, Any]:
     return {
         **built.engine.info,
-        "vocab_size": built.vocab_size,
         "settings": {name: getattr(built.settings, name) for name in built.settings.public()},
         "notes": built.notes,
     }
@@ -141,9 +152,7 @@ class _Loop:
         self._engine = engine
         self._inbox = inbox
         self._outbox = outbox
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        self._parent = parent.sentinel
+        self._parent = _parent().sentinel
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(self._parent, zmq.POLLIN)
@@ -181,6 +190,12 @@ class _Loop:
         if now >= self._stats_at or not self._engine.has_work:
             messages.append(self._engine.stats())
             self._stats_at = now + STATS_PERIOD
+
+
+def _parent() -> multiprocessing.process.BaseProcess:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    return parent
 
 
 def _send(outbox: Any, messages: Sequence[ToFront]) -> None:

@@ -295,7 +295,7 @@ class Scheduler:
                 stop_token=stopped,
                 logprobs=None if emitted.logprobs is None else emitted.logprobs[: len(kept)],
                 cached_tokens=request.cached_tokens or 0,
-                speculation=request.usage if reason is not None else None,
+                speculation=request.usage,
             )
         )
 

@@ -18,6 +18,7 @@ from specserve.server.front import Front
 def create_app(front: Front) -> FastAPI:
     """Builds the app around a front that may still be loading."""
     app = FastAPI(title="specserve", version=__version__, separate_input_output_schemas=False)
+    app.state.front = front
     add_handlers(app)
     _add_openai(app, front)
     _add_operations(app, front)

@@ -22,6 +22,7 @@ from specserve.server.protocol import (
     GenerationRequest,
     Refusal,
     Strict,
+    Text,
     check_stream_options,
     sampling_params,
 )
@@ -33,7 +34,7 @@ _NO_TOOLS = "this server calls no tools"
 
 class TextPart(Strict):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(Strict):
@@ -46,7 +47,7 @@ class Message(Strict):
         "function_call": Refusal(_NO_TOOLS),
     }
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
 
     def plain(self) -> dict[str, str]:
         """What the chat template gets: parts joined as they are; developer is the newer name of system."""

@@ -16,12 +16,19 @@ from specserve.frontend.generation import Job
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.logprobs import CompletionLogprobs, token_bytes
-from specserve.server.protocol import GenerationRequest, Int, Refusal, check_stream_options, sampling_params
+from specserve.server.protocol import (
+    GenerationRequest,
+    Int,
+    Refusal,
+    Text,
+    check_stream_options,
+    sampling_params,
+)
 from specserve.server.streaming import Body, answer, stream
 from specserve.server.usage import usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-MAX_PROMPTS = 2048
+MAX_ANSWERS = 2048
 
 
 class CompletionRequest(GenerationRequest):
@@ -29,7 +36,7 @@ class CompletionRequest(GenerationRequest):
         "echo": Refusal("the prompt is not repeated", False),
         "suffix": Refusal("nothing is inserted before a suffix", ""),
     }
-    prompt: str | list[Int] | Annotated[list[str] | list[list[Int]], Field(max_length=MAX_PROMPTS)]
+    prompt: Text | list[Int] | Annotated[list[Text] | list[list[Int]], Field(max_length=MAX_ANSWERS)]
     best_of: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -43,6 +50,10 @@ async def complete(front: Front, request: CompletionRequest, http: Request) -> R
         )
     params = _params(front, request)
     prompts = await _prompts(front, request)
+    if len(prompts) * request.choices > MAX_ANSWERS:
+        raise ApiError(
+            400, f"n: {len(prompts)} prompts by {request.choices} are over {MAX_ANSWERS} answers", "n"
+        )
     for prompt in prompts:
         front.check_prompt(prompt, "prompt", params.min_tokens)
     writer = _Writer(front, request, prompts, params)

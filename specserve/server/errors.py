@@ -61,7 +61,13 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def _response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error_body(error.status, str(error), error.param, error.code), error.status)
+    body = error_body(error.status, _encodable(str(error)), _encodable(error.param), error.code)
+    return JSONResponse(body, error.status)
+
+
+def _encodable(text: str | None) -> Any:
+    """Requests may hold half a surrogate pair, which UTF-8 can't say; an error that names it can."""
+    return text and text.encode(errors="backslashreplace").decode()
 
 
 def _from_http(request: Request, error: HTTPException) -> ApiError:
@@ -72,12 +78,14 @@ def _from_http(request: Request, error: HTTPException) -> ApiError:
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
     """Names the first field at fault, with all that is said about it (each type of a union says its own)."""
-    first = errors[0]
+    first = _deepest(errors)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     if "param" in first.get("ctx", {}):
         return ApiError(400, first["msg"], first["ctx"]["param"], "unsupported_parameter")
     param = _param(first["loc"])
+    if not param and isinstance(first["input"], str) and first["type"] == "string_unicode":
+        return ApiError(400, f"{first['input']}: unknown field", first["input"], "unknown_parameter")
     if not param:
         return ApiError(400, "the body must be a JSON object, sent with content-type application/json")
     if first["type"] == "extra_forbidden":
@@ -86,6 +94,13 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
         return ApiError(400, f"{param}: this field is required", param, "missing_required_parameter")
     reasons = dict.fromkeys(error["msg"] for error in errors if _param(error["loc"]) == param)
     return ApiError(400, f"{param}: {' or '.join(reasons)}, found {_short(first['input'])}", param)
+
+
+def _deepest(errors: Sequence[Any]) -> Any:
+    """The first error, or one further inside the same field: a list that is no text may be a wrong list."""
+    first, root = errors[0], _param(errors[0]["loc"]) + "."
+    inside = [error for error in errors if _param(error["loc"]).startswith(root)]
+    return max(inside, key=lambda error: len(error["loc"]), default=first)
 
 
 def _param(location: Sequence[Any]) -> str:

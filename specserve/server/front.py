@@ -97,18 +97,18 @@ class Front:
                 raise ApiError(
                     400, f"{param}: token ids are from 0 to {self.vocab_size - 1}, found {token}", param
                 )
-        room = self.context_length - len(prompt)
+        pool = int(self.engine.info["max_total_tokens"])
+        room = min(self.context_length, pool) - len(prompt)
         if room < 1:
-            raise ApiError(
-                400,
-                f"{param}: has {len(prompt)} tokens; the context length is {self.context_length}, "
-                "the answer included",
-                param,
-                "context_length_exceeded",
+            short = (
+                "the context length" if self.context_length <= pool else "the KV pool (--max-total-tokens)"
             )
+            limit = min(self.context_length, pool)
+            message = f"{param}: has {len(prompt)} tokens; {short} is {limit}, the answer included"
+            raise ApiError(400, message, param, "context_length_exceeded")
         if min_tokens > room:
             raise ApiError(
-                400, f"min_tokens: the context has room for {room} tokens, found {min_tokens}", "min_tokens"
+                400, f"min_tokens: there is room for {room} tokens, found {min_tokens}", "min_tokens"
             )
 
     async def encode(self, text: str) -> list[int]:

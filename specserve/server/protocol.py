@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.core import SamplingParams, Speculation
@@ -16,6 +16,17 @@ MAX_STOPS = 16
 MAX_NODES = 64
 _INT64 = 2**63
 
+
+def _encodable(text: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise PydanticCustomError("text", "Input should be text that UTF-8 can encode") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 Int = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
 Count = Annotated[int, Field(ge=1, lt=_INT64)]
 
@@ -73,7 +84,7 @@ class GenerationRequest(Strict):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: Int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

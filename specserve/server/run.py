@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from specserve.config import Settings, resolve_paths
 from specserve.frontend.engine_link import EngineProcess, connect
 from specserve.frontend.messages import Broken
-from specserve.scheduler.process import Build, build_scheduler
+from specserve.scheduler.process import Build
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that answers under way have when the server is told to stop
 
 
-def run_server(settings: Settings, build: Build = build_scheduler) -> int:
+def run_server(settings: Settings, build: Build) -> int:
     """Serves until a signal. Returns the exit code. Raises ValueError for a user's mistake."""
     with contextlib.closing(_listen(settings)) as listener:
         engine = EngineProcess(settings, build)
@@ -42,7 +43,8 @@ def _listen(settings: Settings) -> socket.socket:
         return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
     except OSError as error:
         where = f"--host {settings.host} --port {settings.port}"
-        raise ValueError(f"{where}: can't listen there: {error.strerror or error}") from None
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise ValueError(f"{where}: can't listen there: {reason or error}") from None
 
 
 async def _serve(settings: Settings, listener: socket.socket, engine: EngineProcess) -> int:

@@ -29,11 +29,27 @@ from specserve.train.vocab import draft_vocabulary
 log = logging.getLogger("specserve.train")
 HELDOUT_SHARE, HELDOUT_MOST = 0.02, 512  # of the documents of a source, when no held-out file is given
 # What a resumed run must have in common with the one that wrote the checkpoint.
-FIXED = (
-    "algorithm max_length batch_tokens accumulate optimizer lr weight_decay seed shares ttt_length ttt_decay "
-    "draft_vocab_size draft_intermediate_size draft_num_heads draft_num_kv_heads rope_theta aux_layers "
-    "feature_weight ce_weight"
-).split()
+FIXED = [
+    "algorithm",
+    "max_length",
+    "batch_tokens",
+    "accumulate",
+    "optimizer",
+    "lr",
+    "weight_decay",
+    "seed",
+    "shares",
+    "ttt_length",
+    "ttt_decay",
+    "draft_vocab_size",
+    "draft_intermediate_size",
+    "draft_num_heads",
+    "draft_num_kv_heads",
+    "rope_theta",
+    "aux_layers",
+    "feature_weight",
+    "ce_weight",
+]
 
 Trainer = EagleTrainer | Eagle3Trainer
 
@@ -145,7 +161,14 @@ def train(args: argparse.Namespace) -> None:
         learned = int(documents.mask.sum())
         log.info(
             "%s: %d documents, %d tokens (%d learned), %d rows, %d documents held out",
-            *(name, len(documents), len(documents.tokens), learned, len(rows[name]), len(heldout.get(name, []))),
+            *(
+                name,
+                len(documents),
+                len(documents.tokens),
+                learned,
+                len(rows[name]),
+                len(heldout.get(name, [])),
+            ),
         )
     target = load_target(args.model_path, dtype, device, args.max_length)
     target.requires_grad_(False)

@@ -30,9 +30,9 @@ class Packing:
 
 def _rotate(qkv_TND: Tensor, num_kv_heads: int, rope_T2D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries, rotated keys, values, all in the dtype of ``qkv``."""
-    qk_TND, v_TKD = qkv_TND.split([qkv_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
+    qk_TND, v_TKD = torch.split(qkv_TND, [qkv_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
     qk_TND = apply_rotary(qk_TND, rope_T2D).to(qkv_TND.dtype)
-    q_TND, k_TKD = qk_TND.split([qk_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
+    q_TND, k_TKD = torch.split(qk_TND, [qk_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
     return q_TND, k_TKD, v_TKD
 
 
@@ -46,17 +46,15 @@ class CausalAttend:
         q, k, v = _rotate(qkv_TND, num_kv_heads, rope_T2D)
         packing = self.packing
         no_k, no_v = _columns([k]), _columns([v])
-        out = packed_attention(
-            q, k, v, no_k, no_v, packing.cu_seqlens, packing.row_length, packing.flash
-        )
+        out = packed_attention(q, k, v, no_k, no_v, packing.cu_seqlens, packing.row_length, packing.flash)
         return out.flatten(1)
 
 
 class TestTimeAttend:
     """Training-time test of a one-layer draft: call i is drafting level i at every column at once.
 
-    A query of level i at column t attends to level 0's keys at columns <= t of its document (the committed prefix)
-    and to the keys of levels 1..i at column t (its own drafted ancestors and itself), as when drafting.
+    A query of level i at column t attends to level 0's keys at columns <= t of its document (the committed
+    prefix) and to the keys of levels 1..i at column t (its own drafted ancestors and itself), as in drafting.
     """
 
     __test__ = False  # not a test class, whatever its name

@@ -1,20 +1,25 @@
 """Conversations as tokens: the model's chat template, and which tokens the assistant wrote.
 
-A draft only ever continues the assistant, so only assistant tokens are learned. Templates do not mark them, so they
-are found by rendering prefixes of the conversation: an assistant message starts where the rendering of the messages
-before it (with the generation prompt) stops agreeing with the rendering that includes it, and ends where that one
-ends, its end-of-turn token included and white space after it not. Some templates rewrite earlier turns once later
-ones follow (they drop old reasoning, say): then each assistant message becomes a document of its own, rendered the
-way the model saw it when it wrote it.
+A draft only ever continues the assistant, so only assistant tokens are learned. Templates do not mark them,
+so they are found by rendering prefixes of the conversation: an assistant message starts where the rendering
+of the messages before it (with the generation prompt) stops agreeing with the rendering that includes it, and
+ends where that one ends, its end-of-turn token included and white space after it not. Some templates rewrite
+earlier turns once later ones follow (they drop old reasoning, say): then each assistant message becomes a
+document of its own, rendered the way the model saw it when it wrote it.
 """
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 Message = dict[str, str]
 Document = tuple[list[int], list[bool]]
+
+
+def _common(first: str, second: str) -> int:
+    """The number of characters that two texts begin with alike."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 class Encoder:
@@ -22,7 +27,9 @@ class Encoder:
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
-            raise ValueError("training data needs a fast tokenizer (tokenizer.json), which reports token positions")
+            raise ValueError(
+                "training data needs a fast tokenizer (tokenizer.json), which reports token positions"
+            )
         self.tokenizer = tokenizer
         self._specials = tuple(tokenizer.all_special_tokens)
 
@@ -57,7 +64,7 @@ class Encoder:
         before = self._render(messages[:turn], prompt=True) if turn else ""
         stripped = until.rstrip()
         until = stripped if stripped.endswith(self._specials) else until
-        return until, len(os.path.commonprefix([before, until]))
+        return until, _common(before, until)
 
     def _alone(self, messages: list[Message], turn: int) -> tuple[str, list[tuple[int, int]]]:
         until, start = self._turn(messages, turn)

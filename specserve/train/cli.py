@@ -56,12 +56,18 @@ def _add_main(parser: argparse.ArgumentParser) -> None:
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how long and how fast")
-    group.add_argument("--epochs", type=float, help="passes over the data (default: 10 without another limit)")
+    group.add_argument(
+        "--epochs", type=float, help="passes over the data (default: 10 without another limit)"
+    )
     group.add_argument("--steps", type=positive)
     group.add_argument(
-        "--time-limit", type=float, help="seconds; the learning rate falls by the clock, so the run ends annealed"
+        "--time-limit",
+        type=float,
+        help="seconds; the learning rate falls by the clock, so the run ends annealed",
     )
-    group.add_argument("--max-length", type=positive, default=2048, help="tokens in a row; longer text is cut")
+    group.add_argument(
+        "--max-length", type=positive, default=2048, help="tokens in a row; longer text is cut"
+    )
     group.add_argument("--batch-tokens", type=positive, default=8192)
     group.add_argument("--accumulate", type=positive, default=1, help="batches a step")
     group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
@@ -78,14 +84,21 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
 def _add_draft(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the draft")
     group.add_argument("--ttt-length", type=positive, help="levels trained (default: EAGLE3 7, EAGLE 3)")
-    group.add_argument("--ttt-decay", type=float, default=0.8, help="weight of a level against the one before")
-    group.add_argument("--draft-vocab-size", type=positive, help="EAGLE3 (default: 32000, at most the target's)")
+    group.add_argument(
+        "--ttt-decay", type=float, default=0.8, help="weight of a level against the one before"
+    )
+    group.add_argument(
+        "--draft-vocab-size", type=positive, help="EAGLE3 (default: 32000, at most the target's)"
+    )
     group.add_argument("--draft-intermediate-size", type=positive, help="default: the target's")
     group.add_argument("--draft-num-heads", type=positive, help="default: the target's")
     group.add_argument("--draft-num-kv-heads", type=positive, help="default: the target's")
     group.add_argument("--rope-theta", type=float, help="default: the target's, without its scaling")
     group.add_argument(
-        "--aux-layers", type=int, nargs=3, help="EAGLE3: boundaries, k is what enters layer k (default: 2 N/2 N-3)"
+        "--aux-layers",
+        type=int,
+        nargs=3,
+        help="EAGLE3: boundaries, k is what enters layer k (default: 2 N/2 N-3)",
     )
     group.add_argument("--feature-weight", type=float, default=1.0, help="EAGLE: weight of the feature loss")
     group.add_argument("--ce-weight", type=float, default=0.1, help="EAGLE: weight of the cross-entropy")

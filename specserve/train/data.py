@@ -35,8 +35,8 @@ def load_sources(path: Path, encoder: Encoder | None) -> dict[str, Documents]:
 def load_tokens(path: Path) -> dict[str, Documents]:
     """Reads sources ``X`` of an ``.npz`` from its arrays ``X_tokens``, ``X_mask`` and ``X_starts``.
 
-    Without a prefix (``tokens``, ``mask``, ``starts``) it is one source. A source whose mask is 0 everywhere is plain
-    text: all its tokens are learned.
+    Without a prefix (``tokens``, ``mask``, ``starts``) it is one source. A source whose mask is 0 everywhere
+    is plain text: all its tokens are learned.
     """
     sources = {}
     with np.load(path) as arrays:

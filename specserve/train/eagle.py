@@ -18,14 +18,14 @@ from specserve.train.packing import Batch
 from specserve.train.target import run_target
 from specserve.train.windows import Windows, masked_mean, soft_cross_entropy
 
-NOISE = 0.2 * 512  # width of the uniform noise on features, over the row length
+NOISE, NOISE_LENGTH = 0.2, 512  # width of the uniform noise on features, in rows of at most that length
 
 
 class EagleTrainer(nn.Module):
     """The draft; the frozen target, whose embedding and head it uses, is held beside it, not in it.
 
-    Level i's loss is ``feature_weight * SmoothL1(output, target's next feature) + ce_weight * cross-entropy`` of the
-    target's head on both, averaged over the columns that count; the published head is one level.
+    Level i's loss is ``feature_weight * SmoothL1(output, target's next feature) + ce_weight * cross-entropy``
+    of the target's head on both, averaged over the columns that count; the published head is one level.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class EagleTrainer(nn.Module):
     def _noisy(self, features_TH: Tensor, row_length: int) -> Tensor:
         if not self.training:
             return features_TH
-        return features_TH + (torch.rand_like(features_TH) - 0.5) * (NOISE / row_length)
+        width = NOISE * min(1.0, NOISE_LENGTH / row_length)
+        return features_TH + (torch.rand_like(features_TH) - 0.5) * width
 
     def unroll(self, batch: Batch, levels: int) -> Levels:
         """Runs the target and ``levels`` levels of the draft."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from specserve.models.checkpoint import file_tensors
@@ -29,7 +29,9 @@ def eagle_tensors(draft: EagleHead, target: LlamaModel) -> dict[str, Tensor]:
 
 
 def eagle3_tensors(draft: Eagle3Head, draft_ids: Tensor) -> dict[str, Tensor]:
-    """EAGLE-3's tensors: ``fc``, ``midlayer``, ``norm``, ``lm_head``, the offsets ``d2t`` and the mask ``t2d``."""
+    """EAGLE-3's tensors: ``fc``, ``midlayer``, ``norm``, ``lm_head``, the offsets ``d2t`` and the mask
+    ``t2d``.
+    """
     tensors = {_inside(name, "midlayer."): tensor for name, tensor in file_tensors(draft).items()}
     tensors["d2t"] = offsets(draft_ids)
     tensors["t2d"] = membership(draft_ids, draft.config.target_vocab_size)
@@ -84,7 +86,9 @@ def eagle3_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype) 
     }
 
 
-def write(tensors: dict[str, Tensor], config: dict[str, Any], path: Path, dtype: torch.dtype, form: str) -> None:
+def write(
+    tensors: dict[str, Tensor], config: dict[str, Any], path: Path, dtype: torch.dtype, form: str
+) -> None:
     """Writes ``config.json`` and the weights, floating-point tensors in ``dtype``, all else as it is."""
     path.mkdir(parents=True, exist_ok=True)
     ready = {
@@ -94,5 +98,5 @@ def write(tensors: dict[str, Tensor], config: dict[str, Any], path: Path, dtype:
     if form == "bin":
         torch.save(ready, path / "pytorch_model.bin")
     else:
-        save_file(ready, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "model.safetensors").write_bytes(save(ready, metadata={"format": "pt"}))
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")

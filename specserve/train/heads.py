@@ -27,7 +27,9 @@ class HeadOptions:
     taps: tuple[int, ...] | None = None
 
 
-def draft_config(target: ModelConfig, options: HeadOptions, input_layers: int, draft_vocab: int) -> DraftConfig:
+def draft_config(
+    target: ModelConfig, options: HeadOptions, input_layers: int, draft_vocab: int
+) -> DraftConfig:
     """A draft's configuration. Its rotary embedding is the target's base without scaling."""
     layer = target.layer
     heads = options.num_heads or layer.num_heads
@@ -59,8 +61,12 @@ def make_eagle(target: LlamaModel, options: HeadOptions, max_positions: int) -> 
 
 
 @torch.no_grad()
-def make_eagle3(target: LlamaModel, options: HeadOptions, max_positions: int, draft_ids: Tensor) -> Eagle3Head:
-    """An EAGLE-3 head on the target's device, in float32; norm and head begin as the target's, the rest random."""
+def make_eagle3(
+    target: LlamaModel, options: HeadOptions, max_positions: int, draft_ids: Tensor
+) -> Eagle3Head:
+    """An EAGLE-3 head on the target's device, in float32; norm and head begin as the target's, the rest
+    random.
+    """
     taps = options.taps or default_taps(target.config.num_layers)
     check_taps(taps, target.config.num_layers)
     config = replace(draft_config(target.config, options, 2, len(draft_ids)), taps=taps)

@@ -28,7 +28,9 @@ class Levels:
     levels: list[Level]
 
     def total(self, decay: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """``sum(decay^i * loss_i)``, and per level the share of columns where the draft guesses as the target."""
+        """``sum(decay^i * loss_i)``, and per level the share of columns where the draft guesses as the
+        target.
+        """
         total = torch.stack([decay**i * level.loss for i, level in enumerate(self.levels)]).sum()
         metrics = {}
         for i, level in enumerate(self.levels):

@@ -24,10 +24,11 @@ LossFunction = Callable[[Batch], tuple[Tensor, Metrics]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """When a run ends and what it does on the way. One of ``steps`` and ``time_limit`` (seconds) must be given.
+    """When a run ends and what it does on the way. One of ``steps`` and ``time_limit`` (seconds) must be
+    given.
 
-    ``amp`` runs the loss in bfloat16 autocast; ``accumulate`` averages the gradients of that many batches a step;
-    ``save_every`` is in seconds, ``log_every`` and ``evaluate_every`` (0: at the end only) in steps.
+    ``amp`` runs the loss in bfloat16 autocast; ``accumulate`` averages the gradients of that many batches a
+    step; ``save_every`` is in seconds, ``log_every`` and ``evaluate_every`` (0: at the end only) in steps.
     """
 
     output: Path
@@ -71,7 +72,10 @@ class Loop:
         self.loss: LossFunction = torch.compile(loss) if config.compile else loss
         self.base_rates = [[group["lr"] for group in o.param_groups] for o in optimizers]
         self.step, self.tokens, self.elapsed = 0, 0, 0.0
-        self._began, self._before = 0.0, 0.0  # the clock at the start of this process's part, elapsed before it
+        self._began, self._before = (
+            0.0,
+            0.0,
+        )  # the clock at the start of this process's part, elapsed before it
         self.checkpoint = config.output / "checkpoint" / "state.pt"
         self.log_path = config.output / "train_log.jsonl"
 
@@ -82,7 +86,7 @@ class Loop:
         return min(1.0, max(by_steps, by_clock))
 
     def run(self) -> None:
-        """Trains to the end of the schedule. An interrupt leaves a checkpoint that the next run goes on from."""
+        """Trains to the end of the schedule. An interrupt leaves a checkpoint to go on from."""
         self.config.output.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists():
             self.load()
@@ -131,7 +135,9 @@ class Loop:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.amp)
 
     def _log(self, metrics: Mapping[str, Tensor | float], bar: tqdm[Any]) -> None:
-        """Appends a line to the log. Reading the metrics also keeps the host from running ahead of the device."""
+        """Appends a line to the log. Reading the metrics also keeps the host from running ahead of the
+        device.
+        """
         values = {name: round(float(value), 5) for name, value in metrics.items()}
         if not math.isfinite(values["loss"]):
             raise RuntimeError(f"the loss is {values['loss']} at step {self.step}; try a lower learning rate")

@@ -27,11 +27,13 @@ def orthogonalize(x_BMN: Tensor, steps: int = 5) -> Tensor:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     x = x.mT if x_BMN.shape[-2] > x_BMN.shape[-1] else x
-    return x.to(x_BMN.dtype)
+    out: Tensor = x.to(x_BMN.dtype)
+    return out
 
 
 class Muon(Optimizer):
-    """Orthogonalized Nesterov momentum for weight matrices (Jordan 2024), scaled to AdamW's update size (Liu 2025).
+    """Orthogonalized Nesterov momentum for weight matrices (Jordan 2024), scaled to AdamW's update size (Liu
+    2025).
 
     ``sections`` gives the row counts of parameters that hold several matrices one above the other.
     """
@@ -70,7 +72,7 @@ class Muon(Optimizer):
         shapes: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for param, update in zip(params, updates, strict=True):
             rows = list(self._sections.get(param, [param.shape[0]]))
-            for p, u in zip(param.split(rows), update.split(rows), strict=True):
+            for p, u in zip(torch.split(param, rows), torch.split(update, rows), strict=True):
                 wide = (p.mT, u.mT) if p.shape[0] > p.shape[1] else (p, u)
                 shapes[wide[0].shape].append(wide)
         for shape, pairs in shapes.items():
@@ -89,7 +91,9 @@ def build_optimizers(module: nn.Module, kind: str, lr: float, weight_decay: floa
     matrices = [p for p in named.values() if p.ndim == 2]
     if kind == "muon":
         fused = fused_parts(module)
-        sections = {p: [rows for _, rows in fused[n]] for n, p in inner.items() if n in fused}
+        sections: dict[Tensor, list[int]] = {
+            p: [rows for _, rows in fused[n]] for n, p in inner.items() if n in fused
+        }
         muon = Muon(inner.values(), lr=lr, weight_decay=weight_decay, sections=sections)
         matrices = [p for p in outer.values() if p.ndim == 2]
         return [muon, _adamw(matrices, outer.values(), lr, weight_decay)]
@@ -100,7 +104,10 @@ def _adamw(matrices: Sequence[Tensor], params: Iterable[Tensor], lr: float, weig
     """Weight decay acts on matrices only."""
     ids = {id(p) for p in matrices}
     vectors = [p for p in params if id(p) not in ids]
-    groups = [{"params": list(matrices), "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": list(matrices), "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     fused = any(p.is_cuda for group in groups for p in group["params"])  # type: ignore[attr-defined]
     return AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused)

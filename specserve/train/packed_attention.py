@@ -1,12 +1,12 @@
 """Attention over packed documents, with the extra same-column keys of training-time test.
 
-Shapes: T tokens of all rows (rows of equal length, flattened), N query heads, K key heads, R query heads a key
-head, D head size, J extra keys of a column, B rows, S row length, n documents.
+Shapes: T tokens of all rows (rows of equal length, flattened), N query heads, K key heads, R query heads a
+key head, D head size, J extra keys of a column, B rows, S row length, n documents.
 
-A query at column t attends to the keys of its own document at columns <= t and to the J extra keys of column t
-alone, under one softmax. The causal part is flash attention on a GPU in 16 bits, else a dense softmax; the two
-parts are merged by their log-sum-exp. Flash attention's backward needs only the merged output and log-sum-exp to
-give the causal part's exact gradients, so nothing is computed twice.
+A query at column t attends to the keys of its own document at columns <= t and to the J extra keys of column
+t alone, under one softmax. The causal part is flash attention on a GPU in 16 bits, else a dense softmax; the
+two parts are merged by their log-sum-exp. Flash attention's backward needs only the merged output and
+log-sum-exp to give the causal part's exact gradients, so nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class _PackedAttention(torch.autograd.Function):
         row_length: int,
         flash: bool,
     ) -> Tensor:
+        out: Tensor
         out, lse_NT = causal_attention(q, k, v, cu_seqlens, row_length, flash)
         if extra_k.shape[1]:
             out, lse_NT = _merge(q, out, lse_NT, extra_k, extra_v)
@@ -75,14 +76,17 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _grouped(x_TNX: Tensor, num_kv_heads: int) -> Tensor:
-    """``[T, N, ...]`` as ``[T, 1, K, R, ...]`` in at least float32, ready to meet extra keys ``[T, J, K, 1, D]``."""
-    return _wide(x_TNX).unflatten(1, (num_kv_heads, -1)).unsqueeze(1)
+    """``[T, N, ...]`` as ``[T, 1, K, R, ...]`` in at least float32, ready to meet extra keys ``[T, J, K, 1,
+    D]``.
+    """
+    return torch.unflatten(_wide(x_TNX), 1, (num_kv_heads, -1)).unsqueeze(1)
 
 
 def _extra_scores(q_TND: Tensor, extra_k_TJKD: Tensor) -> Tensor:
     """Scaled scores ``[T, J, K, R]``. Products and sums, not matrix products: J is a handful."""
     q_T1KRD, k_TJK1D = _grouped(q_TND, extra_k_TJKD.shape[2]), _wide(extra_k_TJKD).unsqueeze(3)
-    return (q_T1KRD * k_TJK1D).sum(-1) * q_TND.shape[-1] ** -0.5
+    scores: Tensor = (q_T1KRD * k_TJK1D).sum(-1) * q_TND.shape[-1] ** -0.5
+    return scores
 
 
 def _merge(
@@ -90,7 +94,7 @@ def _merge(
 ) -> tuple[Tensor, Tensor]:
     """Adds the extra keys to a causal output. Returns the output and log-sum-exp over both."""
     scores_TJKR = _extra_scores(q_TND, extra_k_TJKD)
-    lse_TKR = lse_NT.T.unflatten(1, scores_TJKR.shape[2:])
+    lse_TKR = torch.unflatten(lse_NT.T, 1, scores_TJKR.shape[2:])
     total_TKR = torch.logaddexp(lse_TKR, scores_TJKR.logsumexp(1))
     probs_TJKR1 = (scores_TJKR - total_TKR.unsqueeze(1)).exp().unsqueeze(-1)
     extra_TKRD = (probs_TJKR1 * _wide(extra_v_TJKD).unsqueeze(3)).sum(1)
@@ -107,7 +111,7 @@ def _extra_backward(
     grad, q, out = (_grouped(x, heads) for x in (grad_TND, q_TND, out_TND))
     k, v = _wide(k_TJKD).unsqueeze(3), _wide(v_TJKD).unsqueeze(3)
     scores_TJKR = _extra_scores(q_TND, k_TJKD)
-    p_TJKR = (scores_TJKR - lse_NT.T.unflatten(1, scores_TJKR.shape[2:]).unsqueeze(1)).exp()
+    p_TJKR = (scores_TJKR - torch.unflatten(lse_NT.T, 1, scores_TJKR.shape[2:]).unsqueeze(1)).exp()
     ds_TJKR = p_TJKR * ((grad * v).sum(-1) - (grad * out).sum(-1)) * q_TND.shape[-1] ** -0.5
     ds_TJKR1 = ds_TJKR.unsqueeze(-1)
     dq = (ds_TJKR1 * k).sum(1).view_as(q_TND)
@@ -176,7 +180,7 @@ def _causal_attention_backward_fake(
 
 def _rows(x_TNX: Tensor, num_kv_heads: int, row_length: int) -> Tensor:
     """``[T, N, D]`` as ``[B, K, R, S, D]`` in at least float32."""
-    x_BSKRX = _wide(x_TNX).unflatten(1, (num_kv_heads, -1)).unflatten(0, (-1, row_length))
+    x_BSKRX = _wide(x_TNX).view(-1, row_length, num_kv_heads, x_TNX.shape[1] // num_kv_heads, x_TNX.shape[2])
     return x_BSKRX.permute(0, 2, 3, 1, 4)
 
 
@@ -191,7 +195,8 @@ def _dense_scores(q_BKRSD: Tensor, k_BK1SD: Tensor, cu_seqlens: Tensor) -> Tenso
     document_BS = torch.bucketize(position, cu_seqlens.long(), right=True).view(rows, length)
     visible = (document_BS[:, :, None] == document_BS[:, None, :]).tril()
     scores = (q_BKRSD @ k_BK1SD.mT) * q_BKRSD.shape[-1] ** -0.5
-    return scores.masked_fill(~visible[:, None, None], float("-inf"))
+    masked: Tensor = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    return masked
 
 
 def _dense_forward(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, row_length: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,8 @@ Array = npt.NDArray[np.generic]
 class Documents:
     """Token ids of many documents end to end, with a mask of the tokens that are trained on.
 
-    ``tokens`` and ``mask`` have one entry a token; ``starts`` int64 ``[documents + 1]`` ends with the token count.
+    ``tokens`` and ``mask`` have one entry a token; ``starts`` int64 ``[documents + 1]`` ends with the token
+    count.
     """
 
     tokens: Array
@@ -52,7 +53,9 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Packed rows: ``tokens`` int32 and ``mask`` bool ``[R, S]``; ``starts[r]`` where row r's documents begin."""
+    """Packed rows: ``tokens`` int32 and ``mask`` bool ``[R, S]``; ``starts[r]`` where row r's documents
+    begin.
+    """
 
     tokens: Tensor
     mask: Tensor
@@ -95,7 +98,9 @@ def _pieces(documents: Documents, row_length: int) -> npt.NDArray[np.int64]:
     return np.stack([np.repeat(begin, windows) + inside, length], axis=1)
 
 
-def _fill(documents: Documents, pieces: npt.NDArray[np.int64], rows: list[list[int]], row_length: int) -> Rows:
+def _fill(
+    documents: Documents, pieces: npt.NDArray[np.int64], rows: list[list[int]], row_length: int
+) -> Rows:
     tokens = np.zeros((len(rows), row_length), np.int32)
     mask = np.zeros((len(rows), row_length), bool)
     starts = []
@@ -112,7 +117,9 @@ def _fill(documents: Documents, pieces: npt.NDArray[np.int64], rows: list[list[i
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows on the device, flattened: ``tokens`` int64, ``mask`` bool, ``positions`` int64 (in the row), ``[T]``."""
+    """Rows on the device, flattened: ``tokens`` int64, ``mask`` bool, ``positions`` int64 (in the row),
+    ``[T]``.
+    """
 
     tokens_T: Tensor
     mask_T: Tensor
@@ -120,7 +127,9 @@ class Batch:
     packing: Packing
 
 
-def make_batch(parts: Sequence[tuple[Rows, npt.NDArray[np.int64]]], device: torch.device, flash: bool) -> Batch:
+def make_batch(
+    parts: Sequence[tuple[Rows, npt.NDArray[np.int64]]], device: torch.device, flash: bool
+) -> Batch:
     """Gathers the chosen rows of each source into one batch."""
     tokens = torch.cat([rows.tokens[torch.from_numpy(chosen)] for rows, chosen in parts])
     mask = torch.cat([rows.mask[torch.from_numpy(chosen)] for rows, chosen in parts])
@@ -130,9 +139,7 @@ def make_batch(parts: Sequence[tuple[Rows, npt.NDArray[np.int64]]], device: torc
     packing = Packing(_move(torch.from_numpy(cu.astype(np.int32)), device), length, flash)
     torch._dynamo.maybe_mark_dynamic(packing.cu_seqlens, 0)
     positions = torch.arange(length, device=device).repeat(count)
-    return Batch(
-        _move(tokens.flatten(), device).long(), _move(mask.flatten(), device), positions, packing
-    )
+    return Batch(_move(tokens.flatten(), device).long(), _move(mask.flatten(), device), positions, packing)
 
 
 def _move(x: Tensor, device: torch.device) -> Tensor:
@@ -158,7 +165,9 @@ class RowSampler:
         self.device, self.flash = device, flash
         counts = [float(len(rows)) for rows in sources] if shares is None else list(shares)
         if len(counts) != len(self.sources) or min(counts) < 0 or sum(counts) <= 0:
-            raise ValueError(f"give one share >= 0 for each of the {len(self.sources)} sources, found {counts}")
+            raise ValueError(
+                f"give one share >= 0 for each of the {len(self.sources)} sources, found {counts}"
+            )
         self.ends = np.cumsum(counts) / sum(counts)
         self._orders: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
 

@@ -1,10 +1,10 @@
 """How well a trained draft guesses its target on held-out rows: a quick estimate of what serving will accept.
 
-A greedy chain of drafts is followed from every column where drafting can stand. Rate a_i is the share of chains that
-reach level i in which the draft's greedy token there is the target's. A chain reaches level i + 1 when level i was
-right and the text's own token is that token too, since levels read the text's tokens. Then a step of a chain of n
-levels emits ``1 + a_1 + a_1 a_2 + ... + a_1 ... a_n`` tokens on average, the bonus token included. Serving differs
-in that there the text is the target's own.
+A greedy chain of drafts is followed from every column where drafting can stand. Rate a_i is the share of
+chains that reach level i in which the draft's greedy token there is the target's. A chain reaches level i + 1
+when level i was right and the text's own token is that token too, since levels read the text's tokens. Then a
+step of a chain of n levels emits ``1 + a_1 + a_1 a_2 + ... + a_1 ... a_n`` tokens on average, the bonus token
+included. Serving differs in that there the text is the target's own.
 """
 
 from __future__ import annotations

@@ -40,10 +40,14 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
-    """Raises ValueError for boundaries that the target lacks or that readers of the file would take otherwise."""
+    """Raises ValueError for boundaries that the target lacks or that readers of the file would take
+    otherwise.
+    """
     if len(taps) != 3 or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
-        raise ValueError(f"--aux-layers must be 3 rising boundaries from 0 to {num_layers}, found {list(taps)}")
+        raise ValueError(
+            f"--aux-layers must be 3 rising boundaries from 0 to {num_layers}, found {list(taps)}"
+        )
     if taps[0] == 1:
         raise ValueError(
-            "--aux-layers must not begin with 1: servers take such a list for layer outputs and add 1 to each id"
+            "--aux-layers must not begin with 1: servers read such a list as layer outputs and add 1"
         )

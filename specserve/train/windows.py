@@ -1,7 +1,8 @@
 """What a draft predicts at each level of training-time test, shared by all drafts.
 
-Shapes: B rows, S row length, T = B * S. Column t of level i reads the feature of token t (level 0; deeper levels
-their own output) and token t + 1 + i, and predicts token t + 2 + i, for which the label is the target at t + 1 + i.
+Shapes: B rows, S row length, T = B * S. Column t of level i reads the feature of token t (level 0; deeper
+levels their own output) and token t + 1 + i, and predicts token t + 2 + i, for which the label is the target
+at t + 1 + i.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ class Windows:
 
     def columns(self, x: Tensor, level: int) -> Tensor:
         """``[T, ...]`` cut to the columns that have a label at this level, ``[B, S - 2 - level, ...]``."""
-        return x.unflatten(0, (-1, self.length))[:, : self.length - 2 - level]
+        return torch.unflatten(x, 0, (-1, self.length))[:, : self.length - 2 - level]
 
     def labels(self, x: Tensor, level: int) -> Tensor:
-        """The label's ``[T, ...]`` of those columns: the entries at t + 1 + level, ``[B, S - 2 - level, ...]``."""
-        return x.unflatten(0, (-1, self.length))[:, 1 + level : self.length - 1]
+        """The label's ``[T, ...]`` of those columns: the entries at t + 1 + level, ``[B, S - 2 - level,
+        ...]``.
+        """
+        return torch.unflatten(x, 0, (-1, self.length))[:, 1 + level : self.length - 1]
 
     def predicted(self, level: int) -> Tensor:
         """The true token t + 2 + level of those columns, ``[B, S - 2 - level]``."""
         return self.tokens_BS[:, 2 + level :]
 
     def valid(self, level: int) -> Tensor:
-        """Where drafting can stand and counts: the root token t + 1 and the predicted one are both learned tokens
-        of column t's document. Bool ``[B, S - 2 - level]``."""
+        """Where drafting can stand and counts, bool ``[B, S - 2 - level]``: the root token t + 1 and the
+        predicted one are both learned tokens of column t's document.
+        """
         end = self.length - 2 - level
         same = self.document_BS[:, :end] == self.document_BS[:, 2 + level :]
         return same & self.mask_BS[:, 1 : 1 + end] & self.mask_BS[:, 2 + level :]

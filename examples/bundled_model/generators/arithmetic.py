@@ -46,7 +46,7 @@ def operands(sampler: Sampler, sign: str) -> tuple[int, int]:
     if sign == "/":
         b, quotient = integer(2, 10), integer(1, 12)
         return b * quotient, b
-    sizes = (9, 20, 99, 99, 99, 999, 999, 999, 999, 999)
+    sizes = (9, 20, 99, 99, 99, 999, 999, 999, 999, 999, 999, 999)
     first = sampler.pick(sizes)
     second = first if sampler.chance(0.7) else sampler.pick(sizes)
     a, b = (integer(size // 10 if sampler.chance(0.8) else 0, size) for size in (first, second))
@@ -137,7 +137,7 @@ SHEETS = ("Solve these:", "Calculate:", "Work these out:", "What are the results
 
 def sheet(sampler: Sampler) -> Turn:
     """Several sums at once, answered line by line."""
-    sums = [draw(sampler) for _ in range(sampler.rng.randint(3, 8))]
+    sums = [draw(sampler) for _ in range(sampler.rng.randint(3, 12))]
     head = sampler.phrase(SHEETS, ("Please solve the following:", "Calculate these sums:"))
     tasks = "\n".join(f"{s.a} {s.sign} {s.b}" for s in sums)
     return Turn(f"{head}\n{tasks}", "\n".join(map(str, sums)))
@@ -390,7 +390,7 @@ def ask_any(sampler: Sampler) -> Turn:
     """A turn of any of these forms, single sums most often."""
     weighted = (
         *[ask] * 11,
-        *[sheet] * 4,
+        *[sheet] * 7,
         *[story] * 3,
         steps,
         steps,

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from specserve.server.app import create_app
+from tests.front.fake_engine import FakeEngine, text_reply
+from tests.front.fakes import fake_front
+
+Serve = Callable[..., tuple[TestClient, FakeEngine]]
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Serves a fake engine that answers with a text: ``client, engine = serve("text", **settings)``."""
+    opened = []
+
+    def start(text: str = "Hi there!", stride: int = 3, end: bool = True, **settings: Any) -> Any:
+        engine = FakeEngine(text_reply(text, end), stride)
+        front = fake_front(engine, **settings)
+        client = TestClient(create_app(front), raise_server_exceptions=False)
+        client.__enter__()
+        opened.append((client, front))
+        return client, engine
+
+    yield start
+    for client, front in opened:
+        client.__exit__(None, None, None)
+        front.close()

@@ -1,0 +1,129 @@
+"""A scheduler that needs no model. Imported by engine processes of tests, so it imports little."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from specserve.config import Settings, resolve_paths
+from specserve.core import SpeculationUsage, TokenLogprob
+from specserve.frontend.messages import Failed, Stats, Submit, Tokens
+from specserve.scheduler.process import Built
+
+CONTEXT = 256
+EOS = 256
+VOCAB = 260
+
+
+class FakeEngine:
+    """Answers with ``reply``'s tokens, ``stride`` a message; ends on EOS, ``max_tokens`` and the context."""
+
+    def __init__(self, reply: Callable[[Submit], list[int]], stride: int = 3) -> None:
+        self.info: dict[str, object] = {
+            "context_length": CONTEXT,
+            "max_total_tokens": 4096,
+            "vocab_size": VOCAB,
+        }
+        self.submitted: list[Submit] = []
+        self.aborted: list[str] = []
+        self.closed = False
+        self._reply = reply
+        self._stride = stride
+        self._left: dict[str, deque[int]] = {}
+        self._steps: dict[str, int] = {}
+        self._by_rid: dict[str, Submit] = {}
+        self._outbox: list[Tokens | Failed] = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._left or self._outbox)
+
+    def submit(self, message: Submit) -> None:
+        self.submitted.append(message)
+        if message.params.seed == 13:
+            self._outbox.append(Failed(message.rid, "seed 13 is unlucky", "seed"))
+            return
+        if message.params.seed == 14:
+            raise RuntimeError("the fake engine died of seed 14")
+        self._by_rid[message.rid] = message
+        self._left[message.rid] = deque(self._cut(message))
+        self._steps[message.rid] = 0
+
+    def abort(self, rid: str) -> None:
+        self.aborted.append(rid)
+        self._left.pop(rid, None)
+
+    def run_once(self) -> list[Tokens | Failed]:
+        out, self._outbox = self._outbox, []
+        for rid in list(self._left):
+            out.append(self._step(rid))
+        return out
+
+    def stats(self) -> Stats:
+        return Stats(len(self._left), 0, 100, 75, 5, 7, 8, 9, 10, 11, 12, 13)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _cut(self, message: Submit) -> list[int]:
+        """The reply up to the request's end; empty never."""
+        params, tokens = message.params, self._reply(message)
+        room = CONTEXT - len(message.token_ids)
+        return tokens[: min(room, params.max_tokens or room)]
+
+    def _step(self, rid: str) -> Tokens:
+        message, left = self._by_rid[rid], self._left[rid]
+        tokens: list[int] = []
+        stops = {*message.params.stop_token_ids, *(() if message.params.ignore_eos else (EOS,))}
+        stopped = False
+        while left and len(tokens) < self._stride and not stopped:
+            tokens.append(left.popleft())
+            stopped = tokens[-1] in stops
+        reason = "stop" if stopped else None if left else "length"
+        if reason:
+            del self._left[rid]
+        self._steps[rid] += 1
+        steps = self._steps[rid]
+        top = message.params.logprobs
+        return Tokens(
+            rid=rid,
+            token_ids=tokens,
+            runs=[len(tokens)],
+            finish_reason=reason,
+            stop_token=stopped,
+            logprobs=None if top is None else [_logprob(token, top) for token in tokens],
+            cached_tokens=4,
+            speculation=SpeculationUsage(
+                steps=steps, drafted=4 * steps, accepted=(self._stride - 1) * (steps - 1) + len(tokens) - 1
+            ),
+        )
+
+
+def _logprob(token: int, top: int) -> TokenLogprob:
+    return TokenLogprob(token, -0.5, [(token, -0.5), (65, -float("inf")), (66, -3.0)][:top])
+
+
+def text_reply(text: str, end: bool = True) -> Callable[[Submit], list[int]]:
+    return lambda _: [*text.encode(), *([EOS] if end else [])]
+
+
+def build_echo(settings: Settings) -> Built:
+    """What an engine process builds in tests: it repeats the prompt, without end."""
+    engine = FakeEngine(lambda message: message.token_ids * 100, stride=2)
+    resolved = replace(resolve_paths(settings)[0], context_length=CONTEXT)
+    return Built(engine, resolved, ["context_length = 256: the fake's"])
+
+
+def build_slow(settings: Settings) -> Built:
+    """Like ``build_echo``, a message every 20 ms."""
+    built = build_echo(settings)
+    run_once = built.engine.run_once
+
+    def slowly() -> list[Tokens | Failed]:
+        time.sleep(0.02)
+        return run_once()
+
+    built.engine.run_once = slowly  # type: ignore[method-assign]
+    return built

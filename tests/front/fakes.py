@@ -1,0 +1,74 @@
+"""A tokenizer that needs no files, and a front whose engine needs no process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from specserve.config import Settings
+from specserve.frontend.engine_client import EngineClient
+from specserve.frontend.messages import Abort, Ready, ToEngine
+from specserve.frontend.tokenizer import Tokenizer
+from specserve.server.front import Front
+from tests.front.fake_engine import CONTEXT, FakeEngine
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' and m.content == 'boom' %}"
+    "{{ raise_exception('no boom') }}{% endif %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def byte_tokenizer(template: str | None = TEMPLATE) -> Any:
+    """Token b is byte b; 256 ends, 257 is special, 258 is the word ' hello', 259 has no text of its own."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
+    vocabulary = {char: index for index, char in enumerate(alphabet)}
+    backend = Backend(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<sep>", special=True)])
+    backend.add_tokens([AddedToken(" hello")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=template)
+
+
+def _byte_of(char: str) -> int:
+    from specserve.frontend.tokenizer import _BYTES
+
+    return _BYTES[char][0]
+
+
+def ready_info(engine: FakeEngine, settings: Settings) -> dict[str, Any]:
+    values = {name: getattr(settings, name) for name in settings.public()}
+    return {
+        **engine.info,
+        "settings": {**values, "context_length": CONTEXT, "served_model_name": ["tiny"]},
+        "notes": ["page_size = 16: because"],
+    }
+
+
+def fake_front(engine: FakeEngine, **settings: Any) -> Front:
+    """A front whose engine runs on the same event loop."""
+    given = Settings(served_model_name=("tiny",), **settings)
+
+    def send(message: ToEngine) -> None:
+        if isinstance(message, Abort):
+            engine.abort(message.rid)
+        else:
+            engine.submit(message)
+            asyncio.get_running_loop().call_soon(tick)
+
+    def tick() -> None:
+        for message in engine.run_once():
+            client.receive(message)
+        if engine.has_work:
+            asyncio.get_running_loop().call_later(0.001, tick)
+
+    client = EngineClient(send)
+    front = Front(given, client)
+    client.receive(Ready(ready_info(engine, given)))
+    front.finish_loading(None if given.skip_tokenizer_init else Tokenizer(byte_tokenizer()))
+    return front

@@ -1,0 +1,221 @@
+"""POST /v1/chat/completions over a fake engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.front.conftest import Serve
+from tests.front.fake_engine import EOS
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def post(client: TestClient, **fields: Any) -> Any:
+    return client.post("/v1/chat/completions", json={"model": "tiny", "messages": HELLO, **fields})
+
+
+def events(response: Any) -> list[Any]:
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_whole_answer(serve: Serve) -> None:
+    client, engine = serve("Hi there!")
+    body = post(client).json()
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "tiny"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hi there!", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    prompt = len("user:hello\nassistant:")
+    assert body["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": 10,
+        "total_tokens": prompt + 10,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    sent = engine.submitted[0]
+    assert bytes(sent.token_ids) == b"user:hello\nassistant:"
+    assert (sent.params.max_tokens, sent.params.temperature) == (None, 1.0)
+
+
+def test_every_field_reaches_the_engine(serve: Serve) -> None:
+    client, engine = serve()
+    fields = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 0.2,
+        "frequency_penalty": -0.3, "repetition_penalty": 1.1, "logit_bias": {"5": -100, "7": 2.5},
+        "seed": -4, "stop": "END", "min_tokens": 2, "max_completion_tokens": 50,
+        "stop_token_ids": [9], "ignore_eos": True, "logprobs": True, "top_logprobs": 2,
+        "speculation": {"enabled": False, "max_draft_tokens": 3}, "user": "u",
+        "safety_identifier": "s", "prompt_cache_key": "k", "response_format": {"type": "text"},
+        "store": False, "tools": [], "metadata": {}, "tool_choice": "none", "modalities": ["text"],
+        "service_tier": "auto", "parallel_tool_calls": True,
+    }  # fmt: skip
+    assert post(client, **fields).status_code == 200
+    params = engine.submitted[0].params
+    direct = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+              "repetition_penalty", "seed", "min_tokens", "stop_token_ids", "ignore_eos")  # fmt: skip
+    assert {name: getattr(params, name) for name in direct} == {name: fields[name] for name in direct}
+    assert params.logit_bias == {5: -100.0, 7: 2.5}
+    assert (params.stop, params.max_tokens, params.logprobs) == (["END"], 50, 2)
+    assert (params.speculation.enabled, params.speculation.max_draft_tokens) == (False, 3)
+
+
+def test_null_is_the_default(serve: Serve) -> None:
+    client, engine = serve()
+    names = (
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "seed",
+        "logit_bias",
+        "max_tokens",
+        "stream",
+        "tools",
+        "speculation",
+    )
+    assert post(client, **dict.fromkeys(names)).status_code == 200
+    assert post(client).status_code == 200
+    assert engine.submitted[0].params == engine.submitted[1].params
+
+
+def test_parts_and_developer_messages(serve: Serve) -> None:
+    client, engine = serve()
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []},
+        {"role": "user", "content": "d"},
+    ]
+    assert post(client, messages=messages).status_code == 200
+    assert (
+        bytes(engine.submitted[0].token_ids) == b"system:be brief\nuser:ab\nassistant:c\nuser:d\nassistant:"
+    )
+
+
+def test_several_choices(serve: Serve) -> None:
+    client, engine = serve("Hi!")
+    body = post(client, n=3, seed=5).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["Hi!"] * 3
+    assert [message.choice for message in engine.submitted] == [0, 1, 2]
+    usage = body["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (21, 12)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 4
+
+
+def test_stop_string(serve: Serve) -> None:
+    client, engine = serve("one, two, three", stride=4)
+    body = post(client, stop=["wo", "xx"]).json()
+    choice = body["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("one, t", "stop")
+    assert body["usage"]["completion_tokens"] == 8
+    assert engine.aborted == [engine.submitted[0].rid]
+
+
+def test_length(serve: Serve) -> None:
+    client, _ = serve("abcdefghij")
+    choice = post(client, max_tokens=4).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("abcd", "length")
+
+
+def test_speculation_is_reported(serve: Serve) -> None:
+    client, _ = serve("abcdefgh", stride=3, end=False)  # 3 + 3 + 2 tokens
+    usage = post(client, return_speculation=True).json()["usage"]
+    assert usage["speculation"] == {"steps": 3, "drafted": 12, "accepted": 5, "mean_accepted_length": 8 / 3}
+    assert "speculation" not in post(client).json()["usage"]
+    streamed = events(post(client, stream=True, return_speculation=True))
+    assert streamed[-1]["usage"]["speculation"]["steps"] == 3
+
+
+def test_logprobs(serve: Serve) -> None:
+    client, _ = serve("é", end=False)
+    content = post(client, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    first = {"token": "�", "logprob": -0.5, "bytes": [0xC3]}
+    assert content[0] == {
+        **first,
+        "top_logprobs": [first, {"token": "A", "logprob": -9999.0, "bytes": [65]}],
+    }
+    assert [item["bytes"] for item in content] == [[0xC3], [0xA9]]
+    none = post(client, logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert none[0]["top_logprobs"] == []
+
+
+def test_stream(serve: Serve) -> None:
+    client, _ = serve("Hi there!", stride=4)
+    chunks = events(post(client, stream=True))
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert all("usage" not in chunk for chunk in chunks)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        {"content": "Hi t"},
+        {"content": "here"},
+        {"content": "!"},
+        {},
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["stop"]
+
+
+def test_stream_with_usage_and_choices(serve: Serve) -> None:
+    client, _ = serve("Hi there!", stride=2)
+    whole = post(client, n=2, logprobs=True, top_logprobs=1).json()
+    chunks = events(
+        post(client, n=2, logprobs=True, top_logprobs=1, stream=True, stream_options={"include_usage": True})
+    )
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    for index in (0, 1):
+        mine = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in mine) == "Hi there!"
+        logprobs = [item for c in mine if c["logprobs"] for item in c["logprobs"]["content"]]
+        assert logprobs == whole["choices"][index]["logprobs"]["content"]
+
+
+def test_stream_holds_a_possible_stop_string_back(serve: Serve) -> None:
+    client, _ = serve("a STOX b", stride=1)
+    chunks = events(post(client, stream=True, stop="STOP"))
+    texts = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
+    assert texts == ["", "a", " ", "STOX", " ", "b", None]
+
+
+def test_refusal_of_the_engine(serve: Serve) -> None:
+    client, engine = serve()
+    for stream in (False, True):
+        response = post(client, seed=13, stream=stream)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "seed"
+        assert response.json()["error"]["message"] == "seed 13 is unlucky"
+    assert engine.aborted == []
+    assert post(client).status_code == 200
+
+
+def test_all_greedy(serve: Serve) -> None:
+    client, engine = serve(requests_all_greedy=True)
+    assert post(client).status_code == 200
+    assert engine.submitted[0].params.temperature == 0
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_ignore_eos(serve: Serve, ignore: bool) -> None:
+    client, engine = serve("ab")
+    assert post(client, ignore_eos=ignore).json()["choices"][0]["finish_reason"] == (
+        "length" if ignore else "stop"
+    )
+    assert engine._reply(engine.submitted[0])[-1] == EOS

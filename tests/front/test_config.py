@@ -1,0 +1,330 @@
+"""Settings: sources, their order, errors, automatic choices, and the page that describes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specserve.config import SETTINGS, Settings, load_settings, make_settings, resolve, resolve_paths
+from specserve.config import paths as config_paths
+from specserve.config.reference import reference
+from specserve.config.speculation import pool_size
+
+ROOT = Path(__file__).parents[2]
+LLAMA: Any = SimpleNamespace(
+    architecture="LlamaForCausalLM", max_position_embeddings=2048, dtype="float32", vocab_size=100
+)
+QWEN: Any = SimpleNamespace(**{**vars(LLAMA), "architecture": "Qwen3ForCausalLM"})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "m").mkdir()
+    return str(tmp_path / "m")
+
+
+def load(line: str, **environ: str) -> Settings:
+    return load_settings(line.split(), environ)
+
+
+def speculative(model: str, **values: Any) -> Settings:
+    return Settings(
+        model_path=model, speculative_algorithm="EAGLE3", speculative_draft_model_path=model, **values
+    )
+
+
+def test_sources_in_their_order(tmp_path: Path) -> None:
+    file = tmp_path / "conf.yaml"
+    file.write_text("page-size: 64\nport: 1\nhost: from-yaml\nmem_fraction: 1\noverlap_schedule: off\n")
+    environ = {"SPECSERVE_PORT": "2", "SPECSERVE_HOST": "from-env", "SPECSERVE_API_KEY": "", "HOME": "x"}
+    found = load_settings(["--config", str(file), "--port", "3"], environ)
+    assert (found.port, found.host, found.page_size) == (3, "from-env", 64)
+    assert (found.mem_fraction_static, found.api_key, found.overlap_schedule) == (1.0, None, "off")
+    assert load_settings([], {"SPECSERVE_CONFIG": str(file)}).port == 1
+    assert load_settings([], {}) == Settings()
+
+
+def test_every_flag_of_the_contract_exists() -> None:
+    contract = """
+        --model-path --model --tokenizer-path --skip-tokenizer-init --trust-remote-code --served-model-name
+        --host --port --device --dtype --api-key --max-running-requests --max-total-tokens --context-length
+        --mem-fraction-static --mem-fraction --page-size --chunked-prefill-size --disable-radix-cache
+        --disable-cuda-graph --disable-overlap-schedule --cuda-graph-max-bs --attention-backend --log-level
+        --random-seed --speculative-algorithm --speculative-draft-model-path --speculative-num-steps
+        --speculative-eagle-topk --speculative-num-draft-tokens --speculative-token-map
+        --speculative-draft-quantization --enable-torch-compile --torch-compile-max-bs
+        --requests-all-greedy"""
+    flags = {flag for declared in SETTINGS.values() for flag in declared.flags}
+    assert set(contract.split()) <= flags
+
+
+def test_values_of_all_kinds() -> None:
+    found = load(
+        "--model m --served-model-name a b --served-model-name c --disable-radix-cache "
+        "--requests-all-greedy false --speculative-algorithm eagle3 --mem-fraction .5 "
+        "--chunked-prefill-size -1",
+        SPECSERVE_REQUESTS_ALL_GREEDY="yes",
+    )
+    assert found.model_path == "m"
+    assert found.served_model_name == ("a", "b", "c")
+    assert (found.disable_radix_cache, found.requests_all_greedy) == (True, False)
+    assert (found.speculative_algorithm, found.mem_fraction_static) == ("EAGLE3", 0.5)
+    assert found.chunked_prefill_size == -1
+    assert load("", SPECSERVE_SERVED_MODEL_NAME="a,b").served_model_name == ("a", "b")
+    assert make_settings(served_model_name=["a"], port=5).served_model_name == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("line", "environ", "words"),
+    [
+        ("--page-sise 3", {}, "--page-sise: unknown flag; the nearest known one is --page-size"),
+        ("--speculative-num-step=3", {}, "nearest known one is --speculative-num-steps"),
+        ("serve", {}, "unexpected argument 'serve'"),
+        ("--port", {}, "--port: expected one argument"),
+        ("--port x", {}, "--port: must be an integer, found 'x'"),
+        ("--port 70000", {}, "--port: must be from 0 to 65535, found 70000"),
+        ("--page-size 3", {}, "--page-size: must be a power of two from 1 to 256, found 3"),
+        ("--mem-fraction nan", {}, "--mem-fraction-static: must be a number"),
+        ("--disable-radix-cache maybe", {}, "--disable-radix-cache: must be true or false, found 'maybe'"),
+        ("--speculative-algorithm NEXTN", {}, "must be one of NONE, EAGLE, EAGLE3, found 'NEXTN'"),
+        ("--chunked-prefill-size 0", {}, "must be -1 or at least 1, found 0"),
+        ("--max-running-requests -1", {}, "--max-running-requests: must be at least 1, found -1"),
+        ("--disable-overlap-schedule --overlap-schedule on", {}, "contradicts"),
+        ("--config /nowhere.yaml", {}, "/nowhere.yaml can't be read"),
+        ("", {"SPECSERVE_PAGESIZE": "3"}, "unknown setting; the nearest known one is SPECSERVE_PAGE_SIZE"),
+        ("", {"SPECSERVE_PORT": "x"}, "SPECSERVE_PORT: must be an integer"),
+        ("", {"SPECSERVE_MODEL": "a", "SPECSERVE_MODEL_PATH": "b"}, "given twice"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_setting(line: str, environ: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=r".") as error:
+        load(line, **environ)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("page_sise: 1", "page_sise: unknown setting; the nearest known one is page_size"),
+        ("page_size: '16x'", "page_size: must be an integer"),
+        ("page_size: true", "page_size: must be an integer, found True"),
+        ("host: 5", "host: must be text, found 5"),
+        ("served_model_name: [1]", "served_model_name: must be names"),
+        ("- a", "must hold lines of `name: value`"),
+        ("a: [", "can't be read"),
+    ],
+)
+def test_yaml_errors(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "conf.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"conf\.yaml") as error:
+        load(f"--config {file}")
+    assert words in str(error.value)
+
+
+def test_settings_are_checked_however_they_are_made() -> None:
+    with pytest.raises(ValueError, match="--port: must be an integer, found 'x'"):
+        Settings(port="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="--device: needs a value"):
+        Settings(device=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="modle_path: unknown setting; the nearest known one is model_path"):
+        make_settings(modle_path="x")
+
+
+def test_secrets_are_not_shown() -> None:
+    assert Settings(api_key="k3y").public()["api_key"] == "(set)"
+    assert Settings().public()["api_key"] is None
+
+
+def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        load_settings(["--help"], {})
+    assert done.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(declared.flag in printed for declared in SETTINGS.values())
+
+
+def test_reference_is_current() -> None:
+    assert (ROOT / "docs" / "settings.md").read_text() == reference(), (
+        "python -m specserve.config > docs/settings.md"
+    )
+
+
+def test_automatic_choices_on_a_cpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found, notes = resolve(Settings(model_path=model), LLAMA)
+    expected = {
+        "device": "cpu", "dtype": "float32", "attention_backend": "torch", "context_length": 2048,
+        "max_running_requests": 16, "chunked_prefill_size": 512, "max_total_tokens": 65536, "page_size": 16,
+        "overlap_schedule": "off", "served_model_name": ("m",), "tokenizer_path": model,
+        "speculative_num_steps": None,
+    }  # fmt: skip
+    assert {name: getattr(found, name) for name in expected} == expected
+    assert found.random_seed is not None
+    for name in ("device", "dtype", "context_length", "max_total_tokens", "random_seed"):
+        assert any(note.startswith(f"{name} = {getattr(found, name)}: ") for note in notes), name
+    assert resolve(found, LLAMA) == (found, []), "resolving twice changes nothing"
+
+
+def test_automatic_choices_on_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found, _ = resolve(Settings(model_path=model, chunked_prefill_size=-1), LLAMA)
+    assert (found.device, found.dtype, found.max_running_requests) == ("cuda", "bfloat16", 256)
+    assert (found.max_total_tokens, found.overlap_schedule, found.chunked_prefill_size) == (None, "on", 2048)
+    half = SimpleNamespace(**{**vars(LLAMA), "dtype": "float16"})
+    assert resolve(Settings(model_path=model), half)[0].dtype == "float16"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"context_length": 4096},
+            "--context-length: the model's max_position_embeddings is 2048, found 4096",
+        ),
+        ({"device": "cuda"}, "--device cuda"),
+        ({"attention_backend": "triton"}, "attention backend 'triton' is not available"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile is not available"),
+        ({"torch_compile_max_bs": 8}, "--torch-compile-max-bs is not available"),
+        ({"speculative_token_map": "x"}, "--speculative-token-map is not available"),
+        ({"speculative_draft_quantization": "fp8"}, "--speculative-draft-quantization fp8 is not available"),
+        ({"max_total_tokens": 8}, "--max-total-tokens: must hold a page of 16"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    model: str, values: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        resolve(Settings(model_path=model, **values), LLAMA)
+
+
+def test_flags_without_effect_are_noted(model: str) -> None:
+    given = Settings(
+        model_path=model, disable_cuda_graph=True, cuda_graph_max_bs=4, speculative_num_steps=3, device="cpu"
+    )
+    found, notes = resolve(given, LLAMA)
+    for flag in ("--disable-cuda-graph", "--cuda-graph-max-bs", "--speculative-num-steps"):
+        assert any(flag in note and "changes nothing" in note for note in notes), flag
+    assert found.speculative_num_steps is None
+
+
+@pytest.mark.parametrize(
+    ("given", "architecture", "expected"),
+    [
+        ((None, None, None), LLAMA, (5, 4, 8)),
+        ((None, None, None), QWEN, (3, 1, 4)),
+        ((5, 8, 64), LLAMA, (5, 8, 64)),
+        ((3, 1, 9), LLAMA, (3, 1, 4)),
+        ((2, 2, 7), LLAMA, (2, 2, 7)),
+    ],
+)
+def test_speculation_shapes(model: str, given: Any, architecture: Any, expected: Any) -> None:
+    steps, topk, tokens = given
+    settings = speculative(
+        model,
+        speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=tokens,
+    )
+    found, notes = resolve(settings, architecture)
+    shape = (found.speculative_num_steps, found.speculative_eagle_topk, found.speculative_num_draft_tokens)
+    assert shape == expected
+    assert any("speculati" in note for note in notes) == (given != expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((3, None, None), "--speculative-num-steps is given without --speculative-eagle-topk and"),
+        ((3, 2, None), "without --speculative-num-draft-tokens"),
+        ((2, 2, 8), "2 steps of topk 2 draft 6 candidates, so at most 7 tokens"),
+        ((64, 1, 2), "a chain of 64 has 65 nodes, at most 64"),
+    ],
+)
+def test_speculation_shapes_that_fit_nothing(model: str, shape: Any, words: str) -> None:
+    steps, topk, tokens = shape
+    settings = speculative(
+        model,
+        speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=tokens,
+    )
+    with pytest.raises(ValueError, match=words):
+        resolve(settings, LLAMA)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("speculative_num_steps", 0), ("speculative_eagle_topk", 0), ("speculative_num_draft_tokens", 1),
+    ("speculative_num_draft_tokens", 65),
+])  # fmt: skip
+def test_speculation_bounds(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}"):
+        Settings(**{name: value})  # type: ignore[arg-type]
+
+
+def test_pool_size_counts_candidates() -> None:
+    for steps, topk in ((1, 1), (1, 5), (4, 1), (3, 4)):
+        frontier, pool = 1, 0
+        for _ in range(steps):
+            pool += frontier * topk
+            frontier = topk
+        assert pool_size(steps, topk) == pool
+
+
+def test_paths(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--model-path: /no/where does not exist"):
+        resolve_paths(Settings(model_path="/no/where"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is not a directory"):
+        resolve_paths(Settings(model_path=str(tmp_path / "file")))
+    with pytest.raises(
+        ValueError, match="--speculative-draft-model-path: needed for --speculative-algorithm EAGLE"
+    ):
+        resolve_paths(Settings(model_path=model, speculative_algorithm="EAGLE"))
+    with pytest.raises(ValueError, match="--tokenizer-path: /no/where"):
+        resolve_paths(Settings(model_path=model, tokenizer_path="/no/where"))
+
+
+def test_bundled_model_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, draft = tmp_path / "chat", tmp_path / "eagle3"
+    chat.mkdir()
+    draft.mkdir()
+    monkeypatch.setattr(config_paths, "BUNDLED_MODEL", chat)
+    monkeypatch.setattr(config_paths, "BUNDLED_DRAFTS", {"EAGLE3": draft})
+    found, notes = resolve_paths(Settings(speculative_algorithm="EAGLE3"))
+    assert (found.model_path, found.speculative_draft_model_path) == (str(chat), str(draft))
+    assert found.served_model_name == ("specserve-chat",)
+    assert len(notes) == 2
+    assert resolve_paths(found) == (found, [])
+    named, _ = resolve_paths(Settings(model_path=str(chat), served_model_name=("x",)))
+    assert named.served_model_name == ("x",)
+
+
+def test_models_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked = []
+
+    def download(repo: str, **_: Any) -> str:
+        asked.append(repo)
+        if repo == "org/missing":
+            raise OSError("no\nsuch repository")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found, _ = resolve_paths(Settings(model_path="org/Model-1.0"))
+    assert asked == ["org/Model-1.0"]
+    assert found.model_path == str(tmp_path)
+    assert found.served_model_name == ("Model-1.0", "org/Model-1.0")
+    assert resolve_paths(replace(found)) == (found, [])
+    with pytest.raises(
+        ValueError, match=r"--model-path: org/missing is no directory and .*: no such repository"
+    ):
+        resolve_paths(Settings(model_path="org/missing"))

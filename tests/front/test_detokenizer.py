@@ -1,0 +1,113 @@
+"""Pieces put together are the text of the whole, however the tokens come."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specserve.frontend.detokenizer import LONGEST
+from specserve.frontend.tokenizer import Tokenizer
+from tests.front.fakes import byte_tokenizer
+
+TEXTS = ["plain words", "naïve café — 日本語 🎉🎉 ok", "👩‍👩‍👧 family", "a\n\n  b\tc", "�x� y", "é", ""]
+
+
+def sentence_piece_tokenizer() -> Any:
+    """Words marked by ▁, a byte fallback, and a decoder that drops the first space: Llama 2's kind."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Hello", "▁world", "!", "lo"]
+    backend = Backend(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+
+
+def pieces(tokenizer: Tokenizer, prompt: list[int], tokens: list[int], rng: random.Random) -> list[str]:
+    detokenizer, out, at = tokenizer.detokenizer(prompt, True), [], 0
+    while at < len(tokens):
+        step = rng.randint(1, 4)
+        out.append(detokenizer.push(tokens[at : at + step]))
+        at += step
+    return [*out, detokenizer.flush()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_random_splits_of_text(text: str) -> None:
+    tokenizer, rng = Tokenizer(byte_tokenizer()), random.Random(0)
+    tokens = list(text.encode())
+    for _ in range(30):
+        assert "".join(pieces(tokenizer, list(b"Prompt: "), tokens, rng)) == text
+
+
+def test_no_piece_holds_half_a_character() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    detokenizer = tokenizer.detokenizer(list(b"p"), True)
+    given = [detokenizer.push([byte]) for byte in "a€🎉".encode()]
+    assert given == ["a", "", "", "€", "", "", "", "🎉"]
+    assert detokenizer.flush() == ""
+
+
+def test_random_bytes_come_out_as_the_whole_decodes() -> None:
+    tokenizer, rng = Tokenizer(byte_tokenizer()), random.Random(1)
+    for _ in range(200):
+        tokens = [
+            rng.choice([65, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0xFF]) for _ in range(rng.randint(1, 30))
+        ]
+        assert "".join(pieces(tokenizer, [65], tokens, rng)) == tokenizer.decode(tokens)
+
+
+def test_endless_garbage_keeps_the_window_short() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    detokenizer = tokenizer.detokenizer([65], True)
+    tokens = [0xFF] * 1000
+    text = "".join(detokenizer.push([token]) for token in tokens) + detokenizer.flush()
+    assert text == "�" * 1000
+    assert len(detokenizer._window) <= LONGEST + 1
+
+
+def test_first_space_is_kept_behind_a_prompt() -> None:
+    tokenizer = Tokenizer(sentence_piece_tokenizer())
+    ids = tokenizer._tokenizer.convert_tokens_to_ids
+    hello, world, bang = ids("▁Hello"), ids("▁world"), ids("!")
+    assert tokenizer.decode([world]) == "world"  # alone it loses its space
+    for step in (1, 2):
+        detokenizer = tokenizer.detokenizer([hello], True)
+        tokens = [world, world, bang]
+        out = [detokenizer.push(tokens[i : i + step]) for i in range(0, 3, step)]
+        assert "".join(out) == " world world!"
+
+
+def test_bytes_of_the_fallback_join() -> None:
+    tokenizer = Tokenizer(sentence_piece_tokenizer())
+    ids = tokenizer._tokenizer.convert_tokens_to_ids
+    tokens = [ids("▁Hello"), *(ids(f"<0x{byte:02X}>") for byte in "é🎉".encode()), ids("!")]
+    for seed in range(20):
+        assert "".join(pieces(tokenizer, [ids("!")], tokens, random.Random(seed))) == " Helloé🎉!"
+
+
+def test_special_tokens_are_skipped_or_shown() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    for skip, expected in ((True, "ab"), (False, "a<sep>b")):
+        detokenizer = tokenizer.detokenizer([65], skip)
+        assert "".join(detokenizer.push([token]) for token in (97, 257, 98)) == expected
+
+
+def test_bytes_of_tokens() -> None:
+    byte_level, fallback = Tokenizer(byte_tokenizer()), Tokenizer(sentence_piece_tokenizer())
+    assert [byte_level.token_bytes(token) for token in (0, 32, 0xC3, 256)] == [
+        b"\x00",
+        b" ",
+        b"\xc3",
+        b"<eos>",
+    ]
+    ids = fallback._tokenizer.convert_tokens_to_ids
+    assert [fallback.token_bytes(ids(piece)) for piece in ("▁world", "<0xE2>")] == [b" world", b"\xe2"]
+    assert byte_level.token_bytes(10_000) == b""

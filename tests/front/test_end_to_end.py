@@ -1,0 +1,146 @@
+"""The real engine under the front, on tiny random checkpoints: speculating or not, all say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import openai
+import pytest
+
+from specserve import LLM, SamplingParams, Speculation
+from tests.front.fake_engine import VOCAB
+from tests.front.fakes import byte_tokenizer
+from tests.front.test_process import Server
+from tests.reference.draft_models import make_eagle3
+from tests.reference.models import make_llama
+
+PROMPTS = ["Name three colours.", "x", "A longer prompt, so that lengths differ between the requests."]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_llama(tmp_path_factory.mktemp("e2e") / "target", vocab=VOCAB, eos=256, branch_scale=0.1)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def draft(model: Path) -> Path:
+    return make_eagle3(model.parent / "draft", model, agree=True)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), dtype="float64", device="cpu") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, draft: Path) -> Iterator[Server]:
+    found = Server(
+        ["-m", "specserve.launch", "--model-path", str(model), "--port", "0", "--device", "cpu",
+         "--dtype", "float64", "--speculative-algorithm", "EAGLE3",
+         "--speculative-draft-model-path", str(draft)]
+    )  # fmt: skip
+    try:
+        yield found.wait_ready()
+    finally:
+        assert found.stop() == 0
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as found:
+        yield found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_server_and_library_say_the_same(plain: LLM, client: openai.OpenAI, temperature: float) -> None:
+    expected = plain.generate(PROMPTS, SamplingParams(max_tokens=40, temperature=temperature, seed=3))
+    found = client.completions.create(
+        model="target",
+        prompt=PROMPTS,
+        max_tokens=40,
+        temperature=temperature,
+        seed=3,
+        extra_body={"return_speculation": True},
+    )
+    assert [choice.text for choice in found.choices] == [output.text for output in expected]
+    assert [choice.finish_reason for choice in found.choices] == [output.finish_reason for output in expected]
+    assert found.usage is not None
+    assert found.usage.completion_tokens == sum(len(output.token_ids) for output in expected)
+    assert found.usage.speculation["drafted"] > 0
+    assert found.usage.speculation["mean_accepted_length"] > 1
+
+
+def test_stream_is_the_whole_answer(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    fields = {"model": "target", "messages": messages, "max_tokens": 30, "seed": 1, "logprobs": True}
+    whole = client.chat.completions.create(**fields)  # type: ignore[call-overload]
+    chunks = list(client.chat.completions.create(**fields, stream=True))  # type: ignore[call-overload]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == whole.choices[0].message.content
+    logprobs = [item.logprob for choice in choices if choice.logprobs for item in choice.logprobs.content]
+    assert logprobs == pytest.approx([item.logprob for item in whole.choices[0].logprobs.content], abs=1e-9)
+    assert choices[-1].finish_reason == whole.choices[0].finish_reason
+
+
+def test_stop_string_trims_text_and_counts(plain: LLM, client: openai.OpenAI) -> None:
+    (whole,) = plain.generate(PROMPTS[:1], SamplingParams(max_tokens=40, temperature=0))
+    stop = next(pair for pair in map("".join, pairwise(whole.text[5:])) if "\ufffd" not in pair)
+    (expected,) = plain.generate(PROMPTS[:1], SamplingParams(max_tokens=40, temperature=0, stop=[stop]))
+    assert expected.text == whole.text[: whole.text.index(stop)]
+    found = client.completions.create(
+        model="target",
+        prompt=PROMPTS[0],
+        max_tokens=40,
+        temperature=0,
+        stop=stop,
+        extra_body={"return_speculation": True},
+    )
+    assert found.choices[0].text == expected.text
+    assert found.choices[0].finish_reason == "stop"
+    assert found.usage is not None
+    assert found.usage.completion_tokens == len(expected.token_ids)
+    usage = found.usage.speculation  # the first token comes with the prompt
+    assert usage["steps"] + usage["accepted"] + 1 == len(expected.token_ids)
+
+
+def test_what_a_client_leaves_is_freed(server: Server, client: openai.OpenAI) -> None:
+    for _ in range(5):
+        with client.completions.create(model="target", prompt="abc", max_tokens=400, stream=True) as stream:
+            next(iter(stream))
+    client.completions.create(model="target", prompt="abc", max_tokens=2)
+    values = {}
+    for line in server.get("/metrics")[1].splitlines():
+        if line.startswith("specserve_") and "{" not in line:
+            name, value = line.split()
+            values[name.removeprefix("specserve_")] = float(value)
+    assert values["running_requests"] == values["waiting_requests"] == 0
+    assert values["kv_pages_free"] + values["kv_pages_cached"] == values["kv_pages_total"]
+
+
+def test_speculation_can_be_turned_off(model: Path, draft: Path, plain: LLM) -> None:
+    expected = plain.generate(PROMPTS, SamplingParams(max_tokens=20, temperature=0))
+    assert [output.speculation.drafted for output in expected] == [0, 0, 0]
+    settings = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
+    with LLM(str(model), dtype="float64", device="cpu", **settings) as llm:
+        params = [
+            SamplingParams(max_tokens=20, temperature=0, speculation=Speculation(enabled=enabled))
+            for enabled in (True, False, True)
+        ]
+        found = llm.generate(PROMPTS, params)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert [output.speculation.drafted > 0 for output in found] == [True, False, True]
+
+
+def test_draft_that_is_missing(model: Path) -> None:
+    server = Server(
+        ["-m", "specserve.launch", "--model-path", str(model), "--port", "0",
+         "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(model.parent)]
+    )  # fmt: skip
+    assert server.finish() == 2
+    assert server.lines[-1].startswith(f"error: {model.parent}")
+    assert "Traceback" not in "".join(server.lines)

@@ -1,0 +1,126 @@
+"""``LLM`` over a fake engine: order, forms of prompts, errors, what is left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import specserve.models.config
+import specserve.scheduler
+from specserve import LLM, RequestOutput, SamplingParams
+from specserve.frontend.messages import Submit
+from tests.front.fake_engine import CONTEXT, VOCAB, FakeEngine
+from tests.front.fakes import byte_tokenizer
+
+MODEL_CONFIG = SimpleNamespace(
+    architecture="LlamaForCausalLM", max_position_embeddings=CONTEXT, dtype="float32", vocab_size=VOCAB
+)
+
+
+@pytest.fixture
+def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    return make(tmp_path, monkeypatch)
+
+
+def make(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLM:
+    """An LLM whose engine repeats the prompt; long prompts end later than short ones that came after them."""
+    byte_tokenizer().save_pretrained(path)
+    monkeypatch.setattr(specserve.models.config, "load_model_config", lambda _: MODEL_CONFIG)
+    monkeypatch.setattr(specserve.scheduler, "create_scheduler", lambda *_: FakeEngine(_echo))
+    return LLM(str(path), device="cpu", **settings)
+
+
+def _echo(message: Submit) -> list[int]:
+    return [*message.token_ids, 256]
+
+
+def engine_of(llm: LLM) -> FakeEngine:
+    assert isinstance(llm._engine, FakeEngine)
+    return llm._engine
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [output.text for output in outputs]
+
+
+def test_prompts_of_all_forms_in_order(llm: LLM) -> None:
+    assert texts(llm.generate("one")) == ["one"]
+    assert texts(llm.generate(["a longer prompt", "b", [99, 100]])) == ["a longer prompt", "b", "cd"]
+    (found,) = llm.generate([65, 66], SamplingParams(logprobs=1))
+    assert (found.text, found.token_ids, found.prompt_token_ids) == ("AB", [65, 66, 256], [65, 66])
+    assert (found.finish_reason, found.cached_tokens, found.speculation.steps) == ("stop", 4, 1)
+    assert [item.token_id for item in found.logprobs or []] == [65, 66, 256]
+    assert llm.generate([]) == []
+
+
+def test_params_for_each_prompt(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=2), SamplingParams(stop=["g"])]
+    first, second = llm.generate(["abcd", "efgh and more"], params)
+    assert (first.text, first.finish_reason) == ("ab", "length")
+    assert (second.text, second.finish_reason, second.token_ids) == ("ef", "stop", list(b"efg"))
+    assert second.logprobs is None
+    assert len(engine_of(llm).aborted) == 1
+
+
+def test_chat(llm: LLM) -> None:
+    one = [{"role": "user", "content": "hi"}]
+    assert texts(llm.chat(one)) == ["user:hi\nassistant:"]
+    assert texts(llm.chat([one, one], SamplingParams(max_tokens=4), progress=True)) == ["user", "user"]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda llm: llm.generate(""), "prompt must not be empty"),
+        (lambda llm: llm.generate(["a", []]), "prompt must not be empty"),
+        (lambda llm: llm.generate(["a", "b"], [SamplingParams()]), "as many as prompts: 2, found 1"),
+        (lambda llm: llm.generate("a", SamplingParams(seed=13)), "seed: seed 13 is unlucky"),
+        (lambda llm: llm.chat([]), "messages must not be empty"),
+        (lambda llm: llm.chat([[]]), "messages must not be empty"),
+        (lambda llm: llm.chat([{"role": "user"}]), "role and content"),
+        (lambda llm: llm.chat([{"role": "user", "content": "boom"}]), "no boom"),
+    ],
+)
+def test_errors_name_the_thing(llm: LLM, call: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call(llm)
+    assert not engine_of(llm).has_work
+    assert texts(llm.generate("still here")) == ["still here"]
+
+
+def test_a_failure_aborts_the_others(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="unlucky"):
+        llm.generate(["a" * 50, "b"], [SamplingParams(), SamplingParams(seed=13)])
+    assert not engine_of(llm).has_work
+
+
+def test_close(llm: LLM) -> None:
+    engine = engine_of(llm)
+    with llm as same:
+        assert same is llm
+    assert engine.closed
+    llm.close()
+    with pytest.raises(ValueError, match="closed"):
+        llm.generate("a")
+
+
+def test_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(tmp_path, monkeypatch, skip_tokenizer_init=True) as llm:
+        (found,) = llm.generate([5, 6])
+        assert (found.text, found.token_ids) == ("", [5, 6, 256])
+        with pytest.raises(ValueError, match="a prompt of text needs a tokenizer"):
+            llm.generate("a")
+        with pytest.raises(ValueError, match="chat needs a tokenizer"):
+            llm.chat([{"role": "user", "content": "a"}])
+        with pytest.raises(ValueError, match="stop needs a tokenizer"):
+            llm.generate([5], SamplingParams(stop=["a"]))
+
+
+def test_settings_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="page_sise: unknown setting; the nearest known one is page_size"):
+        make(tmp_path, monkeypatch, page_sise=1)
+    with pytest.raises(ValueError, match="--model-path: /no/where does not exist"):
+        LLM("/no/where")

@@ -1,0 +1,127 @@
+"""Routes for those who run the server, and what happens while the engine loads and when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.testclient import TestClient
+
+from specserve.config import SETTINGS, Settings
+from specserve.core import SamplingParams
+from specserve.frontend.engine_client import EngineClient
+from specserve.frontend.messages import Abort, Broken, Failed, Stats, Submit, ToEngine, Tokens
+from specserve.server.app import create_app
+from specserve.server.front import Front
+from tests.front.conftest import Serve
+
+
+def test_models(serve: Serve) -> None:
+    client, _ = serve()
+    listed = client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    assert [model["id"] for model in listed["data"]] == ["tiny"]
+    assert client.get("/v1/models/tiny").json() == listed["data"][0]
+    assert client.get("/v1/models/org/other").status_code == 404
+
+
+def test_server_info(serve: Serve) -> None:
+    client, _ = serve(page_size=64)
+    info = client.get("/server_info").json()
+    assert set(SETTINGS) <= set(info)
+    assert (info["page_size"], info["context_length"], info["status"]) == (64, 256, "ok")
+    assert info["choices"] == ["page_size = 16: because"]
+    assert info["engine"] == {"context_length": 256, "max_total_tokens": 4096, "vocab_size": 260}
+
+
+def test_metrics(serve: Serve) -> None:
+    client, engine = serve("abcdef")
+    assert "specserve_running_requests" not in client.get("/metrics").text
+    client.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
+    client.post("/v1/completions", json={"model": "other", "prompt": "a"})
+    client.get("/nothing/here")
+    text = client.get("/metrics").text
+    assert 'specserve_requests_total{endpoint="/v1/completions",status="200"} 1.0' in text
+    assert 'specserve_requests_total{endpoint="/v1/completions",status="404"} 1.0' in text
+    assert 'specserve_requests_total{endpoint="other",status="404"} 1.0' in text
+    assert "specserve_time_to_first_token_seconds_count 1.0" in text
+    assert "specserve_inter_token_seconds_count 4.0" in text  # 3 tokens first, then 3 and the end token
+    assert "specserve_request_seconds_count 1.0" in text
+    assert engine.submitted
+
+
+def test_metrics_of_the_engine() -> None:
+    client = EngineClient(lambda _: None)
+    front = Front(Settings(), client)
+    client.receive(Stats(1, 2, 100, 75, 5, 7, 8, 9, 10, 11, 12, 13))
+    text = front.metrics.text().decode()
+    front.close()
+    for line in (
+        "running_requests 1.0", "waiting_requests 2.0", "kv_pages_total 100.0",
+        "kv_pages_free 75.0", "kv_pages_cached 5.0", "kv_page_use_ratio 0.25",
+        "spec_steps_total 7.0", "spec_drafted_tokens_total 8.0", "spec_accepted_tokens_total 9.0",
+        "generated_tokens_total 10.0", "prompt_tokens_total 11.0", "cached_tokens_total 12.0",
+        "preemptions_total 13.0",
+    ):  # fmt: skip
+        assert f"specserve_{line}\n" in text
+
+
+def test_nothing_is_served_while_loading() -> None:
+    engine = EngineClient(lambda _: None)
+    front = Front(Settings(served_model_name=("tiny",)), engine)
+    with TestClient(create_app(front)) as client:
+        assert client.get("/health").status_code == 503
+        response = client.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "the model is loading"
+        assert client.get("/server_info").json()["status"] == "the model is loading"
+        engine.fail(Broken("out of luck"))
+        assert "out of luck" in client.get("/health").json()["error"]["message"]
+    front.close()
+
+
+def test_a_stopping_server_is_not_healthy(serve: Serve) -> None:
+    client, _ = serve()
+    assert client.get("/health").status_code == 200
+    client.app.state.front.stopping = True  # type: ignore[attr-defined]
+    assert client.get("/health").status_code == 503
+
+
+def submit(rid: str) -> Submit:
+    return Submit(rid, [1], SamplingParams())
+
+
+def test_engine_death_answers_everyone() -> None:
+    async def run() -> None:
+        sent: list[ToEngine] = []
+        client = EngineClient(sent.append)
+        inbox, other = client.submit([submit("a"), submit("b")]), client.submit([submit("c")])
+        client.receive(Tokens("a", [1], [1], "stop"))
+        client.receive(Tokens("unknown", [1], [1]))
+        client.fail(Broken("it fell over"))
+        client.fail(Broken("a later reason"))
+        assert (await inbox.get()).rid == "a"
+        for box, rid in ((inbox, "b"), (other, "c")):
+            message = await box.get()
+            assert isinstance(message, Failed)
+            assert (message.rid, message.client_error) == (rid, False)
+            assert "it fell over" in message.message
+        late = client.submit([submit("d")])
+        assert isinstance(await late.get(), Failed)
+        assert [message.rid for message in sent] == ["a", "b", "c"]  # type: ignore[union-attr]
+
+    asyncio.run(run())
+
+
+def test_a_closed_inbox_aborts_what_is_open() -> None:
+    async def run() -> None:
+        sent: list[ToEngine] = []
+        client = EngineClient(sent.append)
+        inbox = client.submit([submit("a"), submit("b")])
+        client.receive(Tokens("a", [1], [1], "stop"))
+        inbox.close()
+        inbox.close()
+        assert sent[2:] == [Abort("b")]
+        client.receive(Tokens("b", [1], [1]))  # was on its way
+        assert (await inbox.get()).rid == "a"
+
+    asyncio.run(run())

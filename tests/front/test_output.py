@@ -1,0 +1,142 @@
+"""One request's answer: stop strings, finish reasons, counts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
+from specserve.frontend.messages import FinishReason, Tokens
+from specserve.frontend.output import OutputProcessor
+from specserve.frontend.stopping import StopFinder
+from specserve.frontend.tokenizer import Tokenizer
+from tests.front.fake_engine import EOS
+from tests.front.fakes import byte_tokenizer
+
+TOKENIZER = Tokenizer(byte_tokenizer())
+
+
+def processor(**params: object) -> OutputProcessor:
+    return OutputProcessor(SamplingParams(**params), TOKENIZER.detokenizer([65], True))  # type: ignore[arg-type]
+
+
+def tokens(ids: list[int], reason: FinishReason | None = None, **fields: object) -> Tokens:
+    return Tokens("r", ids, fields.pop("runs", [len(ids)]), reason, **fields)  # type: ignore[arg-type]
+
+
+def first_stop(text: str, stops: list[str]) -> int | None:
+    """Reads the text a character at a time: the slow way to say which stop string comes first."""
+    for end in range(1, len(text) + 1):
+        found = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return min(found)
+    return None
+
+
+def split(text: str, rng: random.Random) -> list[str]:
+    cuts = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randint(0, 5))))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def test_stop_strings_do_not_depend_on_the_pieces() -> None:
+    rng, found_some = random.Random(0), 0
+    for _ in range(3000):
+        text = "".join(rng.choice("ab") for _ in range(rng.randint(1, 14)))
+        stops = [
+            "".join(rng.choice("ab") for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(1, 3))
+        ]
+        finder, given, found = StopFinder(stops), "", False
+        for piece in split(text, rng):
+            new, found = finder.feed(piece)
+            given += new
+            if found:
+                break
+        given += finder.flush()
+        start = first_stop(text, stops)
+        assert (given, found) == (text if start is None else text[:start], start is not None)
+        found_some += found
+    assert 500 < found_some < 2900
+
+
+def test_text_is_held_back_no_longer_than_needed() -> None:
+    finder = StopFinder(["STOP"])
+    assert [finder.feed(piece)[0] for piece in ("a S", "TO", "X S", "T")] == ["a ", "", "STOX ", ""]
+    assert finder.flush() == "ST"
+
+
+def test_stop_string_over_tokens_trims_text_and_counts() -> None:
+    out = processor(stop=["END"], logprobs=0)
+    logprobs = [TokenLogprob(token, -1.0, []) for token in b"ab ENDxyz"]
+    usage = SpeculationUsage(steps=3, drafted=12, accepted=6)
+    first = out.push(
+        tokens(list(b"ab E"), runs=[4], logprobs=logprobs[:4], cached_tokens=8, speculation=usage)
+    )
+    assert (first.text, first.finish_reason, out.must_abort) == ("ab ", None, False)
+    usage = SpeculationUsage(steps=5, drafted=20, accepted=9)
+    last = out.push(
+        tokens(list(b"NDxyz"), runs=[3, 2], logprobs=logprobs[4:], cached_tokens=8, speculation=usage)
+    )
+    assert (last.text, last.finish_reason, out.must_abort) == ("", "stop", True)
+    answer = out.answer
+    assert (answer.text, bytes(answer.token_ids)) == ("ab ", b"ab END")
+    assert len(answer.logprobs) == 6
+    assert answer.cached_tokens == 8
+    # The run of 2 is gone with its step and its accepted draft; of the run of 3 one accepted draft is gone.
+    assert answer.speculation == SpeculationUsage(steps=4, drafted=20, accepted=7)
+
+
+def test_found_in_the_last_message_needs_no_abort() -> None:
+    out = processor(stop=["b"])
+    delta = out.push(tokens(list(b"abc"), "length"))
+    assert (delta.text, delta.finish_reason, out.must_abort) == ("a", "stop", False)
+
+
+def test_min_tokens_disarms_stop_strings() -> None:
+    out = processor(stop=["b"], min_tokens=3, max_tokens=9)
+    out.push(tokens(list(b"ab")))
+    out.push(tokens(list(b"a")))
+    delta = out.push(tokens(list(b"ab")))
+    assert (out.answer.text, delta.finish_reason) == ("abaa", "stop")
+    out = processor(stop=["bc"], min_tokens=3, max_tokens=9)
+    out.push(tokens(list(b"ab")))
+    assert out.push(tokens(list(b"c"))).finish_reason == "stop"  # complete at the third token
+    assert out.answer.text == "a"
+
+
+@pytest.mark.parametrize("stop", [[], ["zzz"]])
+def test_stop_token_has_no_text_but_counts(stop: list[str]) -> None:
+    out = processor(stop=stop, stop_token_ids=[66])
+    delta = out.push(tokens([65, 66], "stop", stop_token=True))
+    assert (delta.text, delta.finish_reason, out.answer.token_ids) == ("A", "stop", [65, 66])
+
+
+@pytest.mark.parametrize("stop", [[], ["zzz"]])
+def test_end_gives_out_everything_held_back(stop: list[str]) -> None:
+    out = processor(stop=stop)
+    first = out.push(tokens([65, ord("z"), 0xE2]))
+    last = out.push(tokens([0x82], "length"))
+    assert first.text + last.text == "Az�"
+    assert last.finish_reason == "length"
+
+
+def test_pieces_do_not_change_the_answer() -> None:
+    text, rng = "Grüße, wörld. END of text", random.Random(3)
+    ids = [*text.encode(), EOS]
+    for stop in ([], ["END"], ["ö", "x"], ["\ufffd"]):
+        answers = set()
+        for _ in range(40):
+            out, at = processor(stop=stop, max_tokens=100), 0
+            while out.answer.finish_reason is None:
+                n = rng.randint(1, 6)
+                piece, at = ids[at : at + n], at + n
+                ended = at >= len(ids)
+                out.push(tokens(piece, "stop" if ended else None, stop_token=ended))
+            answers.add((out.answer.text, tuple(out.answer.token_ids), out.answer.finish_reason))
+        assert len(answers) == 1
+
+
+def test_without_a_tokenizer_there_are_ids() -> None:
+    out = OutputProcessor(SamplingParams(), None)
+    assert out.push(tokens([1, 2], "length")).text == ""
+    assert out.answer.token_ids == [1, 2]

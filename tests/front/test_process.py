@@ -1,0 +1,283 @@
+"""The whole front as users run it: real processes and sockets, the openai client, a fake scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.front.fakes import byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
+RUN = (
+    "import sys; from specserve import launch; from tests.front import fake_engine;"
+    "sys.exit(launch.main(sys.argv[2:], getattr(fake_engine, sys.argv[1])))"
+)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+class Server:
+    """A server process; ``lines`` is what it has logged."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.lines: list[str] = []
+        self.url = ""
+        environ = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("SPECSERVE_")},
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+            "PYTHONWARNINGS": "default",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            self.lines.extend(iter(lines.readline, ""))
+
+    def wait_ready(self) -> Server:
+        wait(lambda: self.process.poll() is not None or any("ready: http" in line for line in self.lines), 60)
+        text = "".join(self.lines)
+        found = re.search(r"ready: (http://\S+)", text)
+        assert found, text
+        self.url = found[1]
+        return self
+
+    def finish(self) -> int:
+        """Returns the exit code of a process that ends by itself."""
+        code = self.process.wait(60)
+        self._reader.join()
+        return code
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            self.process.terminate()
+        return self.finish()
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return next(int(pid) for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text())
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def running(self) -> float:
+        found = re.search(r"^specserve_running_requests (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+
+def wait(done: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def running(build: str, model: Path, *flags: str) -> Iterator[Server]:
+    server = Server(["-c", RUN, build, "--model-path", str(model), "--port", "0", *flags])
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    with running("build_slow", model, "--served-model-name", "tiny", "t2", "--api-key", "key") as found:
+        yield found.wait_ready()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="key", max_retries=0) as found:
+        yield found
+
+
+def test_openai_client(server: Server, client: openai.OpenAI) -> None:
+    assert server.get("/health")[0] == 200
+    assert [model.id for model in client.models.list()] == ["tiny", "t2"]
+    whole = client.chat.completions.create(model="t2", messages=HELLO, max_tokens=10)  # type: ignore[arg-type]
+    assert whole.choices[0].message.content == "user:hello"
+    assert whole.choices[0].finish_reason == "length"
+    streamed = client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,  # type: ignore[arg-type]
+        max_tokens=10,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"return_speculation": True, "min_p": 0.1},
+    )
+    chunks = list(streamed)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "user:hello"
+    assert chunks[-1].usage.completion_tokens == 10
+    assert chunks[-1].usage.speculation["steps"] == 5
+    found = client.completions.create(model="tiny", prompt=["ab", "cd"], max_tokens=4)
+    assert [choice.text for choice in found.choices] == ["abab", "cdcd"]
+    # An answer can be sent back as it came.
+    history = [*HELLO, whole.choices[0].message, {"role": "user", "content": "more"}]
+    again = client.chat.completions.create(model="tiny", messages=history, max_tokens=41)  # type: ignore[arg-type]
+    assert again.choices[0].message.content == "user:hello\nassistant:user:hello\nuser:more"
+
+
+def test_openai_client_gets_its_own_errors(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-4'"):
+        client.chat.completions.create(model="gpt-4", messages=HELLO)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="tiny", messages=HELLO, temperature=-1)  # type: ignore[arg-type]
+    assert error.value.param == "temperature"
+    with (
+        openai.OpenAI(base_url=server.url + "/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+
+
+def test_client_that_leaves_a_stream(server: Server, client: openai.OpenAI) -> None:
+    begun = time.monotonic()
+    with client.completions.create(model="tiny", prompt="a", max_tokens=250, stream=True) as stream:
+        next(iter(stream))
+    wait(lambda: server.running() == 0, 5)
+    assert time.monotonic() - begun < 1.5, "125 messages of 20 ms would have been needed to end by itself"
+
+
+def test_client_that_leaves_a_whole_answer(server: Server, client: openai.OpenAI) -> None:
+    begun = time.monotonic()
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(model="tiny", prompt="a", n=3, max_tokens=250, timeout=0.3)
+    wait(lambda: server.running() == 0, 5)
+    assert time.monotonic() - begun < 1.5
+    wait(lambda: 'endpoint="/v1/completions",status="499"' in server.get("/metrics")[1], 5)
+
+
+def test_many_clients_at_once(client: openai.OpenAI) -> None:
+    answers: dict[int, str] = {}
+
+    def ask(index: int) -> None:
+        prompt = f"prompt {index};"
+        found = client.completions.create(model="tiny", prompt=prompt, max_tokens=len(prompt))
+        answers[index] = found.choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {index: f"prompt {index};" for index in range(30)}
+
+
+def test_engine_that_dies_and_a_clean_stop(model: Path) -> None:
+    with running("build_slow", model) as server:
+        server.wait_ready()
+        failures: list[openai.APIStatusError] = []
+
+        def ask() -> None:
+            with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
+                try:
+                    client.completions.create(model="tiny", prompt="a", max_tokens=250)
+                except openai.APIStatusError as error:
+                    failures.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait(lambda: server.running() == 1, 10)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        asking.join(10)
+        assert [error.status_code for error in failures] == [500]
+        assert "the engine is gone" in failures[0].message
+        status, body = server.get("/health")
+        assert status == 503
+        assert "its process ended with code -9" in json.loads(body)["error"]["message"]
+        assert server.stop() == 0
+        assert "Traceback" not in "".join(server.lines)
+
+
+def test_stop_while_answering(model: Path) -> None:
+    """The answer under way is given, then both processes are gone, with their sockets."""
+    with running("build_slow", model) as server:
+        server.wait_ready()
+        engine = server.engine_pid()
+        texts: list[str] = []
+
+        def ask() -> None:
+            with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
+                found = client.completions.create(model="tiny", prompt="a", max_tokens=100)
+                texts.append(found.choices[0].text)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait(lambda: server.running() == 1, 10)
+        server.process.send_signal(signal.SIGINT)
+        assert server.finish() == 0
+        asking.join(10)
+        assert texts == ["a" * 100]
+        wait(lambda: not Path(f"/proc/{engine}").exists(), 5)
+        assert "Traceback" not in "".join(server.lines)
+
+
+def test_engine_ends_with_its_parent(model: Path) -> None:
+    with running("build_echo", model) as server:
+        server.wait_ready()
+        engine = server.engine_pid()
+        server.process.kill()
+        server.finish()
+        wait(lambda: not Path(f"/proc/{engine}").exists(), 10)
+
+
+def test_port_in_use(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with running("build_echo", model, "--port", str(port)) as server:
+            assert server.finish() == 2
+    assert server.lines == [
+        f"error: --host 127.0.0.1 --port {port}: can't listen there: Address already in use\n"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--page-sise", "3"], "--page-sise: unknown flag; the nearest known one is --page-size"),
+        (["--model-path", "/no/where"], "--model-path: /no/where does not exist"),
+    ],
+)
+def test_launch_tells_a_mistake_in_one_line(arguments: list[str], message: str) -> None:
+    server = Server(["-m", "specserve.launch", *arguments])
+    assert server.finish() == 2
+    assert server.lines == [f"error: {message}\n"]
+
+
+def test_tokenizer_that_cannot_be_loaded(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with running("build_echo", model, "--tokenizer-path", str(tmp_path)) as server:
+        assert server.finish() == 2
+    assert server.lines[-1].startswith(f"error: the tokenizer of {tmp_path} can't be loaded: ")

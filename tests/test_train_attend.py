@@ -1,0 +1,107 @@
+"""Training-time test against drafting done one token at a time."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from specserve_kernels import apply_rotary
+from torch import Tensor
+
+from specserve.models.draft.base import DraftHead
+from specserve.train.attend import CausalAttend, TestTimeAttend
+from specserve.train.heads import HeadOptions, make_eagle, make_eagle3
+from specserve.train.packed_attention import packed_attention
+from specserve.train.windows import Windows
+from tests.train_models import tiny_batch, tiny_target
+
+LEVELS = 4
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # rotary tables are float32, and positions differ by a constant
+
+
+class CacheAttend:
+    """Inference: every new token attends to all tokens so far and itself."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope_T2D: Tensor) -> Tensor:
+        qk, values = qkv_TND[:, :-num_kv_heads], qkv_TND[:, -num_kv_heads:]
+        qk = apply_rotary(qk, rope_T2D)
+        outs = []
+        for query, key, value in zip(qk[:, :-num_kv_heads], qk[:, -num_kv_heads:], values, strict=True):
+            self.keys.append(key)
+            self.values.append(value)
+            k, v = torch.stack(self.keys), torch.stack(self.values)
+            group = query.shape[0] // num_kv_heads
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+            weights = torch.softmax(torch.einsum("nd,knd->nk", query, k) * query.shape[-1] ** -0.5, -1)
+            outs.append(torch.einsum("nk,knd->nd", weights, v).flatten())
+        return torch.stack(outs)
+
+
+def drafted(draft: DraftHead, tokens: Tensor, features: Tensor, column: int) -> list[Tensor]:
+    """States of the levels when drafting begins after the pairs (feature i, token i + 1) for i <= column."""
+    attend = CacheAttend()
+    positions = torch.arange(column + 1)
+    state = draft(tokens[1 : column + 2], features[: column + 1], positions, attend)[-1:]
+    states = [state]
+    for level in range(1, LEVELS):
+        token = tokens[column + 1 + level : column + 2 + level]
+        state = draft(token, state, torch.tensor([column + level]), attend)
+        states.append(state)
+    return states
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_levels_equal_drafting_token_by_token(kind: str) -> None:
+    target = tiny_target(torch.float64)
+    ids = torch.arange(0, 40, 2)
+    draft: DraftHead = (
+        make_eagle(target, HeadOptions(), 64).double()
+        if kind == "eagle"
+        else make_eagle3(target, HeadOptions(taps=(0, 2, 4)), 64, ids).double()
+    )
+    batch = tiny_batch()
+    windows, attend = Windows(batch), TestTimeAttend(batch.packing)
+    hidden, tapped = target(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), (0, 2, 4))
+    features = draft.fuse(hidden, tapped)
+    states, unrolled = features, []
+    for level in range(LEVELS):
+        states = draft(windows.inputs(level), states, batch.positions_T + level, attend)
+        unrolled.append(states)
+    bounds = batch.packing.cu_seqlens.tolist()
+    compared = 0
+    for begin, end in pairwise(bounds):
+        for column in range(end - begin - 1 - LEVELS):
+            for level, state in enumerate(
+                drafted(draft, batch.tokens_T[begin:end], features[begin:end], column)
+            ):
+                torch.testing.assert_close(unrolled[level][begin + column], state[0], **CLOSE)
+                compared += 1
+    assert compared > 60
+
+
+def test_causal_attend_of_packed_documents_equals_each_alone() -> None:
+    target, batch = tiny_target(torch.float64), tiny_batch()
+    hidden, tapped = target(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), (2, 4))
+    bounds = batch.packing.cu_seqlens.tolist()
+    for begin, end in pairwise(bounds):
+        alone, taps = target(batch.tokens_T[begin:end], torch.arange(end - begin), _layered(), (2, 4))
+        torch.testing.assert_close(hidden[begin:end], alone, **CLOSE)
+        torch.testing.assert_close(tapped[0][begin:end], taps[0], **CLOSE)
+
+
+def _layered() -> object:
+    caches = [CacheAttend() for _ in range(4)]
+    return lambda layer, *args: caches[layer](layer, *args)
+
+
+def test_packed_attention_gradients() -> None:
+    torch.manual_seed(0)
+    cu = torch.tensor([0, 3, 6, 8, 12], dtype=torch.int32)
+    shapes = [(12, 4, 4), (12, 2, 4), (12, 2, 4), (12, 2, 2, 4), (12, 2, 2, 4)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(lambda *x: packed_attention(*x, cu, 6, False), inputs)

@@ -1,0 +1,185 @@
+"""Losses, resuming, export: the training of drafts end to end on tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specserve.models.checkpoint import TensorFiles, load_parameters
+from specserve.train import export
+from specserve.train.eagle import EagleTrainer
+from specserve.train.eagle3 import Eagle3Trainer
+from specserve.train.heads import HeadOptions, make_eagle, make_eagle3
+from specserve.train.level import Level, Levels
+from specserve.train.loop import Loop, LoopConfig
+from specserve.train.optim import build_optimizers
+from specserve.train.packing import RowSampler
+from specserve.train.report import CHAIN, Acceptance, measure, table
+from specserve.train.windows import Windows
+from tests.train_models import tiny_batch, tiny_rows, tiny_target
+
+TAPS = (0, 2, 4)
+IDS = torch.arange(0, 40, 2)
+KINDS = ["eagle", "eagle3"]
+
+
+def make_trainer(kind: str) -> EagleTrainer | Eagle3Trainer:
+    target = tiny_target()
+    torch.manual_seed(0)
+    if kind == "eagle":
+        return EagleTrainer(target, make_eagle(target, HeadOptions(), 64), 3, 0.8)
+    draft = make_eagle3(target, HeadOptions(taps=TAPS), 64, IDS)
+    return Eagle3Trainer(target, draft, IDS, 7, 0.8)
+
+
+def make_loop(trainer: EagleTrainer | Eagle3Trainer, output: Path, optimizer: str = "adamw") -> Loop:
+    sampler = RowSampler([tiny_rows()], None, 2, 0, torch.device("cpu"), False)
+    config = LoopConfig(output=output, steps=6, warmup=2, log_every=1, settings={"seed": 0})
+    return Loop(config, trainer, build_optimizers(trainer, optimizer, 1e-2, 0.01), trainer.loss, sampler)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_falls(kind: str, optimizer: str) -> None:
+    trainer, batch = make_trainer(kind), tiny_batch()
+    optimizers = build_optimizers(trainer, optimizer, 2e-2, 0.0)
+    losses, matches = [], []
+    for _ in range(25):
+        loss, metrics = trainer.loss(batch)
+        loss.backward()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+        losses.append(float(loss.detach()))
+        matches.append(float(metrics["match_1"]))
+    assert losses[-1] < 0.85 * losses[0]
+    assert matches[-1] > matches[0] + 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, tmp_path: Path) -> None:
+    whole, parts = make_trainer(kind), make_trainer(kind)
+    torch.manual_seed(5)
+    make_loop(whole, tmp_path / "whole", "muon").run()
+    torch.manual_seed(5)
+    first = make_loop(parts, tmp_path / "parts", "muon")
+    for _ in range(3):
+        first._train_step()
+    first.save()
+    torch.manual_seed(99)
+    again = make_trainer(kind)
+    second = make_loop(again, tmp_path / "parts", "muon")
+    second.run()
+    assert second.step == 6
+    for name, tensor in whole.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer("eagle")
+    make_loop(trainer, tmp_path).save()
+    config = LoopConfig(output=tmp_path, steps=6, settings={"seed": 1})
+    loop = Loop(
+        config, trainer, build_optimizers(trainer, "adamw", 1e-2, 0.0), trainer.loss, lambda k: tiny_batch()
+    )
+    with pytest.raises(ValueError, match=r"seed \(was 0, now 1\)"):
+        loop.run()
+
+
+def test_eagle_export_has_the_published_layout(tmp_path: Path) -> None:
+    trainer = make_trainer("eagle")
+    target = tiny_target()
+    tensors = export.eagle_tensors(trainer.draft, target)
+    config = export.eagle_config(trainer.draft.config, target.config, torch.float16)
+    export.write(tensors, config, tmp_path, torch.float16, "bin")
+    found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    layer = "layers.0."
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        "embed_tokens.weight": (40, 16),
+        "fc.weight": (16, 32),
+        layer + "self_attn.q_proj.weight": (16, 16),
+        layer + "self_attn.k_proj.weight": (8, 16),
+        layer + "self_attn.v_proj.weight": (8, 16),
+        layer + "self_attn.o_proj.weight": (16, 16),
+        layer + "mlp.gate_proj.weight": (24, 16),
+        layer + "mlp.up_proj.weight": (24, 16),
+        layer + "mlp.down_proj.weight": (16, 24),
+        layer + "post_attention_layernorm.weight": (16,),
+    }
+    assert {tensor.dtype for tensor in found.values()} == {torch.float16}
+    again = make_eagle(target, HeadOptions(), 64)
+    load_parameters(again, TensorFiles(tmp_path), lambda n: n if n.startswith("fc.") else layer + n)
+    for name, parameter in trainer.draft.named_parameters():
+        torch.testing.assert_close(again.get_parameter(name), parameter.half().float(), rtol=0, atol=0)
+
+
+def test_eagle3_export_has_the_published_layout(tmp_path: Path) -> None:
+    trainer = make_trainer("eagle3")
+    assert isinstance(trainer, Eagle3Trainer)
+    target = tiny_target()
+    config = export.eagle3_config(trainer.draft.config, target.config, torch.bfloat16)
+    tensors = export.eagle3_tensors(trainer.draft, trainer.draft_ids)
+    export.write(tensors, config, tmp_path, torch.bfloat16, "safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    layer = "midlayer."
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        "fc.weight": (16, 48),
+        layer + "input_layernorm.weight": (16,),
+        layer + "hidden_norm.weight": (16,),
+        layer + "self_attn.q_proj.weight": (16, 32),
+        layer + "self_attn.k_proj.weight": (8, 32),
+        layer + "self_attn.v_proj.weight": (8, 32),
+        layer + "self_attn.o_proj.weight": (16, 16),
+        layer + "post_attention_layernorm.weight": (16,),
+        layer + "mlp.gate_proj.weight": (24, 16),
+        layer + "mlp.up_proj.weight": (24, 16),
+        layer + "mlp.down_proj.weight": (16, 24),
+        "norm.weight": (16,),
+        "lm_head.weight": (20, 16),
+        "d2t": (20,),
+        "t2d": (40,),
+    }
+    assert found["d2t"].dtype == torch.int64
+    assert found["t2d"].dtype == torch.bool
+    assert (found["d2t"] + torch.arange(20)).tolist() == IDS.tolist()
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(TAPS)
+    assert saved["rope_theta"] == 10000.0
+    assert saved["draft_vocab_size"] == 20
+    again = make_eagle3(target, HeadOptions(taps=TAPS), 64, IDS)
+    outer = ("fc.", "norm.", "lm_head.")
+    load_parameters(again, TensorFiles(tmp_path), lambda n: n if n.startswith(outer) else "layers.0." + n)
+    for name, parameter in trainer.draft.named_parameters():
+        torch.testing.assert_close(again.get_parameter(name), parameter.bfloat16().float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_report_counts_chains(kind: str) -> None:
+    trainer = make_trainer(kind).eval()
+    found = measure(trainer.unroll, tiny_rows(), 2, torch.device("cpu"), False)
+    assert len(found.reached) == CHAIN
+    assert all(k <= r for k, r in zip(found.kept, found.reached, strict=True))
+    assert "tokens/step" in table({"all": found})
+
+
+def test_a_chain_goes_on_where_draft_target_and_text_agree() -> None:
+    batch = tiny_batch()
+    windows = Windows(batch)
+    levels = []
+    for i in range(3):
+        text = windows.predicted(i)
+        guess = text.clone()
+        guess[:, i::2] += 1  # wrong on some columns, the target follows the text
+        levels.append(Level(torch.tensor(0.0), guess, text, windows.valid(i)))
+    reached, kept = Levels(windows, levels).accepted()
+    valid = [windows.valid(i) for i in range(3)]
+    right = [level.guess_BC == level.greedy_BC for level in levels]
+    one = valid[0] & right[0]
+    two = one[:, :-1] & valid[1] & right[1]
+    assert [int(x) for x in reached[:2]] == [int(valid[0].sum()), int((one[:, :-1] & valid[1]).sum())]
+    assert [int(x) for x in kept[:2]] == [int(one.sum()), int(two.sum())]
+    assert Acceptance([10, 5], [5, 4]).tokens_per_step == pytest.approx(1 + 0.5 + 0.5 * 0.8)
