@@ -33,7 +33,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 class Tokens(msgspec.Struct, tag=True, frozen=True):
     """Newly chosen tokens of a request, in order. The last message carries ``finish_reason``.
 
-    ``cached_tokens`` and ``speculation`` are totals so far, in every message: a stop string may make it the last.
+    ``cached_tokens`` and ``speculation`` are totals so far, in every message: a stop string may end it there.
 
     ``runs`` splits ``token_ids`` by step: accepted drafts and the bonus token of one target forward each.
     A matched stop token is the last of ``token_ids`` and ``stop_token`` is true.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from specserve_kernels import add_rms_norm, rms_norm, silu_and_mul
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(nn.init.ones_(nn.Parameter(Tensor(size))))
+        self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def forward(self, x_TH: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Engine(Protocol):
 class Built(NamedTuple):
     """A scheduler, the settings it resolved, and the reasons for what was chosen automatically.
 
-    ``engine.info`` must hold ``context_length``, ``max_total_tokens`` and ``vocab_size``, for the front's checks.
+    ``engine.info`` holds ``context_length``, ``max_total_tokens`` and ``vocab_size``: the front needs them.
     """
 
     engine: Engine
