@@ -44,8 +44,8 @@ class LLM:
     """
 
     def __init__(self, model_path: str | None = None, **settings: Any) -> None:
+        from specserve.engine.build import create_scheduler
         from specserve.models.config import load_model_config
-        from specserve.scheduler import create_scheduler
 
         given, notes = resolve_paths(make_settings(model_path=model_path, **settings))
         assert given.model_path is not None

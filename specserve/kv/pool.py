@@ -39,7 +39,8 @@ class PoolConfig:
 
 
 class KVPool:
-    """Owns the cache tensors. Neighbouring layers of equal geometry lie in one tensor, so that commit moves them at once.
+    """Owns the cache tensors. Neighbouring layers of equal geometry lie in one tensor, so that commit moves them
+    at once.
 
     ``layers[i]``: ``[pages, (k, v), page size, kv heads, head size]``; ``target_groups``: the same memory as
     ``[layers, pages, (k, v), page size, kv heads, head size]``. ``page_feature``: ``[pages, feature size]``, the fused
@@ -67,7 +68,9 @@ class KVPool:
             )
             for geometry in config.draft_layers
         ]
-        self.layers: list[Tensor] = [layer for group in self.target_groups for layer in group.unbind(0)] + draft
+        self.layers: list[Tensor] = [
+            layer for group in self.target_groups for layer in group.unbind(0)
+        ] + draft
         self.page_feature = torch.zeros(num_pages, config.feature_size, dtype=config.dtype, device=device)
 
     def address(self, pages_TM: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:

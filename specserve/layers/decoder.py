@@ -77,7 +77,8 @@ class Attention(nn.Module):
         kv = nn.functional.linear(
             x_TI, self.qkv_proj.weight[start:], bias[start:] if bias is not None else None
         )
-        return kv.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim))
+        kv_TND: Tensor = kv.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim))
+        return kv_TND
 
 
 class MLP(nn.Module):

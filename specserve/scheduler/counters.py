@@ -19,7 +19,9 @@ class Counters:
     cached_tokens: int = 0
     preemptions: int = 0
 
-    def stats(self, *, running: int, waiting: int, pages_total: int, pages_free: int, pages_cached: int) -> Stats:
+    def stats(
+        self, *, running: int, waiting: int, pages_total: int, pages_free: int, pages_cached: int
+    ) -> Stats:
         return Stats(
             running=running,
             waiting=waiting,

@@ -83,8 +83,8 @@ Build = Callable[[Settings], Built]
 def build_scheduler(settings: Settings) -> Built:
     """Resolves the settings and loads the model. Raises ValueError for a user's mistake."""
     from specserve.config import resolve_paths
+    from specserve.engine.build import create_scheduler
     from specserve.models.config import load_model_config
-    from specserve.scheduler import create_scheduler
 
     settings, notes = resolve_paths(settings)
     assert settings.model_path is not None

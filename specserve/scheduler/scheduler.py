@@ -42,7 +42,8 @@ class _InFlight:
 
 
 class Scheduler:
-    """Owns all requests. ``shape_of(slots, drafting)`` gives the next step's shape; ``drafting`` slots may have drafts."""
+    """Owns all requests. ``shape_of(slots, drafting)`` gives the next step's shape; ``drafting`` slots may
+    have drafts."""
 
     def __init__(
         self,
@@ -242,7 +243,8 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _vacate(self, request: Request) -> None:
-        """Takes slot and pages from a request. Launches in flight still write there, but before anything launched later."""
+        """Takes slot and pages from a request. Launches in flight still write there, but before
+        anything launched later."""
         self.memory.remember(request)
         self.memory.release(request)
         self._running.remove(request)
@@ -281,9 +283,7 @@ class Scheduler:
         if from_step:
             accepted = len(kept) - 1
             self._counters.accepted += accepted
-            request.usage = msgspec.structs.replace(
-                request.usage, accepted=request.usage.accepted + accepted
-            )
+            request.usage = msgspec.structs.replace(request.usage, accepted=request.usage.accepted + accepted)
         if reason is not None:
             self._vacate(request)
         self._outbox.append(

@@ -55,7 +55,12 @@ def count_tokens(context: Context, rows: Tensor, tokens: Tensor, live: Tensor) -
 
 
 def _store_draft(
-    context: Context, view: View, accepted: Accepted, feature_BSH: Tensor, position_BS: Tensor, live_BS: Tensor
+    context: Context,
+    view: View,
+    accepted: Accepted,
+    feature_BSH: Tensor,
+    position_BS: Tensor,
+    live_BS: Tensor,
 ) -> None:
     """The draft's entries for the emitted tokens: each goes with the feature of the token before it."""
     assert context.drafter is not None
@@ -74,4 +79,3 @@ def _address(context: Context, view: View, position_BS: Tensor, live_BS: Tensor)
     pages = view.pages_BM.repeat_interleave(position_BS.shape[1], dim=0)
     page_N, offset_N = context.pool.address(pages, position_BS.flatten())
     return torch.where(live_BS.flatten(), page_N, 0), offset_N
-

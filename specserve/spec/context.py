@@ -62,8 +62,8 @@ class View:
         return cls(rows_B, table.root[rows_B], table.length[rows_B], table.pages[rows_B], max_length, needs)
 
     def noise(self, context: Context, ahead: int) -> Tensor | None:
-        """Noise of the tokens at positions ``length + 1`` .. ``length + ahead``: ``[B, ahead, V]``. All nodes of a depth
-        share a row. None when nobody samples."""
+        """Noise of the tokens at positions ``length + 1`` .. ``length + ahead``: ``[B, ahead, V]``. All nodes of a
+        depth share a row. None when nobody samples."""
         if not self.needs.noise:
             return None
         sampling = context.state.sampling

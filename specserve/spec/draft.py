@@ -93,9 +93,7 @@ def _forward(
     if noise_BDV is not None:
         noise_BV = noise_BDV[:, depth] if drafter.vocab is None else noise_BDV[:, depth, drafter.vocab.ids]
         noise_NV = noise_BV.repeat_interleave(width, dim=0)
-    scores_NV = score(
-        logits_NV, choices, noise_NV, context.state.sampling, view.needs, vocab=drafter.vocab
-    )
+    scores_NV = score(logits_NV, choices, noise_NV, context.state.sampling, view.needs, vocab=drafter.vocab)
     return scores_NV, states_NH.unflatten(0, (-1, width))
 
 

@@ -68,9 +68,7 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     return PrefillResult(token_B, logits_BV)
 
 
-def _first_tokens(
-    context: Context, view: View, logits_BV: Tensor, end_B: Tensor, final_B: Tensor
-) -> Tensor:
+def _first_tokens(context: Context, view: View, logits_BV: Tensor, end_B: Tensor, final_B: Tensor) -> Tensor:
     """The token at position ``end`` of each request, by the same rule as every other token."""
     at_end = View(view.rows_B, view.root_B, end_B - 1, view.pages_BM, view.max_length, view.needs)
     noise_BDV = at_end.noise(context, 1)

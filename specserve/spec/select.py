@@ -34,9 +34,7 @@ def select(pool: Pool, root_B: Tensor, room_B: Tensor, cap_B: Tensor, shape: Ste
         packed[source_T] = index_T
         parent_T = packed[slot_T * (shape.pool_size + 1) + parent_pool_T + 1]
         depth_T, mask_T = tree_masks(parent_T, local_T, shape.levels)
-    return Tree(
-        token_T, parent_T, slot_T, local_T, depth_T, mask_T, q_start, shape.levels, shape.is_chain
-    )
+    return Tree(token_T, parent_T, slot_T, local_T, depth_T, mask_T, q_start, shape.levels, shape.is_chain)
 
 
 def single_nodes(root_B: Tensor) -> Tree:

@@ -194,4 +194,3 @@ def draft_cap(params: SamplingParams) -> int:
     if not speculation.enabled:
         return 0
     return _FOREVER if speculation.max_draft_tokens is None else speculation.max_draft_tokens
-

@@ -92,4 +92,3 @@ def choose_tokens(
     )
     noise_TV = None if noise_BDV is None else noise_BDV[slot_T, tree.depth_T]
     return choose(score(logits_TV, choices, noise_TV, context.state.sampling, view.needs))
-

@@ -43,7 +43,8 @@ class StepShape:
 
     @property
     def reserve(self) -> int:
-        """Positions from ``length`` on that a step may write in a slot: nodes, draft scratch, the bonus token's entry."""
+        """Positions from ``length`` on that a step may write in a slot: nodes, draft scratch, the bonus token's
+        entry."""
         return max(self.max_nodes, 1 + max(self.levels - 1, 0) * self.branching, self.levels + 2)
 
 

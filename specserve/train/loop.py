@@ -121,7 +121,7 @@ class Loop:
             batch = self.batches(self.step * self.config.accumulate + i)
             with self.autocast():
                 loss, metrics = self.loss(batch)
-            (loss / self.config.accumulate).backward()  # type: ignore[no-untyped-call]
+            (loss / self.config.accumulate).backward()
             self.tokens += batch.tokens_T.numel()
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip)
         for optimizer in self.optimizers:

@@ -33,7 +33,8 @@ def paged_attention(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, bias_BNL: T
     q = q_BNHD.view(batch, queries, kv_heads, group, size).transpose(1, 2).flatten(2, 3)
     bias = bias_BNL[:, None].repeat_interleave(group, dim=2)
     out = F.scaled_dot_product_attention(q, k_BKLD, v_BKLD, attn_mask=bias)
-    return out.unflatten(2, (queries, group)).transpose(1, 2).flatten(2, 3)
+    out_BNHD: Tensor = out.unflatten(2, (queries, group)).transpose(1, 2).flatten(2, 3)
+    return out_BNHD
 
 
 def visible_to_bias(visible_BNL: Tensor, dtype: torch.dtype) -> Tensor:

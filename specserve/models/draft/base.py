@@ -32,6 +32,7 @@ class DraftHead(Protocol):
     """One autoregressive layer over (feature of token i, token i + 1) pairs that predicts token i + 2."""
 
     config: DraftConfig
+    rope_P2D: Tensor  # cos and sin of every position
 
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         """Turns the target's states (after the final norm; at ``taps``) into features ``[T, H]``."""

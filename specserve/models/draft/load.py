@@ -29,7 +29,8 @@ _UNREAD = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """``ids`` are the target ids of the draft vocabulary, None where it is the target's; ``notes`` what was resolved."""
+    """``ids`` are the target ids of the draft vocabulary, None where it is the target's; ``notes`` say what was
+    resolved."""
 
     head: DraftHead
     ids: Tensor | None
@@ -136,9 +137,7 @@ def _draft_config(
 def _layer(path: Path, files: TensorFiles, config: Mapping[str, Any], input_factor: int) -> LayerConfig:
     """The layer's geometry; head size and key heads follow from the projections, biases from their presence."""
     layer = layer_config(config, path / "config.json", input_factor * int(config.get("hidden_size") or 0))
-    q_rows, k_rows = (
-        files[f"layers.0.self_attn.{name}_proj.weight"].shape[0] for name in ("q", "k")
-    )
+    q_rows, k_rows = (files[f"layers.0.self_attn.{name}_proj.weight"].shape[0] for name in ("q", "k"))
     head_dim = q_rows // layer.num_heads
     if head_dim * layer.num_heads != q_rows or k_rows % head_dim:
         raise ValueError(

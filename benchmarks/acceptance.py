@@ -1,0 +1,99 @@
+"""Tokens a step on held-out prompts, for each drafter, shape and temperature; coupled against uncoupled drafting.
+
+    python -m benchmarks.acceptance [--temperatures 0 0.7 1.0] [--batch 16]
+
+A step is one target forward that emitted tokens, prefill not counted; the bonus token is counted. The texts are the
+same for every row of a temperature (drafting never changes a token), so the rows compare drafting alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import specserve.spec.step
+from specserve import LLM
+from specserve.llm import RequestOutput
+from specserve.spec.draft import draft
+
+from benchmarks.common import load_prompts, run_prompts, write_results
+
+SHAPES = [
+    ("EAGLE3", (5, 1, 6)),
+    ("EAGLE3", (5, 4, 8)),
+    ("EAGLE3", (5, 4, 16)),
+    ("EAGLE", (5, 1, 6)),
+    ("EAGLE", (5, 4, 16)),
+]
+
+
+@contextmanager
+def drafting(coupled: bool) -> Iterator[None]:
+    """Uncoupled: candidates are the draft's most likely tokens, as the peers draft, whatever the sampler's noise."""
+
+    def without_noise(context: Any, view: Any, shape: Any, noise: Any) -> Any:
+        return draft(context, view, shape, noise if coupled else None)
+
+    specserve.spec.step.draft = without_noise  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        specserve.spec.step.draft = draft
+
+
+def tokens_per_step(outputs: Sequence[RequestOutput]) -> float:
+    """Over all requests together: tokens emitted by steps, divided by steps."""
+    steps = sum(o.speculation.steps for o in outputs)
+    return (sum(o.speculation.accepted for o in outputs) + steps) / steps
+
+
+def measure(temperatures: Sequence[float], batch: int) -> list[dict[str, Any]]:
+    rows, figures = load_prompts(), []
+    for algorithm, shape in SHAPES:
+        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        settings = dict(zip(names, shape, strict=True))
+        with LLM(speculative_algorithm=algorithm, max_running_requests=batch, **settings) as llm:
+            for temperature in temperatures:
+                for coupled in (True, False) if temperature else (True,):
+                    with drafting(coupled):
+                        outputs = run_prompts(llm, rows, temperature=temperature)
+                    figures.append(
+                        {
+                            "algorithm": algorithm,
+                            "shape": shape,
+                            "temperature": temperature,
+                            "coupled": coupled,
+                            "all": tokens_per_step(outputs),
+                            "dialogue": tokens_per_step(
+                                [o for o, r in zip(outputs, rows, strict=True) if "messages" in r]
+                            ),
+                            "code": tokens_per_step(
+                                [o for o, r in zip(outputs, rows, strict=True) if "prompt" in r]
+                            ),
+                        }
+                    )
+                    print(line(figures[-1]), flush=True)
+    return figures
+
+
+def line(row: dict[str, Any]) -> str:
+    how = "" if not row["temperature"] else "coupled" if row["coupled"] else "uncoupled"
+    return (
+        f"{row['algorithm']:7} {row['shape']!s:11} t={row['temperature']:<4} {how:10}"
+        f"{row['all']:6.2f} {row['dialogue']:9.2f} {row['code']:6.2f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0, 0.7, 1.0])
+    parser.add_argument("--batch", type=int, default=16)
+    args = parser.parse_args()
+    print(f"{'':43}all  dialogue   code")
+    print(write_results("acceptance", measure(args.temperatures, args.batch)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,369 @@
+"""Is every text the same with and without speculation? Counts them over a pairwise-covering set of configurations.
+
+    python -m benchmarks.lossless --texts 4200 --dtype float64 --output benchmarks/results/lossless_float64.json
+
+Each configuration answers its share of the requests, whose sampling differs (greedy, nucleus, top-k, min-p,
+penalties, bias, all at once) within every batch. Each answer is compared, token for token, with the one that plain
+decoding gives with a large pool and no prefix cache. At float64 none may differ. At lower precision each first
+difference comes with its gap: by how much the plain run preferred its token there, in perturbed logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import torch
+from torch import Tensor
+
+import specserve.spec.prefill
+import specserve.spec.step
+from benchmarks.pairwise import Configuration, pairwise
+from specserve import LLM, SamplingParams
+from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
+from specserve.core import Speculation
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "top_p": {"temperature": 0.7, "top_p": 0.9},
+    "top_k": {"temperature": 1.0, "top_k": 40},
+    "min_p": {"temperature": 1.2, "min_p": 0.05},
+    "penalties": {
+        "temperature": 0.8,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.2,
+    },
+    "logit_bias": {"temperature": 0.9, "logit_bias": {5: 4.0, 9: -100.0, 17: 2.5}},
+    "together": {
+        "temperature": 1.0,
+        "top_k": 50,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.1,
+        "logit_bias": {3: 1.5, 7: -2.0},
+        "min_tokens": 6,
+    },
+}
+# Algorithm, then steps, topk and verified tokens of a step.
+SPECULATION: dict[str, tuple[str, int, int, int] | None] = {
+    "off": None,
+    "EAGLE chain": ("EAGLE", 5, 1, 6),
+    "EAGLE tree": ("EAGLE", 5, 4, 16),
+    "EAGLE3 chain": ("EAGLE3", 5, 1, 6),
+    "EAGLE3 tree of 16": ("EAGLE3", 5, 4, 16),
+    "EAGLE3 tree of 64": ("EAGLE3", 6, 8, 64),
+}
+CHOICES: dict[str, Sequence[Any]] = {
+    "speculation": list(SPECULATION),
+    "batch": [16, 4, 1],
+    "page": [1, 16, 64],
+    "pool": ["small", "normal"],
+    "toggled": [True, False],
+    "prefix_cache": [True, False],
+    "chunk": [16, 512],
+    "overlap": ["off", "on"],
+}
+TOGGLES = [Speculation(), Speculation(enabled=False), Speculation(max_draft_tokens=3)]
+TIES = {"float64": 0.0, "float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}
+
+
+@dataclass(frozen=True)
+class Models:
+    """Checkpoints, and where and how they run."""
+
+    target: Path
+    drafts: Mapping[str, Path]
+    dtype: str = "float64"
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A request and how it is sampled."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    sampling: str
+
+    @property
+    def limit(self) -> int:
+        assert self.params.max_tokens is not None
+        return len(self.prompt) + self.params.max_tokens
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that differs. ``gap``: the plain run's best perturbed logit less its second there."""
+
+    configuration: int
+    sampling: str
+    index: int
+    gap: float
+
+
+@dataclass
+class Row:
+    """One configuration's outcome."""
+
+    configuration: Configuration
+    texts: int
+    identical: int
+    preemptions: int
+    cached_tokens: int
+    mean_accepted_length: float
+    seconds: float
+
+
+@dataclass
+class Report:
+    """All rows, and what they add up to."""
+
+    rows: list[Row] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def texts(self) -> int:
+        return sum(row.texts for row in self.rows)
+
+    @property
+    def identical(self) -> int:
+        return sum(row.identical for row in self.rows)
+
+    @property
+    def preemptions(self) -> int:
+        return sum(row.preemptions for row in self.rows)
+
+
+def make_items(prompts: Sequence[Sequence[int]], count: int, max_tokens: int) -> list[Item]:
+    """Requests that go through the kinds of sampling. Two in three begin with one of three longer beginnings, so
+    that prefixes are shared."""
+    items, kinds = [], list(SAMPLING)
+    starts = [[token for prompt in prompts[i : i + 3] for token in prompt] for i in range(0, 9, 3)]
+    for index in range(count):
+        prompt = prompts[index % len(prompts)]
+        if index % 3:
+            prompt = [*starts[index % len(starts)], *prompt]
+        kind = kinds[index % len(kinds)]
+        params = SamplingParams(max_tokens=max_tokens, seed=2**33 + index, **SAMPLING[kind])
+        items.append(Item(tuple(prompt), params, kind))
+    return items
+
+
+def open_llm(models: Models, **settings: Any) -> LLM:
+    return LLM(
+        str(models.target),
+        dtype=models.dtype,
+        device=models.device,
+        skip_tokenizer_init=True,
+        random_seed=0,
+        **settings,
+    )
+
+
+def plain_llm(models: Models, running: int) -> LLM:
+    return open_llm(models, max_running_requests=running, page_size=16, disable_radix_cache=True)
+
+
+def reference_texts(models: Models, items: Sequence[Item]) -> list[list[int]]:
+    """What plain decoding answers."""
+    with plain_llm(models, 16) as llm:
+        outputs = llm.generate([item.prompt for item in items], [item.params for item in items])
+    return [output.token_ids for output in outputs]
+
+
+def settings_of(models: Models, configuration: Configuration, items: Sequence[Item]) -> dict[str, Any]:
+    """The flags of a configuration."""
+    settings: dict[str, Any] = {
+        "max_running_requests": configuration["batch"],
+        "page_size": configuration["page"],
+        "chunked_prefill_size": configuration["chunk"],
+        "disable_radix_cache": not configuration["prefix_cache"],
+        "overlap_schedule": configuration["overlap"],
+    }
+    if configuration["pool"] == "small":  # the longest request fits, and a quarter of another
+        page = configuration["page"]
+        pages = -(-max(item.limit for item in items) // page)
+        settings["max_total_tokens"] = (pages + -(-pages // 4)) * page
+    speculation = SPECULATION[configuration["speculation"]]
+    if speculation is not None:
+        algorithm, steps, topk, tokens = speculation
+        settings |= {
+            "speculative_algorithm": algorithm,
+            "speculative_draft_model_path": str(models.drafts[algorithm]),
+            "speculative_num_steps": steps,
+            "speculative_eagle_topk": topk,
+            "speculative_num_draft_tokens": tokens,
+        }
+    return settings
+
+
+def run_configuration(
+    models: Models, number: int, configuration: Configuration, items: Sequence[Item], texts: Sequence[list[int]]
+) -> tuple[Row, list[Difference]]:
+    """Answers ``items`` and compares with ``texts``."""
+    begin = time.perf_counter()
+    params = [item.params for item in items]
+    if configuration["toggled"]:
+        params = [
+            msgspec.structs.replace(each, speculation=TOGGLES[index % len(TOGGLES)])
+            for index, each in enumerate(params)
+        ]
+    with open_llm(models, **settings_of(models, configuration, items)) as llm:
+        outputs = llm.generate([item.prompt for item in items], params)
+        assert llm._engine is not None
+        preemptions = llm._engine.stats().preemptions
+    differences = []
+    for item, output, text in zip(items, outputs, texts, strict=True):
+        if output.token_ids != text:
+            index = first_difference(output.token_ids, text)
+            differences.append(Difference(number, item.sampling, index, tie_gap(models, item, index)))
+    usage = [output.speculation for output in outputs]
+    steps = sum(each.steps for each in usage)
+    row = Row(
+        configuration=configuration,
+        texts=len(items),
+        identical=len(items) - len(differences),
+        preemptions=preemptions,
+        cached_tokens=sum(output.cached_tokens for output in outputs),
+        mean_accepted_length=1 + sum(each.accepted for each in usage) / max(steps, 1),
+        seconds=time.perf_counter() - begin,
+    )
+    return row, differences
+
+
+def first_difference(found: Sequence[int], expected: Sequence[int]) -> int:
+    """Index of the first token that differs; the shorter length when one is the other's beginning."""
+    pairs = enumerate(zip(found, expected, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(found), len(expected)))
+
+
+def tie_gap(models: Models, item: Item, index: int) -> float:
+    """How far apart the two best perturbed logits of the item's token ``index`` are in a plain run of it alone."""
+    with plain_llm(models, 1) as llm, recorded_scores() as scores:
+        llm.generate([item.prompt], item.params)
+    best = scores[min(index, len(scores) - 1)].topk(2).values
+    return float(best[0] - best[1])
+
+
+@contextmanager
+def recorded_scores() -> Iterator[list[Tensor]]:
+    """The scores ``[V]`` each token of a single plain request is chosen from."""
+    found: list[Tensor] = []
+    choose: Callable[[Tensor], Tensor] = specserve.spec.step.choose
+
+    def recording(scores_NV: Tensor) -> Tensor:
+        found.append(scores_NV[0].clone())
+        return choose(scores_NV)
+
+    with (
+        patch.object(specserve.spec.step, "choose", recording),
+        patch.object(specserve.spec.prefill, "choose", recording),
+    ):
+        yield found
+
+
+def run_matrix(
+    models: Models,
+    items: Sequence[Item],
+    texts: int,
+    choices: Mapping[str, Sequence[Any]] = CHOICES,
+    show: Callable[[str], None] = print,
+) -> Report:
+    """Spreads at least ``texts`` answers over all configurations."""
+    expected = reference_texts(models, items)
+    report, configurations = Report(), pairwise(choices)
+    share, start = -(-texts // len(configurations)), 0
+    show(f"{len(items)} requests, {len(configurations)} configurations of {share} texts")
+    for number, configuration in enumerate(configurations):
+        chosen = [(start + offset) % len(items) for offset in range(share)]
+        start += share
+        row, differences = run_configuration(
+            models, number, configuration, [items[i] for i in chosen], [expected[i] for i in chosen]
+        )
+        report.rows.append(row)
+        report.differences += differences
+        show(row_line(number, row))
+    for line in summary_lines(report, models.dtype):
+        show(line)
+    return report
+
+
+def row_line(number: int, row: Row) -> str:
+    chosen = "  ".join(f"{name} {value}" for name, value in row.configuration.items())
+    return (
+        f"{number:3}  {row.identical}/{row.texts} identical  preempted {row.preemptions:3}  "
+        f"cached {row.cached_tokens:6}  {row.mean_accepted_length:.2f} tokens/step  {row.seconds:6.1f} s  {chosen}"
+    )
+
+
+def summary_lines(report: Report, dtype: str) -> list[str]:
+    ties = sum(each.gap < TIES[dtype] for each in report.differences)
+    lines = [
+        f"texts {report.texts}, identical {report.identical}, preemptions {report.preemptions}",
+        f"first differences {len(report.differences)}, of them with a gap below {TIES[dtype]:g}: {ties}",
+    ]
+    return lines + [f"  {each}" for each in report.differences]
+
+
+def read_prompts(path: Path, target: Path) -> list[list[int]]:
+    """Token ids of a file of ``{"messages": ...}`` and ``{"prompt": ...}`` lines."""
+    from specserve.frontend.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(str(target))
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line]
+    return [
+        tokenizer.encode_chat(row["messages"]) if "messages" in row else tokenizer.encode(row["prompt"])
+        for row in rows
+    ]
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, default=4000, help="answers compared, at least")
+    parser.add_argument("--requests", type=int, default=420, help="different requests among them")
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--dtype", default="float64", choices=list(TIES))
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--model-path", type=Path, default=BUNDLED_MODEL)
+    parser.add_argument("--eagle", type=Path, default=BUNDLED_DRAFTS["EAGLE"])
+    parser.add_argument("--eagle3", type=Path, default=BUNDLED_DRAFTS["EAGLE3"])
+    parser.add_argument("--prompts", type=Path, default=Path("examples/bundled_model/prompts.jsonl"))
+    parser.add_argument("--output", type=Path, help="write the report as JSON")
+    args = parser.parse_args()
+    models = Models(args.model_path, {"EAGLE": args.eagle, "EAGLE3": args.eagle3}, args.dtype, args.device)
+    prompts = [prompt[:48] for prompt in read_prompts(args.prompts, args.model_path)]
+    begin = time.perf_counter()
+    items = make_items(prompts, args.requests, args.max_tokens)
+    report = run_matrix(models, items, args.texts, show=lambda line: print(line, flush=True))
+    if args.output is not None:
+        summary = {
+            "dtype": args.dtype,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "max_tokens": args.max_tokens,
+            "seconds": time.perf_counter() - begin,
+            "texts": report.texts,
+            "identical": report.identical,
+            "preemptions": report.preemptions,
+            "tie": TIES[args.dtype],
+            **asdict(report),
+        }
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(summary, indent=1) + "\n")
+    unexplained = [each for each in report.differences if not each.gap < TIES[args.dtype]]
+    raise SystemExit(1 if unexplained else 0)
+
+
+if __name__ == "__main__":
+    main()
