@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import specserve.spec.step
+from benchmarks.common import load_prompts, run_prompts, write_results
 from specserve import LLM
 from specserve.llm import RequestOutput
 from specserve.spec.draft import draft
-
-from benchmarks.common import load_prompts, run_prompts, write_results
 
 SHAPES = [
     ("EAGLE3", (5, 1, 6)),
@@ -87,7 +86,9 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0, 0.7, 1.0])
     parser.add_argument("--batch", type=int, default=16)
     args = parser.parse_args()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from specserve import LLM, SamplingParams
 from specserve.llm import RequestOutput
 
@@ -34,9 +35,7 @@ def run_prompts(llm: LLM, rows: Sequence[dict[str, Any]], **params: Any) -> list
         for row in rows
     ]
     each = [
-        SamplingParams(
-            seed=index, max_tokens=512 if "messages" in row else CODE_TOKENS, **params
-        )
+        SamplingParams(seed=index, max_tokens=512 if "messages" in row else CODE_TOKENS, **params)
         for index, row in enumerate(rows)
     ]
     return llm.generate(prompts, each)

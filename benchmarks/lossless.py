@@ -21,11 +21,11 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
-import torch
 from torch import Tensor
 
 import specserve.spec.prefill
 import specserve.spec.step
+from benchmarks.common import PROMPTS, write_results
 from benchmarks.pairwise import Configuration, pairwise
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
@@ -208,7 +208,11 @@ def settings_of(models: Models, configuration: Configuration, items: Sequence[It
 
 
 def run_configuration(
-    models: Models, number: int, configuration: Configuration, items: Sequence[Item], texts: Sequence[list[int]]
+    models: Models,
+    number: int,
+    configuration: Configuration,
+    items: Sequence[Item],
+    texts: Sequence[list[int]],
 ) -> tuple[Row, list[Difference]]:
     """Answers ``items`` and compares with ``texts``."""
     begin = time.perf_counter()
@@ -329,7 +333,9 @@ def read_prompts(path: Path, target: Path) -> list[list[int]]:
 
 def main() -> None:
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--texts", type=int, default=4000, help="answers compared, at least")
     parser.add_argument("--requests", type=int, default=420, help="different requests among them")
     parser.add_argument("--max-tokens", type=int, default=32)
@@ -338,7 +344,7 @@ def main() -> None:
     parser.add_argument("--model-path", type=Path, default=BUNDLED_MODEL)
     parser.add_argument("--eagle", type=Path, default=BUNDLED_DRAFTS["EAGLE"])
     parser.add_argument("--eagle3", type=Path, default=BUNDLED_DRAFTS["EAGLE3"])
-    parser.add_argument("--prompts", type=Path, default=Path("examples/bundled_model/prompts.jsonl"))
+    parser.add_argument("--prompts", type=Path, default=PROMPTS)
     parser.add_argument("--output", type=Path, help="write the report as JSON")
     args = parser.parse_args()
     models = Models(args.model_path, {"EAGLE": args.eagle, "EAGLE3": args.eagle3}, args.dtype, args.device)
@@ -347,11 +353,10 @@ def main() -> None:
     items = make_items(prompts, args.requests, args.max_tokens)
     report = run_matrix(models, items, args.texts, show=lambda line: print(line, flush=True))
     if args.output is not None:
-        summary = {
+        figures = {
             "dtype": args.dtype,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
             "max_tokens": args.max_tokens,
+            "requests": args.requests,
             "seconds": time.perf_counter() - begin,
             "texts": report.texts,
             "identical": report.identical,
@@ -359,8 +364,7 @@ def main() -> None:
             "tie": TIES[args.dtype],
             **asdict(report),
         }
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(summary, indent=1) + "\n")
+        write_results(f"lossless_{args.dtype}", figures, args.output)
     unexplained = [each for each in report.differences if not each.gap < TIES[args.dtype]]
     raise SystemExit(1 if unexplained else 0)
 

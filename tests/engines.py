@@ -23,7 +23,30 @@ from specserve.scheduler.scheduler import Scheduler
 from specserve.spec.context import Context
 from specserve.spec.tree import Pool, StepShape, Tree
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, int, int]  # steps, topk, verified tokens
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Directories of a target and its two drafts."""
+
+    target: Path
+    eagle: Path
+    eagle3: Path
+
+    def draft(self, algorithm: str) -> Path:
+        return {"EAGLE": self.eagle, "EAGLE3": self.eagle3}[algorithm]
+
+    def scheduler(self, algorithm: str, shape: Shape, **settings: Any) -> Scheduler:
+        """One that drafts."""
+        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        return make_scheduler(
+            self.target,
+            speculative_algorithm=algorithm,
+            speculative_draft_model_path=str(self.draft(algorithm)),
+            **dict(zip(names, shape, strict=True)),
+            **settings,
+        )
 
 
 def make_scheduler(model: Path, **settings: Any) -> Scheduler:
@@ -33,17 +56,6 @@ def make_scheduler(model: Path, **settings: Any) -> Scheduler:
     config = load_model_config(model)
     resolved, _ = resolve(wanted, config)
     return create_scheduler(resolved, config)
-
-
-def drafting(algorithm: str, draft: Path, shape: Shape) -> dict[str, Any]:
-    """The settings of one way to speculate."""
-    return {
-        "speculative_algorithm": algorithm,
-        "speculative_draft_model_path": str(draft),
-        "speculative_num_steps": shape[0],
-        "speculative_eagle_topk": shape[1],
-        "speculative_num_draft_tokens": shape[2],
-    }
 
 
 def context_of(scheduler: Scheduler) -> Context:
@@ -62,7 +74,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     runs: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    usage: SpeculationUsage = SpeculationUsage()
+    usage: SpeculationUsage = field(default_factory=SpeculationUsage)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int = 0
     refused: str | None = None
@@ -109,7 +121,9 @@ def answer_all(
     return list(client.run().values())
 
 
-def answer_one(scheduler: Scheduler, prompt: Sequence[int], params: SamplingParams, choice: int = 0) -> Answer:
+def answer_one(
+    scheduler: Scheduler, prompt: Sequence[int], params: SamplingParams, choice: int = 0
+) -> Answer:
     return answer_all(scheduler, [(prompt, params)], choice)[0]
 
 

@@ -39,11 +39,22 @@ class Memory:
         request.pages += pages
         return pages
 
-    def remember(self, request: Request) -> None:
-        """Offers the request's computed whole pages to the prefix cache."""
-        if self.cache is not None:
-            whole = request.computed // self.page_size
-            self.cache.insert(request.tokens[: whole * self.page_size], request.pages[:whole])
+    def remember(self, request: Request) -> bool:
+        """Offers the request's computed whole pages to the prefix cache; where the cache has them already, the request
+        takes the cache's and gives its own back. Returns whether its pages changed.
+
+        So whoever uses a cached page uses all before it, and eviction, which goes from the ends of the tree, can reach
+        every page that nobody uses."""
+        if self.cache is None:
+            return False
+        whole = request.computed // self.page_size
+        tokens, own = request.tokens[: whole * self.page_size], request.pages[:whole]
+        self.cache.insert(tokens, own)
+        cached = self.cache.match(tokens)
+        self.allocator.share(cached)
+        self.allocator.release(own)
+        request.pages[:whole] = cached
+        return cached != own
 
     def release(self, request: Request) -> None:
         """Takes all pages from the request; what the cache remembers stays there."""

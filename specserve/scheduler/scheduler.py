@@ -178,7 +178,8 @@ class Scheduler:
             return 0
         self._inflight.append(_InFlight(self._runner.prefill(rows), requests, 0, is_step=False))
         for request in requests:
-            self.memory.remember(request)
+            if self.memory.remember(request):
+                self._runner.context.state.set_pages(request.slot, 0, request.pages)
         return 1
 
     def _launch_step(self) -> int:

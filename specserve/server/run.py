@@ -60,7 +60,7 @@ async def _serve(settings: Settings, listener: socket.socket, engine: EngineProc
             uvicorn.Config(
                 create_app(front),
                 log_config=None,
-                log_level="warning",
+                log_level="info" if settings.log_level == "debug" else "warning",
                 access_log=settings.log_level == "debug",
                 lifespan="off",
                 timeout_graceful_shutdown=int(2 * GRACE),

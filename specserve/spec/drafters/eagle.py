@@ -30,7 +30,9 @@ class EagleDrafter:
         self._layer = layer
         self.taps = head.config.taps
         self.feature_size = head.config.layer.hidden_size
-        self.kv_layers: Sequence[KVGeometry] = [KVGeometry(head.config.layer.num_kv_heads, head.config.layer.head_dim)]
+        self.kv_layers: Sequence[KVGeometry] = [
+            KVGeometry(head.config.layer.num_kv_heads, head.config.layer.head_dim)
+        ]
 
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         return self._head.fuse(hidden_TH, tapped)

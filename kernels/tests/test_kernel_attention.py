@@ -1,0 +1,66 @@
+"""Attention over pages against one row and one head at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from specserve_kernels import paged_attention, visible_to_bias
+from specserve_kernels.reference import attention
+from torch import Tensor
+
+
+def naive(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, visible_BNL: Tensor) -> Tensor:
+    batch, queries, heads, size = q_BNHD.shape
+    page_size, kv_heads = cache.shape[2:4]
+    out = torch.empty_like(q_BNHD)
+    for b in range(batch):
+        for n in range(queries):
+            seen = [i for i in range(visible_BNL.shape[2]) if visible_BNL[b, n, i]]
+            where = [(pages_BM[b, i // page_size], i % page_size) for i in seen]
+            for h in range(heads):
+                kv_head = h // (heads // kv_heads)
+                keys = torch.stack([cache[page, 0, offset, kv_head] for page, offset in where])
+                values = torch.stack([cache[page, 1, offset, kv_head] for page, offset in where])
+                weights = torch.softmax(keys @ q_BNHD[b, n, h] / math.sqrt(size), dim=0)
+                out[b, n, h] = weights @ values
+    return out
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("packs_up_to", [0, 10**6], ids=["broadcast", "packed"])
+def test_against_dense(
+    page_size: int, heads: int, kv_heads: int, packs_up_to: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_PACK_ROWS", packs_up_to)
+    generator = torch.Generator().manual_seed(page_size + heads)
+    batch, queries, size = 2, 3, 8
+    pages = -(-20 // page_size)
+    cache = torch.randn(
+        2 * pages + 3, 2, page_size, kv_heads, size, generator=generator, dtype=torch.float64
+    )
+    q_BNHD = torch.randn(batch, queries, heads, size, generator=generator, dtype=torch.float64)
+    pages_BM = torch.randperm(2 * pages + 3, generator=generator)[: batch * pages].view(batch, pages)
+    visible_BNL = torch.rand(batch, queries, pages * page_size, generator=generator) < 0.4
+    visible_BNL[..., 5] = True
+    visible_BNL[0, 1] = False
+    visible_BNL[0, 1, 0] = True  # a row that sees one entry
+    found = paged_attention(q_BNHD, cache, pages_BM, visible_to_bias(visible_BNL, torch.float64))
+    torch.testing.assert_close(found, naive(q_BNHD, cache, pages_BM, visible_BNL), atol=1e-12, rtol=1e-12)
+
+
+def test_both_paths_are_taken_by_size() -> None:
+    """Whatever the path, many queries give what the same queries give one by one."""
+    generator = torch.Generator().manual_seed(5)
+    cache = torch.randn(9, 2, 16, 2, 8, generator=generator, dtype=torch.float64)
+    pages_BM = torch.tensor([[3, 1, 8]])
+    q_BNHD = torch.randn(1, 100, 8, 8, generator=generator, dtype=torch.float64)
+    assert 4 * 100 > attention._PACK_ROWS > 4
+    visible_BNL = torch.ones(1, 100, 48, dtype=torch.bool).tril(-1)
+    visible_BNL[..., 0] = True
+    bias = visible_to_bias(visible_BNL, torch.float64)
+    whole = paged_attention(q_BNHD, cache, pages_BM, bias)
+    single = [paged_attention(q_BNHD[:, i : i + 1], cache, pages_BM, bias[:, i : i + 1]) for i in range(100)]
+    torch.testing.assert_close(whole, torch.cat(single, dim=1), atol=1e-12, rtol=1e-12)

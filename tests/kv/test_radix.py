@@ -1,0 +1,198 @@
+"""The prefix cache against a dictionary of prefixes, and what it evicts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from specserve.kv.allocator import PageAllocator
+from specserve.kv.radix import RadixCache
+
+Tokens = tuple[int, ...]
+
+
+def random_tokens(rng: random.Random, page_size: int) -> Tokens:
+    """Few distinct pages, so that sequences share beginnings and part anywhere, and some end within a page."""
+    pages = [tuple([rng.randint(0, 2)] * page_size) for _ in range(rng.randint(0, 6))]
+    return (*(token for page in pages for token in page), *([9] * rng.randint(0, page_size - 1)))
+
+
+@dataclass
+class Model:
+    """Whole-page prefix -> page, and when each was last walked over."""
+
+    page_size: int
+    pages: dict[Tokens, int] = field(default_factory=dict)
+    used: dict[Tokens, int] = field(default_factory=dict)
+    now: int = 0
+
+    def prefixes(self, tokens: Tokens) -> list[Tokens]:
+        return [tokens[: i + self.page_size] for i in range(0, len(tokens) - self.page_size + 1, self.page_size)]
+
+    def match(self, tokens: Tokens) -> list[int]:
+        self.now += 1
+        found = []
+        for prefix in self.prefixes(tokens):
+            if prefix not in self.pages:
+                break
+            found.append(self.pages[prefix])
+            self.used[prefix] = self.now
+        return found
+
+    def insert(self, tokens: Tokens, pages: list[int]) -> list[int]:
+        """The pages that are new to the cache."""
+        self.now += 1
+        new = []
+        for prefix, page in zip(self.prefixes(tokens), pages, strict=False):
+            if prefix not in self.pages:
+                self.pages[prefix] = page
+                new.append(page)
+            self.used[prefix] = self.now
+        return new
+
+    def forget(self, pages: set[int]) -> None:
+        for prefix in [prefix for prefix, page in self.pages.items() if page in pages]:
+            del self.pages[prefix], self.used[prefix]
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_random_use(page_size: int, seed: int) -> None:
+    """Requests match, take references, compute the rest, remember it and go; meanwhile pages are evicted."""
+    rng = random.Random(seed)
+    allocator = PageAllocator(60)
+    cache, model = RadixCache(allocator, page_size), Model(page_size)
+    running: list[tuple[Tokens, list[int]]] = []
+    evicted_total = 0
+    for _ in range(800):
+        action = rng.choice(["start", "end", "evict", "match"])
+        if action == "start":
+            tokens = random_tokens(rng, page_size)
+            pages = cache.match(tokens)
+            assert pages == model.match(tokens)
+            allocator.share(pages)
+            missing = len(model.prefixes(tokens)) - len(pages)
+            if missing > allocator.free:
+                allocator.release(pages)
+                continue
+            pages = pages + allocator.allocate(missing)
+            model.insert(tokens, pages)
+            cache.insert(tokens, pages)
+            running.append((tokens, pages))
+        elif action == "end" and running:
+            allocator.release(running.pop(rng.randrange(len(running)))[1])
+        elif action == "evict":
+            evicted_total += check_eviction(rng, cache, model, allocator, running)
+        else:
+            tokens = random_tokens(rng, page_size)
+            assert cache.match(tokens) == model.match(tokens)
+        held = {page for _, pages in running for page in pages}
+        assert cache.num_pages == len(model.pages)
+        assert allocator.free == allocator.capacity - len(held | set(model.pages.values()))
+        assert cache.evictable() == sum(page not in held for page in model.pages.values())
+    assert evicted_total > 50
+    for _, pages in running:
+        allocator.release(pages)
+    cache.clear()
+    assert cache.num_pages == 0
+    assert allocator.free == allocator.capacity
+
+
+def check_eviction(
+    rng: random.Random,
+    cache: RadixCache,
+    model: Model,
+    allocator: PageAllocator,
+    running: list[tuple[Tokens, list[int]]],
+) -> int:
+    """Frees as many as asked if there are so many, none of them in use, and no page before one that stays."""
+    held = {page for _, pages in running for page in pages}
+    idle = {page for page in model.pages.values() if page not in held}
+    before = set(model.pages.values())
+    count = rng.randint(0, 8)
+    freed = cache.evict(count)
+    assert freed == min(count, len(idle))
+    gone = {page for page in before if allocator.references(page) == 0}
+    assert len(gone) == freed
+    assert gone <= idle
+    stays = {prefix for prefix, page in model.pages.items() if page not in gone}
+    model.forget(gone)
+    for prefix in stays:
+        assert all(shorter in stays for shorter in model.prefixes(prefix))
+    return freed
+
+
+def filled(sequences: list[Tokens], page_size: int = 1) -> tuple[RadixCache, PageAllocator, list[list[int]]]:
+    """A cache that holds the sequences, oldest first, and nobody else does."""
+    allocator = PageAllocator(100)
+    cache, taken = RadixCache(allocator, page_size), []
+    for tokens in sequences:
+        shared = cache.match(tokens)
+        allocator.share(shared)
+        pages = shared + allocator.allocate(len(tokens) // page_size - len(shared))
+        cache.insert(tokens, pages)
+        allocator.release(pages)
+        taken.append(pages)
+    return cache, allocator, taken
+
+
+def test_the_least_recently_used_goes_first_and_from_its_end() -> None:
+    cache, _, _ = filled([(1, 1, 1), (2, 2, 2), (3, 3, 3)])
+    cache.match((1, 1, 1))  # now the newest
+    assert cache.evict(2) == 2
+    assert [len(cache.match(t)) for t in [(1, 1, 1), (2, 2, 2), (3, 3, 3)]] == [3, 1, 3]
+    cache.match((2,))  # newer than 3, which was looked at before it
+    cache.match((1, 1, 1))
+    assert cache.evict(4) == 4
+    assert [len(cache.match(t)) for t in [(1, 1, 1), (2, 2, 2), (3, 3, 3)]] == [3, 0, 0]
+
+
+def test_a_parent_is_no_older_than_its_children() -> None:
+    """A beginning that others share outlives the ends that only old requests had."""
+    cache, _, _ = filled([(1, 2, 3), (7, 7), (1, 2, 4)])
+    cache.match((1, 2, 4))
+    assert cache.evict(3) == 3
+    assert [len(cache.match(t)) for t in [(1, 2, 4), (1, 2, 3), (7, 7)]] == [3, 2, 0]
+
+
+def test_pages_in_use_stay() -> None:
+    cache, allocator, (pages, _) = filled([(1, 2, 3, 4), (5,)])
+    allocator.share(pages[:2])
+    assert cache.evict(100) == 3
+    assert cache.match((1, 2, 3, 4)) == pages[:2]
+    assert cache.evictable() == 0
+    allocator.release(pages[:2])
+    cache.clear()
+    assert allocator.free == allocator.capacity
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_edges_split_where_sequences_part(page_size: int) -> None:
+    def repeat(*pages: int) -> Tokens:
+        return tuple(token for page in pages for token in [page] * page_size)
+
+    sequences = [repeat(1, 2, 3, 4), repeat(1, 2, 5), repeat(1, 6), repeat(1, 2), repeat(1, 2, 3, 4, 8)]
+    cache, allocator, taken = filled(sequences, page_size)
+    assert [cache.match(tokens) for tokens in sequences] == taken
+    assert taken[1][:2] == taken[2][:1] + taken[0][1:2] == taken[3]
+    assert cache.num_pages == 4 + 1 + 1 + 0 + 1
+    assert cache.match(repeat(1, 2, 3, 9)) == taken[0][:3]
+    assert cache.match(repeat(6)) == []
+    if page_size > 1:
+        assert cache.match(repeat(1, 2)[:-1]) == taken[0][:1], "only whole pages match"
+    assert allocator.free == allocator.capacity - cache.num_pages
+
+
+def test_what_is_cached_keeps_its_pages() -> None:
+    """A second computation of the same tokens adds only what is new."""
+    cache, allocator, (first,) = filled([(1, 2, 3)])
+    own = allocator.allocate(5)
+    cache.insert((1, 2, 3, 4, 5), own)
+    allocator.release(own)
+    assert cache.match((1, 2, 3, 4, 5)) == first + own[3:]
+    assert cache.num_pages == 5
+    assert allocator.free == allocator.capacity - 5
+    cache.insert((1, 2, 3, 4, 5, 6), own)  # fewer pages than tokens: the last is not whole yet
+    assert cache.num_pages == 5

@@ -1,0 +1,98 @@
+"""A prompt found in the prefix cache is drafted for and accepted exactly as one that was computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from specserve.core import SamplingParams
+from specserve.scheduler.scheduler import Scheduler
+from tests.engines import (
+    Answer,
+    Checkpoints,
+    Drafted,
+    Shape,
+    answer_one,
+    assert_same_drafts,
+    context_of,
+    record_drafts,
+)
+
+SHAPES: list[tuple[str, Shape]] = [("EAGLE", (3, 1, 4)), ("EAGLE3", (3, 2, 6))]
+PROMPT = [(7 * i * i + 3 * i) % 64 for i in range(70)]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=20),
+    SamplingParams(temperature=0.8, seed=2, max_tokens=20, presence_penalty=0.5, repetition_penalty=1.2),
+]
+
+
+def recorded(scheduler: Scheduler, prompt: list[int], params: SamplingParams) -> tuple[Answer, list[Drafted]]:
+    with record_drafts() as drafts:
+        answer = answer_one(scheduler, prompt, params)
+    return answer, drafts
+
+
+def assert_same(ours: tuple[Answer, list[Drafted]], theirs: tuple[Answer, list[Drafted]]) -> None:
+    assert ours[0].tokens == theirs[0].tokens
+    assert ours[0].runs == theirs[0].runs
+    assert_same_drafts(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("kind", ["agreeing", "random_models"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("algorithm", "shape"), SHAPES, ids=["chain", "tree"])
+def test_cached_is_uncached(
+    kind: str, page_size: int, algorithm: str, shape: Shape, request: pytest.FixtureRequest
+) -> None:
+    """The same prompt again; then, as the next turn of a conversation, all that was said and more, whose cached
+    pages were filled by steps."""
+    models: Checkpoints = request.getfixturevalue(kind)
+    for params in PARAMS:
+        cached = models.scheduler(algorithm, shape, page_size=page_size)
+        first = recorded(cached, PROMPT, params)
+        again = recorded(cached, PROMPT, params)
+        assert first[0].cached_tokens == 0
+        assert again[0].cached_tokens == (len(PROMPT) - 1) // page_size * page_size
+        assert_same(again, first)
+        longer = [*PROMPT, *first[0].tokens, 5, 6]
+        turn = recorded(cached, longer, params)
+        computed = len(PROMPT) + len(first[0].tokens) - 1
+        assert turn[0].cached_tokens == computed // page_size * page_size
+        uncached = models.scheduler(algorithm, shape, page_size=page_size, disable_radix_cache=True)
+        expected = recorded(uncached, longer, params)
+        assert expected[0].cached_tokens == 0
+        assert_same(turn, expected)
+        if kind == "agreeing":
+            assert max(turn[0].runs) > 1, "nothing was accepted"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_chunks_change_nothing(chunk: int, page_size: int, random_models: Checkpoints) -> None:
+    """A boundary between chunks carries the feature, cached or not."""
+    algorithm, shape = SHAPES[1]
+    whole = recorded(random_models.scheduler(algorithm, shape, page_size=page_size), PROMPT, PARAMS[1])
+    scheduler = random_models.scheduler(algorithm, shape, page_size=page_size, chunked_prefill_size=chunk)
+    assert_same(recorded(scheduler, PROMPT, PARAMS[1]), whole)
+    again = recorded(scheduler, PROMPT, PARAMS[1])
+    assert again[0].cached_tokens > 0
+    assert_same(again, whole)
+
+
+def test_two_that_come_together_share_pages(random_models: Checkpoints) -> None:
+    """Both compute the prompt; from then on they use the same pages, and their drafts are those of one alone."""
+    from tests.engines import Client, requests_of
+
+    algorithm, shape = SHAPES[1]
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=12)
+    alone = [recorded(random_models.scheduler(algorithm, shape), [*PROMPT, t], params)[0] for t in (1, 2)]
+    scheduler = random_models.scheduler(algorithm, shape)
+    client = Client(scheduler)
+    for index, token in enumerate((1, 2)):
+        client.submit(str(index), [*PROMPT, token], params)
+    client.iterate()
+    one, other = (request.pages for request in requests_of(scheduler))
+    whole = len(PROMPT) // context_of(scheduler).pool.page_size
+    assert one[:whole] == other[:whole]
+    assert not set(one[whole:]) & set(other[whole:])
+    assert [answer.tokens for answer in client.run().values()] == [answer.tokens for answer in alone]
+    assert [answer.runs for answer in client.answers.values()] == [answer.runs for answer in alone]

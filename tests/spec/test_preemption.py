@@ -1,0 +1,153 @@
+"""Requests that lose their pages lose nothing else, and those that end give all back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specserve.core import SamplingParams
+from specserve.scheduler.scheduler import Scheduler
+from tests.engines import Checkpoints, Client, answer_all, answer_one, context_of, make_scheduler, requests_of
+
+PENALISED = SamplingParams(
+    temperature=0.8,
+    seed=9,
+    max_tokens=24,
+    presence_penalty=0.6,
+    frequency_penalty=0.4,
+    repetition_penalty=1.2,
+    logit_bias={4: 2.0},
+    stop_token_ids=[0],
+    min_tokens=24,
+)
+PROMPTS = [[3 + i, 9, 14 + i, 2, 33, 1, i] for i in range(4)]
+WORK = [(prompt, PENALISED) for prompt in PROMPTS]
+
+
+def assert_idle(scheduler: Scheduler) -> None:
+    """Every slot and page is back, and none is lost when the cache is emptied too."""
+    assert not scheduler.has_work
+    scheduler.memory.check_idle()
+    if scheduler.memory.cache is not None:
+        scheduler.memory.cache.clear()
+    assert scheduler.memory.allocator.free == scheduler.memory.allocator.capacity
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_preempted_request_goes_on_as_if_nothing_had_been(
+    page_size: int, cache: bool, overlap: str, agreeing: Checkpoints
+) -> None:
+    expected = [answer_one(make_scheduler(agreeing.target), prompt, PENALISED).tokens for prompt in PROMPTS]
+    scheduler = agreeing.scheduler(
+        "EAGLE3",
+        (3, 2, 6),
+        page_size=page_size,
+        max_total_tokens=64,
+        disable_radix_cache=not cache,
+        overlap_schedule=overlap,
+    )
+    answers = answer_all(scheduler, WORK)
+    assert [answer.tokens for answer in answers] == expected
+    assert scheduler.stats().preemptions > 0
+    assert_idle(scheduler)
+
+
+def test_state_after_a_preemption(agreeing: Checkpoints) -> None:
+    """Counts, length, root and the draft's feature of a request that was put back are those of one that never was."""
+    free = Client(agreeing.scheduler("EAGLE", (3, 1, 4)))
+    tight = Client(agreeing.scheduler("EAGLE", (3, 1, 4), page_size=1, max_total_tokens=48))
+    states = []
+    for client in (free, tight):
+        client.submit("old", PROMPTS[0], PENALISED)
+        client.submit("young", PROMPTS[1], PENALISED)
+        while client.answers["old"].finish_reason is None:
+            client.iterate()
+        while len(client.answers["young"].tokens) < 22:  # the last two tokens end it
+            client.iterate()
+        (request,) = requests_of(client.scheduler)
+        state, row = context_of(client.scheduler).state, request.slot
+        counts = torch.bincount(torch.tensor(request.output), minlength=64)
+        assert torch.equal(state.sampling.counts[row].long(), counts)
+        assert state.sampling.in_prompt[row].nonzero().flatten().tolist() == sorted(set(PROMPTS[1]))
+        assert int(state.slots.length[row]) == len(request.tokens) - 1
+        assert int(state.slots.root[row]) == request.tokens[-1]
+        states.append((request.output, state.slots.feature[row]))
+    assert free.scheduler.stats().preemptions == 0 < tight.scheduler.stats().preemptions
+    (output, feature), (other_output, other_feature) = states
+    shared = min(len(output), len(other_output))
+    assert output[:shared] == other_output[:shared]
+    if len(output) == len(other_output):
+        torch.testing.assert_close(other_feature, feature, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_an_abort_at_any_iteration_frees_its_pages(overlap: str, agreeing: Checkpoints) -> None:
+    """Waiting, in the middle of a chunked prompt, decoding, just ended: the others' texts stay what they are."""
+    prompts = [[5, 6, 7], list(range(2, 40)), [9, 9, 9]]
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    scheduler = agreeing.scheduler(
+        "EAGLE3",
+        (3, 2, 6),
+        page_size=4,
+        chunked_prefill_size=8,
+        max_running_requests=2,
+        max_total_tokens=96,
+        overlap_schedule=overlap,
+    )
+    expected = [answer_one(scheduler, prompt, params).tokens for prompt in prompts]
+    for victim in range(3):
+        for iteration in range(14):
+            client = Client(scheduler)
+            for index, prompt in enumerate(prompts):
+                client.submit(str(index), prompt, params)
+            for _ in range(iteration):
+                client.iterate()
+            scheduler.abort(str(victim))
+            client.run()
+            for index, text in enumerate(expected):
+                answer = client.answers[str(index)]
+                if index != victim:
+                    assert answer.tokens == text
+                elif answer.finish_reason is None:
+                    assert answer.tokens == text[: len(answer.tokens)]
+            assert_idle(scheduler)
+
+
+def test_close_in_the_middle(agreeing: Checkpoints) -> None:
+    scheduler = agreeing.scheduler("EAGLE", (3, 1, 4), overlap_schedule="on", max_running_requests=2)
+    client = Client(scheduler)
+    for index, (prompt, params) in enumerate(WORK):
+        client.submit(str(index), prompt, params)
+    client.iterate()
+    scheduler.close()
+    assert scheduler.run_once() == []
+    assert_idle(scheduler)
+
+
+def test_a_shared_prefix_pins_no_page_that_nobody_uses(agreeing: Checkpoints) -> None:
+    """Two requests compute one prefix at once. When the first has gone, the second can still grow to the pool's end."""
+    prefix = list(range(2, 14))
+    params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (2, 19)]
+    work = [([*prefix, 20 + 10 * i], each) for i, each in enumerate(params)]
+    expected = [answer_one(make_scheduler(agreeing.target), *each).tokens for each in work]
+    scheduler = make_scheduler(agreeing.target, page_size=1, max_total_tokens=32, max_running_requests=2)
+    assert [answer.tokens for answer in answer_all(scheduler, work)] == expected
+    assert_idle(scheduler)
+
+
+def test_a_request_as_long_as_the_pool(agreeing: Checkpoints) -> None:
+    """It runs alone, drafts while there is room, and ends at the last slot."""
+    for page_size, cache in ((1, True), (16, True), (16, False)):
+        scheduler = agreeing.scheduler(
+            "EAGLE3", (3, 2, 6), page_size=page_size, max_total_tokens=48, disable_radix_cache=not cache
+        )
+        params = SamplingParams(temperature=0, ignore_eos=True)
+        answers = answer_all(scheduler, [(prompt, params) for prompt in PROMPTS[:2]])
+        for prompt, answer in zip(PROMPTS, answers, strict=False):
+            assert len(prompt) + len(answer.tokens) == 48
+            assert answer.finish_reason == "length"
+            plain = make_scheduler(agreeing.target, context_length=48)
+            assert answer.tokens == answer_one(plain, prompt, params).tokens
+        assert_idle(scheduler)

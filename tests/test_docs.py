@@ -1,0 +1,119 @@
+"""The pages that describe the code describe all of it and nothing else; folders import in one direction."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STRUCTURE = (ROOT / "docs" / "structure.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+# Folders from left to right: each imports from those behind it alone, but for AGAINST.
+ORDER = [
+    "launch",
+    "llm",
+    "server",
+    "metrics",
+    "frontend",
+    "scheduler",
+    "engine",
+    "spec",
+    "attention",
+    "kv",
+    "models",
+    "layers",
+    "config",
+    "logs",
+    "core",
+]
+AGAINST = {
+    ("scheduler/process.py", "frontend"),  # messages
+    ("scheduler/scheduler.py", "frontend"),
+    ("scheduler/admission.py", "frontend"),
+    ("scheduler/counters.py", "frontend"),
+    ("engine/build.py", "scheduler"),
+    ("spec/step.py", "engine"),  # the sampler
+    ("spec/draft.py", "engine"),
+    ("spec/drafter.py", "engine"),
+    ("spec/drafters/eagle.py", "engine"),
+    ("spec/prefill.py", "engine"),
+}
+
+
+def mentioned() -> Iterator[str]:
+    """Paths in the tables of the map; below a heading that names a folder they are relative to it."""
+    folder = ""
+    for line in STRUCTURE.splitlines():
+        if heading := re.match(r"## (?:`(.+)`)?", line):
+            folder = heading[1] or ""
+        elif row := re.match(r"\| `([^`]+)` \|", line):
+            yield folder + row[1]
+
+
+def is_mapped(path: Path) -> bool:
+    """Weights, tests and empty package markers are named by their folders."""
+    inside = path.relative_to(ROOT).as_posix()
+    skipped = ("specserve/bundled/", "kernels/tests/")
+    return path.name != "__init__.py" and "__pycache__" not in inside and not inside.startswith(skipped)
+
+
+def test_map_is_whole() -> None:
+    named = list(mentioned())
+    assert len(named) == len(set(named))
+    files = [
+        f for top in ("specserve", "kernels") for f in (ROOT / top).rglob("*") if f.is_file() and is_mapped(f)
+    ]
+    found = {file.relative_to(ROOT).as_posix() for file in files}
+    folders = {f"{file.parent.relative_to(ROOT).as_posix()}/" for file in files}
+    headings = set(re.findall(r"^## `(.+)`", STRUCTURE, re.M))
+    assert not found - set(named), "files that docs/structure.md does not name"
+    assert not folders - set(named) - headings, "folders that docs/structure.md does not name"
+
+
+def test_map_names_nothing_else() -> None:
+    assert not [path for path in mentioned() if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page: Path) -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def imports(file: Path) -> Iterator[str]:
+    """The modules of the package that a file imports, wherever in it, but for its types' sake."""
+    tree = ast.parse(file.read_text())
+    typing = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if node not in typing and isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif node not in typing and isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def test_folders_import_in_one_direction() -> None:
+    against = set()
+    for file in (ROOT / "specserve").rglob("*.py"):
+        inside = file.relative_to(ROOT / "specserve")
+        home = inside.parts[0].removesuffix(".py")
+        for module in imports(file):
+            package, _, rest = module.partition(".")
+            there = rest.split(".")[0]
+            if (
+                package == "specserve"
+                and {home, there} <= set(ORDER)
+                and ORDER.index(there) < ORDER.index(home)
+            ):
+                against.add((inside.as_posix(), there))
+            assert there != "train" or home == "train", f"{inside} imports training code"
+    assert against == AGAINST
