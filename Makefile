@@ -1,6 +1,6 @@
 # Everything a checkout needs, on a machine that has python3.11 or newer and pip.
 #   make serve ARGS="--port 8000"     make test ARGS="-k lossless"     make check     make docs
-# PYTHON picks the interpreter when the virtual environment is first made; `make clean` removes it.
+# PYTHON=python3.12 picks the interpreter when the virtual environment is first made; `make clean` removes it.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,8 +10,9 @@ python := $(VENV)/bin/python
 serve_ready := $(VENV)/.serve-ready
 test_ready := $(VENV)/.test-ready
 
-# Two processes of one thread each: the tests' models are so small that a second thread only adds waiting.
-test_environment := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# One thread: the tests' models are so small that threads spend their time waiting for each other. On two busy cores
+# tests/spec and kernels/tests took 40 s with one thread and more than 300 s with two.
+test_environment := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: serve test check docs clean
 

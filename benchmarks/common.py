@@ -56,7 +56,7 @@ def write_results(name: str, figures: Any, output: Path | None = None) -> Path:
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
     record = {
-        "command": "python -m " + " ".join([f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": "python -m " + " ".join([_main_module(), *sys.argv[1:]]),
         "commit": commit,
         "date": date.today().isoformat(),
         "hardware": hardware(),
@@ -68,3 +68,8 @@ def write_results(name: str, figures: Any, output: Path | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def _main_module() -> str:
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if spec is not None else Path(sys.argv[0]).stem

@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from specserve import LLM
-from specserve.config.paths import BUNDLED_MODEL
 
 from benchmarks.common import CODE_TOKENS, load_prompts, run_prompts, write_results
+from specserve import LLM
+from specserve.config.paths import BUNDLED_MODEL
 
 CHAIN = {
     "speculative_algorithm": "EAGLE3",
@@ -48,7 +48,9 @@ def transformers_contestant() -> Contestant:
         tokens = 0
         for row in rows:
             if "messages" in row:
-                text = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, tokenize=False)
+                text = tokenizer.apply_chat_template(
+                    row["messages"], add_generation_prompt=True, tokenize=False
+                )
                 ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
             else:
                 ids = tokenizer(row["prompt"], return_tensors="pt")
@@ -86,7 +88,9 @@ def race(contestants: dict[str, Contestant], batches: Sequence[Rows], rounds: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=12)
     args = parser.parse_args()
@@ -98,7 +102,9 @@ def main() -> None:
         chain = specserve_contestant(stack.enter_context(LLM(**CHAIN)))
         single = {"off": off, "chain (5, 1, 6)": chain, "transformers": transformers_contestant()}
         one = race(single, [[row] for row in mixed[: args.prompts]], args.rounds)
-        eight = race({"off": off, "chain (5, 1, 6)": chain}, [mixed[i : i + 8] for i in (0, 8, 16)], args.rounds)
+        eight = race(
+            {"off": off, "chain (5, 1, 6)": chain}, [mixed[i : i + 8] for i in (0, 8, 16)], args.rounds
+        )
     on = "chain (5, 1, 6)"
     figures = {
         "tokens_per_second": {"batch 1": one, "batch 8": eight},

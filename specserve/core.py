@@ -12,6 +12,7 @@ import msgspec
 MAX_LOGPROBS = 20
 MAX_BIAS = 512  # entries of a request's bias list on the device: logit_bias plus tokens banned by min_tokens
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**62  # counts of tokens, summed in int64
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +23,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.max_draft_tokens is not None:
-            _check_range("speculation.max_draft_tokens", self.max_draft_tokens, 0, math.inf)
+            _check_range("speculation.max_draft_tokens", self.max_draft_tokens, 0, MAX_COUNT)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,11 +54,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, math.inf)
-        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens or math.inf)
+            _check_range("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_COUNT)
         _check_range("temperature", self.temperature, 0, 100)
         _check_range("top_p", self.top_p, 0, 1, open_low=True)
-        _check_range("top_k", self.top_k, -1, math.inf)
+        _check_range("top_k", self.top_k, -1, MAX_COUNT)
         _check_range("min_p", self.min_p, 0, 1)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)

@@ -26,6 +26,11 @@ def read(path: Path, metric: str) -> tuple[list[float], list[float]]:
     return [tokens for tokens, _ in found], [value for _, value in found]
 
 
+def run_name(log: Path) -> str:
+    """What a log is of: its own name, or its directory's for a plain ``train_log.jsonl``."""
+    return log.parent.name if log.stem == "train_log" else log.stem
+
+
 def smooth(values: list[float], weight: float) -> list[float]:
     """Exponential moving average."""
     out: list[float] = []
@@ -54,7 +59,7 @@ def main() -> None:
                 tokens, values = read(log, name)
                 if values:
                     weight = 0.0 if name.startswith("heldout") else args.smoothing
-                    axis.plot(tokens, smooth(values, weight), label=f"{log.parent.name} {name}", linewidth=1)
+                    axis.plot(tokens, smooth(values, weight), label=f"{run_name(log)} {name}", linewidth=1)
         axis.set(xlabel="million tokens", title=title)
         axis.grid(alpha=0.3)
         if axis.lines:

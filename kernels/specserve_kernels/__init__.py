@@ -4,7 +4,7 @@ The references are the CPU backend as well as the oracle that faster versions ar
 """
 
 from specserve_kernels.reference.activation import silu_and_mul
-from specserve_kernels.reference.attention import paged_attention, visible_to_bias
+from specserve_kernels.reference.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.norm import add_rms_norm, rms_norm
 from specserve_kernels.reference.philox import gumbel_noise, philox4x32
 from specserve_kernels.reference.rotary import apply_rotary, rotary_store_kv, rotary_table, store_kv
@@ -24,6 +24,7 @@ __all__ = [
     "add_rms_norm",
     "apply_rotary",
     "chain_masks",
+    "group_bias",
     "gumbel_noise",
     "paged_attention",
     "penalize",

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from specserve_kernels import paged_attention, visible_to_bias
+from specserve_kernels import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference import attention
 from torch import Tensor
 
@@ -28,6 +28,10 @@ def naive(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, visible_BNL: Tensor) 
     return out
 
 
+def grouped(q_BNHD: Tensor, cache: Tensor, visible_BNL: Tensor) -> Tensor:
+    return group_bias(visible_to_bias(visible_BNL, torch.float64), q_BNHD.shape[2] // cache.shape[3])
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize("packs_up_to", [0, 10**6], ids=["broadcast", "packed"])
@@ -38,16 +42,14 @@ def test_against_dense(
     generator = torch.Generator().manual_seed(page_size + heads)
     batch, queries, size = 2, 3, 8
     pages = -(-20 // page_size)
-    cache = torch.randn(
-        2 * pages + 3, 2, page_size, kv_heads, size, generator=generator, dtype=torch.float64
-    )
+    cache = torch.randn(2 * pages + 3, 2, page_size, kv_heads, size, generator=generator, dtype=torch.float64)
     q_BNHD = torch.randn(batch, queries, heads, size, generator=generator, dtype=torch.float64)
     pages_BM = torch.randperm(2 * pages + 3, generator=generator)[: batch * pages].view(batch, pages)
     visible_BNL = torch.rand(batch, queries, pages * page_size, generator=generator) < 0.4
     visible_BNL[..., 5] = True
     visible_BNL[0, 1] = False
     visible_BNL[0, 1, 0] = True  # a row that sees one entry
-    found = paged_attention(q_BNHD, cache, pages_BM, visible_to_bias(visible_BNL, torch.float64))
+    found = paged_attention(q_BNHD, cache, pages_BM, grouped(q_BNHD, cache, visible_BNL))
     torch.testing.assert_close(found, naive(q_BNHD, cache, pages_BM, visible_BNL), atol=1e-12, rtol=1e-12)
 
 
@@ -60,7 +62,9 @@ def test_both_paths_are_taken_by_size() -> None:
     assert 4 * 100 > attention._PACK_ROWS > 4
     visible_BNL = torch.ones(1, 100, 48, dtype=torch.bool).tril(-1)
     visible_BNL[..., 0] = True
-    bias = visible_to_bias(visible_BNL, torch.float64)
-    whole = paged_attention(q_BNHD, cache, pages_BM, bias)
-    single = [paged_attention(q_BNHD[:, i : i + 1], cache, pages_BM, bias[:, i : i + 1]) for i in range(100)]
+    whole = paged_attention(q_BNHD, cache, pages_BM, grouped(q_BNHD, cache, visible_BNL))
+    single = []
+    for i in range(100):
+        q_B1HD = q_BNHD[:, i : i + 1]
+        single.append(paged_attention(q_B1HD, cache, pages_BM, grouped(q_B1HD, cache, visible_BNL[:, i : i + 1])))
     torch.testing.assert_close(whole, torch.cat(single, dim=1), atol=1e-12, rtol=1e-12)

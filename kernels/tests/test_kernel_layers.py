@@ -27,7 +27,9 @@ def draws(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
     ("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
 )
 def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
-    x, residual, weight = (draws(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(7, 24), (7, 24), (24,)]))
+    x, residual, weight = (
+        draws(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(7, 24), (7, 24), (24,)])
+    )
     x[3] = 0
     kept = x.clone()
     expected = llama.rms_norm(x.double(), weight.double(), 1e-5)

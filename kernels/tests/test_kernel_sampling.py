@@ -44,7 +44,9 @@ def test_penalize() -> None:
         logits.append(random_logits(rng))
         prompts.append([rng.randrange(VOCAB) for _ in range(rng.randrange(6))])
         outputs.append([rng.randrange(VOCAB) for _ in range(rng.randrange(12))])
-        params.append([rng.choice([1.0, 1.3, 0.7]), rng.choice([0.0, 0.5, -1.0]), rng.choice([0.0, 0.8, -2.0])])
+        params.append(
+            [rng.choice([1.0, 1.3, 0.7]), rng.choice([0.0, 0.5, -1.0]), rng.choice([0.0, 0.8, -2.0])]
+        )
     counts = torch.zeros(len(logits), VOCAB, dtype=torch.int32)
     seen = torch.zeros(len(logits), VOCAB, dtype=torch.bool)
     for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
@@ -57,7 +59,12 @@ def test_penalize() -> None:
     assert torch.equal(given, doubles(logits)), "inputs are not changed"
     expected = [
         sampler.penalise(
-            doubles(row), prompt=prompt, output=output, repetition=values[0], frequency=values[1], presence=values[2]
+            doubles(row),
+            prompt=prompt,
+            output=output,
+            repetition=values[0],
+            frequency=values[1],
+            presence=values[2],
         )
         for row, prompt, output, values in zip(logits, prompts, outputs, params, strict=True)
     ]
@@ -111,7 +118,9 @@ def test_truncate_over_random_rows() -> None:
         doubles([each["top_p"] for each in params]),
         doubles([each["min_p"] for each in params]),
     )
-    assert_same(found, [sampler.truncate(doubles(row), **each) for row, each in zip(rows, params, strict=True)])
+    assert_same(
+        found, [sampler.truncate(doubles(row), **each) for row, each in zip(rows, params, strict=True)]
+    )
 
 
 CASES: dict[str, tuple[list[float], dict[str, float], list[int]]] = {

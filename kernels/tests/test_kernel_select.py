@@ -19,7 +19,9 @@ def random_pool(rng: random.Random, steps: int, topk: int, ties: bool) -> tree.P
     def log_probs(path: tuple[int, ...]) -> list[float]:
         local = random.Random(f"{seed}{path}")
         steps_down = [0.0, -1.0, -1.0, -2.0] if ties else None
-        values = [local.choice(steps_down) if steps_down else -local.expovariate(1.0) for _ in range(topk + 2)]
+        values = [
+            local.choice(steps_down) if steps_down else -local.expovariate(1.0) for _ in range(topk + 2)
+        ]
         return [NEVER if local.random() < 0.2 else value for value in values]
 
     seed = rng.random()
@@ -30,7 +32,9 @@ def scores_of(pools: list[tree.Pool]) -> torch.Tensor:
     return torch.tensor([[c.score for c in pool.candidates] for pool in pools], dtype=torch.float64)
 
 
-def check(scores_BP: torch.Tensor, caps: list[int], total: int, max_nodes: int, chosen: list[list[int]]) -> None:
+def check(
+    scores_BP: torch.Tensor, caps: list[int], total: int, max_nodes: int, chosen: list[list[int]]
+) -> None:
     """The packed result holds each root, then its chosen candidates in pool order, then what is left over."""
     slots = len(caps)
     slot_T, pool_T, local_T, q_start = select_nodes(scores_BP, torch.tensor(caps), total, max_nodes)

@@ -97,7 +97,9 @@ def test_the_walk_in_a_batch() -> None:
         spare = rng.randint(0, 3)
         parent_T = torch.cat([parent_T, torch.full((spare,), len(parent_T))])
         slot_T = torch.cat([slot_T, torch.full((spare,), len(slots))])
-        local_T, token_T, chosen_T = (torch.cat([t, t.new_zeros(spare)]) for t in (local_T, token_T, chosen_T))
+        local_T, token_T, chosen_T = (
+            torch.cat([t, t.new_zeros(spare)]) for t in (local_T, token_T, chosen_T)
+        )
         depth_T, mask_T = tree_masks(parent_T, local_T, levels)
         path, count = accept_walk(
             token_T, chosen_T, parent_T, slot_T, local_T, depth_T, mask_T, len(slots), levels

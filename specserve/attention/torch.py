@@ -5,17 +5,17 @@ Shapes as in ``base``; L = positions of the pages gathered, N = queries a reques
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from specserve_kernels import paged_attention, visible_to_bias
+from specserve_kernels import group_bias, paged_attention, visible_to_bias
 from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes
 from specserve.kv.pool import KVGeometry, KVPool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
     """``gather_BN`` packed index of each padded query; ``scatter_T`` padded index of each packed one (None: equal)."""
 
@@ -23,13 +23,16 @@ class _Plan:
     bias_BNL: Tensor
     gather_BN: Tensor | None
     scatter_T: Tensor | None
+    grouped: dict[int, Tensor] = field(default_factory=dict)  # the bias by group size, for all layers of one
 
     def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
         batch, queries, _ = self.bias_BNL.shape
         q = q_TND if self.gather_BN is None else q_TND[self.gather_BN]
-        out = paged_attention(
-            q.reshape(batch, queries, *q_TND.shape[1:]), cache, self.pages_BM, self.bias_BNL
-        ).flatten(0, 1)
+        group = q_TND.shape[1] // cache.shape[3]
+        if group not in self.grouped:
+            self.grouped[group] = group_bias(self.bias_BNL, group)
+        q_BNHD = q.reshape(batch, queries, *q_TND.shape[1:])
+        out = paged_attention(q_BNHD, cache, self.pages_BM, self.grouped[group]).flatten(0, 1)
         return out if self.scatter_T is None else out[self.scatter_T]
 
 

@@ -13,6 +13,7 @@ from specserve.engine.memory import pool_pages
 from specserve.engine.runner import Runner
 from specserve.engine.sampler import VocabMap
 from specserve.kv.pool import KVGeometry, KVPool, PoolConfig
+from specserve.layers.linear import pack_linears
 from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.config import ModelConfig
 from specserve.models.draft.load import load_draft
@@ -91,6 +92,7 @@ def create_context(
     margin = widest.reserve + 2 * (widest.levels + 1)
     positions = settings.context_length + margin
     target = load_target(Path(settings.model_path), dtype, device, max_positions=positions)
+    pack_linears(target)
     drafter = create_drafter(settings, target, positions, dtype)
     target_layers = [KVGeometry(model_config.layer.num_kv_heads, model_config.layer.head_dim)]
     pool_config = PoolConfig(
@@ -127,5 +129,9 @@ def create_drafter(
     loaded = load_draft(path, settings.speculative_algorithm, target, layer, positions, dtype)
     for note in loaded.notes:
         log.info("%s", note)
+    topk, size = settings.speculative_eagle_topk or 1, loaded.head.config.draft_vocab_size
+    if topk > size:
+        raise ValueError(f"--speculative-eagle-topk: the draft {path} has {size} tokens, found {topk}")
+    pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
     vocab = None if loaded.ids is None else VocabMap.of(loaded.ids, target.config.vocab_size)
     return EagleDrafter(settings.speculative_algorithm, loaded.head, layer, vocab)

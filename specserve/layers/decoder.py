@@ -12,6 +12,8 @@ import torch
 from specserve_kernels import add_rms_norm, rms_norm, silu_and_mul
 from torch import Tensor, nn
 
+from specserve.layers.linear import Linear
+
 
 class Attend(Protocol):
     """Attention as a layer sees it: rotate, remember k and v, attend. Paged when serving, dense when training."""
@@ -62,8 +64,8 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.config = config
-        self.qkv_proj = nn.Linear(config.input_size, config.qkv_heads * config.head_dim, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.qkv_proj = Linear(config.input_size, config.qkv_heads * config.head_dim, bias=config.qkv_bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x_TI: Tensor, rope_T2D: Tensor, attend: Attend) -> Tensor:
         qkv_TND = self.qkv_proj(x_TI).unflatten(-1, (self.config.qkv_heads, self.config.head_dim))
@@ -86,8 +88,8 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x_TH)))

@@ -45,7 +45,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def layer_config(config: Mapping[str, Any], source: Path, input_size: int | None = None) -> LayerConfig:
+def rope_config(config: Mapping[str, Any], source: Path) -> RopeConfig:
+    """Reads the rotary embedding. Raises ValueError naming the file when it is of an unknown kind."""
+    try:
+        return RopeConfig.from_dict(config)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
     """Reads the geometry of a decoder layer. Raises ValueError naming a missing or impossible field."""
     for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
         if not isinstance(config.get(name), int) or config[name] <= 0:
@@ -65,7 +73,7 @@ def layer_config(config: Mapping[str, Any], source: Path, input_size: int | None
         num_kv_heads=kv_heads,
         head_dim=config.get("head_dim") or hidden // heads,
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        input_size=input_size or hidden,
+        input_size=hidden,
     )
 
 
@@ -79,6 +87,9 @@ def load_model_config(model_path: Path) -> ModelConfig:
     for name in ("vocab_size", "num_hidden_layers"):
         if not isinstance(config.get(name), int) or config[name] <= 0:
             raise ValueError(f"{path}: {name} must be a positive integer, found {config.get(name)!r}")
+    for name in ("attention_bias", "mlp_bias"):
+        if config.get(name):
+            raise ValueError(f"{path}: {name} true is not supported")
     generation = model_path / "generation_config.json"
     eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id")
     eos = config.get("eos_token_id") if eos is None else eos
@@ -87,7 +98,7 @@ def load_model_config(model_path: Path) -> ModelConfig:
         vocab_size=config["vocab_size"],
         num_layers=config["num_hidden_layers"],
         layer=layer_config(config, path),
-        rope=RopeConfig.from_dict(config),
+        rope=rope_config(config, path),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),

@@ -12,6 +12,7 @@ from specserve_kernels import rotary_table
 from torch import Tensor, nn
 
 from specserve.layers.decoder import Attend, DecoderLayer, RMSNorm
+from specserve.layers.linear import Linear
 from specserve.layers.rotary import inverse_frequencies
 from specserve.models.config import ModelConfig
 
@@ -29,7 +30,7 @@ class LlamaModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config.layer, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.layer.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         inv_freq = inverse_frequencies(config.rope, config.layer.head_dim)

@@ -29,7 +29,9 @@ class Model:
     now: int = 0
 
     def prefixes(self, tokens: Tokens) -> list[Tokens]:
-        return [tokens[: i + self.page_size] for i in range(0, len(tokens) - self.page_size + 1, self.page_size)]
+        return [
+            tokens[: i + self.page_size] for i in range(0, len(tokens) - self.page_size + 1, self.page_size)
+        ]
 
     def match(self, tokens: Tokens) -> list[int]:
         self.now += 1

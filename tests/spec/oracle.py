@@ -100,7 +100,9 @@ class Oracle:
         self, request: Request, count: int, shape: tuple[int, int, int]
     ) -> tuple[list[int], list[Step]]:
         steps, topk, total = shape
-        return speculative(self.target, self.draft, request, count, steps=steps, topk=topk, total_tokens=total)
+        return speculative(
+            self.target, self.draft, request, count, steps=steps, topk=topk, total_tokens=total
+        )
 
 
 def pool_scores(pool: tree.Pool) -> Tensor:

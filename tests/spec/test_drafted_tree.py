@@ -45,9 +45,7 @@ def test_drafts_of_a_random_head(
     params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=COUNT + shape[0] + 1)
     request = Request(tuple(PROMPT), reference_params(params, PROMPT, choice=1))
     with record_drafts() as drafts:
-        answer = answer_one(
-            random_models.scheduler(algorithm, shape, page_size=4), PROMPT, params, choice=1
-        )
+        answer = answer_one(random_models.scheduler(algorithm, shape, page_size=4), PROMPT, params, choice=1)
     done, steps = 0, 0
     for run, found in zip(answer.runs, drafts, strict=False):
         done += run
@@ -61,11 +59,10 @@ def test_drafts_of_a_random_head(
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize(
-    ("algorithm", "shape"), [("EAGLE", (3, 1, 4)), ("EAGLE", (3, 2, 6)), ("EAGLE3", (4, 1, 5)), ("EAGLE3", (3, 3, 8))]
+    ("algorithm", "shape"),
+    [("EAGLE", (3, 1, 4)), ("EAGLE", (3, 2, 6)), ("EAGLE3", (4, 1, 5)), ("EAGLE3", (3, 3, 8))],
 )
-def test_text_and_accepted_counts(
-    algorithm: str, shape: Shape, sampling: str, agreeing: Checkpoints
-) -> None:
+def test_text_and_accepted_counts(algorithm: str, shape: Shape, sampling: str, agreeing: Checkpoints) -> None:
     oracle = Oracle(agreeing.target, agreeing.draft(algorithm))
     params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=COUNT + shape[0] + 2)
     request = Request(tuple(PROMPT), reference_params(params, PROMPT))
@@ -110,7 +107,9 @@ def test_the_end_of_a_request_cuts_depth(agreeing: Checkpoints) -> None:
 def test_each_slot_of_a_batch_drafts_its_own(random_models: Checkpoints) -> None:
     """Pools do not depend on who else is in the batch; the verified nodes share one budget."""
     prompts = [[1, 5, 9], [40, 2, 2, 61, 7, 30], [11] * 9]
-    params = [msgspec.structs.replace(SAMPLING[name], max_tokens=6) for name in ("greedy", "warm", "penalised")]
+    params = [
+        msgspec.structs.replace(SAMPLING[name], max_tokens=6) for name in ("greedy", "warm", "penalised")
+    ]
     alone: list[Drafted] = []
     for prompt, each in zip(prompts, params, strict=True):
         with record_drafts() as drafts:

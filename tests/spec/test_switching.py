@@ -24,6 +24,7 @@ def run_to(scheduler: Scheduler, params: SamplingParams, count: int) -> int:
     client = Client(scheduler)
     client.submit("0", PROMPT, params)
     while len(client.answers["0"].tokens) < count:
+        assert scheduler.has_work
         client.iterate()
     return len(client.answers["0"].tokens)
 

@@ -13,11 +13,18 @@ from torch.nn import functional as F
 _PACK_ROWS = 256  # up to here, packing a group's query heads into one tile beats broadcasting the keys
 
 
-def paged_attention(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, bias_BNL: Tensor) -> Tensor:
+def group_bias(bias_BNL: Tensor, group: int) -> Tensor:
+    """The bias as ``paged_attention`` wants it for ``group`` query heads a key head; make it once for many layers."""
+    if group * bias_BNL.shape[1] > _PACK_ROWS:
+        return bias_BNL[:, None]
+    return bias_BNL[:, None].repeat_interleave(group, dim=2)
+
+
+def paged_attention(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, bias: Tensor) -> Tensor:
     """Softmax attention with an additive bias over all positions of each request's pages.
 
-    ``cache``: ``[pages, (k, v), page size, Hk, D]``. ``bias_BNL``: 0 where visible, -inf where not, every row with at
-    least one visible position; L = M * page size. Returns ``[B, N, Hq, D]``.
+    ``cache``: ``[pages, (k, v), page size, Hk, D]``. ``bias``: ``group_bias`` of ``[B, N, L]``, 0 where visible, -inf
+    where not, every row with at least one visible position; L = M * page size. Returns ``[B, N, Hq, D]``.
     """
     batch, queries, heads, size = q_BNHD.shape
     kv_heads = cache.shape[3]
@@ -27,11 +34,10 @@ def paged_attention(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, bias_BNL: T
     group = heads // kv_heads
     if group * queries > _PACK_ROWS:
         out = F.scaled_dot_product_attention(
-            q_BNHD.transpose(1, 2), k_BKLD, v_BKLD, attn_mask=bias_BNL[:, None], enable_gqa=group > 1
+            q_BNHD.transpose(1, 2), k_BKLD, v_BKLD, attn_mask=bias, enable_gqa=group > 1
         )
         return out.transpose(1, 2)
     q = q_BNHD.view(batch, queries, kv_heads, group, size).transpose(1, 2).flatten(2, 3)
-    bias = bias_BNL[:, None].repeat_interleave(group, dim=2)
     out = F.scaled_dot_product_attention(q, k_BKLD, v_BKLD, attn_mask=bias)
     out_BNHD: Tensor = out.unflatten(2, (queries, group)).transpose(1, 2).flatten(2, 3)
     return out_BNHD

@@ -60,6 +60,7 @@ def truncate(
     kept_NV = sorted_NV.masked_fill(sorted_NV < floor_N1, -torch.inf).softmax(-1)
     above_NV = torch.nn.functional.pad(kept_NV.cumsum(-1), (1, -1))
     kept_N1 = ((above_NV < top_p_N[:, None]) | (top_p_N[:, None] >= 1)).sum(-1, keepdim=True)
+    kept_N1 = kept_N1.clamp(min=1)  # a top_p so small that it is 0 here still keeps the best
     floor_N1 = torch.maximum(floor_N1, sorted_NV.gather(1, kept_N1 - 1))
     floor_N1 = torch.maximum(floor_N1, sorted_NV[:, :1] + min_p_N[:, None].log())
     return logits_NV.masked_fill((scaled_NV < floor_N1) & sampled_N1, -torch.inf)

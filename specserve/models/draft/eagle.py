@@ -13,6 +13,7 @@ from specserve_kernels import rotary_table
 from torch import Tensor, nn
 
 from specserve.layers.decoder import MLP, Attend, Attention, RMSNorm
+from specserve.layers.linear import Linear
 from specserve.layers.rotary import inverse_frequencies
 from specserve.models.draft.base import DraftConfig
 
@@ -28,7 +29,7 @@ class EagleHead(nn.Module):
         # Held in tuples so that the target's modules are used but not registered as the head's own.
         self._embed, self._lm_head = (embed,), (lm_head,)
         size = config.layer.hidden_size
-        self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+        self.fc = Linear(2 * size, size, bias=config.fc_bias)
         self.self_attn = Attention(config.layer, layer)
         self.post_attention_layernorm = RMSNorm(size, config.layer.rms_norm_eps)
         self.mlp = MLP(size, config.layer.intermediate_size)

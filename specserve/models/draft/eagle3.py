@@ -13,6 +13,7 @@ from specserve_kernels import rotary_table
 from torch import Tensor, nn
 
 from specserve.layers.decoder import MLP, Attend, Attention, RMSNorm
+from specserve.layers.linear import Linear
 from specserve.layers.rotary import inverse_frequencies
 from specserve.models.draft.base import DraftConfig
 
@@ -26,14 +27,14 @@ class Eagle3Head(nn.Module):
         # Held in a tuple so that the target's embedding is used but not registered as the head's own.
         self._embed = (embed,)
         size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
-        self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, size, bias=config.fc_bias)
+        self.fc = Linear(len(config.taps) * config.target_hidden_size, size, bias=config.fc_bias)
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
         self.self_attn = Attention(config.layer, layer)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(size, config.layer.intermediate_size)
         self.norm = RMSNorm(size, eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
         inv_freq = inverse_frequencies(config.rope, config.layer.head_dim)
         table = rotary_table(inv_freq, max_positions, 1.0, torch.get_default_dtype())
         self.register_buffer("rope_P2D", table, persistent=False)

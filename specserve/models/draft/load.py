@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from specserve.layers.decoder import LayerConfig
-from specserve.layers.rotary import RopeConfig
 from specserve.models.checkpoint import TensorFiles, building, load_parameters
-from specserve.models.config import ModelConfig, layer_config, read_json
+from specserve.models.config import ModelConfig, layer_config, read_json, rope_config
 from specserve.models.draft.base import DraftConfig, DraftHead
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
@@ -126,7 +125,7 @@ def _draft_config(
         )
     return DraftConfig(
         layer=layer,
-        rope=RopeConfig.from_dict(config),
+        rope=rope_config(config, path / "config.json"),
         target_hidden_size=config.get("target_hidden_size") or target.hidden_size,
         target_vocab_size=vocab,
         draft_vocab_size=rows,
@@ -136,7 +135,7 @@ def _draft_config(
 
 def _layer(path: Path, files: TensorFiles, config: Mapping[str, Any], input_factor: int) -> LayerConfig:
     """The layer's geometry; head size and key heads follow from the projections, biases from their presence."""
-    layer = layer_config(config, path / "config.json", input_factor * int(config.get("hidden_size") or 0))
+    layer = layer_config(config, path / "config.json")
     q_rows, k_rows = (files[f"layers.0.self_attn.{name}_proj.weight"].shape[0] for name in ("q", "k"))
     head_dim = q_rows // layer.num_heads
     if head_dim * layer.num_heads != q_rows or k_rows % head_dim:
@@ -146,6 +145,7 @@ def _layer(path: Path, files: TensorFiles, config: Mapping[str, Any], input_fact
         )
     return dataclasses.replace(
         layer,
+        input_size=input_factor * layer.hidden_size,
         head_dim=head_dim,
         num_kv_heads=k_rows // head_dim,
         qkv_bias="layers.0.self_attn.q_proj.bias" in files,
