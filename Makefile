@@ -10,8 +10,8 @@ python := $(VENV)/bin/python
 serve_ready := $(VENV)/.serve-ready
 test_ready := $(VENV)/.test-ready
 
-# One thread: the tests' models are so small that threads spend their time waiting for each other. On two busy cores
-# tests/spec and kernels/tests took 40 s with one thread and more than 300 s with two.
+# One thread: the tests' models are so small that threads spend their time waiting for each other. On two cores with
+# other work, four files of tests/ took 25 s with one thread and 88 s with two.
 test_environment := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: serve test check docs clean

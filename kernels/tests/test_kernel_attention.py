@@ -66,5 +66,7 @@ def test_both_paths_are_taken_by_size() -> None:
     single = []
     for i in range(100):
         q_B1HD = q_BNHD[:, i : i + 1]
-        single.append(paged_attention(q_B1HD, cache, pages_BM, grouped(q_B1HD, cache, visible_BNL[:, i : i + 1])))
+        single.append(
+            paged_attention(q_B1HD, cache, pages_BM, grouped(q_B1HD, cache, visible_BNL[:, i : i + 1]))
+        )
     torch.testing.assert_close(whole, torch.cat(single, dim=1), atol=1e-12, rtol=1e-12)

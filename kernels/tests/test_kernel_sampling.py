@@ -131,6 +131,7 @@ CASES: dict[str, tuple[list[float], dict[str, float], list[int]]] = {
     "min-p of 1 keeps the best": ([1, 4, 3, 4, 0], {"min_p": 1.0}, [1, 3]),
     "top-p counts what top-k left": ([2, 2, 2, 2, -9], {"top_k": 4, "top_p": 0.25}, [0, 1, 2, 3]),
     "min-p is relative": ([0, -1, -2, -3, -4], {"min_p": math.exp(-2.5)}, [0, 1, 2]),
+    "top-p ends where p is reached": ([0, -math.log(2), -math.log(2), -90, -90], {"top_p": 0.5}, [0]),
     "top-p across a boundary": ([0, 0, -50, -50, -50], {"top_p": 0.75}, [0, 1]),
 }
 

@@ -1,0 +1,48 @@
+"""Packed weights give the plain layer's results, and are used where they should be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from specserve.layers.linear import Linear, pack_linears
+from torch import nn
+
+
+@pytest.mark.parametrize("rows", [1, 6, 48])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_equals_plain(rows: int, bias: bool) -> None:
+    torch.manual_seed(rows)
+    layer, x = Linear(96, 40, bias=bias), torch.randn(rows, 96)
+    with torch.inference_mode():
+        plain = layer(x)
+        pack_linears(layer)
+        assert layer.packed is not None
+        torch.testing.assert_close(layer(x), plain, rtol=1e-5, atol=1e-5)
+    assert layer.weight.numel() == 0
+
+
+def test_non_contiguous_input() -> None:
+    layer, x = Linear(32, 8, bias=False), torch.randn(32, 5).t()
+    with torch.inference_mode():
+        plain = layer(x)
+        pack_linears(layer)
+        torch.testing.assert_close(layer(x), plain, rtol=1e-5, atol=1e-5)
+
+
+def test_float64_stays_plain() -> None:
+    layer = Linear(16, 8).double()
+    pack_linears(layer)
+    assert layer.packed is None
+
+
+def test_shared_and_named_weights_are_kept() -> None:
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(8, 16), "head": Linear(16, 8, bias=False), "qkv": Linear(16, 8), "out": Linear(16, 8)}
+    )
+    model["head"].weight = model["embed"].weight
+    pack_linears(model, keep=["qkv"])
+    assert model["head"].weight is model["embed"].weight
+    assert model["embed"].weight.numel() == 128
+    assert model["qkv"].weight.numel() == 128
+    assert model["out"].weight.numel() == 0
+    assert all(model[name].packed is not None for name in ("head", "qkv", "out"))
