@@ -9,7 +9,6 @@ batch 1 and batch by batch at batch 8, so that whatever else the machine does fa
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -113,7 +112,6 @@ def main() -> None:
         "batch 1: on / transformers": one[on] / one["transformers"],
         "batch 1: off / transformers": one["off"] / one["transformers"],
         "threads": torch.get_num_threads(),
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
     }
     for name, value in figures.items():
         print(f"{name}: {value}")

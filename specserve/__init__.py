@@ -5,12 +5,7 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
-
-# OpenMP's threads spin at barriers by default. Beside any other busy process (the server's own front, a client) the
-# spinning thread holds the core that the late one needs: docs/decisions/0006-openmp-threads-wait-passively.md.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from specserve.core import SamplingParams, Speculation

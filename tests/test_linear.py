@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from specserve.layers.linear import Linear, pack_linears
 from torch import nn
+
+from specserve.layers.linear import Linear, pack_linears
 
 
 @pytest.mark.parametrize("rows", [1, 6, 48])
@@ -37,7 +38,12 @@ def test_float64_stays_plain() -> None:
 
 def test_shared_and_named_weights_are_kept() -> None:
     model = nn.ModuleDict(
-        {"embed": nn.Embedding(8, 16), "head": Linear(16, 8, bias=False), "qkv": Linear(16, 8), "out": Linear(16, 8)}
+        {
+            "embed": nn.Embedding(8, 16),
+            "head": Linear(16, 8, bias=False),
+            "qkv": Linear(16, 8),
+            "out": Linear(16, 8),
+        }
     )
     model["head"].weight = model["embed"].weight
     pack_linears(model, keep=["qkv"])

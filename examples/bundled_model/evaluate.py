@@ -18,7 +18,9 @@ MOST_TOKENS = 256
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--algorithm", default="EAGLE3", choices=["NONE", "EAGLE", "EAGLE3"])
     args = parser.parse_args()
     rows = load_questions()
@@ -32,7 +34,11 @@ def main() -> None:
         right[row["kind"]] += good
         if not good:
             print(f"wrong: {row['question']} -> {answer.text} ({answer.finish_reason})")
-    figures = {"right": right.total(), "asked": asked.total(), "by kind": {k: [right[k], n] for k, n in asked.items()}}
+    figures = {
+        "right": right.total(),
+        "asked": asked.total(),
+        "by kind": {k: [right[k], n] for k, n in asked.items()},
+    }
     print(figures)
     print(write_results("bundled_questions", figures))
 

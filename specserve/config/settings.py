@@ -87,6 +87,13 @@ class Settings:
         group=ENGINE,
         choices=("auto", "cuda", "cpu"),
     )
+    cpu_threads: int | None = setting(
+        None,
+        "Threads of the engine on a CPU. Not set: the server takes one less than it has cores, which it leaves to "
+        "its front; `LLM` takes PyTorch's own number.",
+        group=ENGINE,
+        low=1,
+    )
     attention_backend: str = setting(
         "auto",
         "Attention implementation. auto: torch. The others are not available in this version.",

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler:
     """Loads everything that resolved settings name. Raises ValueError for what cannot be served."""
+    if settings.cpu_threads is not None:
+        torch.set_num_threads(settings.cpu_threads)
     shape = static_shape(settings)
     context = create_context(settings, model_config, shape)
     assert settings.max_running_requests and settings.context_length and settings.chunked_prefill_size

@@ -44,5 +44,9 @@ def pack_linears(module: nn.Module, keep: Sequence[str] = ()) -> None:
         return
     holders = Counter(id(p) for child in module.modules() for p in child.parameters(recurse=False))
     for name, child in module.named_modules():
-        if isinstance(child, Linear) and child.weight.dtype == torch.float32 and child.weight.device.type == "cpu":
+        if (
+            isinstance(child, Linear)
+            and child.weight.dtype == torch.float32
+            and child.weight.device.type == "cpu"
+        ):
             child.pack(keep_weight=holders[id(child.weight)] > 1 or name.endswith(tuple(keep)))

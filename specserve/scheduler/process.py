@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -91,9 +92,21 @@ def build_scheduler(settings: Settings) -> Built:
     model_config = load_model_config(Path(settings.model_path))
     settings, more = resolve(settings, model_config)
     notes += more
+    settings = _with_threads(settings, notes)
     for note in notes:
         log.info("%s", note)
     return Built(create_scheduler(settings, model_config), settings, notes)
+
+
+def _with_threads(settings: Settings, notes: list[str]) -> Settings:
+    """Leaves a core to the front: OpenMP's threads spin at barriers, and one that is pushed off its core holds up
+    all (docs/decisions/0006-engine-threads.md)."""
+    if settings.device != "cpu" or settings.cpu_threads is not None:
+        return settings
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores - 1)
+    notes.append(f"cpu_threads = {threads}: of {cores} cores, one is left to the front")
+    return replace(settings, cpu_threads=threads)
 
 
 def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoReturn:

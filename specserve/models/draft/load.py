@@ -17,7 +17,7 @@ from torch import Tensor
 from specserve.layers.decoder import LayerConfig
 from specserve.models.checkpoint import TensorFiles, building, load_parameters
 from specserve.models.config import ModelConfig, layer_config, read_json, rope_config
-from specserve.models.draft.base import DraftConfig, DraftHead
+from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
 from specserve.models.llama import LlamaModel
@@ -31,7 +31,7 @@ class LoadedDraft:
     """``ids`` are the target ids of the draft vocabulary, None where it is the target's; ``notes`` say what was
     resolved."""
 
-    head: DraftHead
+    head: EagleHead | Eagle3Head
     ids: Tensor | None
     notes: list[str]
 
