@@ -6,6 +6,8 @@ Plain data. Each piece of state is changed by one function elsewhere; nothing he
 from __future__ import annotations
 
 import math
+from functools import cache
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -15,6 +17,31 @@ MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**62  # counts of tokens, summed in int64
 
 
+@cache
+def _kinds(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    return get_type_hints(struct)
+
+
+def _check_types(struct: msgspec.Struct, prefix: str = "") -> None:
+    """Raises ValueError naming the first field whose value is not of its type."""
+    for name, kind in _kinds(type(struct)).items():
+        value = getattr(struct, name)
+        if isinstance(value, dict) and isinstance(
+            kind, type
+        ):  # which ``convert`` would take for a struct's fields
+            raise ValueError(f"{prefix}{name}: expected `{kind.__name__}`, got `dict`")
+        try:
+            msgspec.convert(value, kind, strict=True)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{prefix}{name}: {str(error).lower()}") from None
+
+
+def _check_range(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
+    inside = low < value <= high if open_low else low <= value <= high
+    if not inside or not math.isfinite(value):
+        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], found {value}")
+
+
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """Per-request control of drafting. ``max_draft_tokens`` bounds the nodes drafted for it in one step."""
 
@@ -22,6 +49,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     max_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self, "speculation.")
         if self.max_draft_tokens is not None:
             _check_range("speculation.max_draft_tokens", self.max_draft_tokens, 0, MAX_COUNT)
 
@@ -53,6 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Speculation = Speculation()
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.max_tokens is not None:
             _check_range("max_tokens", self.max_tokens, 1, MAX_COUNT)
         _check_range("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_COUNT)
@@ -77,12 +106,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
-
-
-def _check_range(name: str, value: float, low: float, high: float, open_low: bool = False) -> None:
-    inside = low < value <= high if open_low else low <= value <= high
-    if not inside or not math.isfinite(value):
-        raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], found {value}")
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

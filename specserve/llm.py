@@ -180,7 +180,7 @@ class _Batch:
         """One iteration of the engine. Returns the requests that ended."""
         ended = []
         for message in self._engine.run_once():
-            if message.rid not in open_rids:
+            if message.rid not in open_rids or message.rid in ended:
                 continue  # said before the engine learned of an abort
             if isinstance(message, Failed):
                 raise ValueError(f"{message.param}: {message.message}" if message.param else message.message)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specserve.kv.pool import KVGeometry, KVPool
+from specserve.kv.pool import KVGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def unsupported(self, geometry: KVGeometry, pool: KVPool) -> list[str]: ...
+    def unsupported(self, geometry: KVGeometry, page_size: int) -> list[str]: ...
 
     def plan_prefill(self, chunks: Chunks) -> Plan: ...
 

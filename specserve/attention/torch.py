@@ -12,7 +12,7 @@ from specserve_kernels import group_bias, paged_attention, visible_to_bias
 from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes
-from specserve.kv.pool import KVGeometry, KVPool
+from specserve.kv.pool import KVGeometry
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class TorchAttention:
         self.page_size = page_size
         self.dtype = dtype
 
-    def unsupported(self, geometry: KVGeometry, pool: KVPool) -> list[str]:
+    def unsupported(self, geometry: KVGeometry, page_size: int) -> list[str]:
         return []
 
     def plan_prefill(self, chunks: Chunks) -> _Plan:

@@ -11,18 +11,17 @@ from specserve.attention import TorchAttention
 from specserve.config import Settings
 from specserve.engine.memory import pool_pages
 from specserve.engine.runner import Runner
-from specserve.engine.sampler import VocabMap
 from specserve.kv.pool import KVGeometry, KVPool, PoolConfig
 from specserve.layers.linear import pack_linears
 from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.config import ModelConfig
-from specserve.models.draft.load import load_draft
 from specserve.models.llama import LlamaModel
 from specserve.scheduler.admission import Admission, Capacity
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.scheduler import Limits, Scheduler, ShapeOf
 from specserve.spec.context import Context
-from specserve.spec.drafters.eagle import EagleDrafter
+from specserve.spec.drafter import Drafter
+from specserve.spec.drafters import load_drafter
 from specserve.spec.state import DecodeState
 from specserve.spec.tree import StepShape
 
@@ -45,11 +44,10 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
         eos_token_ids=model_config.eos_token_ids,
         all_greedy=settings.requests_all_greedy,
     )
-    chunk = settings.chunked_prefill_size
     limits = Limits(
         max_running_requests=settings.max_running_requests,
-        chunked_prefill_size=settings.context_length if chunk == -1 else chunk,
-        overlap=settings.overlap_schedule == "on",
+        chunked_prefill_size=settings.chunked_prefill_size,
+        overlap=_overlap(settings, context.drafter),
     )
     info: dict[str, object] = {
         "context_length": capacity.context_length,
@@ -62,6 +60,15 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
     }
     admission = Admission(capacity, settings.random_seed)
     return Scheduler(Runner(context), memory, admission, limits, shape_policy(shape), info)
+
+
+def _overlap(settings: Settings, drafter: Drafter | None) -> bool:
+    """Whether results of a step are handled while the next one runs."""
+    wanted = settings.overlap_schedule == "on"
+    if wanted and drafter is not None and drafter.needs_tokens:
+        log.info("overlap is off: %s wants each step's tokens before the next", drafter.name)
+        return False
+    return wanted
 
 
 def static_shape(settings: Settings) -> tuple[int, int, int] | None:
@@ -106,6 +113,11 @@ def create_context(
     )
     pages = pool_pages(pool_config, settings.max_total_tokens, settings.mem_fraction_static, device)
     attention = TorchAttention(settings.page_size, dtype)
+    for geometry in dict.fromkeys([*pool_config.target_layers, *pool_config.draft_layers]):
+        if reasons := attention.unsupported(geometry, settings.page_size):
+            raise ValueError(
+                f"attention backend {attention.name!r} cannot serve {geometry}: {'; '.join(reasons)}"
+            )
     state = DecodeState(
         slots=settings.max_running_requests,
         pages_per_slot=-(-positions // settings.page_size),
@@ -121,19 +133,16 @@ def create_context(
 
 def create_drafter(
     settings: Settings, target: LlamaModel, positions: int, dtype: torch.dtype
-) -> EagleDrafter | None:
+) -> Drafter | None:
     """The drafter that the settings name, or None."""
     if settings.speculative_algorithm == "NONE":
         return None
     assert settings.speculative_draft_model_path
-    layer = target.config.num_layers
     path = Path(settings.speculative_draft_model_path)
-    loaded = load_draft(path, settings.speculative_algorithm, target, layer, positions, dtype)
-    for note in loaded.notes:
-        log.info("%s", note)
-    topk, size = settings.speculative_eagle_topk or 1, loaded.head.config.draft_vocab_size
+    drafter = load_drafter(
+        settings.speculative_algorithm, path, target, target.config.num_layers, positions, dtype
+    )
+    topk, size = settings.speculative_eagle_topk or 1, drafter.vocab_size
     if topk > size:
         raise ValueError(f"--speculative-eagle-topk: the draft {path} has {size} tokens, found {topk}")
-    pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
-    vocab = None if loaded.ids is None else VocabMap.of(loaded.ids, target.config.vocab_size)
-    return EagleDrafter(settings.speculative_algorithm, loaded.head, layer, vocab)
+    return drafter

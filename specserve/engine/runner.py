@@ -15,7 +15,7 @@ from specserve.core import SamplingParams, TokenLogprob
 from specserve.engine.logprobs import token_logprobs
 from specserve.spec.context import Context, View
 from specserve.spec.prefill import PromptChunks, prefill
-from specserve.spec.state import SamplerNeeds
+from specserve.spec.state import SamplerNeeds, to_device
 from specserve.spec.step import step
 from specserve.spec.tree import StepShape
 
@@ -56,20 +56,19 @@ class Launch:
         """One entry a row, in the order of the launch."""
         if self._event is not None:
             self._event.synchronize()
-        values = self._packed.tolist()
-        width = self._packed.shape[1] - 1
-        out = []
-        for index, (row, entry) in enumerate(zip(self._rows, values, strict=True)):
+        out, reported = [], 0
+        for row, entry in zip(self._rows, self._packed.tolist(), strict=True):
             tokens = [token for token in entry[:-1] if token >= 0]
-            logprobs = self._row_logprobs(row, tokens, index * width)
+            logprobs = None
+            if row.params.logprobs is not None:
+                logprobs = self._row_logprobs(row.params.logprobs, tokens, reported)
+                reported += len(entry) - 1
             out.append(Emitted(tokens, entry[-1], logprobs))
         return out
 
-    def _row_logprobs(self, row: Row, tokens: list[int], start: int) -> list[TokenLogprob] | None:
-        if row.params.logprobs is None or self._logprobs is None:
-            return None
+    def _row_logprobs(self, count: int, tokens: list[int], start: int) -> list[TokenLogprob]:
+        assert self._logprobs is not None
         own, values, ids = (part[start : start + len(tokens)].tolist() for part in self._logprobs)
-        count = row.params.logprobs
         return [
             TokenLogprob(token, own[i], list(zip(ids[i][:count], values[i][:count], strict=True)))
             for i, token in enumerate(tokens)
@@ -101,7 +100,8 @@ class Runner:
         token_B1 = result.token_B[:, None]
         packed = torch.where(chunks.final_B[:, None], token_B1, -1)
         packed = torch.cat([packed, torch.zeros_like(packed)], dim=1)
-        return Launch(packed, self._logprobs(rows, result.logits_BV, result.token_B), rows)
+        index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
+        return Launch(packed, self._logprobs(rows, result.logits_BV, token_B1, index_B1), rows)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
@@ -109,9 +109,7 @@ class Runner:
         result = step(self.context, self._view(rows), shape)
         accepted = result.accepted
         packed = torch.cat([accepted.token_BS, result.drafted_B[:, None]], dim=1)
-        logprobs = self._logprobs(
-            rows, result.logits_TV, accepted.token_BS.clamp(min=0).flatten(), accepted.path_BS.flatten()
-        )
+        logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS.clamp(min=0), accepted.path_BS)
         return Launch(packed, logprobs, rows)
 
     def _view(self, rows: Sequence[Row]) -> View:
@@ -120,12 +118,17 @@ class Runner:
         return View.of(self.context, slots, max(row.length for row in rows), needs)
 
     def _logprobs(
-        self, rows: Sequence[Row], logits: Tensor, tokens_N: Tensor, index_N: Tensor | None = None
+        self, rows: Sequence[Row], logits: Tensor, token_BW: Tensor, index_BW: Tensor
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
-        if not wanted:
+        """Of the rows that ask for them: ``token_BW`` are up to W tokens a row, chosen at rows ``index_BW`` of the
+        logits."""
+        asking = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+        if not asking:
             return None
-        return token_logprobs(logits if index_N is None else logits[index_N], tokens_N, max(wanted))
+        most = max(rows[index].params.logprobs or 0 for index in asking)
+        asking_A = self._tensor(asking)
+        logits_NV = logits[index_BW[asking_A].flatten()]
+        return token_logprobs(logits_NV, token_BW[asking_A].flatten(), min(most, logits.shape[1]))
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.context.state.device)
+        return to_device(values, self.context.state.device)

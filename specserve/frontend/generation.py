@@ -79,6 +79,9 @@ class Generation:
             message = message or await self._get()
             index = self._rids[message.rid]
             output = self._outputs[index]
+            if output.answer.finish_reason is not None:
+                message = None
+                continue  # it was on its way when a stop string ended the answer
             delta = output.push(message)
             self._measure(index, delta)
             if output.must_abort:

@@ -12,7 +12,7 @@ import msgspec
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length"]
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):

@@ -14,6 +14,8 @@ class PageAllocator:
         self.num_pages = num_pages
         self._references = [0] * num_pages
         self._free = list(range(num_pages - 1, 0, -1))
+        self._cached: set[int] = set()
+        self.idle = 0  # pages whose only owner is the prefix tree
 
     @property
     def capacity(self) -> int:
@@ -35,6 +37,8 @@ class PageAllocator:
         """Adds an owner to each page."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free and cannot be shared"
+            if self._references[page] == 1 and page in self._cached:
+                self.idle -= 1
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -44,6 +48,21 @@ class PageAllocator:
             self._references[page] -= 1
             if not self._references[page]:
                 self._free.append(page)
+            elif self._references[page] == 1 and page in self._cached:
+                self.idle += 1
+
+    def adopt(self, pages: Iterable[int]) -> None:
+        """Makes the prefix tree an owner of pages that a request holds."""
+        for page in pages:
+            self.share([page])
+            self._cached.add(page)
+
+    def disown(self, pages: Iterable[int]) -> None:
+        """Ends the prefix tree's ownership."""
+        for page in pages:
+            self.idle -= self._references[page] == 1
+            self._cached.remove(page)
+            self.release([page])
 
     def references(self, page: int) -> int:
         return self._references[page]

@@ -53,7 +53,7 @@ class RadixCache:
         if done < len(keys):
             leaf = _Node(keys[done:], list(pages[done : len(keys)]), node, self._tick())
             node.children[leaf.keys[0]] = leaf
-            self._allocator.share(leaf.pages)
+            self._allocator.adopt(leaf.pages)
             self.num_pages += len(leaf.pages)
 
     def evict(self, count: int) -> int:
@@ -61,7 +61,7 @@ class RadixCache:
 
         Returns how many were freed.
         """
-        heap = [(leaf.used, id(leaf), leaf) for leaf in self._leaves() if self._idle_tail(leaf)]
+        heap = [(leaf.used, id(leaf), leaf) for leaf in self._leaves() if self._only_ours(leaf.pages[-1])]
         heapq.heapify(heap)
         freed = 0
         while heap and freed < count:
@@ -70,7 +70,8 @@ class RadixCache:
             freed += taken
             self._drop_tail(leaf, taken)
             parent = leaf.parent
-            if not leaf.pages and parent is not None and not parent.children and self._idle_tail(parent):
+            bare = not leaf.pages and parent is not None and not parent.children and bool(parent.pages)
+            if bare and parent is not None and self._only_ours(parent.pages[-1]):
                 heapq.heappush(heap, (parent.used, id(parent), parent))
         return freed
 
@@ -80,7 +81,7 @@ class RadixCache:
 
     def evictable(self) -> int:
         """Pages that ``evict`` could free now."""
-        return sum(self._only_ours(page) for node in self._nodes() for page in node.pages)
+        return self._allocator.idle
 
     def _keys(self, tokens: Sequence[int]) -> list[Key]:
         size = self._page_size
@@ -115,7 +116,7 @@ class RadixCache:
     def _drop_tail(self, leaf: _Node, count: int) -> None:
         """Frees the last ``count`` pages of a leaf and unlinks it when it is empty."""
         first = leaf.keys[0]
-        self._allocator.release(leaf.pages[-count:])
+        self._allocator.disown(leaf.pages[-count:])
         del leaf.pages[-count:], leaf.keys[-count:]
         self.num_pages -= count
         if not leaf.pages and leaf.parent is not None:

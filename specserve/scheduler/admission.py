@@ -72,6 +72,12 @@ class Admission:
                 f"the prompt has {len(prompt)} tokens; the KV pool (max_total_tokens) holds {capacity.pool_tokens}",
                 "prompt",
             )
+        room = min(capacity.context_length, capacity.pool_tokens) - len(prompt)
+        if params.min_tokens > room:
+            raise Refused(
+                f"there is room for {room} tokens after the prompt, found min_tokens {params.min_tokens}",
+                "min_tokens",
+            )
         named = {
             "prompt": prompt,
             "logit_bias": params.logit_bias or (),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from specserve.kv.allocator import PageAllocator
 from specserve.kv.radix import RadixCache
@@ -26,15 +26,33 @@ class Memory:
             request.pages = self.cache.match(tokens[: len(tokens) - 1])
             self.allocator.share(request.pages)
 
+    @property
+    def available(self) -> int:
+        """Pages that are free, or cached and used by nobody."""
+        return self.allocator.free + self.allocator.idle
+
+    def prepare(self, needs: Iterable[tuple[Request, int]]) -> bool:
+        """Frees pages for many requests, each with the tokens it is to hold, in one eviction: ``grow`` follows. Returns
+        False, and changes nothing, when there are too few."""
+        missing = sum(max(0, self.pages_for(tokens) - len(request.pages)) for request, tokens in needs)
+        if missing > self.available:
+            return False
+        self._make_free(missing)
+        return True
+
+    def _make_free(self, pages: int) -> None:
+        if self.cache is not None and pages > self.allocator.free:
+            self.cache.evict(pages - self.allocator.free)
+
     def grow(self, request: Request, tokens: int) -> list[int] | None:
         """Extends the request's pages to hold ``tokens``, evicting cached ones. Returns the new pages, or None when
         there are too few (nothing changed)."""
         missing = self.pages_for(tokens) - len(request.pages)
         if missing <= 0:
             return []
-        short = missing - self.allocator.free
-        if short > 0 and (self.cache is None or self.cache.evict(short) < short):
+        if missing > self.available:
             return None
+        self._make_free(missing)
         pages = self.allocator.allocate(missing)
         request.pages += pages
         return pages
@@ -45,9 +63,10 @@ class Memory:
 
         So whoever uses a cached page uses all before it, and eviction, which goes from the ends of the tree, can reach
         every page that nobody uses."""
-        if self.cache is None:
-            return False
         whole = request.computed // self.page_size
+        if self.cache is None or whole == request.remembered:
+            return False
+        request.remembered = whole
         tokens, own = request.tokens[: whole * self.page_size], request.pages[:whole]
         self.cache.insert(tokens, own)
         cached = self.cache.match(tokens)
@@ -59,7 +78,7 @@ class Memory:
     def release(self, request: Request) -> None:
         """Takes all pages from the request; what the cache remembers stays there."""
         self.allocator.release(request.pages)
-        request.pages = []
+        request.pages, request.remembered = [], 0
 
     def check_idle(self) -> None:
         """Raises AssertionError unless every page is free or cached: the invariant of an idle server."""

@@ -141,7 +141,7 @@ def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
         _send(outbox, [Broken(f"the engine can't start: {_words(error)}")])
         return 1
     try:
-        _send(outbox, [Ready(_info(built))])
+        _send(outbox, [Ready(_info(built)), built.engine.stats()])
         _Loop(built.engine, inbox, outbox).run()
     except Exception as error:
         log.exception("the engine failed")

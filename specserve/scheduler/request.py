@@ -26,6 +26,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     context: Sequence[int] = ()  # tokens to prefill: prompt, and output so far after a preemption
     prefilled: int = 0  # of those, launched or found in the cache
+    remembered: int = 0  # whole pages offered to the prefix cache
     inflight: int = 0  # most tokens that launches not yet read may add to the cache
     # For the final report.
     cached_tokens: int | None = None

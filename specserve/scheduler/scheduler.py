@@ -65,6 +65,10 @@ class Scheduler:
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self._inflight: deque[_InFlight] = deque()
         self._outbox: list[Tokens | Failed] = []
+        self._refused: tuple[Request | None, int] = (
+            None,
+            0,
+        )  # head of the queue, and the pages that were too few
         self._counters = Counters()
 
     # What the process around the scheduler calls.
@@ -121,6 +125,8 @@ class Scheduler:
         """Gives slots and pages to waiting requests, first come first served, while both last."""
         while self._waiting and self._free_slots:
             request = self._waiting[0]
+            if self._running and self._refused == (request, self.memory.available):
+                return  # nothing was freed since
             context = request.tokens
             self.memory.take_prefix(request, context)
             cached_pages = len(request.pages)
@@ -129,6 +135,7 @@ class Scheduler:
             if self.memory.grow(request, len(context) + 1 + headroom) is None:
                 assert self._running, "an admitted request fits an empty pool"
                 self.memory.release(request)
+                self._refused = (request, self.memory.available)
                 return
             self._waiting.popleft()
             self._seat(request, context, cached_pages)
@@ -227,14 +234,13 @@ class Scheduler:
             return ready, plain
 
     def _reserve(self, ready: list[Request], shape: StepShape) -> bool:
-        state = self._runner.context.state
-        for request in ready:
+        needs = [(request, self._bound(request) + shape.reserve) for request in ready]
+        if not self.memory.prepare(needs):
+            return False
+        for request, tokens in needs:
             held = len(request.pages)
-            pages = self.memory.grow(request, self._bound(request) + shape.reserve)
-            if pages is None:
-                return False
-            if pages:
-                state.set_pages(request.slot, held, pages)
+            if pages := self.memory.grow(request, tokens):
+                self._runner.context.state.set_pages(request.slot, held, pages)
         return True
 
     def _preempt(self, request: Request) -> None:

@@ -50,7 +50,7 @@ class CountAnswers:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 known = scope.get("route") is not None
-                self._front.metrics.answered(scope["path"] if known else "other", message["status"])
+                self._front.metrics.answered(scope["route"].path if known else "other", message["status"])
             await send(message)
 
         await self._app(scope, receive, counted)

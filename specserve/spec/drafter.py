@@ -19,12 +19,16 @@ class Drafter(Protocol):
     """One method's head, bound to its layers of the KV pool."""
 
     name: str
-    graph_safe: bool  # all work is on the device, in shapes that a graph can capture
     needs_tokens: bool  # wants each step's tokens on the host, which rules out overlap
     taps: tuple[int, ...]  # boundaries of the target's residual stream it reads
     feature_size: int
     kv_layers: Sequence[KVGeometry]
     vocab: VocabMap | None  # None: the target's vocabulary
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens it can draft."""
+        ...
 
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         """The features ``[T, H]`` of target tokens, from their states after the final norm and at ``taps``."""

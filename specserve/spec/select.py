@@ -17,7 +17,7 @@ def select(pool: Pool, root_B: Tensor, room_B: Tensor, cap_B: Tensor, shape: Ste
     """Cuts the batch's trees from its pools. ``room_B``: deepest node of use before a request's limit; ``cap_B``: most
     candidates of a request."""
     device = root_B.device
-    too_deep_BP = pool_depths(shape, device) > room_B[:, None]
+    too_deep_BP = pool_depths(shape.levels, shape.branching, device) > room_B[:, None]
     scores_BP = pool.scores_BP.masked_fill(too_deep_BP, -torch.inf)
     slot_T, pool_T, local_T, q_start = select_nodes(scores_BP, cap_B, shape.nodes, shape.max_nodes)
     index_T = torch.arange(shape.nodes, device=device)

@@ -142,20 +142,20 @@ class DecodeState:
     def admit(self, slot: int, row: RowInit, page_feature: Tensor) -> None:
         """Writes a request's row. Its pages follow by ``set_pages``."""
         params, table, sampling = row.params, self.slots, self.sampling
-        table.length[slot] = row.cached
-        table.limit[slot] = row.limit
-        table.draft_cap[slot] = draft_cap(params)
+        table.length[slot].fill_(row.cached)
+        table.limit[slot].fill_(row.limit)
+        table.draft_cap[slot].fill_(draft_cap(params))
         if row.cached:
             table.feature[slot] = page_feature[row.last_cached_page]
-        sampling.temperature[slot] = params.temperature
-        sampling.top_k[slot] = max(params.top_k, 0)
-        sampling.top_p[slot] = params.top_p
-        sampling.min_p[slot] = params.min_p
-        sampling.repetition[slot] = params.repetition_penalty
-        sampling.frequency[slot] = params.frequency_penalty
-        sampling.presence[slot] = params.presence_penalty
-        sampling.seed[slot] = row.seed
-        sampling.choice[slot] = row.choice
+        sampling.temperature[slot].fill_(params.temperature)
+        sampling.top_k[slot].fill_(max(params.top_k, 0))
+        sampling.top_p[slot].fill_(params.top_p)
+        sampling.min_p[slot].fill_(params.min_p)
+        sampling.repetition[slot].fill_(params.repetition_penalty)
+        sampling.frequency[slot].fill_(params.frequency_penalty)
+        sampling.presence[slot].fill_(params.presence_penalty)
+        sampling.seed[slot].fill_(row.seed)
+        sampling.choice[slot].fill_(row.choice)
         self._admit_bias(slot, row)
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
             counts, in_prompt = sampling.counts[slot].zero_(), sampling.in_prompt[slot].zero_()
@@ -168,12 +168,12 @@ class DecodeState:
         rows = [(token, bias, _FOREVER) for token, bias in (row.params.logit_bias or {}).items()]
         rows += [(token, -torch.inf, row.banned_until) for token in row.banned_ids]
         sampling = self.sampling
-        sampling.bias_ids[slot] = sampling.counts.shape[1]
+        sampling.bias_ids[slot].fill_(sampling.counts.shape[1])
         if rows:
             ids, values, until = zip(*rows, strict=True)
             sampling.bias_ids[slot, : len(rows)] = self._integers(ids)
-            sampling.bias_values[slot, : len(rows)] = torch.tensor(
-                values, dtype=sampling.bias_values.dtype, device=self.device
+            sampling.bias_values[slot, : len(rows)] = to_device(
+                values, self.device, sampling.bias_values.dtype
             )
             sampling.bias_until[slot, : len(rows)] = self._integers(until)
 
@@ -182,10 +182,18 @@ class DecodeState:
         self.slots.pages[slot, start : start + len(pages)] = self._integers(pages)
 
     def _integers(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return to_device(values, self.device)
 
 
 _FOREVER = 2**62
+
+
+def to_device(
+    values: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Copies numbers to the device without waiting for what is queued there: from pinned memory."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
 
 
 def draft_cap(params: SamplingParams) -> int:

@@ -49,11 +49,10 @@ class StepShape:
 
 
 @cache
-def pool_depths(shape: StepShape, device: torch.device) -> Tensor:
-    """Depth of each pool entry ``[P]``: the root's children are at 1. Made once a shape, outside any graph."""
-    k = shape.branching
-    widths = torch.tensor([k] + [k * k] * (shape.levels - 1))
-    return torch.repeat_interleave(torch.arange(1, shape.levels + 1), widths).to(device)
+def pool_depths(levels: int, branching: int, device: torch.device) -> Tensor:
+    """Depth of each pool entry ``[P]``: the root's children are at 1. Made once, outside any graph."""
+    widths = torch.tensor([branching] + [branching * branching] * (levels - 1))
+    return torch.repeat_interleave(torch.arange(1, levels + 1), widths).to(device)
 
 
 @dataclass(frozen=True, slots=True)

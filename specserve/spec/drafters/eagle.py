@@ -6,21 +6,28 @@ entry is fc, norms and two projections, and prefill needs no attention at all.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from specserve.attention.paged import store_projected
 from specserve.engine.sampler import VocabMap
 from specserve.kv.pool import KVGeometry, KVPool
 from specserve.layers.decoder import Attend
+from specserve.layers.linear import pack_linears
 from specserve.models.draft.base import DraftHead
+from specserve.models.draft.load import load_draft
+from specserve.models.llama import LlamaModel
+
+log = logging.getLogger(__name__)
 
 
 class EagleDrafter:
     """Serves any ``DraftHead``; the heads differ, the drafting does not."""
 
-    graph_safe = True
     needs_tokens = False
 
     def __init__(self, name: str, head: DraftHead, layer: int, vocab: VocabMap | None) -> None:
@@ -33,6 +40,22 @@ class EagleDrafter:
         self.kv_layers: Sequence[KVGeometry] = [
             KVGeometry(head.config.layer.num_kv_heads, head.config.layer.head_dim)
         ]
+
+    @classmethod
+    def load(
+        cls, name: str, path: Path, target: LlamaModel, layer: int, max_positions: int, dtype: torch.dtype
+    ) -> EagleDrafter:
+        """Loads the head at ``path`` to run as pool layer ``layer``. Raises ValueError for one that does not fit."""
+        loaded = load_draft(path, name, target, layer, max_positions, dtype)
+        for note in loaded.notes:
+            log.info("%s", note)
+        pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
+        vocab = None if loaded.ids is None else VocabMap.of(loaded.ids, target.config.vocab_size)
+        return cls(name, loaded.head, layer, vocab)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._head.config.draft_vocab_size
 
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         return self._head.fuse(hidden_TH, tapped)
