@@ -91,10 +91,13 @@ class LLM:
         return self._run(prompts, sampling_params, progress)
 
     def close(self) -> None:
-        """Frees the engine. The object is of no use any more."""
+        """Frees the engine and its memory. The object is of no use any more."""
         if self._engine is not None:
+            from specserve.engine.memory import return_memory
+
             self._engine.close()
             self._engine = None
+            return_memory()
 
     def __enter__(self) -> LLM:
         return self

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from specserve.kv.pool import PoolConfig
+
+
+def return_memory() -> None:
+    """Gives the device memory of what nobody refers to any more back, so that the next pool can be sized by it."""
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def pool_pages(
