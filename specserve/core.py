@@ -26,9 +26,8 @@ def _check_types(struct: msgspec.Struct, prefix: str = "") -> None:
     """Raises ValueError naming the first field whose value is not of its type."""
     for name, kind in _kinds(type(struct)).items():
         value = getattr(struct, name)
-        if isinstance(value, dict) and isinstance(
-            kind, type
-        ):  # which ``convert`` would take for a struct's fields
+        # ``convert`` would take a dictionary for a struct's fields.
+        if isinstance(value, dict) and isinstance(kind, type):
             raise ValueError(f"{prefix}{name}: expected `{kind.__name__}`, got `dict`")
         try:
             msgspec.convert(value, kind, strict=True)
