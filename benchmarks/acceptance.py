@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import specserve.spec.step
@@ -32,8 +33,8 @@ SHAPES = [
 def drafting(coupled: bool) -> Iterator[None]:
     """Uncoupled: candidates are the draft's most likely tokens, as the peers draft, whatever the sampler's noise."""
 
-    def without_noise(context: Any, view: Any, shape: Any, noise: Any) -> Any:
-        return draft(context, view, shape, noise if coupled else None)
+    def without_noise(context: Any, view: Any, shape: Any, sampling: Any) -> Any:
+        return draft(context, view, shape, sampling if coupled else replace(sampling, noise_BDV=None))
 
     specserve.spec.step.draft = without_noise  # type: ignore[assignment]
     try:

@@ -23,8 +23,7 @@ from unittest.mock import patch
 import msgspec
 from torch import Tensor
 
-import specserve.spec.prefill
-import specserve.spec.step
+import specserve.engine.sampler
 from benchmarks.common import PROMPTS, write_results
 from benchmarks.pairwise import Configuration, pairwise
 from specserve import LLM, SamplingParams
@@ -263,16 +262,13 @@ def tie_gap(models: Models, item: Item, index: int) -> float:
 def recorded_scores() -> Iterator[list[Tensor]]:
     """The scores ``[V]`` each token of a single plain request is chosen from."""
     found: list[Tensor] = []
-    choose: Callable[[Tensor], Tensor] = specserve.spec.step.choose
+    best: Callable[[Tensor], Tensor] = specserve.engine.sampler.best
 
     def recording(scores_NV: Tensor) -> Tensor:
         found.append(scores_NV[0].clone())
-        return choose(scores_NV)
+        return best(scores_NV)
 
-    with (
-        patch.object(specserve.spec.step, "choose", recording),
-        patch.object(specserve.spec.prefill, "choose", recording),
-    ):
+    with patch.object(specserve.engine.sampler, "best", recording):
         yield found
 
 

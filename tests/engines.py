@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from specserve_kernels import Pool, Tree
 from torch import Tensor
 
 import specserve.spec.step
@@ -20,8 +21,8 @@ from specserve.frontend.messages import Failed, Submit
 from specserve.models.config import load_model_config
 from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler
-from specserve.spec.context import Context
-from specserve.spec.tree import Pool, StepShape, Tree
+from specserve.spec.context import Context, View
+from specserve.spec.tree import StepShape
 
 Shape = tuple[int, int, int]  # steps, topk, verified tokens
 
@@ -149,8 +150,9 @@ def record_drafts() -> Iterator[list[Drafted]]:
     found: list[Drafted] = []
     select = specserve.spec.step.select
 
-    def recording(pool: Pool, root_B: Tensor, room_B: Tensor, cap_B: Tensor, shape: StepShape) -> Tree:
-        tree = select(pool, root_B, room_B, cap_B, shape)
+    def recording(context: Context, view: View, pool: Pool, shape: StepShape) -> Tree:
+        tree = select(context, view, pool, shape)
+        room_B = context.state.slots.limit[view.rows_B] - view.length_B - 2
         found.append(Drafted(pool, tree, room_B))
         return tree
 

@@ -85,11 +85,12 @@ def test_a_wrong_token_is_noticed(models: Models) -> None:
     }
     accept = specserve.spec.step.accept
 
-    def generous(tree: Any, chosen_T: Tensor, slots: int) -> Any:
+    def generous(context: Any, view: Any, shape: Any, tree: Any, chosen_T: Tensor) -> Any:
         """Takes every root's child for what the target chose."""
         children = torch.zeros_like(chosen_T).scatter_(0, tree.parent_T, tree.token_T)
-        has_child = tree.q_start.diff()[tree.slot_T.clamp(max=slots - 1)] > 1
-        return accept(tree, torch.where((tree.local_T == 0) & has_child, children, chosen_T), slots)
+        has_child = tree.q_start.diff()[tree.slot_T.clamp(max=shape.slots - 1)] > 1
+        chosen_T = torch.where((tree.local_T == 0) & has_child, children, chosen_T)
+        return accept(context, view, shape, tree, chosen_T)
 
     with patch.object(specserve.spec.step, "accept", generous):
         row, differences = run_configuration(models, 3, configuration, items, expected)

@@ -1,41 +1,85 @@
-"""Kernels of specserve: one function a name, its torch reference in ``reference/``.
+"""Kernels of specserve: one function a name, in PyTorch (``reference/``) and Triton (``ops/``).
 
-The references are the CPU backend as well as the oracle that faster versions are tested against.
+The references are the CPU backend as well as the oracle that the Triton versions are tested against.
 """
 
-from specserve_kernels.reference.activation import silu_and_mul
+from specserve_kernels.dispatch import dispatched, runs_triton
+from specserve_kernels.reference import (
+    accept,
+    activation,
+    commit,
+    grow,
+    norm,
+    pairs,
+    rotary,
+    select,
+)
+from specserve_kernels.reference.accept import accept_walk
 from specserve_kernels.reference.attention import group_bias, paged_attention, visible_to_bias
-from specserve_kernels.reference.norm import add_rms_norm, rms_norm
+from specserve_kernels.reference.commit import count_tokens, store_page_features
 from specserve_kernels.reference.philox import gumbel_noise, philox4x32
-from specserve_kernels.reference.rotary import apply_rotary, rotary_store_kv, rotary_table, store_kv
+from specserve_kernels.reference.rotary import apply_rotary, rotary_table, store_kv
 from specserve_kernels.reference.sampling import add_bias, penalize, perturb, truncate
+from specserve_kernels.reference.select import select_nodes
 from specserve_kernels.reference.tree import (
     MAX_NODES,
-    accept_walk,
+    Accepted,
+    Level,
+    Pool,
+    Tree,
+    address,
     chain_masks,
-    select_nodes,
     tree_masks,
 )
 
+accept_path = dispatched(accept.accept_path)
+add_rms_norm = dispatched(norm.add_rms_norm)
+advance = dispatched(commit.advance)
+grow_level = dispatched(grow.grow_level)
+move_kv = dispatched(commit.move_kv)
+pair_inputs = dispatched(pairs.pair_inputs)
+rms_norm = dispatched(norm.rms_norm)
+root_level = dispatched(grow.root_level)
+rotary_store_kv = dispatched(rotary.rotary_store_kv)
+select_tree = dispatched(select.select_tree)
+silu_and_mul = dispatched(activation.silu_and_mul)
+single_nodes = dispatched(select.single_nodes)
+
 __all__ = [
     "MAX_NODES",
+    "Accepted",
+    "Level",
+    "Pool",
+    "Tree",
+    "accept_path",
     "accept_walk",
     "add_bias",
     "add_rms_norm",
+    "address",
+    "advance",
     "apply_rotary",
     "chain_masks",
+    "count_tokens",
     "group_bias",
+    "grow_level",
     "gumbel_noise",
+    "move_kv",
     "paged_attention",
+    "pair_inputs",
     "penalize",
     "perturb",
     "philox4x32",
     "rms_norm",
+    "root_level",
     "rotary_store_kv",
     "rotary_table",
+    "runs_triton",
     "select_nodes",
+    "select_tree",
     "silu_and_mul",
+    "single_nodes",
     "store_kv",
+    "store_page_features",
     "tree_masks",
     "truncate",
     "visible_to_bias",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specserve_kernels import apply_rotary, rotary_store_kv, store_kv
+from specserve_kernels import rotary_store_kv
 from torch import Tensor
 
 from specserve.attention.base import Plan
@@ -29,9 +29,6 @@ class PagedAttend:
 def store_projected(
     pool: KVPool, layer: int, kv_TND: Tensor, rope_T2D: Tensor, page_T: Tensor, offset_T: Tensor
 ) -> None:
-    """Rotates and stores keys and values ``[T, 2 * kv heads, D]`` of a layer that is not being run."""
-    k_TND, v_TND = kv_TND.chunk(2, dim=1)
-    kv_T2ND = kv_TND.new_empty(len(kv_TND), 2, *k_TND.shape[1:])
-    kv_T2ND[:, 0] = apply_rotary(k_TND, rope_T2D)
-    kv_T2ND[:, 1] = v_TND
-    store_kv(pool.layers[layer], kv_T2ND, page_T, offset_T)
+    """Rotates and stores keys and values ``[T, 2 * kv heads, D]`` of a layer that is not being run. ``kv_TND`` is
+    changed in place."""
+    rotary_store_kv(kv_TND, rope_T2D, kv_TND.shape[1] // 2, pool.layers[layer], page_T, offset_T)

@@ -108,9 +108,8 @@ class Runner:
         """One step of all rows."""
         result = step(self.context, self._view(rows), shape)
         accepted = result.accepted
-        packed = torch.cat([accepted.token_BS, result.drafted_B[:, None]], dim=1)
         logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS.clamp(min=0), accepted.path_BS)
-        return Launch(packed, logprobs, rows)
+        return Launch(accepted.packed_BX, logprobs, rows)
 
     def _view(self, rows: Sequence[Row]) -> View:
         slots = self._tensor([row.slot for row in rows])

@@ -1,18 +1,20 @@
 """The sampler: position-keyed, so that no drafter can change a token.
 
 The token at absolute position p of a request is ``argmax(l' + t * g(seed, choice, p, token))``: l' the logits after
-penalties, bias and truncation, t the temperature, g Gumbel noise. Drafting runs the same functions over the draft's
+penalties, bias and truncation, t the temperature, g Gumbel noise. Drafting runs the same rule over the draft's
 logits, with the noise of the target's ids.
 
-Shapes: N rows (nodes or prompts' ends), V vocabulary of the logits (the draft's when a map is given), A path tokens.
+Shapes: B slots of a batch, N rows (nodes or prompts' ends), V vocabulary of the logits (the draft's when a map is
+given), A path tokens, C candidates a row, D positions ahead.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from specserve_kernels import add_bias, penalize, perturb, truncate
+from specserve_kernels import Level, Tree, add_bias, gumbel_noise, penalize, perturb, runs_triton, truncate
 from torch import Tensor
 
 from specserve.spec.state import SamplerNeeds, SamplingState
@@ -34,12 +36,116 @@ class VocabMap:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What N tokens are chosen for: state row, position of the token chosen, and the tokens after the root on the
-    path to it (V for holes; needed only for penalties)."""
+    """The nodes after which N tokens are chosen: state row, own position (the token's is one further), the tokens
+    after the root on the path to the node (V for holes), and the slot (None: equally many nodes a slot, in order)."""
 
     rows_N: Tensor
     position_N: Tensor
-    path_NA: Tensor | None
+    path_NA: Tensor
+    slot_N: Tensor | None
+
+    @classmethod
+    def after_nodes(cls, tree: Tree) -> Choices:
+        return cls(tree.rows_T, tree.position_T, tree.path_TA, tree.slot_T)
+
+    @classmethod
+    def after_level(cls, level: Level) -> Choices:
+        return cls(level.rows_N, level.position_N, level.path_NA, None)
+
+    @classmethod
+    def after_prompts(cls, rows_B: Tensor, position_B: Tensor) -> Choices:
+        return cls(rows_B, position_B, rows_B[:, None][:, :0], None)
+
+
+class Sampling(Protocol):
+    """The sampler of one launch."""
+
+    def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
+        """The target's token after each node; ties go to the lowest id."""
+        ...
+
+    def candidates(
+        self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Each node's ``count`` best drafts: target token ids ``[N, C]``, best first, and the log-softmax of the
+        scores that the target's choice will be made with."""
+        ...
+
+
+def open_sampling(
+    table: SamplingState, rows_B: Tensor, length_B: Tensor, ahead: int, needs: SamplerNeeds
+) -> Sampling:
+    """The sampler of a launch that chooses tokens at positions ``length + 1`` .. ``length + ahead``."""
+    if runs_triton([table.temperature]):
+        return TritonSampling(table)
+    return TorchSampling.of(table, rows_B, length_B, ahead, needs)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonSampling:
+    """Fused kernels that read each row's features on the device, so that one graph serves every mixture."""
+
+    table: SamplingState
+
+    def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
+        from specserve_kernels.ops.sampling import choose_tokens
+
+        position_N = choices.position_N + 1
+        return choose_tokens(logits_NV, choices.rows_N, position_N, choices.path_NA, self.table)
+
+    def candidates(
+        self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        from specserve_kernels.ops.sampling import draft_candidates
+
+        ids_V, inverse_V = (None, None) if vocab is None else (vocab.ids, vocab.inverse)
+        position_N = choices.position_N + 1
+        return draft_candidates(
+            logits_NV, choices.rows_N, position_N, choices.path_NA, self.table, count, ids_V, inverse_V
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSampling:
+    """PyTorch, for CPUs and float64. ``noise_BDV`` is drawn once a launch: all nodes of a depth share a row."""
+
+    table: SamplingState
+    needs: SamplerNeeds
+    length_B: Tensor
+    noise_BDV: Tensor | None
+
+    @classmethod
+    def of(
+        cls, table: SamplingState, rows_B: Tensor, length_B: Tensor, ahead: int, needs: SamplerNeeds
+    ) -> TorchSampling:
+        if not needs.noise:
+            return cls(table, needs, length_B, None)
+        position_BD = length_B[:, None] + length_B.new_ones(ahead).cumsum(0)
+        vocab_size, dtype = table.counts.shape[1], table.temperature.dtype
+        noise_BDV = gumbel_noise(table.seed[rows_B], table.choice[rows_B], position_BD, vocab_size, dtype)
+        return cls(table, needs, length_B, noise_BDV)
+
+    def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
+        return best(score(logits_NV, choices, self._noise(choices, None), self.table, self.needs))
+
+    def candidates(
+        self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        noise_NV = self._noise(choices, vocab)
+        scores_NV = score(logits_NV, choices, noise_NV, self.table, self.needs, vocab)
+        top = scores_NV.log_softmax(-1).topk(count, dim=-1)
+        return top.indices if vocab is None else vocab.ids[top.indices], top.values
+
+    def _noise(self, choices: Choices, vocab: VocabMap | None) -> Tensor | None:
+        if self.noise_BDV is None:
+            return None
+        slots, size = len(self.length_B), len(choices.rows_N)
+        slot_N = choices.slot_N
+        if slot_N is None:
+            slot_N = torch.arange(size, device=choices.rows_N.device) // (size // slots)
+        slot_N = slot_N.clamp(max=slots - 1)
+        noise_NV = self.noise_BDV[slot_N, choices.position_N - self.length_B[slot_N]]
+        return noise_NV if vocab is None else noise_NV[:, vocab.ids]
 
 
 def score(
@@ -50,7 +156,7 @@ def score(
     needs: SamplerNeeds,
     vocab: VocabMap | None = None,
 ) -> Tensor:
-    """The scores whose argmax is the token: ``l' + t * g``, in the sampler's dtype. ``noise_NV`` is over V."""
+    """The scores whose argmax is the token: ``l' + t * g``, in the sampler's dtype."""
     logits_NV, rows_N = logits_NV.to(table.temperature.dtype), choices.rows_N
     if needs.penalties:
         counts_NV, in_prompt_NV = _history(choices, table, vocab)
@@ -65,7 +171,7 @@ def score(
     if needs.bias:
         ids_NE = table.bias_ids[rows_N] if vocab is None else vocab.inverse[table.bias_ids[rows_N]]
         values_NE, until_NE = table.bias_values[rows_N], table.bias_until[rows_N]
-        logits_NV = add_bias(logits_NV, ids_NE, values_NE, until_NE, choices.position_N)
+        logits_NV = add_bias(logits_NV, ids_NE, values_NE, until_NE, choices.position_N + 1)
     temperature_N = table.temperature[rows_N]
     if needs.truncation:
         logits_NV = truncate(
@@ -79,7 +185,7 @@ def score(
 def _history(choices: Choices, table: SamplingState, vocab: VocabMap | None) -> tuple[Tensor, Tensor]:
     """Occurrences in the output up to each row, path included, and presence in the prompt: ``[N, V]`` each."""
     counts_NV, in_prompt_NV = table.counts[choices.rows_N], table.in_prompt[choices.rows_N]
-    if choices.path_NA is not None:
+    if choices.path_NA.shape[1]:
         padded = torch.nn.functional.pad(counts_NV, (0, 1))
         ones = torch.ones_like(choices.path_NA, dtype=padded.dtype)
         counts_NV = padded.scatter_add_(1, choices.path_NA, ones)[:, :-1]
@@ -88,6 +194,6 @@ def _history(choices: Choices, table: SamplingState, vocab: VocabMap | None) -> 
     return counts_NV, in_prompt_NV
 
 
-def choose(scores_NV: Tensor) -> Tensor:
+def best(scores_NV: Tensor) -> Tensor:
     """The token of each row; ties go to the lowest id."""
     return scores_NV.argmax(dim=-1)

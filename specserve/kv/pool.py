@@ -73,19 +73,6 @@ class KVPool:
         ] + draft
         self.page_feature = torch.zeros(num_pages, config.feature_size, dtype=config.dtype, device=device)
 
-    def address(self, pages_TM: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Page and offset of each token: ``pages_TM`` holds the page-table row of each token's slot."""
-        index_T1 = (positions_T // self.page_size)[:, None]
-        return pages_TM.gather(1, index_T1).squeeze(1), positions_T % self.page_size
-
-    def move_target(self, source: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> None:
-        """Copies tokens' K and V, in every target layer, from ``(pages, offsets)`` to others.
-
-        All are read before one is written, so the two sets may overlap.
-        """
-        for group in self.target_groups:
-            group[:, target[0], :, target[1]] = group[:, source[0], :, source[1]]
-
 
 def _runs(layers: Sequence[KVGeometry]) -> list[tuple[KVGeometry, int]]:
     return [(geometry, len(list(run))) for geometry, run in groupby(layers)]

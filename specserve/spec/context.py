@@ -1,6 +1,6 @@
 """What a step works with: the models, the pool, the state, and one batch's view of them.
 
-Shapes: B slots of the batch, M pages a slot, V vocabulary, S draft levels.
+Shapes: B slots of the batch, M pages a slot, S draft levels.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specserve_kernels import gumbel_noise
 from torch import Tensor
 
 from specserve.attention.base import AttentionBackend
+from specserve.engine.sampler import Sampling, open_sampling
 from specserve.kv.pool import KVPool
 from specserve.layers.decoder import Attend
 from specserve.spec.drafter import Drafter
@@ -61,17 +61,8 @@ class View:
         table = context.state.slots
         return cls(rows_B, table.root[rows_B], table.length[rows_B], table.pages[rows_B], max_length, needs)
 
-    def noise(self, context: Context, ahead: int) -> Tensor | None:
-        """Noise of the tokens at positions ``length + 1`` .. ``length + ahead``: ``[B, ahead, V]``. All nodes of a
-        depth share a row. None when nobody samples."""
-        if not self.needs.noise:
-            return None
-        sampling = context.state.sampling
-        position_BD = self.length_B[:, None] + self.length_B.new_ones(ahead).cumsum(0)
-        return gumbel_noise(
-            sampling.seed[self.rows_B],
-            sampling.choice[self.rows_B],
-            position_BD,
-            context.vocab_size,
-            sampling.temperature.dtype,
+    def sampling(self, context: Context, levels: int) -> Sampling:
+        """The sampler of a step of so many draft levels."""
+        return open_sampling(
+            context.state.sampling, self.rows_B, self.length_B, ahead=levels + 1, needs=self.needs
         )

@@ -1,6 +1,6 @@
 """What the step needs of a drafter that runs a head over the target's features.
 
-Shapes: T target tokens, N tokens to draft from, H feature size, Vd draft vocabulary.
+Shapes: T target tokens, N tokens to draft from, X rows of features, H feature size, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -35,21 +35,26 @@ class Drafter(Protocol):
         ...
 
     def forward(
-        self, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor, attend: Attend
+        self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor, positions_N: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """One level: logits ``[N, Vd]`` for the next token, and the features ``[N, H]`` its children draft from.
 
-        The feature beside a token is that of the token before it; ``positions_N`` are the tokens' own.
+        The feature beside a token is that of the token before it, row ``source_N`` of ``features_XH``;
+        ``positions_N`` are the tokens' own.
         """
         ...
 
     def store(
         self,
         tokens_N: Tensor,
-        features_NH: Tensor,
+        features_XH: Tensor,
+        source_N: Tensor | None,
         positions_N: Tensor,
         pool: KVPool,
         address: tuple[Tensor, Tensor],
     ) -> None:
-        """Writes the final cache entries of (real feature, token) pairs at the tokens' ``(pages, offsets)``."""
+        """Writes the final cache entries of (real feature, token) pairs at the tokens' ``(pages, offsets)``.
+
+        ``source_N`` None: each pair's feature is in its own row.
+        """
         ...

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from specserve_kernels import address, count_tokens, store_page_features
 from torch import Tensor
 
 from specserve.attention.base import Chunks
 from specserve.attention.paged import PagedAttend
-from specserve.engine.sampler import Choices, choose, score
-from specserve.spec.commit import count_tokens, store_page_features
+from specserve.engine.sampler import Choices, open_sampling
 from specserve.spec.context import Context, View
 
 
@@ -44,7 +44,7 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     index_T = torch.arange(len(chunks.token_T), device=chunks.token_T.device)
     first_T = chunks.q_start[chunks.slot_T]
     position_T = view.length_B[chunks.slot_T] + index_T - first_T
-    page_T, offset_T = context.pool.address(view.pages_BM[chunks.slot_T], position_T)
+    page_T, offset_T = address(view.pages_BM[chunks.slot_T], position_T, context.pool.page_size)
     plan = context.attention.plan_prefill(
         Chunks(view.pages_BM, chunks.q_start, chunks.slot_T, position_T, chunks.max_tokens, view.max_length)
     )
@@ -57,11 +57,12 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     if context.drafter is not None:
         features_TH = context.drafter.fuse(hidden_TH, tapped)
         _store_draft(context, view, chunks, features_TH, position_T, (page_T, offset_T))
-        store_page_features(context, features_TH, page_T, offset_T)
+        page_size = context.pool.page_size
+        store_page_features(features_TH, page_T, offset_T, context.pool.page_feature, page_size)
         last_feature_BH = features_TH[last_B]
-        address = context.pool.address(view.pages_BM, end_B)
-        root_page_B = torch.where(chunks.final_B, address[0], 0)
-        context.drafter.store(token_B, last_feature_BH, end_B, context.pool, (root_page_B, address[1]))
+        root_page_B, root_offset_B = address(view.pages_BM, end_B, page_size)
+        root = root_page_B.where(chunks.final_B, 0), root_offset_B
+        context.drafter.store(token_B, last_feature_BH, None, end_B, context.pool, root)
         context.state.slots.feature[view.rows_B] = last_feature_BH
     context.state.slots.root[view.rows_B] = token_B
     context.state.slots.length[view.rows_B] = end_B
@@ -70,13 +71,10 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
 
 def _first_tokens(context: Context, view: View, logits_BV: Tensor, end_B: Tensor, final_B: Tensor) -> Tensor:
     """The token at position ``end`` of each request, by the same rule as every other token."""
-    at_end = View(view.rows_B, view.root_B, end_B - 1, view.pages_BM, view.max_length, view.needs)
-    noise_BDV = at_end.noise(context, 1)
-    noise_BV = None if noise_BDV is None else noise_BDV[:, 0]
-    choices = Choices(view.rows_B, end_B, None)
-    token_B = choose(score(logits_BV, choices, noise_BV, context.state.sampling, view.needs))
+    sampling = open_sampling(context.state.sampling, view.rows_B, end_B - 1, ahead=1, needs=view.needs)
+    token_B = sampling.choose(logits_BV, Choices.after_prompts(view.rows_B, end_B - 1))
     if view.needs.penalties:
-        count_tokens(context, view.rows_B, token_B, final_B)
+        count_tokens(context.state.sampling.counts, view.rows_B, token_B, final_B)
     return token_B
 
 
@@ -86,7 +84,7 @@ def _store_draft(
     chunks: PromptChunks,
     features_TH: Tensor,
     position_T: Tensor,
-    address: tuple[Tensor, Tensor],
+    where: tuple[Tensor, Tensor],
 ) -> None:
     """The draft's entries of the run's tokens: each with the feature of the token before it, the first's from the slot.
 
@@ -95,5 +93,5 @@ def _store_draft(
     assert context.drafter is not None
     before_TH = features_TH.roll(1, 0)
     before_TH[chunks.q_start[:-1]] = context.state.slots.feature[view.rows_B]
-    page_T = torch.where(position_T > 0, address[0], 0)
-    context.drafter.store(chunks.token_T, before_TH, position_T, context.pool, (page_T, address[1]))
+    page_T = torch.where(position_T > 0, where[0], 0)
+    context.drafter.store(chunks.token_T, before_TH, None, position_T, context.pool, (page_T, where[1]))

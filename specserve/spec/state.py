@@ -44,6 +44,7 @@ class SamplingState:
     bias_ids: Tensor  # [R, E] int64, holes hold V
     bias_values: Tensor  # [R, E]
     bias_until: Tensor  # [R, E] int64, first position at which the entry no longer counts
+    bias_count: Tensor  # [R] int64, entries in use
     counts: Tensor  # [R, V] int32, occurrences in the output so far
     in_prompt: Tensor  # [R, V] bool
 
@@ -133,6 +134,7 @@ class DecodeState:
             bias_ids=integers(MAX_BIAS) + vocab_size,
             bias_values=floats(MAX_BIAS),
             bias_until=integers(MAX_BIAS),
+            bias_count=integers(),
             counts=torch.zeros(rows, vocab_size, dtype=torch.int32, device=device),
             in_prompt=torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
         )
@@ -169,6 +171,7 @@ class DecodeState:
         rows += [(token, -torch.inf, row.banned_until) for token in row.banned_ids]
         sampling = self.sampling
         sampling.bias_ids[slot].fill_(sampling.counts.shape[1])
+        sampling.bias_count[slot].fill_(len(rows))
         if rows:
             ids, values, until = zip(*rows, strict=True)
             sampling.bias_ids[slot, : len(rows)] = self._integers(ids)

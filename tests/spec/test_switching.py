@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+from specserve_kernels import Pool
 
 from specserve.core import SamplingParams, Speculation
 from specserve.scheduler.scheduler import Scheduler
 from specserve.spec.context import View
 from specserve.spec.draft import draft
 from specserve.spec.state import SamplerNeeds
-from specserve.spec.tree import Pool, StepShape
+from specserve.spec.tree import StepShape
 from tests.engines import Checkpoints, Client, Shape, answer_one, context_of, requests_of
 
 PROMPT = [7, 3, 50, 21, 8, 8, 1]
@@ -51,7 +52,7 @@ def next_pool(scheduler: Scheduler, shape: Shape) -> Pool:
     length = int(context.state.slots.length[request.slot])
     view = View.of(context, rows_B, length, SamplerNeeds.of([request.params]))
     steps, topk, tokens = shape
-    return draft(context, view, StepShape(1, tokens, steps, topk), view.noise(context, steps + 1))
+    return draft(context, view, StepShape(1, tokens, steps, topk), view.sampling(context, steps))
 
 
 @pytest.mark.parametrize(("algorithm", "shape"), [("EAGLE", (4, 1, 5)), ("EAGLE3", (3, 3, 10))])

@@ -1,12 +1,17 @@
-"""Token trees over a batch: packing by budget, ancestor masks, the walk down.
+"""What drafting and verifying pass to each other: levels, pools, trees, accepted paths, for a whole batch.
 
-Shapes: B slots in the batch, P pool entries a slot, T packed nodes of the whole batch (roots included),
-S draft levels. Nodes of a slot stand together, its root first, parents before children. A node's *local* index
-counts within its slot. Nodes left over when the pools offer fewer than T - B live candidates have slot B and
-local index 0.
+Shapes: B slots in the batch, W nodes a slot that one draft forward runs (1 for the root's level, then K), N = B * W,
+K branching, A tokens on the path behind the root, P pool entries a slot, T packed nodes of the whole batch (roots
+included), S draft levels, R state rows, S1 = S + 1.
+
+Nodes of a slot stand together, its root first, parents before children. A node's *local* index counts within its slot.
+Nodes left over when the pools offer fewer than T - B live candidates have slot B and local index 0.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,37 +19,95 @@ from torch import Tensor
 MAX_NODES = 64  # ancestors of a node are the bits of one int64
 
 
-def select_nodes(
-    scores_BP: Tensor, cap_B: Tensor, total: int, max_nodes: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Chooses the ``total - B`` best live candidates of all pools together and packs them behind their roots.
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The nodes one draft forward runs, row-major by slot."""
 
-    ``scores_BP``: cumulative log-probabilities, falling along every path, -inf for what must not be verified;
-    equal scores go to the lower pool index, so that parents come with their children. ``cap_B`` bounds the
-    candidates taken from a slot; so does ``max_nodes - 1``.
-
-    Returns ``slot_T`` (B for left-over nodes), ``pool_T`` (pool index, -1 for roots and left-overs), ``local_T``
-    and ``q_start`` ``[B + 1]``.
-    """
-    slots, size = scores_BP.shape
-    device = scores_BP.device
-    cap_B1 = cap_B.clamp(max=max_nodes - 1)[:, None]
-    order_BP = scores_BP.argsort(dim=1, descending=True, stable=True)
-    rank_BP = torch.empty_like(order_BP).scatter_(
-        1, order_BP, torch.arange(size, device=device).expand(slots, -1)
+    token_N: Tensor  # int64
+    source_N: Tensor  # int64, row of the features that each is drafted from
+    rows_N: Tensor  # int64, state row
+    position_N: Tensor  # int64
+    page_N: Tensor  # int64, where their cache entries go
+    offset_N: Tensor
+    score_BW: Tensor  # cumulative log-probability
+    pool_BW: Tensor  # int64, own pool index, -1 for the root
+    scratch_BWA: (
+        Tensor  # int64, positions of the entries beyond the prefix that each sees: ancestors', its own last
     )
-    scores_BP = scores_BP.masked_fill(rank_BP >= cap_B1, -torch.inf)
-    best = scores_BP.flatten().argsort(descending=True, stable=True)[: total - slots]
-    stride = size + 1
-    roots = torch.arange(slots, device=device) * stride
-    live = scores_BP.flatten()[best] > -torch.inf
-    keys = torch.where(live, best + best // size + 1, slots * stride)
-    missing = total - slots - len(best)
-    keys_T = torch.cat([roots, keys, keys.new_full((missing,), slots * stride)]).sort().values
-    slot_T = keys_T // stride
-    q_start = torch.searchsorted(keys_T, torch.arange(slots + 1, device=device) * stride)
-    local_T = torch.where(slot_T < slots, torch.arange(total, device=device) - q_start[slot_T], 0)
-    return slot_T, keys_T % stride - 1, local_T, q_start
+    path_NA: Tensor  # int64, tokens after the root on the path to each, itself included
+
+    @property
+    def width(self) -> int:
+        return self.score_BW.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Drafted candidates in breadth-first order. ``parents``: pool index of the parent, -1 for the root. A draft
+    writes it level by level."""
+
+    tokens_BP: Tensor  # int64
+    parents_BP: Tensor  # int64
+    scores_BP: Tensor  # cumulative log-probability
+
+    @classmethod
+    def empty(cls, slots: int, size: int, dtype: torch.dtype, device: torch.device) -> Pool:
+        tokens, parents = (torch.empty(slots, size, dtype=torch.int64, device=device) for _ in range(2))
+        return cls(tokens, parents, torch.empty(slots, size, dtype=dtype, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The nodes to verify, packed by slot, roots first; what is left over has slot B. ``parent_T`` is a packed index,
+    a root's its own; ``depth_T`` and ``mask_T`` (bit j: local node j is an ancestor or the node itself; bit 63 is the
+    sign) are derived from it. ``page_T`` and ``offset_T`` are where the entry goes: page 0 for what is left over."""
+
+    token_T: Tensor
+    parent_T: Tensor
+    slot_T: Tensor
+    rows_T: Tensor  # state row; of what is left over, some valid one
+    local_T: Tensor
+    depth_T: Tensor
+    mask_T: Tensor
+    position_T: Tensor
+    page_T: Tensor
+    offset_T: Tensor
+    path_TA: Tensor  # tokens on the path to each node, the root's not, V for holes; of S columns
+    q_start: Tensor  # [B + 1]
+    is_chain: bool  # every accepted node already lies at its final slot
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The way down each tree, and where its entries lie. ``[B, S + 1]`` each, by depth; page 0 beyond the end."""
+
+    path_BS: Tensor  # packed index, 0 beyond the end
+    count_B: Tensor  # accepted nodes, the root included: how many tokens the step emits
+    packed_BX: Tensor  # [B, S + 2]: the tokens emitted, -1 beyond the end, then the number of nodes drafted
+    page_BS: Tensor  # where the entries belong
+    offset_BS: Tensor
+    source_page_BS: Tensor  # where verify wrote them
+    source_offset_BS: Tensor
+    next_page_BS: Tensor  # where the draft's entries of the emitted tokens belong, one position further
+    next_offset_BS: Tensor
+    next_position_BS: Tensor
+
+    @property
+    def token_BS(self) -> Tensor:
+        return self.packed_BX[:, :-1]
+
+
+@cache
+def pool_depths(levels: int, branching: int, device: torch.device) -> Tensor:
+    """Depth of each pool entry ``[P]``: the root's children are at 1. Made once, outside any graph."""
+    widths = torch.tensor([branching] + [branching * branching] * (levels - 1))
+    return torch.repeat_interleave(torch.arange(1, levels + 1), widths).to(device)
+
+
+def address(pages_NM: Tensor, position_N: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Page and offset of each position: ``pages_NM`` holds the page-table row of each one's slot."""
+    index_N1 = (position_N // page_size)[:, None]
+    return pages_NM.gather(1, index_N1).squeeze(1), position_N % page_size
 
 
 def tree_masks(parent_T: Tensor, local_T: Tensor, levels: int) -> tuple[Tensor, Tensor]:
@@ -68,29 +131,10 @@ def chain_masks(local_T: Tensor) -> tuple[Tensor, Tensor]:
     return local_T, (torch.full_like(local_T, 2) << local_T) - 1
 
 
-def accept_walk(
-    token_T: Tensor,
-    chosen_T: Tensor,
-    parent_T: Tensor,
-    slot_T: Tensor,
-    local_T: Tensor,
-    depth_T: Tensor,
-    mask_T: Tensor,
-    slots: int,
-    levels: int,
-) -> tuple[Tensor, Tensor]:
-    """Follows, from each root, the child that carries the token chosen at its parent.
-
-    Returns ``path`` ``[B, S + 1]``, packed indices of the accepted nodes by depth (0 beyond the end), and their
-    number ``[B]``, the root included.
-    """
-    agrees_T = (token_T == chosen_T[parent_T]) | (local_T == 0)
-    bits = torch.zeros(slots + 1, dtype=torch.int64, device=token_T.device)
-    bits.scatter_add_(0, slot_T, agrees_T.long() << local_T)
-    accepted_T = (mask_T & bits[slot_T]) == mask_T
-    path = torch.zeros(slots + 1, levels + 2, dtype=torch.int64, device=token_T.device)
-    column_T = torch.where(accepted_T, depth_T, levels + 1)
-    path[slot_T, column_T] = torch.arange(len(token_T), device=token_T.device)
-    count = torch.zeros(slots + 1, dtype=torch.int64, device=token_T.device)
-    count.scatter_add_(0, slot_T, accepted_T.long())
-    return path[:slots, : levels + 1], count[:slots]
+def path_tokens(token_T: Tensor, parent_T: Tensor, local_T: Tensor, levels: int, hole: int) -> Tensor:
+    """Tokens on the path to each node, itself included and the root not: ``[T, levels]``, ``hole`` past the root."""
+    columns, node_T = [], torch.arange(len(token_T), device=token_T.device)
+    for _ in range(levels):
+        columns.append(token_T[node_T].masked_fill(local_T[node_T] == 0, hole))
+        node_T = parent_T[node_T]
+    return torch.stack(columns, dim=1) if columns else token_T[:, None][:, :0]

@@ -1,6 +1,6 @@
 """What every EAGLE-family draft head is to the rest of the code.
 
-Shapes: N tokens to draft from, H draft hidden size, Ht target hidden size, Vd draft vocabulary.
+Shapes: N tokens to draft from, X rows of features, H draft hidden size, Ht target hidden size, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -38,14 +38,22 @@ class DraftHead(Protocol):
         """Turns the target's states (after the final norm; at ``taps``) into features ``[T, H]``."""
         ...
 
-    def __call__(self, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Runs the layer. Returns the state ``[N, H]`` that is both read by ``logits`` and recycled."""
+    def __call__(
+        self,
+        tokens_N: Tensor,
+        features_XH: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        source_N: Tensor | None = None,
+    ) -> Tensor:
+        """Runs the layer over each token and feature row ``source_N`` (None: its own). Returns the state ``[N, H]``
+        that is both read by ``logits`` and recycled."""
         ...
 
     def logits(self, states_NH: Tensor) -> Tensor:
         """Scores over the draft vocabulary ``[N, Vd]``."""
         ...
 
-    def project_kv(self, tokens_N: Tensor, features_NH: Tensor) -> Tensor:
+    def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:
         """Keys and values of the pairs, not yet rotated: ``[N, 2 * kv heads, D]``."""
         ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specserve_kernels import rotary_table
+from specserve_kernels import pair_inputs, rotary_table
 from torch import Tensor, nn
 
 from specserve.layers.decoder import MLP, Attend, Attention, RMSNorm
@@ -22,7 +22,7 @@ class EagleHead(nn.Module):
     """``fc`` over [embedding; feature], then one decoder layer without an input norm."""
 
     def __init__(
-        self, config: DraftConfig, layer: int, max_positions: int, embed: nn.Module, lm_head: nn.Module
+        self, config: DraftConfig, layer: int, max_positions: int, embed: nn.Embedding, lm_head: nn.Module
     ) -> None:
         super().__init__()
         self.config = config
@@ -41,12 +41,20 @@ class EagleHead(nn.Module):
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         return hidden_TH
 
-    def _inputs(self, tokens_N: Tensor, features_NH: Tensor) -> Tensor:
-        out: Tensor = self.fc(torch.cat([self._embed[0](tokens_N), features_NH], dim=-1))
+    def _inputs(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None) -> Tensor:
+        pairs_N2H, _ = pair_inputs(tokens_N, self._embed[0].weight, features_XH, source_N, None)
+        out: Tensor = self.fc(pairs_N2H)
         return out
 
-    def forward(self, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        u_NH = self._inputs(tokens_N, features_NH)
+    def forward(
+        self,
+        tokens_N: Tensor,
+        features_XH: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        source_N: Tensor | None = None,
+    ) -> Tensor:
+        u_NH = self._inputs(tokens_N, features_XH, source_N)
         a_NH = self.self_attn(u_NH, self.rope_P2D[positions_N], attend)
         x_NH, residual_NH = self.post_attention_layernorm.add(a_NH, u_NH)
         out: Tensor = residual_NH + self.mlp(x_NH)
@@ -56,5 +64,5 @@ class EagleHead(nn.Module):
         out: Tensor = self._lm_head[0](states_NH)
         return out
 
-    def project_kv(self, tokens_N: Tensor, features_NH: Tensor) -> Tensor:
-        return self.self_attn.project_kv(self._inputs(tokens_N, features_NH))
+    def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:
+        return self.self_attn.project_kv(self._inputs(tokens_N, features_XH, source_N))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specserve_kernels import rotary_table
+from specserve_kernels import pair_inputs, rotary_table
 from torch import Tensor, nn
 
 from specserve.layers.decoder import MLP, Attend, Attention, RMSNorm
@@ -21,7 +21,7 @@ from specserve.models.draft.base import DraftConfig
 class Eagle3Head(nn.Module):
     """One decoder layer of double input width and a head of ``draft_vocab_size`` rows."""
 
-    def __init__(self, config: DraftConfig, layer: int, max_positions: int, embed: nn.Module) -> None:
+    def __init__(self, config: DraftConfig, layer: int, max_positions: int, embed: nn.Embedding) -> None:
         super().__init__()
         self.config = config
         # Held in a tuple so that the target's embedding is used but not registered as the head's own.
@@ -44,12 +44,23 @@ class Eagle3Head(nn.Module):
         out: Tensor = self.fc(torch.cat(list(tapped), dim=-1))
         return out
 
-    def _inputs(self, tokens_N: Tensor, features_NH: Tensor) -> Tensor:
-        embedding_NH = self.input_layernorm(self._embed[0](tokens_N))
-        return torch.cat([embedding_NH, self.hidden_norm(features_NH)], dim=-1)
+    def _inputs(
+        self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """``[norm(embedding); norm(feature)]`` and the features alone."""
+        norms = self.input_layernorm.weight, self.hidden_norm.weight, self.hidden_norm.eps
+        return pair_inputs(tokens_N, self._embed[0].weight, features_XH, source_N, norms)
 
-    def forward(self, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        a_NH = self.self_attn(self._inputs(tokens_N, features_NH), self.rope_P2D[positions_N], attend)
+    def forward(
+        self,
+        tokens_N: Tensor,
+        features_XH: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        source_N: Tensor | None = None,
+    ) -> Tensor:
+        pairs_N2H, features_NH = self._inputs(tokens_N, features_XH, source_N)
+        a_NH = self.self_attn(pairs_N2H, self.rope_P2D[positions_N], attend)
         x_NH, residual_NH = self.post_attention_layernorm.add(a_NH, features_NH)
         out: Tensor = residual_NH + self.mlp(x_NH)
         return out
@@ -58,5 +69,5 @@ class Eagle3Head(nn.Module):
         out: Tensor = self.lm_head(self.norm(states_NH))
         return out
 
-    def project_kv(self, tokens_N: Tensor, features_NH: Tensor) -> Tensor:
-        return self.self_attn.project_kv(self._inputs(tokens_N, features_NH))
+    def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:
+        return self.self_attn.project_kv(self._inputs(tokens_N, features_XH, source_N)[0])

@@ -61,19 +61,20 @@ class EagleDrafter:
         return self._head.fuse(hidden_TH, tapped)
 
     def forward(
-        self, tokens_N: Tensor, features_NH: Tensor, positions_N: Tensor, attend: Attend
+        self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor, positions_N: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        states_NH = self._head(tokens_N, features_NH, positions_N, attend)
+        states_NH = self._head(tokens_N, features_XH, positions_N, attend, source_N)
         return self._head.logits(states_NH), states_NH
 
     def store(
         self,
         tokens_N: Tensor,
-        features_NH: Tensor,
+        features_XH: Tensor,
+        source_N: Tensor | None,
         positions_N: Tensor,
         pool: KVPool,
         address: tuple[Tensor, Tensor],
     ) -> None:
-        kv_N = self._head.project_kv(tokens_N, features_NH)
+        kv_N = self._head.project_kv(tokens_N, features_XH, source_N)
         rope_N2D = self._head.rope_P2D[positions_N]
         store_projected(pool, self._layer, kv_N, rope_N2D, *address)

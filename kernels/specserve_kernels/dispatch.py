@@ -1,0 +1,51 @@
+"""Chooses between an operation's two versions: Triton for tensors on a GPU, the reference for all others.
+
+Triton's kernels compute in at most float32, so float64 tensors take the reference on every device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def dispatched(reference: F) -> F:
+    """``reference.x.name`` for CPU and float64 tensors, ``ops.x.name`` for others. The tensors that decide are the
+    arguments themselves and the fields of arguments that are dataclasses."""
+    module = reference.__module__.replace(".reference.", ".ops.")
+
+    @functools.cache
+    def kernel() -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(import_module(module), reference.__name__)
+        return found
+
+    @functools.wraps(reference)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (kernel() if runs_triton(_tensors(args)) else reference)(*args, **kwargs)
+
+    return cast(F, call)
+
+
+def runs_triton(tensors: Iterable[Tensor]) -> bool:
+    """Whether these tensors are served by the Triton version."""
+    on_gpu = False
+    for tensor in tensors:
+        if not tensor.is_cuda or tensor.dtype == torch.float64:
+            return False
+        on_gpu = True
+    return on_gpu
+
+
+def _tensors(args: tuple[Any, ...]) -> Iterable[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif hasattr(arg, "__dataclass_fields__"):
+            yield from _tensors(tuple(getattr(arg, name) for name in arg.__dataclass_fields__))
