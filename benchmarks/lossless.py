@@ -169,8 +169,8 @@ def open_llm(models: Models, **settings: Any) -> LLM:
     )
 
 
-def plain_llm(models: Models, running: int) -> LLM:
-    return open_llm(models, max_running_requests=running, page_size=16, disable_radix_cache=True)
+def plain_llm(models: Models, running: int, **settings: Any) -> LLM:
+    return open_llm(models, max_running_requests=running, page_size=16, disable_radix_cache=True, **settings)
 
 
 def reference_texts(models: Models, items: Sequence[Item]) -> list[list[int]]:
@@ -252,7 +252,7 @@ def first_difference(found: Sequence[int], expected: Sequence[int]) -> int:
 
 def tie_gap(models: Models, item: Item, index: int) -> float:
     """How far apart the two best perturbed logits of the item's token ``index`` are in a plain run of it alone."""
-    with plain_llm(models, 1) as llm, recorded_scores() as scores:
+    with plain_llm(models, 1, disable_cuda_graph=True) as llm, recorded_scores() as scores:
         llm.generate([item.prompt], item.params)
     best = scores[min(index, len(scores) - 1)].topk(2).values
     return float(best[0] - best[1])
@@ -268,7 +268,10 @@ def recorded_scores() -> Iterator[list[Tensor]]:
         found.append(scores_NV[0].clone())
         return best(scores_NV)
 
-    with patch.object(specserve.engine.sampler, "best", recording):
+    with (
+        patch.object(specserve.engine.sampler, "best", recording),
+        patch.object(specserve.engine.sampler, "runs_triton", lambda _: False),
+    ):
         yield found
 
 

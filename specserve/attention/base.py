@@ -6,6 +6,7 @@ K frontier nodes a request, A scratch entries a frontier node sees, M pages a re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +25,7 @@ class Chunks:
     positions_T: Tensor
     max_tokens: int  # of one request, known to the host
     max_kv: int  # positions of one request, chunk included, known to the host
+    spans: Sequence[tuple[int, int]]  # of each request: first position and number of tokens, known to the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class AttentionBackend(Protocol):
     """Makes plans. ``unsupported`` gives the reasons why it cannot serve a geometry; none means that it can."""
 
     name: str
+    graph_safe: bool  # reads lengths on the device, so that a captured pass serves all of them
 
     def unsupported(self, geometry: KVGeometry, page_size: int) -> list[str]: ...
 

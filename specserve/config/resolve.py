@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from specserve.config.paths import resolve_paths
@@ -81,13 +82,18 @@ def _dtype(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
 
 
 def _attention(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
-    if settings.attention_backend in ("triton", "flashinfer"):
-        raise ValueError(
-            f"attention backend {settings.attention_backend!r} is not available: this version has torch alone"
-        )
-    if settings.attention_backend == "auto":
-        notes.append("attention_backend = torch: the only one of this version")
-    return replace(settings, attention_backend="torch")
+    backend, device, dtype = settings.attention_backend, settings.device, settings.dtype
+    if backend in ("triton", "flashinfer"):
+        if device != "cuda":
+            raise ValueError(f"--attention-backend {backend} needs a GPU; on {device} the backend is torch")
+        if dtype == "float64":
+            raise ValueError(f"--attention-backend {backend} has no float64; use torch")
+    if backend == "flashinfer" and find_spec("flashinfer") is None:
+        raise ValueError("--attention-backend flashinfer needs the package flashinfer-python, which is not installed")
+    if backend == "auto":
+        backend = "triton" if device == "cuda" and dtype != "float64" else "torch"
+        notes.append(f"attention_backend = {backend}: the device is {device}, the dtype {dtype}")
+    return replace(settings, attention_backend=backend)
 
 
 def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
@@ -128,13 +134,28 @@ def _pool(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     return replace(settings, max_total_tokens=total)
 
 
+def _graphs(settings: Settings, notes: Notes) -> Settings:
+    """Which steps are captured: those of batches up to ``cuda_graph_max_bs``."""
+    largest, running = settings.cuda_graph_max_bs, settings.max_running_requests
+    assert running is not None
+    if settings.attention_backend == "torch" and not settings.disable_cuda_graph:
+        why = (
+            "the device is cpu" if settings.device == "cpu" else "attention backend torch reads host lengths"
+        )
+        notes.append(f"disable_cuda_graph = True: {why}")
+        settings = replace(settings, disable_cuda_graph=True)
+    if settings.disable_cuda_graph:
+        if largest is not None:
+            notes.append("--cuda-graph-max-bs changes nothing: no graphs are captured")
+        return replace(settings, cuda_graph_max_bs=None)
+    if largest is None or largest > running:
+        notes.append(f"cuda_graph_max_bs = {running}: max_running_requests")
+        largest = running
+    return replace(settings, cuda_graph_max_bs=largest)
+
+
 def _execution(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
-    for flag, given in (
-        ("--disable-cuda-graph", settings.disable_cuda_graph),
-        ("--cuda-graph-max-bs", settings.cuda_graph_max_bs is not None),
-    ):
-        if given:
-            notes.append(f"{flag} changes nothing: this version runs every step eagerly, without CUDA graphs")
+    settings = _graphs(settings, notes)
     overlap, seed = settings.overlap_schedule, settings.random_seed
     if settings.disable_overlap_schedule:
         overlap = "off"

@@ -96,7 +96,7 @@ class Settings:
     )
     attention_backend: str = setting(
         "auto",
-        "Attention implementation. auto: torch. The others are not available in this version.",
+        "Attention implementation. auto: triton on cuda (torch for float64), torch on cpu.",
         group=ENGINE,
         choices=("auto", "torch", "triton", "flashinfer"),
     )
@@ -136,10 +136,10 @@ class Settings:
     )
     disable_overlap_schedule: bool = setting(False, "The same as `--overlap-schedule off`.", group=ENGINE)
     disable_cuda_graph: bool = setting(
-        False, "Run steps without CUDA graphs. This version never captures any.", group=ENGINE
+        False, "Run steps eagerly, by the same functions, instead of as CUDA graphs.", group=ENGINE
     )
     cuda_graph_max_bs: int | None = setting(
-        None, "Largest batch that gets a CUDA graph. This version never captures any.", group=ENGINE, low=1
+        None, "Largest batch that gets a CUDA graph. Not set: max_running_requests.", group=ENGINE, low=1
     )
     enable_torch_compile: bool = setting(False, "Not available in this version: refused.", group=ENGINE)
     torch_compile_max_bs: int | None = setting(

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
-from specserve.attention import TorchAttention
+from specserve.attention import ATTENTION
 from specserve.config import Settings
+from specserve.engine.graphs import StepGraphs
 from specserve.engine.memory import pool_pages
 from specserve.engine.runner import Runner
+from specserve.engine.shapes import StaticShapes, batch_buckets
 from specserve.kv.pool import KVGeometry, KVPool, PoolConfig
 from specserve.layers.linear import pack_linears
 from specserve.models.checkpoint import DTYPES, load_target
@@ -18,12 +20,11 @@ from specserve.models.config import ModelConfig
 from specserve.models.llama import LlamaModel
 from specserve.scheduler.admission import Admission, Capacity
 from specserve.scheduler.memory import Memory
-from specserve.scheduler.scheduler import Limits, Scheduler, ShapeOf
+from specserve.scheduler.scheduler import Limits, Scheduler
 from specserve.spec.context import Context
 from specserve.spec.drafter import Drafter
 from specserve.spec.drafters import load_drafter
 from specserve.spec.state import DecodeState
-from specserve.spec.tree import StepShape
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +33,9 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
     """Loads everything that resolved settings name. Raises ValueError for what cannot be served."""
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
-    shape = static_shape(settings)
-    context = create_context(settings, model_config, shape)
+    shapes = step_shapes(settings)
+    context = create_context(settings, model_config, shapes)
+    graphs = StepGraphs.capture(context, shapes.captured()) if shapes.buckets else StepGraphs({})
     assert settings.max_running_requests and settings.context_length and settings.chunked_prefill_size
     pool = context.pool
     memory = Memory(pool.num_pages, pool.page_size, prefix_cache=not settings.disable_radix_cache)
@@ -49,6 +51,7 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
         chunked_prefill_size=settings.chunked_prefill_size,
         overlap=_overlap(settings, context.drafter),
     )
+    speculation = shapes.speculation
     info: dict[str, object] = {
         "context_length": capacity.context_length,
         "max_total_tokens": capacity.pool_tokens,
@@ -56,10 +59,15 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
         "page_size": pool.page_size,
         "vocab_size": capacity.vocab_size,
         "eos_token_ids": list(capacity.eos_token_ids),
-        "speculation": None if shape is None else {"steps": shape[0], "topk": shape[1], "tokens": shape[2]},
+        "speculation": speculation and dict(zip(("steps", "topk", "tokens"), speculation, strict=True)),
+        "cuda_graphs": {
+            "count": len(graphs.graphs),
+            "seconds": round(graphs.seconds, 2),
+            "memory_bytes": graphs.memory_bytes,
+        },
     }
     admission = Admission(capacity, settings.random_seed)
-    return Scheduler(Runner(context), memory, admission, limits, shape_policy(shape), info)
+    return Scheduler(Runner(context, graphs.graphs), memory, admission, limits, shapes, info)
 
 
 def _overlap(settings: Settings, drafter: Drafter | None) -> bool:
@@ -78,27 +86,20 @@ def static_shape(settings: Settings) -> tuple[int, int, int] | None:
     return None if steps is None or topk is None or tokens is None else (steps, topk, tokens)
 
 
-def shape_policy(shape: tuple[int, int, int] | None) -> ShapeOf:
-    """The next step's shape: the static one, its budget for the slots that draft; plain when none does."""
-
-    def shape_of(slots: int, drafting: int) -> StepShape:
-        if shape is None or not drafting:
-            return StepShape.plain(slots)
-        steps, topk, tokens = shape
-        return StepShape(slots, slots + drafting * (tokens - 1), steps, topk)
-
-    return shape_of
+def step_shapes(settings: Settings) -> StaticShapes:
+    """The shapes of steps; those within the buckets are captured."""
+    largest = settings.cuda_graph_max_bs
+    captured = largest is not None and not settings.disable_cuda_graph
+    buckets = batch_buckets(largest) if captured and largest is not None else ()
+    return StaticShapes(static_shape(settings), buckets)
 
 
-def create_context(
-    settings: Settings, model_config: ModelConfig, shape: tuple[int, int, int] | None
-) -> Context:
+def create_context(settings: Settings, model_config: ModelConfig, shapes: StaticShapes) -> Context:
     """Target, draft, pool and state on the device."""
     device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
     assert settings.max_running_requests and settings.context_length and settings.model_path
     # A step may look this far past the longest context: rows that end are cut after the step that overran.
-    widest = shape_policy(shape)(settings.max_running_requests, settings.max_running_requests)
-    margin = widest.reserve + 2 * (widest.levels + 1)
+    margin = shapes.reserve(settings.max_running_requests) + 2 * (shapes.levels + 1)
     positions = settings.context_length + margin
     target = load_target(Path(settings.model_path), dtype, device, max_positions=positions)
     pack_linears(target)
@@ -112,7 +113,7 @@ def create_context(
         dtype=dtype,
     )
     pages = pool_pages(pool_config, settings.max_total_tokens, settings.mem_fraction_static, device)
-    attention = TorchAttention(settings.page_size, dtype)
+    attention = ATTENTION[settings.attention_backend](settings.page_size, dtype)
     for geometry in dict.fromkeys([*pool_config.target_layers, *pool_config.draft_layers]):
         if reasons := attention.unsupported(geometry, settings.page_size):
             raise ValueError(

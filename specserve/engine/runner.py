@@ -5,13 +5,14 @@ Shapes: B requests, S draft levels, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specserve.core import SamplingParams, TokenLogprob
+from specserve.engine.graphs import StepGraph
 from specserve.engine.logprobs import token_logprobs
 from specserve.spec.context import Context, View
 from specserve.spec.prefill import PromptChunks, prefill
@@ -82,8 +83,10 @@ def _to_host(tensor: Tensor) -> Tensor:
 class Runner:
     """The device's only user while serving. Calls are queued in order; state and cache change in that order."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, graphs: Mapping[StepShape, StepGraph]) -> None:
+        """``graphs``: the shapes whose steps are captured; others run eagerly."""
         self.context = context
+        self._graphs = graphs
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[Row]) -> Launch:
@@ -94,9 +97,10 @@ class Runner:
             slot_T=self._tensor([index for index, count in enumerate(counts) for _ in range(count)]),
             q_start=self._tensor([sum(counts[:i]) for i in range(len(counts) + 1)]),
             final_B=self._tensor([row.final for row in rows]).bool(),
-            max_tokens=max(counts),
+            spans=[(row.length - count, count) for row, count in zip(rows, counts, strict=True)],
         )
-        result = prefill(self.context, self._view(rows), chunks)
+        rows_B = self._tensor([row.slot for row in rows])
+        result = prefill(self.context, self._view(rows, rows_B), chunks)
         token_B1 = result.token_B[:, None]
         packed = torch.where(chunks.final_B[:, None], token_B1, -1)
         packed = torch.cat([packed, torch.zeros_like(packed)], dim=1)
@@ -105,16 +109,21 @@ class Runner:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
-        """One step of all rows."""
-        result = step(self.context, self._view(rows), shape)
+        """One step of all rows; slots of the shape beyond them are padding."""
+        padding = [self.context.state.dummy] * (shape.slots - len(rows))
+        rows_B = self._tensor([*(row.slot for row in rows), *padding])
+        graph = self._graphs.get(shape)
+        if graph is not None:
+            result = graph.replay(rows_B)
+        else:
+            result = step(self.context, self._view(rows, rows_B), shape)
         accepted = result.accepted
         logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS.clamp(min=0), accepted.path_BS)
-        return Launch(accepted.packed_BX, logprobs, rows)
+        return Launch(accepted.packed_BX[: len(rows)], logprobs, rows)
 
-    def _view(self, rows: Sequence[Row]) -> View:
-        slots = self._tensor([row.slot for row in rows])
+    def _view(self, rows: Sequence[Row], rows_B: Tensor) -> View:
         needs = SamplerNeeds.of([row.params for row in rows])
-        return View.of(self.context, slots, max(row.length for row in rows), needs)
+        return View.of(self.context, rows_B, max(row.length for row in rows), needs)
 
     def _logprobs(
         self, rows: Sequence[Row], logits: Tensor, token_BW: Tensor, index_BW: Tensor

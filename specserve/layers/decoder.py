@@ -106,17 +106,19 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
-    def forward(
-        self, x_TH: Tensor, residual_TH: Tensor | None, rope_T2D: Tensor, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
+    def enter(self, x_TH: Tensor, residual_TH: Tensor | None) -> tuple[Tensor, Tensor]:
         """Takes the last block's output and the residual stream before it (None: x is the stream itself).
 
-        Returns the MLP's output and the residual stream before that is added.
+        Returns what attention reads, and the residual stream at the layer's boundary.
         """
         if residual_TH is None:
-            x_TH, residual_TH = self.input_layernorm(x_TH), x_TH
-        else:
-            x_TH, residual_TH = self.input_layernorm.add(x_TH, residual_TH)
+            return self.input_layernorm(x_TH), x_TH
+        return self.input_layernorm.add(x_TH, residual_TH)
+
+    def forward(
+        self, x_TH: Tensor, residual_TH: Tensor, rope_T2D: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Takes what ``enter`` returned; returns the MLP's output and the residual stream before that is added."""
         x_TH = self.self_attn(x_TH, rope_T2D, attend)
         x_TH, residual_TH = self.post_attention_layernorm.add(x_TH, residual_TH)
         return self.mlp(x_TH), residual_TH

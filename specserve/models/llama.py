@@ -46,8 +46,10 @@ class LlamaModel(nn.Module):
         x_TH, residual_TH = self.embed_tokens(tokens_T), None
         tapped: dict[int, Tensor] = {}
         for boundary, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            x_TH, residual_TH = layer.enter(x_TH, residual_TH)
             if boundary in taps:
-                tapped[boundary] = x_TH if residual_TH is None else x_TH + residual_TH
+                tapped[boundary] = residual_TH
             x_TH, residual_TH = layer(x_TH, residual_TH, rope_T2D, attend)
         assert residual_TH is not None
         hidden_TH, tapped[len(self.layers)] = self.norm.add(x_TH, residual_TH)

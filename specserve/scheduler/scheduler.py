@@ -229,7 +229,7 @@ class Scheduler:
                 if not ready:
                     return [], shape
                 continue
-            plain = StepShape.plain(len(ready))
+            plain = self._shape_of(len(ready), 0)
             assert self._reserve(ready, plain), "a request that was admitted fits alone"
             return ready, plain
 

@@ -5,6 +5,7 @@ Shapes: B requests, T packed prompt tokens, H feature size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ class PromptChunks:
     slot_T: Tensor  # index into the batch
     q_start: Tensor  # [B + 1]
     final_B: Tensor  # bool
-    max_tokens: int
+    spans: Sequence[tuple[int, int]]  # first position and number of tokens of each run, known to the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,15 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     position_T = view.length_B[chunks.slot_T] + index_T - first_T
     page_T, offset_T = address(view.pages_BM[chunks.slot_T], position_T, context.pool.page_size)
     plan = context.attention.plan_prefill(
-        Chunks(view.pages_BM, chunks.q_start, chunks.slot_T, position_T, chunks.max_tokens, view.max_length)
+        Chunks(
+            pages_BM=view.pages_BM,
+            q_start=chunks.q_start,
+            slot_T=chunks.slot_T,
+            positions_T=position_T,
+            max_tokens=max(count for _, count in chunks.spans),
+            max_kv=view.max_length,
+            spans=chunks.spans,
+        )
     )
     attend = PagedAttend(context.pool, plan, page_T, offset_T)
     hidden_TH, tapped = context.target(chunks.token_T, position_T, attend, context.taps)

@@ -50,6 +50,17 @@ class DraftHead(Protocol):
         that is both read by ``logits`` and recycled."""
         ...
 
+    def draft(
+        self,
+        tokens_N: Tensor,
+        features_XH: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        source_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``logits`` of the states, and the states."""
+        ...
+
     def logits(self, states_NH: Tensor) -> Tensor:
         """Scores over the draft vocabulary ``[N, Vd]``."""
         ...

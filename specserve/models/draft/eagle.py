@@ -7,6 +7,7 @@ attention, none before the head; embedding and head are the target's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from specserve_kernels import pair_inputs, rotary_table
@@ -46,19 +47,27 @@ class EagleHead(nn.Module):
         out: Tensor = self.fc(pairs_N2H)
         return out
 
-    def forward(
+    def _layer(
         self,
         tokens_N: Tensor,
         features_XH: Tensor,
         positions_N: Tensor,
         attend: Attend,
         source_N: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        """The MLP's output and the residual stream before that is added."""
         u_NH = self._inputs(tokens_N, features_XH, source_N)
         a_NH = self.self_attn(u_NH, self.rope_P2D[positions_N], attend)
         x_NH, residual_NH = self.post_attention_layernorm.add(a_NH, u_NH)
-        out: Tensor = residual_NH + self.mlp(x_NH)
-        return out
+        return self.mlp(x_NH), residual_NH
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        mlp_NH, residual_NH = self._layer(*args, **kwargs)
+        return residual_NH + mlp_NH
+
+    def draft(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        states_NH = self(*args, **kwargs)
+        return self.logits(states_NH), states_NH
 
     def logits(self, states_NH: Tensor) -> Tensor:
         out: Tensor = self._lm_head[0](states_NH)

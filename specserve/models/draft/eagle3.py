@@ -7,6 +7,7 @@ stands before the head only, and the state recycled between levels is the one be
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from specserve_kernels import pair_inputs, rotary_table
@@ -51,19 +52,28 @@ class Eagle3Head(nn.Module):
         norms = self.input_layernorm.weight, self.hidden_norm.weight, self.hidden_norm.eps
         return pair_inputs(tokens_N, self._embed[0].weight, features_XH, source_N, norms)
 
-    def forward(
+    def _layer(
         self,
         tokens_N: Tensor,
         features_XH: Tensor,
         positions_N: Tensor,
         attend: Attend,
         source_N: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        """The MLP's output and the residual stream before that is added."""
         pairs_N2H, features_NH = self._inputs(tokens_N, features_XH, source_N)
         a_NH = self.self_attn(pairs_N2H, self.rope_P2D[positions_N], attend)
         x_NH, residual_NH = self.post_attention_layernorm.add(a_NH, features_NH)
-        out: Tensor = residual_NH + self.mlp(x_NH)
-        return out
+        return self.mlp(x_NH), residual_NH
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        mlp_NH, residual_NH = self._layer(*args, **kwargs)
+        return residual_NH + mlp_NH
+
+    def draft(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        read_NH, states_NH = self.norm.add(*self._layer(*args, **kwargs))
+        out: Tensor = self.lm_head(read_NH)
+        return out, states_NH
 
     def logits(self, states_NH: Tensor) -> Tensor:
         out: Tensor = self.lm_head(self.norm(states_NH))

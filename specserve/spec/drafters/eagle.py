@@ -63,8 +63,7 @@ class EagleDrafter:
     def forward(
         self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor, positions_N: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        states_NH = self._head(tokens_N, features_XH, positions_N, attend, source_N)
-        return self._head.logits(states_NH), states_NH
+        return self._head.draft(tokens_N, features_XH, positions_N, attend, source_N)
 
     def store(
         self,

@@ -1,0 +1,99 @@
+"""FlashInfer's paged prefill; verify and draft are Triton's.
+
+FlashInfer plans on the host from each request's lengths, which prefill knows exactly. A step's lengths live on the
+device, and its tree masks and ``kv_start`` have no counterpart there, so it never joins a step
+(docs/decisions/0008-attention-backends.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specserve.attention.base import Chunks, Frontier, Nodes, Plan
+from specserve.attention.triton import TritonAttention
+from specserve.kv.pool import KVGeometry
+
+_WORKSPACE_BYTES = 256 * 2**20
+_HEAD_SIZES = (64, 128, 256)
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """FlashInfer plans for one geometry at a time; the layers of a pass rarely have more than two."""
+
+    chunks: Chunks
+    page_size: int
+    workspace: Tensor
+    wrappers: dict[tuple[int, int, int], Any] = field(default_factory=dict)
+
+    def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
+        geometry = q_TND.shape[1], cache.shape[3], cache.shape[4]
+        if geometry not in self.wrappers:
+            self.wrappers[geometry] = self._plan(*geometry, q_TND.dtype)
+        out: Tensor = self.wrappers[geometry].run(q_TND.contiguous(), cache)
+        return out
+
+    def _plan(self, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> Any:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        ends = [start + count for start, count in self.chunks.spans]
+        pages = [-(-end // self.page_size) for end in ends]
+        last = [end - (count - 1) * self.page_size for end, count in zip(ends, pages, strict=True)]
+        rows = zip(self.chunks.pages_BM, pages, strict=True)
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
+        wrapper.plan(
+            _starts([count for _, count in self.chunks.spans]),
+            _starts(pages),
+            torch.cat([row_M[:count] for row_M, count in rows]).int(),
+            torch.tensor(last, dtype=torch.int32),
+            heads,
+            kv_heads,
+            head_size,
+            self.page_size,
+            causal=True,
+            q_data_type=dtype,
+        )
+        return wrapper
+
+
+def _starts(counts: list[int]) -> Tensor:
+    """Running sums from 0, on the host."""
+    return torch.tensor([0, *counts]).cumsum(0).int()
+
+
+class FlashInferAttention:
+    """See the module's docstring."""
+
+    name = "flashinfer"
+    graph_safe = True
+
+    def __init__(self, page_size: int, dtype: torch.dtype) -> None:
+        self.page_size = page_size
+        self.dtype = dtype
+        self._triton = TritonAttention(page_size, dtype)
+        self._workspace: Tensor | None = None
+
+    def unsupported(self, geometry: KVGeometry, page_size: int) -> list[str]:
+        reasons = self._triton.unsupported(geometry, page_size)
+        if geometry.head_dim not in _HEAD_SIZES:
+            reasons.append(f"head size {geometry.head_dim}: FlashInfer has {_HEAD_SIZES}")
+        if self.dtype not in _DTYPES:
+            reasons.append(f"dtype {self.dtype}: FlashInfer has bfloat16 and float16")
+        return reasons
+
+    def plan_prefill(self, chunks: Chunks) -> Plan:
+        if self._workspace is None:
+            device = chunks.pages_BM.device
+            self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return _Prefill(chunks, self.page_size, self._workspace)
+
+    def plan_verify(self, nodes: Nodes) -> Plan:
+        return self._triton.plan_verify(nodes)
+
+    def plan_draft(self, frontier: Frontier) -> Plan:
+        return self._triton.plan_draft(frontier)

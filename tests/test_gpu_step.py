@@ -1,0 +1,136 @@
+"""The captured step on a GPU: the text of plain decoding, no host read, the CPU's acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.common import PROMPTS
+from benchmarks.lossless import Item, Models, first_difference, make_items, read_prompts, tie_gap
+from specserve import LLM, SamplingParams
+from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
+from specserve.frontend.messages import Submit
+
+pytestmark = pytest.mark.gpu
+
+Shape = tuple[str, int, int, int]
+SHAPES: list[Shape] = [
+    ("EAGLE3", 3, 1, 4),
+    ("EAGLE3", 7, 1, 8),
+    ("EAGLE3", 4, 4, 16),
+    ("EAGLE3", 6, 8, 64),
+    ("EAGLE", 5, 2, 12),
+]
+MODELS = Models(BUNDLED_MODEL, BUNDLED_DRAFTS, "float32", "cuda")
+TIE = 1e-4
+
+
+@contextmanager
+def engine(shape: Shape | None, **settings: Any) -> Iterator[LLM]:
+    if shape is not None:
+        algorithm, steps, topk, tokens = shape
+        settings |= {
+            "speculative_algorithm": algorithm,
+            "speculative_num_steps": steps,
+            "speculative_eagle_topk": topk,
+            "speculative_num_draft_tokens": tokens,
+        }
+    given = {"dtype": "float32", "device": "cuda", "max_total_tokens": 40_000, "random_seed": 0, **settings}
+    with LLM(None, skip_tokenizer_init=True, **given) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def items() -> list[Item]:
+    """100 requests of every kind of sampling."""
+    prompts = [prompt[:64] for prompt in read_prompts(PROMPTS, BUNDLED_MODEL)]
+    return make_items(prompts, 100, 32)
+
+
+def texts(llm: LLM, items: Sequence[Item]) -> list[list[int]]:
+    return [o.token_ids for o in llm.generate([i.prompt for i in items], [i.params for i in items])]
+
+
+@pytest.fixture(scope="module")
+def expected(items: list[Item]) -> list[list[int]]:
+    with engine(None, max_running_requests=32) as llm:
+        return texts(llm, items)
+
+
+def assert_same(found: list[list[int]], expected: list[list[int]], items: Sequence[Item]) -> None:
+    """Equal, but for first differences where the two best perturbed logits tie."""
+    for item, ours, theirs in zip(items, found, expected, strict=True):
+        if ours != theirs:
+            gap = tie_gap(MODELS, item, first_difference(ours, theirs))
+            assert gap < TIE, f"{item.sampling}: {ours} against {theirs}, gap {gap}"
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_speculation_changes_no_text(
+    shape: Shape, batch: int, items: list[Item], expected: list[list[int]]
+) -> None:
+    chosen = slice(0, 12) if batch == 1 else slice(0, 100)
+    with engine(shape, max_running_requests=batch) as llm:
+        assert llm._engine is not None
+        assert llm._engine.info["cuda_graphs"]["count"] > 0  # type: ignore[index]
+        assert_same(texts(llm, items[chosen]), expected[chosen], items[chosen])
+        assert llm._engine.stats().accepted > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"disable_cuda_graph": True},
+        {"disable_overlap_schedule": True},
+        {"attention_backend": "torch"},
+        {"page_size": 1},
+        {"page_size": 64},
+        {"cuda_graph_max_bs": 4},
+        {"max_total_tokens": 2_000},
+    ],
+    ids=str,
+)
+def test_no_setting_changes_the_text(
+    settings: dict[str, Any], items: list[Item], expected: list[list[int]]
+) -> None:
+    with engine(("EAGLE3", 4, 4, 16), max_running_requests=16, **settings) as llm:
+        assert_same(texts(llm, items[:40]), expected[:40], items)
+
+
+@pytest.mark.parametrize("shape", [None, ("EAGLE3", 3, 1, 4), ("EAGLE3", 4, 4, 16)], ids=str)
+def test_nothing_waits_for_the_device_but_the_reading_of_results(
+    shape: Shape | None, items: list[Item]
+) -> None:
+    """PyTorch raises at every call that would synchronize; reading a result waits for an event, which it allows."""
+    with engine(shape, max_running_requests=8) as llm:
+        scheduler = llm._engine
+        assert scheduler is not None
+        for index, item in enumerate(items[:8]):
+            scheduler.submit(Submit(str(index), list(item.prompt), item.params))
+        tokens = 0
+        for _ in range(3):
+            scheduler.run_once()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            while scheduler.has_work:
+                tokens += sum(len(message.token_ids) for message in scheduler.run_once())  # type: ignore[union-attr]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert tokens > 100
+
+
+@pytest.mark.parametrize("shape", [("EAGLE3", 5, 1, 6), ("EAGLE3", 5, 4, 16), ("EAGLE", 5, 4, 16)], ids=str)
+def test_accepts_what_the_cpu_accepts(shape: Shape) -> None:
+    prompts = read_prompts(PROMPTS, BUNDLED_MODEL)[:16]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    lengths = []
+    for device in ("cuda", "cpu"):
+        with engine(shape, device=device, max_running_requests=16) as llm:
+            usage = [output.speculation for output in llm.generate(prompts, params)]
+        lengths.append(sum(u.accepted for u in usage) / sum(u.steps for u in usage))
+    assert lengths[0] == pytest.approx(lengths[1], rel=0.01)
