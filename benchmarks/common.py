@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -13,8 +15,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.floors import Shape
 from specserve import LLM, SamplingParams
+from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
+from specserve.frontend.tokenizer import Tokenizer
 from specserve.llm import RequestOutput
+from specserve.models.config import load_model_config
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ROOT / "examples" / "bundled_model" / "prompts.jsonl"
@@ -73,3 +79,93 @@ def write_results(name: str, figures: Any, output: Path | None = None) -> Path:
 def _main_module() -> str:
     spec = sys.modules["__main__"].__spec__
     return spec.name if spec is not None else Path(sys.argv[0]).stem
+
+
+def heldout_prompts(model_path: str | Path, count: int, length: int) -> list[list[int]]:
+    """Prompts of exactly ``length`` tokens, each another one: the end of joined held-out prompts, so that the answer
+    continues the last of them."""
+    tokenizer = Tokenizer.load(str(model_path))
+    rows = [
+        tokenizer.encode_chat(row["messages"]) if "messages" in row else tokenizer.encode(row["prompt"])
+        for row in load_prompts()
+    ]
+
+    def prompt(index: int) -> list[int]:
+        ids: list[int] = []
+        stride = 1 + index // len(rows)
+        while len(ids) < length:
+            ids = rows[index % len(rows)] + ids
+            index -= stride
+        return ids[-length:]
+
+    return [prompt(index) for index in range(count)]
+
+
+def random_prompts(vocab: int, count: int, length: int) -> list[list[int]]:
+    """Prompts of random token ids, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocab, (count, length), generator=generator).tolist()
+
+
+def load_options(description: str | None) -> argparse.ArgumentParser:
+    """The options of the benchmarks that load an engine with equal requests."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=str(BUNDLED_MODEL), help="directory of the target")
+    parser.add_argument(
+        "--eagle3", default=str(BUNDLED_DRAFTS["EAGLE3"]), help="directory of its EAGLE-3 draft"
+    )
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompts", choices=("heldout", "random"), default="heldout")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--max-batch", type=int, default=256, help="leave larger batches out")
+    parser.add_argument(
+        "--quick", action="store_true", help="short prompts, small batches, once: does it run?"
+    )
+    parser.add_argument("--output", type=Path, help="not set: benchmarks/results/NAME.json")
+    return parser
+
+
+def parse_load(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """``--quick`` applied."""
+    args = parser.parse_args()
+    if args.quick:
+        small = {"prompt_tokens": 32, "new_tokens": 9, "repeats": 1, "max_batch": 16}
+        for name, value in small.items():
+            if hasattr(args, name):
+                setattr(args, name, min(value, getattr(args, name)))
+    return args
+
+
+def make_prompts(args: argparse.Namespace, count: int) -> list[list[int]]:
+    """Of the kind and length that ``load_options`` were given."""
+    if args.prompts == "heldout":
+        return heldout_prompts(args.model, count, args.prompt_tokens)
+    return random_prompts(load_model_config(Path(args.model)).vocab_size, count, args.prompt_tokens)
+
+
+def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:
+    """Without prefix cache and tokenizer; ``shape`` is of EAGLE-3, None is plain decoding."""
+    settings: dict[str, Any] = {}
+    if shape is not None:
+        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        settings = dict(zip(names, shape, strict=True))
+        settings |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
+    return LLM(
+        args.model,
+        dtype=args.dtype,
+        skip_tokenizer_init=True,
+        disable_radix_cache=True,
+        max_running_requests=batch,
+        **settings,
+    )
+
+
+def generate_timed(llm: LLM, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[RequestOutput]]:
+    """Greedy answers of exactly ``new_tokens``, and the seconds that they took."""
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params)
+    return time.perf_counter() - start, outputs

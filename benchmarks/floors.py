@@ -1,0 +1,103 @@
+"""What a step can't be faster than on one H200 with Llama-3.1-8B shapes in bfloat16, and what other servers take.
+
+Measured there: GEMMs of cuBLAS in a CUDA graph, device reads, and the servers' wall clock with random weights, 512
+tokens in and 256 out, in milliseconds a step. A floor counts GEMMs and reads of the KV cache and nothing else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from specserve.models.config import load_model_config
+
+Shape = tuple[int, int, int]  # steps, topk, verified tokens
+
+READ_BYTES_PER_S = 4.23e12
+GEMM_FLOPS = 790e12
+PARAMETERS = 8.0e9
+TARGET_MS = {1: 3.98, 2: 4.10, 4: 4.12, 8: 4.14, 16: 4.20, 32: 4.30, 64: 4.40, 128: 4.81, 256: 7.27}
+"""All GEMMs of the target, by tokens in the step."""
+DRAFT_LAYER_MS, DRAFT_HEAD_MS, DRAFT_FC_MS = 0.134, 0.068, 0.032
+"""EAGLE-3: layer and head of 32,000 rows once a level, fc once a step; flat from 1 to 32 tokens."""
+DRAFT_PARAMETERS = 0.374e9
+LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
+KV_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
+"""Of one token in the target's cache, keys and values in bfloat16."""
+
+PEERS_MS: dict[tuple[Shape | None, int], dict[str, float]] = {
+    (None, 1): {"vLLM": 5.12, "SGLang": 4.85},
+    (None, 4): {"vLLM": 5.06, "SGLang": 5.01},
+    (None, 16): {"vLLM": 5.47, "SGLang": 5.40},
+    (None, 64): {"vLLM": 6.68, "SGLang": 6.71},
+    (None, 128): {"vLLM": 8.69, "SGLang": 8.76},
+    (None, 256): {"vLLM": 13.98, "SGLang": 13.76},
+    ((1, 1, 2), 1): {"vLLM": 5.35, "SGLang": 5.44},
+    ((1, 1, 2), 64): {"vLLM": 7.67, "SGLang": 7.87},
+    ((1, 1, 2), 256): {"vLLM": 20.69, "SGLang": 20.69},
+    ((3, 1, 4), 1): {"vLLM": 6.01, "SGLang": 6.11},
+    ((3, 1, 4), 4): {"vLLM": 6.10, "SGLang": 6.16},
+    ((3, 1, 4), 16): {"vLLM": 6.56, "SGLang": 6.69},
+    ((3, 1, 4), 64): {"vLLM": 10.72, "SGLang": 10.87},
+    ((3, 1, 4), 128): {"vLLM": 18.18, "SGLang": 18.37},
+    ((3, 1, 4), 256): {"vLLM": 34.55, "SGLang": 34.69},
+    ((7, 1, 8), 1): {"vLLM": 7.11, "SGLang": 7.13},
+    ((4, 4, 16), 1): {"SGLang": 7.36},
+    ((4, 4, 16), 4): {"SGLang": 8.14},
+    ((5, 8, 32), 1): {"SGLang": 8.12},
+    ((5, 8, 32), 16): {"SGLang": 20.09},
+}
+"""vLLM 0.26 and SGLang 0.5.17; vLLM drafts chains alone."""
+
+
+def gemm_ms(tokens: int) -> float:
+    """The target's GEMMs: the table, between its points a line; beyond it the last line or arithmetic, whichever is
+    slower."""
+    points = sorted(TARGET_MS)
+    above = next((point for point in points[1:] if point >= tokens), points[-1])
+    below = points[points.index(above) - 1]
+    slope = (TARGET_MS[above] - TARGET_MS[below]) / (above - below)
+    line = TARGET_MS[below] + slope * (tokens - below)
+    return line if tokens <= points[-1] else max(line, _arithmetic_ms(PARAMETERS, tokens))
+
+
+def kv_ms(context_tokens: int) -> float:
+    """Reading the target's cache of so many tokens, all requests together."""
+    return context_tokens * KV_BYTES / READ_BYTES_PER_S * 1e3
+
+
+def draft_ms(shape: Shape, batch: int, context_tokens: int) -> float:
+    """All levels of an EAGLE-3 draft, each reading its own layer of the cache."""
+    levels, topk, _ = shape
+    level = max(DRAFT_LAYER_MS + DRAFT_HEAD_MS, _arithmetic_ms(DRAFT_PARAMETERS, batch * topk))
+    return levels * (level + kv_ms(context_tokens) / LAYERS) + DRAFT_FC_MS
+
+
+def step_ms(shape: Shape | None, batch: int, context: int) -> float:
+    """A step of ``batch`` requests with ``context`` tokens each; ``shape`` None is plain decoding."""
+    nodes = 1 if shape is None else shape[2]
+    target = gemm_ms(batch * nodes) + kv_ms(batch * context)
+    return target if shape is None else target + draft_ms(shape, batch, batch * context)
+
+
+def applies(model_path: str | Path) -> bool:
+    """Whether this is the model's shape and the machine that all figures here are of."""
+    config = load_model_config(Path(model_path))
+    layer = config.layer
+    sizes = (
+        config.num_layers,
+        layer.hidden_size,
+        layer.intermediate_size,
+        layer.num_kv_heads,
+        layer.head_dim,
+    )
+    return (
+        sizes == (LAYERS, 4096, 14336, KV_HEADS, HEAD_DIM)
+        and torch.cuda.is_available()
+        and "H200" in torch.cuda.get_device_name()
+    )
+
+
+def _arithmetic_ms(parameters: float, tokens: int) -> float:
+    return 2 * parameters * tokens / GEMM_FLOPS * 1e3
