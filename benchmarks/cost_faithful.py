@@ -2,7 +2,8 @@
 
     python -m benchmarks.cost_faithful --output DIR [--shape llama-3.1-8b] [--dtype bfloat16] [--device auto]
 
-Writes DIR/target, DIR/eagle and DIR/eagle3, ordinary Hugging Face checkpoints for any server. The small model's
+Writes DIR/target, DIR/eagle, DIR/eagle3 and DIR/eagle3_useless (the same head negated, so that nothing it drafts is
+accepted: steps of full batches are timed with it), ordinary Hugging Face checkpoints for any server. The small model's
 numbers stand in the first d of D channels; everything else costs what it costs in the large model, and adds zero:
 
 - Hidden size: matrices that write the residual stream have zero rows beyond d, so it stays zero there. A norm divides
@@ -173,6 +174,9 @@ def wide_draft_config(
     }
 
 
+USELESS = "eagle3_useless"
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Directories of a target and its two drafts."""
@@ -200,6 +204,7 @@ class Maker:
         self.target(made.target)
         self.eagle(made.eagle)
         self.eagle3(made.eagle3)
+        self.eagle3(output / USELESS, useless=True)
         return made
 
     def target(self, output: Path) -> None:
@@ -215,7 +220,8 @@ class Maker:
         embed = TensorFiles(self.small.target)["embed_tokens.weight"]
         write(eagle_tensors(wide, TensorFiles(self.small.eagle), embed), config, output)
 
-    def eagle3(self, output: Path) -> None:
+    def eagle3(self, output: Path, useless: bool = False) -> None:
+        """``useless``: with its head negated, it drafts tokens that the target never picks, at the same cost."""
         wide, config = self._draft(self.small.eagle3)
         target = load_model_config(self.small.target)
         _, taps = layer_order(target.num_layers, self._taps(), self.shape.layers)
@@ -225,7 +231,10 @@ class Maker:
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": taps,
         }
-        write(eagle3_tensors(wide, TensorFiles(self.small.eagle3), target.vocab_size), config, output)
+        tensors = eagle3_tensors(wide, TensorFiles(self.small.eagle3), target.vocab_size)
+        if useless:
+            tensors = ((name, -each if name == "lm_head.weight" else each) for name, each in tensors)
+        write(tensors, config, output)
 
     def _taps(self) -> list[int]:
         """Boundaries that the small EAGLE-3 reads, which its config must name as inputs of layers."""
@@ -273,7 +282,7 @@ def main() -> None:
     device = torch.device(found if args.device == "auto" else args.device)
     small = Family(args.target, args.eagle, args.eagle3)
     made = Maker(small, SHAPES[args.shape], DTYPES[args.dtype], device).run(args.output)
-    print(made.target, made.eagle, made.eagle3, sep="\n")
+    print(made.target, made.eagle, made.eagle3, args.output / USELESS, sep="\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.cost_faithful import Family, Maker, layer_order
+from benchmarks.cost_faithful import USELESS, Family, Maker, layer_order
 from benchmarks.widen import Shape
 from specserve import LLM, SamplingParams
 from specserve.llm import RequestOutput
@@ -124,6 +125,13 @@ def test_same_texts_and_acceptance(wide: Family, algorithm: str) -> None:
     assert [o.speculation for o in large] == [o.speculation for o in small]
     if algorithm != "NONE":
         assert all(o.speculation.accepted for o in large)
+
+
+def test_the_useless_draft_is_never_right(wide: Family) -> None:
+    useless = dataclasses.replace(wide, eagle3=wide.eagle3.parent / USELESS)
+    outputs = answers(useless, "EAGLE3")
+    assert [o.text for o in outputs] == [o.text for o in answers(SMALL, "NONE")]
+    assert all(o.speculation.drafted > 0 == o.speculation.accepted for o in outputs)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -102,6 +102,7 @@ def test_no_setting_changes_the_text(
         assert_same(texts(llm, items[:40]), expected[:40], items)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("shape", [None, ("EAGLE3", 3, 1, 4), ("EAGLE3", 4, 4, 16)], ids=str)
 def test_nothing_waits_for_the_device_but_the_reading_of_results(
     shape: Shape | None, items: list[Item]

@@ -14,6 +14,7 @@ from specserve_kernels.reference import (
     rotary,
     select,
 )
+from specserve_kernels.reference import linear as _linear
 from specserve_kernels.reference.accept import accept_walk
 from specserve_kernels.reference.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.commit import count_tokens, store_page_features
@@ -36,6 +37,7 @@ accept_path = dispatched(accept.accept_path)
 add_rms_norm = dispatched(norm.add_rms_norm)
 advance = dispatched(commit.advance)
 grow_level = dispatched(grow.grow_level)
+linear = dispatched(_linear.linear)
 move_kv = dispatched(commit.move_kv)
 pair_inputs = dispatched(pairs.pair_inputs)
 rms_norm = dispatched(norm.rms_norm)
@@ -63,6 +65,7 @@ __all__ = [
     "group_bias",
     "grow_level",
     "gumbel_noise",
+    "linear",
     "move_kv",
     "paged_attention",
     "pair_inputs",

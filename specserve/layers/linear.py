@@ -2,7 +2,7 @@
 
 On a CPU in float32, PyTorch multiplies with the BLAS it was built with, which reads weights row by row and is slow for
 the few rows of a decode step. oneDNN, which PyTorch carries too, takes weights packed once in blocks: measured in
-docs/decisions/0007-packed-cpu-weights.md.
+docs/decisions/0007-packed-cpu-weights.md. On a GPU ``specserve_kernels.linear`` chooses.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from specserve_kernels import linear
 from torch import Tensor, nn
 
 _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 row to 512
@@ -23,7 +24,7 @@ class Linear(nn.Linear):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         if self.packed is None:
-            return nn.functional.linear(x_TI, self.weight, self.bias)
+            return linear(x_TI, self.weight, self.bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, self.packed, self.bias, "none", [], "")
         return out
 

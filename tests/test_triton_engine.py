@@ -1,0 +1,81 @@
+"""The whole engine on its Triton kernels, interpreted: the texts that PyTorch's operations give, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import specserve_kernels.dispatch
+
+import specserve.engine.sampler
+from specserve.attention import ATTENTION
+from specserve.core import SamplingParams
+from tests.engines import Answer, Checkpoints, answer_all
+from tests.reference.draft_models import make_eagle, make_eagle3
+from tests.reference.models import make_llama
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter: log(0) is -inf
+
+PROMPTS = [[3, 9, 27, 17, 5, 40], [1, 2, 1, 2, 1, 2, 1], list(range(20, 43))]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=7),
+    SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=7),
+    SamplingParams(
+        temperature=0.7,
+        seed=6,
+        frequency_penalty=0.4,
+        repetition_penalty=1.2,
+        logit_bias={3: 2.0, 8: -100.0},
+        top_k=20,
+        max_tokens=7,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Heads of 32, the smallest that the kernels take; drafts that often say what the target says."""
+    path = tmp_path_factory.mktemp("triton")
+    target = make_llama(path / "target", hidden=64, heads=4, kv_heads=2, head_dim=32, branch_scale=0.04)
+    shape: dict[str, Any] = {"heads": 2, "kv_heads": 1, "agree": True}
+    eagle = make_eagle(path / "eagle", target, **shape)
+    return Checkpoints(target, eagle, make_eagle3(path / "eagle3", target, draft_vocab=40, **shape))
+
+
+@pytest.fixture
+def on_triton() -> Iterator[None]:
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU kernels are compiled: tests/test_gpu_step.py")
+    with (
+        patch.object(specserve_kernels.dispatch, "runs_triton", lambda _: True),
+        patch.object(specserve.engine.sampler, "runs_triton", lambda _: True),
+        patch.dict(ATTENTION, torch=ATTENTION["triton"]),
+    ):
+        yield
+
+
+def answers(checkpoints: Checkpoints, algorithm: str, shape: tuple[int, int, int]) -> list[Answer]:
+    scheduler = checkpoints.scheduler(algorithm, shape, dtype="float32", page_size=16)
+    return answer_all(scheduler, zip(PROMPTS, PARAMS, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shape"), [("EAGLE", (2, 1, 3)), ("EAGLE3", (3, 2, 6))]
+)
+def test_gives_the_texts_of_torch(
+    algorithm: str, shape: tuple[int, int, int], checkpoints: Checkpoints, request: pytest.FixtureRequest
+) -> None:
+    expected = answers(checkpoints, algorithm, shape)
+    request.getfixturevalue("on_triton")
+    found = answers(checkpoints, algorithm, shape)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.tokens == theirs.tokens
+        assert ours.runs == theirs.runs
+        assert ours.usage == theirs.usage
+    assert sum(answer.usage.accepted for answer in found) > 0
