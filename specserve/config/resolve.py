@@ -89,7 +89,9 @@ def _attention(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
         if dtype == "float64":
             raise ValueError(f"--attention-backend {backend} has no float64; use torch")
     if backend == "flashinfer" and find_spec("flashinfer") is None:
-        raise ValueError("--attention-backend flashinfer needs the package flashinfer-python, which is not installed")
+        raise ValueError(
+            "--attention-backend flashinfer needs the package flashinfer-python, which is not installed"
+        )
     if backend == "auto":
         backend = "triton" if device == "cuda" and dtype != "float64" else "torch"
         notes.append(f"attention_backend = {backend}: the device is {device}, the dtype {dtype}")

@@ -67,9 +67,7 @@ class StepGraphs:
         return cls(graphs, seconds, taken)
 
 
-def _capture(
-    context: Context, shape: StepShape, stream: torch.cuda.Stream, pool: Any
-) -> StepGraph:
+def _capture(context: Context, shape: StepShape, stream: torch.cuda.Stream, pool: Any) -> StepGraph:
     dummy = context.state.dummy
     rows_B = torch.full((shape.slots,), dummy, dtype=torch.int64, device=context.state.device)
     capacity = context.state.slots.pages.shape[1] * context.pool.page_size

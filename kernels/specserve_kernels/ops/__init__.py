@@ -1,0 +1,1 @@
+"""The operations as Triton kernels, one file for each of ``reference/``."""

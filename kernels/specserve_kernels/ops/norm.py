@@ -1,0 +1,98 @@
+"""Root-mean-square norms on a GPU, one program a row. Shapes: T tokens, H channels.
+
+The number of warps depends on H alone, and with it the order of the sum: a row's result does not depend on the batch.
+Rows may be further apart than they are wide; their elements lie side by side.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PER_WARP = 512  # elements of a row that a warp holds: two 16-byte loads a thread in 16 bits
+
+
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    out_TH = torch.empty_like(x_TH)
+    tokens, width = x_TH.shape
+    block, warps = row_launch(width)
+    _rms_norm_kernel[(tokens,)](
+        x_TH, weight_H, out_TH, x_TH.stride(0), eps, H=width, BLOCK=block, num_warps=warps
+    )
+    return out_TH
+
+
+def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out_TH, total_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
+    tokens, width = x_TH.shape
+    block, warps = row_launch(width)
+    _add_rms_norm_kernel[(tokens,)](
+        x_TH,
+        residual_TH,
+        weight_H,
+        out_TH,
+        total_TH,
+        x_TH.stride(0),
+        residual_TH.stride(0),
+        eps,
+        H=width,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return out_TH, total_TH
+
+
+def row_launch(width: int) -> tuple[int, int]:
+    """The block that holds a row, and its warps."""
+    block: int = 1 << (width - 1).bit_length()
+    return block, min(max(block // PER_WARP, 1), 16)
+
+
+@triton.jit
+def normed(x, weight, eps, H: tl.constexpr):
+    """One row in its own dtype, zeros beyond H. The scaled row is rounded before the weight multiplies it."""
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,  # [T, H]
+    weight_ptr,  # [H]
+    out_ptr,  # [T, H]
+    x_stride,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)
+    weight = tl.load(weight_ptr + h, mask=h < H, other=0)
+    tl.store(out_ptr + t * H + h, normed(x, weight, eps, H), mask=h < H)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr,  # [T, H]
+    residual_ptr,  # [T, H]
+    weight_ptr,  # [H]
+    out_ptr,  # [T, H]
+    total_ptr,  # [T, H]
+    x_stride,
+    residual_stride,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)
+    residual = tl.load(residual_ptr + t * residual_stride + h, mask=h < H, other=0)
+    weight = tl.load(weight_ptr + h, mask=h < H, other=0)
+    total = x + residual
+    tl.store(total_ptr + t * H + h, total, mask=h < H)
+    tl.store(out_ptr + t * H + h, normed(total, weight, eps, H), mask=h < H)

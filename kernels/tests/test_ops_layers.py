@@ -1,0 +1,184 @@
+"""The Triton layer operations against their references: float32 under the interpreter, all dtypes on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specserve_kernels.ops import activation, linear, norm, pairs, rotary
+from specserve_kernels.reference import activation as reference_activation
+from specserve_kernels.reference import norm as reference_norm
+from specserve_kernels.reference import pairs as reference_pairs
+from specserve_kernels.reference import rotary as reference_rotary
+from torch import Tensor
+
+GPU = torch.cuda.is_available()
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
+interpreted = pytest.mark.skipif(GPU, reason="the interpreter is for machines without a GPU")
+
+# Three roundings apart at most; where the sum is ordered otherwise, the last digit of float32.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("cpu", torch.float32), id="cpu-float32", marks=interpreted),
+        *(
+            pytest.param(("cuda", dtype), id=f"cuda-{str(dtype)[6:]}", marks=needs_gpu)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        ),
+    ]
+)
+def draws(request: pytest.FixtureRequest):
+    """Draws normal tensors of the device and dtype under test."""
+    device, dtype = request.param
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return draw
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(1, 4096), (7, 24), (3, 100), (2, 2880), (5, 1), (1, 16384), (0, 64)]
+)
+def test_norms(draws, tokens: int, width: int) -> None:
+    x, residual, weight = draws(tokens, width), draws(tokens, width), draws(width)
+    x[:1] = 0
+    residual[2:] *= 30
+    given = x.clone(), residual.clone()
+    assert_close(norm.rms_norm(x, weight, 1e-5), reference_norm.rms_norm(x, weight, 1e-5))
+    out, total = norm.add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_total = reference_norm.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, expected_total)
+    assert_close(out, expected)
+    assert torch.equal(x, given[0])
+    assert torch.equal(residual, given[1])
+
+
+def test_norms_of_slices(draws) -> None:
+    wide, residual, weight = draws(5, 300), draws(5, 128), draws(96)
+    x, residual = wide[:, 100:196], residual[:, 32:]
+    assert_close(norm.rms_norm(x, weight, 1e-6), reference_norm.rms_norm(x, weight, 1e-6))
+    out, total = norm.add_rms_norm(x, residual, weight, 1e-6)
+    expected, expected_total = reference_norm.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, expected_total)
+    assert_close(out, expected)
+    out, total = norm.add_rms_norm(x[:1], residual[:1], weight, 1e-6)
+    assert_close(out, expected[:1])
+
+
+def test_row_does_not_depend_on_the_batch(draws) -> None:
+    x, residual, weight = draws(9, 640), draws(9, 640), draws(640)
+    out, _ = norm.add_rms_norm(x, residual, weight, 1e-5)
+    for t in range(9):
+        alone, _ = norm.add_rms_norm(x[t : t + 1], residual[t : t + 1], weight, 1e-5)
+        assert torch.equal(alone[0], out[t])
+
+
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 1408), (3, 24), (4, 1025), (2, 1), (0, 8)])
+def test_silu_and_mul(draws, tokens: int, inner: int) -> None:
+    gate_up = 4 * draws(tokens, 2 * inner)
+    expected = reference_activation.silu_and_mul(gate_up)
+    assert_close(activation.silu_and_mul(gate_up), expected)
+    strided = torch.cat([gate_up, gate_up], dim=1)[:, : 2 * inner]
+    assert_close(activation.silu_and_mul(strided), expected)
+
+
+def test_silu_of_large_gates(draws) -> None:
+    gate_up = draws(1, 8)
+    gate_up[0] = torch.tensor([-80.0, -20.0, 80.0, 20.0, 3.0, 3.0, 3.0, 3.0])
+    assert_close(activation.silu_and_mul(gate_up), reference_activation.silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"),
+    [(4, 1, 32), (6, 2, 64), (32, 8, 128), (3, 3, 256), (0, 1, 128), (0, 8, 64), (2, 1, 96), (25, 5, 8)],
+)
+def test_rotary_store_kv(draws, page_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    tokens, pages = 4, 200 // page_size
+    cache = draws(pages, 2, page_size, kv_heads, head_dim)
+    device, dtype = cache.device, cache.dtype
+    qkv = draws(tokens, (heads + 2 * kv_heads) * head_dim + 16)[:, :-16]
+    qkv = qkv.unflatten(1, (heads + 2 * kv_heads, head_dim))
+    frequencies = torch.logspace(0, -2, head_dim // 2, dtype=torch.float64)
+    table = reference_rotary.rotary_table(frequencies, 50, 1.3, dtype)
+    rope = table[torch.tensor([0, 49, 7, 7])].to(device)
+    slots = torch.tensor([page_size + 3, 190, 1, 77], device=device).clamp(max=pages * page_size - 1)
+    page, offset = slots // page_size, slots % page_size
+    expected_qkv, expected_cache = qkv.clone(), cache.clone()
+    expected = reference_rotary.rotary_store_kv(expected_qkv, rope, kv_heads, expected_cache, page, offset)
+    beside = qkv.clone()[:, heads:]
+    found = rotary.rotary_store_kv(qkv, rope, kv_heads, cache, page, offset)
+    assert found.shape == (tokens, heads, head_dim)
+    assert found.data_ptr() == qkv.data_ptr() or heads == 0
+    assert_close(found, expected)
+    assert torch.equal(qkv[:, heads:], beside)
+    assert_close(cache, expected_cache)
+    untouched = torch.ones(pages, page_size, dtype=torch.bool, device=device)
+    untouched[page, offset] = False
+    kept = [x.transpose(1, 2)[untouched] for x in (cache, expected_cache)]
+    assert torch.equal(*kept), "nothing else has changed"
+
+
+def test_rotary_of_no_tokens_and_of_a_shared_slot(draws) -> None:
+    cache, qkv, rope = draws(3, 2, 4, 2, 32), draws(3, 6, 32), draws(3, 2, 32)
+    given = cache.clone()
+    zeros = torch.zeros(3, dtype=torch.int64, device=cache.device)
+    expected = reference_rotary.apply_rotary(qkv[:, :2], rope)
+    assert rotary.rotary_store_kv(qkv[:0], rope[:0], 2, cache, zeros[:0], zeros[:0]).shape == (0, 2, 32)
+    assert torch.equal(cache, given)
+    assert_close(rotary.rotary_store_kv(qkv, rope, 2, cache, zeros, zeros), expected)
+    assert torch.equal(cache[1:], given[1:])
+    assert torch.equal(cache[0, :, 1:], given[0, :, 1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_rotary_beyond_two_to_the_31() -> None:
+    pages, page_size, kv_heads, head_dim = 70_000, 16, 8, 128
+    cache = torch.zeros(pages, 2, page_size, kv_heads, head_dim, dtype=torch.float16, device="cuda")
+    assert cache.numel() > 2**31
+    qkv = torch.randn(2, 12 + 16, head_dim, dtype=torch.float16, device="cuda")
+    rope = torch.randn(2, 2, head_dim, dtype=torch.float16, device="cuda")
+    page, offset = torch.tensor([69_999, 65_537], device="cuda"), torch.tensor([15, 3], device="cuda")
+    rotary.rotary_store_kv(qkv, rope, kv_heads, cache, page, offset)
+    assert torch.equal(cache[page, 1, offset], qkv[:, 20:])
+    assert_close(cache[page, 0, offset], reference_rotary.apply_rotary(qkv[:, 12:20], rope))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("gathered", [True, False])
+@pytest.mark.parametrize("width", [96, 1000])
+def test_pair_inputs(draws, width: int, gathered: bool, normed: bool) -> None:
+    embedding, features = draws(11, width), draws(5, width + 24)[:, :width]
+    tokens = torch.tensor([10, 0, 3, 3, 7], device=embedding.device)
+    source = torch.tensor([4, 4, 0, 2, 1], device=embedding.device) if gathered else None
+    norms = (draws(width), draws(width), 1e-5) if normed else None
+    pair, found = pairs.pair_inputs(tokens, embedding, features, source, norms)
+    expected = reference_pairs.pair_inputs(tokens, embedding, features, source, norms)
+    assert_close(pair, expected[0])
+    assert torch.equal(found, expected[1])
+    assert gathered or found is features
+    if not normed:
+        assert torch.equal(pair, expected[0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs"), [(1, 64, 512), (5, 40, 200), (16, 33, 1024), (32, 96, 96)]
+)
+def test_linear(draws, tokens: int, outputs: int, inputs: int) -> None:
+    x, weight = draws(tokens, inputs + 8)[:, :inputs], draws(outputs, inputs) / inputs**0.5
+    if x.dtype == torch.float32:
+        x, weight = x.half(), weight.half()
+    assert_close(linear.linear_few(x, weight), torch.nn.functional.linear(x, weight))

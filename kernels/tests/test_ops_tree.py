@@ -1,0 +1,344 @@
+"""The tree operations' kernels against their references: on a CPU under Triton's interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+
+import pytest
+import torch
+from specserve_kernels.reference import accept as accept_reference
+from specserve_kernels.reference import commit as commit_reference
+from specserve_kernels.reference import grow as grow_reference
+from specserve_kernels.reference import select as select_reference
+from specserve_kernels.reference.tree import Accepted, Level, Pool, Tree
+from torch import Tensor
+
+pytest.importorskip("triton")
+from specserve_kernels.ops import accept, commit, grow, select
+
+VOCAB, NEVER = 40, -torch.inf
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if request.param == "cuda" and (interpreted or not torch.cuda.is_available()):
+        pytest.skip("needs a CUDA device")
+    if request.param == "cpu" and not interpreted:
+        pytest.skip("needs Triton's interpreter")
+    return str(request.param)
+
+
+def assert_same(actual: object, expected: object, but: tuple[str, ...] = ()) -> None:
+    """All tensors of a dataclass equal, and of the same type."""
+    for field in dataclasses.fields(expected):  # type: ignore[arg-type]
+        one, other = getattr(actual, field.name), getattr(expected, field.name)
+        if field.name in but:
+            continue
+        if isinstance(other, Tensor):
+            assert one.dtype == other.dtype, field.name
+            assert one.shape == other.shape, field.name
+            assert torch.equal(one, other), (field.name, one, other)
+        else:
+            assert one == other, field.name
+
+
+def assert_same_tree(actual: Tree, expected: Tree, slots: int, hole: int, rows_B: Tensor) -> None:
+    """Of what is left over only what must hold."""
+    spare = expected.slot_T == slots
+    for field in dataclasses.fields(expected):
+        one, other = getattr(actual, field.name), getattr(expected, field.name)
+        if field.name in ("q_start", "slot_T", "local_T", "page_T"):
+            assert torch.equal(one, other), (field.name, one, other)
+        elif isinstance(other, Tensor):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape), field.name
+            assert torch.equal(one[~spare], other[~spare]), (field.name, one, other)
+    assert actual.is_chain == expected.is_chain
+    assert torch.isin(actual.rows_T[spare], rows_B).all()
+    assert ((actual.parent_T[spare] >= 0) & (actual.parent_T[spare] < len(spare))).all()
+    assert ((actual.token_T[spare] >= 0) & (actual.token_T[spare] < hole)).all()
+    assert (actual.position_T[spare] >= 0).all()
+    assert (actual.depth_T[spare] == 0).all()
+    assert (actual.mask_T[spare] == 1).all()
+    assert (actual.path_TA[spare] == hole).all()
+
+
+@dataclasses.dataclass
+class Batch:
+    """Slots on distinct pages; ``rows_B`` of a larger state, padding on its last row."""
+
+    rows_B: Tensor
+    root_B: Tensor
+    length_B: Tensor
+    pages_BM: Tensor
+    page_size: int
+    state_rows: int
+
+    @classmethod
+    def random(cls, slots: int, page_size: int, device: str, ahead: int, padding: int = 0) -> Batch:
+        state_rows = slots + 3
+        rows = torch.randperm(state_rows - 1)[:slots]
+        length = torch.randint(1, 3 * page_size + 2, (slots,))
+        if padding:
+            rows[-padding:], length[-padding:] = state_rows - 1, 1
+        columns = (int(length.max()) + ahead) // page_size + 2
+        pages = 1 + torch.randperm(slots * columns).view(slots, columns)
+        root = torch.randint(VOCAB, (slots,))
+        return cls(*(x.to(device) for x in (rows, root, length, pages)), page_size, state_rows)
+
+
+def candidates(nodes: int, k: int, device: str, ties: bool, dead: bool) -> tuple[Tensor, Tensor]:
+    """Each node's K candidates, best first, of different tokens."""
+    token_NC = torch.stack([torch.randperm(VOCAB)[:k] for _ in range(nodes)])
+    logp_NC = -torch.randint(0, 3, (nodes, k)).float() if ties else -torch.rand(nodes, k) * 3
+    if dead:
+        logp_NC[torch.rand(nodes, k) < 0.2] = NEVER
+    return token_NC.to(device), logp_NC.sort(dim=1, descending=True).values.to(device)
+
+
+def draft_both(
+    batch: Batch, k: int, levels: int, device: str, ties: bool = False, dead: bool = False
+) -> Pool:
+    """All levels by both versions, compared; returns the pool."""
+    size = k + (levels - 1) * k * k
+    slots = len(batch.rows_B)
+    pools = [Pool.empty(slots, size, torch.float32, torch.device(device)) for _ in range(2)]
+    start = batch.rows_B, batch.root_B, batch.length_B, batch.pages_BM
+    expected: Level | None = grow_reference.root_level(*start, pools[0], batch.page_size)
+    actual: Level | None = grow.root_level(*start, pools[1], batch.page_size)
+    assert expected is not None
+    assert actual is not None
+    assert_same(actual, expected)
+    for depth in range(levels):
+        assert expected is not None
+        assert actual is not None
+        tokens, logps = candidates(slots * expected.width, k, device, ties, dead)
+        rest = batch.length_B, batch.pages_BM, depth, batch.page_size, depth == levels - 1
+        expected = grow_reference.grow_level(expected, tokens, logps, pools[0], *rest)
+        actual = grow.grow_level(actual, tokens, logps, pools[1], *rest)
+        if expected is not None:
+            assert_same(actual, expected)
+    assert actual is None
+    assert_same(pools[1], pools[0])
+    return pools[1]
+
+
+def select_both(
+    batch: Batch, pool: Pool, limit_R: Tensor, cap_R: Tensor, total: int, max_nodes: int, k: int, levels: int
+) -> tuple[Tree, Tree]:
+    args = (pool, batch.rows_B, batch.root_B, batch.length_B, batch.pages_BM, limit_R, cap_R, total)
+    rest = (max_nodes, levels, k, batch.page_size, VOCAB)
+    expected = select_reference.select_tree(*args, *rest)
+    actual = select.select_tree(*args, *rest)
+    assert_same_tree(actual, expected, len(batch.rows_B), VOCAB, batch.rows_B)
+    return actual, expected
+
+
+def limits(batch: Batch, rooms: list[int], caps: list[int], device: str) -> tuple[Tensor, Tensor]:
+    """State tables in which each row of the batch has one of these rooms and caps."""
+    limit_R = torch.zeros(batch.state_rows, dtype=torch.int64, device=device)
+    limit_R[batch.rows_B] = batch.length_B + 2 + torch.tensor(rooms, device=device)
+    cap_R = torch.zeros_like(limit_R)
+    cap_R[batch.rows_B] = torch.tensor(caps, device=device)
+    return limit_R, cap_R
+
+
+SHAPES = [(1, 1), (1, 3), (1, 6), (2, 1), (2, 3), (4, 2), (4, 4), (3, 3), (8, 2), (8, 3)]
+
+
+@pytest.mark.parametrize(("k", "levels"), SHAPES)
+def test_draft_levels(k: int, levels: int, device: str) -> None:
+    torch.manual_seed(k * 10 + levels)
+    for slots, page_size, ties, dead in ((1, 1, False, False), (3, 16, True, True), (2, 64, True, False)):
+        batch = Batch.random(slots, page_size, device, ahead=1 + levels * k)
+        draft_both(batch, k, levels, device, ties, dead)
+
+
+def test_a_wide_level(device: str) -> None:
+    """32 * 32 candidates a slot, with ties: the rank by repeated maxima."""
+    torch.manual_seed(0)
+    batch = Batch.random(2, 16, device, ahead=70)
+    draft_both(batch, 32, 2, device, ties=True, dead=True)
+    draft_both(batch, 20, 3, device)
+
+
+def test_scores_of_both_zeros_are_equal(device: str) -> None:
+    batch = Batch.random(1, 16, device, ahead=70)
+    for k in (4, 20):
+        pool = Pool.empty(1, k, torch.float32, torch.device(device))
+        start = batch.rows_B, batch.root_B, batch.length_B, batch.pages_BM
+        level = grow.root_level(*start, pool, batch.page_size)
+        level = dataclasses.replace(level, score_BW=-torch.zeros_like(level.score_BW))
+        tokens = torch.arange(k, device=device)[None]
+        logps = torch.zeros(1, k, device=device)
+        logps[0, ::2] = -0.0
+        rest = (batch.length_B, batch.pages_BM, 0, batch.page_size, False)
+        actual = grow.grow_level(level, tokens, logps, pool, *rest)
+        assert actual is not None
+        assert actual.token_N.tolist() == list(range(k))
+        limit_R, cap_R = limits(batch, [9], [99], device)
+        tree, _ = select_both(batch, pool, limit_R, cap_R, 1 + k // 2, 64, k, 1)
+        assert tree.token_T[1:].tolist() == list(range(k // 2))
+
+
+@pytest.mark.parametrize(("k", "levels"), [*SHAPES, (1, 63)])
+def test_select(k: int, levels: int, device: str) -> None:
+    rng = random.Random(k * 10 + levels)
+    torch.manual_seed(k * 10 + levels)
+    for trial in range(4):
+        slots = rng.choice([1, 2, 5])
+        batch = Batch.random(slots, rng.choice([1, 16, 64]), device, ahead=70)
+        pool = draft_both(batch, k, min(levels, 6), device, ties=trial % 2 == 0, dead=trial > 1)
+        if levels > 6:  # deep chains: the pool alone
+            pool = chain_pool(slots, levels, device)
+        size = pool.scores_BP.shape[1]
+        rooms = [rng.choice([-3, 0, 1, 2, 99, 99]) for _ in range(slots)]
+        caps = [rng.choice([0, 1, 3, 2**62, 2**62]) for _ in range(slots)]
+        for each_rooms, each_caps in (([99] * slots, [2**62] * slots), (rooms, caps)):
+            limit_R, cap_R = limits(batch, each_rooms, each_caps, device)
+            everything = slots * (1 + min(size, 63))
+            some = [slots, slots + 1, slots + size // 2, everything - 1, everything, everything + 70]
+            for total in rng.sample(some, 2):
+                max_nodes = rng.choice([2, 8, 64, 64])
+                select_both(batch, pool, limit_R, cap_R, total, max_nodes, k, levels)
+
+
+def chain_pool(slots: int, levels: int, device: str) -> Pool:
+    tokens = torch.randint(VOCAB, (slots, levels), device=device)
+    parents = (torch.arange(levels, device=device) - 1).expand(slots, levels).contiguous()
+    return Pool(tokens, parents, -torch.rand(slots, levels, device=device).cumsum(1))
+
+
+def test_a_batch_of_many_slots(device: str) -> None:
+    """More keys than a block holds, in a budget that cuts among equals."""
+    torch.manual_seed(5)
+    slots = 17 if device == "cpu" else 200
+    batch = Batch.random(slots, 16, device, ahead=70)
+    pool = draft_both(batch, 8, 2, device, ties=True)
+    limit_R, cap_R = limits(batch, [99] * slots, [2**62] * slots, device)
+    for total in (slots + 7, slots * 9, slots * 40):
+        select_both(batch, pool, limit_R, cap_R, total, 64, 8, 2)
+
+
+def test_trees_of_64_nodes(device: str) -> None:
+    """Bit 63 of the masks, in chains and in trees, and the walk through it."""
+    torch.manual_seed(6)
+    for k, levels in ((1, 63), (8, 3)):
+        batch = Batch.random(2, 16, device, ahead=70)
+        pool = chain_pool(2, 63, device) if k == 1 else draft_both(batch, k, levels, device)
+        limit_R, cap_R = limits(batch, [99] * 2, [2**62] * 2, device)
+        tree, expected = select_both(batch, pool, limit_R, cap_R, 128, 64, k, levels)
+        assert tree.q_start.tolist() == [0, 64, 128]
+        assert (tree.mask_T < 0).any()
+        accept_both(batch, tree, expected, chosen_tokens(tree, 1.0), levels)
+
+
+def chosen_tokens(tree: Tree, agree: float) -> Tensor:
+    """After each node, mostly the token of one of its children."""
+    chosen_T = torch.randint(VOCAB, tree.token_T.shape).tolist()
+    tokens = tree.token_T.tolist()
+    for node, (parent, local) in enumerate(zip(tree.parent_T.tolist(), tree.local_T.tolist(), strict=True)):
+        if local and random.random() < agree:
+            chosen_T[parent] = tokens[node]
+    return torch.tensor(chosen_T, device=tree.token_T.device)
+
+
+def accept_both(batch: Batch, tree: Tree, expected_tree: Tree, chosen_T: Tensor, levels: int) -> Accepted:
+    rest = (chosen_T, batch.length_B, batch.pages_BM, levels, batch.page_size)
+    expected = accept_reference.accept_path(expected_tree, *rest)
+    actual = accept.accept_path(tree, *rest)
+    live_BS = expected.token_BS >= 0
+    for field in dataclasses.fields(expected):
+        one, other = getattr(actual, field.name), getattr(expected, field.name)
+        assert (one.dtype, one.shape) == (other.dtype, other.shape), field.name
+        if field.name in ("path_BS", "count_B", "packed_BX") or "page" in field.name:
+            assert torch.equal(one, other), (field.name, one, other)
+        else:
+            assert torch.equal(one[live_BS], other[live_BS]), (field.name, one, other)
+    return actual
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_single_nodes(page_size: int, device: str) -> None:
+    torch.manual_seed(page_size)
+    for slots in (1, 3, 130):
+        batch = Batch.random(slots, page_size, device, ahead=3)
+        args = batch.rows_B, batch.root_B, batch.length_B, batch.pages_BM, page_size
+        actual, expected = select.single_nodes(*args), select_reference.single_nodes(*args)
+        assert_same(actual, expected)
+        if slots < 10:
+            accept_both(batch, actual, expected, torch.randint(VOCAB, (slots,), device=device), 0)
+
+
+@pytest.mark.parametrize(("k", "levels"), [(1, 1), (1, 5), (4, 4), (2, 6), (8, 2)])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_whole_steps(k: int, levels: int, page_size: int, device: str) -> None:
+    """Draft, select, accept, commit: caches and state end the same."""
+    torch.manual_seed(levels)
+    random.seed(levels)
+    for trial in range(3):
+        slots, padding = (1, 4, 5)[trial], (0, 0, 2)[trial]
+        batch = Batch.random(slots, page_size, device, ahead=70, padding=padding)
+        pool = draft_both(batch, k, levels, device)
+        limit_R, cap_R = limits(batch, [99] * slots, [2**62] * slots, device)
+        total = slots * (1 + min(k * levels, 20))
+        tree, expected_tree = select_both(batch, pool, limit_R, cap_R, total, 64, k, levels)
+        accepted = accept_both(batch, tree, expected_tree, chosen_tokens(tree, 0.9), levels)
+        pages = int(batch.pages_BM.max()) + 1
+        group = torch.randn(3, pages, 2, page_size, 2, 24, device=device).to(torch.bfloat16)
+        groups = group.clone(), group.clone()
+        commit_reference.move_kv(groups[0], accepted)
+        commit.move_kv(groups[1], accepted)
+        assert torch.equal(groups[0][:, 1:], groups[1][:, 1:])
+        assert trial == 0 or k == 1 or not torch.equal(groups[1], group)
+        check_advance(batch, accepted, total, pages, device, penalized=trial > 0, featured=trial < 2)
+
+
+def check_advance(
+    batch: Batch, accepted: Accepted, total: int, pages: int, device: str, penalized: bool, featured: bool
+) -> None:
+    width, rows = 2100, batch.state_rows
+    features_TH = torch.randn(total, width, device=device) if featured else None
+    length_R = torch.arange(rows, device=device)
+    length_R[batch.rows_B] = batch.length_B
+    tables = [
+        torch.arange(rows, device=device),
+        length_R,
+        torch.randn(rows, width, device=device),
+        torch.randn(pages, width, device=device),
+        torch.randint(5, (rows, VOCAB), device=device, dtype=torch.int32),
+    ]
+    before = [table.clone() for table in tables]
+    copies = [table.clone() for table in tables]
+    rest = batch.page_size, penalized
+    commit_reference.advance(accepted, features_TH, batch.rows_B, batch.length_B, *tables, *rest)
+    commit.advance(accepted, features_TH, batch.rows_B, batch.length_B, *copies, *rest)
+    # Of padding's row only the length counts, of page 0 nothing.
+    for name, one, other in zip(["root", "feature", "counts"], copies[::2], tables[::2], strict=True):
+        assert torch.equal(one[:-1], other[:-1]), name
+    assert torch.equal(copies[1], tables[1])
+    assert torch.equal(copies[3][1:], tables[3][1:])
+    assert torch.equal(copies[4], before[4]) == (not penalized)
+    assert torch.equal(copies[2], before[2]) == (not featured)
+
+
+def test_moves_whose_targets_are_sources(device: str) -> None:
+    """A path shifts by one: every target but the first is the next one's source."""
+    torch.manual_seed(7)
+    for slots, columns, heads, dim, dtype in ((2, 7, 8, 128, torch.bfloat16), (1, 63, 2, 40, torch.float32)):
+        batch = Batch.random(slots, 16, device, ahead=70)
+        zero = torch.zeros(slots, columns, dtype=torch.int64, device=device)
+        position = batch.length_B[:, None] + torch.arange(columns, device=device)
+        page, source = (batch.pages_BM.gather(1, (position + i) // 16) for i in range(2))
+        accepted = Accepted(
+            *(zero, zero[:, 0], zero),
+            *(page, position % 16, source, (position + 1) % 16),
+            *(zero, zero, zero),
+        )
+        group = torch.randn(2, int(batch.pages_BM.max()) + 1, 2, 16, heads, dim, device=device).to(dtype)
+        expected = group.clone()
+        commit_reference.move_kv(expected, accepted)
+        commit.move_kv(group, accepted)
+        assert torch.equal(group[:, 1:], expected[:, 1:])
