@@ -28,6 +28,7 @@ class Request:
     prefilled: int = 0  # of those, launched or found in the cache
     remembered: int = 0  # whole pages offered to the prefix cache
     inflight: int = 0  # most tokens that launches not yet read may add to the cache
+    pending: int = 0  # launches not yet read that emit a token or more each
     # For the final report.
     cached_tokens: int | None = None
     usage: SpeculationUsage = field(default_factory=SpeculationUsage)
@@ -35,6 +36,11 @@ class Request:
     @property
     def prefilling(self) -> bool:
         return self.prefilled < len(self.context)
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether it may still need one after all that is launched has run."""
+        return len(self.prompt) + len(self.output) + self.pending < self.limit
 
     @property
     def tokens(self) -> list[int]:

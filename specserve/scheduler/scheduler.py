@@ -185,13 +185,15 @@ class Scheduler:
             return 0
         self._inflight.append(_InFlight(self._runner.prefill(rows), requests, 0, is_step=False))
         for request in requests:
+            request.pending += not request.prefilling
             if self.memory.remember(request):
                 self._runner.context.state.set_pages(request.slot, 0, request.pages)
         return 1
 
     def _launch_step(self) -> int:
-        """Launches a step of all requests whose prompts are done. Returns the number of launches."""
-        ready = [r for r in self._running if not r.prefilling]
+        """Launches a step of all requests whose prompts are done and whose ends are not certain yet. Returns the number
+        of launches."""
+        ready = [r for r in self._running if not r.prefilling and r.wants_tokens]
         if not ready:
             return 0
         ready, shape = self._make_room(ready)
@@ -202,6 +204,7 @@ class Scheduler:
         self._inflight.append(_InFlight(self._runner.step(rows, shape), ready, adds, is_step=True))
         for request in ready:
             request.inflight += adds
+            request.pending += 1
         self._counters.steps += 1
         return 1
 
@@ -256,7 +259,8 @@ class Scheduler:
         self.memory.release(request)
         self._running.remove(request)
         self._free_slots.append(request.slot)
-        request.slot, request.inflight, request.prefilled, request.context = -1, 0, 0, ()
+        request.slot, request.inflight, request.pending = -1, 0, 0
+        request.prefilled, request.context = 0, ()
 
     # Results.
 
@@ -269,6 +273,7 @@ class Scheduler:
         for request, emitted in zip(item.requests, item.launch.read(), strict=True):
             if request.slot < 0:
                 continue  # ended while this launch was in flight
+            request.pending -= bool(emitted.tokens)
             if item.is_step:
                 request.inflight -= item.adds
                 self._count(request, emitted)
