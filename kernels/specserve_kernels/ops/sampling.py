@@ -1,0 +1,335 @@
+"""The sampler in two launches: from logits to tokens, or to the draft's candidates, for any mixture of requests.
+
+The operations and their order are those of ``reference/sampling.py``: penalties, bias, truncation, Gumbel noise,
+argmax with ties to the lowest id. What a row needs is read from the table in the kernel, so that one CUDA graph
+serves all requests.
+
+``scan`` works on blocks of the vocabulary: it writes each block's best perturbed scores and, for rows that truncate,
+the block's largest scaled logit, its sum of exponentials, and what lies above each of 16 edges. ``finish`` has one
+program a row. Most rows only merge. A row that truncates finds its threshold without a sort: the edges bracket it, a
+pass over the blocks that reach the bracket collects what is inside (quartering it where that is too much),
+and bisection over the collected decides. Partition and order of sums depend on V alone, so a row's result does not
+depend on the batch.
+
+Floats compare as int32 keys of the same order; a score and its token pack into one int64 whose maximum is the argmax.
+
+Shapes: N nodes, R rows of the table, V vocabulary of the logits (the draft's when a map is given), A path tokens,
+E bias entries, C candidates.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.ops.adjustment import (
+    NOTHING,
+    adjusted,
+    block_of,
+    order_of,
+    pack,
+    packed_column,
+    packed_value,
+    perturbed,
+    request_of,
+    truncates_row,
+)
+from specserve_kernels.ops.truncation import STATS, summarize, threshold
+
+BLOCK = 2048  # of the vocabulary a program scans; a multiple of 4
+COLLECTED = 4096  # undecided tokens that the last bisection holds in registers
+SCAN_WARPS = 4
+SCAN_REGISTERS: int | None = 80  # most registers a thread of the scan may take: more programs at a time
+FINISH_WARPS = 8
+
+
+class SamplingTable(Protocol):
+    """How each row's tokens are chosen; floats are float32. ``specserve.spec.state.SamplingState`` is one."""
+
+    temperature: Tensor  # [R], 0: greedy
+    top_k: Tensor  # [R] int64, 0 or less: off
+    top_p: Tensor  # [R], 1: off
+    min_p: Tensor  # [R], 0: off
+    repetition: Tensor  # [R], 1: off
+    frequency: Tensor  # [R], 0: off
+    presence: Tensor  # [R], 0: off
+    seed: Tensor  # [R] int64
+    choice: Tensor  # [R] int64
+    bias_ids: Tensor  # [R, E] int64 target ids, holes hold V
+    bias_values: Tensor  # [R, E]
+    bias_until: Tensor  # [R, E] int64, first position at which the entry no longer counts
+    bias_count: Tensor  # [R] int64, entries in use, the first ones
+    counts: Tensor  # [R, V] int32, occurrences in the output so far
+    in_prompt: Tensor  # [R, V] bool
+
+
+def choose_tokens(
+    logits_NV: Tensor, rows_N: Tensor, position_N: Tensor, path_NA: Tensor | None, table: SamplingTable
+) -> Tensor:
+    """The token of each node: argmax of penalised, biased, truncated and perturbed logits. Returns ``[N]`` int64.
+
+    ``logits_NV`` bf16, fp16 or float32; ``rows_N`` int64, the table's row of each node; ``position_N`` int64, the
+    position of the token chosen; ``path_NA`` int64, tokens that count as output too, V marks a hole; None: none.
+
+    Raises:
+        ValueError: logits or a table that are not of these types, or an input that is not contiguous.
+    """
+    tokens_N = torch.empty_like(rows_N)
+    _launch(logits_NV, rows_N, position_N, path_NA, table, None, 1, tokens_N, None)
+    return tokens_N
+
+
+def draft_candidates(
+    logits_NV: Tensor,
+    rows_N: Tensor,
+    position_N: Tensor,
+    path_NA: Tensor | None,
+    table: SamplingTable,
+    branching: int,
+    ids_V: Tensor | None = None,
+    inverse_V: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The best C = ``branching`` tokens of each node by perturbed score, ties to the lowest id of the logits.
+
+    As for ``choose_tokens``, over the draft's logits. With a map, column j stands for target token ``ids_V[j]``
+    (int64); ``inverse_V`` int64, one entry longer than the target's vocabulary, gives the column of a token and V
+    for those that have none. Returns target tokens ``[N, C]`` int64 in falling order, and their log-softmax of the
+    truncated and perturbed scores ``[N, C]`` float32. Tokens that were cut off have -inf and come last.
+
+    Raises:
+        ValueError: as for ``choose_tokens``; ids without inverse; a branching that is not from 1 to 64 and V.
+    """
+    if not 1 <= branching <= min(64, logits_NV.shape[1]):
+        raise ValueError(f"branching must be from 1 to min(64, {logits_NV.shape[1]}), not {branching}")
+    if (ids_V is None) != (inverse_V is None):
+        raise ValueError("a map needs both ids_V and inverse_V")
+    vocab = None if ids_V is None or inverse_V is None else (ids_V, inverse_V)
+    tokens_NC = rows_N.new_empty(len(rows_N), branching)
+    values_NC = torch.empty_like(tokens_NC, dtype=torch.float32)
+    _launch(logits_NV, rows_N, position_N, path_NA, table, vocab, branching, tokens_NC, values_NC)
+    return tokens_NC, values_NC
+
+
+def _launch(
+    logits_NV: Tensor,
+    rows_N: Tensor,
+    position_N: Tensor,
+    path_NA: Tensor | None,
+    table: SamplingTable,
+    vocab: tuple[Tensor, Tensor] | None,
+    branching: int,
+    tokens: Tensor,
+    values: Tensor | None,
+) -> None:
+    nodes, size = logits_NV.shape
+    if nodes == 0:
+        return
+    if logits_NV.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"logits must be bfloat16, float16 or float32, not {logits_NV.dtype}")
+    if table.temperature.dtype != torch.float32:
+        raise ValueError(f"the table's floats must be float32, not {table.temperature.dtype}")
+    if not (logits_NV.is_contiguous() and (path_NA is None or path_NA.is_contiguous())):
+        raise ValueError("logits and path must be contiguous")
+    blocks = triton.cdiv(size, BLOCK)
+    stats = logits_NV.new_empty((nodes, blocks, STATS.value), dtype=torch.float32)
+    keys = rows_N.new_empty(nodes, blocks, branching)
+    path_size = 0 if path_NA is None else path_NA.shape[1]
+    request = (rows_N, position_N, rows_N if path_NA is None else path_NA, path_size)
+    ids_inverse = vocab or (rows_N, rows_N)
+    flags: dict[str, Any] = {"HAS_MAP": vocab is not None, "DRAFT": values is not None, "BLOCK": BLOCK}
+    sizes = (size, table.counts.shape[1], table.bias_ids.shape[1], branching)
+    rest = (*request, _pointers(table), *ids_inverse, stats, keys, *sizes)
+    _scan[(blocks, nodes)](
+        logits_NV, *rest, **flags, num_warps=SCAN_WARPS, maxnreg=SCAN_REGISTERS, enable_fp_fusion=False
+    )
+    collected = torch.empty_like(rows_N[:, None].expand(-1, COLLECTED), dtype=torch.int32)
+    values = stats if values is None else values
+    flags |= {"BLOCKS": triton.next_power_of_2(blocks), "COLLECTED": COLLECTED}
+    flags |= {"WIDTH": triton.next_power_of_2(branching)}
+    _finish[(nodes,)](
+        logits_NV,
+        *rest,
+        collected,
+        tokens,
+        values,
+        **flags,
+        num_warps=FINISH_WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def _pointers(table: SamplingTable) -> tuple[Tensor, ...]:
+    return (
+        *(table.temperature, table.top_k, table.top_p, table.min_p),
+        *(table.repetition, table.frequency, table.presence),
+        *(table.seed, table.choice),
+        *(table.bias_ids, table.bias_values, table.bias_until, table.bias_count),
+        *(table.counts, table.in_prompt.view(torch.uint8)),
+    )
+
+
+@triton.jit
+def _emit(y, column, valid, stats, keys, branching, DRAFT: tl.constexpr):
+    """Writes the block's best scores, for drafts its log-sum-exp too, and returns the best."""
+    top = tl.max(y, 0)
+    first = pack(top, tl.min(tl.where(y == top, column, 2**31 - 1), 0), True)  # absent columns are the last
+    tl.store(keys, first)
+    if DRAFT:
+        tl.store(stats + 3, top)
+        tl.store(stats + 4, tl.sum(tl.where(valid & (y > float("-inf")), tl.exp(y - top), 0.0), 0))
+        if branching > 1:
+            packed = pack(y, column, valid)
+            best = first
+            for c in range(1, branching):
+                packed = tl.where(packed == best, NOTHING, packed)
+                best = tl.max(packed, 0)
+                tl.store(keys + c, best)
+    return first
+
+
+@triton.jit(do_not_specialize=["path_size", "width", "entries", "branching"])
+def _scan(
+    logits, rows, position, path, path_size, table, ids, inverse, stats, keys, size, width, entries, branching,
+    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block, n = tl.program_id(0), tl.program_id(1)
+    start = block * BLOCK
+    column = start + tl.arange(0, BLOCK)
+    valid = column < size
+    x = tl.load(logits + n.to(tl.int64) * size + column, mask=valid, other=float("-inf")).to(tl.float32)
+    temperature, penalty, history, bias, lists, noise, cut = request_of(
+        n, rows, position, path, path_size, table, width, entries
+    )
+    x = adjusted(x, column, valid, start, penalty, history, bias, lists, ids, inverse, HAS_MAP, BLOCK)
+    part = n.to(tl.int64) * tl.num_programs(0) + block
+    stats += part * STATS
+    keys += part * branching
+    truncates = truncates_row(temperature, cut)
+    if truncates:
+        s = tl.div_rn(x, temperature + tl.zeros_like(x))
+        summarize(s, cut, stats)
+    if DRAFT:
+        if truncates == 0:  # one that truncates needs its threshold first
+            y = perturbed(x, column, valid, start, temperature, noise, ids, HAS_MAP, BLOCK)
+            _emit(y, column, valid, stats, keys, branching, DRAFT)
+    else:
+        y = perturbed(x, column, valid, start, temperature, noise, ids, HAS_MAP, BLOCK)
+        first = _emit(y, column, valid, stats, keys, branching, DRAFT)
+        if truncates:  # the winner may turn out to be cut off: finish looks at its logit
+            winner = tl.max(tl.where(column == packed_column(first), x, float("-inf")), 0)
+            tl.store(stats + 2, tl.div_rn(winner, temperature))
+
+
+@triton.jit
+def _survivor(
+    floor, top, order_b, index, blocks, stats, keys, temperature, noise, logits, size, penalty, history, bias, lists,
+    ids, inverse, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best packed score that is kept. A block is looked at again only if its best was cut and might still win."""
+    here = index < blocks
+    packed_b = tl.load(keys + index, mask=here, other=NOTHING)
+    kept_b = here & (order_of(tl.load(stats + index * STATS + 2, mask=here, other=float("-inf"))) >= floor)
+    best = tl.max(tl.where(kept_b, packed_b, NOTHING), 0)
+    waiting_b = here & (kept_b == 0) & (order_b >= floor)
+    candidate = tl.max(tl.where(waiting_b, packed_b, NOTHING), 0)
+    while candidate > best:
+        block = tl.max(tl.where(waiting_b & (packed_b == candidate), index, 0), 0)
+        x, column, valid, start = block_of(
+            block, logits, size, penalty, history, bias, lists, ids, inverse, HAS_MAP, BLOCK
+        )
+        keeps = order_of(tl.div_rn(x, temperature + tl.zeros_like(x))) >= floor
+        y = perturbed(x, column, valid, start, temperature, noise, ids, HAS_MAP, BLOCK)
+        best = tl.maximum(best, tl.max(pack(tl.where(keeps, y, float("-inf")), column, valid), 0))
+        waiting_b = waiting_b & (index != block)
+        candidate = tl.max(tl.where(waiting_b, packed_b, NOTHING), 0)
+    return best
+
+
+@triton.jit
+def _emit_kept(
+    floor, blocks, stats, keys, branching, temperature, noise, logits, size, penalty, history, bias, lists,
+    ids, inverse, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What the scan writes for rows that don't truncate, with the threshold now known."""
+    for block in range(blocks):
+        x, column, valid, start = block_of(
+            block, logits, size, penalty, history, bias, lists, ids, inverse, HAS_MAP, BLOCK
+        )
+        keeps = order_of(tl.div_rn(x, temperature + tl.zeros_like(x))) >= floor
+        if tl.sum(keeps.to(tl.int32), 0) > 0:
+            x = perturbed(x, column, valid, start, temperature, noise, ids, HAS_MAP, BLOCK)
+        y = tl.where(keeps, x, float("-inf"))
+        _emit(y, column, valid, stats + block * STATS, keys + block * branching, branching, True)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _merge(
+    n, blocks, index, stats, keys, branching, ids, tokens, values,
+    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Writes a row's best candidates of all blocks' and, for drafts, their log-softmax."""
+    slot = tl.arange(0, BLOCKS * WIDTH)
+    packed = tl.load(keys + slot, mask=slot < blocks * branching, other=NOTHING)
+    best = tl.max(packed, 0)
+    log_sum = 0.0
+    top = 0.0
+    if DRAFT:
+        top = packed_value(best)
+        here = index < blocks
+        top_b = tl.load(stats + index * STATS + 3, mask=here, other=float("-inf"))
+        sum_b = tl.load(stats + index * STATS + 4, mask=here, other=0.0)
+        log_sum = tl.log(tl.sum(tl.where(sum_b > 0, sum_b * tl.exp(top_b - top), 0.0), 0))
+    for c in range(branching):
+        column = packed_column(best)
+        tl.store(tokens + n * branching + c, tl.load(ids + column) if HAS_MAP else column)
+        if DRAFT:
+            tl.store(values + n * branching + c, packed_value(best) - top - log_sum)
+        packed = tl.where(packed == best, NOTHING, packed)
+        best = tl.max(packed, 0)
+
+
+@triton.jit(do_not_specialize=["path_size", "width", "entries", "branching"])
+def _finish(
+    logits, rows, position, path, path_size, table, ids, inverse, stats, keys, size, width, entries, branching,
+    collected, tokens, values,
+    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    COLLECTED: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    temperature, penalty, history, bias, lists, noise, cut = request_of(
+        n, rows, position, path, path_size, table, width, entries
+    )
+    blocks = tl.cdiv(size, BLOCK)
+    part = n.to(tl.int64) * blocks
+    stats += part * STATS
+    keys += part * branching
+    logits += n.to(tl.int64) * size
+    index = tl.arange(0, BLOCKS)
+    if truncates_row(temperature, cut):
+        top_b = tl.load(stats + index * STATS, mask=index < blocks, other=float("-inf"))
+        order_b = order_of(top_b)
+        floor = threshold(
+            stats, blocks, top_b, order_b, index, collected + n.to(tl.int64) * COLLECTED, cut, temperature, logits,
+            size, penalty, history, bias, lists, ids, inverse, HAS_MAP, BLOCK, BLOCKS, COLLECTED,
+        )  # fmt: skip
+        if DRAFT:
+            _emit_kept(
+                floor, blocks, stats, keys, branching, temperature, noise, logits, size, penalty, history, bias,
+                lists, ids, inverse, HAS_MAP, BLOCK,
+            )  # fmt: skip
+            _merge(
+                n, blocks, index, stats, keys, branching, ids, tokens, values, HAS_MAP, DRAFT, BLOCKS, WIDTH
+            )
+        else:
+            best = _survivor(
+                floor, top_b, order_b, index, blocks, stats, keys, temperature, noise, logits, size, penalty, history,
+                bias, lists, ids, inverse, HAS_MAP, BLOCK,
+            )  # fmt: skip
+            tl.store(tokens + n, packed_column(best))
+    else:
+        _merge(n, blocks, index, stats, keys, branching, ids, tokens, values, HAS_MAP, DRAFT, BLOCKS, WIDTH)

@@ -1,0 +1,424 @@
+"""The Triton sampler against the reference's functions composed, mixed requests in one batch.
+
+Shapes: N nodes, R rows of the table, V target vocabulary, A path tokens, E bias entries, C candidates.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+from specserve_kernels.reference.philox import gumbel_noise, philox4x32
+from specserve_kernels.reference.sampling import add_bias, penalize, perturb, truncate
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+from specserve_kernels.ops import philox as ops_philox  # noqa: E402
+from specserve_kernels.ops import sampling as ops  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEVER, FOREVER = -math.inf, 2**62
+# NumPy, which the interpreter computes with, warns of infinities in lanes that are masked afterwards.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@dataclass
+class Table:
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    seed: Tensor
+    choice: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+    bias_until: Tensor
+    bias_count: Tensor
+    counts: Tensor
+    in_prompt: Tensor
+
+
+@dataclass
+class Batch:
+    logits: Tensor
+    rows: Tensor
+    position: Tensor
+    path: Tensor | None
+    table: Table
+
+
+def blank_table(rows: int, vocab: int, entries: int = 100) -> Table:
+    def integers(*shape: int) -> Tensor:
+        return torch.zeros(rows, *shape, dtype=torch.int64)
+
+    generator = torch.Generator().manual_seed(rows)
+    return Table(
+        temperature=torch.zeros(rows),
+        top_k=integers(),
+        top_p=torch.ones(rows),
+        min_p=torch.zeros(rows),
+        repetition=torch.ones(rows),
+        frequency=torch.zeros(rows),
+        presence=torch.zeros(rows),
+        seed=torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
+        choice=torch.arange(rows) % 3,
+        bias_ids=integers(entries) + vocab,
+        bias_values=torch.full((rows, entries), math.nan),  # what is not in use is not read
+        bias_until=integers(entries) + FOREVER,
+        bias_count=integers(),
+        counts=torch.randint(0, 4, (rows, vocab), generator=generator, dtype=torch.int32).clamp(min=2) - 2,
+        in_prompt=torch.rand(rows, vocab, generator=generator) < 0.1,
+    )
+
+
+def fill(table: Table, row: int, rng: random.Random, vocab: int, features: set[str], best: list[int]) -> None:
+    """Draws parameters for the features named; ``best``: tokens worth a bias."""
+    if "noise" in features:
+        table.temperature[row] = rng.choice([0.3, 1.0, 1.7])
+    if "top_k" in features:
+        table.top_k[row] = rng.choice([1, 2, 7, 50, vocab, 10**9])
+    if "top_p" in features:
+        table.top_p[row] = rng.choice([1e-9, 0.1, 0.5, 0.9, 0.99])
+    if "min_p" in features:
+        table.min_p[row] = rng.choice([1e-4, 0.05, 0.3, 1.0])
+    if "penalties" in features:
+        table.repetition[row] = rng.choice([1.0, 1.3, 0.7])
+        table.frequency[row] = rng.choice([0.5, -1.0])
+        table.presence[row] = rng.choice([0.0, 0.8, -2.0])
+    if "bias" in features:
+        entries = [(token, rng.uniform(-5, 5), FOREVER) for token in rng.sample(best, 8) * 2]
+        entries += [(rng.randrange(vocab), 1.0, FOREVER) for _ in range(50)]
+        entries += [(token, NEVER, rng.choice([5, 50])) for token in rng.sample(best, 4)]
+        entries += [(vocab, NEVER, FOREVER)]
+        table.bias_count[row] = len(entries)
+        for column, values in enumerate(zip(*entries, strict=True)):
+            named = (table.bias_ids, table.bias_values, table.bias_until)[column]
+            named[row, : len(entries)] = torch.tensor(values, dtype=named.dtype)
+
+
+FEATURES = ["noise", "top_k", "top_p", "min_p", "penalties", "bias"]
+ALONE: list[set[str]] = [set(), {"noise"}, {"penalties"}, {"bias"}]
+ALONE += [{"noise", name} for name in ("top_k", "top_p", "min_p")]
+ALONE += [{"noise", "top_k", "top_p"}, set(FEATURES)]
+
+
+def make_batch(seed: int, vocab: int, width: int, features: list[set[str]], path: int) -> Batch:
+    """One row of the table for each set of features, two nodes a row; ``width``: of the logits."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    table = blank_table(len(features), vocab)
+    rows = torch.arange(len(features)).repeat(2)[torch.randperm(2 * len(features), generator=generator)]
+    logits = torch.randn(len(rows), width, generator=generator) * 3
+    logits[1::3] = logits[1::3].round()  # ties
+    logits[2::5, : width // 2] = 1.5
+    for row, named in enumerate(features):
+        node = int((rows == row).nonzero()[0])
+        best = logits[node].topk(min(width, 16)).indices.tolist()
+        fill(table, row, rng, vocab, named, best)
+    tokens = torch.randint(0, vocab + 1, (len(rows), path), generator=generator)
+    tokens[:, path // 2 :] = vocab
+    tokens[:, : path // 4] = logits.argmax(-1)[:, None]
+    position = torch.randint(0, 40, (len(rows),), generator=generator)
+    return Batch(logits, rows, position, tokens if path else None, table)
+
+
+def expected_scores(batch: Batch, vocab: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """What ``engine.sampler`` computes, in the reference's functions."""
+    table, rows = batch.table, batch.rows
+    counts, in_prompt = table.counts[rows], table.in_prompt[rows]
+    size = counts.shape[1]
+    if batch.path is not None:
+        padded = torch.nn.functional.pad(counts, (0, 1))
+        counts = padded.scatter_add_(1, batch.path, torch.ones_like(batch.path, dtype=torch.int32))[:, :-1]
+    noise = gumbel_noise(table.seed[rows], table.choice[rows], batch.position[:, None], size, torch.float32)[
+        :, 0
+    ]
+    used = torch.arange(table.bias_ids.shape[1]) < table.bias_count[:, None]
+    ids, values = table.bias_ids, table.bias_values.masked_fill(~used, 0)
+    if vocab is not None:
+        counts, in_prompt, noise = counts[:, vocab[0]], in_prompt[:, vocab[0]], noise[:, vocab[0]]
+        ids = vocab[1][ids]
+    found = penalize(
+        batch.logits.float(),
+        counts,
+        in_prompt | (counts > 0),
+        table.repetition[rows],
+        table.frequency[rows],
+        table.presence[rows],
+    )
+    found = add_bias(found, ids[rows], values[rows], table.bias_until[rows], batch.position)
+    found = truncate(found, table.temperature[rows], table.top_k[rows], table.top_p[rows], table.min_p[rows])
+    return perturb(found, noise, table.temperature[rows])
+
+
+def as_bf16(batch: Batch) -> Batch:
+    return replace(batch, logits=batch.logits.bfloat16())
+
+
+def on_device(batch: Batch) -> Batch:
+    table = Table(*(getattr(batch.table, field.name).to(DEVICE) for field in fields(Table)))
+    path = None if batch.path is None else batch.path.to(DEVICE)
+    return Batch(batch.logits.to(DEVICE), batch.rows.to(DEVICE), batch.position.to(DEVICE), path, table)
+
+
+def assert_chosen(batch: Batch) -> None:
+    scores = expected_scores(batch)
+    there = on_device(batch)
+    found = ops.choose_tokens(there.logits, there.rows, there.position, there.path, there.table).cpu()
+    best = scores.topk(2).values
+    clear = (best[:, 0] - best[:, 1] > 1e-4) | (batch.table.temperature[batch.rows] == 0)
+    assert clear.float().mean() > 0.7
+    assert torch.equal(found[clear], scores.argmax(-1)[clear])
+    assert bool((scores.gather(1, found[:, None])[:, 0] > best[:, 0] - 2e-4).all())
+
+
+def assert_candidates(batch: Batch, branching: int, vocab: tuple[Tensor, Tensor] | None = None) -> None:
+    scores = expected_scores(batch, vocab)
+    there = on_device(batch)
+    maps = () if vocab is None else (vocab[0].to(DEVICE), vocab[1].to(DEVICE))
+    tokens, values = ops.draft_candidates(
+        there.logits, there.rows, there.position, there.path, there.table, branching, *maps
+    )
+    best = scores.sort(dim=-1, descending=True, stable=True)
+    ids = best.indices if vocab is None else vocab[0][best.indices]
+    wanted = best.values - scores.logsumexp(-1, keepdim=True)
+    torch.testing.assert_close(values.cpu(), wanted[:, :branching], rtol=1e-4, atol=2e-4)
+    padded = torch.nn.functional.pad(best.values, (1, 1), value=math.nan)
+    near = padded.diff(dim=-1).abs() < 1e-4  # equal infinities differ by nan
+    near = (near[:, :-1] | near[:, 1:])[:, :branching] & (batch.table.temperature[batch.rows, None] > 0)
+    assert near.float().mean() < 0.3
+    assert torch.equal(tokens.cpu()[~near], ids[:, :branching][~near])
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "BLOCK", 64)
+    monkeypatch.setattr(ops, "COLLECTED", 32)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("features", ALONE, ids=lambda names: "+".join(sorted(names)) or "greedy")
+def test_a_feature_alone(features: set[str]) -> None:
+    batch = make_batch(len(features), 300, 300, [features] * 2, path=4)
+    assert_chosen(batch)
+    assert_candidates(batch, 4)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("branching", [5, 8])
+def test_mixed_rows(branching: int) -> None:
+    batch = make_batch(branching, 300, 300, ALONE, path=4 if branching == 8 else 0)
+    assert_chosen(batch)
+    assert_candidates(batch, branching)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("branching", [1, 8])
+def test_mapped_vocabulary(branching: int) -> None:
+    """The draft's columns are target tokens in any order; bias entries outside it are holes."""
+    target, width = 500, 150
+    ids = torch.randperm(target, generator=torch.Generator().manual_seed(0))[:width]
+    inverse = torch.full((target + 1,), width)
+    inverse[ids] = torch.arange(width)
+    batch = make_batch(branching, target, width, ALONE, path=4)
+    batch.table.bias_ids[:, :40:2] = ids[:20]
+    assert_candidates(batch, branching, (ids, inverse))
+
+
+def test_several_blocks_of_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "BLOCK", 1024)
+    monkeypatch.setattr(ops, "COLLECTED", 256)
+    batch = make_batch(7, 4097, 4097, ALONE[-5:], path=2)
+    assert_chosen(batch)
+    assert_candidates(batch, 4)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_kept(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all tokens as candidates, those cut off are the ones at -inf: exactly what ``truncate`` cuts."""
+    monkeypatch.setattr(ops, "BLOCK", 16)
+    monkeypatch.setattr(ops, "COLLECTED", 8)
+    rng, generator, vocab, count = random.Random(seed), torch.Generator().manual_seed(seed), 40, 20
+    logits = torch.randn(count, vocab, generator=generator) * 3
+    logits[::3] = (logits[::3] * 2).round() / 2
+    logits[1::6] = 1.5
+    logits[2::5, ::2] = NEVER
+    logits[4] *= 1e6  # beyond the edges' range
+    logits[5] *= 30  # most tokens lie below all edges
+    table = blank_table(count, vocab)
+    for row in range(count):
+        table.temperature[row] = rng.choice([0.0, 0.3, 1.0, 1.7])
+        table.top_k[row] = rng.choice([-1, 0, 1, 2, 5, 20, vocab - 1, vocab, vocab + 1])
+        table.top_p[row] = rng.choice([1e-9, 0.1, 0.5, 0.9, 0.99, 1.0])
+        table.min_p[row] = rng.choice([0.0, 0.0, 0.01, 0.2, 1.0])
+    batch = on_device(Batch(logits, torch.arange(count), torch.arange(count), None, table))
+    tokens, values = ops.draft_candidates(batch.logits, batch.rows, batch.position, None, batch.table, vocab)
+    kept = torch.zeros(count, vocab, dtype=torch.bool).scatter_(1, tokens.cpu(), values.cpu() > NEVER)
+    wanted = truncate(logits, table.temperature, table.top_k, table.top_p, table.min_p) > NEVER
+    assert torch.equal(kept, wanted)
+
+
+def test_ties_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "BLOCK", 16)
+    logits = torch.full((3, 50), -1.0)
+    logits[0, [40, 33, 7]] = 2.0
+    logits[1] = NEVER
+    logits[2] = torch.where(torch.arange(50) % 2 == 0, -0.0, 0.0)
+    batch = on_device(
+        Batch(logits, torch.zeros(3, dtype=torch.int64), torch.arange(3), None, blank_table(1, 50))
+    )
+    found = ops.choose_tokens(batch.logits, batch.rows, batch.position, None, batch.table)
+    assert found.tolist() == [7, 0, 0]
+    tokens, _ = ops.draft_candidates(
+        batch.logits[::2].contiguous(), batch.rows[:2], batch.position[:2], None, batch.table, 4
+    )
+    assert tokens.tolist() == [[7, 33, 40, 0], [0, 1, 2, 3]]
+
+
+def test_a_node_does_not_depend_on_its_batch() -> None:
+    batch = on_device(make_batch(3, 300, 300, ALONE, path=4))
+    all_tokens, all_values = ops.draft_candidates(
+        batch.logits, batch.rows, batch.position, batch.path, batch.table, 3
+    )
+    assert batch.path is not None
+    for n in range(0, len(batch.rows), 4):
+        one = slice(n, n + 1)
+        tokens, values = ops.draft_candidates(
+            batch.logits[one], batch.rows[one], batch.position[one], batch.path[one], batch.table, 3
+        )
+        assert torch.equal(tokens, all_tokens[one])
+        assert torch.equal(values, all_values[one])
+
+
+def test_arguments_are_checked() -> None:
+    batch = make_batch(0, 64, 64, [set()], path=0)
+    given = (batch.rows, batch.position, None, batch.table)
+    with pytest.raises(ValueError, match="branching"):
+        ops.draft_candidates(batch.logits, *given, 65)
+    with pytest.raises(ValueError, match="inverse_V"):
+        ops.draft_candidates(batch.logits, *given, 1, batch.rows)
+    with pytest.raises(ValueError, match="float64"):
+        ops.choose_tokens(batch.logits.double(), *given)
+    with pytest.raises(ValueError, match="contiguous"):
+        ops.choose_tokens(batch.logits.T.contiguous().T, *given)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+class TestOnGpu:
+    """The sizes served, which the interpreter is too slow for."""
+
+    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_large_vocabulary(self, seed: int, dtype: torch.dtype) -> None:
+        batch = make_batch(seed, 128256, 128256, ALONE * 2, path=6)
+        assert_chosen(replace(batch, logits=batch.logits.to(dtype)))
+
+    @pytest.mark.parametrize("branching", [1, 4, 8, 64])
+    def test_draft_vocabulary(self, branching: int) -> None:
+        target, width = 128256, 32000
+        ids = torch.randperm(target, generator=torch.Generator().manual_seed(0))[:width].sort().values
+        inverse = torch.full((target + 1,), width)
+        inverse[ids] = torch.arange(width)
+        batch = make_batch(branching, target, width, ALONE, path=6)
+        batch.table.bias_ids[:, :40:2] = ids[:20]
+        assert_candidates(as_bf16(batch), branching, (ids, inverse))
+        assert_candidates(as_bf16(make_batch(branching, width, width, ALONE, path=6)), branching)
+
+    @pytest.mark.parametrize("spread", [0.0, 0.3, 1.0, 3.0])
+    def test_flat_logits(self, spread: float) -> None:
+        """Thresholds with far more tokens around them than are collected at a time."""
+        vocab, count = 65537, 12
+        table = blank_table(count, vocab)
+        table.temperature += torch.tensor([1.0, 0.7, 1.4]).repeat(4)
+        table.top_p[:8] = torch.tensor([0.05, 0.5, 0.9, 0.99]).repeat(2)
+        table.top_k[4:] = torch.tensor([1000, 20000, 50000, 65536]).repeat(2)
+        logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(1)) * spread
+        batch = Batch(logits, torch.arange(count), torch.arange(count), None, table)
+        for each in (batch, as_bf16(batch)):
+            assert_chosen(each)
+            assert_candidates(each, 4)
+
+    def test_one_graph_serves_all(self) -> None:
+        """The table changes between replays; nothing is read by the host."""
+        batch = on_device(as_bf16(make_batch(0, 5000, 5000, [set()] * len(ALONE), path=4)))
+        given = (batch.logits, batch.rows, batch.position, batch.path, batch.table)
+        ops.choose_tokens(*given)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = ops.choose_tokens(*given)
+        other = on_device(as_bf16(make_batch(1, 5000, 5000, ALONE, path=4)))
+        for field in fields(Table):
+            getattr(batch.table, field.name).copy_(getattr(other.table, field.name))
+        for name in ("logits", "rows", "position", "path"):
+            getattr(batch, name).copy_(getattr(other, name))
+        graph.replay()
+        assert torch.equal(
+            found, ops.choose_tokens(other.logits, other.rows, other.position, other.path, other.table)
+        )
+
+
+@triton.jit
+def _words(out, noise, position, choice, seed, SIZE: tl.constexpr, IN_ORDER: tl.constexpr):
+    token = tl.arange(0, SIZE)
+    at, which, key = tl.load(position), tl.load(choice), tl.load(seed)
+    if IN_ORDER:
+        word = ops_philox.words_in_order(0, at, which, key, SIZE)
+    else:
+        word = ops_philox.words_of(token, at, which, key)
+    tl.store(out + token, word.to(tl.int64))
+    tl.store(noise + token, ops_philox.gumbel(word))
+
+
+@triton.jit
+def _gumbel(words, noise, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    tl.store(noise + index, ops_philox.gumbel(tl.load(words + index).to(tl.uint32)))
+
+
+KEYS = [(0, 0, 0), (1, 3, 7), (-1, 1, 2**31), (2**40 + 3, 0, 100), (-(2**63), 7, 4095), (2**63 - 1, 2, 1)]
+
+
+@pytest.mark.parametrize(("seed", "choice", "position"), KEYS)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_philox_bit_for_bit(seed: int, choice: int, position: int, in_order: bool) -> None:
+    size = 64
+    out, noise = torch.empty(size, dtype=torch.int64, device=DEVICE), torch.empty(size, device=DEVICE)
+    at, which, key = (torch.tensor([value], device=DEVICE) for value in (position, choice, seed))
+    _words[(1,)](out, noise, at, which, key, SIZE=size, IN_ORDER=in_order)
+    zero = torch.tensor(0)
+    words = philox4x32(
+        torch.arange(size // 4),
+        torch.tensor(position),
+        torch.tensor(choice),
+        zero,
+        torch.tensor(seed & 0xFFFFFFFF),
+        torch.tensor((seed >> 32) & 0xFFFFFFFF),
+    )
+    assert torch.equal(out.cpu(), torch.stack(words, -1).flatten())
+
+
+def test_gumbel_noise_against_float64() -> None:
+    """Within 2 ulp where the noise is larger than 1, which is where tokens win, as the reference in float32."""
+    size = 16384
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(0, 2**32, (size,), generator=generator)
+    words[:6000] >>= torch.arange(6000) % 32  # small words: the tail that wins
+    words[:4] = torch.tensor([0, 1, 0xFFFFFFFF, 0xFFFFFF80])
+    noise = torch.empty(size, device=DEVICE)
+    _gumbel[(1,)](words.to(DEVICE), noise, SIZE=size)
+    exact = -torch.log(-torch.log1p(-(words.double() + 0.5) * 2.0**-32))
+    found = noise.cpu().double()
+    assert bool(found.isfinite().all())
+    error = (found - exact).abs()
+    large = exact > 1
+    assert int(large.sum()) > 5000
+    assert float((error / (torch.finfo(torch.float32).eps * exact.clamp(min=1)))[large].max()) <= 2
+    assert float(error[exact > -1.5].max()) < 1e-5
