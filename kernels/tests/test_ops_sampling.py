@@ -136,9 +136,9 @@ def expected_scores(batch: Batch, vocab: tuple[Tensor, Tensor] | None = None) ->
     if batch.path is not None:
         padded = torch.nn.functional.pad(counts, (0, 1))
         counts = padded.scatter_add_(1, batch.path, torch.ones_like(batch.path, dtype=torch.int32))[:, :-1]
-    noise = gumbel_noise(table.seed[rows], table.choice[rows], batch.position[:, None], size, torch.float32)[
-        :, 0
-    ]
+    noise = gumbel_noise(
+        table.seed[rows], table.choice[rows], batch.position[:, None] + 1, size, torch.float32
+    )[:, 0]
     used = torch.arange(table.bias_ids.shape[1]) < table.bias_count[:, None]
     ids, values = table.bias_ids, table.bias_values.masked_fill(~used, 0)
     if vocab is not None:
@@ -152,7 +152,7 @@ def expected_scores(batch: Batch, vocab: tuple[Tensor, Tensor] | None = None) ->
         table.frequency[rows],
         table.presence[rows],
     )
-    found = add_bias(found, ids[rows], values[rows], table.bias_until[rows], batch.position)
+    found = add_bias(found, ids[rows], values[rows], table.bias_until[rows], batch.position + 1)
     found = truncate(found, table.temperature[rows], table.top_k[rows], table.top_p[rows], table.min_p[rows])
     return perturb(found, noise, table.temperature[rows])
 

@@ -25,7 +25,9 @@ class Chunks:
     positions_T: Tensor
     max_tokens: int  # of one request, known to the host
     max_kv: int  # positions of one request, chunk included, known to the host
-    spans: Sequence[tuple[int, int]]  # of each request: first position and number of tokens, known to the host
+    spans: Sequence[
+        tuple[int, int]
+    ]  # of each request: first position and number of tokens, known to the host
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,8 +90,7 @@ class TritonSampling:
     def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
         from specserve_kernels.ops.sampling import choose_tokens
 
-        position_N = choices.position_N + 1
-        return choose_tokens(logits_NV, choices.rows_N, position_N, choices.path_NA, self.table)
+        return choose_tokens(logits_NV, choices.rows_N, choices.position_N, choices.path_NA, self.table)
 
     def candidates(
         self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
@@ -99,9 +98,15 @@ class TritonSampling:
         from specserve_kernels.ops.sampling import draft_candidates
 
         ids_V, inverse_V = (None, None) if vocab is None else (vocab.ids, vocab.inverse)
-        position_N = choices.position_N + 1
         return draft_candidates(
-            logits_NV, choices.rows_N, position_N, choices.path_NA, self.table, count, ids_V, inverse_V
+            logits_NV,
+            choices.rows_N,
+            choices.position_N,
+            choices.path_NA,
+            self.table,
+            count,
+            ids_V,
+            inverse_V,
         )
 
 

@@ -50,7 +50,7 @@ def packed_column(packed):
 def request_of(n, rows, position, path, path_size, table, width, entries):
     """A node's parameters: temperature, and those of penalties, bias, noise and truncation."""
     r = tl.load(rows + n)
-    at = tl.load(position + n)
+    at = tl.load(position + n) + 1
     history = (table[13] + r * width, table[14] + r * width, path + n.to(tl.int64) * path_size, path_size)
     penalty = (tl.load(table[4] + r), tl.load(table[5] + r), tl.load(table[6] + r))
     lists = (table[9] + r * entries, table[10] + r * entries, table[11] + r * entries)
