@@ -77,6 +77,8 @@ def write_results(name: str, figures: Any, output: Path | None = None) -> Path:
 
 
 def _main_module() -> str:
+    if sys.argv[0].startswith("benchmarks."):
+        return sys.argv[0]  # run by another
     spec = sys.modules["__main__"].__spec__
     return spec.name if spec is not None else Path(sys.argv[0]).stem
 

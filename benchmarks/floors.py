@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from specserve.engine.shapes import MAX_STEP_NODES
 from specserve.models.config import load_model_config
 
 Shape = tuple[int, int, int]  # steps, topk, verified tokens
@@ -77,7 +78,7 @@ def draft_ms(shape: Shape, batch: int, context_tokens: int) -> float:
 def step_ms(shape: Shape | None, batch: int, context: int) -> float:
     """A step of ``batch`` requests with ``context`` tokens each; ``shape`` None is plain decoding."""
     nodes = 1 if shape is None else shape[2]
-    target = gemm_ms(batch * nodes) + kv_ms(batch * context)
+    target = gemm_ms(max(batch, min(batch * nodes, MAX_STEP_NODES))) + kv_ms(batch * context)
     return target if shape is None else target + draft_ms(shape, batch, batch * context)
 
 

@@ -75,7 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as empty:
         environment = {**os.environ, **({"TRITON_CACHE_DIR": empty} if args.cold else {})}
         seconds, info = start(args, environment)
-    graphs = info.get("cuda_graphs")
+    graphs = info["engine"].get("cuda_graphs")
     print(f"{args.shape} {'cold' if args.cold else 'warm'}: ready after {seconds:.1f} s, graphs {graphs}")
     figures = {"shape": args.shape, "cold": args.cold, "seconds": seconds, "cuda_graphs": graphs}
     print(write_results(f"startup_{'cold' if args.cold else 'warm'}", figures, args.output))

@@ -23,8 +23,8 @@ HEADER = (
 
 
 def measure(llm: LLM, prompts: list[list[int]], new_tokens: int, repeats: int) -> dict[str, Any]:
-    """Medians over ``repeats`` runs, after one that is not counted."""
-    generate_timed(llm, prompts, new_tokens)
+    """Medians over ``repeats`` runs, after a short one that is not counted."""
+    generate_timed(llm, prompts, min(new_tokens, 16))
     rows = [_once(llm, prompts, new_tokens) for _ in range(repeats)]
     return {name: median(row[name] for row in rows) for name in rows[0]}
 

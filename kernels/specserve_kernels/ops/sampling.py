@@ -73,7 +73,8 @@ def choose_tokens(
     """The token of each node: argmax of penalised, biased, truncated and perturbed logits. Returns ``[N]`` int64.
 
     ``logits_NV`` bf16, fp16 or float32; ``rows_N`` int64, the table's row of each node; ``position_N`` int64, the
-    node's own position, one before that of the token chosen; ``path_NA`` int64, tokens that count as output too, V marks a hole; None: none.
+    node's own position, one before that of the token chosen; ``path_NA`` int64, tokens that count as output too, V
+    marks a hole; None: none.
 
     Raises:
         ValueError: logits or a table that are not of these types, or an input that is not contiguous.

@@ -1,0 +1,109 @@
+"""All benchmarks of a GPU in one process, which loads the target once.
+
+    python -m benchmarks.suite --pair DIR [--only steps tokens throughput prefill traces] [--results benchmarks/results]
+
+DIR is the output of ``python -m benchmarks.cost_faithful``. ``steps`` are milliseconds a step with the useless draft,
+whose batches stay full to the end, as batches with random weights do; ``tokens`` the same cases with the trained one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import benchmarks.prefill
+import benchmarks.single_stream
+import benchmarks.step_trace
+import benchmarks.throughput
+import specserve.engine.build
+from benchmarks.cost_faithful import USELESS
+
+IMAGES = Path("docs/images")
+SPARE_POSITIONS = 256  # shapes differ in how far a step may look past the context
+
+
+@contextmanager
+def weights_kept() -> Iterator[None]:
+    """Targets are loaded once; engines that come one after another share them."""
+    load: Callable[..., Any] = specserve.engine.build.load_target
+    loaded: dict[Any, Any] = {}
+
+    def keep(path: Path, dtype: Any, device: Any, max_positions: int) -> Any:
+        key = path, dtype, device
+        if key not in loaded:
+            loaded[key] = load(path, dtype, device, max_positions=max_positions + SPARE_POSITIONS)
+        return loaded[key]
+
+    with patch.object(specserve.engine.build, "load_target", keep):
+        yield
+
+
+def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], None], list[str]]]]:
+    """What each name runs: a benchmark's ``main`` and its arguments."""
+    target = ["--model", str(pair / "target")]
+    trained = [*target, "--eagle3", str(pair / "eagle3")]
+    useless = [*target, "--eagle3", str(pair / USELESS)]
+
+    def into(name: str) -> list[str]:
+        return ["--output", str(results / f"{name}.json")]
+
+    steps, throughput = benchmarks.single_stream.main, benchmarks.throughput.main
+    prefill, trace = benchmarks.prefill.main, benchmarks.step_trace.main
+    traces = [("off", 1), ("off", 32), ("3,1,4", 1), ("3,1,4", 32), ("5,8,32", 1)]
+    return {
+        "steps": [(steps, [*useless, *into("single_stream")])],
+        "tokens": [(steps, [*trained, "--repeats", "1", *into("single_stream_trained")])],
+        "throughput": [
+            (
+                throughput,
+                [*trained, "--repeats", "1", "--plot", str(IMAGES / "throughput.png"), *into("throughput")],
+            )
+        ],
+        "prefill": [
+            (prefill, [*target, *into("prefill")]),
+            (prefill, [*trained, "--shape", "3,1,4", *into("prefill_eagle3")]),
+        ],
+        "traces": [
+            (
+                trace,
+                [
+                    *useless,
+                    "--shape",
+                    shape,
+                    "--batch",
+                    str(batch),
+                    "--picture",
+                    str(IMAGES / f"{name}.png"),
+                    *into(name),
+                ],
+            )
+            for shape, batch in traces
+            for name in [f"step_trace_{shape.replace(',', '_')}_b{batch}"]
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = list(commands(Path(), Path()))
+    parser.add_argument("--pair", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args()
+    with weights_kept():
+        for name in args.only:
+            for run, arguments in commands(args.pair, args.results)[name]:
+                print(f"\n{run.__module__} {' '.join(arguments)}", flush=True)
+                with patch.object(sys, "argv", [run.__module__, *arguments]):
+                    run()
+
+
+if __name__ == "__main__":
+    main()
