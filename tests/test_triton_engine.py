@@ -20,7 +20,9 @@ from tests.engines import Answer, Checkpoints, answer_all
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import make_llama
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter: log(0) is -inf
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # of NumPy, in the interpreter: log(0) is -inf
 
 PROMPTS = [[3, 9, 27, 17, 5, 40], [1, 2, 1, 2, 1, 2, 1], list(range(20, 43))]
 PARAMS = [
@@ -65,9 +67,7 @@ def answers(checkpoints: Checkpoints, algorithm: str, shape: tuple[int, int, int
     return answer_all(scheduler, zip(PROMPTS, PARAMS, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "shape"), [("EAGLE", (2, 1, 3)), ("EAGLE3", (3, 2, 6))]
-)
+@pytest.mark.parametrize(("algorithm", "shape"), [("EAGLE", (2, 1, 3)), ("EAGLE3", (3, 2, 6))])
 def test_gives_the_texts_of_torch(
     algorithm: str, shape: tuple[int, int, int], checkpoints: Checkpoints, request: pytest.FixtureRequest
 ) -> None:

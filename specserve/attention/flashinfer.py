@@ -45,7 +45,7 @@ class _Prefill:
         pages = [-(-end // self.page_size) for end in ends]
         last = [end - (count - 1) * self.page_size for end, count in zip(ends, pages, strict=True)]
         rows = zip(self.chunks.pages_BM, pages, strict=True)
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
         wrapper.plan(
             _starts([count for _, count in self.chunks.spans]),
             _starts(pages),

@@ -177,11 +177,19 @@ def test_automatic_choices_on_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch)
     found, _ = resolve(Settings(model_path=model, chunked_prefill_size=-1), LLAMA)
     assert (found.device, found.dtype, found.max_running_requests) == ("cuda", "bfloat16", 256)
     assert (found.max_total_tokens, found.overlap_schedule, found.chunked_prefill_size) == (None, "on", 2048)
-    assert (found.attention_backend, found.disable_cuda_graph, found.cuda_graph_max_bs) == ("triton", False, 256)
+    assert (found.attention_backend, found.disable_cuda_graph, found.cuda_graph_max_bs) == (
+        "triton",
+        False,
+        256,
+    )
     few = resolve(Settings(model_path=model, max_running_requests=8, cuda_graph_max_bs=64), LLAMA)[0]
     assert few.cuda_graph_max_bs == 8
     exact = resolve(Settings(model_path=model, dtype="float64", cuda_graph_max_bs=4), LLAMA)[0]
-    assert (exact.attention_backend, exact.disable_cuda_graph, exact.cuda_graph_max_bs) == ("torch", True, None)
+    assert (exact.attention_backend, exact.disable_cuda_graph, exact.cuda_graph_max_bs) == (
+        "torch",
+        True,
+        None,
+    )
     half = SimpleNamespace(**{**vars(LLAMA), "dtype": "float16"})
     assert resolve(Settings(model_path=model), half)[0].dtype == "float16"  # type: ignore[arg-type]
 
@@ -211,9 +219,7 @@ def test_what_cannot_be_honoured_is_refused(
 
 
 def test_flags_without_effect_are_noted(model: str) -> None:
-    given = Settings(
-        model_path=model, cuda_graph_max_bs=4, speculative_num_steps=3, device="cpu"
-    )
+    given = Settings(model_path=model, cuda_graph_max_bs=4, speculative_num_steps=3, device="cpu")
     found, notes = resolve(given, LLAMA)
     for flag in ("--cuda-graph-max-bs", "--speculative-num-steps"):
         assert any(flag in note and "changes nothing" in note for note in notes), flag

@@ -1,0 +1,259 @@
+"""Time of the Triton attention kernels against the time their cache reads take at the device's bandwidth.
+
+``python kernels/bench/attention.py [--sweep] [--only TEXT]`` on a machine with a GPU. Kernels are replayed in a CUDA
+graph over several caches, together larger than the second cache, as a model's layers are. ``--sweep`` tries other
+ways to cut the work. FlashInfer's masked prefill kernel (FA2) stands beside verify where it is installed.
+
+Shapes: B slots, n nodes a slot, T = B * n, M pages a slot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from specserve_kernels.ops import prefill
+from specserve_kernels.ops.attention import Cut, Workspace, attend_frontier, attend_nodes, processors
+from torch import Tensor
+
+PEAK = 4.23e12  # bytes a second, read on an H200 of this project
+L2_BYTES = 60e6
+PAGE, HEADS, KV_HEADS, HEAD_DIM = 16, 32, 8, 128
+DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
+
+BLOCKS = [(64, 4, 5), (64, 8, 5), (32, 4, 5), (32, 8, 5), (64, 4, 4)]
+TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 128, 4, 2)]
+# positions, warps, stages and rows, positions, warps, stages that --sweep tries
+
+Run = Callable[[Tensor], Tensor]  # of one cache
+
+
+@dataclass(frozen=True)
+class Shape:
+    kind: str
+    slots: int
+    nodes: int
+    length: int
+    entries: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind:8} B={self.slots:<3} n={self.nodes:<3} length={self.length}"
+
+    @property
+    def pages(self) -> int:
+        return -(-(self.length + self.nodes * max(1, self.entries)) // PAGE)
+
+    @property
+    def kv_bytes(self) -> float:
+        positions = self.length + (0 if self.kind == "prefill" else self.nodes * max(1, self.entries))
+        return 2.0 * self.slots * positions * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+
+
+SHAPES = [
+    Shape("verify", 32, 8, 4096),
+    Shape("verify", 32, 8, 640),
+    Shape("verify", 8, 16, 640),
+    Shape("verify", 1, 8, 640),
+    Shape("verify", 1, 16, 640),
+    Shape("verify", 1, 32, 640),
+    Shape("verify", 1, 64, 640),
+    Shape("verify", 64, 8, 640),
+    Shape("verify", 4, 16, 32768),
+    Shape("decode", 1, 1, 640),
+    Shape("decode", 1, 1, 8192),
+    Shape("decode", 16, 1, 640),
+    Shape("decode", 48, 1, 640),
+    Shape("decode", 64, 1, 640),
+    Shape("decode", 256, 1, 640),
+    Shape("draft", 16, 8, 640, 4),
+    Shape("draft", 1, 8, 640, 4),
+    Shape("prefill", 16, 512, 512),
+    Shape("prefill", 1, 8192, 8192),
+]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q_TND: Tensor
+    caches: list[Tensor]
+    pages_BM: Tensor
+    length_B: Tensor
+    q_start: Tensor
+
+    @classmethod
+    def of(cls, shape: Shape) -> Inputs:
+        count = max(2, min(96, round(5 * L2_BYTES / shape.kv_bytes) + 1))
+        pages = shape.slots * shape.pages + 1
+        caches = [
+            torch.randn(pages, 2, PAGE, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE) for _ in range(count)
+        ]
+        pages_BM = 1 + torch.randperm(pages - 1, device=DEVICE).view(shape.slots, shape.pages)
+        total = shape.slots * shape.nodes
+        qkv_TND = torch.randn(total, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
+        length_B = torch.full((shape.slots,), shape.length, device=DEVICE)
+        q_start = torch.arange(shape.slots + 1, device=DEVICE) * shape.nodes
+        return cls(qkv_TND[:, :HEADS], caches, pages_BM, length_B, q_start)
+
+
+def chain_masks(shape: Shape) -> Tensor:
+    bits_n = torch.arange(shape.nodes, device=DEVICE)
+    return ((torch.full_like(bits_n, 2) << bits_n) - 1).repeat(shape.slots)
+
+
+def ours(shape: Shape, x: Inputs) -> Run:
+    if shape.kind == "prefill":
+        positions_T = torch.arange(shape.nodes, device=DEVICE).repeat(shape.slots)
+        return lambda cache: prefill.attend_chunks(
+            x.q_TND, cache, x.pages_BM, x.q_start, positions_T, shape.nodes
+        )
+    work = Workspace()
+    if shape.kind == "draft":
+        own_K1 = torch.arange(shape.nodes, device=DEVICE)[:, None]
+        level_A = torch.arange(shape.entries, device=DEVICE) * shape.nodes
+        scratch_BKA = x.length_B[:, None, None] + own_K1 + level_A
+        return lambda cache: attend_frontier(x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work)
+    mask_T = chain_masks(shape)
+    return lambda cache: attend_nodes(
+        x.q_TND, cache, x.pages_BM, x.length_B, x.q_start, mask_T, shape.nodes, work
+    )
+
+
+def flashinfer_run(shape: Shape, x: Inputs) -> Run | None:
+    """FlashInfer's paged prefill kernel with the same visibility as a custom mask, or none."""
+    try:
+        import flashinfer
+    except ImportError:
+        return None
+    if shape.kind == "draft":
+        return None
+    wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE), "NHD", backend="fa2"
+    )
+    kv = shape.length if shape.kind == "prefill" else shape.length + shape.nodes
+    pages = -(-kv // PAGE)
+    mask: dict[str, object] = {"causal": True}
+    if shape.kind == "verify":
+        seen_nL = torch.ones(shape.nodes, kv, dtype=torch.bool, device=DEVICE).tril(shape.length)
+        mask = {"custom_mask": seen_nL.repeat(shape.slots, 1).flatten()}
+    wrapper.plan(
+        x.q_start.int(),
+        torch.arange(shape.slots + 1, dtype=torch.int32, device=DEVICE) * pages,
+        x.pages_BM[:, :pages].flatten().int(),
+        torch.full((shape.slots,), (kv - 1) % PAGE + 1, dtype=torch.int32, device=DEVICE),
+        HEADS,
+        KV_HEADS,
+        HEAD_DIM,
+        PAGE,
+        q_data_type=DTYPE,
+        kv_data_type=DTYPE,
+        **mask,
+    )
+    q_TND = x.q_TND.contiguous()
+    return lambda cache: wrapper.run(q_TND, cache)
+
+
+def microseconds(run: Run, caches: list[Tensor]) -> float:
+    """Median time of one call, in a graph that runs it once for every cache."""
+    for cache in caches[:2]:
+        run(cache)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for cache in caches:
+            run(cache)
+    graph.replay()
+    times = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / len(caches))
+    return statistics.median(times)
+
+
+def report(
+    shape: Shape, us: float, note: str, other: float | None = None, error: float | None = None
+) -> None:
+    floor = shape.kv_bytes / PEAK * 1e6
+    line = f"{shape!s:34} {us:8.1f} us  floor {floor:7.1f}  {shape.kv_bytes / us / 1e6:5.2f} TB/s {floor / us:5.2f}"
+    if shape.kind == "prefill":
+        flops = 2.0 * shape.slots * HEADS * HEAD_DIM * shape.nodes * (shape.nodes + 1)
+        line += f"  {flops / us / 1e6:5.0f} TFLOP/s"
+    if other is not None:
+        line += f"  FlashInfer {other:8.1f} us, difference {error:.4f}"
+    print(line, note, flush=True)
+
+
+def measure(shape: Shape, with_flashinfer: bool) -> None:
+    x = Inputs.of(shape)
+    run = ours(shape, x)
+    us = microseconds(run, x.caches)
+    theirs = flashinfer_run(shape, x) if with_flashinfer else None
+    if theirs is None:
+        return report(shape, us, "")
+    right = theirs(x.caches[0])
+    error = float((run(x.caches[0]) - right).norm() / right.norm())
+    return report(shape, us, "", microseconds(theirs, x.caches), error)
+
+
+def sweep(shape: Shape, rows: list[int]) -> None:
+    """All the cuts worth a try, best first."""
+    x = Inputs.of(shape)
+    found: list[tuple[float, str]] = []
+    for note, patch in variants(shape, rows):
+        with patch:
+            try:
+                found.append((microseconds(ours(shape, x), x.caches), note))
+            except Exception as error:  # too much shared memory
+                print(note, type(error).__name__)
+    for us, note in sorted(found)[:4] + [f for f in sorted(found)[4:] if f[1].endswith("*")]:
+        report(shape, us, note)
+
+
+def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
+    if shape.kind == "prefill":
+        for tile in TILES:
+            yield str(tile), mock.patch.object(prefill, "_tile", lambda *_, tile=tile: tile)
+        return
+    chosen = Cut.of(
+        shape.slots, shape.nodes, HEADS // KV_HEADS, KV_HEADS, HEAD_DIM * DTYPE.itemsize, processors(DEVICE)
+    )
+    need = shape.nodes * HEADS // KV_HEADS
+    for rows in rows_tried:
+        tiles = -(-need // rows)
+        programs = shape.slots * KV_HEADS * tiles
+        for splits in sorted(
+            {max(1, min(64, waves * processors(DEVICE) // programs)) for waves in (1, 2, 4)}
+        ):
+            for block, warps, stages in BLOCKS:
+                cut = Cut(rows, tiles, splits, block, warps, stages)
+                note = f"R={rows} S={splits} N={block} w={warps} st={stages}" + " *" * (cut == chosen)
+                yield note, mock.patch.object(Cut, "of", lambda *_, cut=cut: cut)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[""], help="shapes whose name holds one of these")
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64], help="of tiles, to sweep")
+    parser.add_argument("--no-flashinfer", action="store_true")
+    arguments = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, {DTYPE}, Hq {HEADS}, Hk {KV_HEADS}, D {HEAD_DIM}, page {PAGE}")
+    for shape in SHAPES:
+        if not any(text in str(shape) for text in arguments.only):
+            continue
+        if arguments.sweep:
+            sweep(shape, arguments.rows)
+        else:
+            measure(shape, not arguments.no_flashinfer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,423 @@
+"""Attention of tree nodes, single tokens and draft frontiers over a paged cache, in one Triton kernel.
+
+Flash decoding (Dao et al. 2023): the positions of a slot are cut into splits, each attended by its own program with
+the online softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135), and partial results are merged by their
+log-sum-exp. A program serves one key head of one slot: rows of its tile are pairs of node and query head, so that keys
+and values are read once for a whole group. The grid depends on the batch's shape alone; lengths are read on the
+device, and programs without work leave at once, so that one CUDA graph serves all lengths.
+
+What is visible: a *prefix*, seen by every row, and right behind it a *tail* whose visibility differs from row to row
+(tree nodes by the ancestor bits of each, draft entries by the list of each).
+
+Merging needs no second kernel. A program stores its part, takes a ticket, and whoever takes the last one merges. The
+ticket is an atomic of device scope with acquire and release, and barriers stand between it and the loads and stores
+of the program's other threads, so every part is visible to the last program. It sets the ticket back to 0: launches
+on one stream share their tickets.
+
+Shapes: B slots, T packed nodes, K frontier nodes a slot, A scratch entries a frontier node sees, M pages a slot,
+Hq query heads, Hk key heads, D head size, S splits. In kernels: R rows of a tile, N positions of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEAD_DIMS = (32, 64, 128, 256)
+LOG2_E = math.log2(math.e)
+LONG_SPLIT = tl.constexpr(8)  # blocks
+_FEW = 32  # programs, before positions are split
+_MAX_SPLITS = 16
+_TICKETS = 1 << 16
+
+
+@triton.jit
+def load_block(
+    cache,  # at the key head: [pages, 2, PAGE, HEADS, D]
+    table,  # at the slot: [M]
+    position_N,
+    live_N,
+    page_stride,
+    kv_stride,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Keys and values at these positions, 0 where not live."""
+    unsigned_N = position_N.to(tl.uint32)  # division by a shift; pages of 32 bits for one wide multiplication
+    page_N = tl.load(table + unsigned_N // PAGE, mask=live_N, other=0).to(tl.int32)
+    row_N = page_N.to(tl.int64) * page_stride + (unsigned_N % PAGE).to(tl.int32) * (HEADS * D)
+    at_ND = cache + row_N[:, None] + tl.arange(0, D)[None, :]
+    k_ND = tl.load(at_ND, mask=live_N[:, None], other=0.0)
+    v_ND = tl.load(at_ND + kv_stride, mask=live_N[:, None], other=0.0)
+    return k_ND, v_ND
+
+
+@triton.jit
+def fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD):
+    """One step of the online softmax, in base 2. Rows that have seen nothing keep a sum of 0."""
+    new_R = tl.maximum(top_R, tl.max(score_RN, 1) * scale)
+    base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
+    weight_RN = tl.exp2(score_RN * scale - base_R[:, None])
+    shrink_R = tl.exp2(top_R - base_R)
+    sum_R = sum_R * shrink_R + tl.sum(weight_RN, 1)
+    acc_RD = acc_RD * shrink_R[:, None]
+    acc_RD = tl.dot(weight_RN.to(v_ND.dtype), v_ND, acc_RD, input_precision="ieee")
+    return new_R, sum_R, acc_RD
+
+
+@triton.jit
+def _merge(part, part_lse, at_R, live_R, parts, rows, R: tl.constexpr, D: tl.constexpr):
+    """The sum of normalised parts, weighted by their log-sum-exp. Loads pass by the first cache, which other
+    programs' stores don't update."""
+    top_R = tl.full([R], float("-inf"), tl.float32)
+    sum_R = tl.zeros([R], tl.float32)
+    acc_RD = tl.zeros([R, D], tl.float32)
+    column_D = tl.arange(0, D)
+    for _ in tl.range(0, parts, num_stages=3):
+        lse_R = tl.load(part_lse + at_R, mask=live_R, other=float("-inf"), cache_modifier=".cg")
+        at_RD = part + at_R[:, None] * D + column_D[None, :]
+        part_RD = tl.load(at_RD, mask=live_R[:, None], other=0.0, cache_modifier=".cg")
+        new_R = tl.maximum(top_R, lse_R)
+        base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
+        shrink_R = tl.exp2(top_R - base_R)
+        weight_R = tl.exp2(lse_R - base_R)
+        sum_R = sum_R * shrink_R + weight_R
+        acc_RD = acc_RD * shrink_R[:, None] + part_RD * weight_R[:, None]
+        top_R = new_R
+        at_R += rows
+    return acc_RD / tl.where(sum_R == 0.0, 1.0, sum_R)[:, None]
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "total", "nodes", "ahead", "kv_start", "entries"],
+    do_not_specialize_on_alignment=["pages_BM", "length_B", "q_start", "seen", "tickets"],
+)
+def _attend_kernel(
+    q,  # [T, Hq, D], rows q_stride apart
+    cache,  # [pages, 2, PAGE, HEADS, D]
+    pages_BM,
+    length_B,
+    q_start,  # [B + 1], when TAIL is "mask"
+    seen,  # "mask": [T] ancestor bits; "scratch": [B, K, A] positions
+    out,  # [T, Hq, D]
+    part,  # [S, T, Hq, D] float32
+    part_lse,  # [S, T, Hq] float32, in base 2
+    tickets,  # [B, HEADS, tiles] int32, 0
+    scale,
+    q_stride,
+    table_stride,
+    page_stride,
+    kv_stride,
+    total,  # T
+    nodes,  # a slot, unless TAIL is "mask"
+    ahead,  # the prefix ends at length + ahead
+    kv_start,
+    entries,  # A
+    TAIL: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    R: tl.constexpr,
+    N: tl.constexpr,
+    STAGES: tl.constexpr,
+    ENTRIES: tl.constexpr,  # a power of two, at least A
+):
+    tiles = tl.num_programs(0) // HEADS
+    tile = tl.program_id(0) % tiles
+    head = tl.program_id(0) // tiles
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    slot, slots = tl.program_id(2), tl.num_programs(2)
+    column_D = tl.arange(0, D)
+    prefix = tl.load(length_B + slot).to(tl.int32) + ahead
+    if TAIL == "mask":
+        first = tl.load(q_start + slot).to(tl.int32)
+        count = tl.load(q_start + slot + 1).to(tl.int32) - first
+        used = tl.load(q_start + slots).to(tl.int32)
+        visible_end = prefix + count
+    else:
+        first = slot * nodes
+        count = nodes
+        visible_end = prefix + entries * nodes
+    if tile * R >= count * GROUP:
+        return
+    blocks = tl.maximum(tl.cdiv(visible_end - kv_start, N), 1)
+    one_wave = tl.cdiv(blocks, tl.maximum(splits // 2, 1))  # a second one pays when splits stay long
+    share = tl.maximum(tl.cdiv(blocks, splits), tl.minimum(one_wave, LONG_SPLIT))
+    begin = split * share
+    end = tl.minimum(begin + share, blocks)
+    if begin >= end:
+        return
+    row_R = tile * R + tl.arange(0, R)
+    node_R = row_R // GROUP
+    live_R = node_R < count
+    node_R = tl.where(live_R, first + node_R, 0).to(tl.int64)
+    head_R = head * GROUP + row_R % GROUP
+    q_at_RD = q + (node_R * q_stride + head_R * D)[:, None] + column_D[None, :]
+    q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
+    if TAIL == "mask":
+        bits_R = tl.load(seen + node_R, mask=live_R, other=0)
+    elif TAIL == "scratch":
+        entry_A = tl.arange(0, ENTRIES)
+        at_RA = seen + node_R[:, None] * entries + entry_A[None, :]
+        listed_RA = tl.load(at_RA, mask=live_R[:, None] & (entry_A < entries)[None, :], other=-1)
+    top_R = tl.full([R], float("-inf"), tl.float32)
+    sum_R = tl.zeros([R], tl.float32)
+    acc_RD = tl.zeros([R, D], tl.float32)
+    table = pages_BM + slot.to(tl.int64) * table_stride
+    at_head = cache + head * D
+    offset_N = tl.arange(0, N)
+    for block in tl.range(begin, end, num_stages=STAGES):
+        base = kv_start + block * N
+        position_N = base + offset_N
+        live_N = position_N < visible_end
+        k_ND, v_ND = load_block(at_head, table, position_N, live_N, page_stride, kv_stride, HEADS, D, PAGE)
+        score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
+        if TAIL == "none":
+            score_RN = tl.where(live_N[None, :], score_RN, float("-inf"))
+        elif base + N > prefix:
+            if TAIL == "mask":
+                tail_R, tail_N = bits_R, position_N - prefix
+            else:  # the list as bits of this block
+                bit_RA = listed_RA - base
+                here_RA = (bit_RA >= 0) & (bit_RA < N)
+                one_RA = tl.full([R, ENTRIES], 1, tl.int64) << tl.where(here_RA, bit_RA, 0)
+                tail_R, tail_N = tl.sum(tl.where(here_RA, one_RA, 0), 1), offset_N
+            shift_N = tl.minimum(tl.maximum(tail_N, 0), 63).to(tl.int64)
+            in_tail_RN = ((tail_R[:, None] >> shift_N[None, :]) & 1) != 0
+            visible_RN = (position_N < prefix)[None, :] | (in_tail_RN & live_N[None, :])
+            score_RN = tl.where(visible_RN, score_RN, float("-inf"))
+        top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
+    if TAIL == "mask":  # nodes of no slot: nobody reads their output, but it is finite
+        spare_end = tl.where((tile == 0) & (split == 0), total, 0)
+        for spare in range(used + slot, spare_end, slots):
+            for i in range(GROUP):
+                at_D = out + ((spare * HEADS + head) * GROUP + i) * D + column_D
+                tl.store(at_D, tl.zeros([D], out.dtype.element_ty))
+    divisor_R = tl.where(sum_R == 0.0, 1.0, sum_R)
+    result_RD = acc_RD / divisor_R[:, None]
+    at_R = node_R * (HEADS * GROUP) + head_R
+    parts = tl.cdiv(blocks, share)
+    if parts > 1:
+        rows = total.to(tl.int64) * (HEADS * GROUP)
+        lse_R = tl.where(sum_R == 0.0, float("-inf"), top_R + tl.log2(divisor_R))
+        mine_R = split * rows + at_R
+        tl.store(part_lse + mine_R, lse_R, mask=live_R)
+        tl.store(part + mine_R[:, None] * D + column_D[None, :], result_RD, mask=live_R[:, None])
+        ticket = tickets + (slot * HEADS + head) * tiles + tile
+        tl.debug_barrier()
+        if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") != parts - 1:
+            return
+        tl.store(ticket, 0)
+        result_RD = _merge(part, part_lse, at_R, live_R, parts, rows, R, D)
+    out_at_RD = out + at_R[:, None] * D + column_D[None, :]
+    tl.store(out_at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the work of a launch is cut: ``tiles`` of ``rows`` rows, ``splits`` of the positions in blocks of
+    ``block``."""
+
+    rows: int
+    tiles: int
+    splits: int
+    block: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, slots: int, nodes: int, group: int, kv_heads: int, row_bytes: int, processors: int) -> Cut:
+        """``row_bytes``: of one key. Measured on an H200 by ``kernels/bench/attention.py --sweep``.
+
+        Tiles of 64 rows, even half empty ones, run on the tensor cores' asynchronous instructions and read a block
+        once for all warps, so there is nothing between 16 and 64. Where few programs are, small tiles share the
+        merging; what they read several times comes from the second cache. Loads of keys wait for the loads of their
+        pages, which takes stages: 5 have two blocks of keys under way. Programs without work cost too: more than one
+        wave of them only where there are few.
+        """
+        need = group * nodes
+        small = need <= 16 or slots * kv_heads * -(-need // 16) <= _FEW
+        rows = 16 if small else (64 if row_bytes <= 512 else 32)
+        tiles = -(-need // rows)
+        programs = slots * kv_heads * tiles
+        waves = 2 if programs <= _FEW else 1
+        splits = max(1, min(_MAX_SPLITS, waves * processors // programs))
+        block = 16 if row_bytes > 512 else max(32, min(64, 8192 // row_bytes))
+        warps = 8 if rows == 64 and row_bytes > 256 else 4  # registers
+        return cls(rows, tiles, splits, block, warps, stages=5)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; a small number where Triton is interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+_shared_tickets: dict[torch.device, Tensor] = {}
+
+
+def tickets(count: int, device: torch.device) -> Tensor:
+    """At least ``count`` zeros that every launch leaves as zeros. Launches that share them run one after another.
+
+    Made on the first call. While a CUDA graph is captured, a first call gets its own, filled whenever the graph runs.
+    """
+    shared = _shared_tickets.get(device)
+    if shared is None or len(shared) < count:
+        shared = torch.zeros(max(count, _TICKETS), dtype=torch.int32, device=device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _shared_tickets[device] = shared
+    return shared
+
+
+class Workspace:
+    """Parts of one pass over a model: made at its first layer, used again by all others of equal shape."""
+
+    __slots__ = ("_made",)
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], tuple[Cut, Tensor, Tensor, Tensor]] = {}
+
+    def of(self, q_TND: Tensor, cache: Tensor, slots: int, nodes: int) -> tuple[Cut, Tensor, Tensor, Tensor]:
+        """The cut, parts ``[S, T, Hq, D]``, their log-sum-exp ``[S, T, Hq]``, and tickets."""
+        key = (*q_TND.shape, cache.shape[3])
+        if key not in self._made:
+            self._made[key] = self._make(q_TND, cache.shape[3], slots, nodes)
+        return self._made[key]
+
+    def _make(
+        self, q_TND: Tensor, kv_heads: int, slots: int, nodes: int
+    ) -> tuple[Cut, Tensor, Tensor, Tensor]:
+        device, (total, heads, size) = q_TND.device, q_TND.shape
+        row_bytes = size * q_TND.element_size()
+        cut = Cut.of(slots, nodes, heads // kv_heads, kv_heads, row_bytes, processors(device))
+        shape = (cut.splits, total, heads, size) if cut.splits > 1 else (0, 0, 0, size)
+        part = torch.empty(shape, dtype=torch.float32, device=device)
+        lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
+        return cut, part, lse, tickets(slots * kv_heads * cut.tiles, device)
+
+
+def attend_nodes(
+    q_TND: Tensor,
+    cache: Tensor,
+    pages_BM: Tensor,
+    length_B: Tensor,
+    q_start: Tensor,
+    mask_T: Tensor,
+    max_nodes: int,
+    workspace: Workspace,
+) -> Tensor:
+    """Tree attention: node i of slot b sees positions below ``length_B[b]`` and ``length_B[b] + j`` for every bit j of
+    its mask. Keys and values of the nodes are already stored, node i's at ``length_B[b] + i``.
+
+    ``q_TND`` ``[T, Hq, D]``, rows may lie further apart than ``Hq * D``; ``cache`` ``[pages, (k, v), page size, Hk,
+    D]``, the last three contiguous; both float16, bfloat16 or float32. ``q_start`` ``[B + 1]``: where each slot's
+    nodes begin, at least one and at most ``max_nodes`` (64) a slot; what lies beyond the last gets zeros. Index
+    tensors are int64 or int32, ``mask_T`` int64. Returns ``[T, Hq, D]``, contiguous.
+    """
+    if len(q_TND) == len(length_B):
+        return _launch(q_TND, cache, pages_BM, length_B, workspace, nodes=1, ahead=1)
+    return _launch(
+        q_TND,
+        cache,
+        pages_BM,
+        length_B,
+        workspace,
+        nodes=max_nodes,
+        q_start=q_start,
+        seen=mask_T,
+        tail="mask",
+    )
+
+
+def attend_frontier(
+    q_TND: Tensor,
+    cache: Tensor,
+    pages_BM: Tensor,
+    prefix_B: Tensor,
+    kv_start: int,
+    scratch_BKA: Tensor,
+    workspace: Workspace,
+) -> Tensor:
+    """Draft attention: row k of slot b, at ``b * K + k``, sees ``kv_start <= position < prefix_B[b]`` and the positions
+    listed in ``scratch_BKA[b, k]``, all different and from ``prefix_B[b]`` up to below ``prefix_B[b] + A * K``.
+
+    Tensors as in ``attend_nodes``. Rows that see nothing get zeros.
+    """
+    nodes, entries = scratch_BKA.shape[1:]
+    if not entries:
+        return _launch(q_TND, cache, pages_BM, prefix_B, workspace, nodes=nodes, kv_start=kv_start)
+    return _launch(
+        q_TND,
+        cache,
+        pages_BM,
+        prefix_B,
+        workspace,
+        nodes=nodes,
+        seen=scratch_BKA,
+        kv_start=kv_start,
+        entries=entries,
+        tail="scratch",
+    )
+
+
+def _launch(
+    q_TND: Tensor,
+    cache: Tensor,
+    pages_BM: Tensor,
+    length_B: Tensor,
+    workspace: Workspace,
+    *,
+    nodes: int,
+    q_start: Tensor | None = None,
+    seen: Tensor | None = None,
+    ahead: int = 0,
+    kv_start: int = 0,
+    entries: int = 0,
+    tail: str = "none",
+) -> Tensor:
+    slots, (total, heads, size), kv_heads = len(length_B), q_TND.shape, cache.shape[3]
+    cut, part, lse, ticket = workspace.of(q_TND, cache, slots, nodes)
+    out = q_TND.new_empty(q_TND.shape)
+    kernel: Any = _attend_kernel
+    kernel[(cut.tiles * kv_heads, cut.splits, slots)](
+        q_TND,
+        cache,
+        pages_BM,
+        length_B,
+        length_B if q_start is None else q_start,
+        length_B if seen is None else seen,
+        out,
+        part,
+        lse,
+        ticket,
+        LOG2_E / math.sqrt(size),
+        q_TND.stride(0),
+        pages_BM.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        total,
+        nodes,
+        ahead,
+        kv_start,
+        entries,
+        TAIL=tail,
+        GROUP=heads // kv_heads,
+        HEADS=kv_heads,
+        D=size,
+        PAGE=cache.shape[2],
+        R=cut.rows,
+        N=cut.block,
+        STAGES=cut.stages,
+        ENTRIES=max(8, triton.next_power_of_2(entries)),
+        num_warps=cut.warps,
+    )
+    return out

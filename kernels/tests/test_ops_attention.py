@@ -1,0 +1,240 @@
+"""The Triton backend against the torch backend in float64, on plans of the same requests.
+
+On a CPU the kernels are interpreted, in float32; on a GPU they run, in all of their types. Shapes as in
+``specserve.attention.base``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes
+from specserve.attention.torch import TorchAttention
+from specserve.attention.triton import TritonAttention
+from specserve.kv.pool import KVGeometry
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+DEVICES = [
+    pytest.param(CPU, torch.float32, id="interpreted", marks=pytest.mark.skipif("torch.cuda.is_available()")),
+    *(pytest.param(GPU, dtype, id=str(dtype)[6:], marks=pytest.mark.gpu)
+      for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+]  # fmt: skip
+HEADS = [(2, 2, 32), (4, 1, 64), (8, 1, 128), (3, 1, 256)]  # query heads, key heads, head size
+CAPACITY = 2200  # positions
+
+
+class Case:
+    """Random storage and queries for one geometry, on one device."""
+
+    def __init__(self, heads: tuple[int, int, int], page_size: int, device: torch.device, dtype: torch.dtype):
+        if device.type == "cuda" and not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        self.heads, self.kv_heads, self.head_dim = heads
+        self.page_size, self.device, self.dtype = page_size, device, dtype
+        self.generator = torch.Generator().manual_seed(self.head_dim + page_size)
+        self.pages = CAPACITY // page_size
+        pool = self.normal(2, self.pages, 2, page_size, self.kv_heads, self.head_dim)
+        self.cache = pool[1]  # one layer among others
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.device, self.dtype)
+
+    def integers(self, values: object) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64).to(self.device)
+
+    def table(self, slots: int, positions: int) -> Tensor:
+        """Different random pages for every slot; a row of a wider table, as in the engine."""
+        width = -(-positions // self.page_size)
+        assert slots * width < self.pages
+        pages = 1 + torch.randperm(self.pages - 1, generator=self.generator)[: slots * width]
+        wide = torch.zeros(slots, width + 3, dtype=torch.int64)
+        wide[:, :width] = pages.view(slots, width)
+        return wide.to(self.device)[:, :width]
+
+    def check(self, method: str, request: object, rows: int, live: int | None = None) -> None:
+        """``live``: the rows whose output means something."""
+        q_TND = self.normal(rows, self.heads + 2 * self.kv_heads, self.head_dim)[:, : self.heads]
+        found = run(TritonAttention(self.page_size, self.dtype), method, request, q_TND, self.cache)
+        oracle = TorchAttention(self.page_size, torch.float64)
+        right = run(oracle, method, request, q_TND.double(), self.cache.double())
+        assert found.shape == q_TND.shape
+        assert found.dtype == self.dtype
+        assert found.isfinite().all()
+        tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[self.dtype]
+        torch.testing.assert_close(found[:live].double(), right[:live], atol=tolerance, rtol=tolerance)
+
+
+def run(backend: AttentionBackend, method: str, request: object, q_TND: Tensor, cache: Tensor) -> Tensor:
+    plan = getattr(backend, method)(request)
+    plan.run(torch.zeros_like(q_TND), cache)  # a layer before: leaves no trace
+    return plan.run(q_TND, cache)
+
+
+def ancestors(counts: list[int], generator: torch.Generator) -> list[int]:
+    """Masks of random trees as signed 64-bit numbers."""
+    masks: list[int] = []
+    for count in counts:
+        own: list[int] = []
+        for i in range(count):
+            parent = int(torch.randint(i, (), generator=generator)) if i else 0
+            own.append((own[parent] if i else 0) | 1 << i)
+        masks += [m - (1 << 64) if m >> 63 else m for m in own]
+    return masks
+
+
+def tree(case: Case, lengths: list[int], counts: list[int], max_nodes: int, spare: int = 0) -> Nodes:
+    total = sum(counts)
+    start = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    slots = [b for b, count in enumerate(counts) for _ in range(count)] + [len(counts)] * spare
+    return Nodes(
+        pages_BM=case.table(len(counts), max(lengths) + max_nodes),
+        length_B=case.integers(lengths),
+        q_start=case.integers(start),
+        slot_T=case.integers(slots),
+        local_T=case.integers([t - start[b] if b < len(counts) else 0 for t, b in enumerate(slots)]),
+        mask_T=case.integers(ancestors(counts, case.generator) + [1] * (len(slots) - total)),
+        max_nodes=max_nodes,
+        max_kv=max(lengths) + max_nodes,
+    )
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+class TestEveryGeometry:
+    def test_tree(
+        self, heads: tuple[int, int, int], page_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Ragged trees, left-over nodes, and a prefix so short that most splits are empty."""
+        case = Case(heads, page_size, device, dtype)
+        case.check("plan_verify", tree(case, [37, 1, 16], [5, 1, 3], max_nodes=6, spare=2), rows=11, live=9)
+
+    def test_decode(
+        self, heads: tuple[int, int, int], page_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        case = Case(heads, page_size, device, dtype)
+        case.check("plan_verify", tree(case, [31, 0, 40], [1, 1, 1], max_nodes=1), rows=3)
+
+    def test_draft(
+        self, heads: tuple[int, int, int], page_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Position 0 has no draft entry; each of the second level's nodes sees one of the first, and itself."""
+        case = Case(heads, page_size, device, dtype)
+        prefix_B = case.integers([21, 2])
+        scratch_BKA = prefix_B[:, None, None] + case.integers(
+            [[[1, 3], [0, 4], [1, 5]], [[0, 3], [2, 4], [2, 5]]]
+        )
+        case.check("plan_draft", Frontier(case.table(2, 28), prefix_B, 1, scratch_BKA, 28), rows=6)
+
+    def test_prefill(
+        self, heads: tuple[int, int, int], page_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """A prompt from its start, one behind a cached prefix, and a single token."""
+        case = Case(heads, page_size, device, dtype)
+        case.check("plan_prefill", chunks(case, [0, 30, 17], [20, 9, 1]), rows=30)
+
+
+def chunks(case: Case, before: list[int], counts: list[int]) -> Chunks:
+    ends = [b + c for b, c in zip(before, counts, strict=True)]
+    return Chunks(
+        pages_BM=case.table(len(counts), max(ends)),
+        q_start=case.integers([0, *torch.tensor(counts).cumsum(0).tolist()]),
+        slot_T=case.integers([b for b, count in enumerate(counts) for _ in range(count)]),
+        positions_T=case.integers([p for b, e in zip(before, ends, strict=True) for p in range(b, e)]),
+        max_tokens=max(counts),
+        max_kv=max(ends),
+        spans=list(zip(before, counts, strict=True)),
+    )
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+class TestShapes:
+    def test_sixty_four_nodes(self, device: torch.device, dtype: torch.dtype) -> None:
+        """The last one's own bit is the sign; several tiles of rows."""
+        case = Case((2, 1, 32), 16, device, dtype)
+        case.check("plan_verify", tree(case, [35, 70], [64, 2], max_nodes=64), rows=66)
+
+    def test_chain_of_sixty_four(self, device: torch.device, dtype: torch.dtype) -> None:
+        case = Case((1, 1, 32), 16, device, dtype)
+        nodes = tree(case, [20], [64], max_nodes=64)
+        chain_T = case.integers(
+            [(2 << i) - 1 if i < 62 else (-1 if i == 63 else (1 << 63) - 1) for i in range(64)]
+        )
+        case.check("plan_verify", replace(nodes, mask_T=chain_T), rows=64)
+
+    def test_many_blocks(self, device: torch.device, dtype: torch.dtype) -> None:
+        """All splits have work, some several blocks."""
+        case = Case((2, 1, 32), 16, device, dtype)
+        case.check("plan_verify", tree(case, [1000, 70], [3, 2], max_nodes=4), rows=5)
+        case.check("plan_verify", tree(case, [1100], [1], max_nodes=1), rows=1)
+
+    def test_many_slots(self, device: torch.device, dtype: torch.dtype) -> None:
+        """So many that nothing is split."""
+        case = Case((2, 2, 32), 64, device, dtype)
+        lengths = [3 * b for b in range(20)]
+        case.check("plan_verify", tree(case, lengths, [1 + b % 3 for b in range(20)], 3), rows=39)
+
+    def test_root_level(self, device: torch.device, dtype: torch.dtype) -> None:
+        """No scratch entries; a slot of padding that sees nothing at all gets zeros."""
+        case = Case((2, 1, 32), 16, device, dtype)
+        prefix_B = case.integers([90, 2])
+        scratch_BKA = prefix_B.new_empty(2, 1, 0)
+        case.check("plan_draft", Frontier(case.table(2, 90), prefix_B, 1, scratch_BKA, 90), rows=2)
+        empty = Frontier(case.table(1, 90), case.integers([1]), 1, prefix_B.new_empty(1, 1, 0), 90)
+        q_TND = case.normal(1, 2, 32)
+        assert not run(TritonAttention(16, dtype), "plan_draft", empty, q_TND, case.cache).any()
+
+    def test_deep_draft(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Eight nodes with nine ancestors each, among 72 entries behind the prefix."""
+        case = Case((4, 1, 32), 16, device, dtype)
+        prefix_B = case.integers([130, 50])
+        column = 8 * torch.arange(9) + torch.randint(8, (2, 8, 9), generator=case.generator)
+        scratch_BKA = prefix_B[:, None, None] + column.to(device)
+        case.check("plan_draft", Frontier(case.table(2, 202), prefix_B, 1, scratch_BKA, 202), rows=16)
+
+    def test_long_prompt(self, device: torch.device, dtype: torch.dtype) -> None:
+        case = Case((2, 1, 32), 16, device, dtype)
+        case.check("plan_prefill", chunks(case, [7, 130], [200, 70]), rows=270)
+
+    def test_same_bits_every_time(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Parts merge in their order, not in the order of arrival."""
+        case = Case((4, 1, 64), 16, device, dtype)
+        nodes, q_TND = tree(case, [500], [4], max_nodes=4), case.normal(4, 4, 64)
+        outputs = [run(TritonAttention(16, dtype), "plan_verify", nodes, q_TND, case.cache) for _ in range(3)]
+        assert all(torch.equal(o, outputs[0]) for o in outputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_one_graph_serves_all_lengths() -> None:
+    case = Case((8, 2, 128), 16, GPU, torch.bfloat16)
+    nodes = tree(case, [300, 300], [4, 2], max_nodes=8)
+    nodes = replace(nodes, pages_BM=case.table(2, 700), max_kv=700)
+    q_TND = case.normal(6, 8, 128)
+    plan = TritonAttention(16, torch.bfloat16).plan_verify(nodes)
+    plan.run(q_TND, case.cache)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = TritonAttention(16, torch.bfloat16).plan_verify(nodes)
+        out = [plan.run(q_TND, case.cache) for _ in range(3)][-1]
+    for lengths in ([1, 690], [640, 0], [63, 64]):
+        nodes.length_B.copy_(torch.tensor(lengths))
+        graph.replay()
+        oracle = TorchAttention(16, torch.float64)
+        right = run(oracle, "plan_verify", nodes, q_TND.double(), case.cache.double())
+        torch.testing.assert_close(out.double(), right, atol=3e-2, rtol=3e-2)
+
+
+def test_reasons() -> None:
+    backend = TritonAttention(16, torch.bfloat16)
+    assert backend.unsupported(KVGeometry(8, 128), 16) == []
+    assert "head size" in backend.unsupported(KVGeometry(8, 80), 16)[0]
+    assert "page size" in backend.unsupported(KVGeometry(8, 128), 24)[0]
+    assert "page size" in backend.unsupported(KVGeometry(8, 128), 512)[0]
+    assert "float64" in TritonAttention(16, torch.float64).unsupported(KVGeometry(8, 128), 16)[0]

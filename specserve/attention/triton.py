@@ -1,0 +1,83 @@
+"""The Triton backend: verify, decode and draft by split attention, prefill by tiles. See ``specserve_kernels.ops``.
+
+Shapes as in ``base``. Plans hold what a pass's layers share and never read a device tensor on the host, so a plan and
+its runs may be captured in a CUDA graph that then serves any lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from specserve_kernels.ops.attention import HEAD_DIMS, Workspace, attend_frontier, attend_nodes
+from specserve_kernels.ops.prefill import attend_chunks
+from torch import Tensor
+
+from specserve.attention.base import Chunks, Frontier, Nodes
+from specserve.kv.pool import KVGeometry
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_PAGE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    chunks: Chunks
+
+    def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
+        c = self.chunks
+        return attend_chunks(q_TND, cache, c.pages_BM, c.q_start, c.positions_T, c.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Verify:
+    nodes: Nodes
+    workspace: Workspace = field(default_factory=Workspace)
+
+    def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
+        n = self.nodes
+        return attend_nodes(
+            q_TND, cache, n.pages_BM, n.length_B, n.q_start, n.mask_T, n.max_nodes, self.workspace
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    frontier: Frontier
+    workspace: Workspace = field(default_factory=Workspace)
+
+    def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
+        f = self.frontier
+        return attend_frontier(
+            q_TND, cache, f.pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA, self.workspace
+        )
+
+
+class TritonAttention:
+    """See the module's docstring. Passes run one after another, on one stream."""
+
+    name = "triton"
+    graph_safe = True
+
+    def __init__(self, page_size: int, dtype: torch.dtype) -> None:
+        self.page_size = page_size
+        self.dtype = dtype
+
+    def unsupported(self, geometry: KVGeometry, page_size: int) -> list[str]:
+        reasons = []
+        if self.dtype not in _DTYPES:
+            reasons.append(f"it computes in float16, bfloat16 or float32, not in {self.dtype}")
+        if geometry.head_dim not in HEAD_DIMS:
+            reasons.append(f"the head size must be one of {HEAD_DIMS}, not {geometry.head_dim}")
+        if page_size.bit_count() != 1 or page_size > _MAX_PAGE:
+            reasons.append(f"the page size must be a power of two up to {_MAX_PAGE}, not {page_size}")
+        return reasons
+
+    def plan_prefill(self, chunks: Chunks) -> _Prefill:
+        return _Prefill(chunks)
+
+    def plan_verify(self, nodes: Nodes) -> _Verify:
+        return _Verify(nodes)
+
+    def plan_draft(self, frontier: Frontier) -> _Draft:
+        return _Draft(frontier)

@@ -1,0 +1,54 @@
+"""FlashInfer's prefill against PyTorch's: ragged chunks behind cached prefixes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specserve.attention import ATTENTION
+from specserve.attention.base import Chunks
+from specserve.kv.pool import KVGeometry
+
+pytestmark = pytest.mark.gpu
+
+SPANS = [(0, 37), (64, 1), (5, 90), (0, 128)]  # first position, tokens
+HEADS, KV_HEADS, SIZE = 8, 2, 128
+
+
+def chunks(page_size: int, generator: torch.Generator) -> Chunks:
+    capacity = 256 // page_size
+    pages = torch.randperm(len(SPANS) * capacity, generator=generator) + 1
+    counts = [count for _, count in SPANS]
+    return Chunks(
+        pages_BM=pages.view(len(SPANS), capacity).cuda(),
+        q_start=torch.tensor([0, *counts]).cumsum(0).cuda(),
+        slot_T=torch.arange(len(SPANS)).repeat_interleave(torch.tensor(counts)).cuda(),
+        positions_T=torch.cat([torch.arange(start, start + count) for start, count in SPANS]).cuda(),
+        max_tokens=max(counts),
+        max_kv=max(start + count for start, count in SPANS),
+        spans=SPANS,
+    )
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_prefill(page_size: int, dtype: torch.dtype) -> None:
+    pytest.importorskip("flashinfer")
+    generator = torch.Generator().manual_seed(page_size)
+    plan = chunks(page_size, generator)
+    pages = int(plan.pages_BM.max()) + 1
+    cache = torch.randn(pages, 2, page_size, KV_HEADS, SIZE, generator=generator).to("cuda", dtype)
+    q_TND = torch.randn(len(plan.slot_T), HEADS, SIZE, generator=generator).to("cuda", dtype)
+    expected = (
+        ATTENTION["torch"](page_size, torch.float32).plan_prefill(plan).run(q_TND.float(), cache.float())
+    )
+    found = ATTENTION["flashinfer"](page_size, dtype).plan_prefill(plan).run(q_TND, cache)
+    error = float((found.float() - expected).norm() / expected.norm())
+    assert error < 1e-2
+
+
+def test_says_what_it_cannot_serve() -> None:
+    backend = ATTENTION["flashinfer"](16, torch.float32)
+    reasons = " ".join(backend.unsupported(KVGeometry(2, 32), 16))
+    assert "head size 32" in reasons
+    assert "float32" in reasons
