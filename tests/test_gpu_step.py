@@ -99,7 +99,7 @@ def test_no_setting_changes_the_text(
     settings: dict[str, Any], items: list[Item], expected: list[list[int]]
 ) -> None:
     with engine(("EAGLE3", 4, 4, 16), max_running_requests=16, **settings) as llm:
-        assert_same(texts(llm, items[:40]), expected[:40], items)
+        assert_same(texts(llm, items[:40]), expected[:40], items[:40])
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
