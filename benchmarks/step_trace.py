@@ -26,7 +26,7 @@ from benchmarks.common import generate_timed, load_options, make_prompts, open_l
 from benchmarks.floors import Shape, applies, step_ms
 
 KINDS = (
-    ("gemm", ("gemm", "nvjet", "cutlass", "splitK", "xmma", "cublas")),
+    ("gemm", ("gemm", "nvjet", "cutlass", "splitK", "xmma", "cublas", "_linear")),
     ("attention", ("_paged", "_attend", "attention", "_combine", "_split", "verify", "decode")),
     ("norm", ("norm",)),
     ("rotary + KV store", ("rotary", "_rope", "_store")),

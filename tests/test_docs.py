@@ -38,6 +38,7 @@ AGAINST = {
     ("scheduler/counters.py", "frontend"),
     ("engine/build.py", "scheduler"),
     ("spec/step.py", "engine"),  # the sampler
+    ("spec/context.py", "engine"),
     ("spec/draft.py", "engine"),
     ("spec/drafter.py", "engine"),
     ("spec/drafters/eagle.py", "engine"),

@@ -35,8 +35,8 @@ class StepGraph:
     rows_B: Tensor
     result: StepResult
 
-    def replay(self, rows_B: Tensor) -> StepResult:
-        self.rows_B.copy_(rows_B, non_blocking=True)
+    def replay(self, slots: Sequence[int]) -> StepResult:
+        self.rows_B.copy_(torch.tensor(slots, pin_memory=True), non_blocking=True)
         self.graph.replay()
         return self.result
 

@@ -111,12 +111,12 @@ class Runner:
     def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
         """One step of all rows; slots of the shape beyond them are padding."""
         padding = [self.context.state.dummy] * (shape.slots - len(rows))
-        rows_B = self._tensor([*(row.slot for row in rows), *padding])
+        slots = [*(row.slot for row in rows), *padding]
         graph = self._graphs.get(shape)
         if graph is not None:
-            result = graph.replay(rows_B)
+            result = graph.replay(slots)
         else:
-            result = step(self.context, self._view(rows, rows_B), shape)
+            result = step(self.context, self._view(rows, self._tensor(slots)), shape)
         accepted = result.accepted
         logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS.clamp(min=0), accepted.path_BS)
         return Launch(accepted.packed_BX[: len(rows)], logprobs, rows)
