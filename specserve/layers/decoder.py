@@ -25,7 +25,8 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Geometry of one decoder layer. ``input_size`` is the width its q, k, v projections read."""
+    """Geometry of one decoder layer. ``input_size`` is the width its q, k, v projections read; ``qk_norm``: every head
+    of q and k is normed before it is rotated."""
 
     hidden_size: int
     intermediate_size: int
@@ -35,10 +36,18 @@ class LayerConfig:
     rms_norm_eps: float
     input_size: int
     qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Of q, k and v, as they lie in one packed row."""
+        return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
     @property
     def qkv_heads(self) -> int:
-        return self.num_heads + 2 * self.num_kv_heads
+        return sum(self.heads)
 
 
 class RMSNorm(nn.Module):
@@ -51,6 +60,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         return rms_norm(x_TH, self.weight, self.eps)
+
+    def heads(self, x_TND: Tensor) -> Tensor:
+        """Norms every head by itself."""
+        return rms_norm(x_TND.reshape(-1, x_TND.shape[-1]), self.weight, self.eps).view(x_TND.shape)
 
     def add(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the norm of ``x + residual`` and the sum itself."""
@@ -65,10 +78,16 @@ class Attention(nn.Module):
         self.layer = layer
         self.config = config
         self.qkv_proj = Linear(config.input_size, config.qkv_heads * config.head_dim, bias=config.qkv_bias)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None for _ in "qk"
+        )
 
     def forward(self, x_TI: Tensor, rope_T2D: Tensor, attend: Attend) -> Tensor:
         qkv_TND = self.qkv_proj(x_TI).unflatten(-1, (self.config.qkv_heads, self.config.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
+            qkv_TND = torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
         out: Tensor = self.o_proj(attend(self.layer, qkv_TND, self.config.num_kv_heads, rope_T2D))
         return out
 
@@ -80,16 +99,19 @@ class Attention(nn.Module):
             x_TI, self.qkv_proj.weight[start:], bias[start:] if bias is not None else None
         )
         kv_TND: Tensor = kv.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim))
-        return kv_TND
+        if self.k_norm is None:
+            return kv_TND
+        k_TND, v_TND = kv_TND.chunk(2, 1)
+        return torch.cat([self.k_norm.heads(k_TND), v_TND], 1)
 
 
 class MLP(nn.Module):
     """SwiGLU feed-forward with a fused gate and up projection."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=False)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x_TH)))
@@ -104,7 +126,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def enter(self, x_TH: Tensor, residual_TH: Tensor | None) -> tuple[Tensor, Tensor]:
         """Takes the last block's output and the residual stream before it (None: x is the stream itself).

@@ -8,55 +8,156 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from specserve_kernels import rotary_table
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """theta and scaling as in a Hugging Face config; ``kind`` is one of ``ROPE_KINDS``."""
+    """theta and scaling as in a Hugging Face config; ``kind`` is one of ``ROPE_KINDS``.
+
+    ``beta_fast`` and all below it are yarn's: which frequencies it blends, and what it multiplies cos and sin with.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: float = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
         """Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (earlier)."""
         params = dict(config.get("rope_parameters") or {})
         scaling = {**(config.get("rope_scaling") or {}), **params}
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        if kind not in ROPE_KINDS:
-            raise ValueError(f"rope_scaling type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
+        kind = _kind(scaling)
         theta = params.get("rope_theta") or config.get("rope_theta") or default_theta
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        return cls(
-            theta=float(theta), kind=kind, **{n: scaling[n] for n in names if scaling.get(n) is not None}
+        if kind == "default":
+            return cls(theta=float(theta))
+        scaling |= _lengths(config, scaling)
+        values = {name: _number(scaling, name, kind) for name in NUMBERS if scaling.get(name) is not None}
+        if missing := [name for name in NEEDED[kind] if name not in values]:
+            raise ValueError(f"rope_scaling of type {kind} needs {', '.join(missing)}")
+        return cls(theta=float(theta), kind=kind, truncate=bool(scaling.get("truncate", True)), **values)
+
+    @property
+    def scale(self) -> float:
+        """What cos and sin are multiplied with."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
+        return _mscale(self.factor, 1.0)
+
+
+NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
+NEEDED = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+def _kind(scaling: Mapping[str, Any]) -> str:
+    """The scaling's kind. Raises ValueError when it or a part of it is not supported."""
+    if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
+        raise ValueError(
+            f"rope_parameters by kind of layer ({', '.join(nested)}) are not supported; expected one set for all"
         )
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"rope_scaling type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
+    if scaling.get("partial_rotary_factor") not in (None, 1):
+        part = scaling["partial_rotary_factor"]
+        raise ValueError(f"partial_rotary_factor {part!r} is not supported; expected 1")
+    return str(kind)
 
 
-def _default(config: RopeConfig, inv: Tensor) -> Tensor:
-    return inv
+def _lengths(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """The length trained on: beside the scaling, in it, or else the model's own. Where the factor is absent, the
+    model's length is so many times the one trained on."""
+    name, length = "original_max_position_embeddings", config.get("max_position_embeddings")
+    original, factor = config.get(name) or scaling.get(name), scaling.get("factor")
+    if factor is None and original and length:
+        factor = length / original
+    return {name: original or length, "factor": factor}
 
 
-def _linear(config: RopeConfig, inv: Tensor) -> Tensor:
-    return inv / config.factor
+def _number(scaling: Mapping[str, Any], name: str, kind: str) -> float:
+    value = scaling[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ValueError(f"rope_scaling of type {kind}: {name} must be a positive number, found {value!r}")
+    return value
 
 
-def _llama3(config: RopeConfig, inv: Tensor) -> Tensor:
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _default(config: RopeConfig, inv_D2: Tensor) -> Tensor:
+    return inv_D2
+
+
+def _linear(config: RopeConfig, inv_D2: Tensor) -> Tensor:
+    return inv_D2 / config.factor
+
+
+def _llama3(config: RopeConfig, inv_D2: Tensor) -> Tensor:
     """Llama 3.1's scaling: long wavelengths divided by factor, short kept, a ramp between."""
-    ratio = config.original_max_position_embeddings * inv / (2 * math.pi)
+    ratio = config.original_max_position_embeddings * inv_D2 / (2 * math.pi)
     smooth = (ratio - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     smooth = smooth.clamp(0, 1)
-    return (1 - smooth) * inv / config.factor + smooth * inv
+    return (1 - smooth) * inv_D2 / config.factor + smooth * inv_D2
 
 
-ROPE_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3}
+def _yarn(config: RopeConfig, inv_D2: Tensor) -> Tensor:
+    """Channels that turn often over the original length kept, those that turn seldom divided, a ramp between."""
+    size = len(inv_D2)
+    low, high = (_channel(config, turns, 2 * size) for turns in (config.beta_fast, config.beta_slow))
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * size - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(size, dtype=inv_D2.dtype, device=inv_D2.device) - low) / (high - low)).clamp(0, 1)
+    return ramp * inv_D2 / config.factor + (1 - ramp) * inv_D2
+
+
+def _channel(config: RopeConfig, turns: float, head_dim: int) -> float:
+    """The channel, not rounded, that turns ``turns`` times over the original length."""
+    length = config.original_max_position_embeddings
+    return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+
+ROPE_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """Returns the float64 inverse frequencies ``[head_dim / 2]``."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     return ROPE_KINDS[config.kind](config, config.theta**-exponent)
+
+
+def rope_table(config: RopeConfig, head_dim: int, positions: int) -> Tensor:
+    """cos and signed sin of every position ``[positions, 2, head_dim]``, scaled, in the default dtype."""
+    inv_D2 = inverse_frequencies(config, head_dim)
+    return rotary_table(inv_D2, positions, config.scale, torch.get_default_dtype())

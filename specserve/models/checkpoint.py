@@ -8,9 +8,12 @@ with ``midlayer.`` read as ``layers.0.``, so every published flavour of a draft 
 from __future__ import annotations
 
 import json
+import logging
 import pickle
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,9 @@ from torch.overrides import TorchFunctionMode
 from specserve.layers.decoder import MLP, Attention
 from specserve.models.config import ModelConfig, load_model_config, read_json
 from specserve.models.llama import LlamaModel
+from specserve.models.registry import model_class
+
+log = logging.getLogger(__name__)
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -114,7 +120,8 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
 
 def _load_pickle(file: Path) -> dict[str, Tensor]:
     try:
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        mmap = zipfile.is_zipfile(file)  # files of before PyTorch 1.6 are none
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise ValueError(f"{file} is not a readable torch checkpoint: {error}") from None
     if not isinstance(state, dict):
@@ -128,9 +135,8 @@ def fused_parts(module: nn.Module) -> dict[str, list[tuple[str, int]]]:
     for path, child in module.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(child, Attention):
-            config = child.config
-            fused, heads = "qkv_proj", [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-            pieces = [(n, h * config.head_dim) for n, h in zip(("q", "k", "v"), heads, strict=True)]
+            fused, heads = "qkv_proj", child.config.heads
+            pieces = [(n, h * child.config.head_dim) for n, h in zip("qkv", heads, strict=True)]
         elif isinstance(child, MLP):
             fused, rows = "gate_up_proj", child.gate_up_proj.out_features // 2
             pieces = [("gate", rows), ("up", rows)]
@@ -159,7 +165,7 @@ def load_parameters(
     """Fills every parameter of ``module``, converting to its dtype and device.
 
     ``rename`` turns a name inside the module into a canonical one. Raises ValueError naming the file and
-    tensor when one is missing or of another shape.
+    tensor when one is missing, of another shape or no plain number.
     """
     for name, target in file_tensors(module).items():
         stored = rename(name)
@@ -167,6 +173,9 @@ def load_parameters(
         if found.shape != target.shape:
             shapes = f"{list(found.shape)}, expected {list(target.shape)}"
             raise ValueError(f"{files.file(stored)}: tensor {stored} has shape {shapes}")
+        if found.dtype not in DTYPES.values():
+            dtypes = f"{_name(found.dtype)}, expected {', '.join(DTYPES)}"
+            raise ValueError(f"{files.file(stored)}: tensor {stored} has dtype {dtypes}")
         target.copy_(found)
 
 
@@ -195,20 +204,36 @@ def load_target(
     model_path: Path, dtype: torch.dtype, device: torch.device, max_positions: int | None = None
 ) -> LlamaModel:
     """Loads a target model from a Hugging Face directory. Raises ValueError saying what does not fit."""
-    config = load_model_config(model_path)
-    if config.architecture != "LlamaForCausalLM":
-        raise ValueError(
-            f"{model_path}: architecture {config.architecture} is not supported; known: LlamaForCausalLM"
-        )
-    files = TensorFiles(model_path)
+    config, files = load_model_config(model_path), TensorFiles(model_path)
+    if "lm_head.weight" not in files and not config.tie_word_embeddings:
+        log.info("%s has no lm_head.weight: the embedding's is taken", model_path)
+        config = replace(config, tie_word_embeddings=True)
     with building(dtype, device):
-        model = LlamaModel(config, max_positions or config.max_position_embeddings)
+        model = model_class(config.architecture, model_path)(
+            config, max_positions or config.max_position_embeddings
+        )
     load_parameters(model, files)
+    _warn_of_unread(model, files)
     return model
+
+
+def _warn_of_unread(model: LlamaModel, files: TensorFiles) -> None:
+    """Tensors that no parameter wants may mean that the model is another than its config says."""
+    known = {*file_tensors(model), "lm_head.weight"}
+    unread = [n for n in files.names() if n not in known and not any(part in n for part in model.unread)]
+    if unread:
+        more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
+        log.warning("%s: no parameter reads %s%s", files.path, ", ".join(unread[:5]), more)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def target_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """The ``config.json`` of a Llama target with plain rotary embedding."""
+    if config.architecture != "LlamaForCausalLM":
+        raise ValueError(f"saving a target of architecture {config.architecture} is not supported")
     if config.rope.kind != "default":
         raise ValueError(f"saving a target with {config.rope.kind} rope scaling is not supported")
     layer = config.layer
@@ -228,12 +253,12 @@ def target_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": layer.qkv_bias,
-        "mlp_bias": False,
+        "mlp_bias": layer.mlp_bias,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_ids[0]
         if len(config.eos_token_ids) == 1
         else list(config.eos_token_ids),
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": _name(dtype),
     }
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.rotary import RopeConfig
+from specserve.models.registry import model_class
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a target model is built from."""
+    """What a target model is built from. ``sliding_window``: attention sees so many tokens back, None: all."""
 
     architecture: str
     vocab_size: int
@@ -26,6 +27,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str | None
+    sliding_window: int | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -80,28 +82,43 @@ def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
 def load_model_config(model_path: Path) -> ModelConfig:
     """Reads ``config.json`` (and the end tokens of ``generation_config.json``) of a target model."""
     path = model_path / "config.json"
-    config = read_json(path)
-    architectures = config.get("architectures") or []
+    fields = read_json(path)
+    architectures = fields.get("architectures") or []
     if len(architectures) != 1:
         raise ValueError(f"{path}: architectures must name one architecture, found {architectures!r}")
-    for name in ("vocab_size", "num_hidden_layers"):
-        if not isinstance(config.get(name), int) or config[name] <= 0:
-            raise ValueError(f"{path}: {name} must be a positive integer, found {config.get(name)!r}")
-    for name in ("attention_bias", "mlp_bias"):
-        if config.get(name):
-            raise ValueError(f"{path}: {name} true is not supported")
-    generation = model_path / "generation_config.json"
-    eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id")
-    eos = config.get("eos_token_id") if eos is None else eos
+    model = model_class(architectures[0], path)
+    fields = {**model.defaults, **fields}
+    _check(fields, path)
     return ModelConfig(
         architecture=architectures[0],
-        vocab_size=config["vocab_size"],
-        num_layers=config["num_hidden_layers"],
-        layer=layer_config(config, path),
-        rope=rope_config(config, path),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
-        bos_token_id=config.get("bos_token_id"),
-        dtype=config.get("dtype") or config.get("torch_dtype"),
+        vocab_size=fields["vocab_size"],
+        num_layers=fields["num_hidden_layers"],
+        layer=model.read_layer(layer_config(fields, path), fields),
+        rope=rope_config(fields, path),
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        max_position_embeddings=int(fields.get("max_position_embeddings") or 2048),
+        eos_token_ids=_end_tokens(model_path, fields),
+        bos_token_id=fields.get("bos_token_id"),
+        dtype=fields.get("dtype") or fields.get("torch_dtype"),
+        sliding_window=model.read_window(fields),
     )
+
+
+def _check(fields: Mapping[str, Any], path: Path) -> None:
+    for name in ("vocab_size", "num_hidden_layers"):
+        if not isinstance(fields.get(name), int) or fields[name] <= 0:
+            raise ValueError(f"{path}: {name} must be a positive integer, found {fields.get(name)!r}")
+    window = fields.get("sliding_window")
+    if window is not None and (not isinstance(window, int) or window <= 0):
+        raise ValueError(f"{path}: sliding_window must be a positive integer or null, found {window!r}")
+    if fields.get("quantization_config"):
+        raise ValueError(
+            f"{path}: quantization_config is not supported; weights must be float16, bfloat16 or float32"
+        )
+
+
+def _end_tokens(model_path: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:
+    generation = model_path / "generation_config.json"
+    eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id")
+    eos = fields.get("eos_token_id") if eos is None else eos
+    return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)

@@ -1,19 +1,20 @@
-"""Llama (2, 3, 3.1, 3.2, Vicuna) as a target model.
+"""Llama (2, 3, 3.1, 3.2, Vicuna) as a target model, and the base of those that differ from it in little.
 
 Shapes: T tokens packed over requests, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
-from specserve_kernels import rotary_table
 from torch import Tensor, nn
 
-from specserve.layers.decoder import Attend, DecoderLayer, RMSNorm
+from specserve.layers.decoder import Attend, DecoderLayer, LayerConfig, RMSNorm
 from specserve.layers.linear import Linear
-from specserve.layers.rotary import inverse_frequencies
+from specserve.layers.rotary import rope_table
 from specserve.models.config import ModelConfig
 
 
@@ -22,7 +23,23 @@ class LlamaModel(nn.Module):
 
     ``taps`` names boundaries of the residual stream: boundary L is what enters layer L (0: the embedding,
     number of layers: the last layer's output before the final norm).
+
+    A subclass says how its ``config.json`` is read: ``defaults`` stand for absent fields, ``read_layer`` completes the
+    geometry, ``read_window`` is how far back attention sees (None: to the beginning). ``unread`` are parts of names:
+    tensors that a file may have without a parameter for them.
     """
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    unread: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
+
+    @classmethod
+    def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
+        bias = bool(fields.get("attention_bias"))
+        return replace(layer, qkv_bias=bias, o_bias=bias, mlp_bias=bool(fields.get("mlp_bias")))
+
+    @classmethod
+    def read_window(cls, fields: Mapping[str, Any]) -> int | None:
+        return None
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
@@ -33,8 +50,7 @@ class LlamaModel(nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        inv_freq = inverse_frequencies(config.rope, config.layer.head_dim)
-        table = rotary_table(inv_freq, max_positions, 1.0, torch.get_default_dtype())
+        table = rope_table(config.rope, config.layer.head_dim, max_positions)
         self.register_buffer("rope_P2D", table, persistent=False)
         self.rope_P2D: Tensor
 
@@ -55,7 +71,9 @@ class LlamaModel(nn.Module):
         hidden_TH, tapped[len(self.layers)] = self.norm.add(x_TH, residual_TH)
         return hidden_TH, [tapped[boundary] for boundary in taps]
 
-    def logits(self, hidden_TH: Tensor) -> Tensor:
-        """Scores over the vocabulary ``[T, V]`` of hidden states after the final norm."""
-        out: Tensor = self.lm_head(hidden_TH)
-        return out
+    def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor:
+        """Scores over the vocabulary ``[T, V]`` of hidden states after the final norm, written to ``out`` if given."""
+        if out is not None:
+            return torch.mm(hidden_TH, self.lm_head.weight.t(), out=out)
+        found: Tensor = self.lm_head(hidden_TH)
+        return found

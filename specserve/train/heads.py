@@ -43,6 +43,9 @@ def draft_config(
         num_kv_heads=kv_heads,
         input_size=input_layers * layer.hidden_size,
         qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
     )
     return DraftConfig(
         layer=layer,

@@ -1,4 +1,5 @@
-"""A Llama forward over a whole sequence, from Hugging Face tensors and config (formats.md section 11)."""
+"""The forward of Llama and its kin (Mistral, Qwen2, Qwen3, MiMo) over a whole sequence, from Hugging Face tensors and
+config (formats.md section 11). Biases and norms of heads are used where the checkpoint has them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,33 @@ def llama3_frequency(frequency: float, rope: Mapping[str, Any]) -> float:
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
+def yarn_frequency(j: int, frequency: float, head_dim: int, rope: Mapping[str, Any]) -> float:
+    """Formula of 11.2. Original length and factor have no defaults here."""
+    ends = []
+    for turns in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1):
+        length = rope["original_max_position_embeddings"] / (turns * 2 * math.pi)
+        ends.append(head_dim * math.log(length) / (2 * math.log(rope["theta"])))
+    low, high = ends
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = min(max((j - low) / (high - low or 0.001), 0), 1)
+    return frequency / rope["factor"] * ramp + frequency * (1 - ramp)
+
+
+def attention_factor(config: Config) -> float:
+    """What yarn multiplies cos and sin with."""
+    rope = rope_settings(config)
+    if rope["type"] != "yarn":
+        return 1.0
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    grown = 0.1 * math.log(max(rope["factor"], 1))
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return float((rope["mscale"] * grown + 1) / (rope["mscale_all_dim"] * grown + 1))
+    return grown + 1
+
+
 def inverse_frequencies(config: Config, head_dim: int) -> list[float]:
     rope = rope_settings(config)
     plain = [rope["theta"] ** (-2 * j / head_dim) for j in range(head_dim // 2)]
@@ -64,11 +92,14 @@ def inverse_frequencies(config: Config, head_dim: int) -> list[float]:
         return [llama3_frequency(frequency, rope) for frequency in plain]
     if rope["type"] == "linear":
         return [frequency / rope["factor"] for frequency in plain]
+    if rope["type"] == "yarn" and "factor" in rope:
+        return [yarn_frequency(j, frequency, head_dim, rope) for j, frequency in enumerate(plain)]
     raise ValueError(f"no reference for rope type {rope['type']!r}")
 
 
-def rotate(x: Tensor, frequencies: Sequence[float]) -> Tensor:
-    """Half-split pairs: channel j turns with channel j + hd/2; row i of x [n, hd] is at position i."""
+def rotate(x: Tensor, frequencies: Sequence[float], scale: float = 1.0) -> Tensor:
+    """Half-split pairs: channel j turns with channel j + hd/2; row i of x [n, hd] is at position i. The result is
+    `scale` times as long."""
     half = x.shape[1] // 2
     positions = torch.arange(x.shape[0], dtype=torch.float64)
     out = torch.empty_like(x)
@@ -76,7 +107,13 @@ def rotate(x: Tensor, frequencies: Sequence[float]) -> Tensor:
         cos, sin = torch.cos(positions * frequency).to(x.dtype), torch.sin(positions * frequency).to(x.dtype)
         out[:, j] = x[:, j] * cos - x[:, j + half] * sin
         out[:, j + half] = x[:, j + half] * cos + x[:, j] * sin
-    return out
+    return scale * out
+
+
+def head_norm(state: State, name: str, config: Config, x: Tensor) -> Tensor:
+    """The norm of one head [n, hd], where the checkpoint has one."""
+    weight = state.get(f"{name}.weight")
+    return x if weight is None else rms_norm(x, weight, config["rms_norm_eps"])
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -91,15 +128,17 @@ def self_attention(state: State, prefix: str, config: Config, x: Tensor) -> Tens
     heads = config["num_attention_heads"]
     head_dim = state[f"{prefix}q_proj.weight"].shape[0] // heads
     kv_heads = state[f"{prefix}k_proj.weight"].shape[0] // head_dim
-    frequencies = inverse_frequencies(config, head_dim)
+    frequencies, scale = inverse_frequencies(config, head_dim), attention_factor(config)
     q, k, v = (linear(state, f"{prefix}{name}_proj", x) for name in "qkv")
     outputs = []
     for head in range(heads):
         kv_head = head // (heads // kv_heads)
         q_cols = slice(head * head_dim, (head + 1) * head_dim)
         kv_cols = slice(kv_head * head_dim, (kv_head + 1) * head_dim)
-        q_head, k_head = rotate(q[:, q_cols], frequencies), rotate(k[:, kv_cols], frequencies)
-        outputs.append(causal_attention(q_head, k_head, v[:, kv_cols]))
+        q_head = head_norm(state, f"{prefix}q_norm", config, q[:, q_cols])
+        k_head = head_norm(state, f"{prefix}k_norm", config, k[:, kv_cols])
+        turned = (rotate(x, frequencies, scale) for x in (q_head, k_head))
+        outputs.append(causal_attention(*turned, v[:, kv_cols]))
     return linear(state, f"{prefix}o_proj", torch.cat(outputs, dim=1))
 
 

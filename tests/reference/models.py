@@ -1,4 +1,4 @@
-"""Random tiny checkpoints on disk: Hugging Face Llama targets, and drafts in the published EAGLE layouts."""
+"""Random tiny checkpoints on disk: Hugging Face targets, and drafts in the published EAGLE layouts."""
 
 import json
 from pathlib import Path
@@ -16,6 +16,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 """Published factors; the original length is so short that a tiny head dim has all kinds of frequency."""
+
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 Checkpoint = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -64,13 +66,17 @@ def make_llama(
     branch_scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
     old_config: bool = False,
+    family: str = "Llama",
+    **extra: Any,
 ) -> Path:
-    """A random LlamaForCausalLM saved by transformers. `branch_scale` < 1 shrinks what the layers add to the
+    """A random model of a `family` of transformers, saved by it. `branch_scale` < 1 shrinks what the layers add to the
     residual stream, which brings the model closer to a table token -> next token (see `agree` below).
-    `old_config` writes rope_theta, rope_scaling and torch_dtype as transformers 4 did."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    `old_config` writes rope_theta, rope_scaling and torch_dtype as transformers 4 did. `extra` goes to the config."""
+    import transformers
 
-    config = LlamaConfig(
+    if family in ("Llama", "Qwen3"):
+        extra["attention_bias"] = bias
+    config = getattr(transformers, f"{family}Config")(
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=inner,
@@ -82,13 +88,13 @@ def make_llama(
         rope_parameters={"rope_type": "default", **(rope_scaling or {}), "rope_theta": rope_theta},
         max_position_embeddings=max_positions,
         tie_word_embeddings=tied,
-        attention_bias=bias,
         bos_token_id=None,
         eos_token_id=eos,
         pad_token_id=None,
         dtype=dtype,
+        **extra,
     )
-    model = LlamaForCausalLM(config)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -105,6 +111,41 @@ def make_llama(
     if old_config:
         rewrite_config_in_old_form(path, rope_theta, rope_scaling)
     return path
+
+
+def make_mistral(path: Path, *, sliding_window: int | None = None, **options: Any) -> Path:
+    return make_llama(path, family="Mistral", sliding_window=sliding_window, **options)
+
+
+def make_qwen2(path: Path, **options: Any) -> Path:
+    """With biases on q, k and v, as all of them."""
+    return make_llama(path, family="Qwen2", **options)
+
+
+def make_qwen3(path: Path, **options: Any) -> Path:
+    return make_llama(path, family="Qwen3", **options)
+
+
+def make_mimo(path: Path, **options: Any) -> Path:
+    """A Qwen2 under MiMo's name, with the layer that predicts one token further (formats.md 6.1)."""
+    state, config = load_checkpoint(make_qwen2(path, **options))
+    state |= {f"model.mtp_layers.0.{key}": tensor for key, tensor in mtp_layer(state, config).items()}
+    del config["layer_types"]
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    config |= {"attention_bias": True, "num_nextn_predict_layers": 1}
+    return save_checkpoint(path, state, config, safetensors=True)
+
+
+def mtp_layer(target: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Of the target's shapes and dtype, below `model.mtp_layers.0.`."""
+    draws, hidden = Draws(5), config["hidden_size"]
+    prefix = "model.layers.0."
+    layer = {key.removeprefix(prefix): tensor for key, tensor in target.items() if key.startswith(prefix)}
+    layer = {key: draws.matrix(1, tensor.numel(), 0.2).view_as(tensor) for key, tensor in layer.items()}
+    norms = ("token_layernorm", "hidden_layernorm", "input_layernorm", "post_attention_layernorm")
+    layer |= {f"{name}.weight": draws.norm(hidden) for name in (*norms, "final_layernorm")}
+    layer["input_proj.weight"] = draws.matrix(hidden, 2 * hidden, 0.2)
+    return {key: tensor.to(target["model.norm.weight"].dtype) for key, tensor in layer.items()}
 
 
 def rewrite_config_in_old_form(path: Path, rope_theta: float, rope_scaling: dict[str, Any] | None) -> None:

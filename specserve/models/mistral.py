@@ -1,0 +1,28 @@
+"""Mistral: Llama without biases; the first version attends to a window of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from specserve.layers.decoder import LayerConfig
+from specserve.models.llama import LlamaModel
+
+
+class MistralModel(LlamaModel):
+    """A window that is absent is the first version's, null is none."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131072,
+    }
+
+    @classmethod
+    def read_layer(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> LayerConfig:
+        return layer
+
+    @classmethod
+    def read_window(cls, fields: Mapping[str, Any]) -> int | None:
+        window: int | None = fields["sliding_window"]
+        return window

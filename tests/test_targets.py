@@ -1,0 +1,453 @@
+"""Every target architecture: the numbers and tokens of transformers, the same text with speculation, and its files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import specserve.engine.runner
+from benchmarks.lossless import CHOICES, SAMPLING, Models, make_items, run_matrix
+from specserve import SamplingParams
+from specserve.config import make_settings, resolve
+from specserve.models.checkpoint import load_target, target_config
+from specserve.models.config import load_model_config
+from specserve.models.registry import ARCHITECTURES
+from specserve.train.attend import CausalAttend, Packing
+from tests.engines import answer_all, make_scheduler
+from tests.reference import llama
+from tests.reference.doubles import float32_means_float64
+from tests.reference.draft_models import make_eagle, make_eagle3
+from tests.reference.models import (
+    LLAMA3_ROPE,
+    YARN_ROPE,
+    load_checkpoint,
+    make_llama,
+    make_mimo,
+    make_mistral,
+    make_qwen2,
+    make_qwen3,
+)
+
+CPU = torch.device("cpu")
+COUNT = 64
+PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7]
+TOKENS = PROMPT * 4
+Make = Callable[..., Path]
+
+MAKERS: dict[str, Make] = {
+    "LlamaForCausalLM": make_llama,
+    "MistralForCausalLM": make_mistral,
+    "Qwen2ForCausalLM": make_qwen2,
+    "Qwen3ForCausalLM": make_qwen3,
+    "MiMoForCausalLM": make_mimo,
+}
+TARGETS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "vicuna": (make_llama, {"kv_heads": 4, "eps": 1e-6, "old_config": True}),
+    "llama 3": (make_llama, {"rope_theta": 500000.0}),
+    "llama 3.1": (make_llama, {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE}),
+    "llama 3.2": (make_llama, {"rope_scaling": LLAMA3_ROPE, "tied": True, "heads": 8}),
+    "llama with biases": (make_llama, {"bias": True, "mlp_bias": True}),
+    "llama, yarn": (make_llama, {"rope_scaling": YARN_ROPE}),
+    "mistral": (make_mistral, {"rope_theta": 1e6, "head_dim": 16}),
+    "mistral with a window": (make_mistral, {"sliding_window": 80}),
+    "qwen2": (make_qwen2, {"eps": 1e-6, "rope_theta": 1e6, "kv_heads": 1}),
+    "qwen2, tied": (make_qwen2, {"tied": True, "old_config": True}),
+    "qwen2.5, yarn": (make_qwen2, {"rope_scaling": YARN_ROPE, "old_config": True}),
+    "qwen3": (make_qwen3, {"head_dim": 16, "rope_theta": 1e6}),
+    "qwen3, tied": (make_qwen3, {"head_dim": 16, "tied": True}),
+    "qwen3 with biases": (make_qwen3, {"bias": True}),
+    "qwen3, yarn": (make_qwen3, {"rope_scaling": {**YARN_ROPE, "attention_factor": 1.2}}),
+    "mimo": (make_mimo, {"rope_theta": 640000.0}),
+}
+
+
+@pytest.fixture(params=list(TARGETS))
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    make, options = TARGETS[request.param]
+    return make(tmp_path / "target", seed=3, **options)
+
+
+def change_config(path: Path, **fields: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def their_model(path: Path, dtype: torch.dtype) -> Any:
+    """transformers has no MiMo: its Qwen2 does what the target does."""
+    name = load_checkpoint(path)[1]["architectures"][0].replace("MiMo", "Qwen2")
+    return getattr(transformers, name).from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def their_text(path: Path) -> tuple[list[int], Tensor]:
+    """Greedy tokens, and the logits ``[COUNT, V]`` that each was chosen from."""
+    theirs, tokens = their_model(path, torch.float32), list(PROMPT)
+    for _ in range(COUNT):
+        tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
+    logits = theirs(torch.tensor([tokens[:-1]])).logits[0]
+    return tokens[len(PROMPT) :], logits[len(PROMPT) - 1 :]
+
+
+@contextmanager
+def recorded_logits() -> Iterator[list[Tensor]]:
+    """Of the prefill's end and of every step, as the sampler gets them."""
+    found: list[Tensor] = []
+
+    def recording(function: Any, name: str) -> Any:
+        def wrapped(*args: Any) -> Any:
+            result = function(*args)
+            found.append(getattr(result, name)[0])
+            return result
+
+        return wrapped
+
+    runner = specserve.engine.runner
+    with (
+        patch.object(runner, "prefill", recording(runner.prefill, "logits_BV")),
+        patch.object(runner, "step", recording(runner.step, "logits_TV")),
+    ):
+        yield found
+
+
+def our_logits(path: Path, dtype: torch.dtype) -> Tensor:
+    """Of ``TOKENS`` in one pass of the model by itself."""
+    model = load_target(path, dtype, CPU, max_positions=len(TOKENS))
+    packing = Packing(torch.tensor([0, len(TOKENS)], dtype=torch.int32), len(TOKENS), flash=False)
+    with torch.no_grad():
+        hidden, _ = model(torch.tensor(TOKENS), torch.arange(len(TOKENS)), CausalAttend(packing))
+        return model.logits(hidden)
+
+
+def test_every_architecture_has_a_maker() -> None:
+    assert list(MAKERS) == list(ARCHITECTURES)
+
+
+def test_the_logits_and_tokens_of_transformers(target: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
+    with recorded_logits() as found:
+        (answer,) = answer_all(make_scheduler(target, dtype="float32"), [(PROMPT, params)])
+    tokens, logits = their_text(target)
+    assert answer.tokens == tokens
+    torch.testing.assert_close(torch.stack(found), logits, atol=1e-4, rtol=0)
+
+
+def test_the_reference_and_transformers_agree_in_float64(target: Path) -> None:
+    reference = llama.forward(*load_checkpoint(target), TOKENS).logits
+    theirs = their_model(target, torch.float64)
+    with torch.no_grad(), float32_means_float64():
+        theirs.model.rotary_emb = type(theirs.model.rotary_emb)(theirs.config)
+        expected = theirs(torch.tensor([TOKENS]), use_cache=False).logits[0]
+    torch.testing.assert_close(reference, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(our_logits(target, torch.float64), reference, rtol=0, atol=1e-10)
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def agreeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A target of the architecture and drafts that often say what it says."""
+    path = tmp_path_factory.mktemp(request.param)
+    target = MAKERS[request.param](path / "target", branch_scale=0.04)
+    drafts = {
+        "EAGLE": make_eagle(path / "eagle", target, agree=True),
+        "EAGLE3": make_eagle3(path / "eagle3", target, agree=True, draft_vocab=40),
+    }
+    return Models(target, drafts, "float64", "cpu")
+
+
+def prompts() -> list[list[int]]:
+    draws = torch.Generator().manual_seed(1)
+    return [torch.randint(64, (1 + n % 9,), generator=draws).tolist() for n in range(20)]
+
+
+def test_speculation_changes_no_text(agreeing: Models) -> None:
+    choices = {
+        **CHOICES,
+        "speculation": ["EAGLE chain", "EAGLE tree", "EAGLE3 chain", "EAGLE3 tree of 16"],
+        "batch": [4, 1],
+        "page": [1, 16],
+    }
+    lines: list[str] = []
+    report = run_matrix(agreeing, make_items(prompts(), 28, 12), 56, choices, lines.append)
+    assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
+    assert report.texts >= 56
+    assert all(row.mean_accepted_length > 1.1 for row in report.rows), "\n".join(lines)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 5), (3, 3, 10)], ids=["chain", "tree"])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize("architecture", list(MAKERS))
+def test_drafts_that_never_agree_change_no_text(
+    architecture: str, algorithm: str, shape: tuple[int, int, int], tmp_path: Path
+) -> None:
+    target = MAKERS[architecture](tmp_path / "target")
+    draft = (make_eagle if algorithm == "EAGLE" else make_eagle3)(tmp_path / "draft", target)
+    work = [(PROMPT[: 3 + i], SamplingParams(max_tokens=16, seed=i, **SAMPLING["top_p"])) for i in range(3)]
+    plain = answer_all(make_scheduler(target), work)
+    names = ("num_steps", "eagle_topk", "num_draft_tokens")
+    settings: dict[str, Any] = dict(zip((f"speculative_{name}" for name in names), shape, strict=True))
+    settings |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(draft)}
+    drafted = answer_all(make_scheduler(target, **settings), work)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    assert all(each.usage.drafted for each in drafted)
+
+
+def shard(path: Path, suffix: str, count: int) -> None:
+    """Splits ``model.safetensors`` as the hub does; ``bin`` are pickles."""
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    stem, names = {"safetensors": "model", "bin": "pytorch_model"}[suffix], sorted(tensors)
+    weight_map: dict[str, str] = {}
+    for i in range(count):
+        file, part = f"{stem}-{i + 1:05}-of-{count:05}.{suffix}", {n: tensors[n] for n in names[i::count]}
+        weight_map |= dict.fromkeys(part, file)
+        save_file(part, path / file) if suffix == "safetensors" else torch.save(part, path / file)
+    (path / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def pickle_file(path: Path, zipped: bool) -> None:
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    torch.save(tensors, path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+
+
+FORMS: dict[str, Callable[[Path], None]] = {
+    "one safetensors": lambda path: None,
+    "sharded safetensors": lambda path: shard(path, "safetensors", 3),
+    "one bin": lambda path: pickle_file(path, zipped=True),
+    "one bin of old": lambda path: pickle_file(path, zipped=False),
+    "sharded bin": lambda path: shard(path, "bin", 3),
+}
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("make", [make_qwen2, make_qwen3, make_mimo])
+def test_every_form_of_file_loads_alike(
+    make: Make, stored: torch.dtype, form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make(tmp_path, dtype=stored, layers=2)
+    state, config = load_checkpoint(path)
+    FORMS[form](path)
+    reference = llama.forward(state, config, TOKENS).logits
+    torch.testing.assert_close(our_logits(path, torch.float64), reference, rtol=0, atol=1e-10)
+    model = load_target(path, stored, CPU)
+    start = 0
+    for name in "qkv":
+        expected = state[f"model.layers.1.self_attn.{name}_proj.weight"]
+        found = model.get_parameter("layers.1.self_attn.qkv_proj.weight")[start : start + len(expected)]
+        assert found.dtype == stored
+        assert torch.equal(found, expected)
+        start += len(expected)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("architecture", list(MAKERS))
+def test_a_missing_head_is_the_embedding(architecture: str, tmp_path: Path) -> None:
+    path = MAKERS[architecture](tmp_path, tied=True)
+    expected = our_logits(path, torch.float64)
+    change_config(path, tie_word_embeddings=False)
+    assert torch.equal(our_logits(path, torch.float64), expected)
+
+
+def test_a_tied_file_may_have_a_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make_llama(tmp_path, tied=True)
+    expected = our_logits(path, torch.float64)
+    change_tensors(path, lambda state: state | {"lm_head.weight": torch.ones(64, 32)})
+    assert torch.equal(our_logits(path, torch.float64), expected)
+    assert not caplog.records
+
+
+def change_tensors(path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    save_file(change(load_file(path / "model.safetensors")), path / "model.safetensors")
+
+
+def test_tensors_that_nothing_reads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Known ones are passed over, others named."""
+    path = make_llama(tmp_path)
+    known = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    change_tensors(path, lambda state: state | known)
+    load_target(path, torch.float32, CPU)
+    assert not caplog.records
+    others = {f"model.layers.0.self_attn.q_norm_{i}.weight": torch.ones(8) for i in range(7)}
+    change_tensors(path, lambda state: state | others)
+    with caplog.at_level(logging.WARNING):
+        load_target(path, torch.float32, CPU)
+    (record,) = caplog.records
+    assert "no parameter reads layers.0.self_attn.q_norm_0.weight, " in record.getMessage()
+    assert record.getMessage().endswith("and 2 more")
+
+
+LAST = "layers.2.self_attn."
+BAD_TENSORS: list[tuple[Make, str, Tensor | None, str]] = [
+    (make_qwen2, "q_proj.bias", None, rf"has no tensor {LAST}q_proj.bias"),
+    (make_qwen3, "k_norm.weight", None, rf"has no tensor {LAST}k_norm.weight"),
+    (
+        make_qwen3,
+        "q_norm.weight",
+        torch.ones(32),
+        rf"model.safetensors: tensor {LAST}q_norm.weight has shape \[32\], expected \[8\]",
+    ),
+    (make_qwen2, "v_proj.bias", torch.ones(1), rf"{LAST}v_proj.bias has shape \[1\], expected \[16\]"),
+    (make_mimo, "o_proj.weight", None, rf"has no tensor {LAST}o_proj.weight"),
+    (
+        make_mistral,
+        "o_proj.weight",
+        torch.ones(32, 32, dtype=torch.int8),
+        rf"model.safetensors: tensor {LAST}o_proj.weight has dtype int8, expected bfloat16, float16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "tensor", "words"), BAD_TENSORS)
+def test_tensors_that_do_not_fit_are_named(
+    make: Make, name: str, tensor: Tensor | None, words: str, tmp_path: Path
+) -> None:
+    path, key = make(tmp_path / "target"), f"model.{LAST}{name}"
+
+    def change(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        state.pop(key)
+        return state if tensor is None else state | {key: tensor}
+
+    change_tensors(path, change)
+    with pytest.raises(ValueError, match=f"target.*{words}"):
+        load_target(path, torch.float32, CPU)
+
+
+def test_biases_that_the_config_promises_must_be_there(tmp_path: Path) -> None:
+    path = make_llama(tmp_path)
+    change_config(path, attention_bias=True)
+    with pytest.raises(ValueError, match=r"has no tensor layers\.0\.self_attn\.q_proj\.bias"):
+        load_target(path, torch.float32, CPU)
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; known: LlamaForCausalLM, M"),
+    ({"architectures": [["LlamaForCausalLM"]]}, r"\['LlamaForCausalLM'\] is not supported; known: "),
+    ({"architectures": []}, r"architectures must name one architecture, found \[\]"),
+    ({"sliding_window": "4096"}, "sliding_window must be a positive integer or null, found '4096'"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+    ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' is not supported; known: default, linear"),
+    ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), BAD_FIELDS)
+def test_fields_that_are_not_supported_are_named(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = make_llama(tmp_path)
+    change_config(path, **fields)
+    with pytest.raises(ValueError, match=rf"config\.json: .*{words}"):
+        load_model_config(path)
+
+
+def test_fields_that_may_be_absent(tmp_path: Path) -> None:
+    path = make_llama(tmp_path, kv_heads=4, eos=5)
+    fields = json.loads((path / "config.json").read_text())
+    for name in ("num_key_value_heads", "head_dim", "rope_parameters", "tie_word_embeddings"):
+        del fields[name]
+    (path / "config.json").write_text(json.dumps(fields))
+    config = load_model_config(path)
+    assert (config.layer.num_kv_heads, config.layer.head_dim) == (4, 8)
+    assert (config.rope.theta, config.rope.kind, config.eos_token_ids) == (10000.0, "default", (5,))
+    change_config(path, eos_token_id=[7, 8, 9], head_dim=16)
+    config = load_model_config(path)
+    assert (config.layer.head_dim, config.eos_token_ids) == (8 * 2, (5,)), "generation_config.json goes first"
+    (path / "generation_config.json").unlink()
+    assert load_model_config(path).eos_token_ids == (7, 8, 9)
+
+
+WINDOWS: list[tuple[Make, dict[str, Any], int | None]] = [
+    (make_mistral, {"sliding_window": 100}, 100),
+    (make_mistral, {"sliding_window": None}, None),
+    (make_llama, {"sliding_window": 100}, None),
+    (make_qwen2, {"sliding_window": 100, "use_sliding_window": False}, None),
+    (make_qwen2, {"sliding_window": 100, "use_sliding_window": True, "layer_types": None}, None),
+    (make_qwen3, {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 1}, None),
+    (
+        make_qwen3,
+        {
+            "sliding_window": 100,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+        100,
+    ),
+    (
+        make_mimo,
+        {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 2},
+        100,
+    ),
+    (
+        make_mimo,
+        {"sliding_window": 100, "use_sliding_window": True, "max_window_layers": 3},
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "fields", "window"), WINDOWS)
+def test_when_a_window_is_in_use(
+    make: Make, fields: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    change_config(path, **fields)
+    assert load_model_config(path).sliding_window == window
+
+
+def test_a_context_is_no_longer_than_the_window(tmp_path: Path) -> None:
+    config = load_model_config(make_mistral(tmp_path, sliding_window=80))
+    given = {"model_path": str(tmp_path), "device": "cpu"}
+    settings, notes = resolve(make_settings(**given), config)
+    assert settings.context_length == 80
+    assert "context_length = 80: the model's sliding_window" in notes
+    settings, _ = resolve(make_settings(**given, context_length=40), config)
+    assert settings.context_length == 40
+    with pytest.raises(ValueError, match="--context-length: the model's sliding_window is 80, found 81"):
+        resolve(make_settings(**given, context_length=81), config)
+    settings, notes = resolve(make_settings(**given), load_model_config(make_mistral(tmp_path / "wide")))
+    assert "context_length = 512: the model's max_position_embeddings" in notes
+
+
+def test_only_llama_is_saved(tmp_path: Path) -> None:
+    config = load_model_config(make_qwen3(tmp_path))
+    with pytest.raises(ValueError, match="saving a target of architecture Qwen3ForCausalLM is not supported"):
+        target_config(config, torch.float32)
+
+
+def test_projected_keys_are_normed_as_attention_norms_them(tmp_path: Path) -> None:
+    model = load_target(make_qwen3(tmp_path, bias=True), torch.float64, CPU)
+    attention = model.layers[1].self_attn
+    seen: list[Tensor] = []
+
+    def attend(layer: int, qkv_TND: Tensor, num_kv_heads: int, rope_T2D: Tensor) -> Tensor:
+        seen.append(qkv_TND)
+        return qkv_TND[:, :-4].flatten(1)
+
+    x_TH = torch.randn(5, 32, dtype=torch.float64)
+    attention(x_TH, model.rope_P2D[:5], attend)
+    torch.testing.assert_close(attention.project_kv(x_TH), seen[0][:, -4:], rtol=0, atol=1e-12)
+
+
+def test_a_qwen3_on_triton_kernels(tmp_path: Path) -> None:
+    """Norms of heads read rows that lie apart from each other."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU kernels are compiled")
+    import specserve_kernels.dispatch
+
+    target = make_qwen3(tmp_path, layers=1, hidden=32, heads=2, kv_heads=1, head_dim=32)
+    expected = our_logits(target, torch.float32)
+    with patch.object(specserve_kernels.dispatch, "runs_triton", lambda _: True):
+        found = our_logits(target, torch.float32)
+    assert not torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
