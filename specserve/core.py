@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 MAX_LOGPROBS = 20
+MIN_TEMPERATURE = 1e-5  # below it logits / temperature leave float32
 MAX_BIAS = 512  # entries of a request's bias list on the device: logit_bias plus tokens banned by min_tokens
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**62  # counts of tokens, summed in int64
@@ -57,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How a request's tokens are chosen and when it ends. The names are OpenAI's and vLLM's.
 
     Raises ValueError naming the parameter and the accepted values. ``max_tokens`` None means up to the context
-    length; ``seed`` None draws one; ``top_k`` 0 or -1 and ``top_p`` 1 are off; ``logprobs`` is the number of
+    length; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1 and ``top_p`` 1 are off; ``logprobs`` is the number of
     alternatives reported beside each token (0: the token's own only).
     """
 
@@ -90,7 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_range("min_p", self.min_p, 0, 1)
         _check_range("presence_penalty", self.presence_penalty, -2, 2)
         _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_range("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100)
         for token, bias in (self.logit_bias or {}).items():
             _check_range(f"logit_bias[{token}]", bias, -100, 100)
         if self.seed is not None:
@@ -104,7 +105,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < MIN_TEMPERATURE
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

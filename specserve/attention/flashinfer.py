@@ -7,6 +7,7 @@ device, and its tree masks and ``kv_start`` have no counterpart there, so it nev
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from specserve.attention.triton import TritonAttention
 from specserve.kv.pool import KVGeometry
 
 _WORKSPACE_BYTES = 256 * 2**20
+_KEPT_PLANS = 16
 _HEAD_SIZES = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -29,12 +31,14 @@ class _Prefill:
     chunks: Chunks
     page_size: int
     workspace: Tensor
+    alive: deque[Any]
     wrappers: dict[tuple[int, int, int], Any] = field(default_factory=dict)
 
     def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
         geometry = q_TND.shape[1], cache.shape[3], cache.shape[4]
         if geometry not in self.wrappers:
             self.wrappers[geometry] = self._plan(*geometry, q_TND.dtype)
+            self.alive.append(self.wrappers[geometry])
         out: Tensor = self.wrappers[geometry].run(q_TND.contiguous(), cache)
         return out
 
@@ -77,6 +81,8 @@ class FlashInferAttention:
         self.dtype = dtype
         self._triton = TritonAttention(page_size, dtype)
         self._workspace: Tensor | None = None
+        # A wrapper's plan is copied from its pinned memory when the device gets there: some launches later at most.
+        self._alive: deque[Any] = deque(maxlen=_KEPT_PLANS)
 
     def unsupported(self, geometry: KVGeometry, page_size: int) -> list[str]:
         reasons = self._triton.unsupported(geometry, page_size)
@@ -90,7 +96,7 @@ class FlashInferAttention:
         if self._workspace is None:
             device = chunks.pages_BM.device
             self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        return _Prefill(chunks, self.page_size, self._workspace)
+        return _Prefill(chunks, self.page_size, self._workspace, self._alive)
 
     def plan_verify(self, nodes: Nodes) -> Plan:
         return self._triton.plan_verify(nodes)

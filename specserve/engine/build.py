@@ -11,8 +11,16 @@ from specserve.attention import ATTENTION
 from specserve.config import Settings
 from specserve.engine.graphs import StepGraphs
 from specserve.engine.memory import pool_pages
+from specserve.engine.profile import complete, measure_eager, measure_graphs
 from specserve.engine.runner import Runner
-from specserve.engine.shapes import StaticShapes, batch_buckets
+from specserve.engine.shapes import (
+    AdaptiveShapes,
+    Padding,
+    ShapePlan,
+    ShapePolicy,
+    StaticShapes,
+    batch_buckets,
+)
 from specserve.kv.pool import KVGeometry, KVPool, PoolConfig
 from specserve.layers.linear import pack_linears
 from specserve.models.checkpoint import DTYPES, load_target
@@ -21,6 +29,7 @@ from specserve.models.llama import LlamaModel
 from specserve.scheduler.admission import Admission, Capacity
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.scheduler import Limits, Scheduler
+from specserve.spec.adaptive import Controller
 from specserve.spec.context import Context
 from specserve.spec.drafter import Drafter
 from specserve.spec.drafters import load_drafter
@@ -33,9 +42,10 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
     """Loads everything that resolved settings name. Raises ValueError for what cannot be served."""
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
-    shapes = step_shapes(settings)
-    context = create_context(settings, model_config, shapes)
-    graphs = StepGraphs.capture(context, shapes.captured()) if shapes.buckets else StepGraphs({})
+    plan = shape_plan(settings)
+    context = create_context(settings, model_config, plan)
+    captured = plan.captured()
+    graphs = StepGraphs.capture(context, captured) if captured else StepGraphs({})
     assert settings.max_running_requests and settings.context_length and settings.chunked_prefill_size
     pool = context.pool
     memory = Memory(pool.num_pages, pool.page_size, prefix_cache=not settings.disable_radix_cache)
@@ -49,9 +59,9 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
     limits = Limits(
         max_running_requests=settings.max_running_requests,
         chunked_prefill_size=settings.chunked_prefill_size,
+        headroom=plan.headroom,
         overlap=_overlap(settings, context.drafter),
     )
-    speculation = shapes.speculation
     info: dict[str, object] = {
         "context_length": capacity.context_length,
         "max_total_tokens": capacity.pool_tokens,
@@ -59,7 +69,7 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
         "page_size": pool.page_size,
         "vocab_size": capacity.vocab_size,
         "eos_token_ids": list(capacity.eos_token_ids),
-        "speculation": speculation and dict(zip(("steps", "topk", "tokens"), speculation, strict=True)),
+        "speculation": _speculation_info(plan),
         "cuda_graphs": {
             "count": len(graphs.graphs),
             "seconds": round(graphs.seconds, 2),
@@ -67,7 +77,11 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
         },
     }
     admission = Admission(capacity, settings.random_seed)
-    return Scheduler(Runner(context, graphs.graphs), memory, admission, limits, shapes, info)
+    policy = shape_policy(plan, context, graphs)
+    runner = Runner(context, graphs.graphs)
+    if settings.device == "cuda":
+        runner.warm_up()
+    return Scheduler(runner, memory, admission, limits, policy, info)
 
 
 def _overlap(settings: Settings, drafter: Drafter | None) -> bool:
@@ -86,24 +100,41 @@ def static_shape(settings: Settings) -> tuple[int, int, int] | None:
     return None if steps is None or topk is None or tokens is None else (steps, topk, tokens)
 
 
-def step_shapes(settings: Settings) -> StaticShapes:
-    """The shapes of steps; those within the buckets are captured."""
-    largest = settings.cuda_graph_max_bs
+def shape_plan(settings: Settings) -> ShapePlan:
+    """The shapes that steps may have; those within the buckets are captured."""
+    largest, running = settings.cuda_graph_max_bs, settings.max_running_requests
+    assert running is not None
     captured = largest is not None and not settings.disable_cuda_graph
-    buckets = batch_buckets(largest) if captured and largest is not None else ()
-    return StaticShapes(static_shape(settings), buckets)
+    padding = Padding(batch_buckets(largest) if captured and largest is not None else ())
+    return ShapePlan(static_shape(settings), settings.speculative_adaptive, running, padding)
 
 
-def create_context(settings: Settings, model_config: ModelConfig, shapes: StaticShapes) -> Context:
+def shape_policy(plan: ShapePlan, context: Context, graphs: StepGraphs) -> ShapePolicy:
+    """What chooses among them; measured costs first, where it needs them."""
+    if not plan.adaptive:
+        return StaticShapes(plan.speculation, plan.padding)
+    if graphs.graphs:
+        cost = measure_graphs(context, graphs.graphs)
+    else:
+        cost = measure_eager(context, plan.most_slots, plan.candidates)
+    complete(cost, plan.most_slots, plan.candidates)
+    return AdaptiveShapes(Controller(plan.candidates, cost), plan.padding)
+
+
+def _speculation_info(plan: ShapePlan) -> object:
+    if plan.adaptive:
+        return "adaptive"
+    return plan.speculation and dict(zip(("steps", "topk", "tokens"), plan.speculation, strict=True))
+
+
+def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePlan) -> Context:
     """Target, draft, pool and state on the device."""
     device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
     assert settings.max_running_requests and settings.context_length and settings.model_path
-    # A step may look this far past the longest context: rows that end are cut after the step that overran.
-    margin = shapes.reserve(settings.max_running_requests) + 2 * (shapes.levels + 1)
-    positions = settings.context_length + margin
+    positions = settings.context_length + plan.margin
     target = load_target(Path(settings.model_path), dtype, device, max_positions=positions)
-    pack_linears(target)
     drafter = create_drafter(settings, target, positions, dtype)
+    pack_linears(target)  # last: a draft may pick rows of the plain head
     target_layers = [KVGeometry(model_config.layer.num_kv_heads, model_config.layer.head_dim)]
     pool_config = PoolConfig(
         target_layers=target_layers * model_config.num_layers,
@@ -140,8 +171,15 @@ def create_drafter(
         return None
     assert settings.speculative_draft_model_path
     path = Path(settings.speculative_draft_model_path)
+    token_map = settings.speculative_token_map
     drafter = load_drafter(
-        settings.speculative_algorithm, path, target, target.config.num_layers, positions, dtype
+        settings.speculative_algorithm,
+        path,
+        target,
+        target.config.num_layers,
+        positions,
+        dtype,
+        None if token_map is None else Path(token_map),
     )
     topk, size = settings.speculative_eagle_topk or 1, drafter.vocab_size
     if topk > size:

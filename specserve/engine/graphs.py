@@ -26,6 +26,8 @@ from specserve.spec.tree import StepShape
 
 log = logging.getLogger(__name__)
 
+CAPTURE_SECONDS = 90.0
+
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
@@ -52,39 +54,69 @@ class StepGraphs:
     @classmethod
     @torch.inference_mode()
     def capture(cls, context: Context, shapes: Sequence[StepShape]) -> StepGraphs:
-        """Captures the largest first: smaller ones then fit into its memory."""
+        """Captures the largest first: smaller ones then fit into its memory. Shapes that memory or time do not suffice
+        for are left out, with a warning; their steps run eagerly."""
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        graphs = {}
+        maker = _Maker(context, max(shape.nodes for shape in shapes))
+        graphs: dict[StepShape, StepGraph] = {}
         with _no_collection():
             ordered = sorted(shapes, key=lambda shape: (shape.nodes, shape.levels), reverse=True)
             for shape in tqdm(ordered, desc="Capturing CUDA graphs", unit="graph", leave=False):
-                graphs[shape] = _capture(context, shape, stream, pool)
+                if time.perf_counter() - begin > CAPTURE_SECONDS:
+                    break
+                if (graph := maker.try_capture(shape)) is not None:
+                    graphs[shape] = graph
+        if len(graphs) < len(shapes):
+            left = len(shapes) - len(graphs)
+            log.warning("%d of %d step shapes have no CUDA graph and run eagerly", left, len(shapes))
         seconds = time.perf_counter() - begin
         taken = max(0, free - torch.cuda.mem_get_info(device)[0])
         log.info("captured %d CUDA graphs in %.1f s, %.2f GiB", len(graphs), seconds, taken / 2**30)
         return cls(graphs, seconds, taken)
 
 
-def _capture(context: Context, shape: StepShape, stream: torch.cuda.Stream, pool: Any) -> StepGraph:
-    dummy = context.state.dummy
-    rows_B = torch.full((shape.slots,), dummy, dtype=torch.int64, device=context.state.device)
-    capacity = context.state.slots.pages.shape[1] * context.pool.page_size
+class _Maker:
+    """What captures share: a stream, a memory pool, and the place of the logits, of which one replay at a time has
+    need."""
 
-    def run() -> StepResult:
-        view = View.of(context, rows_B, capacity - shape.max_nodes, SamplerNeeds())
-        return step(context, view, shape)
+    def __init__(self, context: Context, most_nodes: int) -> None:
+        state = context.state
+        self._context = context
+        self._stream = torch.cuda.Stream(state.device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._capacity = state.slots.pages.shape[1] * context.pool.page_size
+        self._logits_XV = torch.empty(
+            most_nodes, context.vocab_size, dtype=context.pool.config.dtype, device=state.device
+        )
 
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()  # compiles kernels and opens libraries, which a capture can't
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        result = run()
-    return StepGraph(graph, rows_B, result)
+    def try_capture(self, shape: StepShape) -> StepGraph | None:
+        """None when memory does not suffice."""
+        try:
+            return self._capture(shape)
+        except torch.cuda.OutOfMemoryError as error:
+            log.warning("no memory for the CUDA graph of %s: %s", shape, str(error).split(". ")[0])
+            torch.cuda.empty_cache()
+            return None
+
+    def _capture(self, shape: StepShape) -> StepGraph:
+        dummy, device = self._context.state.dummy, self._context.state.device
+        rows_B = torch.full((shape.slots,), dummy, dtype=torch.int64, device=device)
+
+        def run() -> StepResult:
+            longest = self._capacity - shape.max_nodes
+            view = View.of(self._context, rows_B, longest, SamplerNeeds(), self._logits_XV)
+            return step(self._context, view, shape)
+
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()  # compiles kernels and opens libraries, which a capture can't
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            result = run()
+        return StepGraph(graph, rows_B, result)
 
 
 @contextmanager

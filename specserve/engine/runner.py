@@ -5,6 +5,7 @@ Shapes: B requests, S draft levels, T packed tokens.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from specserve.spec.prefill import PromptChunks, prefill
 from specserve.spec.state import SamplerNeeds, to_device
 from specserve.spec.step import step
 from specserve.spec.tree import StepShape
+
+WARM_UP_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +44,52 @@ class Emitted:
     logprobs: list[TokenLogprob] | None
 
 
+class Stopwatch:
+    """Times what is queued between its making and ``stop``: on the device's own clock where it has one."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else None
+        self._begin = self._end = time.perf_counter()
+        if self._events is not None:
+            self._events[0].record()
+
+    def stop(self) -> Stopwatch:
+        self._end = time.perf_counter()
+        if self._events is not None:
+            self._events[1].record()
+        return self
+
+    @property
+    def seconds(self) -> float:
+        if self._events is None:
+            return self._end - self._begin
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+
 class Launch:
     """Work queued on the device. ``read`` waits for it; nothing else does."""
 
-    def __init__(self, packed: Tensor, logprobs: tuple[Tensor, Tensor, Tensor] | None, rows: Sequence[Row]):
+    def __init__(
+        self,
+        packed: Tensor,
+        logprobs: tuple[Tensor, Tensor, Tensor] | None,
+        rows: Sequence[Row],
+        stopwatch: Stopwatch,
+    ) -> None:
         """``packed`` ``[B, S + 2]``: tokens, -1 beyond the end, then the number of drafted nodes."""
         self._rows = rows
+        self._stopwatch = stopwatch
         self._packed = _to_host(packed)
         self._logprobs = None if logprobs is None else tuple(_to_host(part) for part in logprobs)
         self._event = torch.cuda.Event() if packed.is_cuda else None
         if self._event is not None:
             self._event.record()
+
+    @property
+    def seconds(self) -> float:
+        """What the device worked on it, once it has been read."""
+        return self._stopwatch.seconds
 
     def read(self) -> list[Emitted]:
         """One entry a row, in the order of the launch."""
@@ -88,6 +126,12 @@ class Runner:
         self.context = context
         self._graphs = graphs
 
+    def warm_up(self) -> None:
+        """Runs a prompt on the padding slot, so that no user waits for kernels to compile."""
+        state = self.context.state
+        self.prefill([Row(state.dummy, SamplingParams(), 1 + WARM_UP_TOKENS, [0] * WARM_UP_TOKENS)]).read()
+        state.slots.length[state.dummy].fill_(1)
+
     @torch.inference_mode()
     def prefill(self, rows: Sequence[Row]) -> Launch:
         """Runs a chunk of each row's prompt. Rows that are not final emit nothing."""
@@ -99,27 +143,31 @@ class Runner:
             final_B=self._tensor([row.final for row in rows]).bool(),
             spans=[(row.length - count, count) for row, count in zip(rows, counts, strict=True)],
         )
+        stopwatch = Stopwatch(self.context.state.device)
         rows_B = self._tensor([row.slot for row in rows])
         result = prefill(self.context, self._view(rows, rows_B), chunks)
         token_B1 = result.token_B[:, None]
         packed = torch.where(chunks.final_B[:, None], token_B1, -1)
         packed = torch.cat([packed, torch.zeros_like(packed)], dim=1)
         index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
-        return Launch(packed, self._logprobs(rows, result.logits_BV, token_B1, index_B1), rows)
+        stopwatch.stop()
+        return Launch(packed, self._logprobs(rows, result.logits_BV, token_B1, index_B1), rows, stopwatch)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
         """One step of all rows; slots of the shape beyond them are padding."""
         padding = [self.context.state.dummy] * (shape.slots - len(rows))
         slots = [*(row.slot for row in rows), *padding]
+        stopwatch = Stopwatch(self.context.state.device)
         graph = self._graphs.get(shape)
         if graph is not None:
             result = graph.replay(slots)
         else:
             result = step(self.context, self._view(rows, self._tensor(slots)), shape)
+        stopwatch.stop()
         accepted = result.accepted
         logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS.clamp(min=0), accepted.path_BS)
-        return Launch(accepted.packed_BX[: len(rows)], logprobs, rows)
+        return Launch(accepted.packed_BX[: len(rows)], logprobs, rows, stopwatch)
 
     def _view(self, rows: Sequence[Row], rows_B: Tensor) -> View:
         needs = SamplerNeeds.of([row.params for row in rows])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+from specserve.spec.adaptive import Batch, Controller
 from specserve.spec.tree import StepShape
 
 MAX_STEP_NODES = 512  # with 128k tokens of vocabulary, the logits of so many nodes are 131 MB in bf16
 _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+
+Speculation = tuple[int, int, int]  # steps, topk, nodes a slot
 
 
 def batch_buckets(largest: int) -> tuple[int, ...]:
@@ -16,33 +20,135 @@ def batch_buckets(largest: int) -> tuple[int, ...]:
     return (*(size for size in (*_BUCKETS, *more) if size < largest), largest)
 
 
-@dataclass(frozen=True, slots=True)
-class StaticShapes:
-    """One speculation for all steps: ``speculation`` is steps, topk and tokens, None for plain decoding. With
-    ``buckets``, batches up to the largest are padded to the next of them."""
+def step_shape(slots: int, speculation: Speculation | None, drafting: int) -> StepShape:
+    """The shape of a step of ``slots``, with a budget for ``drafting`` of them."""
+    if speculation is None or not drafting:
+        return StepShape.plain(slots)
+    steps, topk, tokens = speculation
+    nodes = slots + drafting * (tokens - 1)
+    return StepShape(slots, max(slots, min(nodes, MAX_STEP_NODES)), steps, topk)
 
-    speculation: tuple[int, int, int] | None
+
+class ShapePolicy(Protocol):
+    """Chooses shapes, and is told what came of them."""
+
+    def choose(self, batch: Batch) -> StepShape: ...
+
+    def plain(self, slots: int) -> StepShape:
+        """Without drafts, for when memory is short."""
+        ...
+
+    def observe(
+        self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Batches up to the largest bucket are padded to the next of them; those of a CPU or eager engine not at all."""
+
     buckets: tuple[int, ...] = ()
 
-    def __call__(self, slots: int, drafting: int) -> StepShape:
-        """The shape for a batch of which ``drafting`` slots may have drafts."""
-        padded = next((size for size in self.buckets if size >= slots), slots)
-        if self.speculation is None or not drafting:
-            return StepShape.plain(padded)
-        steps, topk, tokens = self.speculation
-        if padded in self.buckets:
-            drafting = padded  # one shape a bucket; what some slots may not have goes to others
-        nodes = padded + drafting * (tokens - 1)
-        return StepShape(padded, max(padded, min(nodes, MAX_STEP_NODES)), steps, topk)
+    def size(self, slots: int) -> int:
+        return next((size for size in self.buckets if size >= slots), slots)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticShapes:
+    """One speculation for all steps, None for plain decoding."""
+
+    speculation: Speculation | None
+    padding: Padding = Padding()
+
+    def choose(self, batch: Batch) -> StepShape:
+        drafting = sum(skill.cap > 0 for skill in batch.skills)
+        return self.shape(len(batch.skills), drafting)
+
+    def shape(self, slots: int, drafting: int) -> StepShape:
+        size = self.padding.size(slots)
+        if size in self.padding.buckets and drafting:
+            drafting = size  # one shape a bucket; what some slots may not have goes to others
+        return step_shape(size, self.speculation, drafting)
+
+    def plain(self, slots: int) -> StepShape:
+        return StepShape.plain(self.padding.size(slots))
+
+    def observe(
+        self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
+    ) -> None:
+        """Nothing depends on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveShapes:
+    """The controller's choice among ``candidates`` of a batch's size."""
+
+    controller: Controller
+    padding: Padding = Padding()
+
+    def choose(self, batch: Batch) -> StepShape:
+        return self.controller.choose(batch)
+
+    def plain(self, slots: int) -> StepShape:
+        return StepShape.plain(self.padding.size(slots))
+
+    def observe(
+        self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
+    ) -> None:
+        self.controller.observe(shape, batch, emitted, drafted, seconds)
+
+
+_CANDIDATES: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
+    (4, ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6), (8, 1, 9), (4, 4, 16), (8, 4, 32))),
+    (16, ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6), (8, 1, 9), (4, 4, 8), (5, 4, 16))),
+    (64, ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6), (5, 1, 3))),
+    (256, ((1, 1, 2), (2, 1, 3), (3, 1, 2))),
+)
+"""Speculation worth choosing among, by largest batch: verifying is nearly free for few, and the draft's levels dear."""
+
+
+def candidate_shapes(slots: int) -> list[StepShape]:
+    """What the controller may choose for a batch of ``slots``, plain decoding first."""
+    choices = next((choices for most, choices in _CANDIDATES if slots <= most), _CANDIDATES[-1][1])
+    shapes = [step_shape(slots, speculation, slots) for speculation in (None, *choices)]
+    return list(dict.fromkeys(shapes))
+
+
+@dataclass(frozen=True, slots=True)
+class ShapePlan:
+    """All shapes that an engine may run: ``speculation`` in every step, or, ``adaptive``, the controller's choice."""
+
+    speculation: Speculation | None
+    adaptive: bool
+    most_slots: int
+    padding: Padding = Padding()
+
+    def candidates(self, slots: int) -> list[StepShape]:
+        """What a batch of ``slots`` may run, plain decoding first."""
+        size = self.padding.size(slots)
+        if self.adaptive:
+            return candidate_shapes(size)
+        return list(dict.fromkeys(step_shape(size, self.speculation, drafting) for drafting in (0, size)))
+
+    def shapes(self) -> list[StepShape]:
+        """Those of all batch sizes."""
+        return list(
+            dict.fromkeys(
+                shape for slots in range(1, self.most_slots + 1) for shape in self.candidates(slots)
+            )
+        )
 
     def captured(self) -> list[StepShape]:
-        """Every shape that batches within the buckets can have."""
-        return list(dict.fromkeys(self(size, drafting) for size in self.buckets for drafting in (0, size)))
-
-    def reserve(self, slots: int) -> int:
-        """Most positions that a step of up to so many slots may write in one of them."""
-        return max(self(size, size).reserve for size in range(1, slots + 1))
+        """Those that get graphs."""
+        return [shape for shape in self.shapes() if shape.slots in self.padding.buckets]
 
     @property
-    def levels(self) -> int:
-        return self.speculation[0] if self.speculation is not None else 0
+    def margin(self) -> int:
+        """Positions past a context that steps may look at: rows that end are cut after the step that overran."""
+        shapes = self.shapes()
+        return max(s.reserve for s in shapes) + 2 * (max(s.levels for s in shapes) + 1)
+
+    @property
+    def headroom(self) -> int:
+        """Positions that the first step of a request may write."""
+        return max(shape.reserve for shape in self.candidates(1))

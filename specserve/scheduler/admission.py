@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from specserve.core import MAX_SEED
 from specserve.frontend.messages import Submit
 from specserve.scheduler.request import Request
+from specserve.spec.acceptance import Skill
+from specserve.spec.state import draft_cap
 
 
 class Refused(Exception):
@@ -55,6 +57,7 @@ class Admission:
             limit=limit,
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             arrival=next(self._arrivals),
+            skill=Skill(draft_cap(params)),
         )
 
     def _check(self, message: Submit) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specserve.core import SamplingParams, SpeculationUsage
+from specserve.spec.acceptance import Skill
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +21,7 @@ class Request:
     limit: int
     stop_ids: frozenset[int]
     arrival: int
+    skill: Skill
     output: list[int] = field(default_factory=list)
     # While it has a slot; reset by preemption.
     slot: int = -1

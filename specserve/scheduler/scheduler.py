@@ -7,21 +7,21 @@ next one runs: the host then works with bounds (``Request.inflight``) and learns
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from specserve.engine.runner import Emitted, Launch, Row, Runner
+from specserve.engine.shapes import ShapePolicy
 from specserve.frontend.messages import Failed, FinishReason, Stats, Submit, Tokens
 from specserve.scheduler.admission import Admission, Refused
 from specserve.scheduler.counters import Counters
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.request import Request
-from specserve.spec.state import RowInit, draft_cap
+from specserve.spec.adaptive import Batch
+from specserve.spec.state import RowInit
 from specserve.spec.tree import StepShape
-
-ShapeOf = Callable[[int, int], StepShape]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Limits:
 
     max_running_requests: int
     chunked_prefill_size: int
+    headroom: int  # positions that the first step of a request may write
     overlap: bool
 
 
@@ -37,13 +38,17 @@ class Limits:
 class _InFlight:
     launch: Launch
     requests: list[Request]
-    adds: int  # most tokens it may add to a request's cache
-    is_step: bool
+    shape: StepShape | None = None  # None: a prefill
+    batch: Batch | None = None  # what its shape was chosen for
+
+    @property
+    def adds(self) -> int:
+        """Most tokens it may add to a request's cache beyond what prefill counted."""
+        return self.shape.levels + 1 if self.shape is not None else 0
 
 
 class Scheduler:
-    """Owns all requests. ``shape_of(slots, drafting)`` gives the next step's shape; ``drafting`` slots may
-    have drafts."""
+    """Owns all requests. ``policy`` chooses the shape of each step."""
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class Scheduler:
         memory: Memory,
         admission: Admission,
         limits: Limits,
-        shape_of: ShapeOf,
+        policy: ShapePolicy,
         info: dict[str, object],
     ) -> None:
         self.info = info
@@ -59,7 +64,7 @@ class Scheduler:
         self._runner = runner
         self._admission = admission
         self._limits = limits
-        self._shape_of = shape_of
+        self._policy = policy
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in order of arrival
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
@@ -131,7 +136,7 @@ class Scheduler:
             self.memory.take_prefix(request, context)
             cached_pages = len(request.pages)
             # Beside others, leave room for its first step, or it would be put back at once.
-            headroom = self._shape_of(1, 1).reserve if self._running else 0
+            headroom = self._limits.headroom if self._running else 0
             if self.memory.grow(request, len(context) + 1 + headroom) is None:
                 assert self._running, "an admitted request fits an empty pool"
                 self.memory.release(request)
@@ -183,7 +188,7 @@ class Scheduler:
             requests.append(request)
         if not rows:
             return 0
-        self._inflight.append(_InFlight(self._runner.prefill(rows), requests, 0, is_step=False))
+        self._inflight.append(_InFlight(self._runner.prefill(rows), requests))
         for request in requests:
             request.pending += not request.prefilling
             if self.memory.remember(request):
@@ -200,10 +205,10 @@ class Scheduler:
         if not ready:
             return 0
         rows = [Row(r.slot, r.params, self._bound(r)) for r in ready]
-        adds = shape.levels + 1
-        self._inflight.append(_InFlight(self._runner.step(rows, shape), ready, adds, is_step=True))
+        item = _InFlight(self._runner.step(rows, shape), ready, shape, self._batch(ready))
+        self._inflight.append(item)
         for request in ready:
-            request.inflight += adds
+            request.inflight += item.adds
             request.pending += 1
         self._counters.steps += 1
         return 1
@@ -212,10 +217,13 @@ class Scheduler:
         """Most tokens the request's cache may hold once everything launched has run."""
         return request.computed + request.inflight
 
+    def _batch(self, ready: list[Request]) -> Batch:
+        return Batch([r.skill for r in ready], sum(r.computed for r in ready))
+
     def _make_room(self, ready: list[Request]) -> tuple[list[Request], StepShape]:
         """Sees to the pages of the next step: evicts, then preempts the youngest, then gives up drafting."""
         while True:
-            shape = self._shape_of(len(ready), sum(draft_cap(r.params) > 0 for r in ready))
+            shape = self._policy.choose(self._batch(ready))
             if self._reserve(ready, shape):
                 return ready, shape
             if self._inflight:
@@ -232,7 +240,7 @@ class Scheduler:
                 if not ready:
                     return [], shape
                 continue
-            plain = self._shape_of(len(ready), 0)
+            plain = self._policy.plain(len(ready))
             assert self._reserve(ready, plain), "a request that was admitted fits alone"
             return ready, plain
 
@@ -270,15 +278,19 @@ class Scheduler:
 
     def _collect(self, item: _InFlight) -> None:
         """Waits for a launch and hands its tokens out."""
-        for request, emitted in zip(item.requests, item.launch.read(), strict=True):
+        found = item.launch.read()
+        if item.shape is not None and item.batch is not None:
+            given, drafted = [len(each.tokens) for each in found], [each.drafted for each in found]
+            self._policy.observe(item.shape, item.batch, given, drafted, item.launch.seconds)
+        for request, emitted in zip(item.requests, found, strict=True):
             if request.slot < 0:
                 continue  # ended while this launch was in flight
             request.pending -= bool(emitted.tokens)
-            if item.is_step:
+            if item.shape is not None:
                 request.inflight -= item.adds
                 self._count(request, emitted)
             if emitted.tokens:
-                self._extend(request, emitted, item.is_step)
+                self._extend(request, emitted, item.shape is not None)
 
     def _count(self, request: Request, emitted: Emitted) -> None:
         usage = request.usage

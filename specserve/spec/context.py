@@ -26,7 +26,7 @@ class Target(Protocol):
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, taps: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]: ...
 
-    def logits(self, hidden_TH: Tensor) -> Tensor: ...
+    def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The batch's slots, gathered. ``max_length`` bounds every ``length``, and the host knows it."""
+    """The batch's slots, gathered. ``max_length`` bounds every ``length``, and the host knows it. ``logits_XV``: where
+    the target's logits go, None for a place of their own."""
 
     rows_B: Tensor
     root_B: Tensor
@@ -55,11 +56,20 @@ class View:
     pages_BM: Tensor
     max_length: int
     needs: SamplerNeeds
+    logits_XV: Tensor | None = None
 
     @classmethod
-    def of(cls, context: Context, rows_B: Tensor, max_length: int, needs: SamplerNeeds) -> View:
+    def of(
+        cls,
+        context: Context,
+        rows_B: Tensor,
+        max_length: int,
+        needs: SamplerNeeds,
+        logits_XV: Tensor | None = None,
+    ) -> View:
         table = context.state.slots
-        return cls(rows_B, table.root[rows_B], table.length[rows_B], table.pages[rows_B], max_length, needs)
+        root_B, length_B, pages_BM = (each[rows_B] for each in (table.root, table.length, table.pages))
+        return cls(rows_B, root_B, length_B, pages_BM, max_length, needs, logits_XV)
 
     def sampling(self, context: Context, levels: int) -> Sampling:
         """The sampler of a step of so many draft levels."""

@@ -147,9 +147,12 @@ class DecodeState:
         table.length[slot].fill_(row.cached)
         table.limit[slot].fill_(row.limit)
         table.draft_cap[slot].fill_(draft_cap(params))
+        table.root[slot].fill_(0)
         if row.cached:
             table.feature[slot] = page_feature[row.last_cached_page]
-        sampling.temperature[slot].fill_(params.temperature)
+        else:
+            table.feature[slot].fill_(0)  # read, though of no use, and must be finite
+        sampling.temperature[slot].fill_(0.0 if params.greedy else params.temperature)
         sampling.top_k[slot].fill_(max(params.top_k, 0))
         sampling.top_p[slot].fill_(params.top_p)
         sampling.min_p[slot].fill_(params.min_p)

@@ -64,7 +64,8 @@ def verify(context: Context, view: View, shape: StepShape, tree: Tree) -> tuple[
     attend = PagedAttend(context.pool, context.attention.plan_verify(nodes), tree.page_T, tree.offset_T)
     hidden_TH, tapped = context.target(tree.token_T, tree.position_T, attend, context.taps)
     features_TH = context.drafter.fuse(hidden_TH, tapped) if context.drafter is not None else None
-    return context.target.logits(hidden_TH), features_TH
+    out_TV = None if view.logits_XV is None else view.logits_XV[: shape.nodes]
+    return context.target.logits(hidden_TH, out_TV), features_TH
 
 
 def accept(context: Context, view: View, shape: StepShape, tree: Tree, chosen_T: Tensor) -> Accepted:

@@ -21,7 +21,7 @@ GREEDY_LIKE: list[dict[str, Any]] = [
 EXTREME: list[dict[str, Any]] = [
     {"top_k": 2**62},
     {"min_p": SMALLEST},
-    {"repetition_penalty": SMALLEST},
+    {"repetition_penalty": 0.01},
     {"repetition_penalty": 100.0, "presence_penalty": -2.0, "frequency_penalty": 2.0},
     {"logit_bias": dict.fromkeys(range(64), 100.0)},
     {"logit_bias": dict.fromkeys(range(64), -100.0), "min_tokens": 8, "stop_token_ids": list(range(63))},

@@ -1,0 +1,141 @@
+"""How many tokens a step will give: acceptance by level and request, estimated from what steps gave.
+
+A level is *tested* when everything above it was accepted and it had a node; what lies below a rejected node was never
+tested and counts for nothing, or deep levels would look worse the worse the shallow ones are.
+
+Shapes: R requests of a batch, S draft levels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.spec.tree import StepShape
+
+Floats = NDArray[np.float64]
+Family = tuple[int, int]  # branching; nodes a slot for trees, 0 for chains
+
+MAX_LEVELS = 64
+FORGET = 0.995  # of a family's counts, at each step that tests it
+IDLE_FORGET = 0.999  # of them, at each step that does not
+SKILL_FORGET = 0.97  # of a request's counts, at each of its steps
+SKILL_PRIOR = 10.0  # levels' worth of belief that a request is like the others
+PRIOR_TESTS = 4.0
+PRIOR_CHAIN = 0.6
+MOST = 0.995
+
+
+@dataclass(slots=True)
+class Skill:
+    """How much better or worse than the others a request accepts. ``cap``: most nodes drafted for it in a step."""
+
+    cap: int
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    @property
+    def factor(self) -> float:
+        return (self.accepted + SKILL_PRIOR) / (self.expected + SKILL_PRIOR)
+
+    def observe(self, accepted: int, expected: float) -> None:
+        """``expected``: what others would have accepted at the levels that were tested."""
+        self.accepted += accepted
+        self.expected += expected
+
+    def forget(self) -> None:
+        """A step passed; without new evidence a request becomes like the others again."""
+        self.accepted *= SKILL_FORGET
+        self.expected *= SKILL_FORGET
+
+
+@dataclass(slots=True)
+class _Counts:
+    accepted: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
+    tested: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
+    seen: int = 0  # the step that tested it last
+
+
+def family_of(shape: StepShape) -> Family:
+    """Shapes of one family share their estimates: all chains do, and trees of equal width and size."""
+    return shape.branching, 0 if shape.branching == 1 else shape.nodes // shape.slots
+
+
+def _candidates_worth(family: Family) -> float:
+    return 1 + 0.35 * float(np.log2(family[0]))
+
+
+class Acceptance:
+    """Estimates for all families. What one does not know it borrows from the others, and deeper levels from shallower
+    ones: a node of K candidates is rejected like 1 + 0.35 log2 K independent ones of a chain."""
+
+    def __init__(self) -> None:
+        self._families: dict[Family, _Counts] = {}
+        self._step = 0
+
+    def levels(self, family: Family, levels: int) -> Floats:
+        """``P(level l is accepted | level l - 1 is)`` of an average request, for l = 1 .. ``levels``."""
+        prior = 1 - (1 - self._chain(levels)) ** _candidates_worth(family)
+        accepted, tested = self._kept(family, levels)
+        return np.asarray((accepted + PRIOR_TESTS * prior) / (tested + PRIOR_TESTS))
+
+    def _chain(self, levels: int) -> Floats:
+        """What all families together say of a chain's levels."""
+        votes, weights = np.zeros(levels), np.zeros(levels)
+        for family in self._families:
+            accepted, tested = self._kept(family, levels)
+            rejected = 1 - accepted / np.maximum(tested, 1e-9)
+            votes += tested * (1 - np.clip(rejected, 0, 1) ** (1 / _candidates_worth(family)))
+            weights += tested
+        found, above = np.empty(levels), PRIOR_CHAIN
+        for level in range(levels):
+            above = (votes[level] + PRIOR_TESTS * above) / (weights[level] + PRIOR_TESTS)
+            found[level] = above
+        return found
+
+    def _kept(self, family: Family, levels: int) -> tuple[Floats, Floats]:
+        """Accepted and tested, less what was forgotten since the family ran."""
+        counts = self._families.get(family)
+        if counts is None:
+            return np.zeros(levels), np.zeros(levels)
+        kept = IDLE_FORGET ** (self._step - counts.seen)
+        return kept * counts.accepted[:levels], kept * counts.tested[:levels]
+
+    def expected(self, shape: StepShape, factors: Floats, caps: NDArray[np.int64]) -> float:
+        """Tokens that a step of ``shape`` gives a batch. Chains share a budget of nodes by select's own rule: the most
+        likely ones of all requests; of trees the estimates hold for the budget they were made with."""
+        slots = len(factors)
+        if not shape.levels:
+            return float(slots)
+        levels = self.levels(family_of(shape), shape.levels)
+        reached_RS = np.minimum(np.outer(factors, levels), MOST).cumprod(axis=1)
+        depth_S = np.arange(1, shape.levels + 1)
+        reached_RS[depth_S > caps[:, None]] = 0
+        if shape.branching > 1 or shape.nodes >= shape.slots * (shape.levels + 1):
+            return slots + float(reached_RS.sum())
+        budget = min(shape.nodes - shape.slots, reached_RS.size)
+        return slots + float(np.partition(reached_RS, -budget, axis=None)[-budget:].sum())
+
+    def observe(self, shape: StepShape, skills: list[Skill], emitted: list[int], drafted: list[int]) -> None:
+        """``emitted``: tokens that the step gave each request; ``drafted``: nodes it was given beside its root."""
+        self._step += 1
+        for skill in skills:
+            skill.forget()
+        if not shape.levels:
+            return
+        family = family_of(shape)
+        usual = self.levels(family, shape.levels)
+        counts = self._families.setdefault(family, _Counts())
+        counts.seen = self._step
+        counts.accepted *= FORGET
+        counts.tested *= FORGET
+        for skill, tokens, nodes in zip(skills, emitted, drafted, strict=True):
+            accepted = tokens - 1
+            offered = min(shape.levels, nodes)  # exact for chains
+            tested = min(accepted + 1, offered)
+            counts.accepted[:accepted] += 1
+            counts.tested[:tested] += 1
+            if tested:
+                skill.observe(accepted, float(usual[:tested].sum()))

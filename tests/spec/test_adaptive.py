@@ -1,0 +1,184 @@
+"""The controller against a simulated device: known costs, known acceptance, no clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from specserve.engine.shapes import candidate_shapes
+from specserve.spec.acceptance import Acceptance, Skill
+from specserve.spec.adaptive import Batch, Controller
+from specserve.spec.cost import CostModel
+from specserve.spec.tree import StepShape
+
+FREE = 2**62
+KV_SECONDS = 131072 / 4.23e12
+GEMM = {1: 4.4, 2: 4.5, 4: 4.5, 8: 4.6, 16: 4.7, 32: 4.8, 64: 5.0, 128: 5.6, 256: 8.0, 512: 13.0}
+
+
+def seconds(shape: StepShape) -> float:
+    """About an 8B model on one H200, without context."""
+    nodes = sorted(GEMM)
+    target = float(np.interp(shape.nodes, nodes, [GEMM[n] for n in nodes]))
+    level = 0.24 + 0.0004 * shape.slots * shape.branching
+    return (target + (shape.levels and 0.1) + level * shape.levels) / 1e3
+
+
+@dataclass
+class Device:
+    """``accepts(request)``: the chance that a drafted token is right, at any level."""
+
+    accepts: Sequence[float]
+    caps: Sequence[int] | None = None
+    kv_tokens: int = 0
+    noise: float = 0.02
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def run(self, choose: Callable[[Batch], StepShape], observe: Callable[..., None], steps: int) -> float:
+        """Tokens a second over ``steps``."""
+        caps = self.caps or [FREE] * len(self.accepts)
+        skills = [Skill(cap) for cap in caps]
+        batch, tokens, clock = Batch(skills, self.kv_tokens), 0, 0.0
+        for _ in range(steps):
+            shape = choose(batch)
+            emitted, drafted = self._step(shape, caps)
+            took = seconds(shape) + KV_SECONDS * self.kv_tokens
+            tokens, clock = tokens + sum(emitted), clock + took
+            observe(shape, batch, emitted, drafted, took * (1 + self.noise * self.generator.standard_normal()))
+        return tokens / clock
+
+    def _step(self, shape: StepShape, caps: Sequence[int]) -> tuple[list[int], list[int]]:
+        share = (shape.nodes - shape.slots) // max(shape.slots, 1)
+        emitted, drafted = [], []
+        for chance, cap in zip(self.accepts, caps, strict=True):
+            nodes = min(cap, share) if shape.levels else 0
+            deepest = min(shape.levels, nodes)
+            hit = 1 - (1 - chance) ** (1 + 0.5 * np.log2(shape.branching))
+            accepted = 0
+            while accepted < deepest and self.generator.random() < hit:
+                accepted += 1
+            emitted.append(accepted + 1)
+            drafted.append(nodes)
+        return emitted, drafted
+
+
+def controller() -> Controller:
+    sizes = (1, 4, 16, 32, 64, 128, 256)
+    table = {shape: seconds(shape) for size in sizes for shape in candidate_shapes(size)}
+    return Controller(candidate_shapes, CostModel(table, KV_SECONDS))
+
+
+def ignore(*_: object) -> None:
+    """Nothing learns from a static run."""
+
+
+def static_rates(device: Callable[[], Device], slots: int, steps: int) -> dict[StepShape, float]:
+    return {
+        shape: device().run(lambda _, shape=shape: shape, ignore, steps)  # type: ignore[misc]
+        for shape in candidate_shapes(slots)
+    }
+
+
+@pytest.mark.parametrize("slots", [1, 4, 16, 64, 256])
+@pytest.mark.parametrize("accepts", [0.0, 0.3, 0.6, 0.8, 0.95])
+def test_near_the_best_static_shape_and_never_below_off(slots: int, accepts: float) -> None:
+    def device() -> Device:
+        return Device([accepts] * slots)
+
+    rates = static_rates(device, slots, 600)
+    found = controller()
+    adaptive = device().run(found.choose, found.observe, 600)
+    off = rates[StepShape.plain(slots)]
+    assert adaptive >= 0.985 * off
+    # Few requests give little to learn from in so few steps.
+    assert adaptive >= (0.95 if slots > 4 else 0.8) * max(rates.values())
+
+
+def test_learns_that_drafts_are_useless_and_keeps_probing() -> None:
+    found, counts = controller(), Counter[int]()
+
+    def choose(batch: Batch) -> StepShape:
+        shape = found.choose(batch)
+        counts[shape.levels] += 1
+        return shape
+
+    device = Device([0.02] * 16)
+    device.run(choose, found.observe, 200)
+    counts.clear()
+    device.run(choose, found.observe, 4000)
+    assert 0 < sum(counts.values()) - counts[0] < 40
+
+
+def test_comes_back_when_drafts_get_good() -> None:
+    found = controller()
+    Device([0.0] * 4).run(found.choose, found.observe, 1000)
+    late = Device([0.9] * 4)
+    late.run(found.choose, found.observe, 1500)
+    assert late.run(found.choose, found.observe, 300) > 0.9 * max(
+        static_rates(lambda: Device([0.9] * 4), 4, 300).values()
+    )
+
+
+def test_long_contexts_pay_for_drafting_where_short_ones_do_not() -> None:
+    levels = []
+    for context in (0, 8192):
+        found = controller()
+        Device([0.5] * 256, kv_tokens=256 * context).run(found.choose, found.observe, 300)
+        levels.append(found.choose(Batch([Skill(FREE)] * 256, 256 * context)).levels)
+    assert levels[0] == 0 < levels[1]
+
+
+def test_switched_off_requests_are_not_drafted_for() -> None:
+    found = controller()
+    shape = found.choose(Batch([Skill(0)] * 4, 0))
+    assert shape == StepShape.plain(4)
+
+
+def test_untested_levels_count_for_nothing() -> None:
+    """Of chains that always break at level 1, nothing is counted against level 2; a cap is no rejection either."""
+    shape = StepShape(1, 4, 3, 1)
+    broken, unbroken = Acceptance(), Acceptance()
+    for acceptance in (broken, unbroken):
+        for _ in range(50):
+            acceptance.observe(shape, [Skill(FREE)], [4], [3])
+    for _ in range(50):
+        broken.observe(shape, [Skill(FREE)], [1], [3])
+    first, second, _ = broken.levels((1, 0), 3)
+    assert first < 0.6 < 0.8 < second
+    for _ in range(50):
+        unbroken.observe(shape, [Skill(1)], [2], [1])
+    assert unbroken.levels((1, 0), 3)[1] > 0.85
+
+
+def test_a_request_is_known_by_its_own_acceptance() -> None:
+    acceptance, shape = Acceptance(), StepShape(2, 8, 3, 1)
+    easy, hard = Skill(FREE), Skill(FREE)
+    for _ in range(30):
+        acceptance.observe(shape, [easy, hard], [4, 1], [3, 3])
+    assert easy.factor > 1.1 > 0.6 > hard.factor
+
+
+def test_a_budget_goes_where_it_is_likely_to_pay() -> None:
+    """With 4 nodes for two requests, an easy one's deep nodes beat a hard one's first."""
+    acceptance = Acceptance()
+    shape, caps = StepShape(2, 6, 4, 1), np.array([FREE, FREE])
+    equal = acceptance.expected(shape, np.array([1.0, 1.0]), caps)
+    unequal = acceptance.expected(shape, np.array([1.6, 0.1]), caps)
+    assert unequal > equal
+    half = acceptance.expected(StepShape(1, 5, 4, 1), np.array([1.6]), caps[:1])
+    assert unequal >= half + 1
+
+
+def test_costs_are_refreshed_and_outliers_left_out() -> None:
+    shape = StepShape.plain(4)
+    cost = CostModel({shape: 1.0}, slope=0.0)
+    cost.observe(shape, 0, 100.0)
+    assert cost.seconds(shape, 0) == 1.0
+    for _ in range(100):
+        cost.observe(shape, 1000, 2.0)
+    assert cost.seconds(shape, 1000) == pytest.approx(2.0, rel=0.01)
+    assert cost.error < 0.05

@@ -1,0 +1,97 @@
+"""The controller inside the engine: the text stays, the shape follows what drafts are worth."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from specserve import LLM, SamplingParams
+from specserve.config import make_settings, resolve
+from specserve.core import Speculation
+from specserve.engine.shapes import AdaptiveShapes
+from specserve.spec.adaptive import Batch
+from specserve.spec.cost import CostModel
+from specserve.spec.tree import StepShape
+
+PROMPTS = [[5, 6, 7, 300], [9, 1000, 4], [77, 12, 90, 90, 8]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, top_p=0.9, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, speculation=Speculation(enabled=False)),
+]
+
+
+def texts(**settings: Any) -> tuple[list[list[int]], Counter[int]]:
+    """Of three requests together, and how often each number of levels ran."""
+    levels: Counter[int] = Counter()
+    choose = AdaptiveShapes.choose
+
+    def counted(self: AdaptiveShapes, batch: Batch) -> StepShape:
+        shape = choose(self, batch)
+        levels[shape.levels] += 1
+        return shape
+
+    with (
+        patch.object(AdaptiveShapes, "choose", counted),
+        LLM(
+            skip_tokenizer_init=True, dtype="float64", max_running_requests=3, random_seed=0, **settings
+        ) as llm,
+    ):
+        return [output.token_ids for output in llm.generate(PROMPTS, PARAMS)], levels
+
+
+def priced(level: float) -> Any:
+    """Steps cost 1, and so much more for each draft level."""
+
+    def measure(_: Any, most: int, candidates: Any) -> CostModel:
+        shapes = [shape for slots in range(1, most + 1) for shape in candidates(slots)]
+        return CostModel({shape: 1 + level * shape.levels for shape in shapes})
+
+    return patch("specserve.engine.build.measure_eager", measure)
+
+
+@pytest.mark.parametrize("level", [0.05, 50.0], ids=["cheap", "dear"])
+def test_the_text_of_plain_decoding(level: float) -> None:
+    expected, _ = texts()
+    with priced(level), patch.object(CostModel, "observe", lambda *_: None):
+        found, levels = texts(speculative_algorithm="EAGLE3", speculative_adaptive=True)
+    assert found == expected
+    drafted = sum(levels.values()) - levels[0]
+    assert (drafted > levels[0]) == (level < 1)
+
+
+def test_costs_are_measured_at_start() -> None:
+    with LLM(
+        skip_tokenizer_init=True,
+        speculative_algorithm="EAGLE3",
+        speculative_adaptive=True,
+        max_running_requests=2,
+    ) as llm:
+        assert llm._engine is not None
+        assert llm._engine.info["speculation"] == "adaptive"
+        controller = llm._engine._policy.controller  # type: ignore[attr-defined]
+        plain, deep = StepShape.plain(1), StepShape(1, 9, 8, 1)
+        assert 0 < controller.cost.seconds(plain, 0) < controller.cost.seconds(deep, 0)
+
+
+def test_a_shape_and_the_controller_exclude_each_other() -> None:
+    from specserve.config import resolve_paths
+    from specserve.models.config import load_model_config
+
+    given, _ = resolve_paths(
+        make_settings(
+            device="cpu",
+            speculative_algorithm="EAGLE3",
+            speculative_adaptive=True,
+            speculative_num_steps=3,
+            speculative_eagle_topk=1,
+            speculative_num_draft_tokens=4,
+        )
+    )
+    from pathlib import Path
+
+    with pytest.raises(ValueError, match="--speculative-num-steps fixes it"):
+        resolve(given, load_model_config(Path(str(given.model_path))))
