@@ -14,6 +14,7 @@ from specserve_kernels.reference import (
     rotary,
     select,
 )
+from specserve_kernels.reference import indexed_linear as _indexed_linear
 from specserve_kernels.reference import linear as _linear
 from specserve_kernels.reference.accept import accept_walk
 from specserve_kernels.reference.attention import group_bias, paged_attention, visible_to_bias
@@ -37,6 +38,7 @@ accept_path = dispatched(accept.accept_path)
 add_rms_norm = dispatched(norm.add_rms_norm)
 advance = dispatched(commit.advance)
 grow_level = dispatched(grow.grow_level)
+indexed_linear = dispatched(_indexed_linear.indexed_linear)
 linear = dispatched(_linear.linear)
 move_kv = dispatched(commit.move_kv)
 pair_inputs = dispatched(pairs.pair_inputs)
@@ -65,6 +67,7 @@ __all__ = [
     "group_bias",
     "grow_level",
     "gumbel_noise",
+    "indexed_linear",
     "linear",
     "move_kv",
     "paged_attention",
