@@ -24,7 +24,7 @@ import argparse
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,20 @@ def eagle3_tensors(wide: Embedding, files: TensorFiles, vocab: int) -> Named:
     yield "t2d", torch.zeros(shape.vocab, dtype=torch.bool).index_fill_(0, ids, True)
 
 
+def negate_head(tensors: Named) -> Named:
+    """A draft that picks what its target never picks, at the same cost."""
+    return ((name, -each if name == "lm_head.weight" else each) for name, each in tensors)
+
+
+def scramble(tensors: Named) -> Named:
+    """Random matrices, norms of one; vocabulary maps stay."""
+    for name, each in tensors:
+        if not each.is_floating_point():
+            yield name, each
+        else:
+            yield name, torch.randn_like(each) * STD if each.dim() > 1 else torch.ones_like(each)
+
+
 def shards(tensors: Named, limit: int) -> Iterator[dict[str, Tensor]]:
     """Groups of tensors on the CPU, of at most ``limit`` bytes unless one tensor alone is larger."""
     group: dict[str, Tensor] = {}
@@ -174,7 +188,8 @@ def wide_draft_config(
     }
 
 
-USELESS = "eagle3_useless"
+USELESS, RANDOM = "eagle3_useless", "random"
+STD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,14 +219,20 @@ class Maker:
         self.target(made.target)
         self.eagle(made.eagle)
         self.eagle3(made.eagle3)
-        self.eagle3(output / USELESS, useless=True)
+        self.eagle3(output / USELESS, change=negate_head)
         return made
 
-    def target(self, output: Path) -> None:
+    def random(self, output: Path) -> None:
+        """A target and an EAGLE-3 draft of the same shapes with random numbers everywhere, for timing alone: zeros draw
+        less power than numbers, so GEMMs that heat the card run faster on the family above."""
+        self.target(output / "target", scramble)
+        self.eagle3(output / "eagle3", change=scramble)
+
+    def target(self, output: Path, change: Callable[[Named], Named] = lambda tensors: tensors) -> None:
         config = load_model_config(self.small.target)
         wide = self._embedding(config.layer, self.small.target)
         order, _ = layer_order(config.num_layers, self._taps(), self.shape.layers)
-        tensors = target_tensors(wide, TensorFiles(self.small.target), order)
+        tensors = change(target_tensors(wide, TensorFiles(self.small.target), order))
         write(tensors, wide_target_config(config, self.shape, self.dtype), output)
         copy_others(self.small.target, output)
 
@@ -220,8 +241,7 @@ class Maker:
         embed = TensorFiles(self.small.target)["embed_tokens.weight"]
         write(eagle_tensors(wide, TensorFiles(self.small.eagle), embed), config, output)
 
-    def eagle3(self, output: Path, useless: bool = False) -> None:
-        """``useless``: with its head negated, it drafts tokens that the target never picks, at the same cost."""
+    def eagle3(self, output: Path, change: Callable[[Named], Named] = lambda tensors: tensors) -> None:
         wide, config = self._draft(self.small.eagle3)
         target = load_model_config(self.small.target)
         _, taps = layer_order(target.num_layers, self._taps(), self.shape.layers)
@@ -232,9 +252,7 @@ class Maker:
             "eagle_aux_hidden_state_layer_ids": taps,
         }
         tensors = eagle3_tensors(wide, TensorFiles(self.small.eagle3), target.vocab_size)
-        if useless:
-            tensors = ((name, -each if name == "lm_head.weight" else each) for name, each in tensors)
-        write(tensors, config, output)
+        write(change(tensors), config, output)
 
     def _taps(self) -> list[int]:
         """Boundaries that the small EAGLE-3 reads, which its config must name as inputs of layers."""
@@ -275,13 +293,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="bfloat16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--random", action="store_true", help="write DIR/random/target and eagle3 too")
     for name, default in dataclasses.asdict(Family()).items():
         parser.add_argument(f"--{name}", type=Path, default=default)
     args = parser.parse_args()
     found = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(found if args.device == "auto" else args.device)
     small = Family(args.target, args.eagle, args.eagle3)
-    made = Maker(small, SHAPES[args.shape], DTYPES[args.dtype], device).run(args.output)
+    maker = Maker(small, SHAPES[args.shape], DTYPES[args.dtype], device)
+    if args.random:
+        maker.random(args.output / RANDOM)
+    made = maker.run(args.output)
     print(made.target, made.eagle, made.eagle3, args.output / USELESS, sep="\n")
 
 

@@ -1,7 +1,9 @@
-"""What a step can't be faster than on one H200 with Llama-3.1-8B shapes in bfloat16, and what other servers take.
+"""What steps are held against on one H200 with Llama-3.1-8B shapes in bfloat16, and what other servers take.
 
 Measured there: GEMMs of cuBLAS in a CUDA graph, device reads, and the servers' wall clock with random weights, 512
-tokens in and 256 out, in milliseconds a step. A floor counts GEMMs and reads of the KV cache and nothing else.
+tokens in and 256 out, in milliseconds a step. A floor counts GEMMs and reads of the KV cache and nothing else. Up to
+256 tokens its GEMMs are cuBLAS's: where another kernel or a later cuBLAS is faster, a ratio comes out below 1. Above,
+and for prefill, they are arithmetic at the card's rate.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ Shape = tuple[int, int, int]  # steps, topk, verified tokens
 
 READ_BYTES_PER_S = 4.23e12
 GEMM_FLOPS = 790e12
-PARAMETERS = 8.0e9
+LAYER_PARAMETERS, HEAD_PARAMETERS = 6.98e9, 0.525e9
 TARGET_MS = {1: 3.98, 2: 4.10, 4: 4.12, 8: 4.14, 16: 4.20, 32: 4.30, 64: 4.40, 128: 4.81, 256: 7.27}
 """All GEMMs of the target, by tokens in the step."""
 DRAFT_LAYER_MS, DRAFT_HEAD_MS, DRAFT_FC_MS = 0.134, 0.068, 0.032
@@ -53,14 +55,19 @@ PEERS_MS: dict[tuple[Shape | None, int], dict[str, float]] = {
 
 
 def gemm_ms(tokens: int) -> float:
-    """The target's GEMMs: the table, between its points a line; beyond it the last line or arithmetic, whichever is
-    slower."""
+    """The target's GEMMs in a step: the table, lines between its points, arithmetic beyond it."""
     points = sorted(TARGET_MS)
+    if tokens > points[-1]:
+        return max(TARGET_MS[points[-1]], _arithmetic_ms(LAYER_PARAMETERS + HEAD_PARAMETERS, tokens))
     above = next((point for point in points[1:] if point >= tokens), points[-1])
     below = points[points.index(above) - 1]
     slope = (TARGET_MS[above] - TARGET_MS[below]) / (above - below)
-    line = TARGET_MS[below] + slope * (tokens - below)
-    return line if tokens <= points[-1] else max(line, _arithmetic_ms(PARAMETERS, tokens))
+    return TARGET_MS[below] + slope * (tokens - below)
+
+
+def prefill_ms(tokens: int) -> float:
+    """The layers over all tokens; the head, over the last ones alone, is left out."""
+    return _arithmetic_ms(LAYER_PARAMETERS, tokens)
 
 
 def kv_ms(context_tokens: int) -> float:

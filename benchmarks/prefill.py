@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import generate_timed, load_options, make_prompts, open_llm, parse_load, write_results
-from benchmarks.floors import Shape, applies, gemm_ms
+from benchmarks.floors import Shape, applies, prefill_ms
 from specserve import LLM
 
 BARS_MS = {16: 190.0, 1: 17.0}
@@ -27,7 +27,7 @@ def measure(llm: LLM, args: argparse.Namespace, batch: int) -> dict[str, Any]:
     generate_timed(llm, prompts, 1)
     ms = median(generate_timed(llm, prompts, 1)[0] for _ in range(args.repeats)) * 1e3
     same = applies(args.model) and args.prompt_tokens == COUNTED_PROMPT
-    floor = gemm_ms(batch * args.prompt_tokens) if same else None
+    floor = prefill_ms(batch * args.prompt_tokens) if same else None
     return {
         "batch": batch,
         "prompt_tokens": args.prompt_tokens,

@@ -2,8 +2,9 @@
 
     python -m benchmarks.suite --pair DIR [--only steps tokens throughput prefill traces] [--results benchmarks/results]
 
-DIR is the output of ``python -m benchmarks.cost_faithful``. ``steps`` are milliseconds a step with the useless draft,
-whose batches stay full to the end, as batches with random weights do; ``tokens`` the same cases with the trained one.
+DIR is the output of ``python -m benchmarks.cost_faithful --random``. ``steps``, ``prefill`` and ``traces`` run on the
+random weights, as the peers were measured: nothing drafted is accepted, and batches stay full to the end. ``tokens``
+are the cases of ``steps`` with the trained pair, ``throughput`` and ``useless`` (steps again) too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import benchmarks.single_stream
 import benchmarks.step_trace
 import benchmarks.throughput
 import specserve.engine.build
-from benchmarks.cost_faithful import USELESS
+from benchmarks.cost_faithful import RANDOM, USELESS
 
 IMAGES = Path("docs/images")
 SPARE_POSITIONS = 256  # shapes differ in how far a step may look past the context
@@ -48,6 +49,8 @@ def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], Non
     target = ["--model", str(pair / "target")]
     trained = [*target, "--eagle3", str(pair / "eagle3")]
     useless = [*target, "--eagle3", str(pair / USELESS)]
+    random_target = ["--model", str(pair / RANDOM / "target"), "--prompts", "random"]
+    random = [*random_target, "--eagle3", str(pair / RANDOM / "eagle3")]
 
     def into(name: str) -> list[str]:
         return ["--output", str(results / f"{name}.json")]
@@ -56,7 +59,8 @@ def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], Non
     prefill, trace = benchmarks.prefill.main, benchmarks.step_trace.main
     traces = [("off", 1), ("off", 32), ("3,1,4", 1), ("3,1,4", 32), ("5,8,32", 1)]
     return {
-        "steps": [(steps, [*useless, *into("single_stream")])],
+        "steps": [(steps, [*random, *into("single_stream")])],
+        "useless": [(steps, [*useless, *into("single_stream_useless")])],
         "tokens": [(steps, [*trained, "--repeats", "1", *into("single_stream_trained")])],
         "throughput": [
             (
@@ -65,14 +69,14 @@ def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], Non
             )
         ],
         "prefill": [
-            (prefill, [*target, *into("prefill")]),
-            (prefill, [*trained, "--shape", "3,1,4", *into("prefill_eagle3")]),
+            (prefill, [*random_target, *into("prefill")]),
+            (prefill, [*random, "--shape", "3,1,4", *into("prefill_eagle3")]),
         ],
         "traces": [
             (
                 trace,
                 [
-                    *useless,
+                    *random,
                     "--shape",
                     shape,
                     "--batch",

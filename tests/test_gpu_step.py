@@ -100,6 +100,8 @@ def test_no_setting_changes_the_text(
 ) -> None:
     with engine(("EAGLE3", 4, 4, 16), max_running_requests=16, **settings) as llm:
         assert_same(texts(llm, items[:40]), expected[:40], items[:40])
+        assert llm._engine is not None
+        assert (llm._engine.stats().preemptions > 0) == ("max_total_tokens" in settings)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
@@ -107,22 +109,51 @@ def test_no_setting_changes_the_text(
 def test_nothing_waits_for_the_device_but_the_reading_of_results(
     shape: Shape | None, items: list[Item]
 ) -> None:
-    """PyTorch raises at every call that would synchronize; reading a result waits for an event, which it allows."""
+    """PyTorch raises at every call that would synchronize; reading a result waits for an event, which it allows. Half
+    the requests come in while others run, and each iteration leaves a launch in flight."""
     with engine(shape, max_running_requests=8) as llm:
         scheduler = llm._engine
         assert scheduler is not None
-        for index, item in enumerate(items[:8]):
+        for index, item in enumerate(items[:4]):
             scheduler.submit(Submit(str(index), list(item.prompt), item.params))
         tokens = 0
         for _ in range(3):
             scheduler.run_once()
         torch.cuda.set_sync_debug_mode("error")
         try:
+            for index, item in enumerate(items[4:8]):
+                scheduler.submit(Submit(str(4 + index), list(item.prompt), item.params))
             while scheduler.has_work:
                 tokens += sum(len(message.token_ids) for message in scheduler.run_once())  # type: ignore[union-attr]
+                assert scheduler._inflight or not any(r.wants_tokens for r in scheduler._running)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert tokens > 100
+
+
+def test_logprobs_and_aborts_under_overlap(items: list[Item]) -> None:
+    """Logprobs are read from the graph's logits while the next step runs; slots of aborted requests are taken anew."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
+    prompts = [item.prompt for item in items[:12]]
+    found = []
+    for shape in (None, ("EAGLE3", 4, 4, 16)):
+        with engine(shape, max_running_requests=4) as llm:
+            scheduler = llm._engine
+            assert scheduler is not None
+            for round_ in range(3):
+                for index, prompt in enumerate(prompts[:6]):
+                    scheduler.submit(Submit(f"{round_}-{index}", list(prompt), params))
+                for _ in range(4):
+                    scheduler.run_once()
+                for index in range(6):
+                    scheduler.abort(f"{round_}-{index}")
+            found.append(llm.generate(prompts, params))
+            assert not scheduler._running
+    for plain, drafted in zip(*found, strict=True):
+        assert plain.token_ids == drafted.token_ids
+        for ours, theirs in zip(drafted.logprobs or [], plain.logprobs or [], strict=True):
+            assert ours.token == theirs.token
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("shape", [("EAGLE3", 5, 1, 6), ("EAGLE3", 5, 4, 16), ("EAGLE", 5, 4, 16)], ids=str)
