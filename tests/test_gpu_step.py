@@ -152,7 +152,7 @@ def test_logprobs_and_aborts_under_overlap(items: list[Item]) -> None:
     for plain, drafted in zip(*found, strict=True):
         assert plain.token_ids == drafted.token_ids
         for ours, theirs in zip(drafted.logprobs or [], plain.logprobs or [], strict=True):
-            assert ours.token == theirs.token
+            assert ours.token_id == theirs.token_id
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 

@@ -12,10 +12,13 @@ import torch
 pytest.importorskip("triton")
 
 import specserve_kernels.dispatch
+from specserve_kernels.ops import select
 
 import specserve.engine.sampler
 from specserve.attention import ATTENTION
+from specserve.attention.triton import TritonAttention
 from specserve.core import SamplingParams
+from specserve.engine.sampler import TritonSampling
 from tests.engines import Answer, Checkpoints, answer_all
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import make_llama
@@ -24,7 +27,11 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
 )  # of NumPy, in the interpreter: log(0) is -inf
 
-PROMPTS = [[3, 9, 27, 17, 5, 40], [1, 2, 1, 2, 1, 2, 1], list(range(20, 43))]
+PROMPTS = [
+    [3, 9, 27, 17, 5, 40],
+    [1, 2, 1, 2, 1, 2, 1],
+    [*range(20, 60), *(token % 61 for token in range(140))],
+]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=7),
     SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=7),
@@ -73,7 +80,15 @@ def test_gives_the_texts_of_torch(
 ) -> None:
     expected = answers(checkpoints, algorithm, shape)
     request.getfixturevalue("on_triton")
-    found = answers(checkpoints, algorithm, shape)
+    with (
+        patch.object(
+            TritonAttention, "plan_verify", autospec=True, side_effect=TritonAttention.plan_verify
+        ) as plans,
+        patch.object(TritonSampling, "choose", autospec=True, side_effect=TritonSampling.choose) as choices,
+        patch.object(select, "select_tree", wraps=select.select_tree) as selections,
+    ):
+        found = answers(checkpoints, algorithm, shape)
+    assert plans.call_count and choices.call_count > selections.call_count > 0
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.tokens == theirs.tokens
         assert ours.runs == theirs.runs
