@@ -6,12 +6,28 @@ Imported again by the engine's process, so it imports little; the rest comes whi
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from specserve.config import load_settings, resolve_paths
+from specserve.config import Settings, load_settings, resolve_paths
 from specserve.logs import configure_logging
-from specserve.scheduler.process import Build, build_scheduler
+from specserve.scheduler.process import Build, Built, build_scheduler
+
+log = logging.getLogger("specserve.launch")
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A ``Build`` that also reports the notes on what was chosen before it."""
+
+    build: Build
+    notes: Sequence[str]
+
+    def __call__(self, settings: Settings) -> Built:
+        built = self.build(settings)
+        return built._replace(notes=[*self.notes, *built.notes])
 
 
 def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> int:
@@ -19,10 +35,13 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
     try:
         given = load_settings(sys.argv[1:] if argv is None else argv)
         configure_logging(given.log_level)
-        resolve_paths(given)  # here too, so that a wrong path is told at once
+        # Once, before both processes: a wrong path is told at once, and both read the same revision.
+        local, notes = resolve_paths(given)
+        for note in notes:
+            log.info("%s", note)
         from specserve.server.run import run_server
 
-        return run_server(given, build)
+        return run_server(local, Noted(build, notes))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

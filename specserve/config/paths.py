@@ -2,86 +2,133 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from specserve.config import hub
 from specserve.config.settings import Settings
+from specserve.config.speculation import carries_draft
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 BUNDLED_MODEL = BUNDLED / "chat"
-BUNDLED_DRAFTS = {"EAGLE": BUNDLED / "eagle", "EAGLE3": BUNDLED / "eagle3"}
+BUNDLED_DRAFTS = {
+    "EAGLE": BUNDLED / "eagle",
+    "EAGLE3": BUNDLED / "eagle3",
+    "NAIVE_EAGLE": BUNDLED / "eagle3",
+}
 BUNDLED_NAME = "specserve-chat"
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_FILES = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja", "*.py"]
+_DRAFT_FLAG = "--speculative-draft-model-path"
+_DRAFT_REVISION = "--speculative-draft-model-revision"
 
 
 def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
     """Returns a copy whose paths are local and whose model has a name, and a note on each choice.
 
-    Does nothing to a copy it has made. Raises ValueError naming the flag and the path.
+    Does nothing to a copy it has made. Raises ValueError naming the flag, the path and what to do.
     """
-    notes: list[str] = []
+    places = _Places(settings, [])
     model = settings.model_path
     if model is None:
         model = str(BUNDLED_MODEL)
-        notes.append(f"model_path = {model}: none was given, serving the bundled model")
-    model_path = _local("--model-path", model, notes)
-    tokenizer = settings.tokenizer_path
+        places.notes.append(f"model_path = {model}: none was given, serving the bundled model")
+    model_path = places.model("--model-path", model, settings.revision)
     resolved = replace(
         settings,
         model_path=str(model_path),
-        tokenizer_path=str(model_path if tokenizer is None else _local("--tokenizer-path", tokenizer, notes)),
+        revision=None,
+        tokenizer_path=_tokenizer(settings, model_path, places),
         served_model_name=settings.served_model_name or _names(model, model_path),
-        speculative_draft_model_path=_draft(settings, model_path, notes),
+        speculative_draft_model_path=_draft(settings, model_path, places),
+        speculative_draft_model_revision=None,
+        speculative_token_map=_token_map(settings, places),
     )
-    return resolved, notes
+    return resolved, places.notes
 
 
 def _names(given: str, path: Path) -> tuple[str, ...]:
     if _same(path, BUNDLED_MODEL):
         return (BUNDLED_NAME,)
     last = Path(given).name or path.resolve().name
-    return (last,) if Path(given).exists() else (last, given)
+    return (last,) if Path(given).expanduser().exists() else (last, given)
 
 
-def _draft(settings: Settings, model_path: Path, notes: list[str]) -> str | None:
-    flag, draft = "--speculative-draft-model-path", settings.speculative_draft_model_path
-    if settings.speculative_algorithm == "NONE":
+def _tokenizer(settings: Settings, model_path: Path, places: _Places) -> str:
+    given = settings.tokenizer_path
+    if given is None:
+        return str(model_path)
+    revision = settings.revision if given == settings.model_path else None
+    return str(places.tokenizer("--tokenizer-path", given, revision))
+
+
+def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
+    draft, algorithm = settings.speculative_draft_model_path, settings.speculative_algorithm
+    if algorithm == "NONE":
         return draft
     if draft is not None:
-        return str(_local(flag, draft, notes))
-    bundled = BUNDLED_DRAFTS.get(settings.speculative_algorithm)
-    if bundled is None or not _same(model_path, BUNDLED_MODEL):
-        raise ValueError(
-            f"{flag}: needed for --speculative-algorithm {settings.speculative_algorithm} with {model_path}"
+        revision = settings.speculative_draft_model_revision
+        return str(places.model(_DRAFT_FLAG, draft, revision, _DRAFT_REVISION))
+    if carries_draft(algorithm, model_path):
+        places.notes.append(
+            f"speculative_draft_model_path = {model_path}: the model's checkpoint has a draft head"
         )
-    notes.append(f"speculative_draft_model_path = {bundled}: none was given, using the bundled draft")
-    return str(_local(flag, str(bundled), notes))
+        return str(model_path)
+    bundled = BUNDLED_DRAFTS.get(algorithm)
+    if bundled is None or not _same(model_path, BUNDLED_MODEL):
+        raise ValueError(f"{_DRAFT_FLAG}: needed for --speculative-algorithm {algorithm} with {model_path}")
+    places.notes.append(f"speculative_draft_model_path = {bundled}: none was given, using the bundled draft")
+    return str(places.model(_DRAFT_FLAG, str(bundled), None))
 
 
-def _local(flag: str, given: str, notes: list[str]) -> Path:
+def _token_map(settings: Settings, places: _Places) -> str | None:
+    """A file, or ``organisation/repository/file`` of the hub."""
+    flag, given = "--speculative-token-map", settings.speculative_token_map
+    if given is None or settings.speculative_algorithm == "NONE":
+        return given
     path = Path(given).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ValueError(f"{flag}: {given} is not a directory")
-    if not _HUB_ID.fullmatch(given):
-        raise ValueError(f"{flag}: {given} does not exist")
-    return _download(flag, given, notes)
+    if path.is_file():
+        return str(path)
+    parts = given.split("/", 2)
+    if path.exists() or len(parts) < 3 or not hub.is_id("/".join(parts[:2])):
+        raise ValueError(f"{flag}: {given} is no file, nor a file of the hub like org/name/freq_32768.pt")
+    repo = hub.Repo(flag, "/".join(parts[:2]), cache=settings.download_dir)
+    found = hub.fetch_file(repo, parts[2])
+    places.notes.append(f"speculative_token_map = {found}: {parts[2]} of the hub's {repo}")
+    return str(found)
 
 
-def _download(flag: str, repo: str, notes: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Turns what flags name into directories; ``notes`` collects what came from where."""
 
-    try:
-        path = Path(snapshot_download(repo, allow_patterns=_FILES))
-    except Exception as error:  # the hub client raises its own, requests' and OS errors
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{flag}: {repo} is no directory and can't be had from the hub: {reason}") from None
-    notes.append(f"{flag} {repo}: using the hub's files in {path}")
-    return path
+    settings: Settings
+    notes: list[str]
+
+    def model(self, flag: str, given: str, revision: str | None, revision_flag: str = "--revision") -> Path:
+        return self._directory(
+            hub.Repo(flag, given, revision, revision_flag, self.settings.download_dir), hub.MODEL
+        )
+
+    def tokenizer(self, flag: str, given: str, revision: str | None) -> Path:
+        return self._directory(
+            hub.Repo(flag, given, revision, cache=self.settings.download_dir), hub.TOKENIZER
+        )
+
+    def _directory(self, repo: hub.Repo, kind: hub.Kind) -> Path:
+        path = Path(repo.name).expanduser()
+        if path.is_dir():
+            if repo.revision is not None:
+                self.notes.append(
+                    f"{repo.revision_flag} changes nothing: {path} is a directory, not the hub's"
+                )
+            return path
+        if path.exists():
+            raise ValueError(f"{repo.flag}: {repo.name} is not a directory")
+        if not hub.is_id(repo.name):
+            raise ValueError(f"{repo.flag}: {repo.name} does not exist")
+        found = hub.fetch(repo, kind, code=self.settings.trust_remote_code)
+        self.notes.append(f"{repo.flag[2:].replace('-', '_')} = {found}: the hub's {repo}")
+        return found
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from specserve.config.paths import resolve_paths
-from specserve.config.settings import Settings
+from specserve.config.settings import SETTINGS, Settings
 from specserve.config.speculation import resolve_speculation
+from specserve.config.token_map import resolve_token_map
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
@@ -37,6 +38,7 @@ def resolve(settings: Settings, model_config: ModelConfig) -> tuple[Settings, No
         _pool,
         _execution,
         resolve_speculation,
+        resolve_token_map,
     ]
     for step in steps:
         settings = step(settings, model_config, notes)
@@ -44,14 +46,6 @@ def resolve(settings: Settings, model_config: ModelConfig) -> tuple[Settings, No
 
 
 def _refuse_unavailable(settings: Settings) -> None:
-    if settings.enable_torch_compile:
-        raise ValueError(f"--enable-torch-compile {UNAVAILABLE}")
-    if settings.torch_compile_max_bs is not None:
-        raise ValueError(f"--torch-compile-max-bs {UNAVAILABLE}: there is no --enable-torch-compile to limit")
-    if settings.speculative_token_map is not None:
-        raise ValueError(
-            f"--speculative-token-map {UNAVAILABLE}: drafts use the vocabulary of their checkpoint"
-        )
     if settings.speculative_draft_quantization == "fp8":
         raise ValueError(f"--speculative-draft-quantization fp8 {UNAVAILABLE}: accepted are auto and none")
 
@@ -98,16 +92,23 @@ def _attention(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     return replace(settings, attention_backend=backend)
 
 
+def _context_length(given: int | None, model: ModelConfig, notes: Notes) -> int:
+    """The longest that the model can serve. Within its sliding window a model attends to all, so no context is longer
+    than that."""
+    longest, limit = model.max_position_embeddings, "max_position_embeddings"
+    window = getattr(model, "sliding_window", None)
+    if window is not None and window < longest:
+        longest, limit = window, "sliding_window"
+    if given is not None and given > longest:
+        raise ValueError(f"--context-length: the model's {limit} is {longest}, found {given}")
+    if given is not None:
+        return given
+    notes.append(f"context_length = {longest}: the model's {limit}")
+    return longest
+
+
 def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
-    longest = model.max_position_embeddings
-    context = settings.context_length
-    if context is not None and context > longest:
-        raise ValueError(
-            f"--context-length: the model's max_position_embeddings is {longest}, found {context}"
-        )
-    if context is None:
-        context = longest
-        notes.append(f"context_length = {context}: the model's max_position_embeddings")
+    context = _context_length(settings.context_length, model, notes)
     on_cpu = settings.device == "cpu"
     running, chunk = settings.max_running_requests, settings.chunked_prefill_size
     if running is None:
@@ -123,17 +124,31 @@ def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
 
 
 def _pool(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
-    assert settings.context_length is not None
-    given = settings.max_total_tokens
+    given, context = settings.max_total_tokens, settings.context_length
+    assert context is not None
     if given is not None and given < settings.page_size:
         raise ValueError(
             f"--max-total-tokens: must hold a page of {settings.page_size} tokens, found {given}"
         )
-    if given is not None or settings.device != "cpu":
+    if given is None and settings.device != "cpu":
         return settings
-    total = max(4 * settings.context_length, 65536)
+    settings = _without_fraction(settings, notes)
+    if given is not None:
+        return settings
+    total = max(4 * context, 65536)
     notes.append(f"max_total_tokens = {total}: the device is cpu, the larger of 65536 and 4 contexts")
     return replace(settings, max_total_tokens=total)
+
+
+def _without_fraction(settings: Settings, notes: Notes) -> Settings:
+    """The default in the copy, so that the note is made once."""
+    default = SETTINGS["mem_fraction_static"].default
+    assert isinstance(default, float)
+    if settings.mem_fraction_static == default:
+        return settings
+    where = " on cpu" if settings.device == "cpu" else ""
+    notes.append(f"--mem-fraction-static changes nothing{where}: max_total_tokens sizes the KV pool")
+    return replace(settings, mem_fraction_static=default)
 
 
 def _graphs(settings: Settings, notes: Notes) -> Settings:
@@ -156,8 +171,19 @@ def _graphs(settings: Settings, notes: Notes) -> Settings:
     return replace(settings, cuda_graph_max_bs=largest)
 
 
+def _compile(settings: Settings, notes: Notes) -> Settings:
+    """Cleared in the copy, so that the note is made once."""
+    given = ["--enable-torch-compile"] if settings.enable_torch_compile else []
+    given += [] if settings.torch_compile_max_bs is None else ["--torch-compile-max-bs"]
+    if given:
+        why = "steps run as CUDA graphs of fused kernels, which leave nothing to compile"
+        why = "nothing is compiled on a cpu" if settings.device == "cpu" else why
+        notes.append(f"{', '.join(given)} changes nothing: {why}")
+    return replace(settings, enable_torch_compile=False, torch_compile_max_bs=None)
+
+
 def _execution(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
-    settings = _graphs(settings, notes)
+    settings = _compile(_graphs(settings, notes), notes)
     overlap, seed = settings.overlap_schedule, settings.random_seed
     if settings.disable_overlap_schedule:
         overlap = "off"

@@ -5,6 +5,7 @@ The command line, the environment, the YAML file, docs/settings.md and /server_i
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,7 +13,29 @@ from specserve.config.declare import power_of_two, setting, settings_of
 from specserve.config.values import check_value
 
 MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
-ALGORITHMS = ("NONE", "EAGLE", "EAGLE3")
+ALGORITHMS = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "MTP", "NAIVE_EAGLE")
+
+
+def _lossless(value: float) -> str | None:
+    """SGLang accepts likely drafts below 1, which changes the text."""
+    return None if value == 1 else f"must be 1, as speculation never changes the text here, found {value}"
+
+
+def _static(token_map: str) -> str | None:
+    """A name that is kept free for a map that follows what is generated."""
+    return (
+        f"{token_map} is not available in this version; expected a file or org/name/file"
+        if token_map == "dynamic"
+        else None
+    )
+
+
+def _json_object(text: str) -> str | None:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        return f"must be a JSON object: {error}"
+    return None if isinstance(found, dict) else f"must be a JSON object, found {text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +52,14 @@ class Settings:
         group=MODEL,
         aliases=("model",),
     )
+    revision: str | None = setting(
+        None,
+        "Branch, tag or commit of the model's repository on the hub. Not set: its main branch.",
+        group=MODEL,
+    )
+    download_dir: str | None = setting(
+        None, "Cache directory of downloads from the hub. Not set: the hub's own (HF_HOME).", group=MODEL
+    )
     tokenizer_path: str | None = setting(
         None, "Directory or hub id of the tokenizer. Not set: the model's.", group=MODEL
     )
@@ -39,12 +70,14 @@ class Settings:
         group=MODEL,
     )
     trust_remote_code: bool = setting(
-        False, "Run the tokenizer code that comes with a checkpoint.", group=MODEL
+        False,
+        "Run the tokenizer code that comes with a checkpoint. Model code that comes with one is never run.",
+        group=MODEL,
     )
     served_model_name: tuple[str, ...] = setting(
         (),
-        "Names that requests may use as `model`. Not set: the last part of the model path, for a model of "
-        "the hub its id too, and `specserve-chat` for the bundled model.",
+        "Names that requests may use as `model`, with or without an organisation. Not set: the last part of the "
+        "model path, for a model of the hub its id too, and `specserve-chat` for the bundled model.",
         group=MODEL,
     )
     context_length: int | None = setting(
@@ -126,7 +159,9 @@ class Settings:
         group=ENGINE,
         check=lambda value: None if value == -1 or value >= 1 else f"must be -1 or at least 1, found {value}",
     )
-    disable_radix_cache: bool = setting(False, "Forget a prompt's KV when its request ends.", group=ENGINE)
+    disable_radix_cache: bool = setting(
+        False, "Forget a prompt's KV when its request ends.", group=ENGINE, aliases=("disable_radix",)
+    )
     overlap_schedule: str = setting(
         "auto",
         "Do the host's work for one step during the next. auto: on for cuda, off on cpu, where there is "
@@ -141,9 +176,21 @@ class Settings:
     cuda_graph_max_bs: int | None = setting(
         None, "Largest batch that gets a CUDA graph. Not set: max_running_requests.", group=ENGINE, low=1
     )
-    enable_torch_compile: bool = setting(False, "Not available in this version: refused.", group=ENGINE)
+    enable_torch_compile: bool = setting(
+        False,
+        "Accepted for SGLang's commands and changes nothing: steps run as CUDA graphs of fused kernels, which leave "
+        "nothing to compile.",
+        group=ENGINE,
+    )
     torch_compile_max_bs: int | None = setting(
-        None, "Not available in this version: refused.", group=ENGINE, low=1
+        None, "Accepted and changes nothing, like `--enable-torch-compile`.", group=ENGINE, low=1
+    )
+    tensor_parallel_size: int = setting(
+        1,
+        "1: the model runs on one device. More is not available in this version: refused.",
+        group=ENGINE,
+        aliases=("tp_size", "tp"),
+        check=lambda value: None if value == 1 else f"must be 1 in this version (one device), found {value}",
     )
     random_seed: int | None = setting(
         None,
@@ -162,9 +209,15 @@ class Settings:
     )
     speculative_draft_model_path: str | None = setting(
         None,
-        "Directory or hub id of the draft. Not set: the bundled one, if the model is the bundled one.",
+        "Directory or hub id of the draft. Not set: the model's own, if its checkpoint has one, or the bundled one, if "
+        "the model is the bundled one.",
         group=SPECULATION,
         aliases=("speculative_draft_model",),
+    )
+    speculative_draft_model_revision: str | None = setting(
+        None,
+        "Branch, tag or commit of the draft's repository on the hub. Not set: its main branch.",
+        group=SPECULATION,
     )
     speculative_num_steps: int | None = setting(
         None, "Draft levels. Give all three of the shape or none.", group=SPECULATION, low=1
@@ -180,14 +233,41 @@ class Settings:
         low=2,
         high=64,
     )
+    speculative_adaptive: bool = setting(
+        False,
+        "Choose each step's shape, plain decoding among them, by measured cost and acceptance, instead of the three "
+        "numbers. Experimental: costs are measured at start.",
+        group=SPECULATION,
+    )
     speculative_token_map: str | None = setting(
-        None, "Not available in this version: refused.", group=SPECULATION
+        None,
+        "Tokens that the draft may guess (FR-Spec): a file of target token ids, or `org/name/file` of the hub. "
+        "For drafts that read the target's head; refused for EAGLE3, whose heads bring a vocabulary of their own. "
+        "Not set: the target's vocabulary.",
+        group=SPECULATION,
+        check=_static,
+    )
+    speculative_draft_config_override: str | None = setting(
+        None,
+        "JSON object of fields that replace those of the draft's config.json, among them rope_theta, rope_scaling, "
+        "eagle_aux_hidden_state_layer_ids (the layers whose input is read, whatever the file's convention), "
+        "use_own_embedding, norm_before_residual, recycled_hidden and mtp_hidden (pre or post a norm). Each choice and "
+        "its reason is logged at start.",
+        group=SPECULATION,
+        check=_json_object,
     )
     speculative_draft_quantization: str = setting(
         "auto",
         "Quantization of the draft's weights. auto: none. fp8 is not available in this version.",
         group=SPECULATION,
         choices=("auto", "none", "fp8"),
+    )
+
+    speculative_accept_threshold_single: float = setting(
+        1.0, "1: a draft is accepted only if it is what the model chose.", group=SPECULATION, check=_lossless
+    )
+    speculative_accept_threshold_acc: float = setting(
+        1.0, "1, for the same reason.", group=SPECULATION, check=_lossless
     )
 
     def __post_init__(self) -> None:

@@ -13,6 +13,30 @@ from specserve.config.settings import SETTINGS, Settings
 from specserve.config.values import convert, nearest
 
 PREFIX = "SPECSERVE_"
+_ONE_DEVICE = "the model runs in one process on one device"
+_NOT_TAKEN = {
+    "--chat-template": "the checkpoint's own template is used",
+    "--data-parallel-size": _ONE_DEVICE,
+    "--dp-size": _ONE_DEVICE,
+    "--dp": _ONE_DEVICE,
+    "--enable-lora": "adapters are not served",
+    "--enable-metrics": "metrics are always at /metrics",
+    "--ep-size": _ONE_DEVICE,
+    "--grammar-backend": "structured output is not served",
+    "--json-model-override-args": "change config.json; a draft's with --speculative-draft-config-override",
+    "--kv-cache-dtype": "the KV cache has the dtype of the model",
+    "--load-format": "safetensors or pytorch_model.bin, whichever the checkpoint has",
+    "--log-requests": "prompts and answers are never logged",
+    "--lora-paths": "adapters are not served",
+    "--nnodes": _ONE_DEVICE,
+    "--pp-size": _ONE_DEVICE,
+    "--quantization": "weights are served in --dtype, unquantized",
+    "--reasoning-parser": "answers are not taken apart",
+    "--sampling-backend": "there is one sampler, keyed by position so that no draft changes a text",
+    "--schedule-policy": "requests are served in the order in which they come",
+    "--tool-call-parser": "no tools are called",
+}
+"""Flags of SGLang's that are refused, and why."""
 _BY_NAME = {name: declared for declared in SETTINGS.values() for name in declared.names}
 
 
@@ -86,6 +110,8 @@ def _unknown_argument(argument: str, known: Sequence[str]) -> str:
     if not argument.startswith("-"):
         return f"unexpected argument {argument!r}: settings are given as --name value"
     flag = argument.split("=")[0]
+    if flag in _NOT_TAKEN:
+        return f"{flag}: not taken here: {_NOT_TAKEN[flag]}; leave it out"
     return f"{flag}: unknown flag; the nearest known one is {nearest(flag, known)}"
 
 

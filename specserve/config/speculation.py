@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specserve.config.settings import Settings
@@ -11,6 +13,9 @@ if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
 
 SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+NAIVE = (1, 1, 2)
+RUN_MTP = ("EAGLE", "NEXTN", "MTP", "NAIVE_EAGLE")
+DRAFT = ("speculative_draft_model_path", "speculative_draft_config_override")
 
 
 def resolve_speculation(settings: Settings, model: ModelConfig, notes: list[str]) -> Settings:
@@ -20,6 +25,10 @@ def resolve_speculation(settings: Settings, model: ModelConfig, notes: list[str]
     given = [name for name in SHAPE if getattr(settings, name) is not None]
     if settings.speculative_algorithm == "NONE":
         return _plain(settings, given, notes)
+    if settings.speculative_algorithm == "NAIVE_EAGLE":
+        return _naive(settings, given, notes)
+    if settings.speculative_adaptive:
+        return _adaptive(settings, given)
     if given and len(given) < len(SHAPE):
         missing = [_flag(name) for name in SHAPE if name not in given]
         raise ValueError(
@@ -35,12 +44,47 @@ def pool_size(steps: int, topk: int) -> int:
     return topk + (steps - 1) * topk * topk
 
 
+def carries_draft(algorithm: str, model_path: Path) -> bool:
+    """Whether the model's own checkpoint has the head that the algorithm runs, so that no draft needs to be named."""
+    if algorithm not in RUN_MTP:
+        return False
+    try:
+        config = json.loads((model_path / "config.json").read_text())
+        return "MiMoForCausalLM" in config["architectures"] and config.get("num_nextn_predict_layers") != 0
+    except (OSError, ValueError, LookupError, TypeError):  # what is wrong is said when the model is loaded
+        return False
+
+
+def _naive(settings: Settings, given: list[str], notes: list[str]) -> Settings:
+    """One level, one candidate: the shape is in the name."""
+    for name, value in zip(SHAPE, NAIVE, strict=True):
+        if name in given and getattr(settings, name) != value:
+            raise ValueError(
+                f"{_flag(name)}: --speculative-algorithm NAIVE_EAGLE has {value}, found {getattr(settings, name)}; "
+                "EAGLE and EAGLE3 take any shape"
+            )
+    if len(given) < len(SHAPE):
+        notes.append(f"speculation of {NAIVE} (steps, topk, tokens): the algorithm is NAIVE_EAGLE")
+    return replace(settings, **_shape(*NAIVE))
+
+
+def _adaptive(settings: Settings, given: list[str]) -> Settings:
+    """The controller chooses each step's shape."""
+    if given:
+        raise ValueError(
+            f"--speculative-adaptive chooses the shape of each step; {_flag(given[0])} fixes it: give one"
+        )
+    return settings
+
+
 def _plain(settings: Settings, given: list[str], notes: list[str]) -> Settings:
-    unused = [*given, *(["speculative_draft_model_path"] if settings.speculative_draft_model_path else [])]
+    unused = [*given, *(name for name in DRAFT if getattr(settings, name) is not None)]
+    unused += ["speculative_adaptive"] if settings.speculative_adaptive else []
     if unused:
         flags = ", ".join(_flag(name) for name in unused)
         notes.append(f"{flags} changes nothing: speculative_algorithm is NONE, decoding is plain")
-    return replace(settings, speculative_draft_model_path=None, **_shape(None, None, None))
+    unset: dict[str, Any] = dict.fromkeys((*DRAFT, *SHAPE))
+    return replace(settings, speculative_adaptive=False, **unset)
 
 
 def _default_shape(settings: Settings, model: ModelConfig, notes: list[str]) -> Settings:
@@ -72,7 +116,7 @@ def _fit(settings: Settings, notes: list[str]) -> Settings:
     return replace(settings, speculative_num_draft_tokens=tokens)
 
 
-def _shape(*values: int | None) -> dict[str, Any]:
+def _shape(*values: int) -> dict[str, Any]:
     return dict(zip(SHAPE, values, strict=True))
 
 

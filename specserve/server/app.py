@@ -12,7 +12,7 @@ from specserve.server.auth import ApiKey, CountAnswers
 from specserve.server.chat import ChatRequest, chat
 from specserve.server.completions import CompletionRequest, complete
 from specserve.server.errors import ApiError, add_handlers, error_body
-from specserve.server.front import Front
+from specserve.server.front import Front, is_served
 
 
 def create_app(front: Front) -> FastAPI:
@@ -39,11 +39,14 @@ def _add_openai(app: FastAPI, front: Front) -> None:
 
     @app.get("/v1/models")
     async def get_models() -> dict[str, Any]:
+        """503 until a request would be served: clients of SGLang wait for this answer."""
+        if front.unready is not None:
+            raise ApiError(503, front.unready, code="not_ready")
         return {"object": "list", "data": [_model(front, name) for name in front.settings.served_model_name]}
 
     @app.get("/v1/models/{name:path}")
     async def get_model(name: str) -> dict[str, Any]:
-        if name not in front.settings.served_model_name:
+        if not is_served(name, front.settings.served_model_name):
             raise ApiError(404, f"no model {name!r} here", "model", "model_not_found")
         return _model(front, name)
 

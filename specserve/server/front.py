@@ -18,6 +18,16 @@ from specserve.server.errors import ApiError
 T = TypeVar("T")
 
 
+def is_served(model: str, names: Sequence[str]) -> bool:
+    """Whether a request for ``model`` means one of ``names``: as the hub has renamed models, with or without the
+    organisation and a leading ``Meta-``, in any case."""
+    return _bare(model) in {_bare(name) for name in names}
+
+
+def _bare(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].casefold().removeprefix("meta-")
+
+
 class Front:
     """``settings`` are the given ones until ``finish_loading`` takes what the engine made of them."""
 
@@ -82,7 +92,7 @@ class Front:
         """Raises ApiError unless a request for ``model`` would be served now."""
         if self.unready is not None:
             raise ApiError(503, self.unready, code="not_ready")
-        if model not in self.settings.served_model_name:
+        if not is_served(model, self.settings.served_model_name):
             names = ", ".join(self.settings.served_model_name)
             raise ApiError(
                 404, f"no model {model!r} here; this server has {names}", "model", "model_not_found"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +83,7 @@ def test_values_of_all_kinds() -> None:
     [
         ("--page-sise 3", {}, "--page-sise: unknown flag; the nearest known one is --page-size"),
         ("--speculative-num-step=3", {}, "nearest known one is --speculative-num-steps"),
+        ("--quantization=fp8", {}, "--quantization: not taken here: weights are served in --dtype"),
         ("serve", {}, "unexpected argument 'serve'"),
         ("--port", {}, "--port: expected one argument"),
         ("--port x", {}, "--port: must be an integer, found 'x'"),
@@ -91,7 +91,9 @@ def test_values_of_all_kinds() -> None:
         ("--page-size 3", {}, "--page-size: must be a power of two from 1 to 256, found 3"),
         ("--mem-fraction nan", {}, "--mem-fraction-static: must be a number"),
         ("--disable-radix-cache maybe", {}, "--disable-radix-cache: must be true or false, found 'maybe'"),
-        ("--speculative-algorithm NEXTN", {}, "must be one of NONE, EAGLE, EAGLE3, found 'NEXTN'"),
+        ("--speculative-algorithm NOSUCH", {}, "must be one of NONE, EAGLE, EAGLE3, "),
+        ("--tp 2", {}, "--tensor-parallel-size: must be 1 in this version (one device), found 2"),
+        ("--speculative-accept-threshold-single 0.9", {}, "must be 1, as speculation never changes the text"),
         ("--chunked-prefill-size 0", {}, "must be -1 or at least 1, found 0"),
         ("--max-running-requests -1", {}, "--max-running-requests: must be at least 1, found -1"),
         ("--disable-overlap-schedule --overlap-schedule on", {}, "contradicts"),
@@ -203,9 +205,7 @@ def test_automatic_choices_on_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch)
         ),
         ({"device": "cuda"}, "--device cuda"),
         ({"attention_backend": "triton"}, "--attention-backend triton needs a GPU"),
-        ({"enable_torch_compile": True}, "--enable-torch-compile is not available"),
-        ({"torch_compile_max_bs": 8}, "--torch-compile-max-bs is not available"),
-        ({"speculative_token_map": "x"}, "--speculative-token-map is not available"),
+        ({"speculative_token_map": "dynamic"}, "--speculative-token-map: dynamic is not available"),
         ({"speculative_draft_quantization": "fp8"}, "--speculative-draft-quantization fp8 is not available"),
         ({"max_total_tokens": 8}, "--max-total-tokens: must hold a page of 16"),
     ],
@@ -219,11 +219,18 @@ def test_what_cannot_be_honoured_is_refused(
 
 
 def test_flags_without_effect_are_noted(model: str) -> None:
-    given = Settings(model_path=model, cuda_graph_max_bs=4, speculative_num_steps=3, device="cpu")
+    given = load(
+        f"--model {model} --cuda-graph-max-bs 4 --speculative-num-steps 3 --device cpu --mem-fraction 0.6 "
+        "--enable-torch-compile --torch-compile-max-bs 2 --tp 1 --speculative-accept-threshold-acc 1"
+    )
     found, notes = resolve(given, LLAMA)
-    for flag in ("--cuda-graph-max-bs", "--speculative-num-steps"):
+    for flag in (
+        "--cuda-graph-max-bs", "--speculative-num-steps", "--enable-torch-compile", "--torch-compile-max-bs",
+        "--mem-fraction-static",
+    ):  # fmt: skip
         assert any(flag in note and "changes nothing" in note for note in notes), flag
     assert found.speculative_num_steps is None
+    assert resolve(found, LLAMA) == (found, [])
 
 
 @pytest.mark.parametrize(
@@ -316,26 +323,3 @@ def test_bundled_model_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert resolve_paths(found) == (found, [])
     named, _ = resolve_paths(Settings(model_path=str(chat), served_model_name=("x",)))
     assert named.served_model_name == ("x",)
-
-
-def test_models_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    asked = []
-
-    def download(repo: str, **_: Any) -> str:
-        asked.append(repo)
-        if repo == "org/missing":
-            raise OSError("no\nsuch repository")
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    found, _ = resolve_paths(Settings(model_path="org/Model-1.0"))
-    assert asked == ["org/Model-1.0"]
-    assert found.model_path == str(tmp_path)
-    assert found.served_model_name == ("Model-1.0", "org/Model-1.0")
-    assert resolve_paths(replace(found)) == (found, [])
-    with pytest.raises(
-        ValueError, match=r"--model-path: org/missing is no directory and .*: no such repository"
-    ):
-        resolve_paths(Settings(model_path="org/missing"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class Oracle:
 
     target_path: Path
     draft_path: Path
+    overrides: dict[str, Any] = field(default_factory=dict)  # of fields of the draft's config
 
     def __post_init__(self) -> None:
         self._runs: dict[tuple[int, ...], llama.LlamaOutput] = {}
@@ -70,7 +71,8 @@ class Oracle:
     def _draft(self) -> eagle.Draft:
         state, _ = self._target
         files = load_checkpoint(self.draft_path)
-        return eagle.make_draft(*files, llama.embedding_weight(state), llama.head_weight(state))
+        embed, head = llama.embedding_weight(state), llama.head_weight(state)
+        return eagle.make_draft(*files, embed, head, self.overrides)
 
     def run(self, tokens: Sequence[int]) -> llama.LlamaOutput:
         key = tuple(tokens)

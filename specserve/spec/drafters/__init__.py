@@ -10,14 +10,22 @@ from specserve.models.llama import LlamaModel
 from specserve.spec.drafter import Drafter
 from specserve.spec.drafters.eagle import EagleDrafter
 
-DRAFTERS = {"EAGLE": EagleDrafter.load, "EAGLE3": EagleDrafter.load}
+DRAFTERS = dict.fromkeys(("EAGLE", "EAGLE3", "NEXTN", "MTP", "NAIVE_EAGLE"), EagleDrafter.load)
 
 
 def load_drafter(
-    name: str, path: Path, target: LlamaModel, layer: int, max_positions: int, dtype: torch.dtype
+    name: str,
+    path: Path,
+    target: LlamaModel,
+    layer: int,
+    max_positions: int,
+    dtype: torch.dtype,
+    token_map: Path | None = None,
+    config_override: str | None = None,
 ) -> Drafter:
-    """Loads a method's weights for a target. Its KV layers start at pool layer ``layer``.
+    """Loads a method's weights for a target. Its KV layers start at pool layer ``layer``; it drafts the tokens that
+    the file ``token_map`` lists alone. ``config_override``: a JSON object that goes before its config.
 
     Raises ValueError naming what does not fit.
     """
-    return DRAFTERS[name](name, path, target, layer, max_positions, dtype)
+    return DRAFTERS[name](name, path, target, layer, max_positions, dtype, token_map, config_override)

@@ -1,0 +1,102 @@
+"""What a check found, as text or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the device: measured when ``loaded``, else expected by the files' sizes."""
+
+    device: str
+    loaded: bool
+    weights: int
+    draft: int
+    kv_per_token: int
+    pool_tokens: int
+    pool: int
+    graphs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Greedy answers with drafts and without. ``by_position[k]``: part of the steps that accepted over k drafts."""
+
+    prompts: int
+    steps: int
+    drafted: int
+    accepted: int
+    tokens_per_step: float
+    by_position: list[float]
+    same_texts: int
+
+
+@dataclass(slots=True)
+class Report:
+    """``problems`` are to be mended; ``remarks`` are mismatches that may be as they should."""
+
+    choices: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    memory: Memory | None = None
+    acceptance: Acceptance | None = None
+    error: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        return 2 if self.error is not None else 1 if self.problems else 0
+
+    def json(self) -> str:
+        return json.dumps({**dataclasses.asdict(self), "exit_code": self.exit_code}, indent=2)
+
+    def text(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield from _section("choices", self.choices)
+        yield from _section("problems", self.problems)
+        yield from _section("remarks", self.remarks)
+        if self.memory is not None:
+            yield from _section("memory", _memory(self.memory))
+        if self.acceptance is not None:
+            yield from _section("acceptance", _acceptance(self.acceptance))
+        if self.error is not None:
+            yield f"can't be loaded: {self.error}"
+        else:
+            yield "problems: " + str(len(self.problems)) if self.problems else "fine"
+
+
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    listed = list(lines)
+    if listed:
+        yield title
+        yield from (f"  {line}" for line in listed)
+
+
+def _memory(found: Memory) -> Iterator[str]:
+    yield f"on {found.device}, " + ("as loaded" if found.loaded else "expected by the sizes of the files")
+    yield f"weights       {_size(found.weights)}"
+    if found.draft:
+        yield f"draft         {_size(found.draft)}, without what it shares with the target"
+    yield f"KV pool       {_size(found.pool)}: {found.pool_tokens} tokens of {_size(found.kv_per_token)}"
+    if found.graphs:
+        yield f"CUDA graphs   {_size(found.graphs)}"
+
+
+def _acceptance(found: Acceptance) -> Iterator[str]:
+    yield f"{found.tokens_per_step:.2f} tokens a step over {found.steps} steps, greedy, {found.prompts} prompts"
+    yield f"{found.accepted} of {found.drafted} drafted tokens accepted"
+    shares = " ".join(f"{share:.2f}" for share in found.by_position)
+    yield f"steps that accepted 1, 2, ... drafts or more: {shares or 'none'}"
+    yield f"{found.same_texts} of {found.prompts} texts are the same without drafting"
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"

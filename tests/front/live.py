@@ -1,0 +1,72 @@
+"""A server of the real engine in this process: the routes over HTTP, the engine on their event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+
+from specserve.config import load_settings
+from specserve.frontend.engine_client import EngineClient
+from specserve.frontend.messages import Abort, Ready, ToEngine
+from specserve.frontend.tokenizer import Tokenizer
+from specserve.scheduler.process import Built, Engine, _info, build_scheduler
+from specserve.server.app import create_app
+from specserve.server.front import Front
+
+
+@dataclass(frozen=True)
+class Live:
+    url: str
+    built: Built
+
+    def noted(self, words: str) -> bool:
+        return any(words in note for note in self.built.notes)
+
+
+@contextlib.contextmanager
+def live(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Live]:
+    """What ``python -m specserve.launch`` with these arguments would serve."""
+    built = build_scheduler(load_settings(argv, environ))
+    assert built.settings.tokenizer_path is not None
+    client = _connect(built.engine)
+    front = Front(built.settings, client)
+    client.receive(Ready(_info(built)))
+    front.finish_loading(Tokenizer.load(built.settings.tokenizer_path))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(create_app(front), log_config=None, lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield Live(f"http://127.0.0.1:{listener.getsockname()[1]}", built)
+        finally:
+            server.should_exit = True
+            thread.join()
+            front.close()
+            built.engine.close()
+
+
+def _connect(engine: Engine) -> EngineClient:
+    def send(message: ToEngine) -> None:
+        if isinstance(message, Abort):
+            engine.abort(message.rid)
+        else:
+            engine.submit(message)
+            asyncio.get_running_loop().call_soon(tick)
+
+    def tick() -> None:
+        if engine.has_work:
+            for message in engine.run_once():
+                client.receive(message)
+            asyncio.get_running_loop().call_soon(tick)
+
+    client = EngineClient(send)
+    return client

@@ -1,0 +1,177 @@
+"""``python -m specserve.check``: what it says of pairs that fit and of pairs that do not, and its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specserve.check.__main__ import main
+from specserve.check.measure import USELESS
+from specserve.check.memory import expected_memory, memory_needed
+from specserve.check.report import Acceptance, Memory, Report
+from specserve.config import make_settings
+from specserve.models.config import load_model_config
+from specserve.scheduler.process import build_scheduler
+from tests.engines import Checkpoints
+from tests.front.fake_engine import VOCAB
+from tests.front.fakes import byte_tokenizer
+from tests.reference.draft_models import make_eagle, make_eagle3
+from tests.reference.models import make_llama
+
+FLAGS = ["--dtype", "float64", "--device", "cpu", "--max-tokens", "24"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    path = tmp_path_factory.mktemp("check")
+    target = make_llama(
+        path / "target", vocab=VOCAB, eos=256, branch_scale=0.04, rope_theta=5e5, max_positions=4096
+    )
+    byte_tokenizer().save_pretrained(target)
+    eagle = make_eagle(path / "eagle", target, agree=True)
+    return Checkpoints(target, eagle, make_eagle3(path / "eagle3", target, agree=True, draft_vocab=40))
+
+
+def edit(directory: Path, copy: Path, **fields: Any) -> Path:
+    """A copy of a checkpoint whose config.json has other fields."""
+    copy.mkdir()
+    for file in directory.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, **fields}))
+    return copy
+
+
+def check(
+    capsys: pytest.CaptureFixture[str],
+    target: Path,
+    draft: Path | None,
+    *flags: str,
+    algorithm: str = "EAGLE",
+) -> tuple[int, Any]:
+    """The exit code and the report."""
+    drafting = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft)]
+    argv = ["--model-path", str(target), *FLAGS, *(drafting if draft else []), "--json", *flags]
+    code = main(argv)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_pair_that_fits(pair: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = check(capsys, pair.target, pair.eagle)
+    assert (code, report["exit_code"], report["problems"], report["error"]) == (0, 0, [], None)
+    for words in ("context_length = 4096: ", "speculation of (5, 4, 8) ", "draft rotary base 10000"):
+        assert any(words in choice for choice in report["choices"]), words
+    found = report["acceptance"]
+    assert found["tokens_per_step"] == pytest.approx(1 + found["accepted"] / found["steps"])
+    assert found["tokens_per_step"] > 2
+    assert found["same_texts"] == found["prompts"] == 6
+    assert found["by_position"] == sorted(found["by_position"], reverse=True)
+    assert 0 < found["by_position"][0] <= 1
+    memory = report["memory"]
+    assert memory["loaded"]
+    assert memory["pool"] == memory["pool_tokens"] * memory["kv_per_token"]
+    assert memory["weights"] > memory["draft"] > 0
+    rope = next(remark for remark in report["remarks"] if "rotary base" in remark)
+    assert "is not in its config, so 10000, the target's is 500000" in rope
+    assert any("max_position_embeddings 2048, the context is 4096" in remark for remark in report["remarks"])
+
+
+def test_without_running(pair: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = check(capsys, pair.target, pair.eagle3, "--no-run", algorithm="EAGLE3")
+    assert (code, report["acceptance"]) == (0, None)
+    assert report["memory"]["draft"] > 0
+    assert any(f"it knows 40 of {VOCAB} tokens" in remark for remark in report["remarks"])
+
+
+def test_a_draft_that_guesses_nothing(
+    pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    useless = make_eagle(tmp_path / "useless", pair.target, seed=5)
+    (tmp_path / "prompts").write_text("abc\n\nanother one\n")
+    code, report = check(capsys, pair.target, useless, "--prompts", str(tmp_path / "prompts"))
+    assert code == 1
+    assert report["acceptance"]["tokens_per_step"] < USELESS
+    assert report["acceptance"]["prompts"] == report["acceptance"]["same_texts"] == 2
+    (problem,) = report["problems"]
+    assert "drafting costs time for nothing" in problem
+
+
+def test_mismatches_are_told_before_loading_fails(
+    pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = edit(pair.eagle3, tmp_path / "bad", vocab_size=64, eagle_aux_hidden_state_layer_ids=[2, 20, 37])
+    config = json.loads((draft / "config.json").read_text())
+    config["eagle_config"] = {}
+    (draft / "config.json").write_text(json.dumps(config))
+    code, report = check(capsys, pair.target, draft, algorithm="EAGLE3")
+    assert code == 2
+    assert str(draft) in report["error"]
+    assert not report["memory"]["loaded"]
+    assert any("made for another tokenizer" in problem for problem in report["problems"])
+    assert any("reads layers [2, 20, 37], the target has 3" in problem for problem in report["problems"])
+
+
+def test_a_target_with_problems(
+    pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = edit(pair.target, tmp_path / "endless", eos_token_id=None)
+    (target / "generation_config.json").unlink(missing_ok=True)
+    code, report = check(capsys, target, None, "--no-run", "--max-total-tokens", "512", "--dtype", "float16")
+    assert code == 1
+    assert any("names no eos_token_id" in problem for problem in report["problems"])
+    assert any("pool holds 512 tokens, a context 4096" in problem for problem in report["problems"])
+    assert any("served as float16: values over 65504" in remark for remark in report["remarks"])
+
+
+def test_expected_memory_is_near_what_is_loaded(pair: Checkpoints) -> None:
+    names = {"dtype": "float32", "device": "cpu", "speculative_draft_model_path": str(pair.eagle)}
+    given = make_settings(model_path=str(pair.target), speculative_algorithm="EAGLE", **names)
+    built = build_scheduler(given)
+    expected = expected_memory(built.settings, load_model_config(pair.target))
+    loaded = memory_needed(built)
+    built.engine.close()
+    assert 0.5 < expected.weights / loaded.weights < 2
+    assert expected.kv_per_token == pytest.approx(loaded.kv_per_token, rel=0.2)
+    assert expected.pool_tokens == pytest.approx(loaded.pool_tokens, abs=16)
+
+
+def test_a_model_that_does_not_fit(
+    pair: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specserve.check.mismatches.device_memory", lambda _: 2**16)
+    code, report = check(capsys, pair.target, pair.eagle, "--no-run")
+    assert code == 1
+    assert "cpu has 0.0 GiB" in report["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model-path", "/no/where"], "--model-path: /no/where does not exist"),
+        (["--page-sise", "3"], "--page-sise: unknown flag"),
+        (["--prompts", "/no/where"], "--prompts: /no/where can't be read"),
+    ],
+)
+def test_what_cannot_be_loaded(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert words in capsys.readouterr().out
+
+
+def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(["device = cpu"], ["a problem"], ["a remark"])
+    report.memory = Memory("cuda:0", True, 16 * 2**30, 2**20, 131072, 1000, 131072000, 2**20)
+    report.acceptance = Acceptance(6, 100, 500, 200, 3.0, [0.9, 0.5], 5)
+    text = report.text()
+    for words in (
+        "problems\n  a problem", "weights       16.00 GiB", "1000 tokens of 128.00 KiB", "CUDA graphs   1.00 MiB",
+        "3.00 tokens a step", "or more: 0.90 0.50", "5 of 6 texts", "problems: 1",
+    ):  # fmt: skip
+        assert words in text
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert "--no-run" in printed
+    assert "--speculative-algorithm" in printed

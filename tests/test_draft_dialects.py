@@ -1,0 +1,274 @@
+"""Every published dialect of drafts, written as published, drafts what a plain reading of formats.md drafts: chains and
+trees, step by step, behind prompts that were prefilled in chunks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+
+import specserve.engine.build
+from specserve.spec.drafters import load_drafter
+from tests.engines import Shape, answer_one, make_scheduler, record_drafts
+from tests.reference import draft_dialects as dialects
+from tests.reference.decode import Request
+from tests.reference.draft_dialects import AUX, as_speculators, eagle3, save, with_norms, without
+from tests.reference.models import YARN_ROPE, load_checkpoint, make_llama, make_mimo, save_checkpoint
+from tests.spec.oracle import SAMPLING, Oracle, reference_params
+from tests.spec.test_drafted_tree import check_step
+
+PROMPT = [(7 * i + i * i) % 64 for i in range(37)]
+CHUNK = 16
+COUNT = 4  # tokens whose steps are checked
+CHAIN, TREE = (3, 1, 4), (3, 2, 6)
+HIDDEN = 32
+Make = Callable[[Path, Path], Path]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 8 layers, so that the default boundaries [2, 4, 5] exist; its rotary base is not the drafts'."""
+    path = tmp_path_factory.mktemp("dialects") / "target"
+    return make_llama(path, layers=8, rope_theta=500000.0, branch_scale=0.5)
+
+
+@pytest.fixture(scope="module")
+def mimo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mimo(tmp_path_factory.mktemp("mimo") / "target")
+
+
+@contextmanager
+def overriding(fields: Mapping[str, Any]) -> Iterator[None]:
+    """Drafts are loaded as with these fields in --speculative-draft-config-override."""
+
+    def load(*args: Any, **_: Any) -> Any:
+        return load_drafter(*args[:7], config_override=json.dumps(fields))
+
+    with patch.object(specserve.engine.build, "load_drafter", load) if fields else _nothing():
+        yield
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def settings_of(algorithm: str, draft: Path | None, shape: Shape) -> dict[str, Any]:
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    given = {"speculative_algorithm": algorithm, **dict(zip(names, shape, strict=True))}
+    return given | ({"speculative_draft_model_path": str(draft)} if draft else {})
+
+
+def check(
+    target: Path,
+    draft: Path | None,
+    algorithm: str,
+    shape: Shape,
+    sampling: str = "greedy",
+    overrides: Mapping[str, Any] | None = None,
+) -> None:
+    """The candidates and trees of the steps until COUNT tokens are there. Without a draft the target carries it."""
+    oracle = Oracle(target, draft or target, dict(overrides or {}))
+    params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=COUNT + shape[0] + 1)
+    request = Request(tuple(PROMPT), reference_params(params, PROMPT))
+    with overriding(overrides or {}):
+        scheduler = make_scheduler(
+            target, chunked_prefill_size=CHUNK, page_size=4, **settings_of(algorithm, draft, shape)
+        )
+    with record_drafts() as drafts:
+        answer = answer_one(scheduler, PROMPT, params)
+    done, steps = 0, 0
+    for run, found in zip(answer.runs, drafts, strict=False):
+        done += run
+        if done > COUNT:
+            break
+        committed = tuple(PROMPT + answer.tokens[:done])
+        check_step(found, oracle.pool(request, committed, *shape[:2]), shape, committed[-1])
+        steps += 1
+    assert steps >= 2
+
+
+def plain_eagle(safetensors: bool = False, **options: Any) -> Make:
+    return lambda path, target: save(path, dialects.eagle(path, target, **options), safetensors)
+
+
+def of_eagle(change: Callable[[Any], Any], **options: Any) -> Make:
+    return lambda path, target: save(path, change(dialects.eagle(path, target, **options)))
+
+
+def of_eagle3(
+    change: Callable[[Any], Any] = lambda draft: draft, safetensors: bool = True, **fields: Any
+) -> Make:
+    return lambda path, target: save(path, change(eagle3(target, **fields)), safetensors)
+
+
+def with_random_embedding(change: Callable[[Any], Any] = lambda draft: draft, **fields: Any) -> Make:
+    def make(path: Path, target: Path) -> Path:
+        return save(path, change(dialects.with_embedding(eagle3(target, **fields), target)))
+
+    return make
+
+
+def qk_normed(draft: Any) -> Any:
+    return with_norms(draft, dict.fromkeys(("midlayer.self_attn.q_norm", "midlayer.self_attn.k_norm"), 12))
+
+
+EAGLE: dict[str, Make] = {
+    "published": plain_eagle(),
+    "fc bias, LlamaForCausalLMEagle": plain_eagle(fc_bias=True, architecture="LlamaForCausalLMEagle"),
+    "fc and qkv bias, safetensors": plain_eagle(True, fc_bias=True, qkv_bias=True, rope_theta=1e6),
+    "fewer kv heads than its config says": lambda path, target: dialects.change_config(
+        plain_eagle(kv_heads=1)(path, target), num_key_value_heads=4
+    ),
+    "old speculators": of_eagle(partial(dialects.as_old_speculators, layernorms=False)),
+    "old speculators of HASS": of_eagle(partial(dialects.as_old_speculators, layernorms=True), fc_bias=True),
+    "old vLLM, nested, add_para_norm": of_eagle(dialects.as_old_vllm),
+}
+EAGLE3: dict[str, Make] = {
+    "published": of_eagle3(safetensors=False),
+    "sglang": of_eagle3(architectures=["LlamaForCausalLMEagle3"], rope_theta=500.0),
+    "NeMo AutoModel": of_eagle3(dialects.as_automodel),
+    "whole vocabulary": of_eagle3(draft_vocab=None),
+    "whole vocabulary, d2t of zeros": of_eagle3(draft_vocab=64),
+    "the target's head": of_eagle3(
+        lambda d: without(d, "lm_head.weight", "draft_vocab_size"), draft_vocab=None
+    ),
+    "random embedding": with_random_embedding(),
+    "wrong layers and head size": of_eagle3(num_hidden_layers=36, head_dim=80, num_key_value_heads=4),
+    "output ids": of_eagle3(eagle_config={AUX: [1, 3, 4]}),
+    "boundary ids at the top": of_eagle3(**{AUX: [2, 5, 8]}),
+    "four states": of_eagle3(states=4, num_aux_hidden_states=4, **{AUX: [0, 2, 3, 8]}),
+    "one state, no fc": of_eagle3(
+        lambda d: without(d, "fc.weight"), eagle_config={"use_aux_hidden_state": False}
+    ),
+    "norm_before_residual": of_eagle3(norm_before_residual=True),
+    "norm_before_fc": of_eagle3(lambda d: with_norms(d, {"input_norm": 3 * HIDDEN}), norm_before_fc=True),
+    "fc_norm": of_eagle3(lambda d: with_norms(d, {f"fc_norm.{i}": HIDDEN for i in range(3)}), fc_norm=True),
+    "SpecForge without a norm before the head": of_eagle3(norm_output=False),
+    "biases": of_eagle3(dialects.with_biases),
+    "another width, own embedding": with_random_embedding(hidden=24, head_dim=6, target_hidden_size=HIDDEN),
+    "tied to its embedding": with_random_embedding(
+        lambda d: without(d, "lm_head.weight"),
+        hidden=24,
+        target_hidden_size=HIDDEN,
+        draft_vocab=None,
+        tie_word_embeddings=True,
+    ),
+    "ModelOpt's yarn": of_eagle3(rope_scaling=YARN_ROPE | {"original_max_position_embeddings": 16}),
+    "transformers 5 rope": of_eagle3(rope_parameters={"rope_theta": 900.0, "rope_type": "default"}),
+    "speculators": of_eagle3(as_speculators, norm_before_residual=False),
+    "speculators, residual normed": of_eagle3(as_speculators, norm_before_residual=True),
+    "speculators, boundary 1": of_eagle3(as_speculators, **{AUX: [1, 3, 4]}),
+    "speculators, norm_output": of_eagle3(as_speculators, norm_output=True),
+    "speculators, qwen3": of_eagle3(
+        lambda d: as_speculators(qk_normed(d), "qwen3"), head_dim=12, norm_before_residual=True
+    ),
+    "speculators, trained embedding": with_random_embedding(as_speculators, embed_requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
+@pytest.mark.parametrize("name", EAGLE)
+def test_eagle(name: str, shape: Shape, target: Path, tmp_path: Path) -> None:
+    check(target, EAGLE[name](tmp_path / "draft", target), "EAGLE", shape)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
+@pytest.mark.parametrize("name", EAGLE3)
+def test_eagle3(name: str, shape: Shape, target: Path, tmp_path: Path) -> None:
+    check(target, EAGLE3[name](tmp_path / "draft", target), "EAGLE3", shape)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "make"), [("EAGLE", EAGLE["published"]), ("EAGLE3", EAGLE3["speculators, norm_output"])]
+)
+def test_sampled(algorithm: str, make: Make, target: Path, tmp_path: Path) -> None:
+    check(target, make(tmp_path / "draft", target), algorithm, TREE, "warm")
+
+
+OVERRIDES: dict[str, tuple[str, Make, dict[str, Any]]] = {
+    "rope base": ("EAGLE3", of_eagle3(rope_theta=1e6), {"rope_theta": 10000.0}),
+    "rope base, transformers 5": (
+        "EAGLE3",
+        of_eagle3(rope_parameters={"rope_theta": 1e6, "rope_type": "default"}),
+        {"rope_theta": 10000},
+    ),
+    "rope scaling": ("EAGLE", plain_eagle(), {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "aux layers": ("EAGLE3", of_eagle3(), {AUX: [1, 3, 4]}),
+    "own embedding": ("EAGLE3", with_random_embedding(), {"use_own_embedding": True}),
+    "residual": ("EAGLE3", of_eagle3(norm_before_residual=True), {"norm_before_residual": False}),
+    "recycled": ("EAGLE3", of_eagle3(), {"recycled_hidden": "post"}),
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_overrides(name: str, target: Path, tmp_path: Path) -> None:
+    algorithm, make, fields = OVERRIDES[name]
+    check(target, make(tmp_path / "draft", target), algorithm, CHAIN, overrides=fields)
+
+
+MTP: dict[str, dict[str, Any]] = {
+    "MiMo": {},
+    "post-norm": {"mtp_hidden": "post"},
+    "post-norm, recycled before": {"mtp_hidden": "post", "recycled_hidden": "pre"},
+    "pre-norm, recycled after": {"recycled_hidden": "post"},
+}
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
+@pytest.mark.parametrize("name", MTP)
+def test_mtp(name: str, shape: Shape, mimo: Path) -> None:
+    """The draft's path is the target's."""
+    check(mimo, mimo, "EAGLE", shape, overrides=MTP[name])
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "MTP"])
+def test_names_of_mtp(algorithm: str, mimo: Path) -> None:
+    """No draft needs to be named."""
+    check(mimo, None, algorithm, (1, 1, 2), "warm")
+
+
+def test_fast_mtp_reads_and_recycles_after_its_norms(mimo: Path, tmp_path: Path) -> None:
+    state, config = load_checkpoint(mimo)
+    config |= {"num_speculative_steps": 3, "mtp_loss_step_weights": [0.51, 0.31, 0.18]}
+    fast = save_checkpoint(tmp_path / "fast", state, config, safetensors=True)
+    check(fast, fast, "NEXTN", CHAIN)
+
+
+def test_the_halves_of_mimos_projection_are_not_exchangeable(mimo: Path, tmp_path: Path) -> None:
+    """The hidden half comes first, as in no other head."""
+    state, config = load_checkpoint(mimo)
+    name = "model.mtp_layers.0.input_proj.weight"
+    state[name] = state[name].roll(state[name].shape[0], 1)
+    swapped = save_checkpoint(tmp_path / "swapped", state, config, safetensors=True)
+    check(swapped, swapped, "MTP", CHAIN)
+    with pytest.raises(AssertionError):
+        check_against(mimo, swapped, "MTP")
+
+
+def check_against(reference: Path, draft: Path, algorithm: str) -> None:
+    """The first step drafts what the reference does of another checkpoint with the same target."""
+    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=6)
+    with record_drafts() as drafts:
+        answer = answer_one(make_scheduler(draft, **settings_of(algorithm, draft, CHAIN)), PROMPT, params)
+    request = Request(tuple(PROMPT), reference_params(params, PROMPT))
+    committed = (*PROMPT, answer.tokens[0])
+    pool = Oracle(reference, reference).pool(request, committed, *CHAIN[:2])
+    check_step(drafts[0], pool, CHAIN, committed[-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"), [("EAGLE", EAGLE["published"]), ("EAGLE3", EAGLE3["published"]), ("MTP", None)]
+)
+def test_naive_eagle_is_one_level_of_any_head(
+    kind: str, make: Make | None, target: Path, mimo: Path, tmp_path: Path
+) -> None:
+    model = target if make else mimo
+    check(model, make(tmp_path / "draft", target) if make else mimo, "NAIVE_EAGLE", (1, 1, 2))
