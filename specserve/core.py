@@ -58,8 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How a request's tokens are chosen and when it ends. The names are OpenAI's and vLLM's.
 
     Raises ValueError naming the parameter and the accepted values. ``max_tokens`` None means up to the context
-    length; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1 and ``top_p`` 1 are off; ``logprobs`` is the number of
-    alternatives reported beside each token (0: the token's own only).
+    length; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1 and ``top_p`` 1 are off;
+    ``logprobs`` is the number of alternatives reported beside each token (0: the token's own only).
     """
 
     max_tokens: int | None = None

@@ -4,18 +4,14 @@ trees, step by step, behind prompts that were prefilled in chunks."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
 
-import specserve.engine.build
-from specserve.spec.drafters import load_drafter
 from tests.engines import Shape, answer_one, make_scheduler, record_drafts
 from tests.reference import draft_dialects as dialects
 from tests.reference.decode import Request
@@ -44,20 +40,9 @@ def mimo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_mimo(tmp_path_factory.mktemp("mimo") / "target")
 
 
-@contextmanager
-def overriding(fields: Mapping[str, Any]) -> Iterator[None]:
-    """Drafts are loaded as with these fields in --speculative-draft-config-override."""
-
-    def load(*args: Any, **_: Any) -> Any:
-        return load_drafter(*args[:7], config_override=json.dumps(fields))
-
-    with patch.object(specserve.engine.build, "load_drafter", load) if fields else _nothing():
-        yield
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def overriding(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The setting that loads a draft as with these fields in its config."""
+    return {"speculative_draft_config_override": json.dumps(fields)} if fields else {}
 
 
 def settings_of(algorithm: str, draft: Path | None, shape: Shape) -> dict[str, Any]:
@@ -78,10 +63,13 @@ def check(
     oracle = Oracle(target, draft or target, dict(overrides or {}))
     params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=COUNT + shape[0] + 1)
     request = Request(tuple(PROMPT), reference_params(params, PROMPT))
-    with overriding(overrides or {}):
-        scheduler = make_scheduler(
-            target, chunked_prefill_size=CHUNK, page_size=4, **settings_of(algorithm, draft, shape)
-        )
+    scheduler = make_scheduler(
+        target,
+        chunked_prefill_size=CHUNK,
+        page_size=4,
+        **settings_of(algorithm, draft, shape),
+        **overriding(overrides or {}),
+    )
     with record_drafts() as drafts:
         answer = answer_one(scheduler, PROMPT, params)
     done, steps = 0, 0

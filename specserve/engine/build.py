@@ -180,6 +180,7 @@ def create_drafter(
         positions,
         dtype,
         None if token_map is None else Path(token_map),
+        settings.speculative_draft_config_override,
     )
     topk, size = settings.speculative_eagle_topk or 1, drafter.vocab_size
     if topk > size:

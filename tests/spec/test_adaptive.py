@@ -48,7 +48,9 @@ class Device:
             emitted, drafted = self._step(shape, caps)
             took = seconds(shape) + KV_SECONDS * self.kv_tokens
             tokens, clock = tokens + sum(emitted), clock + took
-            observe(shape, batch, emitted, drafted, took * (1 + self.noise * self.generator.standard_normal()))
+            observe(
+                shape, batch, emitted, drafted, took * (1 + self.noise * self.generator.standard_normal())
+            )
         return tokens / clock
 
     def _step(self, shape: StepShape, caps: Sequence[int]) -> tuple[list[int], list[int]]:

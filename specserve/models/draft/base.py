@@ -17,7 +17,11 @@ from specserve.layers.rotary import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """What a draft head is built from. ``taps`` are boundaries of the target's residual stream, in order."""
+    """What a draft head is built from. ``taps`` are boundaries of the target's residual stream, in order; none: the
+    head reads the state after the target's final norm.
+
+    What stands below ``fc_bias`` is how published heads differ from those of the papers, whose values are the defaults.
+    """
 
     layer: LayerConfig
     rope: RopeConfig
@@ -26,6 +30,19 @@ class DraftConfig:
     draft_vocab_size: int
     taps: tuple[int, ...] = ()
     fc_bias: bool = False
+    own_embedding: bool = False  # the head has its own embedding instead of the target's
+    recycle_normed: bool = False  # the state after the head's final norm is the next level's feature
+    # EAGLE: norms beside those of the paper.
+    embedding_norm: bool = False
+    feature_norm: bool = False
+    input_norm: bool = False  # before the attention
+    # EAGLE-3.
+    fuse: bool = True  # ``fc`` stands between the target's states and the features
+    joint_norm: bool = False  # of the target's states, concatenated
+    tap_norms: bool = False  # of each of the target's states
+    residual_normed: bool = False  # the residual stream begins with the normed feature
+    tied: bool = False  # the embedding scores, too
+    final_norm: bool | None = None  # a norm before the scores; None: as in the paper
 
 
 class DraftHead(Protocol):

@@ -1,0 +1,100 @@
+"""What the heads have in common: one decoder layer over pairs of token and feature.
+
+Shapes: N tokens to draft from, X rows of features, I width the attention reads, H draft hidden size, Vd vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from specserve.layers.decoder import MLP, Attend, Attention, RMSNorm
+from specserve.layers.linear import Linear
+from specserve.layers.rotary import rope_table
+from specserve.models.draft.base import DraftConfig
+
+
+class LayerHead(nn.Module):
+    """A subclass builds the modules and says what the attention reads (``_inputs``).
+
+    ``norm`` stands before the scores, unless the configuration says otherwise. The target's modules are held in
+    tuples: used, but not registered as the head's own.
+    """
+
+    norm: RMSNorm | None
+    lm_head: Linear  # the head's own, where ``_lm_head`` is None
+    rope_P2D: Tensor
+
+    def __init__(self, config: DraftConfig, embed: nn.Embedding) -> None:
+        super().__init__()
+        self.config = config
+        if config.own_embedding:
+            embed = self.embed_tokens = nn.Embedding(config.target_vocab_size, config.layer.hidden_size)
+        self._embed = (embed,)
+        self._lm_head: tuple[nn.Module] | None = None
+
+    def _add_layer(self, layer: int, max_positions: int) -> None:
+        """The decoder layer behind its input, to run as pool layer ``layer``."""
+        config = self.config.layer
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        table = rope_table(self.config.rope, config.head_dim, max_positions)
+        self.register_buffer("rope_P2D", table, persistent=False)
+
+    def _new_norm(self, wanted: bool) -> RMSNorm | None:
+        config = self.config.layer
+        return RMSNorm(config.hidden_size, config.rms_norm_eps) if wanted else None
+
+    def _inputs(
+        self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What the attention reads ``[N, I]``, and the residual stream it adds to ``[N, H]``."""
+        raise NotImplementedError
+
+    def _layer(
+        self,
+        tokens_N: Tensor,
+        features_XH: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        source_N: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The MLP's output and the residual stream before that is added."""
+        x_NI, residual_NH = self._inputs(tokens_N, features_XH, source_N)
+        a_NH = self.self_attn(x_NI, self.rope_P2D[positions_N], attend)
+        x_NH, residual_NH = self.post_attention_layernorm.add(a_NH, residual_NH)
+        return self.mlp(x_NH), residual_NH
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        mlp_NH, residual_NH = self._layer(*args, **kwargs)
+        norm = self._final_norm
+        if norm is not None and self.config.recycle_normed:
+            return norm.add(mlp_NH, residual_NH)[0]
+        return residual_NH + mlp_NH
+
+    def draft(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        mlp_NH, residual_NH = self._layer(*args, **kwargs)
+        norm = self._final_norm
+        if norm is None:
+            states_NH = residual_NH + mlp_NH
+            return self._scores(states_NH), states_NH
+        normed_NH, states_NH = norm.add(mlp_NH, residual_NH)
+        return self._scores(normed_NH), normed_NH if self.config.recycle_normed else states_NH
+
+    def logits(self, states_NH: Tensor) -> Tensor:
+        norm = self._final_norm
+        return self._scores(states_NH if norm is None or self.config.recycle_normed else norm(states_NH))
+
+    @property
+    def _final_norm(self) -> RMSNorm | None:
+        return None if self.config.final_norm is False else self.norm
+
+    def _scores(self, read_NH: Tensor) -> Tensor:
+        lm_head = self.lm_head if self._lm_head is None else self._lm_head[0]
+        out: Tensor = lm_head(read_NH)
+        return out
+
+    def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:
+        return self.self_attn.project_kv(self._inputs(tokens_N, features_XH, source_N)[0])

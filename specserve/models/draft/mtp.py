@@ -1,0 +1,54 @@
+"""MiMo's multi-token-prediction head, which is a part of its target's checkpoint. Xiaomi 2025, arXiv 2505.07608.
+
+``input_proj`` over [norm(feature); norm(embedding)], one decoder layer with the norms of the target's, a final norm,
+the target's head. Other engines zero the embedding beside the first feature; the published code does not, nor does
+this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from specserve_kernels import pair_inputs
+from torch import Tensor, nn
+
+from specserve.layers.decoder import RMSNorm
+from specserve.layers.linear import Linear
+from specserve.models.draft.base import DraftConfig
+from specserve.models.draft.head import LayerHead
+
+
+class MTPHead(LayerHead):
+    """``taps`` empty: features are the target's states after its final norm, else those at the one tap. Its own final
+    norm is called ``norm`` here and ``final_layernorm`` in files."""
+
+    def __init__(
+        self, config: DraftConfig, layer: int, max_positions: int, embed: nn.Embedding, lm_head: nn.Module
+    ) -> None:
+        super().__init__(config, embed)
+        self._lm_head = (lm_head,)
+        size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
+        self.token_layernorm = RMSNorm(size, eps)
+        self.hidden_layernorm = RMSNorm(size, eps)
+        self.input_proj = Linear(2 * size, size, bias=False)
+        self.input_layernorm = RMSNorm(size, eps)
+        self._add_layer(layer, max_positions)
+        self.norm = RMSNorm(size, eps)
+
+    @torch.no_grad()
+    def read_embedding_first(self) -> None:
+        """Exchanges the halves of a published ``input_proj``, which reads the feature first, as no other head does."""
+        weight = self.input_proj.weight
+        weight.copy_(weight.roll(weight.shape[0], 1))
+
+    def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        return tapped[0] if tapped else hidden_TH
+
+    def _inputs(
+        self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        norms = self.token_layernorm.weight, self.hidden_layernorm.weight, self.hidden_layernorm.eps
+        pairs_N2H, _ = pair_inputs(tokens_N, self._embed[0].weight, features_XH, source_N, norms)
+        u_NH = self.input_proj(pairs_N2H)
+        return self.input_layernorm(u_NH), u_NH

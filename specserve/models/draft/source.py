@@ -1,0 +1,162 @@
+"""A draft as published: its tensors under the names the heads use, and one flat configuration.
+
+Dialects differ in names (``midlayer.``, ``model.layers.0.``, ``transformer.``, ``mtp_layers.0.``) and in where the
+configuration nests; what a head computes is decided elsewhere, from tensors first and fields second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specserve.models.checkpoint import TensorFiles
+from specserve.models.config import read_json
+
+_OUTSIDE_LAYER = (
+    "fc.",
+    "norm.",
+    "lm_head.",
+    "embed_tokens.",
+    "input_norm.",
+    "fc_norm.",
+    "embedding_layernorm.",
+    "hidden_states_layernorm.",
+)
+_OLD_SPECULATORS = {"fc.": "fusion_fc.", "norm.": "pre_lm_head_layernorm."}
+_READ_APART = ("d2t", "t2d", "embed_tokens.weight")  # what becomes of the embedding has a note of its own
+_NESTED = ("transformer_layer_config", "model")  # speculators; an old conversion for vLLM
+# Heads that are known and not supported, by a pattern that a name of theirs matches.
+_FOREIGN = {
+    r"layers\.\d+\.(eh_proj|enorm)\.": "DeepSeek's or GLM's next-token-prediction layers (eh_proj)",
+    r"mtp\.(layers|fc)\.": "multi-token-prediction layers of Qwen3-Next or MiMo-V2 (mtp.)",
+    r"layers\.0\.self_attn\.(q_a_proj|kv_a_proj_with_mqa|kv_b_proj)\.": "multi-head latent attention (MLA)",
+    r"layers\.0\.mlp\.experts\.": "a mixture of experts",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """``config`` is flat and has the overrides in it; ``notes`` collects what was resolved and why."""
+
+    path: Path
+    files: TensorFiles
+    config: dict[str, Any]
+    overrides: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def is_mtp(self) -> bool:
+        return any(name.startswith("mtp_layers.") for name in self.files.names())
+
+    @property
+    def from_speculators(self) -> bool:
+        return "speculators_model_type" in self.config
+
+    @property
+    def _is_old_speculators(self) -> bool:
+        return "fusion_fc.weight" in self.files
+
+    def stored(self, name: str) -> str:
+        """The file's name of a head's parameter."""
+        if self.is_mtp:
+            return "mtp_layers.0." + ("final_layernorm.weight" if name == "norm.weight" else name)
+        outside = next((prefix for prefix in _OUTSIDE_LAYER if name.startswith(prefix)), None)
+        if not self._is_old_speculators:
+            return name if outside else f"layers.0.{name}"
+        if outside is None:
+            return f"transformer.{name}"
+        return _OLD_SPECULATORS.get(outside, outside) + name.removeprefix(outside)
+
+    def __contains__(self, name: str) -> bool:
+        return self.stored(name) in self.files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.files[self.stored(name)].shape)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field where the config has it: nested under ``eagle_config``, or at its top."""
+        if name in self.overrides:
+            return self.overrides[name]
+        nested = self.config.get("eagle_config") or {}
+        found = nested.get(name)
+        found = self.config.get(name) if found is None else found
+        return default if found is None else found
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A field that is true or false."""
+        found = self.get(name, default)
+        if not isinstance(found, bool):
+            raise ValueError(f"{self.config_file}: {name} must be true or false, found {found!r}")
+        return found
+
+    def note(self, text: str) -> None:
+        self.notes.append(f"draft {text}")
+
+    def note_unread(self, parameters: Iterable[str]) -> None:
+        """Tensors that no parameter wants may mean that the draft is another than it seems."""
+        known = {*_READ_APART, *map(self.stored, parameters)}
+        names = [name for name in self.files.names() if name.startswith("mtp_layers.") or not self.is_mtp]
+        if unread := [n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq")]:
+            self.note(f"tensors that are not read: {', '.join(unread)}")
+
+    def side(self, name: str, default: str) -> str:
+        """``pre`` or ``post``: which side of a norm a state is taken from."""
+        return str(self.overrides.get(name, default))
+
+    def origin(self, name: str) -> str:
+        """Who said what a field is, for notes."""
+        if name in self.overrides:
+            return "--speculative-draft-config-override"
+        return f"its config's {name}"
+
+
+def open_source(path: Path, overrides: Mapping[str, Any]) -> Source:
+    """Reads a directory. Raises ValueError when it is unreadable or holds a head of an unsupported kind by name."""
+    files, config = TensorFiles(path), read_json(path / "config.json")
+    for name in ("eagle_config", *_NESTED[:1]):
+        if not isinstance(config.get(name), dict | None):
+            raise ValueError(f"{path / 'config.json'}: {name} must be an object, found {config[name]!r}")
+    source = Source(path, files, _overridden(_flat(config), overrides), overrides)
+    _refuse_foreign(source)
+    return source
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    for name in _NESTED:
+        if isinstance(config.get(name), dict):
+            return {**config, **config[name]}
+    return dict(config)
+
+
+def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Both spellings of the rotary fields give way to an override of either."""
+    rope = {name: overrides[name] for name in ("rope_theta", "rope_scaling") if name in overrides}
+    written = dict(config.get("rope_parameters") or {})
+    if rope and written:
+        config["rope_theta"] = written.pop("rope_theta", config.get("rope_theta"))
+        config["rope_scaling"] = written or config.get("rope_scaling")
+        config["rope_parameters"] = None
+    return {**config, **overrides}
+
+
+def _refuse_foreign(source: Source) -> None:
+    names, layers = source.files.names(), "mtp_layers" if source.is_mtp else "layers"
+    for pattern, what in _FOREIGN.items():
+        if not source.is_mtp and any(re.match(pattern, name) for name in names):
+            raise ValueError(f"{source.path}: {what} in a draft: not supported")
+    found = {int(match[1]) for name in names if (match := re.match(rf"{layers}\.(\d+)\.", name))}
+    if found - {0}:
+        raise ValueError(
+            f"{source.path} holds {layers}.0 to {layers}.{max(found)}: a draft of one layer, or a target with one "
+            "mtp_layers.0, is expected"
+        )
+    declared = source.config.get("num_hidden_layers")
+    if not source.is_mtp and declared not in (None, 1):
+        source.note(f"has one layer: its tensors say so, num_hidden_layers is {declared!r}")
