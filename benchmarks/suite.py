@@ -4,12 +4,14 @@
 
 DIR is the output of ``python -m benchmarks.cost_faithful --random``. ``steps``, ``prefill`` and ``traces`` run on the
 random weights, as the peers were measured: nothing drafted is accepted, and batches stay full to the end. ``tokens``
-are the cases of ``steps`` with the trained pair, ``throughput`` and ``useless`` (steps again) too.
+are the cases of ``steps`` with the trained pair, ``throughput`` and ``useless`` (steps again) too. ``kernels`` keeps
+what each script of ``kernels/bench`` prints.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ import benchmarks.single_stream
 import benchmarks.step_trace
 import benchmarks.throughput
 import specserve.engine.build
+from benchmarks.common import write_results
 from benchmarks.cost_faithful import RANDOM, USELESS
 
 IMAGES = Path("docs/images")
@@ -92,17 +95,30 @@ def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], Non
     }
 
 
+def kernel_tables(results: Path) -> None:
+    """The tables that the kernels' own benchmarks print, as lines."""
+    tables = {}
+    for script in sorted(Path("kernels/bench").glob("*.py")):
+        run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+        print(f"\n{script}\n{run.stdout}{run.stderr[-500:] if run.returncode else ''}", flush=True)
+        tables[script.name] = run.stdout.splitlines()
+    print(write_results("kernels", tables, results / "kernels.json"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = list(commands(Path(), Path()))
+    names = [*commands(Path(), Path()), "kernels"]
     parser.add_argument("--pair", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     with weights_kept():
         for name in args.only:
+            if name == "kernels":
+                kernel_tables(args.results)
+                continue
             for run, arguments in commands(args.pair, args.results)[name]:
                 print(f"\n{run.__module__} {' '.join(arguments)}", flush=True)
                 with patch.object(sys, "argv", [run.__module__, *arguments]):

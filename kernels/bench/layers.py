@@ -1,10 +1,11 @@
 """Times the layer operations in a CUDA graph, and the host's part of a call.
 
-    python kernels/bench/layers.py [--tokens 1 16 8192]
+    python kernels/bench/layers.py [--tokens 1 16 8192] [--compiled]
 
 Bytes are those that must move: each input read once, each output written once. "of copy" holds the rate against the
 device's own copies, measured first. Calls in a graph take turns over inputs that together exceed the L2 cache (four
 sets where that takes more: few tokens, whose inputs the previous kernel leaves there). Shapes are Llama-3.1-8B's.
+``--compiled`` adds what torch.compile makes of the reference.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 import torch
 from specserve_kernels.ops.activation import silu_and_mul
@@ -116,9 +119,17 @@ def host_seconds(call: Callable[[], object], repeats: int = 1000) -> float:
     return sorted(times)[repeats // 2]
 
 
-def operation_seconds(operation: Operation, tokens: int) -> float:
+def compiled(call: Any) -> Callable[[], object]:
+    """The reference of a call's operation, compiled, on the same inputs."""
+    module = import_module(call.func.__module__.replace(".ops.", ".reference."))
+    return partial(torch.compile(getattr(module, call.func.__name__), dynamic=False), *call.args)
+
+
+def operation_seconds(
+    operation: Operation, tokens: int, change: Callable[[Any], Callable[[], object]] = lambda call: call
+) -> float:
     sets = max(4, min(48, -(-SPILLED // (operation.bytes_a_token * tokens))) if tokens > 256 else 4)
-    calls = [operation.make(tokens) for _ in range(sets)]
+    calls = [change(operation.make(tokens)) for _ in range(sets)]
     return graph_seconds(calls * max(1, 48 // sets if tokens <= 256 else 2))
 
 
@@ -131,18 +142,24 @@ def copy_rate() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 512, 8192])
-    tokens = parser.parse_args().tokens
+    parser.add_argument("--compiled", action="store_true", help="time torch.compile of the references too")
+    args = parser.parse_args()
+    tokens = args.tokens
     EMBEDDING.append(draw(32000, HIDDEN))
     copied = copy_rate()
     print(f"{torch.cuda.get_device_name()}, bf16, copies at {copied / 1e12:.2f} TB/s")
-    print(f"{'operation':<16} {'T':>6} {'us':>8} {'GB/s':>7} {'of copy':>8} {'host us':>8}")
+    print(
+        f"{'operation':<16} {'T':>6} {'us':>8} {'GB/s':>7} {'of copy':>8} {'host us':>8} {'compiled us' if args.compiled else ''}"
+    )
     for operation in OPERATIONS:
         for count in tokens:
             seconds = operation_seconds(operation, count)
             rate = operation.bytes_a_token * count / seconds
             host = f"{host_seconds(operation.make(count)) * 1e6:8.1f}" if count <= 16 else " " * 8
+            other = f"{operation_seconds(operation, count, compiled) * 1e6:>11.2f}" if args.compiled else ""
             print(
-                f"{operation.name:<16} {count:>6} {seconds * 1e6:>8.2f} {rate / 1e9:>7.0f} {rate / copied:>8.1%} {host}"
+                f"{operation.name:<16} {count:>6} {seconds * 1e6:>8.2f} {rate / 1e9:>7.0f} {rate / copied:>8.1%} {host} "
+                f"{other}"
             )
 
 
