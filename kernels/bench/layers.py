@@ -148,19 +148,16 @@ def main() -> None:
     EMBEDDING.append(draw(32000, HIDDEN))
     copied = copy_rate()
     print(f"{torch.cuda.get_device_name()}, bf16, copies at {copied / 1e12:.2f} TB/s")
-    print(
-        f"{'operation':<16} {'T':>6} {'us':>8} {'GB/s':>7} {'of copy':>8} {'host us':>8} {'compiled us' if args.compiled else ''}"
-    )
+    last = "compiled us" if args.compiled else ""
+    print(f"{'operation':<16} {'T':>6} {'us':>8} {'GB/s':>7} {'of copy':>8} {'host us':>8} {last}")
     for operation in OPERATIONS:
         for count in tokens:
             seconds = operation_seconds(operation, count)
             rate = operation.bytes_a_token * count / seconds
             host = f"{host_seconds(operation.make(count)) * 1e6:8.1f}" if count <= 16 else " " * 8
             other = f"{operation_seconds(operation, count, compiled) * 1e6:>11.2f}" if args.compiled else ""
-            print(
-                f"{operation.name:<16} {count:>6} {seconds * 1e6:>8.2f} {rate / 1e9:>7.0f} {rate / copied:>8.1%} {host} "
-                f"{other}"
-            )
+            rates = f"{seconds * 1e6:>8.2f} {rate / 1e9:>7.0f} {rate / copied:>8.1%}"
+            print(f"{operation.name:<16} {count:>6} {rates} {host} {other}")
 
 
 if __name__ == "__main__":
