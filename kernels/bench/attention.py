@@ -12,13 +12,15 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import torch
 from specserve_kernels.ops import prefill
-from specserve_kernels.ops.attention import Cut, Workspace, attend_frontier, attend_nodes, processors
+from specserve_kernels.ops.attention import Cut, Workspace, attend_frontier, attend_nodes
+from specserve_kernels.ops.device import limits_of
 from torch import Tensor
 
 PEAK = 4.23e12  # bytes a second, read on an H200 of this project
@@ -40,18 +42,26 @@ class Shape:
     nodes: int
     length: int
     entries: int = 0
+    last: int = 0  # the last slot's length, 0: as all
+    room: int = 0  # positions of the page table, 0: as needed
 
     def __str__(self) -> str:
-        return f"{self.kind:8} B={self.slots:<3} n={self.nodes:<3} length={self.length}"
+        text = f"{self.kind:8} B={self.slots:<3} n={self.nodes:<3} length={self.length}"
+        text += f" last={self.last}" if self.last else ""
+        return text + (f" room={self.room}" if self.room else "")
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.length] * (self.slots - 1) + [self.last or self.length]
 
     @property
     def pages(self) -> int:
-        return -(-(self.length + self.nodes * max(1, self.entries)) // PAGE)
+        return -(-max(max(self.lengths) + self.nodes * max(1, self.entries), self.room) // PAGE)
 
     @property
     def kv_bytes(self) -> float:
-        positions = self.length + (0 if self.kind == "prefill" else self.nodes * max(1, self.entries))
-        return 2.0 * self.slots * positions * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+        own = 0 if self.kind == "prefill" else self.nodes * max(1, self.entries)
+        return 2.0 * (sum(self.lengths) + self.slots * own) * KV_HEADS * HEAD_DIM * DTYPE.itemsize
 
 
 SHAPES = [
@@ -67,6 +77,11 @@ SHAPES = [
     Shape("decode", 1, 1, 640),
     Shape("decode", 1, 1, 8192),
     Shape("decode", 16, 1, 640),
+    Shape("decode", 16, 1, 640, room=32768),  # what splits that stay empty cost
+    Shape("decode", 16, 1, 640, last=32768),
+    Shape("decode", 16, 1, 2648),  # as many positions, of equal lengths
+    Shape("verify", 16, 8, 640, last=32768),
+    Shape("verify", 16, 8, 2648, room=32768),
     Shape("decode", 48, 1, 640),
     Shape("decode", 64, 1, 640),
     Shape("decode", 256, 1, 640),
@@ -88,14 +103,19 @@ class Inputs:
     @classmethod
     def of(cls, shape: Shape) -> Inputs:
         count = max(2, min(96, round(5 * L2_BYTES / shape.kv_bytes) + 1))
-        pages = shape.slots * shape.pages + 1
+        own = shape.nodes * max(1, shape.entries)
+        used = [-(-(length + own) // PAGE) for length in shape.lengths]
+        pages = sum(used) + 1
         caches = [
             torch.randn(pages, 2, PAGE, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE) for _ in range(count)
         ]
-        pages_BM = 1 + torch.randperm(pages - 1, device=DEVICE).view(shape.slots, shape.pages)
+        pages_BM = torch.zeros(shape.slots, shape.pages, dtype=torch.int64, device=DEVICE)
+        shuffled = (1 + torch.randperm(pages - 1, device=DEVICE)).split(used)
+        for slot, numbers in enumerate(shuffled):
+            pages_BM[slot, : len(numbers)] = numbers
         total = shape.slots * shape.nodes
         qkv_TND = torch.randn(total, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
-        length_B = torch.full((shape.slots,), shape.length, device=DEVICE)
+        length_B = torch.tensor(shape.lengths, device=DEVICE)
         q_start = torch.arange(shape.slots + 1, device=DEVICE) * shape.nodes
         return cls(qkv_TND[:, :HEADS], caches, pages_BM, length_B, q_start)
 
@@ -129,7 +149,7 @@ def flashinfer_run(shape: Shape, x: Inputs) -> Run | None:
         import flashinfer
     except ImportError:
         return None
-    if shape.kind == "draft":
+    if shape.kind == "draft" or shape.last or shape.room:
         return None
     wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE), "NHD", backend="fa2"
@@ -182,7 +202,7 @@ def report(
     shape: Shape, us: float, note: str, other: float | None = None, error: float | None = None
 ) -> None:
     floor = shape.kv_bytes / PEAK * 1e6
-    line = f"{shape!s:34} {us:8.1f} us  floor {floor:7.1f}  {shape.kv_bytes / us / 1e6:5.2f} TB/s {floor / us:5.2f}"
+    line = f"{shape!s:46} {us:8.1f} us  floor {floor:7.1f}  {shape.kv_bytes / us / 1e6:5.2f} TB/s {floor / us:5.2f}"
     if shape.kind == "prefill":
         flops = 2.0 * shape.slots * HEADS * HEAD_DIM * shape.nodes * (shape.nodes + 1)
         line += f"  {flops / us / 1e6:5.0f} TFLOP/s"
@@ -222,20 +242,29 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
         for tile in TILES:
             yield str(tile), mock.patch.object(prefill, "_tile", lambda *_, tile=tile: tile)
         return
+    limits, row_bytes = limits_of(DEVICE), HEAD_DIM * DTYPE.itemsize
     chosen = Cut.of(
-        shape.slots, shape.nodes, HEADS // KV_HEADS, KV_HEADS, HEAD_DIM * DTYPE.itemsize, processors(DEVICE)
+        shape.slots,
+        shape.nodes,
+        HEADS // KV_HEADS,
+        KV_HEADS,
+        row_bytes,
+        *limits,
+        positions=shape.pages * PAGE,
     )
     need = shape.nodes * HEADS // KV_HEADS
     for rows in rows_tried:
         tiles = -(-need // rows)
         programs = shape.slots * KV_HEADS * tiles
-        for splits in sorted(
-            {max(1, min(64, waves * processors(DEVICE) // programs)) for waves in (1, 2, 4)}
-        ):
+        waves = {max(1, min(64, waves * limits.processors // programs)) for waves in (1, 2, 4)}
+        for wave, longest in product(sorted(waves), sorted({64, 128, chosen.longest})):
+            splits = max(wave, chosen.splits)
             for block, warps, stages in BLOCKS:
-                cut = Cut(rows, tiles, splits, block, warps, stages)
-                note = f"R={rows} S={splits} N={block} w={warps} st={stages}" + " *" * (cut == chosen)
-                yield note, mock.patch.object(Cut, "of", lambda *_, cut=cut: cut)
+                cut = replace(chosen, rows=rows, tiles=tiles, splits=splits, block=block, warps=warps)
+                cut = replace(cut, stages=stages, wave=wave, longest=longest)
+                note = f"R={rows} S={splits} W={wave} L={longest} N={block} w={warps} st={stages}"
+                note += " *" * (cut == chosen)
+                yield note, mock.patch.object(Cut, "of", lambda *_, cut=cut, **__: cut)
 
 
 def main() -> None:

@@ -18,7 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def dispatched(reference: F) -> F:
     """``reference.x.name`` for CPU and float64 tensors, ``ops.x.name`` for others. The tensors that decide are the
-    arguments themselves and the fields of arguments that are dataclasses."""
+    arguments themselves, by position or by name, the members of arguments that are tuples, and the fields of those
+    that are dataclasses."""
     module = reference.__module__.replace(".reference.", ".ops.")
 
     @functools.cache
@@ -28,7 +29,8 @@ def dispatched(reference: F) -> F:
 
     @functools.wraps(reference)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (kernel() if runs_triton(_tensors(args)) else reference)(*args, **kwargs)
+        decide = (*args, *kwargs.values()) if kwargs else args
+        return (kernel() if runs_triton(_tensors(decide)) else reference)(*args, **kwargs)
 
     return cast(F, call)
 
@@ -47,5 +49,9 @@ def _tensors(args: tuple[Any, ...]) -> Iterable[Tensor]:
     for arg in args:
         if isinstance(arg, Tensor):
             yield arg
+        elif isinstance(arg, tuple):
+            for member in arg:
+                if isinstance(member, Tensor):
+                    yield member
         elif hasattr(arg, "__dataclass_fields__"):
             yield from _tensors(tuple(getattr(arg, name) for name in arg.__dataclass_fields__))

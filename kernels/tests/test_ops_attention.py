@@ -14,6 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from specserve_kernels.ops import attention
+from specserve_kernels.ops.device import H200, Limits
+
 from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes
 from specserve.attention.torch import TorchAttention
 from specserve.attention.triton import TritonAttention
@@ -175,10 +178,38 @@ class TestShapes:
         case.check("plan_verify", tree(case, [1100], [1], max_nodes=1), rows=1)
 
     def test_many_slots(self, device: torch.device, dtype: torch.dtype) -> None:
-        """So many that nothing is split."""
+        """So many, and so short, that nothing is split."""
         case = Case((2, 2, 32), 64, device, dtype)
         lengths = [3 * b for b in range(20)]
         case.check("plan_verify", tree(case, lengths, [1 + b % 3 for b in range(20)], 3), rows=39)
+
+    def test_one_long_among_short(
+        self, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A batch that fills the device: the long one is split all the same, the short ones are not."""
+        monkeypatch.setattr(attention, "limits_of", lambda _: Limits(4, H200.shared_bytes))
+        monkeypatch.setattr(attention, "_LONG_BLOCKS", 1)
+        case = Case((4, 1, 32), 16, device, dtype)
+        lengths = [20, 1, 340, 60, 5]
+        nodes = tree(case, lengths, [2, 1, 3, 1, 2], max_nodes=4)
+        cut = attention.Cut.of(5, 4, 4, 1, 128, 4, positions=nodes.pages_BM.shape[1] * 16)
+        assert (cut.wave, cut.longest) == (1, 2)
+        assert cut.splits > cut.wave
+        case.check("plan_verify", nodes, rows=9)
+        scratch_BKA = case.integers(lengths)[:, None, None] + torch.arange(2, device=device)[:, None]
+        frontier = Frontier(case.table(5, 342), case.integers(lengths), 1, scratch_BKA, 342)
+        case.check("plan_draft", frontier, rows=10)
+
+    def test_the_end_of_the_table(self, device: torch.device, dtype: torch.dtype) -> None:
+        """The last position is that of the last column's page, and what lies beside the table is no page."""
+        for page_size, counts in ((16, [3, 1]), (1, [2, 2]), (64, [1, 1])):
+            case = Case((4, 1, 64), page_size, device, dtype)
+            columns = 192 // page_size
+            nodes = tree(case, [192 - count for count in counts], counts, max_nodes=max(counts))
+            beside = torch.full((2, columns + 2), 2**40, dtype=torch.int64, device=device)
+            beside[:, :columns] = case.table(2, 192)
+            nodes = replace(nodes, pages_BM=beside[:, :columns], max_kv=192)
+            case.check("plan_verify", nodes, rows=sum(counts))
 
     def test_root_level(self, device: torch.device, dtype: torch.dtype) -> None:
         """No scratch entries; a slot of padding that sees nothing at all gets zeros."""
@@ -229,6 +260,47 @@ def test_one_graph_serves_all_lengths() -> None:
         oracle = TorchAttention(16, torch.float64)
         right = run(oracle, "plan_verify", nodes, q_TND.double(), case.cache.double())
         torch.testing.assert_close(out.double(), right, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("slots", "length"), [(4, 8000), (16, 640), (16, 30000)])
+def test_the_last_to_arrive_merges(slots: int, length: int) -> None:
+    """Thousands of replays of two graphs that share tickets: always the same bits, and tickets back at 0."""
+    generator = torch.Generator("cuda").manual_seed(slots)
+    heads, kv_heads, size, page_size, room = 32, 8, 128, 16, 32768
+    cache = torch.randn(4096, 2, page_size, kv_heads, size, device=GPU, generator=generator).bfloat16()
+    shape = slots, room // page_size
+    pages_BM = torch.randint(1, 4096, shape, device=GPU, generator=generator)
+    length_B = torch.full((slots,), 300, device=GPU)
+    length_B[::5] = length
+    mask_T = ((2 << torch.arange(4, device=GPU)) - 1).repeat(slots)
+    q_start = torch.arange(slots + 1, device=GPU) * 4
+    q_TND = torch.randn(2, slots * 4, heads, size, device=GPU, generator=generator).bfloat16()
+
+    def layers(nodes: int) -> list[Tensor]:
+        work, outputs = attention.Workspace(), []
+        for layer in q_TND:
+            q = layer[: slots * nodes]
+            outputs.append(attention.attend_nodes(q, cache, pages_BM, length_B, q_start, mask_T, nodes, work))
+        return outputs
+
+    expected = {nodes: layers(nodes) for nodes in (1, 4)}
+    graphs, outputs = {}, {}
+    for nodes in (1, 4):
+        graphs[nodes] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[nodes]):
+            outputs[nodes] = layers(nodes)
+    different = torch.zeros((), dtype=torch.int64, device=GPU)
+    for turn in range(3000):
+        nodes = (1, 4, 4, 1, 4)[turn % 5]
+        for out in outputs[nodes]:
+            out.zero_()
+        graphs[nodes].replay()
+        for out, right in zip(outputs[nodes], expected[nodes], strict=True):
+            different += (out != right).sum()
+    assert int(different) == 0
+    assert not attention.tickets(1, q_TND.device).any()
 
 
 def test_reasons() -> None:

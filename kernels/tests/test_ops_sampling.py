@@ -5,6 +5,7 @@ Shapes: N nodes, R rows of the table, V target vocabulary, A path tokens, E bias
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import random
 from dataclasses import dataclass, fields, replace
@@ -295,6 +296,75 @@ def test_a_node_does_not_depend_on_its_batch() -> None:
         )
         assert torch.equal(tokens, all_tokens[one])
         assert torch.equal(values, all_values[one])
+
+
+KINDS = 7  # of logits: finite, one +inf, two, one NaN, a block of NaN, all NaN, all -inf
+# Temperature, top-k, top-p, min-p, repetition: the first for every kind of logits, the others for the first two.
+USUAL = [(0.0, 0, 1.0, 0.0, 1.0), (1.0, 0, 0.9, 0.0, 1.0), (1.0, 43, 0.9, 0.1, 1.0)]
+FAR_OUT = [(1.0, 5, 1e-30, 0.0, 1.0), (2e-38, 0, 0.9, 0.0, 1.0), (1e-45, 3, 0.5, 1.0, 1.0)]
+FAR_OUT += [(3e38, 0, 0.9, 0.0, 1.0), (math.inf, 9, 0.9, 0.5, 1.0)]
+FAR_OUT += [(1.0, 0, 0.9, 0.0, 1e-38), (1.0, 2, 1.0, 0.0, 1e-45), (0.7, 0, 0.9, 0.0, 3e38)]
+
+
+def extreme_batch(vocab: int) -> tuple[Batch, Tensor]:
+    """Logits that are not finite and parameters as far out as float32 goes; and the kind of each row."""
+    kinds = [torch.randn(vocab, generator=torch.Generator().manual_seed(2)) * 3 for _ in range(KINDS)]
+    for row in kinds[1:]:
+        row.copy_(kinds[0])
+    kinds[1][7] = math.inf
+    kinds[2][[9, 30]] = math.inf
+    kinds[3][5] = math.nan
+    kinds[4][16:32] = math.nan
+    kinds[5][:] = math.nan
+    kinds[6][:] = NEVER
+    table = blank_table(len(USUAL) + len(FAR_OUT), vocab, 4)
+    table.counts.zero_()
+    table.in_prompt[:] = torch.arange(vocab) % 13 == 7
+    named = table.temperature, table.top_k, table.top_p, table.min_p, table.repetition
+    for column, values in zip(named, zip(*USUAL, *FAR_OUT, strict=True), strict=True):
+        column.copy_(torch.tensor(values))
+    cases = [(r, kind) for r in range(len(table.top_k)) for kind in range(KINDS if r < len(USUAL) else 2)]
+    rows, kind = torch.tensor(cases).T.contiguous()
+    return Batch(torch.stack(kinds)[kind], rows, torch.zeros_like(rows) + 3, None, table), kind
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_not_finite(mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends, with ids of the vocabulary; values are never NaN, and where all is finite they are the reference's."""
+    faulthandler.dump_traceback_later(120, exit=True)  # nothing else ends a kernel that does not
+    monkeypatch.setattr(ops, "BLOCK", 16)
+    monkeypatch.setattr(ops, "COLLECTED", 8)
+    vocab = 40
+    batch, kind = extreme_batch(vocab)
+    there = on_device(batch)
+    given = (there.rows, there.position, None, there.table)
+    ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))
+    inverse = torch.cat([ids.argsort(), torch.tensor([vocab])])
+    maps = (ids.to(DEVICE), inverse.to(DEVICE)) if mapped else ()
+    tokens, values = (x.cpu() for x in ops.draft_candidates(there.logits, *given, 4, *maps))
+    chosen = ops.choose_tokens(there.logits, *given).cpu()
+    faulthandler.cancel_dump_traceback_later()
+    assert bool(((tokens >= 0) & (tokens < vocab)).all())
+    assert bool(((chosen >= 0) & (chosen < vocab)).all())
+    assert not values.isnan().any()
+    assert bool((tokens.sort(-1).values.diff(dim=-1) > 0).all()), "all of a row differ"
+    nothing = kind >= 5
+    assert not chosen[nothing].any()
+    assert bool((values[nothing] == NEVER).all())
+    usual = batch.table.repetition[batch.rows] == 1
+    assert bool((chosen[usual & (kind == 1)] == 7).all())
+    assert bool((chosen[usual & (kind == 2)] == 9).all())
+    clean = replace(batch, logits=batch.logits.nan_to_num(NEVER, math.inf, NEVER))
+    scores = expected_scores(clean, (ids, inverse) if mapped else None)
+    best = scores.topk(2).values
+    clear = best[:, 0].isfinite() & (best[:, 0] - best[:, 1] > 1e-4 * best[:, 0].abs().clamp(min=1))
+    clear &= ~scores.isnan().any(-1)
+    assert int(clear.sum()) > 12
+    wanted = scores.argmax(-1)
+    assert torch.equal(tokens[clear, 0], ids[wanted][clear] if mapped else wanted[clear])
+    assert mapped or torch.equal(chosen[clear], wanted[clear])
+    top = (scores - scores.logsumexp(-1, keepdim=True)).amax(-1)
+    torch.testing.assert_close(values[clear, 0], top[clear], rtol=1e-4, atol=2e-4)
 
 
 def test_arguments_are_checked() -> None:

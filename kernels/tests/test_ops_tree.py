@@ -342,3 +342,39 @@ def test_moves_whose_targets_are_sources(device: str) -> None:
         commit_reference.move_kv(expected, accepted)
         commit.move_kv(group, accepted)
         assert torch.equal(group[:, 1:], expected[:, 1:])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities of both signs
+@pytest.mark.parametrize("k", [1, 4, 20])
+def test_scores_that_are_not_finite(k: int, device: str) -> None:
+    """Every node of a next level is written, with different candidates, whatever their scores: NaN counts as -inf."""
+    torch.manual_seed(k)
+    batch = Batch.random(3, 16, device, ahead=70)
+    slots, size = 3, k + k * k
+    pools = [Pool.empty(slots, size, torch.float32, torch.device(device)) for _ in range(2)]
+    start = batch.rows_B, batch.root_B, batch.length_B, batch.pages_BM
+    expected = grow_reference.root_level(*start, pools[0], batch.page_size)
+    actual = grow.root_level(*start, pools[1], batch.page_size)
+    for depth, bad in enumerate([(NEVER, torch.nan, -torch.nan), (torch.nan, torch.inf, NEVER)]):
+        tokens, logps = candidates(slots * expected.width, k, device, ties=True, dead=True)
+        logps[0] = torch.nan
+        logps[-1] = -torch.inf
+        for i, value in enumerate(bad[: len(logps)]):
+            logps[i, (i + depth) % k] = value
+        rest = batch.length_B, batch.pages_BM, depth, batch.page_size, False
+        grown = grow.grow_level(actual, tokens, logps, pools[1], *rest)
+        assert grown is not None
+        clean = torch.where(logps.isnan(), NEVER, logps)
+        if depth == 0:  # no infinities of both signs meet
+            right = grow_reference.grow_level(expected, tokens, clean, pools[0], *rest)
+            assert right is not None
+            assert_same(grown, right)
+            expected = right
+        assert not grown.score_BW.isnan().any()
+        assert torch.isin(grown.page_N, batch.pages_BM).all()
+        own = grown.pool_BW.sort(1).values
+        assert ((own >= depth * k) & (own < k + depth * k * k)).all()
+        assert (own.diff(dim=1) > 0).all()
+        assert (grown.source_N // actual.width == torch.arange(slots * k, device=device) // k).all()
+        actual = grown
+    assert not pools[1].scores_BP.isnan().any()

@@ -1,5 +1,7 @@
 """What the sampling kernels do to a block of logits: penalties, bias, noise; and keys that order floats.
 
+No NaN comes out: a logit that is NaN, or becomes NaN by its penalties and bias, counts as -inf.
+
 Floats compare as int32 keys of the same order; a score and its column pack into one int64 whose maximum is the argmax
 with ties to the lowest column.
 """
@@ -17,8 +19,20 @@ _BIAS_CHUNK = tl.constexpr(64)
 
 
 @triton.jit
+def without_nan(x):
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def scaled(x, temperature):
+    """Logits over the temperature, rounded as the reference does; infinite ones stay as they are."""
+    s = tl.div_rn(x, temperature + tl.zeros_like(x))
+    return tl.where(s == s, s, x)
+
+
+@triton.jit
 def order_of(x):
-    """int32 keys in the order of float32 x, both zeros alike."""
+    """int32 keys in the order of float32 x (none of it NaN), both zeros alike."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -127,12 +141,12 @@ def adjusted(
     HAS_MAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Logits after penalties and bias; a row that has neither pays for neither."""
+    """Logits after penalties and bias, none of them NaN; a row that has neither pays for neither."""
     if (penalty[0] != 1) | (penalty[1] != 0) | (penalty[2] != 0):
         x = _penalized(x, _tokens(column, valid, ids, HAS_MAP), valid, penalty, history)
     if bias[0] > 0:
         x = _biased(x, column, start, bias, lists, inverse, HAS_MAP, BLOCK)
-    return x
+    return without_nan(x)
 
 
 @triton.jit
@@ -155,5 +169,6 @@ def perturbed(x, column, valid, start, temperature, noise, ids, HAS_MAP: tl.cons
             word = words_of(_tokens(column, valid, ids, HAS_MAP), noise[0], noise[1], noise[2])
         else:
             word = words_in_order(start, noise[0], noise[1], noise[2], BLOCK)
-        x = x + temperature * gumbel(word)
+        y = x + temperature * gumbel(word)
+        x = tl.where(y == y, y, x)  # noise that overflows does not move an infinite logit
     return x

@@ -4,7 +4,8 @@ Flash decoding (Dao et al. 2023): the positions of a slot are cut into splits, e
 the online softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135), and partial results are merged by their
 log-sum-exp. A program serves one key head of one slot: rows of its tile are pairs of node and query head, so that keys
 and values are read once for a whole group. The grid depends on the batch's shape alone; lengths are read on the
-device, and programs without work leave at once, so that one CUDA graph serves all lengths.
+device, and programs without work leave at once, so that one CUDA graph serves all lengths. Programs of the first split
+come first, so that a batch of short contexts, whose other splits are empty, does not wait for them.
 
 What is visible: a *prefix*, seen by every row, and right behind it a *tail* whose visibility differs from row to row
 (tree nodes by the ancestor bits of each, draft entries by the list of each).
@@ -22,7 +23,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,11 +30,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import H200, limits_of
+
 HEAD_DIMS = (32, 64, 128, 256)
 LOG2_E = math.log2(math.e)
 LONG_SPLIT = tl.constexpr(8)  # blocks
 _FEW = 32  # programs, before positions are split
 _MAX_SPLITS = 16
+_LONG_BLOCKS = 64  # that one program takes of a long context, in a batch that fills the device without splits
+_MOST_PROGRAMS = (
+    8  # a multiprocessor, most of them empty, so that a context that is longer than others is split
+)
+_ANY_LENGTH = 1 << 30
 _TICKETS = 1 << 16
 
 
@@ -74,14 +81,16 @@ def fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD):
 
 
 @triton.jit
-def _merge(part, part_lse, at_R, live_R, parts, rows, R: tl.constexpr, D: tl.constexpr):
+def _merge(
+    part, part_lse, at_R, live_R, parts, rows, R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
     """The sum of normalised parts, weighted by their log-sum-exp. Loads pass by the first cache, which other
     programs' stores don't update."""
     top_R = tl.full([R], float("-inf"), tl.float32)
     sum_R = tl.zeros([R], tl.float32)
     acc_RD = tl.zeros([R, D], tl.float32)
     column_D = tl.arange(0, D)
-    for _ in tl.range(0, parts, num_stages=3):
+    for _ in tl.range(0, parts, num_stages=STAGES):
         lse_R = tl.load(part_lse + at_R, mask=live_R, other=float("-inf"), cache_modifier=".cg")
         at_RD = part + at_R[:, None] * D + column_D[None, :]
         part_RD = tl.load(at_RD, mask=live_R[:, None], other=0.0, cache_modifier=".cg")
@@ -97,7 +106,7 @@ def _merge(part, part_lse, at_R, live_R, parts, rows, R: tl.constexpr, D: tl.con
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "total", "nodes", "ahead", "kv_start", "entries"],
+    do_not_specialize=["table_stride", "total", "nodes", "ahead", "kv_start", "entries", "wave", "longest"],
     do_not_specialize_on_alignment=["pages_BM", "length_B", "q_start", "seen", "tickets"],
 )
 def _attend_kernel(
@@ -121,6 +130,8 @@ def _attend_kernel(
     ahead,  # the prefix ends at length + ahead
     kv_start,
     entries,  # A
+    wave,  # splits that fill the device
+    longest,  # blocks of a program, where there are splits enough
     TAIL: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -129,13 +140,14 @@ def _attend_kernel(
     R: tl.constexpr,
     N: tl.constexpr,
     STAGES: tl.constexpr,
+    MERGE_STAGES: tl.constexpr,
     ENTRIES: tl.constexpr,  # a power of two, at least A
 ):
     tiles = tl.num_programs(0) // HEADS
     tile = tl.program_id(0) % tiles
     head = tl.program_id(0) // tiles
-    split, splits = tl.program_id(1), tl.num_programs(1)
-    slot, slots = tl.program_id(2), tl.num_programs(2)
+    slot, slots = tl.program_id(1), tl.num_programs(1)
+    split, splits = tl.program_id(2), tl.num_programs(2)
     column_D = tl.arange(0, D)
     prefix = tl.load(length_B + slot).to(tl.int32) + ahead
     if TAIL == "mask":
@@ -150,8 +162,9 @@ def _attend_kernel(
     if tile * R >= count * GROUP:
         return
     blocks = tl.maximum(tl.cdiv(visible_end - kv_start, N), 1)
-    one_wave = tl.cdiv(blocks, tl.maximum(splits // 2, 1))  # a second one pays when splits stay long
-    share = tl.maximum(tl.cdiv(blocks, splits), tl.minimum(one_wave, LONG_SPLIT))
+    one_wave = tl.cdiv(blocks, tl.maximum(wave // 2, 1))  # a second one pays when splits stay long
+    share = tl.maximum(tl.cdiv(blocks, wave), tl.minimum(one_wave, LONG_SPLIT))
+    share = tl.maximum(tl.cdiv(blocks, splits), tl.minimum(share, longest))
     begin = split * share
     end = tl.minimum(begin + share, blocks)
     if begin >= end:
@@ -217,15 +230,15 @@ def _attend_kernel(
         if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") != parts - 1:
             return
         tl.store(ticket, 0)
-        result_RD = _merge(part, part_lse, at_R, live_R, parts, rows, R, D)
+        result_RD = _merge(part, part_lse, at_R, live_R, parts, rows, R, D, MERGE_STAGES)
     out_at_RD = out + at_R[:, None] * D + column_D[None, :]
     tl.store(out_at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the work of a launch is cut: ``tiles`` of ``rows`` rows, ``splits`` of the positions in blocks of
-    ``block``."""
+    """How the work of a launch is cut: ``tiles`` of ``rows`` rows, at most ``splits`` of the positions in blocks of
+    ``block``. ``wave`` splits fill the device; contexts use more where their share would be over ``longest`` blocks."""
 
     rows: int
     tiles: int
@@ -233,49 +246,87 @@ class Cut:
     block: int
     warps: int
     stages: int
+    merge_stages: int
+    wave: int
+    longest: int
 
     @classmethod
-    def of(cls, slots: int, nodes: int, group: int, kv_heads: int, row_bytes: int, processors: int) -> Cut:
-        """``row_bytes``: of one key. Measured on an H200 by ``kernels/bench/attention.py --sweep``.
+    def of(
+        cls,
+        slots: int,
+        nodes: int,
+        group: int,
+        kv_heads: int,
+        row_bytes: int,
+        processors: int,
+        shared_bytes: int = H200.shared_bytes,
+        positions: int = _ANY_LENGTH,
+    ) -> Cut:
+        """``row_bytes``: of one key; ``positions``: no slot has more. Measured on an H200 by
+        ``kernels/bench/attention.py --sweep``.
 
         Tiles of 64 rows, even half empty ones, run on the tensor cores' asynchronous instructions and read a block
         once for all warps, so there is nothing between 16 and 64. Where few programs are, small tiles share the
         merging; what they read several times comes from the second cache. Loads of keys wait for the loads of their
-        pages, which takes stages: 5 have two blocks of keys under way. Programs without work cost too: more than one
-        wave of them only where there are few.
+        pages, which takes stages: 5 have two blocks of keys under way. Programs without work cost too, about a
+        microsecond a wave: where slots fill the device, splits are only for contexts so long that a batch would wait
+        for one of them.
         """
         need = group * nodes
         small = need <= 16 or slots * kv_heads * -(-need // 16) <= _FEW
         rows = 16 if small else (64 if row_bytes <= 512 else 32)
+        block = 16 if row_bytes > 512 else max(32, min(64, 8192 // row_bytes))
+        rows, block, stages, merge_stages = _fitting(rows, block, row_bytes, shared_bytes)
+        warps = 8 if rows == 64 and row_bytes > 256 else 4  # registers
         tiles = -(-need // rows)
         programs = slots * kv_heads * tiles
         waves = 2 if programs <= _FEW else 1
-        splits = max(1, min(_MAX_SPLITS, waves * processors // programs))
-        block = 16 if row_bytes > 512 else max(32, min(64, 8192 // row_bytes))
-        warps = 8 if rows == 64 and row_bytes > 256 else 4  # registers
-        return cls(rows, tiles, splits, block, warps, stages=5)
+        wave = max(1, min(_MAX_SPLITS, waves * processors // programs))
+        longest = _LONG_BLOCKS * -(-wave * programs // processors)
+        useful = -(-positions // (block * longest))
+        splits = max(wave, min(_MAX_SPLITS, _MOST_PROGRAMS * processors // programs, useful))
+        return cls(rows, tiles, splits, block, warps, stages, merge_stages, wave, longest)
 
 
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; a small number where Triton is interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+def _fitting(rows: int, block: int, row_bytes: int, shared_bytes: int) -> tuple[int, int, int, int]:
+    """Rows, positions of a block, stages, and stages of the merge: the largest that the shared memory holds.
+
+    5 stages hold three blocks of keys and three of values, 3 stages two, beside the weights of one. All that a merge
+    holds are its own parts. Compared with what Triton 3.9 allocates for capabilities 7.5 to 12.0.
+    """
+
+    def blocks_fit(stages: int) -> bool:
+        held = 6 if stages == 5 else 4
+        return held * block * row_bytes + rows * (block + 4) * 4 + 2048 <= shared_bytes
+
+    while not blocks_fit(3) and block > 16:
+        block //= 2
+    while not blocks_fit(3) and rows > 16:
+        rows //= 2
+    part = rows * (2 * row_bytes + 8)  # float32 of 16-bit numbers
+    while (
+        part > shared_bytes and rows > 16
+    ):  # what a program turns round in shared memory when it stores its part
+        rows, part = rows // 2, part // 2
+    return rows, block, 5 if blocks_fit(5) else 3, max(1, min(3, shared_bytes // part + 1))
 
 
-_shared_tickets: dict[torch.device, Tensor] = {}
+_shared_tickets: dict[torch.device, list[Tensor]] = {}
 
 
 def tickets(count: int, device: torch.device) -> Tensor:
     """At least ``count`` zeros that every launch leaves as zeros. Launches that share them run one after another.
 
-    Made on the first call. While a CUDA graph is captured, a first call gets its own, filled whenever the graph runs.
+    Made on the first call, and again by one that asks for more: the smaller ones stay, for graphs were captured with
+    their addresses. While a CUDA graph is captured, such a call gets its own, filled whenever the graph runs.
     """
-    shared = _shared_tickets.get(device)
-    if shared is None or len(shared) < count:
-        shared = torch.zeros(max(count, _TICKETS), dtype=torch.int32, device=device)
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            _shared_tickets[device] = shared
-    return shared
+    made = _shared_tickets.setdefault(device, [])
+    if made and len(made[-1]) >= count:
+        return made[-1]
+    new = torch.zeros(max(count, _TICKETS), dtype=torch.int32, device=device)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        made.append(new)
+    return new
 
 
 class Workspace:
@@ -286,19 +337,24 @@ class Workspace:
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...], tuple[Cut, Tensor, Tensor, Tensor]] = {}
 
-    def of(self, q_TND: Tensor, cache: Tensor, slots: int, nodes: int) -> tuple[Cut, Tensor, Tensor, Tensor]:
-        """The cut, parts ``[S, T, Hq, D]``, their log-sum-exp ``[S, T, Hq]``, and tickets."""
+    def of(
+        self, q_TND: Tensor, cache: Tensor, slots: int, nodes: int, positions: int
+    ) -> tuple[Cut, Tensor, Tensor, Tensor]:
+        """The cut, parts ``[S, T, Hq, D]``, their log-sum-exp ``[S, T, Hq]``, and tickets. ``positions``: of a slot's
+        table."""
         key = (*q_TND.shape, cache.shape[3])
         if key not in self._made:
-            self._made[key] = self._make(q_TND, cache.shape[3], slots, nodes)
+            self._made[key] = self._make(q_TND, cache.shape[3], slots, nodes, positions)
         return self._made[key]
 
     def _make(
-        self, q_TND: Tensor, kv_heads: int, slots: int, nodes: int
+        self, q_TND: Tensor, kv_heads: int, slots: int, nodes: int, positions: int
     ) -> tuple[Cut, Tensor, Tensor, Tensor]:
         device, (total, heads, size) = q_TND.device, q_TND.shape
         row_bytes = size * q_TND.element_size()
-        cut = Cut.of(slots, nodes, heads // kv_heads, kv_heads, row_bytes, processors(device))
+        cut = Cut.of(
+            slots, nodes, heads // kv_heads, kv_heads, row_bytes, *limits_of(device), positions=positions
+        )
         shape = (cut.splits, total, heads, size) if cut.splits > 1 else (0, 0, 0, size)
         part = torch.empty(shape, dtype=torch.float32, device=device)
         lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
@@ -385,10 +441,11 @@ def _launch(
     tail: str = "none",
 ) -> Tensor:
     slots, (total, heads, size), kv_heads = len(length_B), q_TND.shape, cache.shape[3]
-    cut, part, lse, ticket = workspace.of(q_TND, cache, slots, nodes)
+    positions = pages_BM.shape[1] * cache.shape[2]
+    cut, part, lse, ticket = workspace.of(q_TND, cache, slots, nodes, positions)
     out = q_TND.new_empty(q_TND.shape)
     kernel: Any = _attend_kernel
-    kernel[(cut.tiles * kv_heads, cut.splits, slots)](
+    kernel[(cut.tiles * kv_heads, slots, cut.splits)](
         q_TND,
         cache,
         pages_BM,
@@ -409,6 +466,8 @@ def _launch(
         ahead,
         kv_start,
         entries,
+        cut.wave,
+        cut.longest,
         TAIL=tail,
         GROUP=heads // kv_heads,
         HEADS=kv_heads,
@@ -417,6 +476,7 @@ def _launch(
         R=cut.rows,
         N=cut.block,
         STAGES=cut.stages,
+        MERGE_STAGES=cut.merge_stages,
         ENTRIES=max(8, triton.next_power_of_2(entries)),
         num_warps=cut.warps,
     )

@@ -1,5 +1,8 @@
 """One level of a draft on a GPU, one launch each. Shapes as in ``tree``; J = W * K candidates a slot.
 
+A score that is NaN counts as -inf, so that scores and indices order all candidates and each node of the next level is
+written.
+
 ``do_not_specialize=range(n)`` here and in the files beside: all n arguments before the constants, so that no value or
 alignment makes another variant to compile.
 """
@@ -11,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.adjustment import without_nan
 from specserve_kernels.reference.tree import Level, Pool
 
 
@@ -173,7 +177,7 @@ def _grow_kernel(
     live = j < count
     parent = j // K
     above = tl.load(score_ptr + b * width + parent, mask=live, other=0.0)
-    score = above + tl.load(logp_ptr + b * count + j, mask=live, other=0.0)
+    score = without_nan(above + tl.load(logp_ptr + b * count + j, mask=live, other=0.0))
     token = tl.load(token_ptr + b * count + j, mask=live, other=0)
     pool_index = tl.load(pool_index_ptr + b * width + parent, mask=live, other=0)
     entry = b * size + first + j
@@ -190,7 +194,7 @@ def _grow_kernel(
                 i = start + tl.arange(0, CHUNK)
                 inside = i < count
                 rival = tl.load(score_ptr + b * width + i // K, mask=inside, other=0.0)
-                rival += tl.load(logp_ptr + b * count + i, mask=inside, other=0.0)
+                rival = without_nan(rival + tl.load(logp_ptr + b * count + i, mask=inside, other=0.0))
                 ahead = rival[None, :] > score[:, None]
                 ahead |= (rival[None, :] == score[:, None]) & (i[None, :] < j[:, None])
                 rank += tl.sum((ahead & inside[None, :]).to(tl.int32), axis=1)

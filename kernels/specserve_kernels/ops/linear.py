@@ -13,24 +13,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import Limits, limits_of
+
 _FEW_TOKENS = 16
-_ONE_WAVE = 132 * 32  # outputs that one block on each multiprocessor covers
+_OUTPUTS = 32  # a program's, where the multiprocessors have one or two each
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """``x @ weight.T + bias``; 16-bit numbers are summed in float32. Rows of x may be further apart than I."""
-    few = bias_O is None and x_TI.dim() == 2 and len(x_TI) <= _FEW_TOKENS and len(weight_OI) <= _ONE_WAVE
-    if few and x_TI.dtype in (torch.bfloat16, torch.float16):
+    few = bias_O is None and x_TI.dim() == 2 and len(x_TI) <= _FEW_TOKENS
+    few = few and x_TI.dtype in (torch.bfloat16, torch.float16)
+    if few and len(weight_OI) <= limits_of(x_TI.device).processors * _OUTPUTS:
         return linear_few(x_TI, weight_OI)
     return torch.nn.functional.linear(x_TI, weight_OI, bias_O)
 
 
 def linear_few(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-    """The kernel: at most 32 tokens, bf16 or fp16."""
+    """The kernel: at most 32 tokens, bf16 or fp16. ``torch.nn.functional.linear`` where the device's shared memory is
+    too small for it."""
     tokens, inputs = x_TI.shape
     outputs = weight_OI.shape[0]
+    chosen = pipeline(outputs, tokens, limits_of(x_TI.device))
+    if chosen is None:
+        return torch.nn.functional.linear(x_TI, weight_OI)
+    block, step, stages = chosen
     out_TO = x_TI.new_empty((tokens, outputs))
-    block, step, stages = pipeline(outputs, tokens)
     _linear_kernel[(-(-outputs // block),)](
         x_TI,
         weight_OI,
@@ -39,7 +46,7 @@ def linear_few(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         x_TI.stride(0),
         O=outputs,
         I=inputs,
-        BLOCK_T=16 if tokens <= 16 else 32,
+        BLOCK_T=_tokens_of(tokens),
         BLOCK_O=block,
         BLOCK_I=step,
         num_warps=4,
@@ -48,17 +55,25 @@ def linear_few(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return out_TO
 
 
-def pipeline(outputs: int, tokens: int) -> tuple[int, int, int]:
-    """Outputs of a program, inputs a step, and stages: from a sweep over the layers of Llama-3.1-8B on an H200 (132
-    multiprocessors).
+def _tokens_of(tokens: int) -> int:
+    return 16 if tokens <= 16 else 32
+
+
+def pipeline(outputs: int, tokens: int, limits: Limits) -> tuple[int, int, int] | None:
+    """Outputs of a program, inputs a step, and stages: from a sweep over the layers of Llama-3.1-8B on an H200. With
+    less shared memory, fewer stages; None where even two are too many.
 
     A multiprocessor with few programs needs more of the weight in flight in each.
     """
-    if outputs <= 132 * 32:
-        return 32, 512, 4
-    if outputs <= 264 * 32:
-        return 32, 128, 5
-    return (32, 128, 3) if tokens <= 16 else (64, 256, 3)
+    if outputs <= limits.processors * _OUTPUTS:
+        block, step, most = _OUTPUTS, 512, 4
+    elif outputs <= 2 * limits.processors * _OUTPUTS:
+        block, step, most = _OUTPUTS, 128, 5
+    else:
+        block, step, most = (32, 128, 3) if tokens <= 16 else (64, 256, 3)
+    one = (_tokens_of(tokens) + block) * step * 2  # bytes of a stage, of which the last is not held
+    stages = min(most, limits.shared_bytes // one + 1)
+    return (block, step, stages) if stages > 1 else None
 
 
 @triton.jit(do_not_specialize=["tokens"])

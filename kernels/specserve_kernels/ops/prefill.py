@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.attention import LOG2_E, fold, load_block
+from specserve_kernels.ops.device import limits_of
 
 
 @triton.jit(
@@ -84,11 +85,16 @@ def _prefill_kernel(
     tl.store(out_at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
 
 
-def _tile(tokens: int, row_bytes: int, wide: bool) -> tuple[int, int, int, int]:
-    """Rows of a tile, positions of a block, warps, stages. ``wide``: float32."""
+def _tile(tokens: int, row_bytes: int, wide: bool, shared_bytes: int) -> tuple[int, int, int, int]:
+    """Rows of a tile, positions of a block, warps, stages. ``wide``: float32. Smaller ones where the shared memory does
+    not hold the queries and two blocks of keys and of values."""
     if wide:
-        return (16 if tokens <= 16 else 32), max(16, min(32, 8192 // row_bytes)), 4, 2
-    return 64, (64 if row_bytes <= 256 else 32), 4, 2
+        rows, block = (16 if tokens <= 16 else 32), max(16, min(32, 8192 // row_bytes))
+    else:
+        rows, block = 64, (64 if row_bytes <= 256 else 32)
+    while (rows + 4 * block) * row_bytes > shared_bytes and (rows > 16 or block > 16):
+        rows, block = max(16, rows // 2), max(16, block // 2)
+    return rows, block, 4, 2
 
 
 def attend_chunks(
@@ -102,7 +108,9 @@ def attend_chunks(
     """
     (_, heads, size), kv_heads = q_TND.shape, cache.shape[3]
     element = q_TND.element_size()
-    rows, block, warps, stages = _tile(max_tokens, size * element, element == 4)
+    rows, block, warps, stages = _tile(
+        max_tokens, size * element, element == 4, limits_of(q_TND.device).shared_bytes
+    )
     out = q_TND.new_empty(q_TND.shape)
     kernel: Any = _prefill_kernel
     kernel[(heads, -(-max_tokens // rows), len(pages_BM))](

@@ -12,6 +12,7 @@ and bisection over the collected decides. Partition and order of sums depend on 
 depend on the batch.
 
 Floats compare as int32 keys of the same order; a score and its token pack into one int64 whose maximum is the argmax.
+A NaN logit counts as -inf. A row of nothing else gives the lowest ids, and every id is one of the vocabulary.
 
 Shapes: N nodes, R rows of the table, V vocabulary of the logits (the draft's when a map is given), A path tokens,
 E bias entries, C candidates.
@@ -36,6 +37,7 @@ from specserve_kernels.ops.adjustment import (
     packed_value,
     perturbed,
     request_of,
+    scaled,
     truncates_row,
 )
 from specserve_kernels.ops.truncation import STATS, summarize, threshold
@@ -211,7 +213,7 @@ def _scan(
     keys += part * branching
     truncates = truncates_row(temperature, cut)
     if truncates:
-        s = tl.div_rn(x, temperature + tl.zeros_like(x))
+        s = scaled(x, temperature)
         summarize(s, cut, stats)
     if DRAFT:
         if truncates == 0:  # one that truncates needs its threshold first
@@ -222,7 +224,7 @@ def _scan(
         first = _emit(y, column, valid, stats, keys, branching, DRAFT)
         if truncates:  # the winner may turn out to be cut off: finish looks at its logit
             winner = tl.max(tl.where(column == packed_column(first), x, float("-inf")), 0)
-            tl.store(stats + 2, tl.div_rn(winner, temperature))
+            tl.store(stats + 2, scaled(winner, temperature))
 
 
 @triton.jit
@@ -242,9 +244,9 @@ def _survivor(
         x, column, valid, start = block_of(
             block, logits, size, penalty, history, bias, lists, ids, inverse, HAS_MAP, BLOCK
         )
-        keeps = order_of(tl.div_rn(x, temperature + tl.zeros_like(x))) >= floor
+        keeps = order_of(scaled(x, temperature)) >= floor
         y = perturbed(x, column, valid, start, temperature, noise, ids, HAS_MAP, BLOCK)
-        best = tl.maximum(best, tl.max(pack(tl.where(keeps, y, float("-inf")), column, valid), 0))
+        best = tl.maximum(best, tl.max(pack(y, column, valid & keeps), 0))
         waiting_b = waiting_b & (index != block)
         candidate = tl.max(tl.where(waiting_b, packed_b, NOTHING), 0)
     return best
@@ -260,7 +262,7 @@ def _emit_kept(
         x, column, valid, start = block_of(
             block, logits, size, penalty, history, bias, lists, ids, inverse, HAS_MAP, BLOCK
         )
-        keeps = order_of(tl.div_rn(x, temperature + tl.zeros_like(x))) >= floor
+        keeps = order_of(scaled(x, temperature)) >= floor
         if tl.sum(keeps.to(tl.int32), 0) > 0:
             x = perturbed(x, column, valid, start, temperature, noise, ids, HAS_MAP, BLOCK)
         y = tl.where(keeps, x, float("-inf"))
@@ -270,10 +272,11 @@ def _emit_kept(
 
 @triton.jit
 def _merge(
-    n, blocks, index, stats, keys, branching, ids, tokens, values,
+    n, blocks, index, stats, keys, size, branching, ids, tokens, values,
     HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row's best candidates of all blocks' and, for drafts, their log-softmax."""
+    """Writes a row's best candidates of all blocks' and, for drafts, their log-softmax: -inf for all where the best
+    score is not finite, so that nothing is drafted."""
     slot = tl.arange(0, BLOCKS * WIDTH)
     packed = tl.load(keys + slot, mask=slot < blocks * branching, other=NOTHING)
     best = tl.max(packed, 0)
@@ -286,10 +289,11 @@ def _merge(
         sum_b = tl.load(stats + index * STATS + 4, mask=here, other=0.0)
         log_sum = tl.log(tl.sum(tl.where(sum_b > 0, sum_b * tl.exp(top_b - top), 0.0), 0))
     for c in range(branching):
-        column = packed_column(best)
+        column = tl.minimum(packed_column(best), size - 1)
         tl.store(tokens + n * branching + c, tl.load(ids + column) if HAS_MAP else column)
         if DRAFT:
-            tl.store(values + n * branching + c, packed_value(best) - top - log_sum)
+            value = tl.where(tl.abs(top) < float("inf"), packed_value(best) - top - log_sum, float("-inf"))
+            tl.store(values + n * branching + c, value)
         packed = tl.where(packed == best, NOTHING, packed)
         best = tl.max(packed, 0)
 
@@ -324,13 +328,28 @@ def _finish(
                 lists, ids, inverse, HAS_MAP, BLOCK,
             )  # fmt: skip
             _merge(
-                n, blocks, index, stats, keys, branching, ids, tokens, values, HAS_MAP, DRAFT, BLOCKS, WIDTH
+                n,
+                blocks,
+                index,
+                stats,
+                keys,
+                size,
+                branching,
+                ids,
+                tokens,
+                values,
+                HAS_MAP,
+                DRAFT,
+                BLOCKS,
+                WIDTH,
             )
         else:
             best = _survivor(
                 floor, top_b, order_b, index, blocks, stats, keys, temperature, noise, logits, size, penalty, history,
                 bias, lists, ids, inverse, HAS_MAP, BLOCK,
             )  # fmt: skip
-            tl.store(tokens + n, packed_column(best))
+            tl.store(tokens + n, tl.minimum(packed_column(best), size - 1))
     else:
-        _merge(n, blocks, index, stats, keys, branching, ids, tokens, values, HAS_MAP, DRAFT, BLOCKS, WIDTH)
+        _merge(
+            n, blocks, index, stats, keys, size, branching, ids, tokens, values, HAS_MAP, DRAFT, BLOCKS, WIDTH
+        )

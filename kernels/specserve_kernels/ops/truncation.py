@@ -4,6 +4,9 @@ The scan has found, for each block of the vocabulary, the largest scaled logit, 
 above each of 16 edges. Merged, the edges bracket a threshold to within 1. A pass over the blocks that reach the
 bracket collects what is inside, quartering the bracket until that is few enough, and bisection over the
 collected decides. Sums are float32, of an order that depends on the vocabulary's size alone.
+
+No logit is NaN here. Where the largest is +inf, all the mass is on its equals. Every loop ends after a number of rounds
+that depends on the vocabulary's size alone, whatever its floats compare to.
 """
 
 from __future__ import annotations
@@ -11,13 +14,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specserve_kernels.ops.adjustment import LOWEST, block_of, order_of, value_of
+from specserve_kernels.ops.adjustment import LOWEST, block_of, order_of, scaled, value_of
 
 STATS = tl.constexpr(
     24
 )  # a block's: scaled max, sum, scaled winner, perturbed max and sum, -, edges from 8 on
 _EDGES = tl.constexpr(16)
 _FAR = tl.constexpr(1e6)  # beyond it float32 can't count edges
+_ROUNDS = tl.constexpr(18)  # a bracket of less than 2**33 keys, quartered 17 times, is empty
+
+
+@triton.jit
+def _mass(s, top):
+    """``exp(s - top)``, 0 at -inf, for s up to the top, which may be infinite."""
+    return tl.where(s > float("-inf"), tl.where(s == top, 1.0, tl.exp(s - top)), 0.0)
 
 
 @triton.jit
@@ -25,7 +35,7 @@ def summarize(s, cut, stats):
     """Writes of a block's scaled logits: maximum, sum of exponentials, and how much lies above each edge. The first
     edge is the integer below the maximum (rounded up), each next is 1 lower."""
     top = tl.max(s, 0)
-    e = tl.where(s > float("-inf"), tl.exp(s - top), 0.0)
+    e = _mass(s, top)
     tl.store(stats, top)
     tl.store(stats + 1, tl.sum(e, 0))
     if (cut[0] > 0) | (cut[1] < 1):
@@ -43,14 +53,14 @@ def _bracket(stats, top_b, top, here, index, target, by_mass, BLOCK: tl.constexp
     """
     i = tl.arange(0, _EDGES)
     edge = tl.ceil(top) - 1.0 - i
-    shift_b = tl.where(here, tl.ceil(top_b) - tl.ceil(top), 0.0)  # at most 0
+    shift_b = tl.where(here & (top_b < top), tl.ceil(top_b) - tl.ceil(top), 0.0)  # at most 0
     own_bi = tl.maximum(shift_b, -1000.0).to(tl.int32)[:, None] + i[None, :]
     mask_bi = here[:, None] & (own_bi >= 0)
     found = stats + index[:, None] * STATS + 8 + tl.minimum(own_bi, _EDGES - 1)
     least_bi = tl.load(found, mask=mask_bi, other=0.0)
     all_b = tl.where(by_mass, tl.load(stats + index * STATS + 1, mask=here, other=0.0), BLOCK)
     most_bi = tl.where(mask_bi & (own_bi >= _EDGES), all_b[:, None], least_bi)
-    scale_b = tl.where(by_mass, tl.where(here, tl.exp(top_b - top), 0.0), 1.0)
+    scale_b = tl.where(by_mass, tl.where(here, _mass(top_b, top), 0.0), 1.0)
     least_i = tl.sum(least_bi * scale_b[:, None], 0)
     most_i = tl.sum(most_bi * scale_b[:, None], 0)
     key_i = order_of(edge).to(tl.int64)
@@ -80,9 +90,9 @@ def _collect(
         x, _column, _valid, _start = block_of(
             block, logits, size, penalty, history, bias, lists, ids, inverse, HAS_MAP, BLOCK
         )
-        s = tl.div_rn(x, temperature + tl.zeros_like(x))
+        s = scaled(x, temperature)
         key = order_of(s)
-        mass = tl.where(s > float("-inf"), tl.exp(s - top), 0.0)
+        mass = _mass(s, top)
         weight = tl.where(by_mass, mass, 1.0)
         weight_kept += tl.where(key >= kept.to(tl.int32), weight, 0.0)
         mass_kept += tl.where(key >= kept.to(tl.int32), mass, 0.0)
@@ -109,10 +119,9 @@ def _quarters(cut, kept):
 
 @triton.jit
 def _narrowed(cut, kept, pivot, above, target):
-    """The bracket after comparing at one pivot."""
-    return tl.where(above >= target, tl.maximum(cut, pivot), cut), tl.where(
-        above < target, tl.minimum(kept, pivot), kept
-    )
+    """The bracket after comparing at one pivot, which becomes one of its ends."""
+    keeps = above < target
+    return tl.where(keeps, cut, tl.maximum(cut, pivot)), tl.where(keeps, tl.minimum(kept, pivot), kept)
 
 
 @triton.jit
@@ -125,7 +134,9 @@ def _search(
     count = tl.min(index, 0) + COLLECTED + 1
     weight_kept = top * 0.0
     mass_kept = top * 0.0
-    while count > COLLECTED:
+    turn = tl.min(index, 0)  # 0
+    while (count > COLLECTED) & (turn < _ROUNDS):
+        turn += 1
         count, weight_kept, mass_kept, above = _collect(
             cut, kept, top, by_mass, order_b, index, collected, temperature, logits, size, penalty, history, bias,
             lists, ids, inverse, HAS_MAP, BLOCK, BLOCKS, COLLECTED,
@@ -139,7 +150,7 @@ def _search(
     slot = tl.arange(0, COLLECTED)
     has = slot < count
     key = tl.load(collected + slot, mask=has, other=LOWEST)
-    mass = tl.where(has, tl.exp(value_of(key) - top), 0.0)
+    mass = tl.where(has, _mass(value_of(key), top), 0.0)
     weight = tl.where(by_mass, mass, tl.where(has, 1.0, 0.0))
     cut = tl.maximum(cut, tl.min(tl.where(has, key.to(tl.int64) - 1, kept - 1), 0))
     kept = tl.minimum(kept, tl.max(tl.where(has, key.to(tl.int64) + 1, cut + 1), 0))
@@ -159,20 +170,21 @@ def threshold(
     ids, inverse,
     HAS_MAP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, COLLECTED: tl.constexpr,
 ):  # fmt: skip
-    """The key that a scaled logit must reach to pass top-k, then top-p, then min-p. As ``reference.truncate``."""
+    """The key that a scaled logit must reach to pass top-k, then top-p, then min-p. As ``reference.truncate``. The
+    best of the row always does, and where all are -inf, all do."""
     top_k, top_p, min_p = cut
     here = index < blocks
     best = tl.max(top_b, 0)
     top = tl.where(best > float("-inf"), best, 0.0)
     sum_b = tl.load(stats + index * STATS + 1, mask=here, other=0.0)
-    mass = tl.sum(sum_b * tl.where(here, tl.exp(top_b - top), 0.0), 0)
+    mass = tl.sum(sum_b * tl.where(here, _mass(top_b, top), 0.0), 0)
     floor = tl.min(index, 0).to(tl.int64) + LOWEST
     highest = order_of(best).to(tl.int64)
     limits_k = (top_k > 0) & (top_k < size)
     # Two rounds of the same search: by count, then by mass.
     for turn in range(2):
         by_mass = turn == 1
-        if tl.where(by_mass, top_p < 1, limits_k):
+        if tl.where(by_mass, top_p < 1, limits_k) & (best > float("-inf")):
             target = tl.where(by_mass, top_p * mass, top_k.to(tl.float32))
             low, high = floor - 1, highest
             if by_mass & limits_k:
@@ -186,4 +198,5 @@ def threshold(
                 low, high, target, top, by_mass, order_b, index, collected, temperature, logits, size, penalty,
                 history, bias, lists, ids, inverse, HAS_MAP, BLOCK, BLOCKS, COLLECTED,
             )  # fmt: skip
-    return tl.maximum(floor, order_of(best + tl.log(min_p)).to(tl.int64))
+    least = tl.where(min_p > 0, best + tl.log(min_p), float("-inf"))
+    return tl.minimum(tl.maximum(floor, order_of(least).to(tl.int64)), highest)

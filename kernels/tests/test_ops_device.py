@@ -1,0 +1,127 @@
+"""What is launched on which device: tiles and stages by its shared memory, splits by its multiprocessors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specserve_kernels.ops import attention, linear, prefill
+from specserve_kernels.ops.attention import Cut
+from specserve_kernels.ops.device import H200, Limits, limits_of
+
+A100, L4, RTX5090, T4 = Limits(108, 166_912), Limits(58, 101_376), Limits(170, 101_376), Limits(40, 65_536)
+CPU = torch.device("cpu")
+
+
+def test_the_interpreter_sees_an_h200() -> None:
+    assert limits_of(CPU) == H200 == (132, 232_448)
+
+
+@pytest.mark.gpu
+def test_limits_of_a_device() -> None:
+    found = limits_of(torch.device("cuda"))
+    assert found == limits_of(torch.device("cuda", torch.cuda.current_device()))
+    assert found.shared_bytes >= 65_536
+    assert found.processors > 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "outputs", "tokens", "chosen"),
+    [
+        (H200, 4096, 1, (32, 512, 4)),
+        (H200, 4096, 32, (32, 512, 4)),
+        (H200, 4224, 16, (32, 512, 4)),
+        (H200, 4225, 16, (32, 128, 5)),
+        (H200, 8448, 32, (32, 128, 5)),
+        (H200, 28672, 16, (32, 128, 3)),
+        (H200, 28672, 32, (64, 256, 3)),
+        (A100, 3456, 16, (32, 512, 4)),
+        (A100, 4096, 16, (32, 128, 5)),
+        (RTX5090, 4096, 16, (32, 512, 3)),
+        (RTX5090, 4096, 32, (32, 512, 2)),
+        (L4, 28672, 32, (64, 256, 3)),
+        (T4, 1024, 16, (32, 512, 2)),
+        (T4, 28672, 32, (64, 256, 2)),
+        (Limits(40, 49_152), 1024, 16, (32, 512, 2)),
+        (Limits(40, 49_151), 1024, 16, None),
+    ],
+)
+def test_linear(limits: Limits, outputs: int, tokens: int, chosen: tuple[int, int, int] | None) -> None:
+    assert linear.pipeline(outputs, tokens, limits) == chosen
+
+
+def test_linear_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's takes over."""
+    monkeypatch.setattr(linear, "limits_of", lambda _: Limits(40, 1000))
+    x, weight = torch.randn(3, 64).half(), torch.randn(8, 64).half()
+    assert torch.equal(linear.linear(x, weight, None), torch.nn.functional.linear(x, weight))
+
+
+# Bytes of a key (bf16 head 128, bf16 head 256 or float32 head 128, float32 head 256), rows, and what is chosen: rows,
+# positions, warps, stages, stages of the merge. What Triton 3.9 allocates for each is below the limit.
+TILES = [
+    (H200, 256, 8, (64, 32, 4, 5, 3)),
+    (H200, 512, 8, (64, 32, 8, 5, 3)),
+    (H200, 1024, 8, (32, 16, 4, 5, 3)),
+    (H200, 128, 1, (16, 64, 4, 5, 3)),
+    (A100, 512, 8, (64, 32, 8, 5, 3)),
+    (L4, 256, 8, (64, 32, 4, 5, 3)),
+    (L4, 256, 1, (16, 32, 4, 5, 3)),
+    (L4, 512, 8, (64, 32, 8, 3, 2)),
+    (L4, 512, 1, (16, 32, 4, 3, 3)),
+    (RTX5090, 1024, 8, (32, 16, 4, 3, 2)),
+    (T4, 256, 8, (64, 32, 4, 5, 2)),
+    (T4, 512, 8, (32, 16, 4, 5, 2)),
+]
+
+
+@pytest.mark.parametrize(("limits", "row_bytes", "nodes", "chosen"), TILES)
+def test_attention(limits: Limits, row_bytes: int, nodes: int, chosen: tuple[int, ...]) -> None:
+    cut = Cut.of(32 if nodes > 1 else 1, nodes, 4, 8, row_bytes, *limits)
+    assert (cut.rows, cut.block, cut.warps, cut.stages, cut.merge_stages) == chosen
+    assert cut.rows * cut.tiles >= 4 * nodes
+
+
+def test_prefill() -> None:
+    for limits in (H200, A100, L4):
+        assert prefill._tile(64, 256, False, limits.shared_bytes) == (64, 64, 4, 2)
+        assert prefill._tile(64, 512, False, limits.shared_bytes) == (64, 32, 4, 2)
+        assert prefill._tile(64, 1024, True, limits.shared_bytes) == (32, 16, 4, 2)
+        assert prefill._tile(16, 512, True, limits.shared_bytes) == (16, 16, 4, 2)
+    assert prefill._tile(64, 512, False, T4.shared_bytes) == (32, 16, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("slots", "nodes", "positions", "wave", "splits", "longest"),
+    [
+        (1, 1, 1 << 17, 16, 16, 64),  # as many as there may be already
+        (4, 16, 1 << 17, 8, 16, 128),
+        (8, 1, 1 << 17, 2, 16, 64),
+        (12, 1, 1 << 17, 1, 11, 64),
+        (16, 1, 1 << 17, 1, 8, 64),
+        (16, 1, 8192, 1, 4, 64),
+        (16, 1, 2048, 1, 1, 64),  # nothing is long
+        (32, 8, 1 << 17, 1, 4, 128),
+        (64, 1, 1 << 17, 1, 2, 256),
+        (256, 1, 1 << 17, 1, 1, 1024),
+    ],
+)
+def test_splits(slots: int, nodes: int, positions: int, wave: int, splits: int, longest: int) -> None:
+    """Several wherever a context can be long, of a bounded number of programs."""
+    cut = Cut.of(slots, nodes, 4, 8, 256, *H200, positions=positions)
+    assert (cut.wave, cut.splits, cut.longest) == (wave, splits, longest)
+    programs = slots * 8 * cut.tiles * cut.splits
+    assert cut.splits == cut.wave or programs <= attention._MOST_PROGRAMS * H200.processors
+
+
+def test_tickets_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph still addresses the buffer that a larger launch has outgrown."""
+    monkeypatch.setattr(attention, "_shared_tickets", {})
+    first = attention.tickets(5, CPU)
+    assert attention.tickets(attention._TICKETS, CPU) is first
+    larger = attention.tickets(attention._TICKETS + 1, CPU)
+    assert len(larger) > len(first)
+    assert attention.tickets(5, CPU) is larger
+    assert [x.data_ptr() for x in attention._shared_tickets[CPU]] == [first.data_ptr(), larger.data_ptr()]

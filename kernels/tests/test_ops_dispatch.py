@@ -1,0 +1,39 @@
+"""What decides between an operation's two versions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from specserve_kernels import dispatch
+from torch import Tensor
+
+
+@dataclass
+class Pair:
+    one: Tensor
+    members: tuple[Tensor | int, ...]
+
+
+def test_every_tensor_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By position, by name, in tuples and in dataclasses."""
+    a, b, c, d, e, f = torch.zeros(6, 2).unbind()
+    seen: list[Tensor] = []
+    monkeypatch.setattr(dispatch, "runs_triton", lambda tensors: bool(seen.extend(tensors)))
+
+    def reference(*args: object, **kwargs: object) -> int:
+        return len(args) + len(kwargs)
+
+    call = dispatch.dispatched(reference)
+    assert call(a, 3, (b, 0.5, None), Pair(c, (d, 1)), None, named=e, pair=(f, "text")) == 7
+    assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (a, b, c, d, e, f)]
+
+
+@pytest.mark.gpu
+def test_a_tensor_that_triton_does_not_serve() -> None:
+    there, wide = torch.zeros(2, device="cuda"), torch.zeros(2, device="cuda", dtype=torch.float64)
+    assert dispatch.runs_triton([there, there])
+    assert not dispatch.runs_triton([there, wide])
+    assert not dispatch.runs_triton([there, torch.zeros(2)])
+    assert not dispatch.runs_triton([])
