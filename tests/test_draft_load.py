@@ -245,7 +245,7 @@ def test_draft_of_another_target(
     algorithm: str, options: dict[str, int], words: str, target: Path, tmp_path: Path
 ) -> None:
     draft = make_draft(tmp_path / "the-draft", make_llama(tmp_path / "other", **options), algorithm)
-    with pytest.raises(ValueError, match=f"the-draft: {words} does not fit the target's"):
+    with pytest.raises(ValueError, match=f"the-draft.config.json: {words} does not fit the target's"):
         load(target, draft, algorithm)
 
 

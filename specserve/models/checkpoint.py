@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -51,7 +52,9 @@ class TensorFiles:
         self.path = path
         self._files: dict[str, tuple[Path, str]] = {}
         self._pickles: dict[Path, Mapping[str, Any]] = {}
-        for file in _weight_files(path):
+        listed = _weight_files(path)
+        self.where = listed[0].name if len(listed) == 1 else f"{listed[0].name} to {listed[-1].name}"
+        for file in listed:
             for name in self._names(file):
                 self._files[canonical(name)] = file, name
 
@@ -64,7 +67,7 @@ class TensorFiles:
     def file(self, name: str) -> Path:
         """The file that holds the tensor ``name``. Raises ValueError when there is none."""
         if name not in self._files:
-            raise ValueError(f"{self.path} has no tensor {name}")
+            raise ValueError(f"{self.path} has no tensor {name}: expected in {self.where}")
         return self._files[name][0]
 
     def __getitem__(self, name: str) -> Tensor:
@@ -96,6 +99,10 @@ def _weight_files(path: Path) -> list[Path]:
             shards = read_json(index).get("weight_map")
             if not isinstance(shards, dict) or not shards:
                 raise ValueError(f"{index}: weight_map must be an object that is not empty")
+            if odd := [name for name, file in shards.items() if not isinstance(file, str)]:
+                raise ValueError(
+                    f"{index}: weight_map must name a file for {odd[0]}, found {shards[odd[0]]!r}"
+                )
             files = [path / name for name in sorted(set(shards.values()))]
             for file in files:
                 if not file.exists():
@@ -122,8 +129,14 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
     try:
         mmap = zipfile.is_zipfile(file)  # files of before PyTorch 1.6 are none
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise ValueError(f"{file} is not a readable torch checkpoint: {error}") from None
+    except pickle.UnpicklingError as error:  # its own words advise to run the code
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        why = f"it wants to run {found[1]}" if found else "it is damaged or more than plain data"
+        raise ValueError(
+            f"{file} is not a readable torch checkpoint: {why}; expected tensors alone"
+        ) from None
+    except Exception as error:  # a damaged file: the unpickler raises nearly everything
+        raise ValueError(f"{file} is not a readable torch checkpoint: {_words(error)}") from None
     if not isinstance(state, dict):
         raise ValueError(f"{file} must hold a dictionary of tensors, found {type(state).__name__}")
     return {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
@@ -169,6 +182,9 @@ def load_parameters(
     """
     for name, target in file_tensors(module).items():
         stored = rename(name)
+        if stored not in files:
+            wanted = f"expected in {files.where}, of shape {list(target.shape)}"
+            raise ValueError(f"{files.path} has no tensor {stored}: {wanted}")
         found = files[stored]
         if found.shape != target.shape:
             shapes = f"{list(found.shape)}, expected {list(target.shape)}"
@@ -206,7 +222,9 @@ def load_target(
     """Loads a target model from a Hugging Face directory. Raises ValueError saying what does not fit."""
     config, files = load_model_config(model_path), TensorFiles(model_path)
     if "lm_head.weight" not in files and not config.tie_word_embeddings:
-        log.info("%s has no lm_head.weight: the embedding's is taken", model_path)
+        log.warning(
+            "%s has no lm_head.weight, and its config does not tie it: the embedding's is taken", model_path
+        )
         config = replace(config, tie_word_embeddings=True)
     with building(dtype, device):
         model = model_class(config.architecture, model_path)(
@@ -224,6 +242,10 @@ def _warn_of_unread(model: LlamaModel, files: TensorFiles) -> None:
     if unread:
         more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
         log.warning("%s: no parameter reads %s%s", files.path, ", ".join(unread[:5]), more)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _name(dtype: torch.dtype) -> str:

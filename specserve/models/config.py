@@ -49,17 +49,44 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def rope_config(config: Mapping[str, Any], source: Path) -> RopeConfig:
     """Reads the rotary embedding. Raises ValueError naming the file when it is of an unknown kind."""
+    check_rope_fields(config, source)
     try:
         return RopeConfig.from_dict(config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
 
+def check_rope_fields(config: Mapping[str, Any], source: Path) -> None:
+    """Raises ValueError naming a field that is of another type than published ones."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(name), dict | None):
+            raise ValueError(f"{source}: {name} must be an object or null, found {config[name]!r}")
+    for fields in (config, config.get("rope_parameters") or {}):
+        if fields.get("rope_theta") is not None:
+            check_number(fields, "rope_theta", source)
+
+
+def check_number(config: Mapping[str, Any], name: str, source: Path) -> None:
+    found = config.get(name)
+    if isinstance(found, bool) or not isinstance(found, int | float) or found <= 0:
+        raise ValueError(f"{source}: {name} must be a positive number, found {found!r}")
+
+
+def check_count(config: Mapping[str, Any], name: str, source: Path, optional: bool = False) -> None:
+    found = config.get(name)
+    if (found is None and optional) or (type(found) is int and found > 0):
+        return
+    raise ValueError(f"{source}: {name} must be a positive integer{' or null' * optional}, found {found!r}")
+
+
 def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
     """Reads the geometry of a decoder layer. Raises ValueError naming a missing or impossible field."""
     for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
-        if not isinstance(config.get(name), int) or config[name] <= 0:
-            raise ValueError(f"{source}: {name} must be a positive integer, found {config.get(name)!r}")
+        check_count(config, name, source)
+    for name in ("num_key_value_heads", "head_dim"):
+        check_count(config, name, source, optional=True)
+    if "rms_norm_eps" in config:
+        check_number(config, "rms_norm_eps", source)
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -83,8 +110,8 @@ def load_model_config(model_path: Path) -> ModelConfig:
     """Reads ``config.json`` (and the end tokens of ``generation_config.json``) of a target model."""
     path = model_path / "config.json"
     fields = read_json(path)
-    architectures = fields.get("architectures") or []
-    if len(architectures) != 1:
+    architectures = fields.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1:
         raise ValueError(f"{path}: architectures must name one architecture, found {architectures!r}")
     model = model_class(architectures[0], path)
     fields = {**model.defaults, **fields}
@@ -106,11 +133,11 @@ def load_model_config(model_path: Path) -> ModelConfig:
 
 def _check(fields: Mapping[str, Any], path: Path) -> None:
     for name in ("vocab_size", "num_hidden_layers"):
-        if not isinstance(fields.get(name), int) or fields[name] <= 0:
-            raise ValueError(f"{path}: {name} must be a positive integer, found {fields.get(name)!r}")
-    window = fields.get("sliding_window")
-    if window is not None and (not isinstance(window, int) or window <= 0):
-        raise ValueError(f"{path}: sliding_window must be a positive integer or null, found {window!r}")
+        check_count(fields, name, path)
+    for name in ("max_position_embeddings", "sliding_window"):
+        check_count(fields, name, path, optional=True)
+    if not isinstance(tied := fields.get("tie_word_embeddings"), bool | None):
+        raise ValueError(f"{path}: tie_word_embeddings must be true or false, found {tied!r}")
     if fields.get("quantization_config"):
         raise ValueError(
             f"{path}: quantization_config is not supported; weights must be float16, bfloat16 or float32"
@@ -118,7 +145,11 @@ def _check(fields: Mapping[str, Any], path: Path) -> None:
 
 
 def _end_tokens(model_path: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:
-    generation = model_path / "generation_config.json"
-    eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id")
-    eos = fields.get("eos_token_id") if eos is None else eos
-    return () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    source = model_path / "generation_config.json"
+    eos = (read_json(source) if source.exists() else {}).get("eos_token_id")
+    if eos is None:
+        source, eos = model_path / "config.json", fields.get("eos_token_id")
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if any(type(token) is not int for token in ids):
+        raise ValueError(f"{source}: eos_token_id must be a token id, a list of them or null, found {eos!r}")
+    return tuple(ids)

@@ -23,8 +23,8 @@ def read_taps(source: Source, target: ModelConfig) -> tuple[int, ...]:
     taps, why = _boundaries(source, given, target)
     if any(not 0 <= tap <= layers for tap in taps) or list(taps) != sorted(set(taps)):
         raise ValueError(
-            f"{source.path}: {LIST} resolve to {list(taps)}; expected increasing boundaries from 0 to {layers}, the "
-            "target's number of layers"
+            f"{source.config_file}: {LIST} resolve to {list(taps)}; expected increasing boundaries from 0 to "
+            f"{layers}, the target's number of layers"
         )
     source.note(f"reads the target's residual stream before layers {list(taps)} ({why})")
     return taps
@@ -50,7 +50,7 @@ def read_target_width(source: Source, target: ModelConfig) -> int:
     declared = source.config.get("target_hidden_size")
     if declared not in (None, target.hidden_size):
         raise ValueError(
-            f"{source.path}: target_hidden_size {declared!r} does not fit the target's {target.hidden_size}"
+            f"{source.config_file}: target_hidden_size {declared!r} does not fit the target's {target.hidden_size}"
         )
     return target.hidden_size
 
@@ -60,7 +60,7 @@ def reads_fused(source: Source, taps: tuple[int, ...], width: int, hidden: int) 
     count = len(taps)
     if not taps and width == hidden:
         return False
-    columns = source.shape("fc.weight")[1]
+    columns = source.matrix("fc.weight")[1]
     if columns != max(1, count) * width:
         raise ValueError(
             f"{source.files.file(source.stored('fc.weight'))}: tensor fc.weight has {columns} columns, expected "
@@ -118,11 +118,13 @@ def read_recycled(source: Source, default: str, normed: bool) -> str:
 
 def read_draft_size(source: Source, vocab: int) -> int:
     """Tokens it can draft: the rows of its own head, the target's vocabulary without one."""
-    rows = source.shape("lm_head.weight")[0] if "lm_head.weight" in source else vocab
+    rows = source.matrix("lm_head.weight")[0] if "lm_head.weight" in source else vocab
     declared = source.config.get("draft_vocab_size")
     if declared not in (None, rows):
         has = f"which has {rows} rows" if "lm_head.weight" in source else f"which is missing; expected {rows}"
-        raise ValueError(f"{source.path}: draft_vocab_size {declared} does not fit lm_head.weight, {has}")
+        raise ValueError(
+            f"{source.config_file}: draft_vocab_size {declared} does not fit lm_head.weight, {has}"
+        )
     return rows
 
 
@@ -131,19 +133,20 @@ def read_draft_ids(source: Source, rows: int, vocab: int) -> Tensor | None:
     if "d2t" not in source.files:
         if rows != vocab:
             raise ValueError(
-                f"{source.path}: tensor d2t is missing; a draft vocabulary of {rows} tokens needs it"
+                f"{source.path}: tensor d2t is missing; a draft vocabulary of {rows} tokens needs it, int64 [{rows}]"
             )
         source.note(f"vocabulary: all {vocab} tokens of the target (no d2t)")
         return None
     offsets, file = source.files["d2t"], source.files.file("d2t")
-    if offsets.shape != (rows,) or offsets.dtype.is_floating_point:
+    if offsets.shape != (rows,) or offsets.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"{file}: tensor d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}]"
         )
     ids = offsets.long() + torch.arange(rows)
     if bool((ids.diff() <= 0).any()) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
         raise ValueError(f"{file}: tensor d2t must give strictly increasing target ids from 0 to {vocab - 1}")
-    _check_marks(source, ids, vocab)
+    if rows < vocab:  # else t2d has nothing to say, and EAGLE's own files leave it all false
+        _check_marks(source, ids, vocab)
     source.note(f"vocabulary: {rows} tokens of the target's {vocab} (d2t)")
     return None if rows == vocab else ids
 

@@ -21,21 +21,21 @@ def read_layer(source: Source, input_factor: int) -> LayerConfig:
         input_size=input_factor * layer.hidden_size,
         head_dim=head_dim,
         num_kv_heads=kv_heads,
-        qkv_bias="self_attn.q_proj.bias" in source,
+        qkv_bias=any(f"self_attn.{name}_proj.bias" in source for name in "qkv"),
         o_bias="self_attn.o_proj.bias" in source,
-        mlp_bias="mlp.down_proj.bias" in source,
-        qk_norm="self_attn.q_norm.weight" in source,
+        mlp_bias=any(f"mlp.{name}_proj.bias" in source for name in ("gate", "up", "down")),
+        qk_norm=any(f"self_attn.{name}_norm.weight" in source for name in "qk"),
     )
 
 
 def _heads(source: Source, num_heads: int) -> tuple[int, int]:
     """Head size and number of key heads."""
-    q_rows, k_rows = (source.shape(f"self_attn.{name}_proj.weight")[0] for name in "qk")
+    q_rows, k_rows = (source.matrix(f"self_attn.{name}_proj.weight")[0] for name in "qk")
     head_dim = q_rows // num_heads
     if head_dim * num_heads != q_rows or k_rows % head_dim or num_heads % max(1, k_rows // head_dim):
+        file = source.files.file(source.stored("self_attn.q_proj.weight"))
         raise ValueError(
-            f"{source.path}: q_proj has {q_rows} rows and k_proj {k_rows}, which do not fit num_attention_heads "
-            f"{num_heads}"
+            f"{file}: q_proj has {q_rows} rows and k_proj {k_rows}, which do not fit num_attention_heads {num_heads}"
         )
     return head_dim, k_rows // head_dim
 
@@ -60,14 +60,16 @@ def check_vocabulary(source: Source, target: ModelConfig) -> int:
     """The target's number of tokens, for which the draft must have been made."""
     vocab = source.config.get("vocab_size")
     if vocab != target.vocab_size:
-        raise ValueError(f"{source.path}: vocab_size {vocab!r} does not fit the target's {target.vocab_size}")
+        raise ValueError(
+            f"{source.config_file}: vocab_size {vocab!r} does not fit the target's {target.vocab_size}"
+        )
     return target.vocab_size
 
 
 def check_hidden_size(source: Source, layer: LayerConfig, target: ModelConfig) -> None:
     if layer.hidden_size != target.hidden_size:
         raise ValueError(
-            f"{source.path}: hidden_size {layer.hidden_size} does not fit the target's {target.hidden_size}"
+            f"{source.config_file}: hidden_size {layer.hidden_size} does not fit the target's {target.hidden_size}"
         )
 
 
@@ -78,7 +80,7 @@ def wants_own_embedding(source: Source, layer: LayerConfig, target: ModelConfig)
         source.shape("embed_tokens.weight")  # says that there is none
     if layer.hidden_size != target.hidden_size and not own:
         raise ValueError(
-            f"{source.path}: hidden_size {layer.hidden_size} does not fit the target's {target.hidden_size}, "
+            f"{source.config_file}: hidden_size {layer.hidden_size} does not fit the target's {target.hidden_size}, "
             "whose embedding it reads: it has no tensor embed_tokens.weight of its own"
         )
     if not own:

@@ -109,10 +109,15 @@ def _kind(source: Source, algorithm: str) -> str:
 
 def _eagle_kind(source: Source) -> str:
     """EAGLE-3's attention reads twice the hidden size."""
-    columns = source.shape("self_attn.q_proj.weight")[1]
-    hidden = (
-        source.shape("fc.weight")[0] if "fc.weight" in source else source.shape("mlp.gate_proj.weight")[1]
-    )
+    q_proj, fc = "self_attn.q_proj.weight", "fc.weight"
+    columns = source.matrix(q_proj)[1]
+    hidden = source.matrix(fc)[0] if fc in source else source.matrix("mlp.gate_proj.weight")[1]
+    if columns not in (hidden, 2 * hidden):
+        stored = source.stored(q_proj)
+        raise ValueError(
+            f"{source.files.file(stored)}: tensor {stored} has {columns} columns, expected {hidden} (EAGLE) or "
+            f"{2 * hidden} (EAGLE-3)"
+        )
     return "EAGLE3" if columns == 2 * hidden else "EAGLE"
 
 

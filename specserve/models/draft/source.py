@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve.models.checkpoint import TensorFiles
-from specserve.models.config import read_json
+from specserve.models.config import check_rope_fields, read_json
 
 _OUTSIDE_LAYER = (
     "fc.",
@@ -80,6 +80,15 @@ class Source:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.files[self.stored(name)].shape)
 
+    def matrix(self, name: str) -> tuple[int, int]:
+        """Rows and columns. Raises ValueError naming file and tensor when it has none."""
+        shape, stored = self.shape(name), self.stored(name)
+        if len(shape) != 2 or 0 in shape:
+            raise ValueError(
+                f"{self.files.file(stored)}: tensor {stored} has shape {list(shape)}, expected a matrix"
+            )
+        return shape[0], shape[1]
+
     def get(self, name: str, default: Any = None) -> Any:
         """A field where the config has it: nested under ``eagle_config``, or at its top."""
         if name in self.overrides:
@@ -123,7 +132,9 @@ def open_source(path: Path, overrides: Mapping[str, Any]) -> Source:
     for name in ("eagle_config", *_NESTED[:1]):
         if not isinstance(config.get(name), dict | None):
             raise ValueError(f"{path / 'config.json'}: {name} must be an object, found {config[name]!r}")
-    source = Source(path, files, _overridden(_flat(config), overrides), overrides)
+    flat = _flat(config)
+    check_rope_fields(flat, path / "config.json")
+    source = Source(path, files, _overridden(flat, overrides), overrides)
     _refuse_foreign(source)
     return source
 
