@@ -121,7 +121,6 @@ LISTS: list[tuple[int, str, dict[str, Any], list[int]]] = [
     (32, "LlamaForCausalLM", {AUX: [2, 16, 29]}, [2, 16, 29]),
     (32, "LlamaForCausalLM", {"eagle_config": {AUX: [1, 15, 28]}}, [2, 16, 29]),
     (36, "LlamaForCausalLM", {"eagle_config": {AUX: [24, 30, 36]}}, [24, 30, 36]),
-    (36, "GptOssForCausalLM", {"eagle_config": {AUX: [1, 17, 32]}}, [1, 17, 32]),
     (94, "Qwen3MoeForCausalLM", {AUX: [1, 46, 90]}, [2, 47, 91]),
     (94, "Qwen3MoeForCausalLM", {AUX: [1, 46, 90], "speculators_model_type": "eagle3"}, [1, 46, 90]),
 ]

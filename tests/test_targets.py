@@ -255,8 +255,26 @@ def test_every_form_of_file_loads_alike(
 def test_a_missing_head_is_the_embedding(architecture: str, tmp_path: Path) -> None:
     path = MAKERS[architecture](tmp_path, tied=True)
     expected = our_logits(path, torch.float64)
-    change_config(path, tie_word_embeddings=False)
+    change_config(path, tie_word_embeddings=None)
     assert torch.equal(our_logits(path, torch.float64), expected)
+    change_config(path, tie_word_embeddings=False)
+    with pytest.raises(ValueError, match=r"no tensor lm_head\.weight"):
+        our_logits(path, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 256}, 512),
+        (None, 512),
+    ],
+    ids=str,
+)
+def test_scaled_ropes_reach_further(scaling: dict[str, Any] | None, longest: int, tmp_path: Path) -> None:
+    config = load_model_config(make_llama(tmp_path, rope_scaling=scaling))
+    assert config.longest_context[0] == longest
 
 
 def test_a_tied_file_may_have_a_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

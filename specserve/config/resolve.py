@@ -93,12 +93,7 @@ def _attention(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
 
 
 def _context_length(given: int | None, model: ModelConfig, notes: Notes) -> int:
-    """The longest that the model can serve. Within its sliding window a model attends to all, so no context is longer
-    than that."""
-    longest, limit = model.max_position_embeddings, "max_position_embeddings"
-    window = getattr(model, "sliding_window", None)
-    if window is not None and window < longest:
-        longest, limit = window, "sliding_window"
+    longest, limit = model.longest_context
     if given is not None and given > longest:
         raise ValueError(f"--context-length: the model's {limit} is {longest}, found {given}")
     if given is not None:

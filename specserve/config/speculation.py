@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 NAIVE = (1, 1, 2)
 RUN_MTP = ("EAGLE", "NEXTN", "MTP", "NAIVE_EAGLE")
-DRAFT = ("speculative_draft_model_path", "speculative_draft_config_override")
+DRAFT = (
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "speculative_draft_config_override",
+)
 
 
 def resolve_speculation(settings: Settings, model: ModelConfig, notes: list[str]) -> Settings:
@@ -57,6 +61,10 @@ def carries_draft(algorithm: str, model_path: Path) -> bool:
 
 def _naive(settings: Settings, given: list[str], notes: list[str]) -> Settings:
     """One level, one candidate: the shape is in the name."""
+    if settings.speculative_adaptive:
+        raise ValueError(
+            "--speculative-adaptive chooses the shape of each step; NAIVE_EAGLE fixes it: take EAGLE"
+        )
     for name, value in zip(SHAPE, NAIVE, strict=True):
         if name in given and getattr(settings, name) != value:
             raise ValueError(

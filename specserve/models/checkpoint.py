@@ -222,10 +222,7 @@ def load_target(
     """Loads a target model from a Hugging Face directory. Raises ValueError saying what does not fit."""
     config, files = load_model_config(model_path), TensorFiles(model_path)
     if "lm_head.weight" not in files and not config.tie_word_embeddings:
-        log.warning(
-            "%s has no lm_head.weight, and its config does not tie it: the embedding's is taken", model_path
-        )
-        config = replace(config, tie_word_embeddings=True)
+        config = _tied(config, model_path, files)
     with building(dtype, device):
         model = model_class(config.architecture, model_path)(
             config, max_positions or config.max_position_embeddings
@@ -233,6 +230,20 @@ def load_target(
     load_parameters(model, files)
     _warn_of_unread(model, files)
     return model
+
+
+def _tied(config: ModelConfig, model_path: Path, files: TensorFiles) -> ModelConfig:
+    """A file without a head takes the embedding, unless its config says that the two are not tied."""
+    source = model_path / "config.json"
+    if read_json(source).get("tie_word_embeddings") is False:
+        raise ValueError(
+            f"{model_path} has no tensor lm_head.weight: expected in {files.where}, since {source.name} has "
+            "tie_word_embeddings false"
+        )
+    log.warning(
+        "%s has no lm_head.weight and its config does not tie it: the embedding's is taken", model_path
+    )
+    return replace(config, tie_word_embeddings=True)
 
 
 def _warn_of_unread(model: LlamaModel, files: TensorFiles) -> None:

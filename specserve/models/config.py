@@ -33,6 +33,18 @@ class ModelConfig:
     def hidden_size(self) -> int:
         return self.layer.hidden_size
 
+    @property
+    def longest_context(self) -> tuple[int, str]:
+        """Most positions it serves, and the field that says so. A scaled rope reaches further than the positions
+        trained before it; within a sliding window a model attends to all."""
+        longest, limit = self.max_position_embeddings, "max_position_embeddings"
+        reach = {"linear": longest, "yarn": self.rope.original_max_position_embeddings}
+        if (scaled := int(reach.get(self.rope.kind, 0) * self.rope.factor)) > longest:
+            longest, limit = scaled, f"{self.rope.kind} rope scaling"
+        if self.sliding_window is not None and self.sliding_window < longest:
+            return self.sliding_window, "sliding_window"
+        return longest, limit
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object. Raises ValueError naming the file when it is missing, unreadable or not an object."""

@@ -16,7 +16,10 @@ from specserve.config.speculation import pool_size
 
 ROOT = Path(__file__).parents[2]
 LLAMA: Any = SimpleNamespace(
-    architecture="LlamaForCausalLM", max_position_embeddings=2048, dtype="float32", vocab_size=100
+    architecture="LlamaForCausalLM",
+    longest_context=(2048, "max_position_embeddings"),
+    dtype="float32",
+    vocab_size=100,
 )
 QWEN: Any = SimpleNamespace(**{**vars(LLAMA), "architecture": "Qwen3ForCausalLM"})
 

@@ -16,7 +16,10 @@ from tests.front.fake_engine import CONTEXT, VOCAB, FakeEngine
 from tests.front.fakes import byte_tokenizer
 
 MODEL_CONFIG = SimpleNamespace(
-    architecture="LlamaForCausalLM", max_position_embeddings=CONTEXT, dtype="float32", vocab_size=VOCAB
+    architecture="LlamaForCausalLM",
+    longest_context=(CONTEXT, "max_position_embeddings"),
+    dtype="float32",
+    vocab_size=VOCAB,
 )
 
 

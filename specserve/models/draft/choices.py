@@ -39,8 +39,6 @@ def _boundaries(source: Source, given: list[int] | None, target: ModelConfig) ->
         return tuple(given), source.origin(LIST)
     if source.from_speculators:
         return tuple(given), f"the list {given} of a speculators file: inputs of layers"
-    if target.architecture == "GptOssForCausalLM":
-        return tuple(given), f"the list {given} of a draft for gpt-oss: inputs of layers"
     if given[0] == 1:
         return tuple(i + 1 for i in given), f"the list {given} starts with 1: outputs of layers"
     return tuple(given), f"the list {given} read as inputs of layers"

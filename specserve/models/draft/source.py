@@ -6,6 +6,7 @@ configuration nests; what a head computes is decided elsewhere, from tensors fir
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any
 
 from specserve.models.checkpoint import TensorFiles
 from specserve.models.config import check_rope_fields, read_json
+
+log = logging.getLogger(__name__)
 
 _OUTSIDE_LAYER = (
     "fc.",
@@ -114,6 +117,7 @@ class Source:
         names = [name for name in self.files.names() if name.startswith("mtp_layers.") or not self.is_mtp]
         if unread := [n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq")]:
             self.note(f"tensors that are not read: {', '.join(unread)}")
+            log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
 
     def side(self, name: str, default: str) -> str:
         """``pre`` or ``post``: which side of a norm a state is taken from."""
