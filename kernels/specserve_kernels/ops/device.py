@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from triton.runtime import driver
 
 
 class Limits(NamedTuple):
@@ -27,5 +28,5 @@ def limits_of(device: torch.device) -> Limits:
 
 @cache
 def _limits(index: int) -> Limits:
-    found: Any = torch.cuda.get_device_properties(index)  # PyTorch's stub lacks one of its fields
-    return Limits(found.multi_processor_count, found.shared_memory_per_block_optin)
+    found: Any = driver.active.utils.get_device_properties(index)  # what Triton itself checks launches against
+    return Limits(found["multiprocessor_count"], found["max_shared_mem"])
