@@ -21,6 +21,7 @@ from tests.front.fakes import byte_tokenizer
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import make_llama
 
+TAPS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ["--dtype", "float64", "--device", "cpu", "--max-tokens", "24"]
 
 
@@ -75,7 +76,11 @@ def test_a_pair_that_fits(pair: Checkpoints, capsys: pytest.CaptureFixture[str])
     assert memory["pool"] == memory["pool_tokens"] * memory["kv_per_token"]
     assert memory["weights"] > memory["draft"] > 0
     rope = next(remark for remark in report["remarks"] if "rotary base" in remark)
-    assert "is not in its config, so 10000, the target's is 500000" in rope
+    assert (
+        "rotary base 10000 (its config has no rope_theta), scaling default; the target's base is 500000"
+        in rope
+    )
+    assert rope.endswith("--speculative-draft-config-override '{\"rope_theta\": 500000}'")
     assert any("max_position_embeddings 2048, the context is 4096" in remark for remark in report["remarks"])
 
 
@@ -111,7 +116,61 @@ def test_mismatches_are_told_before_loading_fails(
     assert str(draft) in report["error"]
     assert not report["memory"]["loaded"]
     assert any("made for another tokenizer" in problem for problem in report["problems"])
-    assert any("reads layers [2, 20, 37], the target has 3" in problem for problem in report["problems"])
+    assert any("resolve to [2, 20, 37]; expected" in problem for problem in report["problems"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"eagle_config": {TAPS: "2,3"}}, f"{TAPS} must be a list of integers, found '2,3'"),
+        ({"eagle_config": None, TAPS: ["a", "b", "c"]}, f"{TAPS} must be a list of integers, found ['a'"),
+        ({"eagle_config": [2, 3]}, "eagle_config must be an object, found [2, 3]"),
+        ({"rope_scaling": "x"}, "rope_scaling must be an object or null, found 'x'"),
+        ({"vocab_size": [1]}, "vocab_size [1] does not fit the target's"),
+        ({"target_hidden_size": 7}, "target_hidden_size 7 does not fit the target's"),
+        ({"draft_vocab_size": "40"}, "draft_vocab_size 40 does not fit"),
+        ({"hidden_size": None}, "hidden_size must be a positive integer"),
+        ({"model": {"vocab_size": 64}}, "vocab_size 64 does not fit"),
+    ],
+)
+def test_odd_drafts_are_problems(
+    pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], words: str
+) -> None:
+    draft = edit(pair.eagle3, tmp_path / "odd", **fields)
+    code, report = check(capsys, pair.target, draft, algorithm="EAGLE3")
+    assert code == 2
+    assert any(words in problem for problem in report["problems"]), report["problems"]
+
+
+def test_a_draft_is_read_as_loading_reads_it(
+    pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = {"eagle_config": {TAPS: [9, 20, 37]}, "rope_theta": 1e4}
+    draft = edit(pair.eagle3, tmp_path / "overridden", **odd)
+    override = json.dumps({TAPS: [0, 1, 3], "rope_theta": 5e5})
+    flags = ("--no-run", "--speculative-draft-config-override", override)
+    code, report = check(capsys, pair.target, draft, *flags, algorithm="EAGLE3")
+    assert (code, report["problems"]) == (0, [])
+    assert not any("rotary base" in remark for remark in report["remarks"])
+    config = json.loads((pair.eagle3 / "config.json").read_text())
+    nested = {"vocab_size": 64, "model": {"vocab_size": config["vocab_size"], "rope_theta": 5e5}}
+    draft = edit(pair.eagle3, tmp_path / "nested", **nested)
+    code, report = check(capsys, pair.target, draft, "--no-run", algorithm="EAGLE3")
+    assert (code, report["problems"]) == (0, [])
+    assert not any("rotary base" in remark for remark in report["remarks"])
+    code, report = check(capsys, pair.target, pair.eagle3, "--no-run", algorithm="EAGLE")
+    assert code == 2
+    assert any("holds an EAGLE3 head" in problem for problem in report["problems"])
+
+
+def test_an_unreadable_draft_is_a_problem(
+    pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = edit(pair.eagle, tmp_path / "bare")
+    (draft / "config.json").unlink()
+    code, report = check(capsys, pair.target, draft)
+    assert code == 2
+    assert any("config.json does not exist" in problem for problem in report["problems"])
 
 
 def test_a_target_with_problems(

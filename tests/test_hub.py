@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from huggingface_hub import constants, errors
 
 from specserve.config import Settings, hub, resolve_paths
+from specserve.models.checkpoint import _weight_files
 from tests.hub_cache import cache_repository
 
 LLAMA = [
@@ -21,10 +23,15 @@ LLAMA = [
     "pytorch_model.bin.index.json", "special_tokens_map.json", "tokenizer.json", "tokenizer.model",
     "tokenizer_config.json", "modeling_custom.py", "onnx/model.onnx", "training_args.bin",
 ]  # fmt: skip
+WEIGHTS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 SMALL = [
     "config.json", "generation_config.json", "special_tokens_map.json", "tokenizer.json", "tokenizer.model",
     "tokenizer_config.json",
 ]  # fmt: skip
+
+
+def index_of(*shards: str) -> str:
+    return json.dumps({"weight_map": dict(enumerate(shards))})
 
 
 class FakeHub:
@@ -35,6 +42,7 @@ class FakeHub:
         self.fetched: list[tuple[str, str | None, str | None, list[str]]] = []
         self.refuses: Exception | None = None
         self.breaks: Exception | None = None
+        self.texts = {"model.safetensors.index.json": index_of(*WEIGHTS)}
         self._path = path
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub, "HfApi", lambda: self)
@@ -53,6 +61,8 @@ class FakeHub:
         self.fetched.append((repo, revision, cache_dir, allow_patterns))
         path = self._path / repo
         path.mkdir(parents=True, exist_ok=True)
+        for name in set(allow_patterns) & set(self.texts):
+            (path / name).write_text(self.texts[name])
         return str(path)
 
 
@@ -73,15 +83,47 @@ def answer(kind: type[errors.HfHubHTTPError], status: int = 404) -> errors.HfHub
 
 
 def test_only_what_is_needed_is_fetched() -> None:
-    weights = [name for name in LLAMA if name.startswith("model") and "safetensors" in name]
-    assert set(hub.model_files(LLAMA)) == {*SMALL, *weights}
-    assert set(hub.model_files(LLAMA, code=True)) == {*SMALL, *weights, "modeling_custom.py"}
+    index = "model.safetensors.index.json"
+    assert set(hub.model_files(LLAMA)) == {*SMALL, index}, "the weights are those that the index names"
+    assert set(hub.model_files(LLAMA, code=True)) == {*SMALL, index, "modeling_custom.py"}
     pickles = [name for name in LLAMA if "safetensors" not in name]
-    bins = ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]
-    assert set(hub.model_files(pickles)) == {*SMALL, *bins}
-    twice = ["config.json", "consolidated.safetensors", "model.safetensors"]
-    assert set(hub.model_files(twice)) == {"config.json", "model.safetensors"}
-    assert set(hub.model_files(twice[:2])) == set(twice[:2])
+    assert set(hub.model_files(pickles)) == {*SMALL, "pytorch_model.bin.index.json"}
+
+
+@pytest.mark.parametrize(
+    ("names", "weights"),
+    [
+        (["consolidated.safetensors", "model.safetensors"], ["model.safetensors"]),
+        (["consolidated.safetensors"], ["consolidated.safetensors"]),
+        (["consolidated.safetensors", "draft.safetensors"], ["draft.safetensors"]),
+        (["adapter_model.safetensors", "model.fp32.safetensors", "model.safetensors"], ["model.safetensors"]),
+        (["model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json"], ["model.safetensors"]),
+        (["adapter_model.safetensors", "pytorch_model.bin"], ["pytorch_model.bin"]),
+        (["onnx/model.safetensors", "pytorch_model-00001-of-00002.bin", "training_args.bin"], []),
+    ],
+)
+def test_the_weights_that_the_loader_reads(names: list[str], weights: list[str], tmp_path: Path) -> None:
+    assert hub.model_files(["config.json", *names]) == ["config.json", *weights]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    if weights and "pytorch_model.bin.index.json" not in names and "draft.safetensors" not in names:
+        assert [file.name for file in _weight_files(tmp_path)] == weights
+
+
+def test_shards_are_those_of_the_index(fake: FakeHub) -> None:
+    fake.files["org/sharded"] = [
+        "config.json", "a.safetensors", "adapter_model.safetensors", "b/c.safetensors",
+        "model.safetensors.index.json", "pytorch_model.bin",
+    ]  # fmt: skip
+    fake.texts["model.safetensors.index.json"] = index_of("b/c.safetensors", "a.safetensors", "a.safetensors")
+    resolve_paths(Settings(model_path="org/sharded"))
+    index, found = (set(files) for *_, files in fake.fetched)
+    assert index == {"model.safetensors.index.json"}
+    assert found == {"config.json", "model.safetensors.index.json", "a.safetensors", "b/c.safetensors"}
+    fake.texts["model.safetensors.index.json"] = index_of("a.safetensors", "../d.safetensors")
+    with pytest.raises(ValueError, match=r"--model-path: the hub's org/sharded has no \.\./d\.safetensors"):
+        resolve_paths(Settings(model_path="org/sharded"))
 
 
 def test_model_draft_tokenizer_and_map(fake: FakeHub, tmp_path: Path) -> None:
@@ -91,9 +133,10 @@ def test_model_draft_tokenizer_and_map(fake: FakeHub, tmp_path: Path) -> None:
         speculative_draft_model_revision="beef", speculative_token_map="org/maps/sub/freq_8192.pt",
     )  # fmt: skip
     found, notes = resolve_paths(given)
-    (model, tokenizer, draft, map_) = fake.fetched
+    (index, model, tokenizer, draft, map_) = fake.fetched
+    assert index == ("org/Model-1.0", "v2", "/cache", ["model.safetensors.index.json"])
     assert model[:3] == tokenizer[:3] == ("org/Model-1.0", "v2", "/cache")
-    assert "model-00001-of-00002.safetensors" in model[3]
+    assert set(model[3]) == {*SMALL, *WEIGHTS, "model.safetensors.index.json"}
     assert not any(name.endswith(".safetensors") for name in tokenizer[3])
     assert draft == ("org/draft", "beef", "/cache", ["config.json", "pytorch_model.bin"])
     assert map_ == ("org/maps", None, "/cache", ["sub/freq_8192.pt"])
@@ -209,6 +252,47 @@ def test_a_copy_without_weights_is_told(cache: Path, monkeypatch: pytest.MonkeyP
         ValueError, match=r"its copy in the cache has no model-2\.safetensors, and HF_HUB_OFFLINE"
     ):
         offline(cache, model_path="org/Model-1.0")
+
+
+@pytest.mark.parametrize("stem", ["model.safetensors", "pytorch_model.bin"])
+def test_a_copy_with_a_damaged_index(cache: Path, monkeypatch: pytest.MonkeyPatch, stem: str) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = next((cache / "models--org--Model-1.0" / "snapshots").iterdir())
+    (snapshot / "model.safetensors").unlink()
+    index, shard = snapshot / f"{stem}.index.json", f"pytorch_model-1.{stem.split('.')[1]}"
+    (snapshot / shard).touch()
+    index.write_text(index_of(shard))
+    assert offline(cache, model_path="org/Model-1.0").model_path == str(snapshot)
+    index.write_text(index_of(shard, "pytorch_model-2"))
+    with pytest.raises(ValueError, match="its copy in the cache has no pytorch_model-2, and HF_HUB_OFFLINE"):
+        offline(cache, model_path="org/Model-1.0")
+    for text in ('{"weight_map": {"a": ', "[]", "{}", '{"weight_map": {"a": 3}}', '{"weight_map": ["a"]}'):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=r"^--model-path: org/Model-1\.0: ") as told:
+            offline(cache, model_path="org/Model-1.0")
+        assert str(index) in str(told.value)
+        assert type(told.value) is ValueError
+
+
+def test_no_tokenizer_is_fetched_that_is_not_read(fake: FakeHub, tmp_path: Path) -> None:
+    for tokenizer in ("org/Model-1.0", "/no/where"):
+        fake.fetched.clear()
+        given = Settings(
+            model_path=str(tmp_path),
+            tokenizer_path=tokenizer,
+            skip_tokenizer_init=True,
+            trust_remote_code=True,
+        )
+        found, notes = resolve_paths(given)
+        assert fake.fetched == []
+        why = "changes nothing: --skip-tokenizer-init loads no tokenizer"
+        assert notes == [f"--trust-remote-code {why}", f"--tokenizer-path {why}"]
+        assert (found.tokenizer_path, found.trust_remote_code) == (str(tmp_path), False)
+        assert resolve_paths(found) == (found, [])
+    fake.files["org/Model-1.0"] = ["config.json", "model.safetensors", "modeling_custom.py"]
+    resolve_paths(Settings(model_path="org/Model-1.0", skip_tokenizer_init=True, trust_remote_code=True))
+    assert fake.fetched[-1][3] == ["config.json", "model.safetensors"]
+    assert resolve_paths(Settings(model_path=str(tmp_path), skip_tokenizer_init=True))[1] == []
 
 
 def test_without_a_network_the_cache_serves(fake: FakeHub, cache: Path) -> None:

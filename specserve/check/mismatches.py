@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from specserve.check.memory import device_memory, expected_memory
 from specserve.check.report import Report
 from specserve.config import Settings, resolve
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.layers.rotary import RopeConfig
-from specserve.models.config import ModelConfig, load_model_config, read_json, rope_config
+from specserve.models.config import ModelConfig, load_model_config
+from specserve.models.draft.choices import read_draft_size, read_taps, read_target_width
+from specserve.models.draft.geometry import (
+    check_hidden_size,
+    check_vocabulary,
+    read_layer,
+    read_rope,
+    wants_own_embedding,
+)
+from specserve.models.draft.load import head_kind
+from specserve.models.draft.override import FLAG, check_kind, parse_overrides
+from specserve.models.draft.source import Source, open_source
 
+T = TypeVar("T")
 _NARROWER = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 2}
 
 
@@ -31,9 +41,7 @@ def find_mismatches(settings: Settings, report: Report) -> None:
         _tokenizer(Tokenizer.load(settings.tokenizer_path, settings.trust_remote_code), model, report)
     path = settings.speculative_draft_model_path
     if path is not None and Path(path) != Path(settings.model_path):
-        config = Path(path) / "config.json"
-        if config.exists():
-            _draft(config, settings, model, report)
+        _draft(Path(path), settings, model, report)
 
 
 def _dtype(settings: Settings, model: ModelConfig, report: Report) -> None:
@@ -82,14 +90,28 @@ def _tokenizer(tokenizer: Tokenizer, model: ModelConfig, report: Report) -> None
         report.remarks.append(f"chat is refused: {error}")
 
 
-def _draft(source: Path, settings: Settings, model: ModelConfig, report: Report) -> None:
-    """Speculators' files keep the layer's configuration in ``transformer_layer_config``."""
-    config = {**read_json(source), **json.loads(settings.speculative_draft_config_override or "{}")}
-    layer = {**(config.get("transformer_layer_config") or {}), **config}
-    _sizes(layer, model, report)
-    _taps(config, model, report)
-    _rope(layer, rope_config(layer, source), model, report)
-    longest, context = layer.get("max_position_embeddings"), settings.context_length
+def _draft(path: Path, settings: Settings, model: ModelConfig, report: Report) -> None:
+    """Reads what loading reads, by the same functions: what these refuse is a problem."""
+    source = _tell(
+        report, lambda: open_source(path, parse_overrides(settings.speculative_draft_config_override))
+    )
+    if source is None:
+        return
+    kind = _tell(report, lambda: head_kind(source, settings.speculative_algorithm))
+    if kind is None:
+        return
+    _tell(report, lambda: check_kind(source.overrides, kind))
+    _tell(
+        report,
+        lambda: check_vocabulary(source, model),
+        "; it was made for another tokenizer, its tokens mean other words",
+    )
+    if kind == "EAGLE3":
+        _eagle3(source, model, report)
+    else:
+        _tell(report, lambda: check_hidden_size(source, read_layer(source, 1), model))
+    _rope(source, model, report)
+    longest, context = source.config.get("max_position_embeddings"), settings.context_length
     if isinstance(longest, int) and context is not None and longest < context:
         report.remarks.append(
             f"draft: max_position_embeddings {longest}, the context is {context}: behind that the draft was "
@@ -97,41 +119,32 @@ def _draft(source: Path, settings: Settings, model: ModelConfig, report: Report)
         )
 
 
-def _sizes(draft: Mapping[str, Any], model: ModelConfig, report: Report) -> None:
-    vocab, few = draft.get("vocab_size"), draft.get("draft_vocab_size")
-    if vocab is not None and vocab not in (model.vocab_size, few):
-        report.problems.append(
-            f"draft: vocab_size {vocab}, the target's is {model.vocab_size}: it was made for another tokenizer, "
-            "its tokens mean other words"
-        )
-    if isinstance(few, int) and few < model.vocab_size:
+def _tell(report: Report, read: Callable[[], T], hint: str = "") -> T | None:
+    """What ``read`` returns, None when it refuses."""
+    try:
+        return read()
+    except ValueError as error:
+        report.problems.append(f"draft: {error}{hint}")
+        return None
+
+
+def _eagle3(source: Source, model: ModelConfig, report: Report) -> None:
+    _tell(report, lambda: read_taps(source, model))
+    _tell(report, lambda: read_target_width(source, model), "; it was made for another target")
+    _tell(report, lambda: wants_own_embedding(source, read_layer(source, 2), model))
+    few = _tell(report, lambda: read_draft_size(source, model.vocab_size))
+    if few is not None and few < model.vocab_size:
         report.remarks.append(
             f"draft: it knows {few} of {model.vocab_size} tokens: a text's other tokens are never guessed"
         )
-    hidden = draft.get("target_hidden_size") or draft.get("hidden_size")
-    if hidden is not None and hidden != model.hidden_size:
-        report.problems.append(
-            f"draft: made for a target of hidden_size {hidden}, this one's is {model.hidden_size}"
-        )
 
 
-def _taps(config: Mapping[str, Any], model: ModelConfig, report: Report) -> None:
-    nested = config.get("eagle_config") or {}
-    name = "eagle_aux_hidden_state_layer_ids"
-    taps = nested.get(name) or config.get(name) or []
-    if any(not 0 <= tap <= model.num_layers for tap in taps):
-        report.problems.append(
-            f"draft: reads layers {taps}, the target has {model.num_layers}: it was made for a deeper one"
-        )
-
-
-def _rope(draft: Mapping[str, Any], rope: RopeConfig, model: ModelConfig, report: Report) -> None:
-    if rope.theta == model.rope.theta:
+def _rope(source: Source, model: ModelConfig, report: Report) -> None:
+    rope = _tell(report, lambda: read_rope(source))
+    if rope is None or rope.theta == model.rope.theta or "rope_theta" in source.overrides:
         return
-    given = draft.get("rope_theta") or (draft.get("rope_parameters") or {}).get("rope_theta")
-    how = f"is {rope.theta:g}" if given else f"is not in its config, so {rope.theta:g}"
     report.remarks.append(
-        f"draft: the rotary base {how}, the target's is {model.rope.theta:g}. Right for the published EAGLE heads, "
-        "which were trained with 10000; a head trained with the target's base accepts less the longer the text, "
-        "and needs rope_theta in its config.json"
+        f"{source.notes[-1]}; the target's base is {model.rope.theta:g}. Right for the published EAGLE heads, which "
+        "were trained with 10000; a head trained with the target's base accepts less the longer the text, and needs "
+        f"{FLAG} '{{\"rope_theta\": {model.rope.theta:g}}}'"
     )

@@ -10,7 +10,7 @@ import fnmatch
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +19,8 @@ _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _TIMEOUT = 10.0  # seconds that the hub has to answer before the cache is asked
 _SMALL = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 _ELSEWHERE = "`hf download` it elsewhere and give its directory"
+_STEMS = ("model.safetensors", "pytorch_model.bin")  # in the order in which the loader looks for them
+_INDEX = ".index.json"
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -64,14 +66,31 @@ def is_id(given: str) -> bool:
 
 
 def model_files(names: Sequence[str], code: bool = False) -> list[str]:
-    """What is needed of a model or draft: configuration, tokenizer, and weights in one format."""
-    small = tokenizer_files(names, code)
-    tensors = [name for name in names if "/" not in name and name.endswith(".safetensors")]
-    if not tensors:
-        return small + [name for name in names if re.fullmatch(r"pytorch_model[^/]*\.bin", name)]
-    # ``consolidated`` files hold the same weights, named otherwise.
-    once = [name for name in tensors if not name.startswith("consolidated")]
-    return [name for name in small if not name.endswith(".bin.index.json")] + (once or tensors)
+    """What is needed of a model or draft: configuration, tokenizer, and the weights that the loader reads, or their
+    index, which names them."""
+    index = _index(names)
+    small = [n for n in tokenizer_files(names, code) if n == index or not n.endswith(f".bin{_INDEX}")]
+    return small if index else small + _weights(names)
+
+
+def _index(names: Sequence[str]) -> str | None:
+    """The index that the loader reads: there is none behind weights in one file."""
+    for stem in _STEMS:
+        if stem + _INDEX in names:
+            return stem + _INDEX
+        if stem in names:
+            return None
+    return None
+
+
+def _weights(names: Sequence[str]) -> list[str]:
+    """Without an index: one file, or else all that the loader finds. ``consolidated`` files hold the same weights as
+    others, named otherwise."""
+    for stem in _STEMS:
+        if stem in names:
+            return [stem]
+    found = [name for name in names if "/" not in name and name.endswith(".safetensors")]
+    return [name for name in found if not name.startswith("consolidated")] or found
 
 
 def tokenizer_files(names: Sequence[str], code: bool = False) -> list[str]:
@@ -99,14 +118,46 @@ def fetch(repo: Repo, kind: Kind, code: bool = False) -> Path:
         if _answered(error):
             raise _refusal(repo, error) from None
         return _cached(repo, kind, f"the hub can't be reached ({_reason(error)})")
-    files = kind.files([sibling.rfilename for sibling in info.siblings or ()], code)
-    if lacking := kind.lacks(files):
+
+    def download(files: Sequence[str]) -> Path:
+        ask = functools.partial(hub.snapshot_download, revision=repo.revision, cache_dir=repo.cache)
+        try:
+            return Path(ask(repo.name, allow_patterns=list(files)))
+        except Exception as error:
+            raise _refusal(repo, error) from None
+
+    names = [sibling.rfilename for sibling in info.siblings or ()]
+    files, lacking = _plan(repo, kind, names, lambda index: download([index]) / index, code)
+    if lacking:
         raise ValueError(f"{repo.flag}: the hub's {repo} has no {', and no '.join(lacking)}")
-    download = functools.partial(hub.snapshot_download, revision=repo.revision, cache_dir=repo.cache)
+    return download(files)
+
+
+def _plan(
+    repo: Repo, kind: Kind, names: Sequence[str], get: Callable[[str], Path], code: bool = False
+) -> tuple[list[str], list[str]]:
+    """Which files are needed, and what of them ``names`` lacks. ``get`` has the index of sharded weights."""
+    files = kind.files(names, code)
+    index = _index(files) if kind is MODEL else None
+    if index is not None:
+        files += _shards(repo, get(index))
+    return files, [*kind.lacks(files), *sorted(set(files) - set(names))]
+
+
+def _shards(repo: Repo, index: Path) -> list[str]:
+    """The files that an index names. Raises ValueError for a damaged one."""
     try:
-        return Path(download(repo.name, allow_patterns=files))
-    except Exception as error:
-        raise _refusal(repo, error) from None
+        fields = json.loads(index.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{repo.flag}: {repo}: {index} is not a readable JSON file: {_reason(error)}; delete {index.resolve()} "
+            "and run with a network"
+        ) from None
+    shards = fields.get("weight_map") if isinstance(fields, dict) else None
+    named = list(shards.values()) if isinstance(shards, dict) else []
+    if not named or not all(isinstance(name, str) for name in named):
+        raise ValueError(f"{repo.flag}: {repo}: {index}: weight_map must name a file for each tensor")
+    return sorted(set(named))
 
 
 def fetch_file(repo: Repo, name: str) -> Path:
@@ -125,20 +176,17 @@ def _cached(repo: Repo, kind: Kind, why: str) -> Path:
         found = try_to_load_from_cache(repo.name, name, cache_dir=repo.cache, revision=repo.revision)
         if isinstance(found, str):
             directory = Path(found).parents[name.count("/")]
-            if lacking := _incomplete(directory, kind):
+            if lacking := _incomplete(directory, repo, kind):
                 raise _absent(repo, f"its copy in the cache has no {', and no '.join(lacking)}", why)
             return directory
     place = repo.cache or constants.HF_HUB_CACHE
     raise _absent(repo, f"no directory here and not in the cache {place}", why)
 
 
-def _incomplete(directory: Path, kind: Kind) -> list[str]:
+def _incomplete(directory: Path, repo: Repo, kind: Kind) -> list[str]:
     """What an interrupted download did not bring."""
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
-    shards: set[str] = set()
-    for index in directory.glob("model.safetensors.index.json") if kind is MODEL else ():
-        shards |= set(json.loads(index.read_text()).get("weight_map", {}).values())
-    return [*kind.lacks(names), *sorted(shards - set(names))]
+    return _plan(repo, kind, names, directory.joinpath)[1]
 
 
 def _absent(repo: Repo, what: str, why: str) -> ValueError:

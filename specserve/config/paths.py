@@ -20,6 +20,7 @@ BUNDLED_NAME = "specserve-chat"
 
 _DRAFT_FLAG = "--speculative-draft-model-path"
 _DRAFT_REVISION = "--speculative-draft-model-revision"
+_UNREAD = "changes nothing: --skip-tokenizer-init loads no tokenizer"
 
 
 def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
@@ -27,7 +28,8 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
 
     Does nothing to a copy it has made. Raises ValueError naming the flag, the path and what to do.
     """
-    places = _Places(settings, [])
+    settings, notes = _without_tokenizer_code(settings)
+    places = _Places(settings, notes)
     model = settings.model_path
     if model is None:
         model = str(BUNDLED_MODEL)
@@ -46,6 +48,13 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
     return resolved, places.notes
 
 
+def _without_tokenizer_code(settings: Settings) -> tuple[Settings, list[str]]:
+    """Cleared in the copy where it changes nothing, so that the note is made once."""
+    if not (settings.skip_tokenizer_init and settings.trust_remote_code):
+        return settings, []
+    return replace(settings, trust_remote_code=False), [f"--trust-remote-code {_UNREAD}"]
+
+
 def _names(given: str, path: Path) -> tuple[str, ...]:
     if _same(path, BUNDLED_MODEL):
         return (BUNDLED_NAME,)
@@ -56,6 +65,10 @@ def _names(given: str, path: Path) -> tuple[str, ...]:
 def _tokenizer(settings: Settings, model_path: Path, places: _Places) -> str:
     given = settings.tokenizer_path
     if given is None:
+        return str(model_path)
+    if settings.skip_tokenizer_init:
+        if given != str(model_path):
+            places.notes.append(f"--tokenizer-path {_UNREAD}")
         return str(model_path)
     revision = settings.revision if given == settings.model_path else None
     return str(places.tokenizer("--tokenizer-path", given, revision))

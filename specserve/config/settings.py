@@ -82,7 +82,8 @@ class Settings:
     )
     context_length: int | None = setting(
         None,
-        "Longest prompt plus answer, in tokens. Not set: the model's max_position_embeddings, times a scaled rope's factor.",
+        "Longest prompt plus answer, in tokens. Not set: the model's max_position_embeddings, times a scaled rope's "
+        "factor.",
         group=MODEL,
         low=2,
     )

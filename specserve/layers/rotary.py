@@ -84,7 +84,7 @@ def _kind(scaling: Mapping[str, Any]) -> str:
             f"rope_parameters by kind of layer ({', '.join(nested)}) are not supported; expected one set for all"
         )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
         raise ValueError(f"rope_scaling type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
     if scaling.get("partial_rotary_factor") not in (None, 1):
         part = scaling["partial_rotary_factor"]

@@ -28,5 +28,7 @@ def limits_of(device: torch.device) -> Limits:
 
 @cache
 def _limits(index: int) -> Limits:
-    found: Any = driver.active.utils.get_device_properties(index)  # what Triton itself checks launches against
+    found: Any = driver.active.utils.get_device_properties(
+        index
+    )  # what Triton itself checks launches against
     return Limits(found["multiprocessor_count"], found["max_shared_mem"])

@@ -85,7 +85,7 @@ def load_draft(
     """Loads the head at ``path`` for ``algorithm``, to run as pool layer ``layer``; ``overrides`` go before fields of
     its config."""
     source = open_source(path, overrides or {})
-    kind = _kind(source, algorithm)
+    kind = head_kind(source, algorithm)
     check_kind(source.overrides, kind)
     with building(dtype, target.lm_head.weight.device):
         head, ids = _BUILDERS[kind](source, Place(target, layer, max_positions))
@@ -96,7 +96,7 @@ def load_draft(
     return LoadedDraft(head, None if ids is None else ids.to(target.lm_head.weight.device), source.notes)
 
 
-def _kind(source: Source, algorithm: str) -> str:
+def head_kind(source: Source, algorithm: str) -> str:
     """Which head the tensors are. Raises ValueError when ``algorithm`` does not run it."""
     kind = "MTP" if source.is_mtp else _eagle_kind(source)
     if kind not in KINDS[algorithm]:

@@ -97,6 +97,8 @@ class Source:
         if name in self.overrides:
             return self.overrides[name]
         nested = self.config.get("eagle_config") or {}
+        if not isinstance(nested, Mapping):
+            raise ValueError(f"{self.config_file}: eagle_config must be an object, found {nested!r}")
         found = nested.get(name)
         found = self.config.get(name) if found is None else found
         return default if found is None else found
