@@ -25,9 +25,7 @@ class Chunks:
     positions_T: Tensor
     max_tokens: int  # of one request, known to the host
     max_kv: int  # positions of one request, chunk included, known to the host
-    spans: Sequence[
-        tuple[int, int]
-    ]  # of each request: first position and number of tokens, known to the host
+    spans: Sequence[tuple[int, int]]  # first position and tokens of each request, known to the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,6 @@ class AttentionBackend(Protocol):
     """Makes plans. ``unsupported`` gives the reasons why it cannot serve a geometry; none means that it can."""
 
     name: str
-    graph_safe: bool  # reads lengths on the device, so that a captured pass serves all of them
 
     def unsupported(self, geometry: KVGeometry, page_size: int) -> list[str]: ...
 

@@ -74,7 +74,6 @@ class FlashInferAttention:
     """See the module's docstring."""
 
     name = "flashinfer"
-    graph_safe = True
 
     def __init__(self, page_size: int, dtype: torch.dtype) -> None:
         self.page_size = page_size

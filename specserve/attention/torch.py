@@ -40,7 +40,6 @@ class TorchAttention:
     """See the module's docstring."""
 
     name = "torch"
-    graph_safe = False
 
     def __init__(self, page_size: int, dtype: torch.dtype) -> None:
         self.page_size = page_size

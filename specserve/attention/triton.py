@@ -57,7 +57,6 @@ class TritonAttention:
     """See the module's docstring. Passes run one after another, on one stream."""
 
     name = "triton"
-    graph_safe = True
 
     def __init__(self, page_size: int, dtype: torch.dtype) -> None:
         self.page_size = page_size

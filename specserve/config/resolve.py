@@ -171,7 +171,7 @@ def _compile(settings: Settings, notes: Notes) -> Settings:
     given = ["--enable-torch-compile"] if settings.enable_torch_compile else []
     given += [] if settings.torch_compile_max_bs is None else ["--torch-compile-max-bs"]
     if given:
-        why = "steps run as CUDA graphs of fused kernels, which leave nothing to compile"
+        why = "steps run as CUDA graphs of fused kernels instead"
         why = "nothing is compiled on a cpu" if settings.device == "cpu" else why
         notes.append(f"{', '.join(given)} changes nothing: {why}")
     return replace(settings, enable_torch_compile=False, torch_compile_max_bs=None)

@@ -179,8 +179,7 @@ class Settings:
     )
     enable_torch_compile: bool = setting(
         False,
-        "Accepted for SGLang's commands and changes nothing: steps run as CUDA graphs of fused kernels, which leave "
-        "nothing to compile.",
+        "Accepted for SGLang's commands and changes nothing: steps run as CUDA graphs of fused kernels instead.",
         group=ENGINE,
     )
     torch_compile_max_bs: int | None = setting(

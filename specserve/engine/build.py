@@ -104,8 +104,7 @@ def shape_plan(settings: Settings) -> ShapePlan:
     """The shapes that steps may have; those within the buckets are captured."""
     largest, running = settings.cuda_graph_max_bs, settings.max_running_requests
     assert running is not None
-    captured = largest is not None and not settings.disable_cuda_graph
-    padding = Padding(batch_buckets(largest) if captured and largest is not None else ())
+    padding = Padding(batch_buckets(largest) if largest is not None else ())
     return ShapePlan(static_shape(settings), settings.speculative_adaptive, running, padding)
 
 

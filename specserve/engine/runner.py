@@ -75,7 +75,7 @@ class Launch:
         packed: Tensor,
         logprobs: tuple[Tensor, Tensor, Tensor] | None,
         rows: Sequence[Row],
-        stopwatch: Stopwatch,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         """``packed`` ``[B, S + 2]``: tokens, -1 beyond the end, then the number of drafted nodes."""
         self._rows = rows
@@ -88,7 +88,8 @@ class Launch:
 
     @property
     def seconds(self) -> float:
-        """What the device worked on it, once it has been read."""
+        """What the device worked on a step, once it has been read."""
+        assert self._stopwatch is not None, "prefill is not timed"
         return self._stopwatch.seconds
 
     def read(self) -> list[Emitted]:
@@ -143,15 +144,13 @@ class Runner:
             final_B=self._tensor([row.final for row in rows]).bool(),
             spans=[(row.length - count, count) for row, count in zip(rows, counts, strict=True)],
         )
-        stopwatch = Stopwatch(self.context.state.device)
         rows_B = self._tensor([row.slot for row in rows])
         result = prefill(self.context, self._view(rows, rows_B), chunks)
         token_B1 = result.token_B[:, None]
         packed = torch.where(chunks.final_B[:, None], token_B1, -1)
         packed = torch.cat([packed, torch.zeros_like(packed)], dim=1)
         index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
-        stopwatch.stop()
-        return Launch(packed, self._logprobs(rows, result.logits_BV, token_B1, index_B1), rows, stopwatch)
+        return Launch(packed, self._logprobs(rows, result.logits_BV, token_B1, index_B1), rows)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:

@@ -201,11 +201,11 @@ class Scheduler:
         ready = [r for r in self._running if not r.prefilling and r.wants_tokens]
         if not ready:
             return 0
-        ready, shape = self._make_room(ready)
+        ready, batch, shape = self._make_room(ready)
         if not ready:
             return 0
         rows = [Row(r.slot, r.params, self._bound(r)) for r in ready]
-        item = _InFlight(self._runner.step(rows, shape), ready, shape, self._batch(ready))
+        item = _InFlight(self._runner.step(rows, shape), ready, shape, batch)
         self._inflight.append(item)
         for request in ready:
             request.inflight += item.adds
@@ -217,32 +217,27 @@ class Scheduler:
         """Most tokens the request's cache may hold once everything launched has run."""
         return request.computed + request.inflight
 
-    def _batch(self, ready: list[Request]) -> Batch:
-        return Batch([r.skill for r in ready], sum(r.computed for r in ready))
-
-    def _make_room(self, ready: list[Request]) -> tuple[list[Request], StepShape]:
+    def _make_room(self, ready: list[Request]) -> tuple[list[Request], Batch, StepShape]:
         """Sees to the pages of the next step: evicts, then preempts the youngest, then gives up drafting."""
         while True:
-            shape = self._policy.choose(self._batch(ready))
+            batch = Batch([r.skill for r in ready], sum(r.computed for r in ready))
+            if not ready:
+                return [], batch, self._policy.plain(0)
+            shape = self._policy.choose(batch)
             if self._reserve(ready, shape):
-                return ready, shape
+                return ready, batch, shape
             if self._inflight:
                 # Results may end requests, and none is put back before its tokens are known.
                 self._drain()
                 ready = [r for r in ready if r.slot >= 0]
-                if not ready:
-                    return [], shape
-                continue
-            if len(self._running) > 1:
+            elif len(self._running) > 1:
                 youngest = self._running[-1]
                 self._preempt(youngest)
                 ready = [r for r in ready if r is not youngest]
-                if not ready:
-                    return [], shape
-                continue
-            plain = self._policy.plain(len(ready))
-            assert self._reserve(ready, plain), "a request that was admitted fits alone"
-            return ready, plain
+            else:
+                plain = self._policy.plain(len(ready))
+                assert self._reserve(ready, plain), "a request that was admitted fits alone"
+                return ready, batch, plain
 
     def _reserve(self, ready: list[Request], shape: StepShape) -> bool:
         needs = [(request, self._bound(request) + shape.reserve) for request in ready]
