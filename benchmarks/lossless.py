@@ -74,6 +74,7 @@ CHOICES: dict[str, Sequence[Any]] = {
 }
 TOGGLES = [Speculation(), Speculation(enabled=False), Speculation(max_draft_tokens=3)]
 TIES = {"float64": 0.0, "float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}
+LARGE_POOL = 40_000  # tokens: no batch here is preempted, and nothing is taken from other processes
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def open_llm(models: Models, **settings: Any) -> LLM:
         device=models.device,
         skip_tokenizer_init=True,
         random_seed=0,
-        **settings,
+        **{"max_total_tokens": LARGE_POOL, **settings},
     )
 
 

@@ -11,7 +11,10 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from specserve.models.checkpoint import load_target
+from specserve.models.draft.load import load_draft
 from tests.engines import Shape, answer_one, make_scheduler, record_drafts
 from tests.reference import draft_dialects as dialects
 from tests.reference.decode import Request
@@ -172,6 +175,18 @@ def test_eagle(name: str, shape: Shape, target: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", EAGLE3)
 def test_eagle3(name: str, shape: Shape, target: Path, tmp_path: Path) -> None:
     check(target, EAGLE3[name](tmp_path / "draft", target), "EAGLE3", shape)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "make"),
+    [pytest.param("EAGLE", make, id=f"EAGLE {name}") for name, make in EAGLE.items()]
+    + [pytest.param("EAGLE3", make, id=f"EAGLE3 {name}") for name, make in EAGLE3.items()],
+)
+def test_loads_onto_a_device(algorithm: str, make: Make, target: Path, tmp_path: Path) -> None:
+    """What a file holds is read on the CPU, whatever device the head is built on: here one that computes nothing."""
+    model = load_target(target, torch.float32, torch.device("meta"))
+    loaded = load_draft(make(tmp_path / "draft", target), algorithm, model, 8, 64, torch.float32)
+    assert all(parameter.is_meta for parameter in loaded.head.parameters())
 
 
 @pytest.mark.parametrize(

@@ -224,8 +224,9 @@ def test_no_weight_is_copied_on_a_gpu() -> None:
         torch.testing.assert_close(head(states), full(states)[:, ids], atol=2**-7, rtol=2**-7)
         assert not list(head.parameters())
         assert isinstance(head, IndexedHead)
-        head.ids_R.copy_(ids.flip(0))
-        torch.testing.assert_close(head(states), full(states)[:, ids.flip(0)], atol=2**-7, rtol=2**-7)
+        flipped = ids.flip(0)
+        head.ids_R.copy_(flipped)
+        torch.testing.assert_close(head(states), full(states)[:, flipped], atol=2**-7, rtol=2**-7)
 
 
 @pytest.mark.gpu

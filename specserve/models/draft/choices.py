@@ -140,7 +140,7 @@ def read_draft_ids(source: Source, rows: int, vocab: int) -> Tensor | None:
         raise ValueError(
             f"{file}: tensor d2t is {offsets.dtype} {list(offsets.shape)}, expected int64 [{rows}]"
         )
-    ids = offsets.long() + torch.arange(rows)
+    ids = offsets.long() + torch.arange(rows, device=offsets.device)
     if bool((ids.diff() <= 0).any()) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
         raise ValueError(f"{file}: tensor d2t must give strictly increasing target ids from 0 to {vocab - 1}")
     if rows < vocab:  # else t2d has nothing to say, and EAGLE's own files leave it all false
@@ -164,7 +164,7 @@ def scores_with_embedding(source: Source, hidden: int, target: ModelConfig) -> b
 def _check_marks(source: Source, ids: Tensor, vocab: int) -> None:
     if "t2d" not in source.files:
         return
-    kept = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    kept = torch.zeros(vocab, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
     if not torch.equal(source.files["t2d"].bool(), kept):
         raise ValueError(
             f"{source.files.file('t2d')}: tensor t2d does not mark the target ids that d2t gives"
