@@ -55,18 +55,26 @@ class LlamaModel(nn.Module):
         self.rope_P2D: Tensor
 
     def forward(
-        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, taps: Sequence[int] = ()
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        taps: Sequence[int] = (),
+        wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Returns the hidden states after the final norm ``[T, H]`` and the residual streams at ``taps``."""
+        """Returns the hidden states after the final norm ``[T, H]`` and the residual streams at ``taps``. With
+        ``wanted_W`` the last layer ends with these rows alone, and so does what comes behind it."""
         rope_T2D = self.rope_P2D[positions_T]
         x_TH, residual_TH = self.embed_tokens(tokens_T), None
         tapped: dict[int, Tensor] = {}
+        last = len(self.layers) - 1
         for boundary, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             x_TH, residual_TH = layer.enter(x_TH, residual_TH)
             if boundary in taps:
                 tapped[boundary] = residual_TH
-            x_TH, residual_TH = layer(x_TH, residual_TH, rope_T2D, attend)
+            wanted = wanted_W if boundary == last else None
+            x_TH, residual_TH = layer(x_TH, residual_TH, rope_T2D, attend, wanted)
         assert residual_TH is not None
         hidden_TH, tapped[len(self.layers)] = self.norm.add(x_TH, residual_TH)
         return hidden_TH, [tapped[boundary] for boundary in taps]

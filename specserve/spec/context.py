@@ -23,7 +23,12 @@ class Target(Protocol):
     """A target model: see ``models.llama.LlamaModel``."""
 
     def __call__(
-        self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, taps: Sequence[int] = ()
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attend: Attend,
+        taps: Sequence[int] = (),
+        wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]: ...
 
     def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor: ...

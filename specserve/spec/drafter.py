@@ -21,6 +21,7 @@ class Drafter(Protocol):
     name: str
     needs_tokens: bool  # wants each step's tokens on the host, which rules out overlap
     taps: tuple[int, ...]  # boundaries of the target's residual stream it reads
+    reads_last_layer: bool  # wants what comes behind the target's last layer, of every token
     feature_size: int
     kv_layers: Sequence[KVGeometry]
     vocab: VocabMap | None  # None: the target's vocabulary

@@ -1,6 +1,8 @@
 """Prefill: run chunks of prompts through the target, fill both caches, choose the first token where a prompt ends.
 
-Shapes: B requests, T packed prompt tokens, H feature size, V vocabulary.
+Of the last layer only the ends of runs are finished, unless the drafter reads more: nobody else wants the rest.
+
+Shapes: B requests, T packed prompt tokens, X all of them or the last of each request, H feature size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -58,13 +60,16 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
         )
     )
     attend = PagedAttend(context.pool, plan, page_T, offset_T)
-    hidden_TH, tapped = context.target(chunks.token_T, position_T, attend, context.taps)
     last_B = chunks.q_start[1:] - 1
+    every = context.drafter is not None and context.drafter.reads_last_layer
+    hidden_XH, tapped = context.target(
+        chunks.token_T, position_T, attend, context.taps, None if every else last_B
+    )
     end_B = position_T[last_B] + 1
-    logits_BV = context.target.logits(hidden_TH[last_B])
+    logits_BV = context.target.logits(hidden_XH[last_B] if every else hidden_XH)
     token_B = _first_tokens(context, view, logits_BV, end_B, chunks.final_B)
     if context.drafter is not None:
-        features_TH = context.drafter.fuse(hidden_TH, tapped)
+        features_TH = context.drafter.fuse(hidden_XH, tapped)
         _store_draft(context, view, chunks, features_TH, position_T, (page_T, offset_T))
         page_size = context.pool.page_size
         store_page_features(features_TH, page_T, offset_T, context.pool.page_feature, page_size)

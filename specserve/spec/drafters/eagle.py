@@ -39,6 +39,7 @@ class EagleDrafter:
         self._head = head
         self._layer = layer
         self.taps = head.config.taps
+        self.reads_last_layer = not self.taps or self.taps[-1] == layer  # its own layer follows the target's
         self.feature_size = head.config.layer.hidden_size
         self.kv_layers: Sequence[KVGeometry] = [
             KVGeometry(head.config.layer.num_kv_heads, head.config.layer.head_dim)
