@@ -91,7 +91,7 @@ def test_speculation_changes_no_text(
         {"page_size": 1},
         {"page_size": 64},
         {"cuda_graph_max_bs": 4},
-        {"max_total_tokens": 2_000},
+        {"max_total_tokens": 800},
     ],
     ids=str,
 )
