@@ -28,8 +28,10 @@ L2_BYTES = 60e6
 PAGE, HEADS, KV_HEADS, HEAD_DIM = 16, 32, 8, 128
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
 
-BLOCKS = [(64, 4, 5), (64, 8, 5), (32, 4, 5), (32, 8, 5), (64, 4, 4)]
+BLOCKS = [(64, 4, 5), (64, 8, 5), (32, 4, 5), (32, 8, 5)]
 TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 128, 4, 2)]
+RESIDENT = (2, 3, 4)  # programs of a multiprocessor
+FEW = (0.5, 1, 2)  # that share short work
 # positions, warps, stages and rows, positions, warps, stages that --sweep tries
 
 Run = Callable[[Tensor], Tensor]  # of one cache
@@ -72,16 +74,18 @@ SHAPES = [
     Shape("verify", 1, 16, 640),
     Shape("verify", 1, 32, 640),
     Shape("verify", 1, 64, 640),
+    Shape("verify", 16, 32, 640),
     Shape("verify", 64, 8, 640),
     Shape("verify", 4, 16, 32768),
     Shape("decode", 1, 1, 640),
     Shape("decode", 1, 1, 8192),
     Shape("decode", 16, 1, 640),
-    Shape("decode", 16, 1, 640, room=32768),  # what splits that stay empty cost
+    Shape("decode", 16, 1, 640, room=32768),  # what room for long contexts costs
     Shape("decode", 16, 1, 640, last=32768),
     Shape("decode", 16, 1, 2648),  # as many positions, of equal lengths
     Shape("verify", 16, 8, 640, last=32768),
     Shape("verify", 16, 8, 2648, room=32768),
+    Shape("decode", 32, 1, 640),
     Shape("decode", 48, 1, 640),
     Shape("decode", 64, 1, 640),
     Shape("decode", 256, 1, 640),
@@ -251,20 +255,21 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
         row_bytes,
         *limits,
         positions=shape.pages * PAGE,
+        mean=shape.nodes,
     )
     need = shape.nodes * HEADS // KV_HEADS
     for rows in rows_tried:
         tiles = -(-need // rows)
-        programs = shape.slots * KV_HEADS * tiles
-        waves = {max(1, min(64, waves * limits.processors // programs)) for waves in (1, 2, 4)}
-        for wave, longest in product(sorted(waves), sorted({64, 128, chosen.longest})):
-            splits = max(wave, chosen.splits)
-            for block, warps, stages in BLOCKS:
-                cut = replace(chosen, rows=rows, tiles=tiles, splits=splits, block=block, warps=warps)
-                cut = replace(cut, stages=stages, wave=wave, longest=longest)
-                note = f"R={rows} S={splits} W={wave} L={longest} N={block} w={warps} st={stages}"
-                note += " *" * (cut == chosen)
-                yield note, mock.patch.object(Cut, "of", lambda *_, cut=cut, **__: cut)
+        for resident, one, (block, warps, stages) in product(RESIDENT, FEW, BLOCKS):
+            most = shape.slots * tiles * -(-shape.length // block)
+            workers, few = (
+                max(1, min(int(n * limits.processors) // KV_HEADS, most)) for n in (resident, one)
+            )
+            cut = replace(chosen, rows=rows, tiles=tiles, block=block, warps=warps, stages=stages)
+            cut = replace(cut, workers=workers, few=few)
+            note = f"R={rows} workers={workers} few={few} N={block} w={warps} st={stages}"
+            note += " *" * (cut == chosen)
+            yield note, mock.patch.object(Cut, "of", lambda *_, cut=cut, **__: cut)
 
 
 def main() -> None:

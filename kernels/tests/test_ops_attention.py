@@ -6,7 +6,10 @@ On a CPU the kernels are interpreted, in float32; on a GPU they run, in all of t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +146,12 @@ class TestEveryGeometry:
         case.check("plan_prefill", chunks(case, [0, 30, 17], [20, 9, 1]), rows=30)
 
 
+def cut_as(
+    of: Callable[..., attention.Cut], *given: Any, workers: int, few: int, **named: Any
+) -> attention.Cut:
+    return replace(of(*given, **named), workers=workers, few=few)
+
+
 def chunks(case: Case, before: list[int], counts: list[int]) -> Chunks:
     ends = [b + c for b, c in zip(before, counts, strict=True)]
     return Chunks(
@@ -163,6 +172,14 @@ class TestShapes:
         case = Case((2, 1, 32), 16, device, dtype)
         case.check("plan_verify", tree(case, [35, 70], [64, 2], max_nodes=64), rows=66)
 
+    def test_wide_tiles(
+        self, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(attention, "limits_of", lambda _: Limits(2, H200.shared_bytes))
+        case = Case((4, 1, 32), 16, device, dtype)
+        case.check("plan_verify", tree(case, [35, 170], [64, 12], max_nodes=64), rows=76)
+        case.check("plan_verify", tree(case, [150, 150], [32, 32], max_nodes=64), rows=64)
+
     def test_chain_of_sixty_four(self, device: torch.device, dtype: torch.dtype) -> None:
         case = Case((1, 1, 32), 16, device, dtype)
         nodes = tree(case, [20], [64], max_nodes=64)
@@ -178,7 +195,7 @@ class TestShapes:
         case.check("plan_verify", tree(case, [1100], [1], max_nodes=1), rows=1)
 
     def test_many_slots(self, device: torch.device, dtype: torch.dtype) -> None:
-        """So many, and so short, that nothing is split."""
+        """More of them than workers: one has several tiles, and where that is even, whole ones."""
         case = Case((2, 2, 32), 64, device, dtype)
         lengths = [3 * b for b in range(20)]
         case.check("plan_verify", tree(case, lengths, [1 + b % 3 for b in range(20)], 3), rows=39)
@@ -186,19 +203,20 @@ class TestShapes:
     def test_one_long_among_short(
         self, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A batch that fills the device: the long one is split all the same, the short ones are not."""
+        """Shares are equal whatever the lengths: several workers have parts of the long one, and one worker has the end
+        of a tile, whole tiles and the beginning of another."""
         monkeypatch.setattr(attention, "limits_of", lambda _: Limits(4, H200.shared_bytes))
-        monkeypatch.setattr(attention, "_LONG_BLOCKS", 1)
         case = Case((4, 1, 32), 16, device, dtype)
         lengths = [20, 1, 340, 60, 5]
-        nodes = tree(case, lengths, [2, 1, 3, 1, 2], max_nodes=4)
-        cut = attention.Cut.of(5, 4, 4, 1, 128, 4, positions=nodes.pages_BM.shape[1] * 16)
-        assert (cut.wave, cut.longest) == (1, 2)
-        assert cut.splits > cut.wave
-        case.check("plan_verify", nodes, rows=9)
-        scratch_BKA = case.integers(lengths)[:, None, None] + torch.arange(2, device=device)[:, None]
-        frontier = Frontier(case.table(5, 342), case.integers(lengths), 1, scratch_BKA, 342)
-        case.check("plan_draft", frontier, rows=10)
+        for workers, few in ((8, 8), (3, 1), (8, 2), (1, 1)):
+            with monkeypatch.context() as patch:
+                cut = partial(cut_as, attention.Cut.of, workers=workers, few=few)
+                patch.setattr(attention.Cut, "of", cut)
+                nodes = tree(case, lengths, [2, 1, 3, 1, 2], max_nodes=4)
+                case.check("plan_verify", nodes, rows=9)
+                scratch_BKA = case.integers(lengths)[:, None, None] + torch.arange(2, device=device)[:, None]
+                frontier = Frontier(case.table(5, 342), case.integers(lengths), 1, scratch_BKA, 342)
+                case.check("plan_draft", frontier, rows=10)
 
     def test_the_end_of_the_table(self, device: torch.device, dtype: torch.dtype) -> None:
         """The last position is that of the last column's page, and what lies beside the table is no page."""

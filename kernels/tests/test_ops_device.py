@@ -94,26 +94,31 @@ def test_prefill() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "nodes", "positions", "wave", "splits", "longest"),
+    ("slots", "nodes", "positions", "workers", "few"),
     [
-        (1, 1, 1 << 17, 16, 16, 64),  # as many as there may be already
-        (4, 16, 1 << 17, 8, 16, 128),
-        (8, 1, 1 << 17, 2, 16, 64),
-        (12, 1, 1 << 17, 1, 11, 64),
-        (16, 1, 1 << 17, 1, 8, 64),
-        (16, 1, 8192, 1, 4, 64),
-        (16, 1, 2048, 1, 1, 64),  # nothing is long
-        (32, 8, 1 << 17, 1, 4, 128),
-        (64, 1, 1 << 17, 1, 2, 256),
-        (256, 1, 1 << 17, 1, 1, 1024),
+        (1, 1, 1 << 17, 49, 16),
+        (1, 1, 640, 20, 16),  # no more than blocks
+        (1, 1, 320, 10, 10),
+        (1, 64, 640, 33, 16),
+        (256, 1, 1 << 17, 49, 16),
     ],
 )
-def test_splits(slots: int, nodes: int, positions: int, wave: int, splits: int, longest: int) -> None:
-    """Several wherever a context can be long, of a bounded number of programs."""
+def test_workers(slots: int, nodes: int, positions: int, workers: int, few: int) -> None:
+    """They fill the device, whatever the batch."""
     cut = Cut.of(slots, nodes, 4, 8, 256, *H200, positions=positions)
-    assert (cut.wave, cut.splits, cut.longest) == (wave, splits, longest)
-    programs = slots * 8 * cut.tiles * cut.splits
-    assert cut.splits == cut.wave or programs <= attention._MOST_PROGRAMS * H200.processors
+    assert (cut.workers, cut.few) == (workers, few)
+    assert Cut.of(slots, nodes, 1, 1024, 256, *T4, positions=positions).workers == 1
+
+
+def test_wide_tiles() -> None:
+    """For many large trees; a chain, a few trees or keys of float32 have narrow ones."""
+
+    def rows(slots: int, mean: float, row_bytes: int = 256) -> int:
+        return Cut.of(slots, 64, 4, 8, row_bytes, *H200, mean=mean).rows
+
+    assert rows(16, 32) == rows(16, 64) == 128
+    assert rows(16, 31) == rows(8, 64) == rows(16, 64, 512) == 64
+    assert Cut.of(16, 64, 4, 8, 256, *T4, mean=64).rows * 2 * 256 <= T4.shared_bytes
 
 
 def test_tickets_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

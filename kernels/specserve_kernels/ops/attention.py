@@ -1,11 +1,15 @@
 """Attention of tree nodes, single tokens and draft frontiers over a paged cache, in one Triton kernel.
 
-Flash decoding (Dao et al. 2023): the positions of a slot are cut into splits, each attended by its own program with
-the online softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135), and partial results are merged by their
-log-sum-exp. A program serves one key head of one slot: rows of its tile are pairs of node and query head, so that keys
-and values are read once for a whole group. The grid depends on the batch's shape alone; lengths are read on the
-device, and programs without work leave at once, so that one CUDA graph serves all lengths. Programs of the first split
-come first, so that a batch of short contexts, whose other splits are empty, does not wait for them.
+Flash decoding (Dao et al. 2023) with even shares (as in Lean Attention, Sanovar et al. 2024, arXiv 2405.10480). The
+work of a key head is a row of blocks: those of the first slot's positions, for each tile of its queries, then those of
+the next. Each of the head's *workers*, programs that fill the device once, takes an equal share of them with the online
+softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135), whatever the lengths. Lengths are read on the device, so
+one CUDA graph serves all of them, and one long context among short ones is shared by all. Workers of the same number
+read the same positions for each head, which lie side by side in memory. Rows of a tile are pairs of node and query
+head, so that keys and values are read once for a whole group.
+
+A tile that several workers share is merged from their parts by log-sum-exp. A worker has at most two such tiles: one
+that began before its share, and one that goes on behind it.
 
 What is visible: a *prefix*, seen by every row, and right behind it a *tail* whose visibility differs from row to row
 (tree nodes by the ancestor bits of each, draft entries by the list of each).
@@ -16,7 +20,8 @@ of the program's other threads, so every part is visible to the last program. It
 on one stream share their tickets.
 
 Shapes: B slots, T packed nodes, K frontier nodes a slot, A scratch entries a frontier node sees, M pages a slot,
-Hq query heads, Hk key heads, D head size, S splits. In kernels: R rows of a tile, N positions of a block.
+Hq query heads, Hk key heads, D head size, P programs. In kernels: R rows of a tile, N positions of a block, S slots
+with room.
 """
 
 from __future__ import annotations
@@ -34,14 +39,11 @@ from specserve_kernels.ops.device import H200, limits_of
 
 HEAD_DIMS = (32, 64, 128, 256)
 LOG2_E = math.log2(math.e)
-LONG_SPLIT = tl.constexpr(8)  # blocks
-_FEW = 32  # programs, before positions are split
-_MAX_SPLITS = 16
-_LONG_BLOCKS = 64  # that one program takes of a long context, in a batch that fills the device without splits
-_MOST_PROGRAMS = (
-    8  # a multiprocessor, most of them empty, so that a context that is longer than others is split
-)
+_FEW = 32  # programs, before positions are shared
+SHORT = tl.constexpr(8)  # blocks of a share
+SPARE = tl.constexpr(8)  # tiles stay whole where that makes shares at most an eighth longer
 _ANY_LENGTH = 1 << 30
+_SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
 _TICKETS = 1 << 16
 
 
@@ -82,15 +84,18 @@ def fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD):
 
 @triton.jit
 def _merge(
-    part, part_lse, at_R, live_R, parts, rows, R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr
+    part, part_lse, worker, pitch, parts, live_R, R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """The sum of normalised parts, weighted by their log-sum-exp. Loads pass by the first cache, which other
-    programs' stores don't update."""
+    """The sum of normalised parts, weighted by their log-sum-exp: the second of ``worker``, then the first of each of
+    its followers, ``pitch`` programs apart. Loads pass by the first cache, which other programs' stores don't update.
+    """
     top_R = tl.full([R], float("-inf"), tl.float32)
     sum_R = tl.zeros([R], tl.float32)
     acc_RD = tl.zeros([R, D], tl.float32)
+    row_R = tl.arange(0, R)
     column_D = tl.arange(0, D)
-    for _ in tl.range(0, parts, num_stages=STAGES):
+    for i in tl.range(0, parts, num_stages=STAGES):
+        at_R = _part(worker + i * pitch, i, R) + row_R
         lse_R = tl.load(part_lse + at_R, mask=live_R, other=float("-inf"), cache_modifier=".cg")
         at_RD = part + at_R[:, None] * D + column_D[None, :]
         part_RD = tl.load(at_RD, mask=live_R[:, None], other=0.0, cache_modifier=".cg")
@@ -101,14 +106,21 @@ def _merge(
         sum_R = sum_R * shrink_R + weight_R
         acc_RD = acc_RD * shrink_R[:, None] + part_RD * weight_R[:, None]
         top_R = new_R
-        at_R += rows
     return acc_RD / tl.where(sum_R == 0.0, 1.0, sum_R)[:, None]
 
 
+@triton.jit
+def _part(program, earlier, R: tl.constexpr):
+    """The row of a program's part: its second where nothing of the tile is ``earlier``, else its first."""
+    return (2 * program + 1 - tl.minimum(earlier, 1)) * R
+
+
 @triton.jit(
-    do_not_specialize=["table_stride", "total", "nodes", "ahead", "kv_start", "entries", "wave", "longest"],
+    do_not_specialize=[
+        "slots", "table_stride", "total", "nodes", "ahead", "kv_start", "entries", "few"
+    ],
     do_not_specialize_on_alignment=["pages_BM", "length_B", "q_start", "seen", "tickets"],
-)
+)  # fmt: skip
 def _attend_kernel(
     q,  # [T, Hq, D], rows q_stride apart
     cache,  # [pages, 2, PAGE, HEADS, D]
@@ -117,21 +129,21 @@ def _attend_kernel(
     q_start,  # [B + 1], when TAIL is "mask"
     seen,  # "mask": [T] ancestor bits; "scratch": [B, K, A] positions
     out,  # [T, Hq, D]
-    part,  # [S, T, Hq, D] float32
-    part_lse,  # [S, T, Hq] float32, in base 2
+    part,  # [programs, 2, R, D] float32
+    part_lse,  # [programs, 2, R] float32, in base 2
     tickets,  # [B, HEADS, tiles] int32, 0
     scale,
     q_stride,
     table_stride,
     page_stride,
     kv_stride,
+    slots,
     total,  # T
-    nodes,  # a slot, unless TAIL is "mask"
+    nodes,  # a slot; its most when TAIL is "mask"
     ahead,  # the prefix ends at length + ahead
     kv_start,
     entries,  # A
-    wave,  # splits that fill the device
-    longest,  # blocks of a program, where there are splits enough
+    few,  # workers that share short work
     TAIL: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -142,113 +154,135 @@ def _attend_kernel(
     STAGES: tl.constexpr,
     MERGE_STAGES: tl.constexpr,
     ENTRIES: tl.constexpr,  # a power of two, at least A
+    SLOTS: tl.constexpr,  # a power of two, at least B
 ):
-    tiles = tl.num_programs(0) // HEADS
-    tile = tl.program_id(0) % tiles
-    head = tl.program_id(0) // tiles
-    slot, slots = tl.program_id(1), tl.num_programs(1)
-    split, splits = tl.program_id(2), tl.num_programs(2)
-    column_D = tl.arange(0, D)
-    prefix = tl.load(length_B + slot).to(tl.int32) + ahead
+    head = tl.program_id(0) % HEADS
+    worker, workers = tl.program_id(0) // HEADS, tl.num_programs(0) // HEADS
+    slot_S = tl.arange(0, SLOTS)
+    there_S = slot_S < slots
+    end_S = tl.load(length_B + slot_S, mask=there_S, other=0).to(tl.int32) + ahead
     if TAIL == "mask":
-        first = tl.load(q_start + slot).to(tl.int32)
-        count = tl.load(q_start + slot + 1).to(tl.int32) - first
-        used = tl.load(q_start + slots).to(tl.int32)
-        visible_end = prefix + count
+        first_S = tl.load(q_start + slot_S, mask=there_S, other=0).to(tl.int32)
+        count_S = tl.load(q_start + slot_S + 1, mask=there_S, other=0).to(tl.int32) - first_S
+        end_S += count_S
+        tiles_S = tl.cdiv(count_S * GROUP, R)
     else:
-        first = slot * nodes
-        count = nodes
-        visible_end = prefix + entries * nodes
-    if tile * R >= count * GROUP:
-        return
-    blocks = tl.maximum(tl.cdiv(visible_end - kv_start, N), 1)
-    one_wave = tl.cdiv(blocks, tl.maximum(wave // 2, 1))  # a second one pays when splits stay long
-    share = tl.maximum(tl.cdiv(blocks, wave), tl.minimum(one_wave, LONG_SPLIT))
-    share = tl.maximum(tl.cdiv(blocks, splits), tl.minimum(share, longest))
-    begin = split * share
-    end = tl.minimum(begin + share, blocks)
-    if begin >= end:
-        return
-    row_R = tile * R + tl.arange(0, R)
-    node_R = row_R // GROUP
-    live_R = node_R < count
-    node_R = tl.where(live_R, first + node_R, 0).to(tl.int64)
-    head_R = head * GROUP + row_R % GROUP
-    q_at_RD = q + (node_R * q_stride + head_R * D)[:, None] + column_D[None, :]
-    q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
-    if TAIL == "mask":
-        bits_R = tl.load(seen + node_R, mask=live_R, other=0)
-    elif TAIL == "scratch":
-        entry_A = tl.arange(0, ENTRIES)
-        at_RA = seen + node_R[:, None] * entries + entry_A[None, :]
-        listed_RA = tl.load(at_RA, mask=live_R[:, None] & (entry_A < entries)[None, :], other=-1)
-    top_R = tl.full([R], float("-inf"), tl.float32)
-    sum_R = tl.zeros([R], tl.float32)
-    acc_RD = tl.zeros([R, D], tl.float32)
-    table = pages_BM + slot.to(tl.int64) * table_stride
-    at_head = cache + head * D
+        end_S += entries * nodes
+        tiles_S = tl.full([SLOTS], tl.cdiv(nodes * GROUP, R), tl.int32)
+    tiles_S = tl.where(there_S, tiles_S, 0)
+    blocks_S = tl.maximum(tl.cdiv(end_S - kv_start, N), 1)
+    tiles, work = tl.sum(tiles_S, 0), tl.sum(tiles_S * blocks_S, 0)
+    share = tl.cdiv(work, few)
+    share = tl.where(share > SHORT, tl.cdiv(work, workers), share)
+    longest = tl.max(tl.where(there_S, blocks_S, 0), 0)
+    whole = tl.cdiv(tiles, workers) * longest  # a share of tiles that none has to merge
+    fills = (tiles <= workers) & (3 * tiles >= workers) & (tiles * longest <= work + work // SPARE)
+    even = fills | (whole <= share + share // SPARE)
+    share = tl.where(even, whole, share)
+    work_S = tiles_S * tl.where(even, longest, blocks_S)
+    done_S = tl.cumsum(work_S, 0)
+    at = worker * share
+    end = tl.minimum(at + share, tl.sum(work_S, 0))
+    row_R, column_D = tl.arange(0, R), tl.arange(0, D)
     offset_N = tl.arange(0, N)
-    for block in tl.range(begin, end, num_stages=STAGES):
-        base = kv_start + block * N
-        position_N = base + offset_N
-        live_N = position_N < visible_end
-        k_ND, v_ND = load_block(at_head, table, position_N, live_N, page_stride, kv_stride, HEADS, D, PAGE)
-        score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
-        if TAIL == "none":
-            score_RN = tl.where(live_N[None, :], score_RN, float("-inf"))
-        elif base + N > prefix:
-            if TAIL == "mask":
-                tail_R, tail_N = bits_R, position_N - prefix
-            else:  # the list as bits of this block
-                bit_RA = listed_RA - base
-                here_RA = (bit_RA >= 0) & (bit_RA < N)
-                one_RA = tl.full([R, ENTRIES], 1, tl.int64) << tl.where(here_RA, bit_RA, 0)
-                tail_R, tail_N = tl.sum(tl.where(here_RA, one_RA, 0), 1), offset_N
-            shift_N = tl.minimum(tl.maximum(tail_N, 0), 63).to(tl.int64)
-            in_tail_RN = ((tail_R[:, None] >> shift_N[None, :]) & 1) != 0
-            visible_RN = (position_N < prefix)[None, :] | (in_tail_RN & live_N[None, :])
-            score_RN = tl.where(visible_RN, score_RN, float("-inf"))
-        top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
+    at_head = cache + head * D
+    while at < end:
+        slot = tl.sum((done_S <= at).to(tl.int32), 0)
+        before = tl.sum(tl.where(slot_S < slot, work_S, 0), 0)
+        prefix = tl.load(length_B + slot).to(tl.int32) + ahead
+        if TAIL == "mask":
+            first = tl.load(q_start + slot).to(tl.int32)
+            count = tl.load(q_start + slot + 1).to(tl.int32) - first
+            visible_end = prefix + count
+        else:
+            first = slot * nodes
+            count = nodes
+            visible_end = prefix + entries * nodes
+        blocks = tl.maximum(tl.cdiv(visible_end - kv_start, N), 1)
+        pitch = tl.where(even, longest, blocks)
+        tile = (at - before) // pitch
+        begin = at - before - tile * pitch
+        stop = tl.minimum(blocks, begin + end - at)
+        node_R = (tile * R + row_R) // GROUP
+        live_R = node_R < count
+        node_R = tl.where(live_R, first + node_R, 0).to(tl.int64)
+        head_R = head * GROUP + (tile * R + row_R) % GROUP
+        q_at_RD = q + (node_R * q_stride + head_R * D)[:, None] + column_D[None, :]
+        q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
+        if TAIL == "mask":
+            bits_R = tl.load(seen + node_R, mask=live_R, other=0)
+        elif TAIL == "scratch":
+            entry_A = tl.arange(0, ENTRIES)
+            at_RA = seen + node_R[:, None] * entries + entry_A[None, :]
+            listed_RA = tl.load(at_RA, mask=live_R[:, None] & (entry_A < entries)[None, :], other=-1)
+        top_R = tl.full([R], float("-inf"), tl.float32)
+        sum_R = tl.zeros([R], tl.float32)
+        acc_RD = tl.zeros([R, D], tl.float32)
+        table = pages_BM + slot.to(tl.int64) * table_stride
+        for block in tl.range(begin, stop, num_stages=STAGES):
+            base = kv_start + block * N
+            position_N = base + offset_N
+            live_N = position_N < visible_end
+            k_ND, v_ND = load_block(
+                at_head, table, position_N, live_N, page_stride, kv_stride, HEADS, D, PAGE
+            )
+            score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
+            if TAIL == "none":
+                score_RN = tl.where(live_N[None, :], score_RN, float("-inf"))
+            elif base + N > prefix:
+                if TAIL == "mask":
+                    tail_R, tail_N = bits_R, position_N - prefix
+                else:  # the list as bits of this block
+                    bit_RA = listed_RA - base
+                    here_RA = (bit_RA >= 0) & (bit_RA < N)
+                    one_RA = tl.full([R, ENTRIES], 1, tl.int64) << tl.where(here_RA, bit_RA, 0)
+                    tail_R, tail_N = tl.sum(tl.where(here_RA, one_RA, 0), 1), offset_N
+                shift_N = tl.minimum(tl.maximum(tail_N, 0), 63).to(tl.int64)
+                in_tail_RN = ((tail_R[:, None] >> shift_N[None, :]) & 1) != 0
+                visible_RN = (position_N < prefix)[None, :] | (in_tail_RN & live_N[None, :])
+                score_RN = tl.where(visible_RN, score_RN, float("-inf"))
+            top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
+        divisor_R = tl.where(sum_R == 0.0, 1.0, sum_R)
+        result_RD = acc_RD / divisor_R[:, None]
+        out_at_RD = out + (node_R * (HEADS * GROUP) + head_R)[:, None] * D + column_D[None, :]
+        first_worker = (at - begin) // share
+        parts = (at - begin + pitch - 1) // share - first_worker + 1
+        if parts == 1:
+            tl.store(out_at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
+        else:
+            mine_R = _part(tl.program_id(0), begin, R) + row_R
+            lse_R = tl.where(sum_R == 0.0, float("-inf"), top_R + tl.log2(divisor_R))
+            tl.store(part_lse + mine_R, lse_R, mask=live_R)
+            tl.store(part + mine_R[:, None] * D + column_D[None, :], result_RD, mask=live_R[:, None])
+            ticket = tickets + (slot * HEADS + head) * tl.cdiv(nodes * GROUP, R) + tile
+            tl.debug_barrier()
+            if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                tl.store(ticket, 0)
+                leader = first_worker * HEADS + head
+                merged_RD = _merge(part, part_lse, leader, HEADS, parts, live_R, R, D, MERGE_STAGES)
+                tl.store(out_at_RD, merged_RD.to(out.dtype.element_ty), mask=live_R[:, None])
+        at += tl.minimum(pitch - begin, end - at)
     if TAIL == "mask":  # nodes of no slot: nobody reads their output, but it is finite
-        spare_end = tl.where((tile == 0) & (split == 0), total, 0)
-        for spare in range(used + slot, spare_end, slots):
+        for spare in range(tl.load(q_start + slots).to(tl.int32) + worker, total, workers):
             for i in range(GROUP):
                 at_D = out + ((spare * HEADS + head) * GROUP + i) * D + column_D
                 tl.store(at_D, tl.zeros([D], out.dtype.element_ty))
-    divisor_R = tl.where(sum_R == 0.0, 1.0, sum_R)
-    result_RD = acc_RD / divisor_R[:, None]
-    at_R = node_R * (HEADS * GROUP) + head_R
-    parts = tl.cdiv(blocks, share)
-    if parts > 1:
-        rows = total.to(tl.int64) * (HEADS * GROUP)
-        lse_R = tl.where(sum_R == 0.0, float("-inf"), top_R + tl.log2(divisor_R))
-        mine_R = split * rows + at_R
-        tl.store(part_lse + mine_R, lse_R, mask=live_R)
-        tl.store(part + mine_R[:, None] * D + column_D[None, :], result_RD, mask=live_R[:, None])
-        ticket = tickets + (slot * HEADS + head) * tiles + tile
-        tl.debug_barrier()
-        if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") != parts - 1:
-            return
-        tl.store(ticket, 0)
-        result_RD = _merge(part, part_lse, at_R, live_R, parts, rows, R, D, MERGE_STAGES)
-    out_at_RD = out + at_R[:, None] * D + column_D[None, :]
-    tl.store(out_at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the work of a launch is cut: ``tiles`` of ``rows`` rows, at most ``splits`` of the positions in blocks of
-    ``block``. ``wave`` splits fill the device; contexts use more where their share would be over ``longest`` blocks."""
+    """How the work of a launch is cut. A slot's rows lie in at most ``tiles`` of ``rows``, positions in blocks of
+    ``block``. Each key head has ``workers`` programs, which fill the device; ``few`` of them, one a multiprocessor,
+    share work that is short."""
 
     rows: int
     tiles: int
-    splits: int
     block: int
     warps: int
     stages: int
     merge_stages: int
-    wave: int
-    longest: int
+    workers: int
+    few: int
 
     @classmethod
     def of(
@@ -261,31 +295,30 @@ class Cut:
         processors: int,
         shared_bytes: int = H200.shared_bytes,
         positions: int = _ANY_LENGTH,
+        mean: float = 1.0,
     ) -> Cut:
-        """``row_bytes``: of one key; ``positions``: no slot has more. Measured on an H200 by
+        """``row_bytes``: of one key; ``positions``: no slot has more; ``mean``: nodes a slot. Measured on an H200 by
         ``kernels/bench/attention.py --sweep``.
 
         Tiles of 64 rows, even half empty ones, run on the tensor cores' asynchronous instructions and read a block
         once for all warps, so there is nothing between 16 and 64. Where few programs are, small tiles share the
         merging; what they read several times comes from the second cache. Loads of keys wait for the loads of their
-        pages, which takes stages: 5 have two blocks of keys under way. Programs without work cost too, about a
-        microsecond a wave: where slots fill the device, splits are only for contexts so long that a batch would wait
-        for one of them.
+        pages, which takes stages: 5 have two blocks of keys under way. Where trees are so large that tiles of 128 rows
+        are full, and so many that these fill the device, keys and values are read half as often.
         """
         need = group * nodes
         small = need <= 16 or slots * kv_heads * -(-need // 16) <= _FEW
-        rows = 16 if small else (64 if row_bytes <= 512 else 32)
-        block = 16 if row_bytes > 512 else max(32, min(64, 8192 // row_bytes))
+        wide = group * mean >= 128 and row_bytes <= 256 and 4 * slots * kv_heads >= 3 * processors
+        rows = 16 if small else 128 if wide else 64 if row_bytes <= 512 else 32
+        block = 64 if wide else 16 if row_bytes > 512 else max(32, min(64, 8192 // row_bytes))
         rows, block, stages, merge_stages = _fitting(rows, block, row_bytes, shared_bytes)
-        warps = 8 if rows == 64 and row_bytes > 256 else 4  # registers
         tiles = -(-need // rows)
-        programs = slots * kv_heads * tiles
-        waves = 2 if programs <= _FEW else 1
-        wave = max(1, min(_MAX_SPLITS, waves * processors // programs))
-        longest = _LONG_BLOCKS * -(-wave * programs // processors)
-        useful = -(-positions // (block * longest))
-        splits = max(wave, min(_MAX_SPLITS, _MOST_PROGRAMS * processors // programs, useful))
-        return cls(rows, tiles, splits, block, warps, stages, merge_stages, wave, longest)
+        # Registers; and where programs are few, the time of one.
+        warps = 8 if rows >= 64 and (wide or row_bytes > 256 or slots * kv_heads * tiles <= _FEW) else 4
+        resident = 3 if rows == 16 else 2 if rows <= 64 else 1
+        most = slots * tiles * -(-positions // block)
+        workers, few = (max(1, min(many * processors // kv_heads, most)) for many in (resident, 1))
+        return cls(rows, tiles, block, warps, stages, merge_stages, workers, few)
 
 
 def _fitting(rows: int, block: int, row_bytes: int, shared_bytes: int) -> tuple[int, int, int, int]:
@@ -340,8 +373,8 @@ class Workspace:
     def of(
         self, q_TND: Tensor, cache: Tensor, slots: int, nodes: int, positions: int
     ) -> tuple[Cut, Tensor, Tensor, Tensor]:
-        """The cut, parts ``[S, T, Hq, D]``, their log-sum-exp ``[S, T, Hq]``, and tickets. ``positions``: of a slot's
-        table."""
+        """The cut, two parts a program ``[P, 2, R, D]``, their log-sum-exp ``[P, 2, R]``, and tickets. ``positions``:
+        of a slot's table."""
         key = (*q_TND.shape, cache.shape[3])
         if key not in self._made:
             self._made[key] = self._make(q_TND, cache.shape[3], slots, nodes, positions)
@@ -351,13 +384,18 @@ class Workspace:
         self, q_TND: Tensor, kv_heads: int, slots: int, nodes: int, positions: int
     ) -> tuple[Cut, Tensor, Tensor, Tensor]:
         device, (total, heads, size) = q_TND.device, q_TND.shape
-        row_bytes = size * q_TND.element_size()
         cut = Cut.of(
-            slots, nodes, heads // kv_heads, kv_heads, row_bytes, *limits_of(device), positions=positions
+            slots,
+            nodes,
+            heads // kv_heads,
+            kv_heads,
+            size * q_TND.element_size(),
+            *limits_of(device),
+            positions=positions,
+            mean=total / slots,
         )
-        shape = (cut.splits, total, heads, size) if cut.splits > 1 else (0, 0, 0, size)
-        part = torch.empty(shape, dtype=torch.float32, device=device)
-        lse = torch.empty(shape[:3], dtype=torch.float32, device=device)
+        part = torch.empty(kv_heads * cut.workers, 2, cut.rows, size, dtype=torch.float32, device=device)
+        lse = torch.empty(part.shape[:3], dtype=torch.float32, device=device)
         return cut, part, lse, tickets(slots * kv_heads * cut.tiles, device)
 
 
@@ -445,7 +483,7 @@ def _launch(
     cut, part, lse, ticket = workspace.of(q_TND, cache, slots, nodes, positions)
     out = q_TND.new_empty(q_TND.shape)
     kernel: Any = _attend_kernel
-    kernel[(cut.tiles * kv_heads, slots, cut.splits)](
+    kernel[(kv_heads * cut.workers,)](
         q_TND,
         cache,
         pages_BM,
@@ -461,13 +499,13 @@ def _launch(
         pages_BM.stride(0),
         cache.stride(0),
         cache.stride(1),
+        slots,
         total,
         nodes,
         ahead,
         kv_start,
         entries,
-        cut.wave,
-        cut.longest,
+        cut.few,
         TAIL=tail,
         GROUP=heads // kv_heads,
         HEADS=kv_heads,
@@ -478,6 +516,7 @@ def _launch(
         STAGES=cut.stages,
         MERGE_STAGES=cut.merge_stages,
         ENTRIES=max(8, triton.next_power_of_2(entries)),
+        SLOTS=next(size for size in _SLOTS if size >= slots),
         num_warps=cut.warps,
     )
     return out
