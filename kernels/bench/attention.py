@@ -255,7 +255,6 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
         row_bytes,
         *limits,
         positions=shape.pages * PAGE,
-        mean=shape.nodes,
     )
     need = shape.nodes * HEADS // KV_HEADS
     for rows in rows_tried:

@@ -172,14 +172,6 @@ class TestShapes:
         case = Case((2, 1, 32), 16, device, dtype)
         case.check("plan_verify", tree(case, [35, 70], [64, 2], max_nodes=64), rows=66)
 
-    def test_wide_tiles(
-        self, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(attention, "limits_of", lambda _: Limits(2, H200.shared_bytes))
-        case = Case((4, 1, 32), 16, device, dtype)
-        case.check("plan_verify", tree(case, [35, 170], [64, 12], max_nodes=64), rows=76)
-        case.check("plan_verify", tree(case, [150, 150], [32, 32], max_nodes=64), rows=64)
-
     def test_chain_of_sixty_four(self, device: torch.device, dtype: torch.dtype) -> None:
         case = Case((1, 1, 32), 16, device, dtype)
         nodes = tree(case, [20], [64], max_nodes=64)

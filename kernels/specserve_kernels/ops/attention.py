@@ -42,6 +42,7 @@ LOG2_E = math.log2(math.e)
 _FEW = 32  # programs, before positions are shared
 SHORT = tl.constexpr(8)  # blocks of a share
 SPARE = tl.constexpr(8)  # tiles stay whole where that makes shares at most an eighth longer
+_MERGE = {16: 8, 32: 10, 64: 12}  # blocks, by rows
 _ANY_LENGTH = 1 << 30
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
 _TICKETS = 1 << 16
@@ -117,7 +118,7 @@ def _part(program, earlier, R: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "slots", "table_stride", "total", "nodes", "ahead", "kv_start", "entries", "few"
+        "slots", "table_stride", "total", "nodes", "ahead", "kv_start", "entries", "few", "merge"
     ],
     do_not_specialize_on_alignment=["pages_BM", "length_B", "q_start", "seen", "tickets"],
 )  # fmt: skip
@@ -144,6 +145,7 @@ def _attend_kernel(
     kv_start,
     entries,  # A
     few,  # workers that share short work
+    merge,  # blocks that take as long as sharing a tile
     TAIL: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -171,13 +173,12 @@ def _attend_kernel(
         tiles_S = tl.full([SLOTS], tl.cdiv(nodes * GROUP, R), tl.int32)
     tiles_S = tl.where(there_S, tiles_S, 0)
     blocks_S = tl.maximum(tl.cdiv(end_S - kv_start, N), 1)
-    tiles, work = tl.sum(tiles_S, 0), tl.sum(tiles_S * blocks_S, 0)
+    work = tl.sum(tiles_S * blocks_S, 0)
     share = tl.cdiv(work, few)
     share = tl.where(share > SHORT, tl.cdiv(work, workers), share)
     longest = tl.max(tl.where(there_S, blocks_S, 0), 0)
-    whole = tl.cdiv(tiles, workers) * longest  # a share of tiles that none has to merge
-    fills = (tiles <= workers) & (3 * tiles >= workers) & (tiles * longest <= work + work // SPARE)
-    even = fills | (whole <= share + share // SPARE)
+    whole = tl.cdiv(tl.sum(tiles_S, 0), workers) * longest  # a share of tiles that none has to merge
+    even = whole <= share + tl.maximum(share // SPARE, merge)
     share = tl.where(even, whole, share)
     work_S = tiles_S * tl.where(even, longest, blocks_S)
     done_S = tl.cumsum(work_S, 0)
@@ -273,7 +274,8 @@ def _attend_kernel(
 class Cut:
     """How the work of a launch is cut. A slot's rows lie in at most ``tiles`` of ``rows``, positions in blocks of
     ``block``. Each key head has ``workers`` programs, which fill the device; ``few`` of them, one a multiprocessor,
-    share work that is short."""
+    share work that is short; sharing a tile costs what ``merge`` blocks do. ``registers``: the most of a thread, None:
+    what the compiler takes."""
 
     rows: int
     tiles: int
@@ -283,6 +285,8 @@ class Cut:
     merge_stages: int
     workers: int
     few: int
+    merge: int
+    registers: int | None
 
     @classmethod
     def of(
@@ -295,30 +299,29 @@ class Cut:
         processors: int,
         shared_bytes: int = H200.shared_bytes,
         positions: int = _ANY_LENGTH,
-        mean: float = 1.0,
     ) -> Cut:
-        """``row_bytes``: of one key; ``positions``: no slot has more; ``mean``: nodes a slot. Measured on an H200 by
+        """``row_bytes``: of one key; ``positions``: no slot has more. Measured on an H200 by
         ``kernels/bench/attention.py --sweep``.
 
         Tiles of 64 rows, even half empty ones, run on the tensor cores' asynchronous instructions and read a block
         once for all warps, so there is nothing between 16 and 64. Where few programs are, small tiles share the
         merging; what they read several times comes from the second cache. Loads of keys wait for the loads of their
-        pages, which takes stages: 5 have two blocks of keys under way. Where trees are so large that tiles of 128 rows
-        are full, and so many that these fill the device, keys and values are read half as often.
+        pages, which takes stages: 5 have two blocks of keys under way.
         """
         need = group * nodes
         small = need <= 16 or slots * kv_heads * -(-need // 16) <= _FEW
-        wide = group * mean >= 128 and row_bytes <= 256 and 4 * slots * kv_heads >= 3 * processors
-        rows = 16 if small else 128 if wide else 64 if row_bytes <= 512 else 32
-        block = 64 if wide else 16 if row_bytes > 512 else max(32, min(64, 8192 // row_bytes))
+        rows = 16 if small else (64 if row_bytes <= 512 else 32)
+        block = 16 if row_bytes > 512 else max(32, min(64, 8192 // row_bytes))
         rows, block, stages, merge_stages = _fitting(rows, block, row_bytes, shared_bytes)
         tiles = -(-need // rows)
         # Registers; and where programs are few, the time of one.
-        warps = 8 if rows >= 64 and (wide or row_bytes > 256 or slots * kv_heads * tiles <= _FEW) else 4
-        resident = 3 if rows == 16 else 2 if rows <= 64 else 1
+        warps = 8 if rows == 64 and (row_bytes > 256 or 2 * slots * kv_heads * tiles <= _FEW) else 4
+        resident = 3 if rows == 16 else 2
+        crowded = rows == 16 and slots * tiles * kv_heads > resident * processors
         most = slots * tiles * -(-positions // block)
-        workers, few = (max(1, min(many * processors // kv_heads, most)) for many in (resident, 1))
-        return cls(rows, tiles, block, warps, stages, merge_stages, workers, few)
+        workers, few = (max(1, min(many * processors // kv_heads, most)) for many in (resident + crowded, 1))
+        registers = 128 if crowded else None  # four programs a multiprocessor
+        return cls(rows, tiles, block, warps, stages, merge_stages, workers, few, _MERGE[rows], registers)
 
 
 def _fitting(rows: int, block: int, row_bytes: int, shared_bytes: int) -> tuple[int, int, int, int]:
@@ -383,7 +386,7 @@ class Workspace:
     def _make(
         self, q_TND: Tensor, kv_heads: int, slots: int, nodes: int, positions: int
     ) -> tuple[Cut, Tensor, Tensor, Tensor]:
-        device, (total, heads, size) = q_TND.device, q_TND.shape
+        device, (_, heads, size) = q_TND.device, q_TND.shape
         cut = Cut.of(
             slots,
             nodes,
@@ -392,7 +395,6 @@ class Workspace:
             size * q_TND.element_size(),
             *limits_of(device),
             positions=positions,
-            mean=total / slots,
         )
         part = torch.empty(kv_heads * cut.workers, 2, cut.rows, size, dtype=torch.float32, device=device)
         lse = torch.empty(part.shape[:3], dtype=torch.float32, device=device)
@@ -506,6 +508,7 @@ def _launch(
         kv_start,
         entries,
         cut.few,
+        cut.merge,
         TAIL=tail,
         GROUP=heads // kv_heads,
         HEADS=kv_heads,
@@ -518,5 +521,6 @@ def _launch(
         ENTRIES=max(8, triton.next_power_of_2(entries)),
         SLOTS=next(size for size in _SLOTS if size >= slots),
         num_warps=cut.warps,
+        maxnreg=cut.registers,
     )
     return out
