@@ -65,8 +65,8 @@ def _name(row: dict[str, Any]) -> str:
 
 
 def _rate(row: dict[str, Any], ms: float) -> float:
-    """Tokens a second of steps that take ``ms`` and emit what ours emit."""
-    rate: float = row["accepted_length"] * row["batch"] / ms * 1e3
+    """Tokens a second of the same steps, had each taken ``ms``: requests end at different times in both."""
+    rate: float = row["tokens_per_second"] * row["ms_per_step"] / ms
     return rate
 
 
