@@ -64,17 +64,21 @@ def test_the_text_of_plain_decoding(level: float) -> None:
 
 
 def test_costs_are_measured_at_start() -> None:
-    with LLM(
-        skip_tokenizer_init=True,
-        speculative_algorithm="EAGLE3",
-        speculative_adaptive=True,
-        max_running_requests=2,
-    ) as llm:
+    """No shape is given: the controller is on."""
+    with LLM(skip_tokenizer_init=True, speculative_algorithm="EAGLE3", max_running_requests=2) as llm:
         assert llm._engine is not None
         assert llm._engine.info["speculation"] == "adaptive"
         controller = llm._engine._policy.controller  # type: ignore[attr-defined]
         plain, deep = StepShape.plain(1), StepShape(1, 9, 8, 1)
         assert 0 < controller.cost.seconds(plain, 0) < controller.cost.seconds(deep, 0)
+
+
+def test_a_short_context() -> None:
+    """Costs are measured behind as many tokens as there may be."""
+    with LLM(
+        skip_tokenizer_init=True, speculative_algorithm="EAGLE3", max_running_requests=2, context_length=64
+    ) as llm:
+        assert len(llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=20))[0].token_ids) <= 20
 
 
 def test_a_shape_and_the_controller_exclude_each_other() -> None:

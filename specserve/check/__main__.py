@@ -10,6 +10,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from specserve.check.measure import measure, read_prompts
@@ -17,10 +18,14 @@ from specserve.check.memory import memory_needed
 from specserve.check.mismatches import find_mismatches
 from specserve.check.report import Report
 from specserve.config import Settings, load_settings, resolve_paths
+from specserve.config.speculation import SHAPE
 from specserve.logs import configure_logging
 from specserve.scheduler.process import build_scheduler
 
+log = logging.getLogger(__name__)
+
 PROGRAM = "python -m specserve.check"
+MEASURED_SHAPE = (5, 4, 8)  # where the controller would choose: acceptance by position needs one
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +67,7 @@ def _check(given: Settings, options: argparse.Namespace, report: Report) -> None
     find_mismatches(settings, report)
     with _heard() as said:
         try:
-            built = build_scheduler(settings)
+            built = build_scheduler(_with_shape(settings))
         finally:
             report.choices += said
     try:
@@ -71,6 +76,15 @@ def _check(given: Settings, options: argparse.Namespace, report: Report) -> None
             measure(built, prompts, options.max_tokens, report)
     finally:
         built.engine.close()
+
+
+def _with_shape(settings: Settings) -> Settings:
+    shape = dict(zip(SHAPE, MEASURED_SHAPE, strict=True))
+    fixed = settings.speculative_algorithm in ("NONE", "NAIVE_EAGLE")
+    if fixed or any(getattr(settings, name) is not None for name in SHAPE):
+        return settings
+    log.info("speculation of %s (steps, topk, tokens): what acceptance is measured with", MEASURED_SHAPE)
+    return replace(settings, speculative_adaptive=False, **shape)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

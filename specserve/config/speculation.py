@@ -22,8 +22,9 @@ DRAFT = (
 )
 
 
-def resolve_speculation(settings: Settings, model: ModelConfig, notes: list[str]) -> Settings:
-    """Returns a copy with the shape set, or unset for plain decoding. Raises ValueError naming the flag."""
+def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) -> Settings:
+    """Returns a copy with the shape set, or unset for plain decoding and for the controller. Raises ValueError naming
+    the flag."""
     if settings.speculative_draft_quantization == "auto":
         settings = replace(settings, speculative_draft_quantization="none")
     given = [name for name in SHAPE if getattr(settings, name) is not None]
@@ -31,15 +32,13 @@ def resolve_speculation(settings: Settings, model: ModelConfig, notes: list[str]
         return _plain(settings, given, notes)
     if settings.speculative_algorithm == "NAIVE_EAGLE":
         return _naive(settings, given, notes)
-    if settings.speculative_adaptive:
-        return _adaptive(settings, given)
-    if given and len(given) < len(SHAPE):
+    if settings.speculative_adaptive or not given:
+        return _adaptive(settings, given, notes)
+    if len(given) < len(SHAPE):
         missing = [_flag(name) for name in SHAPE if name not in given]
         raise ValueError(
             f"{_flag(given[0])} is given without {' and '.join(missing)}: give all three or none"
         )
-    if not given:
-        settings = _default_shape(settings, model, notes)
     return _fit(settings, notes)
 
 
@@ -76,13 +75,15 @@ def _naive(settings: Settings, given: list[str], notes: list[str]) -> Settings:
     return replace(settings, **_shape(*NAIVE))
 
 
-def _adaptive(settings: Settings, given: list[str]) -> Settings:
+def _adaptive(settings: Settings, given: list[str], notes: list[str]) -> Settings:
     """The controller chooses each step's shape."""
     if given:
         raise ValueError(
             f"--speculative-adaptive chooses the shape of each step; {_flag(given[0])} fixes it: give one"
         )
-    return settings
+    if not settings.speculative_adaptive:
+        notes.append(f"speculative_adaptive = true: none of {', '.join(map(_flag, SHAPE))} was given")
+    return replace(settings, speculative_adaptive=True)
 
 
 def _plain(settings: Settings, given: list[str], notes: list[str]) -> Settings:
@@ -93,14 +94,6 @@ def _plain(settings: Settings, given: list[str], notes: list[str]) -> Settings:
         notes.append(f"{flags} changes nothing: speculative_algorithm is NONE, decoding is plain")
     unset: dict[str, Any] = dict.fromkeys((*DRAFT, *SHAPE))
     return replace(settings, speculative_adaptive=False, **unset)
-
-
-def _default_shape(settings: Settings, model: ModelConfig, notes: list[str]) -> Settings:
-    shape = (5, 4, 8) if model.architecture == "LlamaForCausalLM" else (3, 1, 4)
-    notes.append(
-        f"speculation of {shape} (steps, topk, tokens): none was given, the default for {model.architecture}"
-    )
-    return replace(settings, **_shape(*shape))
 
 
 def _fit(settings: Settings, notes: list[str]) -> Settings:

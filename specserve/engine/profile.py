@@ -1,9 +1,11 @@
-"""What steps cost, measured at start on padding rows: nobody's cache, one token of context."""
+"""What steps cost, measured at start on padding rows, whose cache is nobody's."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from statistics import median
 
 import torch
@@ -16,8 +18,11 @@ from specserve.spec.step import step
 from specserve.spec.tree import StepShape
 
 REPEATS = 3
-_EAGER_SIZES = (1, 2, 4, 8, 16)
+_EAGER_SIZES = (1, 4, 16, 64)
+_EAGER_CONTEXT = 256
+_EAGER_REPEATS = 2
 _COPY_BYTES = 256 * 2**20
+_MANY = 2**62
 
 
 Candidates = Callable[[int], Sequence[StepShape]]
@@ -26,25 +31,44 @@ Candidates = Callable[[int], Sequence[StepShape]]
 @torch.inference_mode()
 def measure_graphs(context: Context, graphs: Mapping[StepShape, StepGraph]) -> CostModel:
     """The table from replays of captured steps, the slope from the device's speed of reading."""
-    table = {shape: _device_seconds(graph.graph.replay) for shape, graph in graphs.items()}
+    length = context.state.slots.length[context.state.dummy]
+
+    def run(graph: StepGraph) -> None:
+        length.fill_(1)
+        graph.graph.replay()
+
+    with _drafted_for(context):
+        table = {shape: _device_seconds(partial(run, graph)) for shape, graph in graphs.items()}
     return CostModel(table, slope=_kv_bytes(context) / _read_speed(context.state.device))
 
 
 @torch.inference_mode()
 def measure_eager(context: Context, most_slots: int, candidates: Candidates) -> CostModel:
-    """The table from eager steps of some batch sizes; the slope is left to what steps will take."""
+    """Table and slopes from eager steps of some batch sizes, without context and with some. Each shape has its own
+    slope: where attention computes more than it reads, a token of KV costs the more the more nodes look at it."""
     sizes = sorted({size for size in _EAGER_SIZES if size < most_slots} | {most_slots})
     shapes = dict.fromkeys(shape for size in sizes for shape in candidates(size))
-    return CostModel({shape: _eager_seconds(context, shape) for shape in shapes})
+    cost = CostModel()
+    room = context.state.slots.pages.shape[1] * context.pool.page_size
+    behind = min(_EAGER_CONTEXT, room // 2)
+    with _drafted_for(context):
+        for shape in shapes:
+            short, long = (_eager_seconds(context, shape, length) for length in (1, behind))
+            cost.table[shape] = short
+            cost.slopes[shape] = max(long - short, 0.0) / (shape.slots * behind)
+    return cost
 
 
 def complete(cost: CostModel, most_slots: int, candidates: Candidates) -> CostModel:
     """Gives every shape of every batch size a time, on lines between those measured."""
-    measured = dict(cost.table)
+    table, slopes = dict(cost.table), dict(cost.slopes)
     for slots in range(1, most_slots + 1):
         for shape in candidates(slots):
-            if shape not in cost.table:
-                cost.table[shape] = _between(shape, measured)
+            if shape in table:
+                continue
+            cost.table[shape] = _between(shape, table)
+            if slopes:
+                cost.slopes[shape] = _between(shape, slopes)
     return cost
 
 
@@ -60,15 +84,32 @@ def _between(shape: StepShape, measured: Mapping[StepShape, float]) -> float:
     return below[1] + share * (above[1] - below[1])
 
 
-def _eager_seconds(context: Context, shape: StepShape) -> float:
-    rows_B = to_device([context.state.dummy] * shape.slots, context.state.device)
+def _eager_seconds(context: Context, shape: StepShape, length: int) -> float:
+    """A step behind ``length`` tokens."""
+    state = context.state
+    rows_B = to_device([state.dummy] * shape.slots, state.device)
     needs = SamplerNeeds(noise=False, penalties=False, bias=False, truncation=False)
 
     def run() -> None:
-        step(context, View.of(context, rows_B, 1, needs), shape)
+        state.slots.length[state.dummy].fill_(length)
+        step(context, View.of(context, rows_B, length, needs), shape)
 
     run()
-    return min(_host_seconds(run) for _ in range(REPEATS))
+    return min(_host_seconds(run) for _ in range(_EAGER_REPEATS))
+
+
+@contextmanager
+def _drafted_for(context: Context) -> Iterator[None]:
+    """The padding row is drafted for as a request is, so that steps have all their nodes. Its tokens lie on page 0."""
+    slots, dummy = context.state.slots, context.state.dummy
+    for column in (slots.limit, slots.draft_cap):
+        column[dummy].fill_(_MANY)
+    try:
+        yield
+    finally:
+        for column in (slots.limit, slots.draft_cap):
+            column[dummy].fill_(0)
+        slots.length[dummy].fill_(1)
 
 
 def _host_seconds(run: Callable[[], None]) -> float:

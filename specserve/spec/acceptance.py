@@ -24,6 +24,7 @@ IDLE_FORGET = 0.999  # of them, at each step that does not
 SKILL_FORGET = 0.97  # of a request's counts, at each of its steps
 SKILL_PRIOR = 10.0  # levels' worth of belief that a request is like the others
 PRIOR_TESTS = 4.0
+BORROWED = 24.0  # tests' worth of what other families say
 PRIOR_CHAIN = 0.6
 MOST = 0.995
 
@@ -79,7 +80,7 @@ class Acceptance:
         """``P(level l is accepted | level l - 1 is)`` of an average request, for l = 1 .. ``levels``."""
         prior = 1 - (1 - self._chain(levels)) ** _candidates_worth(family)
         accepted, tested = self._kept(family, levels)
-        return np.asarray((accepted + PRIOR_TESTS * prior) / (tested + PRIOR_TESTS))
+        return np.asarray((accepted + BORROWED * prior) / (tested + BORROWED))
 
     def _chain(self, levels: int) -> Floats:
         """What all families together say of a chain's levels."""

@@ -8,20 +8,32 @@ probe runs only when what probes may lose, a small part of the time that passed,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.spec.acceptance import Acceptance, Family, Floats, Skill, family_of
+from specserve.spec.acceptance import Acceptance, Floats, Skill
 from specserve.spec.cost import CostModel
 from specserve.spec.tree import StepShape
 
 STAY = 1.02  # another shape must promise this much more than the present one
-PROBE_SHARE = 0.004  # of all time may be lost by probing
-STALE_STEPS = 400  # a family not run for so long is worth a probe
-FIRST_ALLOWANCE = 0.1  # seconds that may be lost before any passed
+WORTH = 1.03  # and drafting this much more than none: what is not drafted can't be wrong
+HOLD = 8  # steps that a choice stands for while as many requests run: choosing takes time itself
+PROBE_SHARE = 0.005  # of all time may be lost by probing
+STALE_STEPS = 400  # a kind not run for so long is worth a probe
+STALE_NEAR = 50  # one that promises nearly the best, or plain decoding, which all are held against
+NEAR = 0.9
+FIRST_ALLOWANCE = 6  # steps' time that may be lost before any passed
+
+
+_Kind = tuple[int, int]  # levels and branching
+
+
+def _kind(shape: StepShape) -> _Kind:
+    return shape.levels, shape.branching
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,15 @@ class Batch:
     kv_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A choice for batches of so many requests, until a step."""
+
+    shape: StepShape
+    slots: int
+    until: int
+
+
 @dataclass(slots=True)
 class Controller:
     """``candidates(slots)`` are the shapes that a batch of so many may have, plain decoding first."""
@@ -39,69 +60,87 @@ class Controller:
     candidates: Callable[[int], Sequence[StepShape]]
     cost: CostModel
     acceptance: Acceptance = field(default_factory=Acceptance)
-    _present: Family | None = None
-    _levels: int = 0
-    _allowance: float = FIRST_ALLOWANCE
+    _present: _Kind | None = None
+    _held: _Held | None = None
+    _allowance: float = 0.0
     _step: int = 0
-    _last_run: dict[Family, int] = field(default_factory=dict)
+    _charged: int = 0  # the step up to which time was added to the allowance
+    _last_run: dict[_Kind, int] = field(default_factory=dict)
+    _probes: deque[tuple[StepShape, float]] = field(
+        default_factory=deque
+    )  # each with the best rate at its choice
 
     def choose(self, batch: Batch) -> StepShape:
         """The shape of the next step."""
         self._step += 1
+        slots, held = len(batch.skills), self._held
+        if held is not None and held.slots == slots and self._step < held.until:
+            return held.shape
+        shape, until = self._decide(batch)
+        self._held = _Held(shape, slots, until)
+        return shape
+
+    def _decide(self, batch: Batch) -> tuple[StepShape, int]:
+        """A shape, and the step at which to think again."""
         shapes = self.candidates(len(batch.skills))
         caps = np.array([skill.cap for skill in batch.skills])
         if len(shapes) == 1 or not caps.any():
-            return shapes[0]
+            return shapes[0], self._step + 1
         factors = np.array([skill.factor for skill in batch.skills])
         rates = self._rates(shapes, batch.kv_tokens, factors, caps)
         best = self._steady(shapes, rates)
         chosen = self._probe(shapes, rates, best, batch.kv_tokens)
+        hold = min(HOLD, 1 + self._step // 16)  # at first every step teaches much
+        until = self._step + (hold if chosen is None else 1)
         if chosen is None:
             chosen = best
-            self._present, self._levels = family_of(shapes[best]), shapes[best].levels
-        self._last_run[family_of(shapes[chosen])] = self._step
-        return shapes[chosen]
+            self._present = _kind(shapes[best])
+        self._last_run[_kind(shapes[chosen])] = until - 1
+        return shapes[chosen], until
 
     def _rates(
         self, shapes: Sequence[StepShape], kv_tokens: int, factors: Floats, caps: NDArray[np.int64]
     ) -> Floats:
         """Expected tokens a second of each shape."""
-        return np.array(
-            [
-                self.acceptance.expected(shape, factors, caps) / self.cost.seconds(shape, kv_tokens)
-                for shape in shapes
-            ]
-        )
+        tokens = np.array([self.acceptance.expected(shape, factors, caps) for shape in shapes])
+        return np.asarray(tokens / self._seconds(shapes, kv_tokens))
+
+    def _seconds(self, shapes: Sequence[StepShape], kv_tokens: int) -> Floats:
+        return np.array([self.cost.seconds(shape, kv_tokens) for shape in shapes])
 
     def _steady(self, shapes: Sequence[StepShape], rates: Floats) -> int:
         """The best shape, or the kind that ran last while that is nearly as good."""
         best = int(rates.argmax())
+        if rates[best] < WORTH * rates[0]:
+            return 0
         for index, shape in enumerate(shapes):
-            present = family_of(shape) == self._present and shape.levels == self._levels
-            if present and rates[best] < STAY * rates[index]:
+            if _kind(shape) == self._present and rates[best] < STAY * rates[index]:
                 return index
         return best
 
     def _probe(self, shapes: Sequence[StepShape], rates: Floats, best: int, kv_tokens: int) -> int | None:
-        """A shape of a family that was not run for long, if what it may lose is covered."""
-        seconds = self.cost.seconds(shapes[best], kv_tokens)
-        self._allowance += PROBE_SHARE * seconds
-        stale = [
-            index
-            for index, shape in enumerate(shapes)
-            if shape.levels and self._step - self._last_run.get(family_of(shape), -STALE_STEPS) >= STALE_STEPS
-        ]
-        for index in sorted(stale, key=lambda index: -rates[index]):
-            # At worst every draft is rejected: the step then gives what a plain one does.
-            loss = self.cost.seconds(shapes[index], kv_tokens) - seconds * min(1.0, rates[0] / rates[best])
-            if 0 < loss <= self._allowance:
-                self._allowance -= loss
-                return index
+        """A shape of a kind that was not run for long, if what it is expected to lose is covered."""
+        steps = PROBE_SHARE * (self._step - self._charged) if self._charged else FIRST_ALLOWANCE
+        self._charged = self._step
+        self._allowance += steps * self.cost.seconds(shapes[best], kv_tokens)
+        losses = self._seconds(shapes, kv_tokens) * (1 - rates / rates[best])
+        for index in np.argsort(-rates):
+            stale = index != best and self._is_stale(shapes[index], rates[index] >= NEAR * rates[best])
+            if stale and losses[index] <= self._allowance:
+                self._probes.append((shapes[index], float(rates[best])))
+                return int(index)
         return None
+
+    def _is_stale(self, shape: StepShape, near: bool) -> bool:
+        limit = STALE_NEAR if near or not shape.levels else STALE_STEPS
+        return self._step - self._last_run.get(_kind(shape), -limit) >= limit
 
     def observe(
         self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
     ) -> None:
-        """What a step gave and took."""
+        """What a step gave and took. A probe is charged with what it lost, whatever was expected of it."""
+        if self._probes and self._probes[0][0] == shape:
+            _, best_rate = self._probes.popleft()
+            self._allowance -= seconds - sum(emitted) / best_rate
         self.acceptance.observe(shape, list(batch.skills), emitted, drafted)
         self.cost.observe(shape, batch.kv_tokens, seconds)

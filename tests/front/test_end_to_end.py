@@ -16,6 +16,8 @@ from tests.front.test_process import Server
 from tests.reference.draft_models import make_eagle3
 from tests.reference.models import make_llama
 
+SHAPE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+SHAPE_FLAGS = [word for name, value in SHAPE.items() for word in ("--" + name.replace("_", "-"), str(value))]
 PROMPTS = ["Name three colours.", "x", "A longer prompt, so that lengths differ between the requests."]
 
 
@@ -42,7 +44,7 @@ def server(model: Path, draft: Path) -> Iterator[Server]:
     found = Server(
         ["-m", "specserve.launch", "--model-path", str(model), "--port", "0", "--device", "cpu",
          "--dtype", "float64", "--speculative-algorithm", "EAGLE3",
-         "--speculative-draft-model-path", str(draft)]
+         "--speculative-draft-model-path", str(draft), *SHAPE_FLAGS]
     )  # fmt: skip
     try:
         yield found.wait_ready()
@@ -126,7 +128,7 @@ def test_speculation_can_be_turned_off(model: Path, draft: Path, plain: LLM) -> 
     expected = plain.generate(PROMPTS, SamplingParams(max_tokens=20, temperature=0))
     assert [output.speculation.drafted for output in expected] == [0, 0, 0]
     settings = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(draft)}
-    with LLM(str(model), dtype="float64", device="cpu", **settings) as llm:
+    with LLM(str(model), dtype="float64", device="cpu", **settings, **SHAPE) as llm:
         params = [
             SamplingParams(max_tokens=20, temperature=0, speculation=Speculation(enabled=enabled))
             for enabled in (True, False, True)
