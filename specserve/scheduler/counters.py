@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 
-from specserve.frontend.messages import Stats
+from specserve.frontend.messages import CostTotals, LevelTotals, ShapeTotals, Stats, StepTotals
+from specserve.spec.cost import CostModel
+from specserve.spec.tree import StepShape
+
+BATCH_BUCKETS = 11  # up to 1, 2, 4, .. 512 requests, and any number
 
 
 @dataclass(slots=True)
 class Counters:
-    """``steps``: target forwards that emitted tokens, each of a whole batch; ``accepted``: without bonus tokens."""
+    """``steps``: target forwards that emitted tokens, each of a whole batch; ``accepted``: without bonus tokens;
+    ``violations``: what was wrong with the books of the idle engine."""
 
     steps: int = 0
     drafted: int = 0
@@ -18,9 +26,17 @@ class Counters:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    violations: int = 0
 
     def stats(
-        self, *, running: int, waiting: int, pages_total: int, pages_free: int, pages_cached: int
+        self,
+        *,
+        running: int,
+        waiting: int,
+        pages_total: int,
+        pages_free: int,
+        pages_cached: int,
+        step_totals: StepTotals,
     ) -> Stats:
         return Stats(
             running=running,
@@ -28,5 +44,71 @@ class Counters:
             pages_total=pages_total,
             pages_free=pages_free,
             pages_cached=pages_cached,
+            step_totals=step_totals,
             **asdict(self),
         )
+
+
+def shape_label(shape: StepShape) -> str:
+    """``off``, or draft levels, candidates a node and nodes a slot, the root included, rounded down."""
+    return f"{shape.levels},{shape.branching},{shape.nodes // shape.slots}" if shape.levels else "off"
+
+
+@dataclass(slots=True)
+class StepCounters:
+    """What steps were, what became of their drafts, and what plain decoding would have cost instead."""
+
+    shape: str | None = None
+    requests: int = 0
+    predicted_seconds: float = 0.0
+    plain_seconds: float = 0.0
+    steps: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    batches: list[int] = field(default_factory=lambda: [0] * BATCH_BUCKETS)
+    deepest_tested: Counter[int] = field(default_factory=Counter)  # draft level, 0 for none
+    deepest_accepted: Counter[int] = field(default_factory=Counter)
+
+    def ran(self, shape: StepShape, requests: int, seconds: float) -> None:
+        """A step of so many requests."""
+        self.shape = label = shape_label(shape)
+        self.requests += requests
+        self.steps[label] += 1
+        self.seconds[label] = self.seconds.get(label, 0.0) + seconds
+        self.batches[min((requests - 1).bit_length(), BATCH_BUCKETS - 1)] += 1
+
+    def drafted(self, shape: StepShape, nodes: int, accepted: int) -> None:
+        """What a step drafted for one request besides its root, and how much of that the target chose."""
+        self.deepest_tested[min(accepted + 1, nodes, shape.levels)] += 1
+        self.deepest_accepted[accepted] += 1
+
+    def priced(
+        self, cost: CostModel, shape: StepShape, plain: StepShape, kv_tokens: int, gained: float
+    ) -> None:
+        """A step that gave ``gained`` tokens a request; ``plain``: the same batch without drafts, one token each."""
+        self.predicted_seconds += cost.seconds(shape, kv_tokens)
+        self.plain_seconds += cost.seconds(plain, kv_tokens) * gained
+
+    def totals(self, drafter: str | None, cost: CostModel | None) -> StepTotals:
+        """``cost`` None: its sums mean nothing and are left out."""
+        return StepTotals(
+            drafter=drafter,
+            shape=self.shape,
+            shapes={label: ShapeTotals(self.steps[label], self.seconds[label]) for label in self.steps},
+            levels=self._levels(),
+            batches=list(self.batches),
+            requests=self.requests,
+            cost=None if cost is None else CostTotals(self.predicted_seconds, self.plain_seconds, cost.error),
+        )
+
+    def _levels(self) -> list[LevelTotals]:
+        deepest = max(self.deepest_tested, default=0)
+        tested, accepted = (
+            _at_least([counts[level] for level in range(1, deepest + 1)])
+            for counts in (self.deepest_tested, self.deepest_accepted)
+        )
+        return [LevelTotals(*counts) for counts in zip(tested, accepted, strict=True)]
+
+
+def _at_least(counts: Sequence[int]) -> list[int]:
+    """Of each place, the sum from there to the end."""
+    return list(accumulate(reversed(counts)))[::-1]

@@ -1,0 +1,141 @@
+"""The engine's part of ``/metrics``, from its latest ``Stats``. Every metric says here what exactly it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from specserve.frontend.messages import CostTotals, Stats, StepTotals
+
+
+class EngineCollector(Collector):
+    """Shows nothing before the engine's first message."""
+
+    def __init__(self, stats: Callable[[], Stats | None]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        if stats is None:
+            return
+        yield from _load(stats)
+        yield from _tokens(stats)
+        yield from _steps(stats.step_totals)
+        if stats.step_totals.drafter is not None:
+            yield from _levels(stats.step_totals, stats.step_totals.drafter)
+        if stats.step_totals.cost is not None:
+            yield from _cost(stats.step_totals.cost)
+
+
+def _load(stats: Stats) -> Iterator[Metric]:
+    used = 1 - stats.pages_free / max(stats.pages_total, 1)
+    yield _gauge("running_requests", "Requests that have pages and a slot in the batch.", stats.running)
+    yield _gauge("waiting_requests", "Requests that wait for a slot or for pages.", stats.waiting)
+    yield _gauge("kv_pages_total", "Pages of the KV pool.", stats.pages_total)
+    yield _gauge("kv_pages_free", "Pages that hold nothing.", stats.pages_free)
+    yield _gauge(
+        "kv_pages_cached",
+        "Pages that the prefix cache holds, whether a request uses them or not.",
+        stats.pages_cached,
+    )
+    yield _gauge("kv_page_use_ratio", "Part of the pages that hold something, 0 to 1.", used)
+    yield _counter(
+        "preemptions",
+        "Times that a request was put back into the queue for want of pages or of the device's memory.",
+        stats.preemptions,
+    )
+    yield _counter(
+        "invariant_violations",
+        "Times that the idle engine found its books wrong: pages or slots that are neither free nor accounted for.",
+        stats.violations,
+    )
+
+
+def _tokens(stats: Stats) -> Iterator[Metric]:
+    yield _counter(
+        "prompt_tokens", "Prompt tokens of admitted requests, cached ones included.", stats.prompt_tokens
+    )
+    yield _counter("cached_tokens", "Prompt tokens found in the prefix cache.", stats.cached_tokens)
+    yield _counter("generated_tokens", "Tokens chosen for requests.", stats.generated_tokens)
+    yield _counter(
+        "spec_steps",
+        "Steps: target forwards that emitted tokens for their batch; prefill does not count, plain decoding does.",
+        stats.steps,
+    )
+    yield _counter("spec_drafted_tokens", "Nodes verified besides roots.", stats.drafted)
+    yield _counter(
+        "spec_accepted_tokens",
+        "Drafted tokens that were emitted; bonus tokens are not counted.",
+        stats.accepted,
+    )
+
+
+def _steps(totals: StepTotals) -> Iterator[Metric]:
+    steps = CounterMetricFamily(
+        "specserve_spec_shape_steps", "Steps of a shape whose results were read.", labels=["shape"]
+    )
+    seconds = CounterMetricFamily(
+        "specserve_spec_shape_seconds", "What the device worked on steps of a shape.", labels=["shape"]
+    )
+    for label, shape in sorted(totals.shapes.items()):
+        steps.add_metric([label], shape.steps)
+        seconds.add_metric([label], shape.seconds)
+    yield steps
+    yield seconds
+    bounds = [str(float(2**i)) for i in range(len(totals.batches) - 1)]
+    yield HistogramMetricFamily(
+        "specserve_step_requests",
+        "Requests of a step, padding not counted.",
+        buckets=list(zip([*bounds, "+Inf"], accumulate(totals.batches), strict=True)),
+        sum_value=totals.requests,
+    )
+
+
+def _levels(totals: StepTotals, drafter: str) -> Iterator[Metric]:
+    tested = CounterMetricFamily(
+        "specserve_spec_level_tested",
+        "Times that a draft level was tested: a request's step had accepted all levels above and drafted at least "
+        "as many nodes as the level is deep.",
+        labels=["drafter", "level"],
+    )
+    accepted = CounterMetricFamily(
+        "specserve_spec_level_accepted",
+        "Times that the target chose a token drafted at a level, wherever the request then ended.",
+        labels=["drafter", "level"],
+    )
+    for number, level in enumerate(totals.levels, 1):
+        tested.add_metric([drafter, str(number)], level.tested)
+        accepted.add_metric([drafter, str(number)], level.accepted)
+    yield tested
+    yield accepted
+
+
+def _cost(cost: CostTotals) -> Iterator[Metric]:
+    yield _counter(
+        "spec_predicted_seconds",
+        "What the cost model, before it learned from a step, foretold that the device would work on it.",
+        cost.predicted_seconds,
+    )
+    yield _counter(
+        "spec_plain_seconds",
+        "What plain decoding would have needed for the tokens of all steps: of each, the cost model's seconds of a "
+        "step of the same batch without drafts, times the tokens that a request was given on average.",
+        cost.plain_seconds,
+    )
+    yield _gauge(
+        "spec_cost_error_ratio",
+        "How far off the cost model is of late: the size of ln(measured / predicted) of each step, capped and "
+        "averaged with weights that fall with age.",
+        cost.error,
+    )
+
+
+def _gauge(name: str, help: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"specserve_{name}", help, value)
+
+
+def _counter(name: str, help: str, value: float) -> Metric:
+    return CounterMetricFamily(f"specserve_{name}", help, value)

@@ -1,0 +1,207 @@
+"""``/metrics``, the page that defines it, the dashboard that draws it, and ``/server_info``'s summary."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from starlette.testclient import TestClient
+
+from specserve.core import SpeculationUsage
+from specserve.frontend.messages import (
+    CostTotals,
+    LevelTotals,
+    ShapeTotals,
+    Stats,
+    StepTotals,
+    decode_to_front,
+    encode,
+)
+from specserve.metrics.front import Metrics
+from tests.front.conftest import Serve
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "examples" / "grafana" / "specserve.json"
+TOTALS = StepTotals(
+    drafter="EAGLE3",
+    shape="3,1,4",
+    shapes={"off": ShapeTotals(1, 0.5), "3,1,4": ShapeTotals(3, 3.5)},
+    levels=[LevelTotals(8, 6), LevelTotals(6, 3), LevelTotals(3, 0)],
+    batches=[2, 1, 0, 1],
+    requests=12,
+    cost=CostTotals(predicted_seconds=4.25, plain_seconds=6.0, error=0.125),
+)
+
+
+def stats(totals: StepTotals) -> Stats:
+    return Stats(1, 2, 100, 75, 5, 7, 8, 9, 10, 11, 12, 13, totals)
+
+
+def shown(totals: StepTotals = TOTALS) -> str:
+    """Everything there is to see."""
+    metrics = Metrics(lambda: stats(totals))
+    metrics.answered("/v1/completions", 200)
+    metrics.finished(2.0, SpeculationUsage(steps=4, drafted=12, accepted=6))
+    return metrics.text().decode()
+
+
+class Described(NamedTuple):
+    kind: str
+    labels: tuple[str, ...]
+    definition: str
+
+
+def metrics_shown() -> dict[str, Described]:
+    text = shown()
+    helps = dict(re.findall(r"^# HELP (\w+) (.*)$", text, re.M))
+    kinds = dict(re.findall(r"^# TYPE (\w+) (.*)$", text, re.M))
+    return {
+        name: Described(kinds[name], labels_of(name, text), definition)
+        for name, definition in helps.items()
+        if not name.endswith("_created")
+    }
+
+
+def labels_of(name: str, text: str) -> tuple[str, ...]:
+    samples = re.findall(rf"^{name}(?:_bucket)?{{(.*)}} ", text, re.M)
+    return tuple(sorted({label for sample in samples for label in re.findall(r'(\w+)="', sample)} - {"le"}))
+
+
+def metrics_documented() -> Iterator[tuple[str, Described]]:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    for name, kind, labels, unit, definition in re.findall(
+        r"^\| `(specserve_\w+)` \|" + r" *(.*?) *\|" * 4 + "$", page, re.M
+    ):
+        assert unit, name
+        yield name, Described(kind, tuple(sorted(re.findall(r"\w+", labels))), definition)
+
+
+def test_the_page_defines_what_is_shown() -> None:
+    rows = list(metrics_documented())
+    assert len(rows) == len(dict(rows))
+    assert dict(rows) == metrics_shown()
+
+
+def test_steps_and_levels() -> None:
+    lines = shown().splitlines()
+    for line in (
+        'spec_shape_steps_total{shape="3,1,4"} 3.0', 'spec_shape_seconds_total{shape="off"} 0.5',
+        'spec_level_tested_total{drafter="EAGLE3",level="2"} 6.0',
+        'spec_level_accepted_total{drafter="EAGLE3",level="3"} 0.0',
+        'step_requests_bucket{le="1.0"} 2.0', 'step_requests_bucket{le="2.0"} 3.0',
+        'step_requests_bucket{le="4.0"} 3.0', 'step_requests_bucket{le="+Inf"} 4.0',
+        "step_requests_count 4.0", "step_requests_sum 12.0",
+        "spec_predicted_seconds_total 4.25", "spec_plain_seconds_total 6.0", "spec_cost_error_ratio 0.125",
+    ):  # fmt: skip
+        assert f"specserve_{line}" in lines
+
+
+def test_what_is_not_known_is_not_shown() -> None:
+    """No drafter: no levels. A fixed shape: nobody knows what plain decoding costs."""
+    text = shown(StepTotals(shape="off", shapes={"off": ShapeTotals(1, 0.5)}))
+    assert "spec_shape_steps" in text
+    assert not re.search("spec_(level|plain|predicted|cost)", text)
+
+
+def test_stats_survive_the_way_between_processes() -> None:
+    for totals in (TOTALS, StepTotals()):
+        assert decode_to_front(encode(stats(totals))) == stats(totals)
+
+
+def test_accepted_length_of_each_request(serve: Serve) -> None:
+    client, _ = serve("abcdefg")  # 8 tokens, 3 a message: the fake's 3 steps accept 2, 2 and 1
+    client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "n": 2})
+    lines = client.get("/metrics").text.splitlines()
+    length = "specserve_request_accepted_length_tokens"
+    assert f"{length}_count 2.0" in lines
+    assert f'{length}_bucket{{le="2.5"}} 0.0' in lines
+    assert f'{length}_bucket{{le="3.0"}} 2.0' in lines
+
+
+def test_a_request_without_a_step_has_no_length() -> None:
+    metrics = Metrics(lambda: None)
+    metrics.finished(1.0, SpeculationUsage())
+    lines = metrics.text().decode().splitlines()
+    assert "specserve_request_seconds_count 1.0" in lines
+    assert "specserve_request_accepted_length_tokens_count 0.0" in lines
+
+
+def test_server_info_reads_the_figures_out(serve: Serve) -> None:
+    client, _ = serve()
+    assert isinstance(client, TestClient)
+    assert client.get("/server_info").json()["speculation"] is None
+    client.app.state.front.engine.receive(stats(TOTALS))  # type: ignore[attr-defined]
+    assert client.get("/server_info").json()["speculation"] == {
+        "drafter": "EAGLE3",
+        "shape": "3,1,4",
+        "share_of_steps": {"3,1,4": 0.75, "off": 0.25},
+        "acceptance_by_level": [0.75, 0.5, 0.0],
+        "speed_up": 1.5,
+    }
+
+
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    return found
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def test_the_dashboard_imports() -> None:
+    found = dashboard()
+    assert found["schemaVersion"] >= 38  # Grafana 10
+    assert {each["name"]: each["type"] for each in found["templating"]["list"]} == {
+        "datasource": "datasource",
+        "instance": "query",
+    }
+    ids = Counter(panel["id"] for panel in found["panels"])
+    assert set(ids.values()) == {1}
+    assert [panel["title"] for panel in found["panels"] if panel["type"] == "row"] == [
+        "Traffic",
+        "Speculation",
+        "Memory",
+    ]
+
+
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+def test_panels_ask_for_what_exists(panel: dict[str, Any]) -> None:
+    known = metrics_shown()
+    assert panel["title"]
+    assert panel["description"].endswith(".")
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["targets"]
+    refs = [target["refId"] for target in panel["targets"]]
+    assert len(refs) == len(set(refs))
+    for part in (panel, *panel["targets"]):
+        assert part["datasource"]["uid"] == "${datasource}"
+    for target in panel["targets"]:
+        names = re.findall(r"specserve_\w+", target["expr"])
+        assert names
+        for name in names:
+            assert name in known or known[base(name, known)].kind == "histogram"
+        assert target["expr"].count('{instance=~"$instance"}') == len(names)
+        grouped = re.findall(r"by \(([\w, ]+)\)", target["expr"])
+        labels = {label for name in names for label in known[base(name, known)].labels} | {"le", "instance"}
+        assert {label for group in grouped for label in group.split(", ")} <= labels
+        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels - {"le"}
+
+
+def base(name: str, known: dict[str, Described]) -> str:
+    return name if name in known else re.sub("_(bucket|sum|count)$", "", name)
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard()["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert at["x"] + at["w"] <= 24
+        assert not cells & taken
+        taken |= cells

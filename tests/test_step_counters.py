@@ -1,0 +1,213 @@
+"""What the scheduler counts of its steps is what a slow recount of them gives."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from specserve.core import SamplingParams, Speculation
+from specserve.engine.runner import Emitted
+from specserve.frontend.messages import LevelTotals
+from specserve.scheduler.counters import StepCounters
+from specserve.scheduler.scheduler import Scheduler
+from specserve.spec.cost import CostModel
+from specserve.spec.tree import StepShape
+from tests.engines import Checkpoints, Client, Drafted, Shape, make_scheduler, record_drafts
+
+ABORTED = {4: "2", 12: "5"}  # rid by iteration
+
+
+@dataclass
+class Read:
+    """A step as it was read. ``emitted``: by row, None where the request had ended before; ``kept``: the tokens that
+    requests took of it."""
+
+    shape: StepShape
+    emitted: list[list[int] | None]
+    kv_tokens: int
+    seconds: float
+    kept: int = 0
+
+
+@dataclass
+class Recorded:
+    reads: list[Read] = field(default_factory=list)
+    drafts: list[Drafted] = field(default_factory=list)
+
+
+@contextmanager
+def record_steps() -> Iterator[Recorded]:
+    """All steps in order, and the trees of those that drafted."""
+    collect = Scheduler._collect
+
+    def recording(self: Scheduler, item: Any) -> None:
+        if item.shape is None:
+            collect(self, item)
+            return
+        found: list[Emitted] = []
+        read: Callable[[], list[Emitted]] = item.launch.read
+        item.launch.read = lambda: found.extend(read()) or found
+        live = [request.slot >= 0 for request in item.requests]
+        before = [len(request.output) for request in item.requests]
+        collect(self, item)
+        kept = sum(len(r.output) for r in item.requests) - sum(before)
+        rows = [each.tokens if on else None for each, on in zip(found, live, strict=True)]
+        recorded.reads.append(Read(item.shape, rows, item.batch.kv_tokens, item.launch.seconds, kept))
+
+    with record_drafts() as drafts, patch.object(Scheduler, "_collect", recording):
+        recorded = Recorded(drafts=drafts)
+        yield recorded
+
+
+def params(index: int) -> SamplingParams:
+    """Every third request does not draft, every fourth drafts little; some end on a stop token."""
+    speculation = Speculation(enabled=index % 3 != 1, max_draft_tokens=2 if index % 4 == 3 else None)
+    return SamplingParams(
+        temperature=0.8 * (index % 2),
+        seed=index,
+        max_tokens=24 + 3 * index,
+        stop_token_ids=[5, 11] if index % 2 else [],
+        speculation=speculation,
+    )
+
+
+def serve(scheduler: Scheduler) -> None:
+    """Nine requests, two of them aborted on the way."""
+    client = Client(scheduler)
+    for index in range(9):
+        client.submit(str(index), [3 + index, 9, 14, 2, index], params(index))
+    for iteration in range(1000):
+        if not scheduler.has_work:
+            return
+        if rid := ABORTED.get(iteration):
+            scheduler.abort(rid)
+        client.iterate()
+    raise AssertionError("there is no end to it")
+
+
+def recount_levels(recorded: Recorded) -> list[LevelTotals]:
+    """Walks down every tree along the tokens that came out."""
+    tested: Counter[int] = Counter()
+    accepted: Counter[int] = Counter()
+    drafts = iter(recorded.drafts)
+    for step in recorded.reads:
+        if not step.shape.levels:
+            continue
+        drafted = next(drafts)
+        for row, tokens in enumerate(step.emitted):
+            if tokens is None:
+                continue
+            nodes, at = drafted.nodes(row), 0
+            for level in range(1, step.shape.levels + 1):
+                if level > len(nodes) - 1:
+                    break
+                if drafted.tree.is_chain:
+                    assert nodes[level][2] == level
+                tested[level] += 1
+                child = (tokens[level - 1], at)
+                at = next((i for i, node in enumerate(nodes) if node[:2] == child), -1)
+                if at < 0:
+                    break
+                accepted[level] += 1
+    assert next(drafts, None) is None
+    return [LevelTotals(tested[level], accepted[level]) for level in sorted(tested)]
+
+
+def assert_same_counts(scheduler: Scheduler, recorded: Recorded) -> None:
+    totals, reads = scheduler.stats().step_totals, recorded.reads
+    assert totals.levels == recount_levels(recorded)
+    steps: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for step in reads:
+        each = step.shape.nodes // step.shape.slots
+        label = f"{step.shape.levels},{step.shape.branching},{each}" if step.shape.levels else "off"
+        steps[label] += 1
+        seconds[label] += step.seconds
+    assert {label: shape.steps for label, shape in totals.shapes.items()} == steps
+    assert {label: shape.seconds for label, shape in totals.shapes.items()} == pytest.approx(seconds)
+    assert sum(steps.values()) == scheduler.stats().steps
+    sizes = [len(step.emitted) for step in reads]
+    assert totals.requests == sum(sizes)
+    assert [sum(totals.batches[: i + 1]) for i in range(4)] == [
+        sum(size <= most for size in sizes) for most in (1, 2, 4, 8)
+    ]
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("shape", [(3, 1, 4), (4, 3, 9)], ids=["chain", "tree"])
+def test_counts_are_a_recount(shape: Shape, overlap: str, agreeing: Checkpoints) -> None:
+    scheduler = agreeing.scheduler("EAGLE3", shape, max_running_requests=4, overlap_schedule=overlap)
+    with record_steps() as recorded:
+        serve(scheduler)
+    assert_same_counts(scheduler, recorded)
+    assert any(None in step.emitted for step in recorded.reads) == (overlap == "on")
+    totals = scheduler.stats().step_totals
+    assert totals.drafter == "EAGLE3"
+    assert totals.cost is None
+    assert len(totals.levels) == shape[0]
+    assert all(0 < level.accepted < level.tested for level in totals.levels[:2])
+    assert sum(level.accepted for level in totals.levels) >= scheduler.stats().accepted > 0
+
+
+def priced(_: Any, most: int, candidates: Any) -> CostModel:
+    """A step costs 1, a little for each node and level, and for its context."""
+    shapes = [shape for slots in range(1, most + 1) for shape in candidates(slots)]
+    return CostModel({s: 1 + 0.02 * s.nodes + 0.1 * s.levels for s in shapes}, slope=1e-3)
+
+
+def test_with_the_controller(agreeing: Checkpoints) -> None:
+    with (
+        patch("specserve.engine.build.measure_eager", priced),
+        patch.object(CostModel, "observe", lambda *_: None),
+        record_steps() as recorded,
+    ):
+        scheduler = make_scheduler(
+            agreeing.target,
+            max_running_requests=4,
+            speculative_algorithm="EAGLE3",
+            speculative_draft_model_path=str(agreeing.eagle3),
+            speculative_adaptive=True,
+            overlap_schedule="on",
+        )
+        serve(scheduler)
+    assert_same_counts(scheduler, recorded)
+    assert any(None in step.emitted for step in recorded.reads)
+    cost = scheduler.stats().step_totals.cost
+    model = scheduler._policy.cost
+    assert cost is not None
+    assert model is not None
+    predicted = plain = 0.0
+    for step in recorded.reads:
+        predicted += model.seconds(step.shape, step.kv_tokens)
+        live = sum(tokens is not None for tokens in step.emitted)
+        one = model.seconds(StepShape.plain(len(step.emitted)), step.kv_tokens)
+        plain += one * (step.kept / live if live else 1)
+    assert cost.predicted_seconds == pytest.approx(predicted)
+    assert cost.plain_seconds == pytest.approx(plain)
+    assert cost.error == model.error
+    assert len(scheduler.stats().step_totals.shapes) > 2
+
+
+def test_without_a_draft(agreeing: Checkpoints) -> None:
+    scheduler = make_scheduler(agreeing.target, max_running_requests=4)
+    serve(scheduler)
+    totals = scheduler.stats().step_totals
+    assert (totals.drafter, totals.shape, totals.levels) == (None, "off", [])
+    assert set(totals.shapes) == {"off"}
+
+
+def test_batches_of_any_size_are_counted() -> None:
+    counters = StepCounters()
+    sizes = [1, 2, 3, 4, 5, 512, 513, 5000]
+    for size in sizes:
+        counters.ran(StepShape.plain(size), size, 0.5)
+    totals = counters.totals(None, None)
+    assert totals.batches == [1, 1, 2, 1, 0, 0, 0, 0, 0, 1, 2]
+    assert totals.requests == sum(sizes)
+    assert totals.shapes["off"].seconds == 4.0
