@@ -170,10 +170,6 @@ def test_the_flag(agreeing: Checkpoints, kept_file: Path) -> None:
     none, notes = resolve(given(agreeing, "NONE", str(kept_file)), config)
     assert none.speculative_token_map is None
     assert any(flag in note and "changes nothing" in note for note in notes)
-    with pytest.raises(
-        ValueError, match=f"{flag}: dynamic is not available in this version; expected a file"
-    ):
-        given(agreeing, "EAGLE", "dynamic")
     with pytest.raises(ValueError, match=f"{flag}: /no/where/map.pt"):
         resolve_paths(given(agreeing, "EAGLE", "/no/where/map.pt"))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from specserve.config import hub
 from specserve.config.settings import Settings
 from specserve.config.speculation import carries_draft
+from specserve.config.token_map import DYNAMIC
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 BUNDLED_MODEL = BUNDLED / "chat"
@@ -43,7 +44,8 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
         served_model_name=settings.served_model_name or _names(model, model_path),
         speculative_draft_model_path=_draft(settings, model_path, places),
         speculative_draft_model_revision=None,
-        speculative_token_map=_token_map(settings, places),
+        speculative_token_map=_token_map("speculative_token_map", settings, places),
+        speculative_token_map_start=_token_map("speculative_token_map_start", settings, places),
     )
     return resolved, places.notes
 
@@ -93,11 +95,14 @@ def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
     return str(places.model(_DRAFT_FLAG, str(bundled), None))
 
 
-def _token_map(settings: Settings, places: _Places) -> str | None:
-    """A file, or ``organisation/repository/file`` of the hub."""
-    flag, given = "--speculative-token-map", settings.speculative_token_map
+def _token_map(name: str, settings: Settings, places: _Places) -> str | None:
+    """A file, or ``organisation/repository/file`` of the hub; what is dynamic has none."""
+    flag = "--" + name.replace("_", "-")
+    given: str | None = getattr(settings, name)
     if given is None or settings.speculative_algorithm == "NONE":
         return given
+    if (name, given) == ("speculative_token_map", DYNAMIC):
+        return DYNAMIC
     path = Path(given).expanduser()
     if path.is_file():
         return str(path)
@@ -106,7 +111,7 @@ def _token_map(settings: Settings, places: _Places) -> str | None:
         raise ValueError(f"{flag}: {given} is no file, nor a file of the hub like org/name/freq_32768.pt")
     repo = hub.Repo(flag, "/".join(parts[:2]), cache=settings.download_dir)
     found = hub.fetch_file(repo, parts[2])
-    places.notes.append(f"speculative_token_map = {found}: {parts[2]} of the hub's {repo}")
+    places.notes.append(f"{name} = {found}: {parts[2]} of the hub's {repo}")
     return str(found)
 
 

@@ -16,6 +16,7 @@ from specserve.core import SamplingParams, TokenLogprob
 from specserve.engine.graphs import StepGraph
 from specserve.engine.logprobs import token_logprobs
 from specserve.spec.context import Context, View
+from specserve.spec.live_map import Ints
 from specserve.spec.prefill import PromptChunks, prefill
 from specserve.spec.state import SamplerNeeds, to_device
 from specserve.spec.step import step
@@ -167,6 +168,13 @@ class Runner:
         accepted = result.accepted
         logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS.clamp(min=0), accepted.path_BS)
         return Launch(accepted.packed_BX[: len(rows)], logprobs, rows, stopwatch)
+
+    @torch.inference_mode()
+    def pick(self, rows_R: Ints) -> None:
+        """Queues the rows that the draft reads from the next step on, from pinned memory: no launch is waited for, and
+        captured steps, which address the tensors that change, see them."""
+        assert self.context.drafter is not None
+        self.context.drafter.pick(to_device(rows_R, self.context.state.device))
 
     def _view(self, rows: Sequence[Row], rows_B: Tensor) -> View:
         needs = SamplerNeeds.of([row.params for row in rows])

@@ -33,6 +33,12 @@ class VocabMap:
         inverse[ids] = torch.arange(len(ids), device=ids.device)
         return cls(ids, inverse)
 
+    def exchange(self, ids: Tensor) -> None:
+        """Other target ids, as many, int64 on the same device; in place, for captured steps read both tables by
+        their addresses."""
+        self.ids.copy_(ids)
+        self.inverse.fill_(len(ids)).scatter_(0, ids, torch.arange(len(ids), device=ids.device))
+
 
 @dataclass(frozen=True, slots=True)
 class Choices:

@@ -13,6 +13,7 @@ from torch import Tensor
 from specserve.engine.sampler import VocabMap
 from specserve.kv.pool import KVGeometry, KVPool
 from specserve.layers.decoder import Attend
+from specserve.spec.live_map import LiveMap
 
 
 class Drafter(Protocol):
@@ -25,10 +26,16 @@ class Drafter(Protocol):
     feature_size: int
     kv_layers: Sequence[KVGeometry]
     vocab: VocabMap | None  # None: the target's vocabulary
+    live_map: LiveMap | None  # chooses the vocabulary while serving; None: it stays
 
     @property
     def vocab_size(self) -> int:
         """Tokens it can draft."""
+        ...
+
+    def pick(self, rows_R: Tensor) -> None:
+        """Drafts by these rows of its head from the next step on, those that ``live_map`` chose: int64 on the device.
+        Changes tensors in place and waits for nothing."""
         ...
 
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
 """FR-Spec: a draft that reads some rows of the target's head, those of frequent tokens.
 
 Zhao et al. 2025, arXiv 2502.14856. A map's file lists target token ids, the most frequent first. Only what the draft
-can guess is cut; the target verifies over its whole vocabulary. Shapes: N rows, H hidden size, R ids kept.
+can guess is cut; the target verifies over its whole vocabulary. Shapes: N rows, H hidden size, O rows of a head, R ids
+kept.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from specserve_kernels import indexed_linear
@@ -81,6 +82,16 @@ def _integers(file: Path, found: Any) -> list[int]:
     return list(found)
 
 
+class PickedRows(Protocol):
+    """A head of R rows of another, which may be exchanged between steps."""
+
+    def __call__(self, states_NH: Tensor) -> Tensor: ...
+
+    def pick(self, rows_R: Tensor) -> None:
+        """From now on scores by these rows, int64 on the head's device, as many as before."""
+        ...
+
+
 class IndexedHead(nn.Module):
     """The rows ``ids_R`` of another module's head, read where they lie: changing the ids copies no weights."""
 
@@ -94,6 +105,30 @@ class IndexedHead(nn.Module):
         lm_head = self._lm_head[0]
         logits_NR = indexed_linear(states_NH, lm_head.weight, self.ids_R)
         return logits_NR if lm_head.bias is None else logits_NR + lm_head.bias[self.ids_R]
+
+    def pick(self, rows_R: Tensor) -> None:
+        """In the same buffer: captured steps read it by its address."""
+        self.ids_R.copy_(rows_R)
+
+
+class CopiedRows(nn.Module):
+    """The rows ``ids_R`` of another module's head, copied and packed for a CPU; others are copied at each ``pick``.
+
+    Keeps the head's plain weight, which the target lets go once it is packed: rows of the packed one can't be picked.
+    """
+
+    def __init__(self, lm_head: Linear, ids_R: Tensor) -> None:
+        super().__init__()
+        bias = None if lm_head.bias is None else lm_head.bias.detach()
+        self._plain = (lm_head.weight.detach(), bias)
+        self.pick(ids_R)
+
+    def forward(self, states_NH: Tensor) -> Tensor:
+        out: Tensor = self._rows[0](states_NH)
+        return out
+
+    def pick(self, rows_R: Tensor) -> None:
+        self._rows = (_copied_rows(*self._plain, rows_R),)
 
 
 def truncate(head: LayerHead, lm_head: Linear, ids_R: Tensor) -> None:
@@ -117,14 +152,38 @@ def truncated_head(lm_head: Linear, ids_R: Tensor) -> nn.Module:
     assert lm_head.weight.numel(), "the head was packed, and its rows can't be picked"
     if lm_head.weight.is_cuda:
         return IndexedHead(lm_head, ids_R)
-    return _copied_rows(lm_head, ids_R)
+    return _copied_rows(lm_head.weight, lm_head.bias, ids_R)
+
+
+def scoring_head(head: LayerHead) -> Linear:
+    """What ``head`` scores by: the target's head, the embedding as one, or its own."""
+    lm_head = head.lm_head if head._lm_head is None else head._lm_head[0]
+    assert isinstance(lm_head, Linear)
+    return lm_head
+
+
+def score_by(head: LayerHead, rows_R: Tensor) -> PickedRows:
+    """From now on ``head`` scores by these rows of what it scored by. Returns what exchanges them.
+
+    On a GPU nothing but ids changes then; on a CPU rows are copied, for the reason in ``truncated_head``.
+    """
+    picked = picked_rows(scoring_head(head), rows_R)
+    if head._lm_head is None and isinstance(picked, CopiedRows):
+        del head.lm_head  # its plain weight lives on in ``picked``; nothing reads it packed
+    head._lm_head = (picked,)
+    return picked
+
+
+def picked_rows(lm_head: Linear, rows_R: Tensor) -> IndexedHead | CopiedRows:
+    assert lm_head.weight.numel(), "the head was packed, and its rows can't be picked"
+    return IndexedHead(lm_head, rows_R) if lm_head.weight.is_cuda else CopiedRows(lm_head, rows_R)
 
 
 @torch.no_grad()
-def _copied_rows(lm_head: Linear, ids_R: Tensor) -> Linear:
-    rows = Linear(lm_head.in_features, len(ids_R), bias=lm_head.bias is not None, device="meta")
-    rows.weight = nn.Parameter(lm_head.weight[ids_R], requires_grad=False)
-    if lm_head.bias is not None:
-        rows.bias = nn.Parameter(lm_head.bias[ids_R], requires_grad=False)
+def _copied_rows(weight_OH: Tensor, bias_O: Tensor | None, ids_R: Tensor) -> Linear:
+    rows = Linear(weight_OH.shape[1], len(ids_R), bias=bias_O is not None, device="meta")
+    rows.weight = nn.Parameter(weight_OH[ids_R], requires_grad=False)
+    if bias_O is not None:
+        rows.bias = nn.Parameter(bias_O[ids_R], requires_grad=False)
     pack_linears(rows)
     return rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,12 +21,29 @@ from specserve.layers.decoder import Attend
 from specserve.layers.linear import pack_linears
 from specserve.models.draft.base import DraftHead
 from specserve.models.draft.head import LayerHead
-from specserve.models.draft.load import load_draft
+from specserve.models.draft.load import LoadedDraft, load_draft
 from specserve.models.draft.override import parse_overrides
-from specserve.models.draft.token_map import read_token_map, truncate
+from specserve.models.draft.token_map import PickedRows, read_token_map, score_by, truncate
 from specserve.models.llama import LlamaModel
+from specserve.spec.live_map import LiveMap, MapPlan
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a head drafts. With a live map ``rows`` are the head's that are read, and ``ids_O`` what each of all its
+    rows stands for."""
+
+    vocab: VocabMap | None
+    live_map: LiveMap | None = None
+    rows: PickedRows | None = None
+    ids_O: Tensor | None = None
+
+    def pick(self, rows_R: Tensor) -> None:
+        assert self.rows is not None and self.vocab is not None and self.ids_O is not None
+        self.rows.pick(rows_R)
+        self.vocab.exchange(self.ids_O[rows_R])
 
 
 class EagleDrafter:
@@ -33,9 +51,11 @@ class EagleDrafter:
 
     needs_tokens = False
 
-    def __init__(self, name: str, head: DraftHead, layer: int, vocab: VocabMap | None) -> None:
+    def __init__(self, name: str, head: DraftHead, layer: int, vocabulary: Vocabulary) -> None:
         self.name = name
-        self.vocab = vocab
+        self.vocab = vocabulary.vocab
+        self.live_map = vocabulary.live_map
+        self._vocabulary = vocabulary
         self._head = head
         self._layer = layer
         self.taps = head.config.taps
@@ -54,7 +74,7 @@ class EagleDrafter:
         layer: int,
         max_positions: int,
         dtype: torch.dtype,
-        token_map: Path | None = None,
+        token_map: Path | MapPlan | None = None,
         config_override: str | None = None,
     ) -> EagleDrafter:
         """Loads the head at ``path`` to run as pool layer ``layer``. Raises ValueError for one that does not fit."""
@@ -62,14 +82,16 @@ class EagleDrafter:
         loaded = load_draft(path, name, target, layer, max_positions, dtype, overrides)
         for note in loaded.notes:
             log.info("%s", note)
+        vocabulary = _vocabulary(loaded, token_map, target)  # first: it may pick rows of the plain head
         pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
-        ids = loaded.ids if token_map is None else _truncate(loaded.head, token_map, target)
-        vocab = None if ids is None else VocabMap.of(ids, target.config.vocab_size)
-        return cls(name, loaded.head, layer, vocab)
+        return cls(name, loaded.head, layer, vocabulary)
 
     @property
     def vocab_size(self) -> int:
         return self._head.config.draft_vocab_size if self.vocab is None else len(self.vocab.ids)
+
+    def pick(self, rows_R: Tensor) -> None:
+        self._vocabulary.pick(rows_R)
 
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         return self._head.fuse(hidden_TH, tapped)
@@ -91,6 +113,24 @@ class EagleDrafter:
         kv_N = self._head.project_kv(tokens_N, features_XH, source_N)
         rope_N2D = self._head.rope_P2D[positions_N]
         store_projected(pool, self._layer, kv_N, rope_N2D, *address)
+
+
+def _vocabulary(loaded: LoadedDraft, token_map: Path | MapPlan | None, target: LlamaModel) -> Vocabulary:
+    if isinstance(token_map, MapPlan):
+        return _follow(loaded, token_map, target)
+    ids = loaded.ids if token_map is None else _truncate(loaded.head, token_map, target)
+    return Vocabulary(None if ids is None else VocabMap.of(ids, target.config.vocab_size))
+
+
+def _follow(loaded: LoadedDraft, plan: MapPlan, target: LlamaModel) -> Vocabulary:
+    """Makes the head draft what a live map says, among the tokens that it scores."""
+    size, device = target.config.vocab_size, target.lm_head.weight.device
+    ids_O = torch.arange(size, device=device) if loaded.ids is None else loaded.ids
+    live_map = LiveMap(plan, ids_O.cpu().numpy(), size)
+    rows_R = torch.from_numpy(live_map.rows_R).to(device)
+    rows = score_by(loaded.head, rows_R)
+    log.info("the draft reads %d of its %d rows, chosen by a live map", len(rows_R), len(ids_O))
+    return Vocabulary(VocabMap.of(ids_O[rows_R], size), live_map, rows, ids_O)
 
 
 def _truncate(head: LayerHead, token_map: Path, target: LlamaModel) -> Tensor:

@@ -1,0 +1,147 @@
+"""A token map that follows the text: which tokens a draft may guess, by what runs now and what was generated lately.
+
+Texts repeat themselves, so the tokens of running requests, prompts included, come before those that are frequent in
+general. The host counts; the device is told other rows between steps (``Drafter.pick``). A map only limits guesses, so
+none of this changes a text. Shapes: V target vocabulary, O rows of the head that the draft scores by, R rows that it
+reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+HALF_LIFE = 8  # tokens of output for each row of the map, after which a count is worth half
+GAIN = 0.001  # of what is counted, by which another map must hold more
+LEAST_ROWS = 1024
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class MapPlan:
+    """``size`` rows (None: ``default_size``), looked at every ``interval`` steps. ``start``: ids by falling frequency,
+    for the time before there is text; ``kept``: ids that never leave, like those that end answers."""
+
+    size: int | None
+    interval: int
+    start: Sequence[int] = ()
+    kept: Sequence[int] = ()
+
+
+def default_size(rows: int) -> int:
+    """A quarter of what a draft scores, where that is enough to be worth guessing from."""
+    return min(rows, max(LEAST_ROWS, rows // 4))
+
+
+class LiveMap:
+    """Counts text and says which rows hold most of it. ``rows_R`` are those that the draft reads now, ascending.
+    ``refreshes``: how often they were exchanged."""
+
+    def __init__(self, plan: MapPlan, ids_O: Ints, vocab_size: int) -> None:
+        """``ids_O``: the target id of each row. Raises ValueError naming the setting that does not fit."""
+        self.size = _checked_size(plan, ids_O)
+        self.refreshes = 0
+        self._interval = plan.interval
+        self._ids_O = ids_O
+        self._kept_O = np.isin(ids_O, plan.kept)
+        self._first_O = _first(plan.start, ids_O, vocab_size)
+        self._history_V = np.zeros(vocab_size)
+        self._running_V = np.zeros(vocab_size, np.int64)
+        self._fresh: list[int] = []
+        self._said = self._held = 0.0
+        self._steps = 0
+        self._entered = False
+        self.rows_R = self._best(self._shares())
+
+    @property
+    def coverage(self) -> float | None:
+        """The share of what was lately said that the map of that moment held; None before the first look."""
+        return self._held / self._said if self._said else None
+
+    def enter(self, tokens: Sequence[int]) -> None:
+        """A request with this text runs from now on."""
+        np.add.at(self._running_V, np.array(tokens, np.int64), 1)
+        self._entered = True
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """What a running request said."""
+        self._fresh += tokens
+
+    def leave(self, tokens: Sequence[int]) -> None:
+        """A request of which this is the whole text, what was observed included, runs no more."""
+        np.subtract.at(self._running_V, np.array(tokens, np.int64), 1)
+
+    def look(self, stepped: bool) -> Ints | None:
+        """After a launch, ``stepped`` if that was a step. Returns the rows to read from now on, when it is time to look
+        and they are worth an exchange."""
+        self._steps += stepped
+        if self._steps < self._interval and not self._entered:
+            return None
+        self._steps, self._entered = 0, False
+        self._count()
+        shares_V = self._shares()
+        best_R = self._best(shares_V)
+        gain = (shares_V[self._ids_O[best_R]].sum() - shares_V[self._ids_O[self.rows_R]].sum()) / 2
+        if gain < GAIN:
+            return None
+        log.debug("token map: other rows for %.2f%% of the text", 100 * gain)
+        self.rows_R = best_R
+        self.refreshes += 1
+        return best_R
+
+    def _count(self) -> None:
+        """Adds what was said since the last look, and forgets as much as that is long."""
+        fresh, self._fresh = np.array(self._fresh, np.int64), []
+        if not len(fresh):
+            return
+        fresh_V = np.bincount(fresh, minlength=len(self._history_V))
+        kept = 0.5 ** (len(fresh) / (HALF_LIFE * self.size))
+        self._said = self._said * kept + len(fresh)
+        self._held = self._held * kept + int(fresh_V[self._ids_O[self.rows_R]].sum())
+        self._history_V = self._history_V * kept + fresh_V
+        self._running_V += fresh_V
+
+    def _shares(self) -> Floats:
+        """Two distributions added: the output, forgotten in time, and the different tokens of what runs, all alike: few
+        in a small batch, so that each weighs much."""
+        running_V = self._running_V > 0
+        history_V = self._history_V / max(self._history_V.sum(), 1)
+        return np.asarray(history_V + running_V / max(running_V.sum(), 1))
+
+    def _best(self, shares_V: Floats) -> Ints:
+        """The R rows of most weight, ascending: rows that lie near each other are read together. Those of tokens that
+        are not counted fill up what is left."""
+        share_O = np.where(self._kept_O, np.inf, shares_V[self._ids_O])
+        counted = np.flatnonzero(share_O)
+        if len(counted) > self.size:
+            most = np.argpartition(share_O[counted], -self.size)[-self.size :]
+            return np.sort(counted[most])
+        others = self._first_O[share_O[self._first_O] == 0]
+        return np.sort(np.concatenate([counted, others[: self.size - len(counted)]]))
+
+
+def _checked_size(plan: MapPlan, ids_O: Ints) -> int:
+    rows, kept = len(ids_O), int(np.isin(ids_O, plan.kept).sum())
+    size = default_size(rows) if plan.size is None else plan.size
+    if not kept < size <= rows:
+        raise ValueError(
+            f"--speculative-token-map-size: must be more than {kept}, the special tokens that are always in the map, "
+            f"and at most {rows}, the tokens that this draft scores; found {size}"
+        )
+    return size
+
+
+def _first(start: Sequence[int], ids_O: Ints, vocab_size: int) -> Ints:
+    """Rows in the order in which they are taken before they were counted: by the place in ``start``, then by id, which
+    is the order in which BPE merged."""
+    place_V = len(start) + np.arange(vocab_size)
+    place_V[np.array(start, np.int64)] = np.arange(len(start))
+    return np.argsort(place_V[ids_O])

@@ -1,0 +1,32 @@
+"""Maps as ``models/draft/token_map.py`` reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+
+def _torch(path: Path, ids: list[int]) -> None:
+    torch.save(ids, path)
+
+
+def _json(path: Path, ids: list[int]) -> None:
+    path.write_text(json.dumps(ids) + "\n")
+
+
+def _text(path: Path, ids: list[int]) -> None:
+    path.write_text("".join(f"{i}\n" for i in ids))
+
+
+FORMATS: dict[str, Callable[[Path, list[int]], None]] = {".pt": _torch, ".json": _json, ".txt": _text}
+
+
+def write_map(path: Path, ids: list[int]) -> None:
+    """In the format that the suffix names. Raises ValueError when the file can't be written."""
+    try:
+        FORMATS[path.suffix](path, ids)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"--output: {path} can't be written: {error}") from None
