@@ -9,6 +9,7 @@ import torch
 
 from specserve.attention import ATTENTION
 from specserve.config import Settings
+from specserve.config.token_map import DYNAMIC
 from specserve.engine.graphs import StepGraphs
 from specserve.engine.memory import pool_pages
 from specserve.engine.profile import complete, measure_eager, measure_graphs
@@ -25,7 +26,9 @@ from specserve.kv.pool import KVGeometry, KVPool, PoolConfig
 from specserve.layers.linear import pack_linears
 from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.config import ModelConfig
+from specserve.models.draft.token_map import read_token_map
 from specserve.models.llama import LlamaModel
+from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.admission import Admission, Capacity
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.scheduler import Limits, Scheduler
@@ -33,6 +36,7 @@ from specserve.spec.adaptive import Controller
 from specserve.spec.context import Context
 from specserve.spec.drafter import Drafter
 from specserve.spec.drafters import load_drafter
+from specserve.spec.live_map import MapPlan
 from specserve.spec.state import DecodeState
 
 log = logging.getLogger(__name__)
@@ -46,7 +50,24 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
     context = create_context(settings, model_config, plan)
     captured = plan.captured()
     graphs = StepGraphs.capture(context, captured) if captured else StepGraphs({})
+    policy = shape_policy(plan, context, graphs)
+    runner = Runner(context, graphs.graphs)
+    if settings.device == "cuda":
+        runner.warm_up()
+    return assemble(settings, model_config, plan, runner, policy, graphs)
+
+
+def assemble(
+    settings: Settings,
+    model_config: ModelConfig,
+    plan: ShapePlan,
+    runner: Runner,
+    policy: ShapePolicy,
+    graphs: StepGraphs,
+) -> Scheduler:
+    """A scheduler with pages and requests of its own over a loaded engine."""
     assert settings.max_running_requests and settings.context_length and settings.chunked_prefill_size
+    context = runner.context
     pool = context.pool
     memory = Memory(pool.num_pages, pool.page_size, prefix_cache=not settings.disable_radix_cache)
     capacity = Capacity(
@@ -77,10 +98,6 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
         },
     }
     admission = Admission(capacity, settings.random_seed)
-    policy = shape_policy(plan, context, graphs)
-    runner = Runner(context, graphs.graphs)
-    if settings.device == "cuda":
-        runner.warm_up()
     return Scheduler(runner, memory, admission, limits, policy, info)
 
 
@@ -170,7 +187,6 @@ def create_drafter(
         return None
     assert settings.speculative_draft_model_path
     path = Path(settings.speculative_draft_model_path)
-    token_map = settings.speculative_token_map
     drafter = load_drafter(
         settings.speculative_algorithm,
         path,
@@ -178,10 +194,24 @@ def create_drafter(
         target.config.num_layers,
         positions,
         dtype,
-        None if token_map is None else Path(token_map),
+        _token_map(settings, target.config),
         settings.speculative_draft_config_override,
     )
     topk, size = settings.speculative_eagle_topk or 1, drafter.vocab_size
     if topk > size:
         raise ValueError(f"--speculative-eagle-topk: the draft {path} has {size} tokens, found {topk}")
     return drafter
+
+
+def _token_map(settings: Settings, config: ModelConfig) -> Path | MapPlan | None:
+    """The file that lists what may be drafted, or how that follows the text."""
+    given, start = settings.speculative_token_map, settings.speculative_token_map_start
+    if given != DYNAMIC:
+        return None if given is None else Path(given)
+    assert settings.speculative_token_map_interval and settings.model_path
+    return MapPlan(
+        size=settings.speculative_token_map_size,
+        interval=settings.speculative_token_map_interval,
+        start=() if start is None else read_token_map(Path(start), config.vocab_size).tolist(),
+        kept=special_tokens(Path(settings.tokenizer_path or settings.model_path), config),
+    )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specserve.spec.adaptive import Batch, Controller
+from specserve.spec.cost import CostModel
 from specserve.spec.tree import StepShape
 
 MAX_STEP_NODES = 512  # with 128k tokens of vocabulary, the logits of so many nodes are 131 MB in bf16
@@ -31,6 +32,11 @@ def step_shape(slots: int, speculation: Speculation | None, drafting: int) -> St
 
 class ShapePolicy(Protocol):
     """Chooses shapes, and is told what came of them."""
+
+    @property
+    def cost(self) -> CostModel | None:
+        """What steps take, if it was measured."""
+        ...
 
     def choose(self, batch: Batch) -> StepShape: ...
 
@@ -60,6 +66,11 @@ class StaticShapes:
     speculation: Speculation | None
     padding: Padding = Padding()
 
+    @property
+    def cost(self) -> None:
+        """Nothing was measured."""
+        return None
+
     def choose(self, batch: Batch) -> StepShape:
         drafting = sum(skill.cap > 0 for skill in batch.skills)
         return self.shape(len(batch.skills), drafting)
@@ -85,6 +96,10 @@ class AdaptiveShapes:
 
     controller: Controller
     padding: Padding = Padding()
+
+    @property
+    def cost(self) -> CostModel:
+        return self.controller.cost
 
     def choose(self, batch: Batch) -> StepShape:
         return self.controller.choose(batch)

@@ -1,0 +1,1 @@
+"""The speculation shape that pays on this machine with these prompts: ``python -m specserve.tune``."""

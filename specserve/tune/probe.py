@@ -1,0 +1,96 @@
+"""What drafts would be worth at every position of real answers, for all shapes at once.
+
+The engine answers plainly, one token a step; before each step the draft grows its whole pool, once for each topk, and
+nothing of it is verified. A shallower draft is the beginning of a deeper one, and the answer says which candidates were
+right, so these pools tell what any shape would have accepted there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from specserve.engine.runner import Launch, Row, Runner
+from specserve.spec.adaptive import Batch
+from specserve.spec.context import Context
+from specserve.spec.draft import draft
+from specserve.spec.state import to_device
+from specserve.spec.tree import StepShape
+from specserve.tune.walk import Answer, Array, Pools
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    launch: Launch
+    slots: list[int]
+    pools: Mapping[int, Pools]  # by topk; a row a slot
+
+
+class DraftRecorder(Runner):
+    """Drafts ``levels[topk]`` levels for each topk and verifies none of it."""
+
+    def __init__(self, context: Context, levels: Mapping[int, int]) -> None:
+        super().__init__(context, {})
+        self._levels = levels
+        self._steps: list[_Step] = []
+
+    @torch.inference_mode()
+    def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
+        slots = [row.slot for row in rows]
+        view = self._view(rows, to_device(slots, self.context.state.device))
+        pools = {}
+        for topk, levels in self._levels.items():
+            deep = StepShape(len(rows), len(rows), levels, topk)
+            pool = draft(self.context, view, deep, view.sampling(self.context, levels))
+            parts = (pool.tokens_BP, pool.parents_BP, pool.scores_BP.float())
+            pools[topk] = Pools(*(part.cpu().numpy() for part in parts))
+        launch = super().step(rows, StepShape.plain(len(rows)))
+        self._steps.append(_Step(launch, slots, pools))
+        return launch
+
+    @property
+    def recorded(self) -> int:
+        """Steps so far."""
+        return len(self._steps)
+
+    def answers(self, cut: bool) -> list[Answer]:
+        """One for each slot: requests must have had one each. ``cut``: those in the last step had not ended."""
+        slots = dict.fromkeys(slot for step in self._steps for slot in step.slots)
+        return [self._answer(slot, cut and slot in self._steps[-1].slots) for slot in slots]
+
+    def _answer(self, slot: int, cut: bool) -> Answer:
+        tokens: list[int] = []
+        pools: dict[int, list[tuple[Array, Array, Array]]] = {topk: [] for topk in self._levels}
+        for step in self._steps:
+            if slot not in step.slots:
+                continue
+            row = step.slots.index(slot)
+            tokens += step.launch.read()[row].tokens
+            for topk, rows in pools.items():
+                found = step.pools[topk]
+                rows.append((found.tokens[row], found.parents[row], found.scores[row]))
+        return Answer(tokens, {topk: Pools.stacked(rows) for topk, rows in pools.items()}, cut)
+
+
+@dataclass(frozen=True, slots=True)
+class DeepShapes:
+    """The policy of a recorded run: its shape has the positions that the deepest draft writes, and no nodes to
+    verify."""
+
+    steps: int
+    topk: int
+    cost: None = field(default=None)
+
+    def choose(self, batch: Batch) -> StepShape:
+        return StepShape(len(batch.skills), len(batch.skills), self.steps, self.topk)
+
+    def plain(self, slots: int) -> StepShape:
+        """Drafts, too: the pool must hold them."""
+        return StepShape(slots, slots, self.steps, self.topk)
+
+    def observe(
+        self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
+    ) -> None:
+        """Nothing depends on it."""

@@ -1,0 +1,66 @@
+"""The prompts to tune with, as token ids."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specserve.config.paths import BUNDLED_MODEL
+from specserve.frontend.tokenizer import Tokenizer
+
+BUNDLED_PROMPTS = Path(__file__).parents[2] / "examples" / "bundled_model" / "prompts.jsonl"
+FORM = 'a JSON object a line, {"messages": [...]} or {"prompt": "..."}'
+
+
+def read_prompts(path: Path | None, model_path: Path) -> list[dict[str, Any]]:
+    """The file's objects, in one mixed order whatever the file's. Raises ValueError naming the flag."""
+    if path is None:
+        if model_path.resolve() != BUNDLED_MODEL.resolve() or not BUNDLED_PROMPTS.exists():
+            raise ValueError(f"--prompts: needed with {model_path}: a file like your traffic, {FORM}")
+        path = BUNDLED_PROMPTS
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts: {path} can't be read: {error}") from None
+    rows = [_row(line, f"--prompts: {path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ValueError(f"--prompts: {path} holds no prompt; accepted is {FORM}")
+    random.Random(0).shuffle(rows)
+    return rows
+
+
+def encode(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[list[int]]:
+    """Dialogues through the chat template, prompts as they are. Raises ValueError naming the flag."""
+    found = []
+    for row in rows:
+        try:
+            text = row.get("messages")
+            found.append(tokenizer.encode(row["prompt"]) if text is None else tokenizer.encode_chat(text))
+        except ValueError as error:
+            raise ValueError(f"--prompts: {json.dumps(row)[:80]}: {error}") from None
+    return found
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON ({error}); accepted is {FORM}") from None
+    if not isinstance(row, dict) or not (_is_dialogue(row.get("messages")) or _is_text(row.get("prompt"))):
+        raise ValueError(f"{where}: accepted is {FORM}")
+    return row
+
+
+def _is_dialogue(found: object) -> bool:
+    return (
+        isinstance(found, list)
+        and bool(found)
+        and all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in found)
+    )
+
+
+def _is_text(found: object) -> bool:
+    return isinstance(found, str) and bool(found)

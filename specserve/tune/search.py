@@ -1,0 +1,209 @@
+"""The search: predict all candidates, run the promising ones, interleaved, and the better of them again and longer.
+
+1. Answers are recorded with what drafts would have been worth in them: tokens a step of every candidate.
+2. Steps of some shapes are timed: seconds a step of every candidate.
+3. At each batch size the candidates that promise most race against plain decoding: sixteen, then the best five, then
+   two, fewer if time is short. In each repeat all that are left answer the same requests, one after the other, in
+   another order each time, so that a machine that grows slower or faster does so for all. Repeats are many and short
+   rather than few and long.
+4. The candidates that are best over all batch sizes are run where they were not yet.
+5. The controller runs beside plain decoding and the best shape of each batch size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+from specserve.spec.tree import StepShape
+from specserve.tune.board import Board, Estimate, overall
+from specserve.tune.costs import fill_in, to_measure
+from specserve.tune.grid import Candidate, name
+from specserve.tune.loop import Run
+
+PROBE_SHARE = 0.15  # of the budget, at most
+CONTROLLER_SHARE = 0.12  # of what is left then
+RACE_SHARE = 0.8  # of the rest, with several batch sizes; the remainder is for the overall pick
+CONTROLLER_REPEATS = 2
+ROUNDS = ((16, 3), (5, 5), (2, 7))  # most candidates and repeats, in a third of the time each
+EXHAUSTIVE_REPEATS = 3, 9  # least and most
+LEAST_REQUESTS = 2  # times the batch size, in a run
+OVERALL, OVERALL_REPEATS = 3, 3  # candidates that are run at all batch sizes
+
+
+class Answers(Protocol):
+    """What the probe found."""
+
+    def tokens_per_step(self, shape: StepShape) -> float: ...
+
+
+class Bench(Protocol):
+    """What the search measures with."""
+
+    def shape(self, candidate: Candidate, batch: int) -> StepShape: ...
+
+    def step_seconds(self, shapes: Sequence[StepShape]) -> dict[StepShape, float]: ...
+
+    def probe(self, candidates: Sequence[Candidate], seconds: float) -> Answers: ...
+
+    def prepare(self, candidates: Sequence[Candidate], batch: int) -> None:
+        """Before they run at this batch size."""
+        ...
+
+    def forget(self) -> None:
+        """What was prepared is not needed any more."""
+        ...
+
+    def run(self, candidate: Candidate, batch: int, first: int, count: int) -> Run:
+        """``count`` requests from number ``first`` on, with the batch kept full."""
+        ...
+
+    def run_controller(self, batch: int, first: int, count: int) -> Run: ...
+
+
+def _silent(_: str) -> None:
+    """Says nothing."""
+
+
+@dataclass(slots=True)
+class Search:
+    """``seconds`` bound the whole; each batch size gets one repeat at least, however long that takes. With
+    ``exhaustive`` every candidate runs in the least of ``EXHAUSTIVE_REPEATS`` at least, whatever time that takes."""
+
+    bench: Bench
+    candidates: Sequence[Candidate]
+    batches: Sequence[int]
+    seconds: float
+    exhaustive: bool = False
+    clock: Callable[[], float] = time.perf_counter
+    say: Callable[[str], None] = _silent
+    _until: float = 0.0
+    _pace: dict[int, float] = field(default_factory=dict)  # seconds that plain decoding takes for a request
+
+    def run(self) -> list[Board]:
+        """One board a batch size."""
+        self._until = self.clock() + self.seconds
+        self.say("recording answers and what drafts are worth in them")
+        answers = self.bench.probe(self.candidates, PROBE_SHARE * self.seconds)
+        end = self._until
+        self._until -= CONTROLLER_SHARE * max(0.0, end - self.clock())
+        boards = [self._board(batch, index, answers) for index, batch in enumerate(self.batches)]
+        if len(boards) > 1 and not self.exhaustive:
+            self._run_overall(boards)
+        self._until = end
+        self._run_controller(boards)
+        return boards
+
+    def _board(self, batch: int, index: int, answers: Answers) -> Board:
+        """All that is done for one batch size alone, in its share of the time."""
+        share = RACE_SHARE if len(self.batches) > 1 and not self.exhaustive else 1.0
+        until = self.clock() + share * (self._until - self.clock()) / (len(self.batches) - index)
+        board = self._predict(batch, answers)
+        self._calibrate(board)
+        if self.exhaustive:
+            least, most = EXHAUSTIVE_REPEATS
+            fit = int((until - self.clock()) / self._least(batch) / len(self.candidates))
+            self._round(board, self.candidates, max(least, min(most, fit)), until, stop=False)
+        else:
+            self._race(board, until)
+        self.bench.forget()
+        return board
+
+    def _predict(self, batch: int, answers: Answers) -> Board:
+        self.say(f"batch {batch}: timing steps")
+        shapes = {candidate: self.bench.shape(candidate, batch) for candidate in self.candidates}
+        unique = list(dict.fromkeys(shapes.values()))
+        seconds = fill_in(self.bench.step_seconds(to_measure(unique)), unique)
+        estimates = {shape: Estimate(seconds[shape], answers.tokens_per_step(shape)) for shape in unique}
+        return Board(batch, shapes, estimates)
+
+    def _calibrate(self, board: Board) -> None:
+        """Plain decoding, behind a run that warms up: what a request takes, and a step beyond its estimate."""
+        count = LEAST_REQUESTS * board.batch
+        self.bench.prepare([None], board.batch)
+        self.bench.run(None, board.batch, 0, board.batch)
+        begin = self.clock()
+        run = self.bench.run(None, board.batch, 0, count)
+        self._pace[board.batch] = (self.clock() - begin) / count
+        if run.steps:
+            board.calibrate(run.seconds / run.steps)
+
+    def _race(self, board: Board, until: float) -> None:
+        for index, (most, repeats) in enumerate(ROUNDS):
+            share = (until - self.clock()) / (len(ROUNDS) - index)
+            runs = int(share / self._least(board.batch))
+            best = [candidate for candidate in board.ranked() if candidate is not None]
+            entered = [None, *best[: max(1, min(most, runs - 1))]]
+            fit = max(1, min(repeats, runs // len(entered)))
+            self._round(board, entered, fit, self.clock() + share)
+
+    def _round(
+        self, board: Board, entered: Sequence[Candidate], repeats: int, until: float, stop: bool = True
+    ) -> None:
+        """``stop``: at the time, once the batch size has a whole repeat."""
+        names = "; ".join(name(candidate) for candidate in entered)
+        self.say(f"batch {board.batch}: running {names if len(entered) < 12 else f'{len(entered)} shapes'}")
+        self.bench.prepare(entered, board.batch)
+        count = self._requests(board.batch, (until - self.clock()) / (len(entered) * repeats))
+        longest = 0.0
+        for _ in range(repeats):
+            number = board.repeats
+            for candidate in Random(number).sample(entered, len(entered)):
+                begin = self.clock()
+                if stop and number and begin + longest > until:
+                    return
+                board.add(candidate, number, self.bench.run(candidate, board.batch, number * count, count))
+                longest = max(longest, self.clock() - begin)
+
+    def _least(self, batch: int) -> float:
+        """Seconds of the shortest run, of plain decoding."""
+        return LEAST_REQUESTS * batch * self._pace[batch]
+
+    def _requests(self, batch: int, seconds: float) -> int:
+        """How many take so long: whole batches of them."""
+        return batch * max(LEAST_REQUESTS, int(seconds / self._pace[batch] / batch))
+
+    def _run_overall(self, boards: Sequence[Board]) -> None:
+        """The first of them whatever time that takes, or there might be none to pick."""
+        ranked = sorted(self.candidates, key=lambda candidate: -overall(boards, candidate))
+        wanted = [candidate for candidate in ranked if candidate is not None][:OVERALL]
+        for index, board in enumerate(boards):
+            left = (self._until - self.clock()) / (len(boards) - index)
+            looked_at = wanted if left > 0 else wanted[:1]
+            missing = [candidate for candidate in looked_at if not board.is_measured(candidate)]
+            if missing:
+                entered = list(dict.fromkeys([None, board.best(), *missing]))
+                fit = int(left / self._least(board.batch) / len(entered))
+                repeats = max(1, min(OVERALL_REPEATS, fit))
+                self._round(board, entered, repeats, self.clock() + left, stop=left > 0)
+                self.bench.forget()
+
+    def _run_controller(self, boards: Sequence[Board]) -> None:
+        """Where time is left for it."""
+        for index, board in enumerate(boards):
+            share = (self._until - self.clock()) / (len(boards) - index)
+            entered = list(dict.fromkeys([None, board.best()]))
+            runs = CONTROLLER_REPEATS * (1 + len(entered)) + 1  # the first of which it learns in
+            count = self._requests(board.batch, share / runs)
+            if not self.exhaustive and runs * count * self._pace[board.batch] > share:
+                continue
+            self.say(f"batch {board.batch}: running the controller")
+            self.bench.prepare(entered, board.batch)
+            self.bench.run_controller(board.batch, 0, count)
+            for _ in range(CONTROLLER_REPEATS):
+                number = board.repeats
+                first = number * count
+                board.controller[number] = self.bench.run_controller(board.batch, first, count)
+                for candidate in entered:
+                    board.add(candidate, number, self.bench.run(candidate, board.batch, first, count))
+            self.bench.forget()
+
+
+def pick_overall(boards: Sequence[Board]) -> Candidate:
+    """The best over all batch sizes of those measured at each; plain decoding where nothing beats it."""
+    measured = [c for c in boards[0].shapes if all(board.is_measured(c) for board in boards)]
+    best = max(measured, key=lambda candidate: overall(boards, candidate), default=None)
+    return best if best is not None and overall(boards, best) > overall(boards, None) else None

@@ -1,0 +1,56 @@
+"""The tuner on a GPU: steps are captured, and what a recorded draft is worth is what the captured step accepts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specserve.config import make_settings, resolve_paths
+from specserve.engine.shapes import step_shape
+from specserve.frontend.tokenizer import Tokenizer
+from specserve.tune.__main__ import main
+from specserve.tune.engine import TuneEngine, Work
+from specserve.tune.prompts import encode, read_prompts
+
+pytestmark = pytest.mark.gpu
+
+
+def test_recorded_drafts_and_captured_steps_agree() -> None:
+    given = make_settings(
+        device="cuda",
+        dtype="float32",
+        speculative_algorithm="EAGLE3",
+        max_running_requests=4,
+        max_total_tokens=40_000,
+    )
+    local = resolve_paths(given)[0]
+    assert local.model_path is not None
+    rows = read_prompts(None, Path(local.model_path))[:12]
+    work = Work(encode(rows, Tokenizer.load(local.model_path)), 64, 0.0)
+    shapes = [(3, 1, 4), (5, 4, 16)]
+    engine = TuneEngine.load(local, shapes, work)
+    replay = engine.probe(shapes, 60.0)
+    engine.prepare([None, *shapes], 4)
+    for shape in shapes:
+        run = engine.run(shape, 4, 0, 12)
+        assert run.seconds > 0
+        assert run.prefill_seconds > 0
+        # Four answers were recorded, twelve are run.
+        assert replay.tokens_per_step(step_shape(4, shape, 4)) == pytest.approx(run.accepted_length, rel=0.25)
+    seconds = engine.step_seconds([engine.shape(candidate, 4) for candidate in (None, *shapes)])
+    assert all(0 < found < 1 for found in seconds.values())
+    assert engine.run_controller(4, 0, 12).tokens > 100
+
+
+def test_the_command(tmp_path: Path) -> None:
+    output, found = tmp_path / "tuned.yaml", tmp_path / "all.json"
+    grid = ["--steps", "1", "3", "5", "--topk", "1", "4", "--draft-tokens", "8", "16"]
+    settings = ["--device", "cuda", "--max-total-tokens", "100000", "--speculative-algorithm", "EAGLE3"]
+    argv = [*settings, *grid, "--batch-sizes", "1", "3", "--minutes", "0.7", "--max-tokens", "64"]
+    assert main([*argv, "--output", str(output), "--json", str(found)]) == 0
+    record = json.loads(found.read_text())
+    for entry in record["batches"]:
+        assert entry["shapes"][0]["measured"]["tokens_per_second"] > 0
+    assert "max_total_tokens: 100000" in output.read_text()
