@@ -103,6 +103,13 @@ def heldout_prompts(model_path: str | Path, count: int, length: int) -> list[lis
     return [prompt(index) for index in range(count)]
 
 
+def used_tokens(model_path: str | Path) -> int:
+    """Ids below this are those of the held-out prompts; a cost-faithful pair has many more, but no use for them."""
+    tokenizer = Tokenizer.load(str(model_path))
+    texts = [row.get("prompt") or row["messages"][0]["content"] for row in load_prompts()]
+    return 1 + max(max(tokenizer.encode(text)) for text in texts)
+
+
 def random_prompts(vocab: int, count: int, length: int) -> list[list[int]]:
     """Prompts of random token ids, the same at every call."""
     generator = torch.Generator().manual_seed(0)

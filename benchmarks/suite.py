@@ -4,8 +4,9 @@
 
 DIR is the output of ``python -m benchmarks.cost_faithful --random``. ``steps``, ``prefill`` and ``traces`` run on the
 random weights, as the peers were measured: nothing drafted is accepted, and batches stay full to the end. ``tokens``
-are the cases of ``steps`` with the trained pair, ``throughput`` and ``useless`` (steps again) too. ``kernels`` keeps
-what each script of ``kernels/bench`` prints.
+are the cases of ``steps`` with the trained pair, ``throughput`` and ``useless`` (steps again) too. ``adaptive``, with
+the trained draft and with the useless one, ``changing_load``, ``long_context`` and ``mixed_batch`` are of the
+controller. ``kernels`` keeps what each script of ``kernels/bench`` prints.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import benchmarks.adaptive
+import benchmarks.changing_load
+import benchmarks.long_context
+import benchmarks.mixed_batch
 import benchmarks.prefill
 import benchmarks.single_stream
 import benchmarks.step_trace
@@ -29,6 +34,7 @@ from benchmarks.cost_faithful import RANDOM, USELESS
 
 IMAGES = Path("docs/images")
 SPARE_POSITIONS = 256  # shapes differ in how far a step may look past the context
+LONGEST = 16384  # positions: ``long_context`` goes past what the target was made for
 
 
 @contextmanager
@@ -40,7 +46,8 @@ def weights_kept() -> Iterator[None]:
     def keep(path: Path, dtype: Any, device: Any, max_positions: int) -> Any:
         key = path, dtype, device
         if key not in loaded:
-            loaded[key] = load(path, dtype, device, max_positions=max_positions + SPARE_POSITIONS)
+            positions = max(max_positions + SPARE_POSITIONS, LONGEST)
+            loaded[key] = load(path, dtype, device, max_positions=positions)
         return loaded[key]
 
     with patch.object(specserve.engine.build, "load_target", keep):
@@ -60,6 +67,7 @@ def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], Non
 
     steps, throughput = benchmarks.single_stream.main, benchmarks.throughput.main
     prefill, trace = benchmarks.prefill.main, benchmarks.step_trace.main
+    adaptive, load = benchmarks.adaptive.main, benchmarks.changing_load.main
     traces = [("off", 1), ("off", 32), ("3,1,4", 1), ("3,1,4", 32), ("5,8,32", 1)]
     return {
         "steps": [(steps, [*random, *into("single_stream")])],
@@ -75,6 +83,15 @@ def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], Non
             (prefill, [*random_target, *into("prefill")]),
             (prefill, [*random, "--shape", "3,1,4", *into("prefill_eagle3")]),
         ],
+        "adaptive": [
+            (adaptive, [*trained, *into("adaptive")]),
+            (adaptive, [*useless, *into("adaptive_useless")]),
+        ],
+        "changing_load": [
+            (load, [*trained, "--plot", str(IMAGES / "changing_load.png"), *into("changing_load")])
+        ],
+        "long_context": [(benchmarks.long_context.main, [*trained, *into("long_context")])],
+        "mixed_batch": [(benchmarks.mixed_batch.main, [*trained, *into("mixed_batch")])],
         "traces": [
             (
                 trace,

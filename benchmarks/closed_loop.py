@@ -1,0 +1,146 @@
+"""A closed loop upon a scheduler: so many requests at a time, and when one ends the next of its kind begins.
+
+Every step is recorded as the policy is told of it, every message as it comes out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from benchmarks.adaptive import name_of
+from specserve import SamplingParams
+from specserve.engine.shapes import ShapePolicy
+from specserve.frontend.messages import Failed, Submit, Tokens
+from specserve.spec.adaptive import Batch
+from specserve.spec.cost import CostModel
+from specserve.spec.tree import StepShape
+
+if TYPE_CHECKING:
+    from specserve.scheduler.scheduler import Scheduler
+
+Job = tuple[list[int], SamplingParams]
+Jobs = Mapping[str, Iterator[Job]]
+"""Endless requests of each kind."""
+
+
+class Step(NamedTuple):
+    """``at``: when its result was read, seconds since the loop began; ``seconds``: what the device worked on it.
+    ``emitted`` counts bonus tokens, ``accepted`` does not; both count what requests that had just ended were given."""
+
+    at: float
+    seconds: float
+    shape: str
+    requests: int
+    emitted: int
+    accepted: int
+    drafted: int
+
+
+class Delivery(NamedTuple):
+    """Tokens of one message. ``by_step``: not the first token, which its prefill gave."""
+
+    at: float
+    kind: str
+    tokens: int
+    by_step: bool
+
+
+@dataclass(slots=True)
+class Recorder:
+    """A policy, and the steps that it was told of."""
+
+    policy: ShapePolicy
+    clock: Callable[[], float]
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def cost(self) -> CostModel | None:
+        return self.policy.cost
+
+    def choose(self, batch: Batch) -> StepShape:
+        return self.policy.choose(batch)
+
+    def plain(self, slots: int) -> StepShape:
+        return self.policy.plain(slots)
+
+    def observe(
+        self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
+    ) -> None:
+        self.policy.observe(shape, batch, emitted, drafted, seconds)
+        requests, tokens = len(emitted), sum(emitted)
+        counts = requests, tokens, tokens - requests, sum(drafted)
+        self.steps.append(Step(self.clock(), seconds, name_of(shape), *counts))
+
+
+class ClosedLoop:
+    """The load of one policy, which has the scheduler to itself until the ``with`` block ends."""
+
+    def __init__(self, scheduler: Scheduler, policy: ShapePolicy, jobs: Jobs) -> None:
+        self._scheduler, self._before = scheduler, scheduler._policy
+        self._jobs = jobs
+        self._open: dict[str, str] = {}  # kinds of requests that have not ended
+        self._begun: set[str] = set()
+        self._submitted = 0
+        self._begin = time.perf_counter()
+        self._recorder = Recorder(policy, self.now)
+        self.deliveries: list[Delivery] = []
+
+    @property
+    def steps(self) -> list[Step]:
+        return self._recorder.steps
+
+    def now(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def __enter__(self) -> ClosedLoop:
+        self._empty()
+        self._scheduler._policy = self._recorder
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._empty()
+        self._scheduler._policy = self._before
+
+    def run(self, wanted: Mapping[str, int], seconds: float) -> None:
+        """Holds ``wanted`` requests of each kind. Those of a load before that are too many end by themselves, and none
+        begins in their place."""
+        end = self.now() + seconds
+        while self.now() < end:
+            self._fill(wanted)
+            for message in self._scheduler.run_once():
+                self._take(message)
+
+    def _fill(self, wanted: Mapping[str, int]) -> None:
+        running, most = Counter(self._open.values()), sum(wanted.values())
+        for kind, count in wanted.items():
+            while running[kind] < count and len(self._open) < most:
+                rid = f"loop-{self._submitted}"
+                self._submitted += 1
+                self._open[rid] = kind
+                running[kind] += 1
+                self._scheduler.submit(Submit(rid, *next(self._jobs[kind])))
+
+    def _take(self, message: Tokens | Failed) -> None:
+        if isinstance(message, Failed):
+            raise RuntimeError(message.message)
+        kind, by_step = self._open[message.rid], message.rid in self._begun
+        self._begun.add(message.rid)
+        self.deliveries.append(Delivery(self.now(), kind, len(message.token_ids), by_step))
+        if message.finish_reason is not None:
+            del self._open[message.rid]
+            self._begun.remove(message.rid)
+
+    def _empty(self) -> None:
+        """Drops all requests, and waits for what is in flight: it belongs to this policy."""
+        for rid in self._open:
+            self._scheduler.abort(rid)
+        self._open.clear()
+        while self._scheduler.has_work:
+            self._scheduler.run_once()

@@ -1,0 +1,106 @@
+"""Long contexts: 64 requests of 8,192 random tokens each, 128 new tokens, by shape and under the controller.
+
+    python -m benchmarks.long_context --model DIR/target --eagle3 DIR/eagle3 [--batches 16 64] [--prompt-tokens 8192]
+
+DIR is the output of ``python -m benchmarks.cost_faithful``. Reading the caches is most of a step, and its cost is the
+same however many tokens a step gives. Everything is measured twice: with the acceptance that the pair has on such
+contexts, and with three tokens a step (two levels accepted by force, and the bonus token; fewer where a shape has one
+level, or a limit is near). Contexts are prefilled once, and stay in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import specserve.models.config
+from benchmarks.adaptive import adaptive_llm, header, line, measure, run_once
+from benchmarks.common import (
+    load_options,
+    make_prompts,
+    parse_load,
+    random_prompts,
+    used_tokens,
+    write_results,
+)
+from benchmarks.forced import NONE, forced_levels
+from specserve.engine.shapes import Speculation
+from specserve.models.config import ModelConfig
+
+BATCHES = (64,)
+SHAPES: tuple[Speculation, ...] = ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6), (4, 4, 8))
+ACCEPTANCE = {"natural": NONE, "three": 2}
+"""Draft levels that are accepted by force."""
+GOAL = 1.5  # times plain decoding, where steps give three tokens
+
+
+@contextmanager
+def longer_contexts(tokens: int) -> Iterator[None]:
+    """Models take contexts of so many tokens, whatever they were trained for: what they say there is of no interest."""
+    load = specserve.models.config.load_model_config
+
+    def stretched(path: Path) -> ModelConfig:
+        config = load(path)
+        return replace(config, max_position_embeddings=max(tokens, config.max_position_embeddings))
+
+    with patch.object(specserve.models.config, "load_model_config", stretched):
+        yield
+
+
+def run(args: argparse.Namespace, sizes: list[int], shapes: Sequence[Speculation]) -> list[dict[str, Any]]:
+    """All batches with both kinds of acceptance, each printed as it comes."""
+    if args.prompts == "random":
+        prompts = random_prompts(used_tokens(args.model), max(sizes), args.prompt_tokens)
+    else:
+        prompts = make_prompts(args, max(sizes))
+    rows = []
+    with (
+        longer_contexts(args.prompt_tokens + args.new_tokens),
+        forced_levels() as force,
+        adaptive_llm(args, max(sizes), shapes, min(sizes), disable_radix_cache=False) as (llm, policies),
+    ):
+        print(f"{'':8}" + header(list(policies)))
+        for size in sizes:
+            for name, levels in ACCEPTANCE.items():
+                force(levels)
+                for policy in policies.values():
+                    run_once(llm, policy, prompts[:size], args.warm_up)
+                found = measure(llm, policies, prompts[:size], args.new_tokens, args.repeats)
+                rows.append({"batch": size, "acceptance": name, "policies": found})
+                print(f"{name:8}" + line(size, found), flush=True)
+                print(f"{'':13}" + "".join(f" {row['accepted_length']:9.2f}" for row in found.values()))
+    return rows
+
+
+def ratio(row: dict[str, Any], name: str) -> float:
+    """Tokens a second against those of plain decoding."""
+    policies = row["policies"]
+    found: float = policies[name]["tokens_per_second"] / policies["off"]["tokens_per_second"]
+    return found
+
+
+def main() -> None:
+    parser = load_options(__doc__)
+    parser.set_defaults(prompts="random", prompt_tokens=8192, repeats=2)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--warm-up", type=int, default=32, help="tokens of the runs that are not counted")
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    args = parse_load(parser)
+    shapes = SHAPES
+    if args.quick:
+        args.batches, args.warm_up, args.new_tokens, shapes = [2], 2, 10, SHAPES[1:3]
+    sizes = [size for size in args.batches if size <= args.max_batch]
+    rows = run(args, sizes, shapes)
+    for row in rows:
+        if row["acceptance"] == "three":
+            print(f"batch {row['batch']}: adaptive / off {ratio(row, 'adaptive'):.2f}, wanted {GOAL}")
+    print(write_results("long_context", rows, args.output))
+
+
+if __name__ == "__main__":
+    main()
