@@ -12,12 +12,18 @@ from specserve.frontend.stopping import StopFinder
 
 @dataclass(slots=True)
 class Delta:
-    """What one message of the engine adds to an answer. ``text`` may lag behind ``token_ids``, never lead."""
+    """What one message of the engine adds to an answer. ``text`` may lag behind ``token_ids``, never lead.
+
+    ``runs`` splits ``token_ids`` by step, as in the message; ``pieces`` is ``text`` by the token that made it certain,
+    if that was asked for.
+    """
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None
     finish_reason: FinishReason | None
+    runs: list[int]
+    pieces: list[str] | None
 
 
 @dataclass(slots=True)
@@ -37,54 +43,65 @@ class OutputProcessor:
 
     A stop string ends the answer at the token that completes it; the tokens behind it are not counted. If the
     engine does not know yet, ``must_abort`` is true and it must be told. No ``detokenizer``: no text.
+    ``by_token``: deltas say which text came with which token.
     """
 
-    def __init__(self, params: SamplingParams, detokenizer: Detokenizer | None) -> None:
+    def __init__(
+        self, params: SamplingParams, detokenizer: Detokenizer | None, by_token: bool = False
+    ) -> None:
         self.answer = Answer()
         self.must_abort = False
         self._params = params
         self._detokenizer = detokenizer
+        self._by_token = by_token and detokenizer is not None
         self._stop = StopFinder(params.stop) if detokenizer and params.stop else None
 
     def push(self, message: Tokens) -> Delta:
         """Adds a message to the answer and returns what it added."""
-        text, kept, stopped = self._read(message)
+        parts, kept, stopped = self._read(message)
         reason: FinishReason | None = "stop" if stopped else message.finish_reason
         self.must_abort = stopped and message.finish_reason is None
         logprobs = message.logprobs[:kept] if message.logprobs is not None else None
-        delta = Delta(text, message.token_ids[:kept], logprobs, reason)
+        delta = Delta(
+            "".join(parts),
+            message.token_ids[:kept],
+            logprobs,
+            reason,
+            _kept_runs(message.runs, kept),
+            _by_token(parts, kept) if self._by_token else None,
+        )
         self._add(delta, message)
         return delta
 
-    def _read(self, message: Tokens) -> tuple[str, int, bool]:
-        """Returns the new text, how many tokens count, and whether a stop string was found."""
-        if self._detokenizer is None:
-            return "", len(message.token_ids), False
+    def _read(self, message: Tokens) -> tuple[list[str], int, bool]:
+        """Returns the new text in parts, how many tokens count, and whether a stop string was found."""
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            return [], len(message.token_ids), False
         visible = message.token_ids[:-1] if message.stop_token else message.token_ids
-        if self._stop is None:
-            text = self._detokenizer.push(visible) if visible else ""
-            return (
-                text + (self._detokenizer.flush() if message.finish_reason else ""),
-                len(message.token_ids),
-                False,
-            )
-        return self._read_to_stop(self._detokenizer, self._stop, visible, message)
+        if self._stop is not None:
+            return self._read_to_stop(detokenizer, self._stop, visible, message)
+        pushes = [[token] for token in visible] if self._by_token else [visible] if visible else []
+        parts = [detokenizer.push(push) for push in pushes]
+        if message.finish_reason:
+            parts.append(detokenizer.flush())
+        return parts, len(message.token_ids), False
 
     def _read_to_stop(
         self, detokenizer: Detokenizer, stop: StopFinder, visible: list[int], message: Tokens
-    ) -> tuple[str, int, bool]:
+    ) -> tuple[list[str], int, bool]:
         """Token by token, because the answer ends at the one that completes the stop string."""
         parts, have = [], len(self.answer.token_ids)
         for index, token in enumerate(visible):
             text, found = stop.feed(detokenizer.push([token]), have + index + 1 >= self._params.min_tokens)
             parts.append(text)
             if found:
-                return "".join(parts), index + 1, True
+                return parts, index + 1, True
         found = False
         if message.finish_reason:
             text, found = stop.feed(detokenizer.flush(), have + len(visible) >= self._params.min_tokens)
             parts += [text, stop.flush()]
-        return "".join(parts), len(message.token_ids), found
+        return parts, len(message.token_ids), found
 
     def _add(self, delta: Delta, message: Tokens) -> None:
         answer = self.answer
@@ -95,6 +112,24 @@ class OutputProcessor:
         answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
         if message.speculation is not None:
             answer.speculation = _trim(message.speculation, message.runs, len(delta.token_ids))
+
+
+def _by_token(parts: list[str], tokens: int) -> list[str]:
+    """A piece for each token. The first parts are theirs; what was held back until the end goes to the last."""
+    if not tokens:
+        return []
+    before = parts[: tokens - 1]
+    return [*before, *[""] * (tokens - 1 - len(before)), "".join(parts[tokens - 1 :])]
+
+
+def _kept_runs(runs: list[int], kept: int) -> list[int]:
+    """The runs of a message's first ``kept`` tokens."""
+    found = []
+    for length in runs:
+        if kept > 0:
+            found.append(min(length, kept))
+        kept -= length
+    return found
 
 
 def _trim(usage: SpeculationUsage, runs: list[int], kept: int) -> SpeculationUsage:

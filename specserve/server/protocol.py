@@ -107,6 +107,11 @@ class GenerationRequest(Strict):
         asked = self.stream_options is not None and self.stream_options.include_usage
         return bool(asked or self.return_speculation)
 
+    @property
+    def streams_runs(self) -> bool:
+        """Whether each chunk says which of its tokens came from which step."""
+        return bool(self.stream and self.return_speculation)
+
 
 def sampling_params(
     request: GenerationRequest,

@@ -1,4 +1,4 @@
-"""The ``usage`` object of an answer."""
+"""The ``usage`` object of an answer, and what a stream's chunk says of its steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from specserve.core import SpeculationUsage
 from specserve.frontend.generation import Generation
-from specserve.frontend.output import Answer
+from specserve.frontend.output import Answer, Delta
 
 
 def usage(generation: Generation, return_speculation: bool | None) -> dict[str, Any]:
@@ -25,6 +25,11 @@ def usage(generation: Generation, return_speculation: bool | None) -> dict[str, 
     if return_speculation:
         found["speculation"] = _speculation(answers)
     return found
+
+
+def step_runs(delta: Delta) -> dict[str, Any]:
+    """How many tokens each step gave: its accepted drafts, the bonus token last. ``pieces`` is each token's text."""
+    return {"runs": delta.runs, **({} if delta.pieces is None else {"pieces": delta.pieces})}
 
 
 def _speculation(answers: Sequence[Answer]) -> dict[str, Any]:

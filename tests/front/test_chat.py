@@ -141,6 +141,27 @@ def test_speculation_is_reported(serve: Serve) -> None:
     assert streamed[-1]["usage"]["speculation"]["steps"] == 3
 
 
+def test_stream_says_which_tokens_came_from_one_step(serve: Serve) -> None:
+    client, _ = serve("abcdé")  # and the end token, which has no text
+    choices = [
+        chunk["choices"][0] for chunk in events(post(client, stream=True, return_speculation=True))[:-1]
+    ]
+    assert [choice.get("speculation") for choice in choices] == [
+        None,
+        {"runs": [3], "pieces": ["a", "b", "c"]},
+        {"runs": [3], "pieces": ["d", "", "é"]},
+        {"runs": [1], "pieces": [""]},
+        None,
+    ]
+    assert [choice["delta"].get("content") for choice in choices] == ["", "abc", "dé", "", None]
+    for fields in (
+        {"stream": True},
+        {"return_speculation": True},
+        {"stream": True, "return_speculation": False},
+    ):
+        assert '"runs"' not in post(client, **fields).text
+
+
 def test_logprobs(serve: Serve) -> None:
     client, _ = serve("é", end=False)
     content = post(client, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]

@@ -136,6 +136,33 @@ def test_pieces_do_not_change_the_answer() -> None:
         assert len(answers) == 1
 
 
+@pytest.mark.parametrize("stop", [[], ["END"], ["ö", "x"], ["\ufffd"]])
+def test_every_token_has_its_piece(stop: list[str]) -> None:
+    ids, rng = [*"Grüße, wörld. END of text".encode(), EOS], random.Random(4)
+    params = SamplingParams(stop=stop, max_tokens=100)
+    whole = processor(stop=stop, max_tokens=100)
+    whole.push(tokens(ids, "stop", stop_token=True))
+    for _ in range(40):
+        out, at = OutputProcessor(params, TOKENIZER.detokenizer([65], True), by_token=True), 0
+        while out.answer.finish_reason is None:
+            runs = [rng.randint(1, 3), rng.randint(1, 3)]
+            cut, at = ids[at : at + sum(runs)], at + sum(runs)
+            ended = at >= len(ids)
+            delta = out.push(
+                tokens(cut, "stop" if ended else None, stop_token=ended, runs=_runs(runs, len(cut)))
+            )
+            assert delta.pieces is not None
+            assert "".join(delta.pieces) == delta.text
+            assert len(delta.pieces) == len(delta.token_ids) == sum(delta.runs)
+            assert all(delta.runs)
+        assert out.answer == whole.answer
+
+
+def _runs(runs: list[int], tokens: int) -> list[int]:
+    first = min(runs[0], tokens)
+    return [first, tokens - first] if tokens > first else [first]
+
+
 def test_without_a_tokenizer_there_are_ids() -> None:
     out = OutputProcessor(SamplingParams(), None)
     assert out.push(tokens([1, 2], "length")).text == ""

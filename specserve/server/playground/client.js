@@ -1,0 +1,75 @@
+// The server's API: which models it has, and one streamed answer.
+
+export class ApiTrouble extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export async function modelNames(key) {
+  const response = await call("v1/models", { headers: headers(key) });
+  return (await response.json()).data.map((model) => model.id);
+}
+
+// Yields {text, runs, pieces, finish, usage} for each event that carries any of them.
+export async function* streamChat(request, key, signal) {
+  const response = await call("v1/chat/completions", {
+    method: "POST",
+    headers: { ...headers(key), "content-type": "application/json" },
+    body: JSON.stringify({ ...request, stream: true, return_speculation: true }),
+    signal,
+  });
+  for await (const data of events(response)) {
+    if (data === "[DONE]") return;
+    yield read(JSON.parse(data));
+  }
+  throw new ApiTrouble("The connection broke before the answer was complete.");
+}
+
+function read(chunk) {
+  if (chunk.error) throw new ApiTrouble(chunk.error.message);
+  const choice = chunk.choices[0] ?? {};
+  return {
+    text: choice.delta?.content ?? "",
+    runs: choice.speculation?.runs ?? [],
+    pieces: choice.speculation?.pieces ?? [],
+    finish: choice.finish_reason ?? null,
+    usage: chunk.usage ?? null,
+  };
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { value, done } = await reader.read().catch(brokenOff);
+    if (done) return;
+    const parts = (held + value).split("\n\n");
+    held = parts.pop();
+    for (const part of parts) yield part.replace(/^data: /, "");
+  }
+}
+
+function brokenOff(error) {
+  if (error.name === "AbortError") throw error;
+  throw new ApiTrouble("The connection broke before the answer was complete.");
+}
+
+const headers = (key) => (key ? { authorization: `Bearer ${key}` } : {});
+
+async function call(path, options) {
+  const response = await fetch(path, options).catch((error) => {
+    if (error.name === "AbortError") throw error;
+    throw new ApiTrouble("The server can’t be reached. Is it running?");
+  });
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+async function refusal(response) {
+  if (response.status === 401) return new ApiTrouble("The server wants its API key: enter it in the settings.", 401);
+  const body = await response.json().catch(() => null);
+  const message = body?.error?.message ?? `The server answered with status ${response.status}.`;
+  return new ApiTrouble(message[0].toUpperCase() + message.slice(1), response.status);
+}

@@ -1,0 +1,50 @@
+// The settings panel: what a request holds besides the messages. The API key is kept for this tab alone.
+
+const KEY = "specserve-api-key";
+const form = document.querySelector("#settings-form");
+const button = document.querySelector("#open-settings");
+
+form.key.value = sessionStorage.getItem(KEY) ?? "";
+form.addEventListener("submit", (event) => event.preventDefault());
+
+export function openSettings(open) {
+  document.body.classList.toggle("settings", open);
+  button.setAttribute("aria-expanded", String(open));
+}
+
+export const settingsAreOpen = () => document.body.classList.contains("settings");
+export const apiKey = () => form.key.value.trim();
+export const systemPrompt = () => form.system.value.trim();
+
+export function onKey(listener) {
+  form.key.addEventListener("change", () => {
+    sessionStorage.setItem(KEY, apiKey());
+    listener();
+  });
+}
+
+export function askForKey() {
+  openSettings(true);
+  form.key.focus();
+}
+
+export function showModels(names) {
+  const chosen = form.model.value;
+  form.model.replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
+}
+
+// Null when a field is wrong; the browser then says which and why.
+export function sampling() {
+  if (!form.checkValidity()) {
+    openSettings(true);
+    form.reportValidity();
+    return null;
+  }
+  return {
+    model: form.model.value,
+    temperature: form.temperature.valueAsNumber,
+    top_p: form.top_p.valueAsNumber,
+    max_tokens: form.max_tokens.valueAsNumber,
+    seed: form.seed.value === "" ? Math.floor(Math.random() * 2 ** 31) : form.seed.valueAsNumber,
+  };
+}

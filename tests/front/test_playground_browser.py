@@ -1,0 +1,235 @@
+"""The playground in headless Chromium. Skipped, with the reason, where playwright or a Chromium is missing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.front.fakes import byte_tokenizer
+from tests.front.test_process import Server, running, wait
+
+api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
+)
+pytestmark = pytest.mark.browser
+
+QUESTION = "List 6 countries and their capitals."
+PATIENCE_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[api.Browser]:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    with api.sync_playwright() as playwright:
+        own = playwright.chromium.executable_path
+        path = own if Path(own).exists() else next(filter(None, map(shutil.which, names)), None)
+        if path is None:
+            pytest.skip("there is no Chromium (playwright install chromium)")
+        opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """The bundled model."""
+    found = Server(
+        ["-m", "specserve.launch", "--port", "0", "--device", "cpu", "--speculative-algorithm", "EAGLE3"]
+    )
+    try:
+        yield found.wait_ready()
+    finally:
+        found.stop()
+
+
+@pytest.fixture(scope="module")
+def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A fake that repeats the prompt, a message every 20 ms, and wants a key."""
+    model = tmp_path_factory.mktemp("models") / "tiny"
+    byte_tokenizer().save_pretrained(model)
+    with running("build_slow", model, "--served-model-name", "tiny", "--api-key", "key") as found:
+        yield found.wait_ready()
+
+
+@pytest.fixture
+def page(browser: api.Browser) -> Iterator[api.Page]:
+    """Fails a test whose page throws or breaks its policy. Requests that fail are the page's to tell."""
+    with browser.new_context(viewport={"width": 1280, "height": 800}) as context:
+        found, errors = context.new_page(), []
+        found.on("pageerror", lambda error: errors.append(str(error)))
+        found.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
+        found.set_default_timeout(PATIENCE_MS)
+        yield found
+        assert not [error for error in errors if "Failed to load resource" not in error]
+
+
+def visit(page: api.Page, server: Server, model: str = "specserve-chat") -> None:
+    page.goto(server.url + "/")
+    api.expect(page.locator("#status")).to_have_text(model, timeout=PATIENCE_MS)
+
+
+def answered(page: api.Page) -> None:
+    page.locator(".answer").first.wait_for()
+    page.locator("#send").wait_for()
+
+
+def give_key(page: api.Page) -> None:
+    api.expect(page.get_by_label("API key")).to_be_focused(timeout=PATIENCE_MS)
+    page.keyboard.type("key")
+    page.keyboard.press("Tab")
+    api.expect(page.locator("#status")).to_have_text("tiny", timeout=PATIENCE_MS)
+
+
+def test_coloured_runs_and_figures(page: api.Page, server: Server) -> None:
+    visit(page, server)
+    api.expect(page.get_by_label("Message")).to_be_focused()
+    page.keyboard.type(QUESTION)
+    page.keyboard.press("Enter")
+    answered(page)
+    answer = page.locator(".answer")
+    assert answer.locator(".token.d1").count() > 3
+    assert answer.locator(".token.d3").count() > 0
+    assert answer.locator(".token.bonus").count() > 1
+    assert answer.locator(".text").inner_text().startswith("1. ")
+    drafts, bonus = answer.locator(".token.d1").first, answer.locator(".token.bonus").first
+    colour = "element => getComputedStyle(element).backgroundColor"
+    assert drafts.evaluate(colour) != bonus.evaluate(colour)
+    figures = dict(
+        zip(answer.locator("dt").all_inner_texts(), answer.locator("dd").all_inner_texts(), strict=True)
+    )
+    assert set(figures) == {"tokens/s", "first token", "tokens/step", "tokens"}
+    assert float(figures["tokens/step"]) > 1.5
+    assert float(figures["tokens/s"]) > 1
+    assert answer.locator(".chart rect").count() > int(figures["tokens"]) * 0.8
+    assert "drafted tokens accepted" in answer.inner_text()
+
+
+def test_side_by_side_is_identical(page: api.Page, server: Server) -> None:
+    visit(page, server)
+    page.get_by_label("Temperature").fill("0.7")
+    page.get_by_text("Side by side").click()
+    page.get_by_role("button", name=QUESTION).click()
+    answered(page)
+    api.expect(page.locator(".verdict")).to_contain_text("The texts are identical", timeout=PATIENCE_MS)
+    speculated, plain = page.locator(".answer").all()
+    assert speculated.locator(".text").inner_text() == plain.locator(".text").inner_text()
+    assert speculated.locator(".token.d1").count() > 0
+    assert plain.locator(".token.d1").count() == 0
+    assert plain.locator(".token.bonus").count() > 0
+
+
+def test_a_conversation_goes_on_and_begins_anew(page: api.Page, server: Server) -> None:
+    visit(page, server)
+    sent = []
+    page.on(
+        "request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None
+    )
+    page.get_by_label("System prompt").fill("Be brief.")
+    for text in ("What is the capital of France?", "And of Spain?"):
+        page.get_by_label("Message").fill(text)
+        page.keyboard.press("Enter")
+        answered(page)
+    assert [message["role"] for message in sent[1]["messages"]] == ["system", "user", "assistant", "user"]
+    page.get_by_role("button", name="New chat").click()
+    assert page.locator(".answer").count() == 0
+    page.get_by_role("button", name=QUESTION).click()
+    answered(page)
+    assert [message["role"] for message in sent[2]["messages"]] == ["system", "user"]
+
+
+def test_phone_has_no_sideways_scroll(page: api.Page, server: Server) -> None:
+    page.set_viewport_size({"width": 360, "height": 740})
+    visit(page, server)
+    page.get_by_text("Side by side").click()
+    page.get_by_label("Message").fill("What is " + "unbreakable" * 20)
+    page.keyboard.press("Enter")
+    answered(page)
+    assert fits(page)
+    page.get_by_role("button", name="Settings").click()
+    assert page.get_by_label("Temperature").is_visible()
+    assert fits(page)
+
+
+def fits(page: api.Page) -> bool:
+    boxes = "[document.documentElement, ...document.querySelectorAll('#talk, #settings, .answer')]"
+    return bool(page.evaluate(f"{boxes}.every((box) => box.scrollWidth <= box.clientWidth)"))
+
+
+def test_a_field_that_is_wrong_sends_nothing(page: api.Page, server: Server) -> None:
+    visit(page, server)
+    page.get_by_label("Top p").fill("2")
+    page.get_by_label("Message").fill("Hello")
+    page.keyboard.press("Enter")
+    api.expect(page.get_by_label("Top p")).to_be_focused()
+    assert page.locator(".turn").count() == 0
+
+
+def test_errors_are_words(page: api.Page, server: Server) -> None:
+    visit(page, server)
+    page.get_by_label("Message").fill("long " * 9000)
+    page.keyboard.press("Enter")
+    answered(page)
+    api.expect(page.locator(".error")).to_contain_text("context length")
+
+
+def test_key_escape_and_no_mouse(page: api.Page, slow_server: Server) -> None:
+    """The key is asked for, Escape ends the answer in the server too, and model output is never markup."""
+    page.goto(slow_server.url + "/")
+    give_key(page)
+    while page.evaluate("document.activeElement.id") != "question":
+        page.keyboard.press("Tab")
+        outline = "getComputedStyle(document.activeElement).outlineStyle"
+        assert page.evaluate(f"{outline} !== 'none' || document.activeElement.name === 'mode'")
+    page.keyboard.type("<b>x</b>")
+    page.keyboard.press("Enter")
+    page.locator(".token").nth(20).wait_for()
+    page.keyboard.press("Escape")
+    answered(page)
+    api.expect(page.locator(".answer")).to_contain_text("Stopped.")
+    api.expect(page.get_by_label("Message")).to_be_focused()
+    assert page.locator(".answer b").count() == 0
+    assert "<b>x</b>" in page.locator(".answer .text").inner_text()
+    wait(lambda: slow_server.running() == 0, 5)
+    assert page.evaluate("sessionStorage.length === 1 && localStorage.length === 0")
+
+
+def test_the_stop_button_ends_both_sides(page: api.Page, slow_server: Server) -> None:
+    page.goto(slow_server.url + "/")
+    give_key(page)
+    page.get_by_text("Side by side").click()
+    page.get_by_label("Message").fill("a")
+    page.keyboard.press("Enter")
+    page.locator(".token").nth(5).wait_for()
+    page.get_by_role("button", name="Stop").click()
+    answered(page)
+    assert page.locator(".verdict").count() == 0
+    assert page.locator(".figures").count() == 1
+    wait(lambda: slow_server.running() == 0, 5)
+
+
+def test_the_reader_who_scrolls_up_stays_there(page: api.Page, slow_server: Server) -> None:
+    page.goto(slow_server.url + "/")
+    give_key(page)
+    page.get_by_label("Message").fill("line\n" * 12)
+    page.keyboard.press("Enter")
+    page.locator(".token").nth(100).wait_for(state="attached")
+    talk = page.locator("#talk")
+    below = "box => box.scrollHeight - box.clientHeight - box.scrollTop"
+    assert talk.evaluate("box => box.scrollTop") > 0
+    assert talk.evaluate(below) < 40
+    talk.evaluate("box => { box.scrollTop = 0; }")
+    page.locator(".token").nth(160).wait_for(state="attached")
+    assert talk.evaluate("box => box.scrollTop") == 0
+
+
+def test_server_that_is_gone(page: api.Page, slow_server: Server) -> None:
+    page.goto(slow_server.url + "/")
+    give_key(page)
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.get_by_label("Message").fill("a")
+    page.keyboard.press("Enter")
+    api.expect(page.locator(".error")).to_have_text("The server can’t be reached. Is it running?")
+    page.unroute("**/v1/chat/completions")
