@@ -116,7 +116,7 @@ class _Engine:
         self._say = say
         self.aborted: list[str] = []
 
-    def submit(self, requests: list[Any]) -> _Inbox:
+    def submit(self, requests: list[Any], name: str) -> _Inbox:
         rids = [request.rid for request in requests]
         return _Inbox(
             [

@@ -21,15 +21,6 @@ def _lossless(value: float) -> str | None:
     return None if value == 1 else f"must be 1, as speculation never changes the text here, found {value}"
 
 
-def _static(token_map: str) -> str | None:
-    """A name that is kept free for a map that follows what is generated."""
-    return (
-        f"{token_map} is not available in this version; expected a file or org/name/file"
-        if token_map == "dynamic"
-        else None
-    )
-
-
 def _json_object(text: str) -> str | None:
     try:
         found = json.loads(text)
@@ -108,6 +99,48 @@ class Settings:
         "Least severe messages that are logged.",
         group=SERVER,
         choices=("debug", "info", "warning", "error", "critical"),
+    )
+    cors_origin: tuple[str, ...] = setting(
+        (),
+        "Origins whose pages browsers let call this server, `*` for any. Not set: none.",
+        group=SERVER,
+    )
+    max_queued_requests: int = setting(
+        2048,
+        "Answers that may wait beyond max_running_requests; requests for more get 429. 0: none waits.",
+        group=SERVER,
+        low=0,
+    )
+    request_timeout: float | None = setting(
+        None,
+        "Seconds from a request's tokenized prompt to its end; after them it is aborted and answered 504. "
+        "Not set: no limit.",
+        group=SERVER,
+        low=0.001,
+        high=1e9,
+    )
+    max_body_bytes: int = setting(
+        16 * 2**20, "Largest body of a request, in bytes; a larger one gets 413.", group=SERVER, low=1
+    )
+    drain_timeout: float = setting(
+        60.0,
+        "Seconds that requests under way have to end when the server is told to stop.",
+        group=SERVER,
+        low=0,
+        high=1e9,
+    )
+    engine_restarts: int = setting(
+        3,
+        "Times within 10 minutes that an engine which died is replaced; then the server ends with code 1. An engine "
+        "that never served is not replaced.",
+        group=SERVER,
+        low=0,
+    )
+    token_statistics: bool = setting(
+        False,
+        "Count generated tokens by id and show the counts at /token_statistics, for `python -m specserve.token_map`. "
+        "They say something of what users' answers are about.",
+        group=SERVER,
     )
     requests_all_greedy: bool = setting(
         False,
@@ -227,25 +260,44 @@ class Settings:
     )
     speculative_num_draft_tokens: int | None = setting(
         None,
-        "Nodes verified in a step, the root included. Shape not set: 5 steps, topk 4, 8 tokens for "
-        "Llama, else 3, 1, 4.",
+        "Nodes verified in a step, the root included. Shape not set: the controller chooses each step's.",
         group=SPECULATION,
         low=2,
         high=64,
     )
     speculative_adaptive: bool = setting(
         False,
-        "Choose each step's shape, plain decoding among them, by measured cost and acceptance, instead of the three "
-        "numbers. Experimental: costs are measured at start.",
+        "Choose each step's shape, plain decoding among them, by measured cost and acceptance. Always so where the "
+        "three numbers are not given, and an error where they are.",
         group=SPECULATION,
     )
     speculative_token_map: str | None = setting(
         None,
-        "Tokens that the draft may guess (FR-Spec): a file of target token ids, or `org/name/file` of the hub. "
-        "For drafts that read the target's head; refused for EAGLE3, whose heads bring a vocabulary of their own. "
-        "Not set: the target's vocabulary.",
+        "Tokens that the draft may guess (FR-Spec): a file of target token ids, `org/name/file` of the hub, or "
+        "`dynamic`: those of running requests and those that were generated lately. A file is for drafts that read the "
+        "target's head and refused for EAGLE3, whose heads bring a vocabulary of their own; `dynamic` chooses among "
+        "theirs. "
+        "Not set: all that the draft scores.",
         group=SPECULATION,
-        check=_static,
+    )
+    speculative_token_map_size: int | None = setting(
+        None,
+        "Tokens in a dynamic map. Not set: a quarter of those that the draft scores, at least 1024 or all.",
+        group=SPECULATION,
+        low=1,
+    )
+    speculative_token_map_interval: int | None = setting(
+        None,
+        "Steps between two looks at whether a dynamic map should be another; new requests are looked at, too. "
+        "Not set: 8.",
+        group=SPECULATION,
+        low=1,
+    )
+    speculative_token_map_start: str | None = setting(
+        None,
+        "Map that a dynamic one starts from: a file or `org/name/file` of the hub, the most frequent first. "
+        "Not set: the lowest ids.",
+        group=SPECULATION,
     )
     speculative_draft_config_override: str | None = setting(
         None,

@@ -45,8 +45,8 @@ class EngineProcess:
 
 
 @contextlib.asynccontextmanager
-async def connect(engine: EngineProcess) -> AsyncIterator[EngineClient]:
-    """Gives a client that hears from the engine, and of its end, until the context is left."""
+async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[None]:
+    """Lets a client talk to the engine, and hear of its end, until the context is left."""
     context = zmq.asyncio.Context()
     to_engine, from_engine = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     for socket in (to_engine, from_engine):
@@ -61,10 +61,10 @@ async def connect(engine: EngineProcess) -> AsyncIterator[EngineClient]:
         sending.add(future)  # the loop keeps weak references alone
         future.add_done_callback(sending.discard)
 
-    client = EngineClient(send)
+    client.connect(send)
     tasks = [asyncio.create_task(_receive(from_engine, client)), asyncio.create_task(_watch(engine, client))]
     try:
-        yield client
+        yield
     finally:
         for task in tasks:
             task.cancel()

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specserve.core import SamplingParams
+from specserve.core import SamplingParams, SpeculationUsage
 from specserve.frontend.engine_client import EngineClient, Inbox
 from specserve.frontend.messages import Failed, Submit, Tokens
 from specserve.frontend.output import Answer, Delta, OutputProcessor
+from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
 
 
@@ -21,7 +22,7 @@ class RequestFailed(Exception):
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.message)
         self.param = failed.param
-        self.client_error = failed.client_error
+        self.fault = failed.fault
 
 
 class Clock(Protocol):
@@ -29,29 +30,43 @@ class Clock(Protocol):
 
     def first_token(self, seconds: float) -> None: ...
     def next_tokens(self, seconds: float, tokens: int) -> None: ...
-    def finished(self, seconds: float) -> None: ...
+    def finished(self, seconds: float, speculation: SpeculationUsage) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One answer that a call asks for."""
+    """One answer that a call asks for. ``by_token``: its deltas say which text came with which token."""
 
     prompt: Sequence[int]
     params: SamplingParams
     choice: int = 0
+    by_token: bool = False
 
 
 class Generation:
-    """Runs jobs. ``start`` it, read ``deltas`` to their end, and ``close`` it in every case."""
+    """Runs jobs. ``start`` it, read ``deltas`` to their end, and ``close`` it in every case.
+
+    ``name``: what to call the jobs together, or a new name. ``timeout``: seconds until what has not ended is aborted.
+    """
 
     def __init__(
-        self, engine: EngineClient, tokenizer: Tokenizer | None, clock: Clock, jobs: Sequence[Job]
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer | None,
+        clock: Clock,
+        jobs: Sequence[Job],
+        statistics: TokenStatistics | None = None,
+        *,
+        name: str | None = None,
+        timeout: float | None = None,
     ) -> None:
         self.jobs = jobs
+        self.name = name or uuid.uuid4().hex
         self._engine = engine
         self._clock = clock
-        call = uuid.uuid4().hex
-        self._rids = {f"{call}-{index}": index for index in range(len(jobs))}
+        self._statistics = statistics
+        self._timeout = timeout
+        self._rids = {f"{self.name}-{index}": index for index in range(len(jobs))}
         self._outputs = [_processor(job, tokenizer) for job in jobs]
         self._started = self._last = [0.0] * len(jobs)
         self._inbox: Inbox | None = None
@@ -61,15 +76,22 @@ class Generation:
     def answers(self) -> list[Answer]:
         return [output.answer for output in self._outputs]
 
-    async def start(self) -> None:
-        """Submits the jobs and waits for the first tokens. Raises RequestFailed."""
+    def submit(self) -> None:
+        """Hands the jobs to the engine."""
         self._started = [time.monotonic()] * len(self.jobs)
         self._last = list(self._started)
         requests = [
             Submit(rid, list(job.prompt), job.params, job.choice)
             for rid, job in zip(self._rids, self.jobs, strict=True)
         ]
-        self._inbox = self._engine.submit(requests)
+        self._inbox = self._engine.submit(requests, self.name)
+        if self._timeout is not None:
+            self._inbox.expire_in(self._timeout)
+
+    async def start(self) -> None:
+        """Submits, unless that is done, and waits for the first tokens. Raises RequestFailed."""
+        if self._inbox is None:
+            self.submit()
         self._first = await self._get()
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -84,6 +106,8 @@ class Generation:
                 continue  # it was on its way when a stop string ended the answer
             delta = output.push(message)
             self._measure(index, delta)
+            if self._statistics is not None:
+                self._statistics.count(delta.token_ids)
             if output.must_abort:
                 self._engine.abort(message.rid)
             left -= delta.finish_reason is not None
@@ -91,7 +115,7 @@ class Generation:
             yield index, delta
 
     async def run(self) -> list[Answer]:
-        """Starts and reads to the end."""
+        """Reads to the end. Raises RequestFailed."""
         await self.start()
         async for _ in self.deltas():
             pass
@@ -117,9 +141,9 @@ class Generation:
             self._clock.next_tokens(now - self._last[index], len(delta.token_ids))
         self._last[index] = now
         if delta.finish_reason is not None:
-            self._clock.finished(now - self._started[index])
+            self._clock.finished(now - self._started[index], self._outputs[index].answer.speculation)
 
 
 def _processor(job: Job, tokenizer: Tokenizer | None) -> OutputProcessor:
     detokenizer = tokenizer.detokenizer(job.prompt, job.params.skip_special_tokens) if tokenizer else None
-    return OutputProcessor(job.params, detokenizer)
+    return OutputProcessor(job.params, detokenizer, job.by_token)

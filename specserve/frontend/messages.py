@@ -1,7 +1,7 @@
 """What the front process and the engine say to each other: one direction each way, no call-backs.
 
-Front to engine: Submit, Abort. Engine to front: Tokens, Failed, Stats, Ready, Broken. Encoded with msgpack
-(docs/decisions).
+Front to engine: Submit, Abort, Flush. Engine to front: Tokens, Failed, Flushed, Stats, Ready, Broken. Encoded with
+msgpack (docs/decisions).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 
 FinishReason = Literal["stop", "length"]
+Fault = Literal["request", "server", "unavailable", "timeout", "aborted"]
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -28,6 +29,16 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     """Ends a request whose answer nobody waits for; unknown ids are ignored. Answered by nothing."""
 
     rid: str
+
+
+class Flush(msgspec.Struct, tag=True, frozen=True):
+    """Empties the prefix cache of an idle engine. Answered by Flushed, in order."""
+
+
+class Flushed(msgspec.Struct, tag=True, frozen=True):
+    """How many pages the prefix cache gave back; None: nothing was done, as there are requests."""
+
+    pages: int | None
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):
@@ -50,12 +61,53 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The request was refused or lost; it gets no more tokens. ``param`` names the field at fault, if any."""
+    """The request was refused or lost; it gets no more tokens. ``param`` names the field at fault, if any.
+
+    ``fault``: what is the matter: the request itself, a mistake of ours, no engine to answer it, its time is over, or
+    that somebody ended it.
+    """
 
     rid: str
     message: str
     param: str | None = None
-    client_error: bool = True
+    fault: Fault = "request"
+
+
+class ShapeTotals(msgspec.Struct, frozen=True):
+    """Steps of one shape, and the seconds that the device worked on them."""
+
+    steps: int
+    seconds: float
+
+
+class LevelTotals(msgspec.Struct, frozen=True):
+    """How often a draft level was tested (all above were accepted, and the request had at least as many drafted nodes
+    as the level is deep), and how often the target then chose a token drafted there."""
+
+    tested: int
+    accepted: int
+
+
+class CostTotals(msgspec.Struct, frozen=True):
+    """What the controller's cost model says of the steps that ran: the seconds it foretold for them, the seconds that
+    plain decoding would have needed for the tokens they gave, and its mean relative error of late."""
+
+    predicted_seconds: float
+    plain_seconds: float
+    error: float
+
+
+class StepTotals(msgspec.Struct, frozen=True):
+    """Steps whose results were read. ``batches[i]`` had at most ``2 ** i`` requests and more than ``2 ** (i - 1)``, the
+    last of them any number; ``requests`` is the sum of all batches."""
+
+    drafter: str | None = None
+    shape: str | None = None  # of the latest
+    shapes: dict[str, ShapeTotals] = {}
+    levels: list[LevelTotals] = []
+    batches: list[int] = msgspec.field(default_factory=lambda: [0])
+    requests: int = 0
+    cost: CostTotals | None = None  # None: the shape is fixed, nothing was measured
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
@@ -73,6 +125,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     preemptions: int
+    step_totals: StepTotals = StepTotals()
+    violations: int = 0
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -88,8 +142,8 @@ class Broken(msgspec.Struct, tag=True, frozen=True):
     user_error: bool = False
 
 
-ToEngine = Submit | Abort
-ToFront = Tokens | Failed | Stats | Ready | Broken
+ToEngine = Submit | Abort | Flush
+ToFront = Tokens | Failed | Flushed | Stats | Ready | Broken
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

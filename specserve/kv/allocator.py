@@ -66,3 +66,18 @@ class PageAllocator:
 
     def references(self, page: int) -> int:
         return self._references[page]
+
+    def problems(self) -> list[str]:
+        """What contradicts itself: free pages with owners, pages free twice, owners that are too few, wrong counts."""
+        free, found = set(self._free), []
+        if len(free) != len(self._free):
+            found.append(f"{len(self._free) - len(free)} pages are free twice")
+        if owned := [page for page in free if self._references[page]]:
+            found.append(f"{len(owned)} free pages have owners, page {owned[0]} among them")
+        ownerless = sum(count <= 0 for count in self._references[1:])
+        if ownerless != len(free):
+            found.append(f"{ownerless} pages have no owner, {len(free)} are free")
+        idle = sum(self._references[page] == 1 for page in self._cached)
+        if idle != self.idle:
+            found.append(f"{idle} cached pages are used by nobody, {self.idle} were counted")
+        return found

@@ -75,9 +75,13 @@ class RadixCache:
                 heapq.heappush(heap, (parent.used, id(parent), parent))
         return freed
 
-    def clear(self) -> None:
-        """Evicts every page that no request uses."""
-        self.evict(self.num_pages)
+    def clear(self) -> int:
+        """Evicts every page that no request uses. Returns how many."""
+        return self.evict(self.num_pages)
+
+    def pages(self) -> Iterator[int]:
+        """Every page of the tree."""
+        return (page for node in self._nodes() for page in node.pages)
 
     def evictable(self) -> int:
         """Pages that ``evict`` could free now."""

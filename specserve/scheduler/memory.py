@@ -80,10 +80,24 @@ class Memory:
         self.allocator.release(request.pages)
         request.pages, request.remembered = [], 0
 
+    def problems(self) -> list[str]:
+        """What is wrong with the books of an idle engine, where every page is free or cached and none is used."""
+        found, capacity = self.allocator.problems(), self.allocator.capacity
+        cached = list(self.cache.pages()) if self.cache is not None else []
+        leaked = capacity - self.allocator.free - len(cached)
+        if leaked:
+            found.append(f"{leaked} of {capacity} pages leaked")
+        if self.cache is not None and not len(set(cached)) == len(cached) == self.cache.num_pages:
+            found.append(
+                f"the prefix cache counts {self.cache.num_pages} pages and names {len(cached)}, "
+                f"{len(cached) - len(set(cached))} of them twice"
+            )
+        used = [page for page in cached if self.allocator.references(page) != 1]
+        if used:
+            found.append(f"{len(used)} cached pages are still in use, page {used[0]} among them")
+        return found
+
     def check_idle(self) -> None:
-        """Raises AssertionError unless every page is free or cached: the invariant of an idle server."""
-        cached = self.cache.num_pages if self.cache is not None else 0
-        total = self.allocator.free + cached
-        assert total == self.allocator.capacity, (
-            f"{self.allocator.capacity - total} of {self.allocator.capacity} pages leaked"
-        )
+        """Raises AssertionError when the books of an idle engine are wrong."""
+        problems = self.problems()
+        assert not problems, "; ".join(problems)

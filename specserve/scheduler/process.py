@@ -24,6 +24,8 @@ from specserve.frontend.messages import (
     Abort,
     Broken,
     Failed,
+    Flush,
+    Flushed,
     Ready,
     Stats,
     Submit,
@@ -37,6 +39,7 @@ from specserve.logs import configure_logging
 log = logging.getLogger(__name__)
 
 STATS_PERIOD = 1.0  # seconds
+CHECK_PERIOD = 10.0  # seconds, at least, between looks at the books of an idle engine
 
 
 class Addresses(NamedTuple):
@@ -62,6 +65,8 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
     def submit(self, message: Submit) -> None: ...
     def abort(self, rid: str) -> None: ...
+    def flush_cache(self) -> int | None: ...
+    def check_idle(self) -> None: ...
     def run_once(self) -> list[Tokens | Failed]: ...
     def stats(self) -> Stats: ...
     def close(self) -> None: ...
@@ -92,13 +97,13 @@ def build_scheduler(settings: Settings) -> Built:
     model_config = load_model_config(Path(settings.model_path))
     settings, more = resolve(settings, model_config)
     notes += more
-    settings = _with_threads(settings, notes)
+    settings = with_threads(settings, notes)
     for note in notes:
         log.info("%s", note)
     return Built(create_scheduler(settings, model_config), settings, notes)
 
 
-def _with_threads(settings: Settings, notes: list[str]) -> Settings:
+def with_threads(settings: Settings, notes: list[str]) -> Settings:
     """Leaves a core to the front: OpenMP's threads spin at barriers, and one that is pushed off its core holds up
     all (docs/decisions/0006-engine-threads.md)."""
     if settings.device != "cpu" or settings.cpu_threads is not None:
@@ -169,7 +174,7 @@ class _Loop:
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(self._parent, zmq.POLLIN)
-        self._stats_at = 0.0
+        self._stats_at = self._check_at = 0.0
 
     def run(self) -> None:
         """Works until the parent is gone: never waits for messages while there is work."""
@@ -196,10 +201,16 @@ class _Loop:
                     self._engine.submit(message)
                 case Abort():
                     self._engine.abort(message.rid)
+                case Flush():
+                    _send(self._outbox, [Flushed(self._engine.flush_cache())])
 
     def _add_stats(self, messages: list[ToFront]) -> None:
-        """About once a second, and when work runs out, so that an idle server shows itself idle."""
+        """About once a second, and when work runs out, so that an idle server shows itself idle; and looks whether
+        it is."""
         now = time.monotonic()
+        if now >= self._check_at and not self._engine.has_work:
+            self._engine.check_idle()
+            self._check_at = now + CHECK_PERIOD
         if now >= self._stats_at or not self._engine.has_work:
             messages.append(self._engine.stats())
             self._stats_at = now + STATS_PERIOD

@@ -6,22 +6,28 @@ next one runs: the host then works with bounds (``Request.inflight``) and learns
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import torch
+from torch import OutOfMemoryError
 
 from specserve.engine.runner import Emitted, Launch, Row, Runner
 from specserve.engine.shapes import ShapePolicy
 from specserve.frontend.messages import Failed, FinishReason, Stats, Submit, Tokens
 from specserve.scheduler.admission import Admission, Refused
-from specserve.scheduler.counters import Counters
+from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.memory import Memory
+from specserve.scheduler.pressure import ATTEMPTS, Pressure
 from specserve.scheduler.request import Request
 from specserve.spec.adaptive import Batch
 from specserve.spec.state import RowInit
 from specserve.spec.tree import StepShape
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,7 @@ class Scheduler:
     ) -> None:
         self.info = info
         self.memory = memory
+        self.live_map = drafter.live_map if (drafter := runner.context.drafter) is not None else None
         self._runner = runner
         self._admission = admission
         self._limits = limits
@@ -74,7 +81,9 @@ class Scheduler:
             None,
             0,
         )  # head of the queue, and the pages that were too few
+        self._pressure = Pressure(limits.max_running_requests, limits.chunked_prefill_size)
         self._counters = Counters()
+        self._step_counters = StepCounters()
 
     # What the process around the scheduler calls.
 
@@ -97,6 +106,25 @@ class Scheduler:
             else:
                 self._waiting.remove(request)
 
+    def flush_cache(self) -> int | None:
+        """Empties the prefix cache. Returns the pages it held; None, with nothing done, while there are requests."""
+        cache = self.memory.cache
+        if self._waiting or self._running:
+            return None
+        return cache.clear() if cache is not None else 0
+
+    def check_idle(self) -> None:
+        """Looks whether an engine without work holds nothing. What it does hold is counted and logged, never silent."""
+        if self.has_work:
+            return
+        problems = self.memory.problems()
+        slots = self._limits.max_running_requests
+        if sorted(self._free_slots) != list(range(slots)):
+            problems.append(f"free slots are {sorted(self._free_slots)} of {slots}")
+        for problem in problems:
+            log.error("the idle engine's books are wrong: %s", problem)
+        self._counters.violations += len(problems)
+
     def run_once(self) -> list[Tokens | Failed]:
         """One iteration. Returns what there is to tell the front."""
         self._admit()
@@ -108,13 +136,15 @@ class Scheduler:
         return outbox
 
     def stats(self) -> Stats:
-        memory = self.memory
+        memory, drafter = self.memory, self._runner.context.drafter
+        name = drafter.name if drafter is not None else None
         return self._counters.stats(
             running=len(self._running),
             waiting=len(self._waiting),
             pages_total=memory.allocator.capacity,
             pages_free=memory.allocator.free,
             pages_cached=memory.cache.num_pages if memory.cache is not None else 0,
+            step_totals=self._step_counters.totals(name, self._policy.cost),
         )
 
     def close(self) -> None:
@@ -148,6 +178,8 @@ class Scheduler:
     def _seat(self, request: Request, context: Sequence[int], cached_pages: int) -> None:
         request.slot = self._free_slots.pop()
         request.context = context
+        if self.live_map is not None:
+            self.live_map.enter(context)
         request.prefilled = cached = cached_pages * self.memory.page_size
         if request.cached_tokens is None:
             request.cached_tokens = cached
@@ -175,10 +207,11 @@ class Scheduler:
 
     def _launch_prefill(self) -> int:
         """Launches one chunk's worth of prompt tokens. Returns the number of launches."""
-        budget = self._limits.chunked_prefill_size
-        rows, requests = [], []
+        budget = self._pressure.chunk
+        rows: list[Row] = []
+        requests: list[Request] = []
         for request in self._running:
-            if not request.prefilling or not budget:
+            if not request.prefilling or not budget or len(rows) == self._pressure.requests:
                 continue
             end = min(request.prefilled + budget, len(request.context))
             tokens = request.context[request.prefilled : end]
@@ -188,7 +221,11 @@ class Scheduler:
             requests.append(request)
         if not rows:
             return 0
-        self._inflight.append(_InFlight(self._runner.prefill(rows), requests))
+        try:
+            self._inflight.append(_InFlight(self._runner.prefill(rows), requests))
+        except OutOfMemoryError as error:
+            self._shrink(requests, sum(len(row.tokens) for row in rows), error)
+            return 0
         for request in requests:
             request.pending += not request.prefilling
             if self.memory.remember(request):
@@ -198,14 +235,18 @@ class Scheduler:
     def _launch_step(self) -> int:
         """Launches a step of all requests whose prompts are done and whose ends are not certain yet. Returns the number
         of launches."""
-        ready = [r for r in self._running if not r.prefilling and r.wants_tokens]
+        ready = [r for r in self._running if not r.prefilling and r.wants_tokens][: self._pressure.requests]
         if not ready:
             return 0
         ready, batch, shape = self._make_room(ready)
         if not ready:
             return 0
         rows = [Row(r.slot, r.params, self._bound(r)) for r in ready]
-        item = _InFlight(self._runner.step(rows, shape), ready, shape, batch)
+        try:
+            item = _InFlight(self._runner.step(rows, shape), ready, shape, batch)
+        except OutOfMemoryError as error:
+            self._shrink(ready, 0, error)
+            return 0
         self._inflight.append(item)
         for request in ready:
             request.inflight += item.adds
@@ -249,16 +290,37 @@ class Scheduler:
                 self._runner.context.state.set_pages(request.slot, held, pages)
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, remember: bool = True) -> None:
         """Puts a request back at the head of the queue; what it computed stays in the prefix cache while that lasts."""
         self._counters.preemptions += 1
-        self._vacate(request)
+        self._vacate(request, remember)
         self._waiting.appendleft(request)
 
-    def _vacate(self, request: Request) -> None:
+    def _shrink(self, requests: list[Request], chunk: int, error: OutOfMemoryError) -> None:
+        """A launch found too little of the device's memory. What it left of its requests is uncertain: they are put
+        back with the tokens they have, and the next launches are smaller. One that fails alone again and again is
+        answered with the error."""
+        log.error("the device's memory is too small for a launch of %d requests: %s", len(requests), error)
+        self._drain()
+        self._pressure.fall(len(requests), chunk)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        for request in sorted((r for r in requests if r.slot >= 0), key=lambda r: -r.arrival):
+            request.failures += len(requests) == 1
+            if request.failures < ATTEMPTS:
+                self._preempt(request, remember=False)
+                continue
+            self._vacate(request, remember=False)
+            words = f"the device's memory is too small for this request: {error}"
+            self._outbox.append(Failed(request.rid, words, fault="server"))
+
+    def _vacate(self, request: Request, remember: bool = True) -> None:
         """Takes slot and pages from a request. Launches in flight still write there, but before
         anything launched later."""
-        self.memory.remember(request)
+        if self.live_map is not None:
+            self.live_map.leave(request.tokens)
+        if remember:
+            self.memory.remember(request)
         self.memory.release(request)
         self._running.remove(request)
         self._free_slots.append(request.slot)
@@ -274,25 +336,40 @@ class Scheduler:
     def _collect(self, item: _InFlight) -> None:
         """Waits for a launch and hands its tokens out."""
         found = item.launch.read()
-        if item.shape is not None and item.batch is not None:
-            given, drafted = [len(each.tokens) for each in found], [each.drafted for each in found]
-            self._policy.observe(item.shape, item.batch, given, drafted, item.launch.seconds)
+        live, before = sum(r.slot >= 0 for r in item.requests), self._counters.generated_tokens
         for request, emitted in zip(item.requests, found, strict=True):
             if request.slot < 0:
                 continue  # ended while this launch was in flight
             request.pending -= bool(emitted.tokens)
             if item.shape is not None:
                 request.inflight -= item.adds
-                self._count(request, emitted)
+                self._count(request, emitted, item.shape)
             if emitted.tokens:
                 self._extend(request, emitted, item.shape is not None)
+        if item.shape is not None and item.batch is not None:
+            # Of requests that had all ended, plain decoding would have run a step in vain, too.
+            gained = (self._counters.generated_tokens - before) / live if live else 1.0
+            self._observe(item.launch.seconds, item.shape, item.batch, found, gained)
+        self._follow(stepped=item.shape is not None)
 
-    def _count(self, request: Request, emitted: Emitted) -> None:
+    def _observe(
+        self, seconds: float, shape: StepShape, batch: Batch, found: list[Emitted], gained: float
+    ) -> None:
+        """Counts a step of ``gained`` tokens a request, and tells the policy."""
+        requests, cost = len(found), self._policy.cost
+        self._step_counters.ran(shape, requests, seconds)
+        if cost is not None:
+            self._step_counters.priced(cost, shape, self._policy.plain(requests), batch.kv_tokens, gained)
+        given, drafted = [len(each.tokens) for each in found], [each.drafted for each in found]
+        self._policy.observe(shape, batch, given, drafted, seconds)
+
+    def _count(self, request: Request, emitted: Emitted, shape: StepShape) -> None:
         usage = request.usage
         request.usage = msgspec.structs.replace(
             usage, steps=usage.steps + 1, drafted=usage.drafted + emitted.drafted
         )
         self._counters.drafted += emitted.drafted
+        self._step_counters.drafted(shape, emitted.drafted, len(emitted.tokens) - 1)
 
     def _extend(self, request: Request, emitted: Emitted, from_step: bool) -> None:
         """Appends tokens up to the request's end and tells the front."""
@@ -305,6 +382,9 @@ class Scheduler:
             request.usage = msgspec.structs.replace(request.usage, accepted=request.usage.accepted + accepted)
         if reason is not None:
             self._vacate(request)
+            self._pressure.rise()
+        if self.live_map is not None:
+            self.live_map.observe(kept)
         self._outbox.append(
             Tokens(
                 rid=request.rid,
@@ -317,6 +397,11 @@ class Scheduler:
                 speculation=request.usage,
             )
         )
+
+    def _follow(self, stepped: bool) -> None:
+        """Lets a draft's live map look at the texts. Rows that it wants are queued before whatever is launched next."""
+        if self.live_map is not None and (rows := self.live_map.look(stepped)) is not None:
+            self._runner.pick(rows)
 
     def _until_end(self, request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, bool]:
         """The tokens up to the end of the request, why it ends there, and whether on a stop token."""

@@ -5,25 +5,43 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from specserve import __version__
 from specserve.server.auth import ApiKey, CountAnswers
+from specserve.server.body import BoundedRoute, LimitBody
 from specserve.server.chat import ChatRequest, chat
 from specserve.server.completions import CompletionRequest, complete
-from specserve.server.errors import ApiError, add_handlers, error_body
+from specserve.server.errors import ApiError, add_handlers
 from specserve.server.front import Front, is_served
+from specserve.server.operations import (
+    AbortRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    abort_request,
+    detokenize,
+    flush_cache,
+    tokenize,
+)
+from specserve.server.playground.routes import add_playground
+from specserve.server.report import speculation_report
 
 
 def create_app(front: Front) -> FastAPI:
     """Builds the app around a front that may still be loading."""
     app = FastAPI(title="specserve", version=__version__, separate_input_output_schemas=False)
+    app.router.route_class = BoundedRoute
     app.state.front = front
     add_handlers(app)
     _add_openai(app, front)
     _add_operations(app, front)
+    add_playground(app)
     if front.settings.api_key is not None:
         app.add_middleware(ApiKey, key=front.settings.api_key)
+    app.add_middleware(LimitBody, most=front.settings.max_body_bytes)
+    if origins := front.settings.cors_origin:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(CountAnswers, front=front)
     return app
 
@@ -56,7 +74,7 @@ def _add_operations(app: FastAPI, front: Front) -> None:
     async def get_health() -> Response:
         if front.unready is None:
             return JSONResponse({"status": "ok"})
-        return JSONResponse(error_body(503, front.unready, code="not_ready"), 503)
+        return ApiError(503, front.unready, code="not_ready").response
 
     @app.get("/server_info")
     async def get_server_info() -> dict[str, Any]:
@@ -68,7 +86,31 @@ def _add_operations(app: FastAPI, front: Front) -> None:
             "status": front.unready or "ok",
             "choices": front.engine.info.get("notes", []),
             "engine": engine,
+            "speculation": speculation_report(front.engine.stats),
         }
+
+    @app.post("/tokenize")
+    async def post_tokenize(request: TokenizeRequest) -> dict[str, Any]:
+        return await tokenize(front, request)
+
+    @app.post("/detokenize")
+    async def post_detokenize(request: DetokenizeRequest) -> dict[str, Any]:
+        return await detokenize(front, request)
+
+    @app.post("/abort_request")
+    async def post_abort_request(request: AbortRequest) -> dict[str, Any]:
+        return await abort_request(front, request)
+
+    @app.post("/flush_cache")
+    async def post_flush_cache() -> dict[str, Any]:
+        return await flush_cache(front)
+
+    @app.get("/token_statistics")
+    async def get_token_statistics() -> dict[str, Any]:
+        """How often each token id was generated since start."""
+        if front.token_statistics is None:
+            raise ApiError(404, "token statistics are off: start the server with --token-statistics")
+        return front.token_statistics.report()
 
     @app.get("/metrics", response_model=None)
     async def get_metrics() -> Response:

@@ -9,8 +9,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.server.errors import error_body
 from specserve.server.front import Front
+from specserve.server.playground.routes import PATHS
 
-OPEN = ("/health", "/metrics")
+OPEN = ("/health", "/metrics", *PATHS)
 
 
 class ApiKey:
@@ -36,7 +37,7 @@ class ApiKey:
 
 
 class CountAnswers:
-    """Counts answers by route and status."""
+    """Counts answers by route and status, and the calls that are not answered to their end."""
 
     def __init__(self, app: ASGIApp, front: Front) -> None:
         self._app = app
@@ -53,4 +54,8 @@ class CountAnswers:
                 self._front.metrics.answered(scope["route"].path if known else "other", message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted)
+        self._front.calls += 1
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            self._front.calls -= 1

@@ -27,7 +27,7 @@ from specserve.server.protocol import (
     sampling_params,
 )
 from specserve.server.streaming import Body, answer, stream
-from specserve.server.usage import usage
+from specserve.server.usage import step_runs, usage
 
 _NO_TOOLS = "this server calls no tools"
 
@@ -93,9 +93,12 @@ async def chat(front: Front, request: ChatRequest, http: Request) -> Response:
     front.check_call(request.model)
     check_stream_options(request)
     params = _params(front, request)
-    prompt = await front.encode_chat([message.plain() for message in request.messages])
-    front.check_prompt(prompt, "messages", params.min_tokens)
-    writer = _Writer(front, request, [Job(prompt, params, choice) for choice in range(request.choices)])
+    with front.place(request.choices):
+        prompt = await front.encode_chat([message.plain() for message in request.messages])
+        front.check_prompt(prompt, "messages", params.min_tokens)
+        jobs = [Job(prompt, params, choice, request.streams_runs) for choice in range(request.choices)]
+        writer = _Writer(front, request, jobs)
+        writer.generation.submit()
     if request.stream:
         return await stream(http, writer.generation, writer.chunks())
     return await answer(http, writer.generation, writer.body)
@@ -122,11 +125,11 @@ class _Writer:
     """Writes a call's answers in OpenAI's words."""
 
     def __init__(self, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
-        self.generation: Generation = front.generation(jobs)
+        self.generation: Generation = front.generation(jobs, f"chatcmpl-{uuid.uuid4().hex}")
         self._request = request
         self._to_bytes = token_bytes(front.tokenizer)
         self._head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "id": self.generation.name,
             "created": int(time.time()),
             "model": request.model,
             "system_fingerprint": None,
@@ -151,7 +154,7 @@ class _Writer:
             if index not in begun:
                 begun.add(index)
                 yield self._chunk(index, {"role": "assistant", "content": ""})
-            if delta.text or delta.logprobs:
+            if delta.text or delta.logprobs or delta.pieces:
                 yield self._chunk(index, {"content": delta.text}, delta)
             if delta.finish_reason:
                 yield self._chunk(index, {}, finish_reason=delta.finish_reason)
@@ -170,6 +173,7 @@ class _Writer:
             "delta": content,
             "logprobs": self._logprobs(delta.logprobs or []) if delta else None,
             "finish_reason": finish_reason,
+            **({"speculation": step_runs(delta)} if delta and self._request.streams_runs else {}),
         }
         usage_field = {"usage": None} if self._request.include_usage else {}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage_field}

@@ -25,7 +25,7 @@ from specserve.server.protocol import (
     sampling_params,
 )
 from specserve.server.streaming import Body, answer, stream
-from specserve.server.usage import usage
+from specserve.server.usage import step_runs, usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_ANSWERS = 2048
@@ -49,14 +49,18 @@ async def complete(front: Front, request: CompletionRequest, http: Request) -> R
             400, f"best_of: only the value of n ({request.choices}), found {request.best_of}", "best_of"
         )
     params = _params(front, request)
-    prompts = await _prompts(front, request)
-    if len(prompts) * request.choices > MAX_ANSWERS:
+    given = _prompts(request)
+    answers = len(given) * request.choices
+    if answers > MAX_ANSWERS:
         raise ApiError(
-            400, f"n: {len(prompts)} prompts by {request.choices} are over {MAX_ANSWERS} answers", "n"
+            400, f"n: {len(given)} prompts by {request.choices} are over {MAX_ANSWERS} answers", "n"
         )
-    for prompt in prompts:
-        front.check_prompt(prompt, "prompt", params.min_tokens)
-    writer = _Writer(front, request, prompts, params)
+    with front.place(answers):
+        prompts = [await front.encode(item) if isinstance(item, str) else item for item in given]
+        for prompt in prompts:
+            front.check_prompt(prompt, "prompt", params.min_tokens)
+        writer = _Writer(front, request, prompts, params)
+        writer.generation.submit()
     if request.stream:
         return await stream(http, writer.generation, writer.chunks())
     return await answer(http, writer.generation, writer.body)
@@ -74,13 +78,13 @@ def _params(front: Front, request: CompletionRequest) -> SamplingParams:
     )
 
 
-async def _prompts(front: Front, request: CompletionRequest) -> list[list[int]]:
-    """Token ids of each prompt: one or several, each text or ids. Raises ApiError for an empty one."""
+def _prompts(request: CompletionRequest) -> Sequence[str | list[int]]:
+    """One prompt or several, each text or token ids. Raises ApiError for an empty one."""
     prompt = request.prompt
     several = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
     if not several or not all(several):
         raise ApiError(400, "prompt: must not be empty", "prompt")
-    return [await front.encode(item) if isinstance(item, str) else item for item in several]  # type: ignore[misc]
+    return several  # type: ignore[return-value]
 
 
 def _are_ids(prompt: Sequence[object]) -> bool:
@@ -93,14 +97,18 @@ class _Writer:
     def __init__(
         self, front: Front, request: CompletionRequest, prompts: list[list[int]], params: SamplingParams
     ) -> None:
-        jobs = [Job(prompt, params, choice) for prompt in prompts for choice in range(request.choices)]
-        self.generation = front.generation(jobs)
+        jobs = [
+            Job(prompt, params, choice, request.streams_runs)
+            for prompt in prompts
+            for choice in range(request.choices)
+        ]
+        self.generation = front.generation(jobs, f"cmpl-{uuid.uuid4().hex}")
         self._request = request
         self._ids = not front.has_tokenizer
         to_bytes = token_bytes(front.tokenizer if front.has_tokenizer else None)
         self._logprobs = [CompletionLogprobs(request.logprobs or 0, to_bytes) for _ in jobs]
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": self.generation.name,
             "object": "text_completion",
             "created": int(time.time()),
             "model": request.model,
@@ -118,10 +126,12 @@ class _Writer:
         """Text as it comes, with the finish reason beside the last; then the usage of all, if asked for."""
         usage_field = {"usage": None} if self._request.include_usage else {}
         async for index, delta in self.generation.deltas():
-            if delta.text or delta.logprobs or delta.finish_reason or self._ids:
+            if delta.text or delta.logprobs or delta.finish_reason or self._ids or delta.pieces:
                 choice = self._choice(
                     index, delta.text, delta.token_ids, delta.logprobs or [], delta.finish_reason
                 )
+                if self._request.streams_runs:
+                    choice["speculation"] = step_runs(delta)
                 yield {**self._head, "choices": [choice], **usage_field}
         if self._request.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,8 +11,17 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from specserve.frontend.generation import RequestFailed
+from specserve.frontend.messages import Fault
 
 _UNION_TAGS = ("str", "int", "list")
+_FAULTS: Mapping[Fault, tuple[int, str | None]] = {
+    "request": (400, None),
+    "server": (500, None),
+    "unavailable": (503, "not_ready"),
+    "timeout": (504, "timeout"),
+    "aborted": (400, "aborted"),
+}
+RETRY_AFTER = {429: 1, 503: 5}  # seconds after which it is worth while to ask again
 
 
 class ApiError(Exception):
@@ -24,16 +33,27 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
+    @property
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status, _encodable(str(self)), _encodable(self.param), self.code)
+
+    @property
+    def response(self) -> JSONResponse:
+        wait = RETRY_AFTER.get(self.status)
+        headers = None if wait is None else {"retry-after": str(wait)}
+        return JSONResponse(self.body, self.status, headers)
+
 
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "requests" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def from_failure(failure: RequestFailed) -> ApiError:
-    return ApiError(400 if failure.client_error else 500, str(failure), failure.param)
+    status, code = _FAULTS[failure.fault]
+    return ApiError(status, str(failure), failure.param, code)
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -41,28 +61,23 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api(_: Request, error: ApiError) -> JSONResponse:
-        return _response(error)
+        return error.response
 
     @app.exception_handler(RequestFailed)
     async def failed(_: Request, error: RequestFailed) -> JSONResponse:
-        return _response(from_failure(error))
+        return from_failure(error).response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return _response(_from_validation(error.errors()))
+        return _from_validation(error.errors()).response
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        return _response(_from_http(request, error))
+        return _from_http(request, error).response
 
     @app.exception_handler(Exception)
     async def internal(_: Request, error: Exception) -> JSONResponse:
-        return _response(ApiError(500, f"internal error: {type(error).__name__}; the server's log has more"))
-
-
-def _response(error: ApiError) -> JSONResponse:
-    body = error_body(error.status, _encodable(str(error)), _encodable(error.param), error.code)
-    return JSONResponse(body, error.status)
+        return ApiError(500, f"internal error: {type(error).__name__}; the server's log has more").response
 
 
 def _encodable(text: str | None) -> Any:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from specserve.config import Settings, make_settings
 from specserve.frontend.engine_client import EngineClient
 from specserve.frontend.generation import Generation, Job
+from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.metrics.front import Metrics
 from specserve.server.errors import ApiError
@@ -29,38 +32,47 @@ def _bare(name: str) -> str:
 
 
 class Front:
-    """``settings`` are the given ones until ``finish_loading`` takes what the engine made of them."""
+    """``settings`` are the given ones until an engine has said what it made of them."""
 
     def __init__(self, settings: Settings, engine: EngineClient) -> None:
         self.engine = engine
-        self.metrics = Metrics(lambda: engine.stats)
+        self.metrics = Metrics(lambda: engine.stats, lambda: engine.restarts)
+        self.token_statistics = TokenStatistics() if settings.token_statistics else None
         self.started = int(time.time())
         self.stopping = False
+        self.calls = 0  # HTTP requests that are not answered to their end
+        self._preparing = 0  # answers that are asked for and not yet submitted
         self._given = settings
-        self._resolved: Settings | None = None
+        self._resolved: tuple[object, Settings] | None = None  # what the engine said, and the settings of it
+        self._loaded = False
         self._tokenizer: Tokenizer | None = None
         self._thread = ThreadPoolExecutor(1, "tokenizer")  # keeps long prompts off the event loop
 
     def finish_loading(self, tokenizer: Tokenizer | None) -> None:
-        """The engine is ready, and so is the tokenizer unless there is to be none."""
+        """The tokenizer is there, unless there is to be none."""
         self._tokenizer = tokenizer
-        self._resolved = make_settings(**self.engine.info["settings"])
+        self._loaded = True
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def settings(self) -> Settings:
-        return self._resolved or self._given
+        said = self.engine.info.get("settings")
+        if said is None:
+            return self._given
+        if self._resolved is None or self._resolved[0] is not said:
+            self._resolved = said, make_settings(**said)
+        return self._resolved[1]
 
     @property
     def unready(self) -> str | None:
         """Why no request would be served now, or None."""
-        if self.engine.state == "broken":
-            return f"the engine is gone: {self.engine.failure.message}"
         if self.stopping:
             return "the server is stopping"
-        return "the model is loading" if self._resolved is None else None
+        if self.engine.state != "ready":
+            return self.engine.words
+        return None if self._loaded else "the model is loading"
 
     @property
     def context_length(self) -> int:
@@ -88,25 +100,40 @@ class Front:
             )
         return self._tokenizer
 
-    def check_call(self, model: str) -> None:
-        """Raises ApiError unless a request for ``model`` would be served now."""
+    def check_call(self, model: str | None) -> None:
+        """Raises ApiError unless a request for ``model``, None for whichever there is, would be served now."""
         if self.unready is not None:
             raise ApiError(503, self.unready, code="not_ready")
-        if not is_served(model, self.settings.served_model_name):
+        if model is not None and not is_served(model, self.settings.served_model_name):
             names = ", ".join(self.settings.served_model_name)
             raise ApiError(
                 404, f"no model {model!r} here; this server has {names}", "model", "model_not_found"
             )
 
+    @contextlib.contextmanager
+    def place(self, answers: int) -> Iterator[None]:
+        """Keeps places for answers until they are submitted. Raises ApiError when the queue has none left."""
+        limit = (self.settings.max_running_requests or 0) + self.settings.max_queued_requests
+        taken = self.engine.open + self._preparing
+        if taken + answers > limit:
+            self.metrics.rejected(answers)
+            raise ApiError(
+                429,
+                f"the queue is full: {answers} asked for beside {taken} that run or wait, of {limit} at most "
+                "(--max-running-requests and --max-queued-requests)",
+                code="rate_limit_exceeded",
+            )
+        self._preparing += answers
+        try:
+            yield
+        finally:
+            self._preparing -= answers
+
     def check_prompt(self, prompt: Sequence[int], param: str, min_tokens: int) -> None:
         """Raises ApiError unless the prompt leaves room for an answer."""
         if not prompt:
             raise ApiError(400, f"{param}: must not be empty", param)
-        for token in prompt:
-            if not 0 <= token < self.vocab_size:
-                raise ApiError(
-                    400, f"{param}: token ids are from 0 to {self.vocab_size - 1}, found {token}", param
-                )
+        self.check_tokens(prompt, param)
         pool = int(self.engine.info["max_total_tokens"])
         room = min(self.context_length, pool) - len(prompt)
         if room < 1:
@@ -121,6 +148,14 @@ class Front:
                 400, f"min_tokens: there is room for {room} tokens, found {min_tokens}", "min_tokens"
             )
 
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raises ApiError unless all are in the vocabulary."""
+        for token in tokens:
+            if not 0 <= token < self.vocab_size:
+                raise ApiError(
+                    400, f"{param}: token ids are from 0 to {self.vocab_size - 1}, found {token}", param
+                )
+
     async def encode(self, text: str) -> list[int]:
         return await self._off_loop(self.tokenizer.encode, text)
 
@@ -131,8 +166,23 @@ class Front:
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
 
-    def generation(self, jobs: Sequence[Job]) -> Generation:
-        return Generation(self.engine, self._tokenizer, self.metrics, jobs)
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return await self._off_loop(
+            functools.partial(self.tokenizer.decode, skip_special_tokens=False), tokens
+        )
+
+    def generation(self, jobs: Sequence[Job], name: str) -> Generation:
+        """What runs the jobs of one call, which ``POST /abort_request`` knows by ``name``."""
+        return Generation(
+            self.engine,
+            self._tokenizer,
+            self.metrics,
+            jobs,
+            self.token_statistics,
+            name=name,
+            timeout=self.settings.request_timeout,
+        )
 
     async def _off_loop(self, work: Callable[..., T], argument: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)

@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from specserve.config import Settings, resolve_paths
-from specserve.frontend.engine_link import EngineProcess, connect
 from specserve.frontend.messages import Broken
 from specserve.scheduler.process import Build
+from specserve.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -23,17 +22,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GRACE = 5.0  # seconds that answers under way have when the server is told to stop
+MAX_HEADER_BYTES = 64 * 2**10  # of a request: its line and headers
 
 
 def run_server(settings: Settings, build: Build) -> int:
     """Serves until a signal. Returns the exit code. Raises ValueError for a user's mistake."""
     with contextlib.closing(_listen(settings)) as listener:
-        engine = EngineProcess(settings, build)
+        supervisor = Supervisor(settings, build)
         try:
-            return asyncio.run(_serve(settings, listener, engine))
+            return asyncio.run(_serve(settings, listener, supervisor))
         finally:
-            engine.close()
+            supervisor.close()
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -47,40 +46,46 @@ def _listen(settings: Settings) -> socket.socket:
         raise ValueError(f"{where}: can't listen there: {reason or error}") from None
 
 
-async def _serve(settings: Settings, listener: socket.socket, engine: EngineProcess) -> int:
-    async with connect(engine) as client:
-        # Loading fastapi and pydantic takes a moment: the engine's process uses it.
-        import uvicorn
+async def _serve(settings: Settings, listener: socket.socket, supervisor: Supervisor) -> int:
+    keeping = asyncio.create_task(supervisor.run())
+    await asyncio.sleep(0)  # the engine is listened to before the imports, which hold the loop
+    # Loading fastapi and pydantic takes a moment: the engine's process uses it.
+    import uvicorn
 
-        from specserve.server.app import create_app
-        from specserve.server.front import Front
+    from specserve.server.app import create_app
+    from specserve.server.drain import FAREWELL, Drain
+    from specserve.server.front import Front
 
-        front = Front(resolve_paths(settings)[0], client)
-        server = _server_class(uvicorn.Server)(
-            uvicorn.Config(
-                create_app(front),
-                log_config=None,
-                log_level="info" if settings.log_level == "debug" else "warning",
-                access_log=settings.log_level == "debug",
-                lifespan="off",
-                timeout_graceful_shutdown=int(2 * GRACE),
-            )
+    front = Front(resolve_paths(settings)[0], supervisor.client)
+    server = _server_class(uvicorn.Server)(
+        uvicorn.Config(
+            create_app(front),
+            http="h11",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            log_config=None,
+            log_level="info" if settings.log_level == "debug" else "warning",
+            access_log=settings.log_level == "debug",
+            lifespan="off",
+            timeout_graceful_shutdown=FAREWELL,
         )
-        loading = asyncio.create_task(_load(front, server, listener))
-        with _signals(front, server):
+    )
+    loading = asyncio.create_task(_load(front, server, listener))
+    keeping.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    try:
+        with Drain(front, server).on_signals():
             await server.serve(sockets=[listener])
-        loading.cancel()
-        try:
-            await loading
-        except asyncio.CancelledError:
-            pass
-        finally:
-            front.close()
-        return 1 if client.state == "broken" and not front.stopping else 0
+        return 0 if front.stopping else _exit_code(keeping)
+    finally:
+        for task in (loading, keeping):
+            task.cancel()
+        _, failed = await asyncio.gather(keeping, loading, return_exceptions=True)
+        front.close()
+        if isinstance(failed, Exception):
+            raise failed
 
 
 async def _load(front: Front, server: Server, listener: socket.socket) -> None:
-    """Waits for the engine and the tokenizer. Stops the server when one can't be had."""
+    """Loads the tokenizer and waits for the engine. Stops the server when the tokenizer can't be had."""
     from specserve.frontend.tokenizer import Tokenizer
 
     settings, engine = front.settings, front.engine
@@ -91,49 +96,27 @@ async def _load(front: Front, server: Server, listener: socket.socket) -> None:
             tokenizer = await asyncio.to_thread(
                 Tokenizer.load, settings.tokenizer_path, settings.trust_remote_code
             )
-        await engine.settled.wait()
-        if engine.state == "broken":
-            _report(engine.failure)
-            server.should_exit = True
-            return
         front.finish_loading(tokenizer)
     except BaseException:
         server.should_exit = True
         raise
+    await engine.settled.wait()
+    if engine.state != "ready":
+        return
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     log.info("ready: http://%s:%d serves %s", host, port, ", ".join(front.settings.served_model_name))
 
 
-def _report(failure: Broken) -> None:
+def _exit_code(keeping: asyncio.Task[Broken]) -> int:
+    """1 when there is no engine any more. Raises ValueError when that is the user's mistake."""
+    if not keeping.done() or keeping.cancelled():
+        return 0
+    failure = keeping.result()
     if failure.user_error:
         raise ValueError(failure.message)
     log.error("the engine is gone: %s", failure.message)
-
-
-@contextlib.contextmanager
-def _signals(front: Front, server: Server) -> Iterator[None]:
-    """The first signal stops kindly: answers under way have a few seconds. The second one stops at once."""
-    loop = asyncio.get_running_loop()
-
-    def cut() -> None:
-        front.engine.fail(Broken("the server is stopping"))
-
-    def stop() -> None:
-        if front.stopping:
-            cut()
-            server.force_exit = True
-        front.stopping = server.should_exit = True
-        loop.call_later(GRACE, cut)
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
+    return 1
 
 
 def _server_class(base: type[Server]) -> type[Server]:

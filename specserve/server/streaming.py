@@ -12,16 +12,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specserve.frontend.generation import Generation, RequestFailed
-from specserve.server.errors import error_body, from_failure
+from specserve.server.errors import from_failure
 
 T = TypeVar("T")
 Body = dict[str, Any]
 
 CLIENT_LEFT = 499  # nginx's number; nobody receives it, the metrics show it
+STALLED = 60.0  # seconds in which a client takes nothing of its stream, after which it counts as gone
 
 
 class ClientLeft(Exception):
-    """The client closed the connection."""
+    """The client closed the connection, or reads no more."""
 
 
 async def answer(http: Request, generation: Generation, body: Callable[[], Body]) -> Response:
@@ -71,14 +72,18 @@ class _EventStream(Response):
             async for chunk in self._chunks:
                 await _send_event(send, msgspec.json.encode(chunk))
         except RequestFailed as failure:
-            error = from_failure(failure)
-            await _send_event(send, msgspec.json.encode(error_body(error.status, str(error), error.param)))
+            await _send_event(send, msgspec.json.encode(from_failure(failure).body))
         await _send_event(send, b"[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _send_event(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+    """Waits while the connection's buffer is full. Raises ClientLeft."""
+    try:
+        async with asyncio.timeout(STALLED):
+            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+    except TimeoutError:
+        raise ClientLeft from None
 
 
 async def _unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

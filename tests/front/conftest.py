@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from starlette.testclient import TestClient
 
 from specserve.server.app import create_app
 from tests.front.fake_engine import FakeEngine, text_reply
-from tests.front.fakes import fake_front
+from tests.front.fakes import byte_tokenizer, fake_front
 
 Serve = Callable[..., tuple[TestClient, FakeEngine]]
 
@@ -30,3 +31,11 @@ def serve() -> Iterator[Serve]:
     for client, front in opened:
         client.__exit__(None, None, None)
         front.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds a tokenizer."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    byte_tokenizer().save_pretrained(path)
+    return path

@@ -55,6 +55,12 @@ class FakeEngine:
         self.aborted.append(rid)
         self._left.pop(rid, None)
 
+    def flush_cache(self) -> int | None:
+        return None if self._left else 5
+
+    def check_idle(self) -> None:
+        pass
+
     def run_once(self) -> list[Tokens | Failed]:
         out, self._outbox = self._outbox, []
         for rid in list(self._left):
@@ -127,3 +133,12 @@ def build_slow(settings: Settings) -> Built:
 
     built.engine.run_once = slowly  # type: ignore[method-assign]
     return built
+
+
+def build_wrong(settings: Settings) -> Built:
+    """A user's mistake."""
+    raise ValueError("--page-size: must be nicer")
+
+
+def build_crash(settings: Settings) -> Built:
+    raise RuntimeError("no luck at all")

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specserve.config import Settings
 from specserve.frontend.engine_client import EngineClient
-from specserve.frontend.messages import Abort, Ready, ToEngine
+from specserve.frontend.messages import Abort, Flush, Flushed, Ready, ToEngine
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.server.front import Front
 from tests.front.fake_engine import CONTEXT, FakeEngine
@@ -57,6 +57,8 @@ def fake_front(engine: FakeEngine, **settings: Any) -> Front:
     def send(message: ToEngine) -> None:
         if isinstance(message, Abort):
             engine.abort(message.rid)
+        elif isinstance(message, Flush):
+            client.receive(Flushed(engine.flush_cache()))
         else:
             engine.submit(message)
             asyncio.get_running_loop().call_soon(tick)

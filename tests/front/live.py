@@ -14,7 +14,7 @@ import uvicorn
 
 from specserve.config import load_settings
 from specserve.frontend.engine_client import EngineClient
-from specserve.frontend.messages import Abort, Ready, ToEngine
+from specserve.frontend.messages import Abort, Flush, Flushed, Ready, ToEngine
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.scheduler.process import Built, Engine, _info, build_scheduler
 from specserve.server.app import create_app
@@ -58,6 +58,8 @@ def _connect(engine: Engine) -> EngineClient:
     def send(message: ToEngine) -> None:
         if isinstance(message, Abort):
             engine.abort(message.rid)
+        elif isinstance(message, Flush):
+            client.receive(Flushed(engine.flush_cache()))
         else:
             engine.submit(message)
             asyncio.get_running_loop().call_soon(tick)

@@ -68,6 +68,14 @@ def test_stream(serve: Serve) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == 12
 
 
+def test_stream_says_which_tokens_came_from_one_step(serve: Serve) -> None:
+    for settings, piece in (({}, {"pieces": ["x", "y", ""]}), ({"skip_tokenizer_init": True}, {})):
+        client, _ = serve("xy", **settings)
+        chunks = events(post(client, prompt=[1, 2], stream=True, return_speculation=True))
+        assert [c["choices"][0]["speculation"] for c in chunks[:-1]] == [{"runs": [3], **piece}]
+        assert "speculation" not in events(post(client, prompt=[1, 2], stream=True))[0]["choices"][0]
+
+
 def test_without_a_tokenizer(serve: Serve) -> None:
     client, _ = serve("xy", skip_tokenizer_init=True)
     choice = post(client, prompt=[1, 2], logprobs=1).json()["choices"][0]

@@ -208,7 +208,6 @@ def test_automatic_choices_on_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch)
         ),
         ({"device": "cuda"}, "--device cuda"),
         ({"attention_backend": "triton"}, "--attention-backend triton needs a GPU"),
-        ({"speculative_token_map": "dynamic"}, "--speculative-token-map: dynamic is not available"),
         ({"speculative_draft_quantization": "fp8"}, "--speculative-draft-quantization fp8 is not available"),
         ({"max_total_tokens": 8}, "--max-total-tokens: must hold a page of 16"),
     ],
@@ -239,8 +238,6 @@ def test_flags_without_effect_are_noted(model: str) -> None:
 @pytest.mark.parametrize(
     ("given", "architecture", "expected"),
     [
-        ((None, None, None), LLAMA, (5, 4, 8)),
-        ((None, None, None), QWEN, (3, 1, 4)),
         ((5, 8, 64), LLAMA, (5, 8, 64)),
         ((3, 1, 9), LLAMA, (3, 1, 4)),
         ((2, 2, 7), LLAMA, (2, 2, 7)),
@@ -258,6 +255,15 @@ def test_speculation_shapes(model: str, given: Any, architecture: Any, expected:
     shape = (found.speculative_num_steps, found.speculative_eagle_topk, found.speculative_num_draft_tokens)
     assert shape == expected
     assert any("speculati" in note for note in notes) == (given != expected)
+
+
+def test_without_a_shape_the_controller_chooses(model: str) -> None:
+    found, notes = resolve(speculative(model), LLAMA)
+    assert found.speculative_adaptive
+    assert found.speculative_num_steps is None
+    assert any("speculative_adaptive = true: none of --speculative-num-steps," in note for note in notes)
+    assert resolve(found, LLAMA)[0] == found
+    assert not resolve(Settings(model_path=model), LLAMA)[0].speculative_adaptive
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from typing import Any
 
+import pytest
 from starlette.testclient import TestClient
 
 from specserve.config import SETTINGS, Settings
 from specserve.core import SamplingParams
 from specserve.frontend.engine_client import EngineClient
 from specserve.frontend.messages import Abort, Broken, Failed, Stats, Submit, ToEngine, Tokens
+from specserve.server import streaming
 from specserve.server.app import create_app
 from specserve.server.front import Front
 from tests.front.conftest import Serve
+from tests.front.fake_engine import FakeEngine, text_reply
+from tests.front.fakes import fake_front
 
 
 def test_models(serve: Serve) -> None:
@@ -103,7 +109,7 @@ def test_engine_death_answers_everyone() -> None:
         for box, rid in ((inbox, "b"), (other, "c")):
             message = await box.get()
             assert isinstance(message, Failed)
-            assert (message.rid, message.client_error) == (rid, False)
+            assert (message.rid, message.fault) == (rid, "unavailable")
             assert "it fell over" in message.message
         late = client.submit([submit("d")])
         assert isinstance(await late.get(), Failed)
@@ -125,3 +131,66 @@ def test_a_closed_inbox_aborts_what_is_open() -> None:
         assert (await inbox.get()).rid == "a"
 
     asyncio.run(run())
+
+
+def test_tokens_of_a_text(serve: Serve) -> None:
+    client, _ = serve()
+    found = client.post("/tokenize", json={"prompt": "ab hello"}).json()
+    assert found == {"tokens": [97, 98, 258], "count": 3, "max_model_len": 256}
+    chat = client.post(
+        "/tokenize", json={"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    ).json()
+    assert bytes(chat["tokens"]) == b"user:a\nassistant:"
+    assert client.post("/detokenize", json={"tokens": [97, 256, 98]}).json() == {"prompt": "a<eos>b"}
+
+
+def test_tokens_of_nothing(serve: Serve) -> None:
+    client, _ = serve()
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
+        ("/detokenize", {"tokens": [260]}, "tokens"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/abort_request", {}, "rid"),
+        ("/abort_request", {"rid": "a", "abort_all": True}, "rid"),
+    ):
+        response = client.post(path, json=body)
+        assert response.status_code in (400, 404)
+        assert response.json()["error"]["param"] == param
+
+
+def test_json_that_nests(serve: Serve) -> None:
+    client, _ = serve()
+    for depth in (33, 900, 100_000):
+        body = '{"model": "tiny", "prompt": ' + "[" * depth + "]" * depth + "}"
+        response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == "the body is JSON that nests deeper than 32"
+
+
+def test_a_stream_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are ended once its client has taken nothing for a while; until then other work goes on."""
+    monkeypatch.setattr(streaming, "STALLED", 0.05)
+
+    async def run() -> list[str]:
+        engine = FakeEngine(text_reply("a" * 250, end=False), stride=1)
+        front = fake_front(engine)
+        body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 250, "stream": True}).encode()
+        received = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            return received.pop() if received else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+        headers = {"headers": [(b"content-type", b"application/json")]}
+        await create_app(front)({**scope, **headers}, receive, send)
+        front.close()
+        assert front.engine.open == 0
+        return engine.aborted
+
+    assert len(asyncio.run(run())) == 1

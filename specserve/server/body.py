@@ -1,0 +1,82 @@
+"""What bounds a request's body: its size, and how deep its JSON nests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specserve.server.errors import ApiError
+
+MAX_DEPTH = 32
+
+
+class LimitBody:
+    """Refuses bodies of more than ``most`` bytes: 413, before or while they are read."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        error = ApiError(413, f"the body is larger than {self._most} bytes (--max-body-bytes)")
+        if announced.isdigit() and int(announced) > self._most:
+            await error.response(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._most:
+                raise HTTPException(error.status, str(error))
+            return message
+
+        await self._app(scope, counted, send)
+
+
+class BoundedRoute(APIRoute):
+    """A route whose JSON nests no deeper than ``MAX_DEPTH``: 400 before anything looks at it."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def bounded(request: Request) -> Response:
+            return await handle(_BoundedRequest(request.scope, request.receive))
+
+        return bounded
+
+
+class _BoundedRequest(Request):
+    async def json(self) -> Any:
+        try:
+            found = await super().json()
+            if not _deeper(found, MAX_DEPTH):
+                return found
+        except RecursionError:
+            pass  # deeper than the parser goes
+        raise HTTPException(400, f"the body is JSON that nests deeper than {MAX_DEPTH}")
+
+
+def _deeper(value: object, depth: int) -> bool:
+    """Whether lists and objects nest deeper than ``depth``."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [child for item in level for child in _children(item) if isinstance(child, list | dict)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: object) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

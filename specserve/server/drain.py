@@ -1,0 +1,64 @@
+"""How a server ends: kindly after the first signal, at once after the second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from uvicorn import Server
+
+    from specserve.server.front import Front
+
+log = logging.getLogger(__name__)
+
+FAREWELL = 2  # seconds in which the last answers, an error for those that were cut, leave
+_TICK = 0.05  # seconds between looks at what is under way
+
+
+class Drain:
+    """Stops a server. Until what is under way has ended it still listens, and answers 503."""
+
+    def __init__(self, front: Front, server: Server) -> None:
+        self._front = front
+        self._server = server
+        self._task: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Begins with SIGINT or SIGTERM; another one cuts it short."""
+        loop = asyncio.get_running_loop()
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        if self._task is None:
+            self._front.stopping = self._front.engine.is_last = True
+            self._task = asyncio.create_task(self._drain())
+        else:
+            self._end()
+            self._server.force_exit = True
+
+    async def _drain(self) -> None:
+        timeout = self._front.settings.drain_timeout
+        if self._front.calls:
+            log.info("stopping: %d requests have %g seconds to end", self._front.calls, timeout)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self._front.calls:
+                    await asyncio.sleep(_TICK)
+        self._end()
+
+    def _end(self) -> None:
+        self._front.engine.stop()
+        self._server.should_exit = True

@@ -1,0 +1,69 @@
+"""Routes beside OpenAI's for those who run the server: tokens of a text, ending requests, emptying the cache."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from specserve.frontend.engine_client import EngineGone
+from specserve.server.chat import Message
+from specserve.server.errors import ApiError
+from specserve.server.front import Front
+from specserve.server.protocol import Int, Strict, Text
+
+ABORTED = "the request was ended by POST /abort_request"
+
+
+class TokenizeRequest(Strict):
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[Int]
+
+
+class AbortRequest(Strict):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+async def tokenize(front: Front, request: TokenizeRequest) -> dict[str, Any]:
+    """The token ids that a completion of ``prompt``, or a chat of ``messages``, would begin with."""
+    front.check_call(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "prompt: give either prompt or messages", "prompt")
+    if request.messages is not None:
+        tokens = await front.encode_chat([message.plain() for message in request.messages])
+    else:
+        tokens = await front.encode(request.prompt or "")
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": front.context_length}
+
+
+async def detokenize(front: Front, request: DetokenizeRequest) -> dict[str, Any]:
+    """The text of token ids, special ones included."""
+    front.check_call(request.model)
+    front.check_tokens(request.tokens, "tokens")
+    return {"prompt": await front.decode(request.tokens)}
+
+
+async def abort_request(front: Front, request: AbortRequest) -> dict[str, Any]:
+    """Ends one call's requests, by the ``id`` of its answer, or all. Returns how many had not ended yet."""
+    if (request.rid is None) != request.abort_all:
+        raise ApiError(400, "rid: give either the id of an answer or abort_all: true", "rid")
+    return {"aborted": front.engine.end_calls(request.rid, ABORTED)}
+
+
+async def flush_cache(front: Front) -> dict[str, Any]:
+    """Empties the prefix cache of an idle server. Returns the number of pages it held."""
+    front.check_call(None)
+    try:
+        pages = None if front.engine.open else await front.engine.flush_cache()
+    except EngineGone as error:
+        raise ApiError(503, str(error), code="not_ready") from None
+    if pages is None:
+        raise ApiError(400, f"the cache is in use: {front.engine.open} requests run or wait", code="busy")
+    return {"flushed_pages": pages}

@@ -1,0 +1,227 @@
+"""A server under fire: signals, engines that die, queues that fill. Real processes, a fake scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.front.processes import Server, running, wait
+
+LONG = {"model": "tiny", "prompt": "aaa", "max_tokens": 250}  # 125 messages of 20 ms
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as found:
+        yield found
+
+
+def post(server: Server, **fields: object) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json={**LONG, **fields}, timeout=30)
+
+
+def events(response: httpx.Response) -> list[str]:
+    return re.findall(r"^data: (.*)$", response.text, re.MULTILINE)
+
+
+def metric(server: Server, name: str) -> float:
+    found = re.search(rf"^specserve_{name} (\S+)$", server.get("/metrics")[1], re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def under_way(
+    server: Server, pool: ThreadPoolExecutor, *calls: dict[str, object]
+) -> list[Future[httpx.Response]]:
+    """Begins long requests and waits for their first tokens."""
+    name = "time_to_first_token_seconds_count"
+    before = metric(server, name)
+    futures = [pool.submit(post, server, **fields) for fields in calls]
+    answers = sum(int(str(fields.get("n", 1))) for fields in calls)
+    wait(lambda: metric(server, name) == before + answers, 10)
+    return futures
+
+
+class TestOfOneServer:
+    @pytest.fixture(scope="class")
+    def server(self, model: Path) -> Iterator[Server]:
+        flags = ("--max-running-requests", "2", "--max-queued-requests", "2", "--request-timeout", "1")
+        limits = ("--max-body-bytes", "2000", "--cors-origin", "https://a.example")
+        with running("build_slow", model, *flags, *limits) as found:
+            yield found.wait_ready()
+
+    def test_queue(self, server: Server, pool: ThreadPoolExecutor) -> None:
+        refused = post(server, n=5, max_tokens=1)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+        assert "5 asked for beside 0" in error["message"]
+        assert metric(server, "rejected_requests_total") == 5
+        waiting = under_way(server, pool, {"max_tokens": 90}, {"max_tokens": 90}, {"max_tokens": 90})
+        assert post(server, n=2, max_tokens=1).status_code == 429
+        assert post(server, max_tokens=1).status_code == 200
+        assert {future.result().status_code for future in waiting} <= {200, 504}
+        assert post(server, n=4, max_tokens=1).status_code == 200
+
+    def test_timeout(self, server: Server) -> None:
+        begun = time.monotonic()
+        late = post(server)
+        assert time.monotonic() - begun >= 1
+        assert late.status_code == 504
+        assert late.json()["error"]["code"] == "timeout"
+        assert "1 seconds (--request-timeout)" in late.json()["error"]["message"]
+        wait(lambda: server.running() == 0, 3)
+
+    def test_timeout_of_a_stream(self, server: Server) -> None:
+        *chunks, error, end = events(post(server, stream=True))
+        assert len(chunks) > 10
+        assert json.loads(error)["error"]["code"] == "timeout"
+        assert end == "[DONE]"
+        wait(lambda: server.running() == 0, 3)
+
+    def test_size_of_the_body(self, server: Server) -> None:
+        def pieces() -> Iterator[bytes]:
+            yield b'{"model": "tiny", "prompt": "'
+            for _ in range(30):
+                yield b"a" * 100
+
+        url = f"{server.url}/v1/completions"
+        headers = {"content-type": "application/json"}
+        for refused in (post(server, prompt="a" * 3000), httpx.post(url, content=pieces(), headers=headers)):
+            assert refused.status_code == 413
+            assert "larger than 2000 bytes" in refused.json()["error"]["message"]
+        assert post(server, prompt="a" * 200, max_tokens=1).status_code == 200
+
+    def test_size_of_the_headers(self, server: Server) -> None:
+        with contextlib.suppress(httpx.TransportError):  # closed before all was sent
+            assert httpx.get(f"{server.url}/health", headers={"x": "a" * 2_000_000}).status_code == 400
+        assert server.get("/health")[0] == 200
+
+    def test_other_origins(self, server: Server) -> None:
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        for origin, status in (("https://a.example", 200), ("https://b.example", 400)):
+            found = httpx.options(f"{server.url}/v1/completions", headers={"origin": origin, **asked})
+            assert (found.status_code, found.headers.get("access-control-allow-origin") == origin) == (
+                status,
+                status == 200,
+            )
+
+    def test_abort(self, server: Server, pool: ThreadPoolExecutor) -> None:
+        def abort(**fields: object) -> object:
+            return httpx.post(f"{server.url}/abort_request", json=fields).json()
+
+        assert abort(rid="cmpl-unknown") == {"aborted": 0}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            name = json.loads(next(lines).removeprefix("data: "))["id"]
+            assert httpx.post(f"{server.url}/flush_cache").json()["error"]["code"] == "busy"
+            assert abort(rid=name) == {"aborted": 1}
+            *_, event, end = [line.removeprefix("data: ") for line in lines if line]
+        assert json.loads(event)["error"]["code"] == "aborted"
+        assert end == "[DONE]"
+        (whole,) = under_way(server, pool, {"n": 2})
+        assert abort(abort_all=True) == {"aborted": 2}
+        assert (whole.result().status_code, whole.result().json()["error"]["code"]) == (400, "aborted")
+        assert httpx.post(f"{server.url}/flush_cache").json() == {"flushed_pages": 5}
+
+    def test_a_reader_that_stalls_holds_nobody_up(self, server: Server) -> None:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}):
+            begun = time.monotonic()
+            assert post(server, max_tokens=2).status_code == 200
+            assert time.monotonic() - begun < 2
+
+
+class TestStopping:
+    def test_drain(self, model: Path, pool: ThreadPoolExecutor) -> None:
+        with running("build_slow", model) as server:
+            server.wait_ready()
+            answers = under_way(server, pool, {"max_tokens": 200}, {"max_tokens": 220, "stream": True})
+            server.process.send_signal(signal.SIGTERM)
+            wait(lambda: server.get("/health")[0] == 503, 1.5)
+            refused = post(server)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert refused.json()["error"]["message"] == "the server is stopping"
+            assert server.finish() == 0
+            assert answers[0].result().json()["choices"][0]["text"] == "a" * 200
+            assert "error" not in answers[1].result().text
+
+    def test_drain_that_takes_too_long(self, model: Path, pool: ThreadPoolExecutor) -> None:
+        with running("build_slow", model, "--drain-timeout", "0.3") as server:
+            server.wait_ready()
+            whole, streamed = under_way(server, pool, {}, {"stream": True})
+            server.process.send_signal(signal.SIGTERM)
+            assert server.finish() == 0
+            check_cut(whole, streamed, "the server is stopping")
+
+    def test_second_signal(self, model: Path, pool: ThreadPoolExecutor) -> None:
+        with running("build_slow", model) as server:
+            server.wait_ready()
+            whole, streamed = under_way(server, pool, {}, {"stream": True})
+            server.process.send_signal(signal.SIGTERM)
+            wait(lambda: server.get("/health")[0] == 503, 1.5)
+            server.process.send_signal(signal.SIGINT)
+            assert server.finish() == 0
+            check_cut(whole, streamed, "the server is stopping")
+            assert "Traceback" not in "".join(server.lines)
+
+
+def check_cut(whole: Future[httpx.Response], streamed: Future[httpx.Response], words: str) -> None:
+    """Both answers ended with 503 and the reason, the stream in an event."""
+    assert whole.result().status_code == 503
+    *_, event, end = events(streamed.result())
+    assert end == "[DONE]"
+    for body in (whole.result().json(), json.loads(event)):
+        assert body["error"]["code"] == "not_ready"
+        assert words in body["error"]["message"]
+
+
+class TestEngineDeath:
+    def test_another_engine(self, model: Path, pool: ThreadPoolExecutor) -> None:
+        with running("build_slow", model, "--engine-restarts", "2") as server:
+            server.wait_ready()
+            for restarts in (1, 2):
+                whole, streamed = under_way(server, pool, {}, {"stream": True})
+                begun = time.monotonic()
+                os.kill(server.engine_pid(), signal.SIGKILL)
+                check_cut(whole, streamed, "the engine is gone: its process ended with code -9")
+                assert time.monotonic() - begun < 2
+                assert server.get("/health")[0] == 503
+                wait(lambda: server.get("/health")[0] == 200, 30)
+                assert post(server, prompt="ab", max_tokens=4).json()["choices"][0]["text"] == "abab"
+                assert metric(server, "engine_restarts_total") == restarts
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            assert server.finish() == 1
+            assert "Traceback" not in "".join(server.lines)
+
+    def test_an_engine_that_fails(self, model: Path) -> None:
+        """Seed 14 makes the fake raise."""
+        with running("build_slow", model, "--engine-restarts", "1") as server:
+            server.wait_ready()
+            failed = post(server, seed=14)
+            assert failed.status_code == 503
+            assert "RuntimeError: the fake engine died of seed 14" in failed.json()["error"]["message"]
+            wait(lambda: server.get("/health")[0] == 200, 30)
+            assert post(server, max_tokens=2).json()["choices"][0]["text"] == "aa"
+            assert server.stop() == 0
+
+    def test_stop_while_another_loads(self, model: Path) -> None:
+        with running("build_slow", model) as server:
+            server.wait_ready()
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            wait(lambda: any("another one is started" in line for line in server.lines), 5)
+            assert server.stop() == 0
+
+    @pytest.mark.parametrize(("build", "code"), [("build_wrong", 2), ("build_crash", 1)])
+    def test_an_engine_that_never_served(self, build: str, code: int, model: Path) -> None:
+        with running(build, model) as server:
+            assert server.finish() == code
+        assert not any("another one" in line for line in server.lines)

@@ -1,0 +1,111 @@
+"""A device that runs out of memory in a launch: batches shrink, and a request fails only when it fails alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import OutOfMemoryError
+
+from specserve.core import SamplingParams
+from specserve.engine.runner import Row
+from specserve.scheduler.pressure import LEAST_CHUNK, Pressure
+from specserve.scheduler.scheduler import Scheduler
+from tests.engines import Checkpoints, Client, answer_all, requests_of
+
+WORK = [
+    ([token, 3, 5, *range(token % 7)], SamplingParams(max_tokens=24, temperature=0)) for token in range(6)
+]
+
+
+def scarce(scheduler: Scheduler, name: str, fits: Callable[[Sequence[Row]], bool]) -> Any:
+    """The runner's step or prefill raises unless ``fits``, having done its work as far as the cache goes."""
+    launch = getattr(scheduler._runner, name)
+
+    def launch_or_raise(rows: Sequence[Row], *shape: Any) -> Any:
+        done = launch(rows, *shape)
+        if not fits(rows):
+            raise OutOfMemoryError("CUDA out of memory, says the test")
+        return done
+
+    return patch.object(scheduler._runner, name, launch_or_raise)
+
+
+@pytest.fixture(params=["on", "off"])
+def scheduler(request: pytest.FixtureRequest, agreeing: Checkpoints) -> Scheduler:
+    overlap = request.param
+    return agreeing.scheduler(
+        "EAGLE3", (3, 2, 6), dtype="float64", page_size=4, overlap_schedule=overlap, chunked_prefill_size=64
+    )
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_steps_that_are_too_large(most: int, scheduler: Scheduler) -> None:
+    expected = [answer.tokens for answer in answer_all(scheduler, WORK)]
+    with scarce(scheduler, "step", lambda rows: len(rows) <= most):
+        found = answer_all(scheduler, WORK)
+    assert [answer.tokens for answer in found] == expected
+    assert not any(answer.refused for answer in found)
+    assert scheduler.stats().preemptions > 0
+    scheduler.memory.check_idle()
+
+
+def test_prompts_that_are_too_long_at_once(scheduler: Scheduler) -> None:
+    expected = [answer.tokens for answer in answer_all(scheduler, WORK)]
+    scheduler.flush_cache()
+    with scarce(scheduler, "prefill", lambda rows: sum(len(row.tokens) for row in rows) <= LEAST_CHUNK):
+        found = answer_all(scheduler, WORK)
+    assert [answer.tokens for answer in found] == expected
+    scheduler.memory.check_idle()
+
+
+@pytest.mark.parametrize("launch", ["step", "prefill"])
+def test_one_that_never_fits_fails_alone(launch: str, scheduler: Scheduler) -> None:
+    expected = [answer.tokens for answer in answer_all(scheduler, WORK)]
+    client = Client(scheduler)
+    for index, (prompt, params) in enumerate(WORK):
+        client.submit(str(index), prompt, params)
+
+    def fits(rows: Sequence[Row]) -> bool:
+        slots = {request.slot for request in requests_of(scheduler) if request.rid == "2"}
+        return not slots & {row.slot for row in rows}
+
+    with scarce(scheduler, launch, fits):
+        answers = client.run()
+    bad = answers.pop("2")
+    assert bad.refused == (
+        "the device's memory is too small for this request: CUDA out of memory, says the test"
+    )
+    assert [answer.tokens for answer in answers.values()] == [*expected[:2], *expected[3:]]
+    scheduler.memory.check_idle()
+
+
+def test_limits_come_back() -> None:
+    pressure = Pressure(16, 512)
+    pressure.fall(16, 0)
+    pressure.fall(3, 100)
+    assert (pressure.requests, pressure.chunk) == (1, 50)
+    pressure.fall(1, 20)
+    assert (pressure.requests, pressure.chunk) == (1, LEAST_CHUNK)
+    for _ in range(20):
+        pressure.rise()
+    assert (pressure.requests, pressure.chunk) == (16, 512)
+
+
+def test_wrong_books_are_loud(scheduler: Scheduler, caplog: pytest.LogCaptureFixture) -> None:
+    answer_all(scheduler, WORK)
+    scheduler.check_idle()
+    assert scheduler.stats().violations == 0
+    assert scheduler.memory.cache is not None
+    page = next(scheduler.memory.cache.pages())
+    scheduler.memory.allocator.allocate(2)
+    scheduler.memory.allocator.share([page])
+    scheduler._free_slots.pop()
+    with caplog.at_level(logging.ERROR):
+        scheduler.check_idle()
+    assert scheduler.stats().violations == 3
+    for words in ("pages leaked", f"still in use, page {page} among", "free slots are"):
+        assert words in caplog.text
