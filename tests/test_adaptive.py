@@ -73,6 +73,15 @@ def test_costs_are_measured_at_start() -> None:
         assert 0 < controller.cost.seconds(plain, 0) < controller.cost.seconds(deep, 0)
 
 
+def test_measuring_leaves_the_padding_row_alone() -> None:
+    """Or padding would take drafts from requests."""
+    with LLM(skip_tokenizer_init=True, speculative_algorithm="EAGLE3", max_running_requests=2) as llm:
+        assert llm._engine is not None
+        state = llm._engine._runner.context.state
+        slots = state.slots
+        assert [int(c[state.dummy]) for c in (slots.limit, slots.draft_cap, slots.length)] == [0, 0, 1]
+
+
 def test_a_short_context() -> None:
     """Costs are measured behind as many tokens as there may be."""
     with LLM(

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from torch import OutOfMemoryError
 
 from specserve.core import SamplingParams
 from specserve.engine.runner import Row
-from specserve.scheduler.pressure import LEAST_CHUNK, Pressure
+from specserve.scheduler.pressure import CALM, LEAST_CHUNK, Pressure
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import Checkpoints, Client, answer_all, requests_of
 
@@ -85,14 +86,38 @@ def test_one_that_never_fits_fails_alone(launch: str, scheduler: Scheduler) -> N
 
 def test_limits_come_back() -> None:
     pressure = Pressure(16, 512)
-    pressure.fall(16, 0)
-    pressure.fall(3, 100)
-    assert (pressure.requests, pressure.chunk) == (1, 50)
-    pressure.fall(1, 20)
-    assert (pressure.requests, pressure.chunk) == (1, LEAST_CHUNK)
-    for _ in range(20):
-        pressure.rise()
-    assert (pressure.requests, pressure.chunk) == (16, 512)
+    assert pressure.fall(16, 0)
+    assert pressure.fall(1, 100)
+    assert (pressure.requests, pressure.chunk, pressure.prompts) == (8, 50, 16)
+    assert pressure.fall(3, 20)
+    assert pressure.fall(3, 9)
+    assert (pressure.requests, pressure.chunk, pressure.prompts) == (8, LEAST_CHUNK, 1)
+    assert not pressure.fall(1, 9)
+    for _ in range(15 * CALM):
+        pressure.worked()
+    assert (pressure.requests, pressure.chunk, pressure.prompts) == (16, 512, 16)
+
+
+def test_a_prompt_that_is_too_long_holds_up_no_step(scheduler: Scheduler) -> None:
+    """Those that decode go on together, and the prompt gets through in pieces, however often a larger one fails."""
+    client, batches = Client(scheduler), []
+    for index, (prompt, params) in enumerate(WORK):
+        client.submit(str(index), prompt, msgspec.structs.replace(params, max_tokens=60))
+    for _ in range(8):
+        client.iterate()
+    client.submit("long", [7] * 200, SamplingParams(max_tokens=2, temperature=0))
+    step = scheduler._runner.step
+
+    def counted(rows: Sequence[Row], shape: Any) -> Any:
+        batches.append(len(rows))
+        return step(rows, shape)
+
+    few = scarce(scheduler, "prefill", lambda rows: sum(len(row.tokens) for row in rows) <= LEAST_CHUNK)
+    with few, patch.object(scheduler._runner, "step", counted):
+        answers = client.run()
+    assert not any(answer.refused for answer in answers.values())
+    assert max(batches) >= len(WORK)
+    assert batches[1] >= len(WORK) - 1
 
 
 def test_wrong_books_are_loud(scheduler: Scheduler, caplog: pytest.LogCaptureFixture) -> None:

@@ -132,7 +132,7 @@ class Settings:
     engine_restarts: int = setting(
         3,
         "Times within 10 minutes that an engine which died is replaced; then the server ends with code 1. An engine "
-        "that never served is not replaced.",
+        "that never served is not replaced, unless it replaced one that did.",
         group=SERVER,
         low=0,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import shutil
 import tempfile
@@ -18,6 +19,8 @@ from specserve.config import Settings
 from specserve.frontend.engine_client import EngineClient
 from specserve.frontend.messages import Broken, ToEngine, decode_to_front, encode
 from specserve.scheduler.process import Addresses, Build, engine_main
+
+log = logging.getLogger(__name__)
 
 GRACE = 5.0  # seconds that the engine has to end before it is killed
 LAST_WORDS = 0.3  # seconds after its end in which its last messages are read
@@ -73,9 +76,13 @@ async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[
 
 
 async def _receive(socket: Any, client: EngineClient) -> None:
-    while True:
-        for frame in await socket.recv_multipart():
-            client.receive(decode_to_front(frame))
+    try:
+        while True:
+            for frame in await socket.recv_multipart():
+                client.receive(decode_to_front(frame))
+    except Exception as error:  # nobody else would hear of it, and every request would wait for ever
+        log.exception("the engine's messages can't be read")
+        client.fail(Broken(f"its messages can't be read: {type(error).__name__}"))
 
 
 async def _watch(engine: EngineProcess, client: EngineClient) -> None:

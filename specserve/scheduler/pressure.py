@@ -4,30 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ATTEMPTS = 5  # launches that a request may fail alone
+ATTEMPTS = 5  # launches as small as can be that a request may fail alone
 LEAST_CHUNK = 16  # prompt tokens
+CALM = 16  # launches that worked, after which limits rise
 
 
 @dataclass(slots=True)
 class Pressure:
-    """What a launch may hold now: ``requests``, and ``chunk`` tokens of prompts. Both fall by halves and come back as
-    requests end."""
+    """What a launch may hold now: a step ``requests``; a prefill ``chunk`` tokens of ``prompts`` requests. Limits fall
+    by halves, and rise while launches work."""
 
     most_requests: int
     most_chunk: int
     requests: int = 0
     chunk: int = 0
+    prompts: int = 0
+    _worked: int = 0
 
     def __post_init__(self) -> None:
-        self.requests, self.chunk = self.most_requests, self.most_chunk
+        self.requests = self.prompts = self.most_requests
+        self.chunk = self.most_chunk
 
-    def fall(self, requests: int, chunk: int) -> None:
-        """A launch of so many requests, or of so many prompt tokens unless 0, was too large."""
-        self.requests = max(1, requests // 2)
-        if chunk:
+    def fall(self, requests: int, chunk: int) -> bool:
+        """A step of so many requests, or a prefill of so many tokens of them unless 0, was too large. Returns whether
+        the next one can be smaller."""
+        self._worked = 0
+        if not chunk:
+            self.requests = max(1, requests // 2)
+        elif chunk > LEAST_CHUNK:
             self.chunk = max(LEAST_CHUNK, chunk // 2)
+            return True
+        else:
+            self.prompts = max(1, requests // 2)
+        return requests > 1
 
-    def rise(self) -> None:
-        """A request has ended."""
-        self.requests = min(self.most_requests, self.requests + 1)
-        self.chunk = min(self.most_chunk, self.chunk * 2)
+    def worked(self) -> None:
+        """A launch found its memory."""
+        self._worked += 1
+        if self._worked % CALM == 0:
+            self.requests = min(self.most_requests, self.requests + 1)
+            self.prompts = min(self.most_requests, self.prompts + 1)
+            self.chunk = min(self.most_chunk, self.chunk * 2)

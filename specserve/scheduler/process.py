@@ -189,6 +189,7 @@ class _Loop:
             messages: list[ToFront] = [*engine.run_once()] if engine.has_work else []
             self._add_stats(messages)
             _send(self._outbox, messages)
+            self._check_idle()
 
     def _read(self) -> None:
         while True:
@@ -205,15 +206,18 @@ class _Loop:
                     _send(self._outbox, [Flushed(self._engine.flush_cache())])
 
     def _add_stats(self, messages: list[ToFront]) -> None:
-        """About once a second, and when work runs out, so that an idle server shows itself idle; and looks whether
-        it is."""
+        """About once a second, and when work runs out, so that an idle server shows itself idle."""
+        now = time.monotonic()
+        if now >= self._stats_at or not self._engine.has_work:
+            messages.append(self._engine.stats())
+            self._stats_at = now + STATS_PERIOD
+
+    def _check_idle(self) -> None:
+        """Behind the last messages: it walks over all pages."""
         now = time.monotonic()
         if now >= self._check_at and not self._engine.has_work:
             self._engine.check_idle()
             self._check_at = now + CHECK_PERIOD
-        if now >= self._stats_at or not self._engine.has_work:
-            messages.append(self._engine.stats())
-            self._stats_at = now + STATS_PERIOD
 
 
 def _parent() -> multiprocessing.process.BaseProcess:

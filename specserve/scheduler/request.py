@@ -31,7 +31,7 @@ class Request:
     remembered: int = 0  # whole pages offered to the prefix cache
     inflight: int = 0  # most tokens that launches not yet read may add to the cache
     pending: int = 0  # launches not yet read that emit a token or more each
-    failures: int = 0  # launches of it alone that ran out of the device's memory
+    failures: int = 0  # launches of it alone, as small as can be, that ran out of the device's memory
     # For the final report.
     cached_tokens: int | None = None
     usage: SpeculationUsage = field(default_factory=SpeculationUsage)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -211,7 +211,7 @@ class Scheduler:
         rows: list[Row] = []
         requests: list[Request] = []
         for request in self._running:
-            if not request.prefilling or not budget or len(rows) == self._pressure.requests:
+            if not request.prefilling or not budget or len(rows) == self._pressure.prompts:
                 continue
             end = min(request.prefilled + budget, len(request.context))
             tokens = request.context[request.prefilled : end]
@@ -221,11 +221,11 @@ class Scheduler:
             requests.append(request)
         if not rows:
             return 0
-        try:
-            self._inflight.append(_InFlight(self._runner.prefill(rows), requests))
-        except OutOfMemoryError as error:
-            self._shrink(requests, sum(len(row.tokens) for row in rows), error)
+        chunk = sum(len(row.tokens) for row in rows)
+        launch = self._attempt(lambda: self._runner.prefill(rows), requests, chunk)
+        if launch is None:
             return 0
+        self._inflight.append(_InFlight(launch, requests))
         for request in requests:
             request.pending += not request.prefilling
             if self.memory.remember(request):
@@ -242,11 +242,10 @@ class Scheduler:
         if not ready:
             return 0
         rows = [Row(r.slot, r.params, self._bound(r)) for r in ready]
-        try:
-            item = _InFlight(self._runner.step(rows, shape), ready, shape, batch)
-        except OutOfMemoryError as error:
-            self._shrink(ready, 0, error)
+        launch = self._attempt(lambda: self._runner.step(rows, shape), ready, 0)
+        if launch is None:
             return 0
+        item = _InFlight(launch, ready, shape, batch)
         self._inflight.append(item)
         for request in ready:
             request.inflight += item.adds
@@ -296,17 +295,26 @@ class Scheduler:
         self._vacate(request, remember)
         self._waiting.appendleft(request)
 
-    def _shrink(self, requests: list[Request], chunk: int, error: OutOfMemoryError) -> None:
+    def _attempt(self, launch: Callable[[], Launch], requests: list[Request], chunk: int) -> Launch | None:
+        """None when the device's memory is too small; ``chunk``: prompt tokens, 0 for a step."""
+        try:
+            return launch()
+        except OutOfMemoryError as error:
+            words = str(error)  # the error itself holds on to all that the launch had made
+        self._shrink(requests, chunk, words)
+        return None
+
+    def _shrink(self, requests: list[Request], chunk: int, error: str) -> None:
         """A launch found too little of the device's memory. What it left of its requests is uncertain: they are put
-        back with the tokens they have, and the next launches are smaller. One that fails alone again and again is
-        answered with the error."""
+        back with the tokens they have, and the next launches are smaller. One that fails alone again and again where
+        nothing can be smaller is answered with the error."""
         log.error("the device's memory is too small for a launch of %d requests: %s", len(requests), error)
         self._drain()
-        self._pressure.fall(len(requests), chunk)
+        smaller = self._pressure.fall(len(requests), chunk)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         for request in sorted((r for r in requests if r.slot >= 0), key=lambda r: -r.arrival):
-            request.failures += len(requests) == 1
+            request.failures += not smaller
             if request.failures < ATTEMPTS:
                 self._preempt(request, remember=False)
                 continue
@@ -336,12 +344,14 @@ class Scheduler:
     def _collect(self, item: _InFlight) -> None:
         """Waits for a launch and hands its tokens out."""
         found = item.launch.read()
+        self._pressure.worked()
         live, before = sum(r.slot >= 0 for r in item.requests), self._counters.generated_tokens
         for request, emitted in zip(item.requests, found, strict=True):
             if request.slot < 0:
                 continue  # ended while this launch was in flight
             request.pending -= bool(emitted.tokens)
             if item.shape is not None:
+                request.failures = 0
                 request.inflight -= item.adds
                 self._count(request, emitted, item.shape)
             if emitted.tokens:
@@ -382,7 +392,6 @@ class Scheduler:
             request.usage = msgspec.structs.replace(request.usage, accepted=request.usage.accepted + accepted)
         if reason is not None:
             self._vacate(request)
-            self._pressure.rise()
         if self.live_map is not None:
             self.live_map.observe(kept)
         self._outbox.append(

@@ -57,5 +57,8 @@ class CountAnswers:
         self._front.calls += 1
         try:
             await self._app(scope, receive, counted)
+        except Exception:  # answered with 500 further out
+            self._front.metrics.answered("other", 500)
+            raise
         finally:
             self._front.calls -= 1

@@ -132,11 +132,13 @@ class Acceptance:
         counts.seen = self._step
         counts.accepted *= FORGET
         counts.tested *= FORGET
-        for skill, tokens, nodes in zip(skills, emitted, drafted, strict=True):
-            accepted = tokens - 1
-            offered = min(shape.levels, nodes)  # exact for chains
-            tested = min(accepted + 1, offered)
-            counts.accepted[:accepted] += 1
-            counts.tested[:tested] += 1
-            if tested:
-                skill.observe(accepted, float(usual[:tested].sum()))
+        accepted_R = np.array(emitted) - 1
+        offered_R = np.minimum(shape.levels, drafted)  # exact for chains
+        tested_R = np.minimum(accepted_R + 1, offered_R)
+        level_S = np.arange(MAX_LEVELS)
+        counts.accepted += (accepted_R[:, None] > level_S).sum(0)
+        counts.tested += (tested_R[:, None] > level_S).sum(0)
+        expected_R = np.concatenate([[0.0], usual.cumsum()])[tested_R]
+        for skill, accepted, expected in zip(skills, accepted_R.tolist(), expected_R.tolist(), strict=True):
+            if expected:
+                skill.observe(accepted, expected)

@@ -8,7 +8,6 @@ probe runs only when what probes may lose, a small part of the time that passed,
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,12 +35,14 @@ def _kind(shape: StepShape) -> _Kind:
     return shape.levels, shape.branching
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Batch:
-    """What the controller knows of the next step: its requests, and the tokens in their caches together."""
+    """What the controller knows of the next step: its requests, and the tokens in their caches together.
+    ``probed_at``: the best rate when a probe was chosen for it."""
 
     skills: Sequence[Skill]
     kv_tokens: int
+    probed_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,6 @@ class Controller:
     _step: int = 0
     _charged: int = 0  # the step up to which time was added to the allowance
     _last_run: dict[_Kind, int] = field(default_factory=dict)
-    _probes: deque[tuple[StepShape, float]] = field(
-        default_factory=deque
-    )  # each with the best rate at its choice
 
     def choose(self, batch: Batch) -> StepShape:
         """The shape of the next step."""
@@ -89,7 +87,7 @@ class Controller:
         factors = np.array([skill.factor for skill in batch.skills])
         rates = self._rates(shapes, batch.kv_tokens, factors, caps)
         best = self._steady(shapes, rates)
-        chosen = self._probe(shapes, rates, best, batch.kv_tokens)
+        chosen = self._probe(shapes, rates, best, batch)
         hold = min(HOLD, 1 + self._step // 16)  # at first every step teaches much
         until = self._step + (hold if chosen is None else 1)
         if chosen is None:
@@ -118,16 +116,16 @@ class Controller:
                 return index
         return best
 
-    def _probe(self, shapes: Sequence[StepShape], rates: Floats, best: int, kv_tokens: int) -> int | None:
+    def _probe(self, shapes: Sequence[StepShape], rates: Floats, best: int, batch: Batch) -> int | None:
         """A shape of a kind that was not run for long, if what it is expected to lose is covered."""
         steps = PROBE_SHARE * (self._step - self._charged) if self._charged else FIRST_ALLOWANCE
         self._charged = self._step
-        self._allowance += steps * self.cost.seconds(shapes[best], kv_tokens)
-        losses = self._seconds(shapes, kv_tokens) * (1 - rates / rates[best])
+        self._allowance += steps * self.cost.seconds(shapes[best], batch.kv_tokens)
+        losses = self._seconds(shapes, batch.kv_tokens) * (1 - rates / rates[best])
         for index in np.argsort(-rates):
             stale = index != best and self._is_stale(shapes[index], rates[index] >= NEAR * rates[best])
             if stale and losses[index] <= self._allowance:
-                self._probes.append((shapes[index], float(rates[best])))
+                batch.probed_at = float(rates[best])
                 return int(index)
         return None
 
@@ -139,8 +137,7 @@ class Controller:
         self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
     ) -> None:
         """What a step gave and took. A probe is charged with what it lost, whatever was expected of it."""
-        if self._probes and self._probes[0][0] == shape:
-            _, best_rate = self._probes.popleft()
-            self._allowance -= seconds - sum(emitted) / best_rate
+        if batch.probed_at is not None:
+            self._allowance -= seconds - sum(emitted) / batch.probed_at
         self.acceptance.observe(shape, list(batch.skills), emitted, drafted)
         self.cost.observe(shape, batch.kv_tokens, seconds)

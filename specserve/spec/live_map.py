@@ -83,7 +83,7 @@ class LiveMap:
         """After a launch, ``stepped`` if that was a step. Returns the rows to read from now on, when it is time to look
         and they are worth an exchange."""
         self._steps += stepped
-        if self._steps < self._interval and not self._entered:
+        if self._steps < (self._interval // 4 if self._entered else self._interval):
             return None
         self._steps, self._entered = 0, False
         self._count()

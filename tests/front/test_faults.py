@@ -60,14 +60,16 @@ class TestOfOneServer:
             yield found.wait_ready()
 
     def test_queue(self, server: Server, pool: ThreadPoolExecutor) -> None:
-        refused = post(server, n=5, max_tokens=1)
+        never = post(server, n=5, max_tokens=1)
+        assert never.status_code == 400
+        assert "5 answers in one call, at most 4" in never.json()["error"]["message"]
+        waiting = under_way(server, pool, {"max_tokens": 90}, {"max_tokens": 90}, {"max_tokens": 90})
+        refused = post(server, n=2, max_tokens=1)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
-        assert "5 asked for beside 0" in error["message"]
-        assert metric(server, "rejected_requests_total") == 5
-        waiting = under_way(server, pool, {"max_tokens": 90}, {"max_tokens": 90}, {"max_tokens": 90})
-        assert post(server, n=2, max_tokens=1).status_code == 429
+        assert "2 asked for beside 3" in error["message"]
+        assert metric(server, "rejected_requests_total") == 2
         assert post(server, max_tokens=1).status_code == 200
         assert {future.result().status_code for future in waiting} <= {200, 504}
         assert post(server, n=4, max_tokens=1).status_code == 200
