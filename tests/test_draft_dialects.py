@@ -21,7 +21,7 @@ from tests.reference.decode import Request
 from tests.reference.draft_dialects import AUX, as_speculators, eagle3, save, with_norms, without
 from tests.reference.models import YARN_ROPE, load_checkpoint, make_llama, make_mimo, save_checkpoint
 from tests.spec.oracle import SAMPLING, Oracle, reference_params
-from tests.spec.test_drafted_tree import check_step
+from tests.spec.test_drafted_tree import check_step, check_steps
 
 PROMPT = [(7 * i + i * i) % 64 for i in range(37)]
 CHUNK = 16
@@ -75,15 +75,7 @@ def check(
     )
     with record_drafts() as drafts:
         answer = answer_one(scheduler, PROMPT, params)
-    done, steps = 0, 0
-    for run, found in zip(answer.runs, drafts, strict=False):
-        done += run
-        if done > COUNT:
-            break
-        committed = tuple(PROMPT + answer.tokens[:done])
-        check_step(found, oracle.pool(request, committed, *shape[:2]), shape, committed[-1])
-        steps += 1
-    assert steps >= 2
+    assert check_steps(answer, drafts, oracle, request, shape, COUNT) >= 2
 
 
 def plain_eagle(safetensors: bool = False, **options: Any) -> Make:

@@ -34,7 +34,7 @@ from tests.reference import eagle
 from tests.reference.decode import Request
 from tests.reference.models import make_mimo
 from tests.spec.oracle import SAMPLING, Oracle, reference_params
-from tests.spec.test_drafted_tree import check_step
+from tests.spec.test_drafted_tree import check_steps
 
 VOCAB = 64
 PROMPT = [1, 5, 9, 33, 60]
@@ -257,15 +257,7 @@ def check_drafts(models: Checkpoints, kept_file: Path, shape: Shape, params: Sam
     scheduler = models.scheduler("EAGLE", shape, page_size=4, speculative_token_map=str(kept_file))
     with record_drafts() as drafts:
         answer = answer_one(scheduler, PROMPT, params, choice=1)
-    done, steps = 0, 0
-    for run, found in zip(answer.runs, drafts, strict=False):
-        done += run
-        if done > COUNT:
-            break
-        committed = tuple(PROMPT + answer.tokens[:done])
-        check_step(found, oracle.pool(request, committed, *shape[:2]), shape, committed[-1])
-        steps += 1
-    assert steps >= 3
+    assert check_steps(answer, drafts, oracle, request, shape, COUNT) >= 3
     assert answer.tokens[:COUNT] == oracle.plain(request, COUNT)
 
 

@@ -48,17 +48,25 @@ class CountAnswers:
             await self._app(scope, receive, send)
             return
 
+        started = False
+
+        def count(status: int) -> None:
+            known = scope.get("route") is not None
+            self._front.metrics.answered(scope["route"].path if known else "other", status)
+
         async def counted(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
-                known = scope.get("route") is not None
-                self._front.metrics.answered(scope["route"].path if known else "other", message["status"])
+                started = True
+                count(message["status"])
             await send(message)
 
         self._front.calls += 1
         try:
             await self._app(scope, receive, counted)
-        except Exception:  # answered with 500 further out
-            self._front.metrics.answered("other", 500)
+        except Exception:
+            if not started:
+                count(500)  # the answer is made further out
             raise
         finally:
             self._front.calls -= 1

@@ -196,6 +196,8 @@ def test_internal_error(serve: Serve) -> None:
     error = check(client.post(COMPLETIONS, json={**GOOD[COMPLETIONS], "seed": 14}), 500)
     assert "RuntimeError" in error["message"]
     assert client.post(COMPLETIONS, json=GOOD[COMPLETIONS]).status_code == 200
+    counted = client.get("/metrics").text
+    assert f'specserve_requests_total{{endpoint="{COMPLETIONS}",status="500"}} 1.0' in counted
 
 
 def test_every_field_of_openai_is_decided() -> None:

@@ -3,11 +3,13 @@ slow walk, in float64."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 import torch
 
-from tests.engines import Checkpoints, Drafted, Shape, answer_all, answer_one, record_drafts
+from tests.engines import Answer, Checkpoints, Drafted, Shape, answer_all, answer_one, record_drafts
 from tests.reference import tree
 from tests.reference.decode import Request
 from tests.spec.oracle import SAMPLING, Oracle, pool_scores, reference_params
@@ -35,6 +37,21 @@ def check_step(found: Drafted, pool: tree.Pool, shape: Shape, root: int) -> None
     assert found.nodes(0) == [(node.token, node.parent, node.depth) for node in nodes]
 
 
+def check_steps(
+    answer: Answer, drafts: Sequence[Drafted], oracle: Oracle, request: Request, shape: Shape, count: int
+) -> int:
+    """Every step up to ``count`` tokens of the answer to the request's prompt. Returns how many there were."""
+    done, steps = 0, 0
+    for run, found in zip(answer.runs, drafts, strict=False):
+        done += run
+        if done > count:
+            break
+        committed = (*request.prompt, *answer.tokens[:done])
+        check_step(found, oracle.pool(request, committed, *shape[:2]), shape, committed[-1])
+        steps += 1
+    return steps
+
+
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize(("algorithm", "shape"), SHAPES, ids=str)
 def test_drafts_of_a_random_head(
@@ -46,15 +63,7 @@ def test_drafts_of_a_random_head(
     request = Request(tuple(PROMPT), reference_params(params, PROMPT, choice=1))
     with record_drafts() as drafts:
         answer = answer_one(random_models.scheduler(algorithm, shape, page_size=4), PROMPT, params, choice=1)
-    done, steps = 0, 0
-    for run, found in zip(answer.runs, drafts, strict=False):
-        done += run
-        if done > COUNT:
-            break
-        committed = tuple(PROMPT + answer.tokens[:done])
-        check_step(found, oracle.pool(request, committed, *shape[:2]), shape, committed[-1])
-        steps += 1
-    assert steps >= 3
+    assert check_steps(answer, drafts, oracle, request, shape, COUNT) >= 3
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
