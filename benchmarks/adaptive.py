@@ -4,27 +4,29 @@
 
 DIR is the output of ``python -m benchmarks.cost_faithful``; ``--eagle3 DIR/eagle3_useless`` is a draft that is never
 right. One engine runs all of them, in turns, so that a machine that slows down slows all alike: fixed shapes are forced
-upon its scheduler, and the controller keeps what it learned from one batch size to the next, as in a server.
+upon its scheduler, and the controller keeps what it learned from one batch size to the next, as in a server. Batches
+are kept full: when a request ends the next begins, its prompt in the prefix cache. Tokens a second are by the wall
+clock less the device's time in prefill; answers are greedy, half to all of ``--new-tokens`` long.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import specserve.engine.build
-from benchmarks.common import generate_timed, load_options, make_prompts, parse_load, write_results
-from specserve import LLM
+from benchmarks.closed_loop import ClosedLoop, endless
+from benchmarks.common import load_options, make_prompts, parse_load, write_results
+from specserve import LLM, SamplingParams
 from specserve.engine.shapes import ShapePlan, ShapePolicy, Speculation, StaticShapes, step_shape
-from specserve.spec.adaptive import Batch
-from specserve.spec.cost import CostModel
 from specserve.spec.tree import StepShape
+from specserve.tune.loop import MeteredRunner
 
 STATIC: tuple[Speculation, ...] = ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6), (4, 4, 16), (5, 8, 32))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -43,36 +45,6 @@ class WiderPlan(ShapePlan):
         sizes = [size for size in self.padding.buckets or (self.most_slots,) if size >= self.smallest]
         fixed = [step_shape(size, each, size) for size in sizes for each in self.fixed]
         return list(dict.fromkeys([*ShapePlan.shapes(self), *fixed]))
-
-
-@dataclass(slots=True)
-class Counted:
-    """A policy, and how often it chose each kind of shape."""
-
-    policy: ShapePolicy
-    chosen: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def cost(self) -> CostModel | None:
-        return self.policy.cost
-
-    def choose(self, batch: Batch) -> StepShape:
-        shape = self.policy.choose(batch)
-        self.chosen[name_of(shape)] += 1
-        return shape
-
-    def plain(self, slots: int) -> StepShape:
-        return self.policy.plain(slots)
-
-    def observe(self, *what: Any) -> None:
-        self.policy.observe(*what)
-
-
-def name_of(shape: StepShape) -> str:
-    """Levels, branching and the nodes that a slot has on average."""
-    if not shape.levels:
-        return "off"
-    return f"{shape.levels},{shape.branching},{shape.nodes / shape.slots:.3g}"
 
 
 @contextmanager
@@ -97,7 +69,6 @@ def adaptive_llm(
     given: dict[str, Any] = {
         "dtype": args.dtype,
         "skip_tokenizer_init": True,
-        "disable_radix_cache": True,
         "max_running_requests": batch,
         "speculative_algorithm": "EAGLE3",
         "speculative_draft_model_path": args.eagle3,
@@ -105,6 +76,7 @@ def adaptive_llm(
     }
     with (
         patch.object(specserve.engine.build, "shape_plan", wider),
+        patch.object(specserve.engine.build, "Runner", MeteredRunner),
         LLM(args.model, **given | settings) as llm,
     ):
         assert llm._engine is not None
@@ -133,29 +105,52 @@ def under(llm: LLM, policy: ShapePolicy) -> Iterator[None]:
         engine._policy = before
 
 
-def run_once(
-    llm: LLM, policy: ShapePolicy, prompts: list[list[int]], new_tokens: int
-) -> tuple[float, float, Counter[str]]:
-    """Tokens a second without prefill, tokens a step, and the shapes that ran."""
-    counted = Counted(policy)
-    with under(llm, counted):
-        prefill, _ = generate_timed(llm, prompts, 1)
-        counted.chosen.clear()
-        whole, outputs = generate_timed(llm, prompts, new_tokens)
-    each = [output.speculation for output in outputs]
-    steps = sum(s.steps for s in each)
-    emitted = steps + sum(s.accepted for s in each)
-    return emitted / (whole - prefill), emitted / steps, counted.chosen
+@dataclass(frozen=True, slots=True)
+class Load:
+    """So many requests at a time, of these prompts; measured for ``seconds`` behind a time to settle."""
+
+    prompts: Sequence[list[int]]
+    batch: int
+    new_tokens: int
+    settle: float
+    seconds: float
+
+
+def run_load(llm: LLM, policy: ShapePolicy, load: Load) -> tuple[float, float, Counter[str]]:
+    """Tokens a second, tokens a step of a request, and the shapes that ran."""
+    assert llm._engine is not None
+    runner = llm._engine._runner
+    assert isinstance(runner, MeteredRunner)
+    jobs = {"": endless(load.prompts, load.new_tokens, temperature=0.0, ignore_eos=True)}
+    wanted = {"": load.batch}
+    with ClosedLoop(llm._engine, policy, jobs) as loop:
+        loop.fill(wanted)
+        loop.run(wanted, load.settle)
+        begin, earlier = loop.now(), len(runner.prefills)
+        loop.run(wanted, load.seconds)
+        end, later = loop.now(), len(runner.prefills)
+        steps = [step for step in loop.steps if begin <= step.at < end]
+        tokens = sum(each.tokens for each in loop.deliveries if begin <= each.at < end and each.by_step)
+    # The loop has waited for all that was in flight.
+    prefill = sum(watch.seconds for watch in runner.prefills[earlier:later])
+    length = sum(step.emitted for step in steps) / sum(step.requests for step in steps)
+    return tokens / (end - begin - prefill), length, Counter(step.shape for step in steps)
+
+
+def cache_prompts(llm: LLM, policy: ShapePolicy, prompts: list[list[int]]) -> None:
+    """From here on the prompts are in the prefix cache."""
+    with under(llm, policy):
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1))
 
 
 def measure(
-    llm: LLM, policies: dict[str, ShapePolicy], prompts: list[list[int]], new_tokens: int, repeats: int
+    llm: LLM, policies: Mapping[str, ShapePolicy], load: Load, repeats: int
 ) -> dict[str, dict[str, Any]]:
     """Medians over rounds in which every policy has its turn."""
     rows: dict[str, list[tuple[float, float, Counter[str]]]] = {name: [] for name in policies}
     for _ in range(repeats):
         for name, policy in policies.items():
-            rows[name].append(run_once(llm, policy, prompts, new_tokens))
+            rows[name].append(run_load(llm, policy, load))
     return {
         name: {
             "tokens_per_second": median(rate for rate, *_ in found),
@@ -166,14 +161,35 @@ def measure(
     }
 
 
-def line(batch: int, found: dict[str, dict[str, Any]]) -> str:
+def best_of(found: Mapping[str, dict[str, Any]]) -> str:
+    """The best of those that always run one shape."""
+    return max(found, key=lambda name: found[name]["tokens_per_second"] if name != "adaptive" else 0.0)
+
+
+def still_worth(policies: Mapping[str, ShapePolicy], found: Mapping[str, dict[str, Any]]) -> list[str]:
+    """What larger batches are measured with: without shapes that have more nodes than the best one and are a fifth
+    slower, for nodes grow dearer with the batch."""
+    best = best_of(found)
+
+    def nodes(name: str) -> int:
+        return int(name.split(",")[-1]) if "," in name else 1
+
+    def kept(name: str) -> bool:
+        if name == "adaptive" or nodes(name) <= nodes(best):
+            return True
+        return bool(found[name]["tokens_per_second"] >= 0.8 * found[best]["tokens_per_second"])
+
+    return [name for name in policies if kept(name)]
+
+
+def line(batch: int, found: Mapping[str, dict[str, Any]], names: Sequence[str]) -> str:
     """Tokens a second of all, and what the controller is held against."""
     rates = {name: row["tokens_per_second"] for name, row in found.items()}
-    best = max((name for name in rates if name != "adaptive"), key=lambda name: rates[name])
+    best = best_of(found)
     ours, top = rates["adaptive"], list(found["adaptive"]["chosen"].items())[:3]
     return (
         f"{batch:5} "
-        + " ".join(f"{rate:9.0f}" for rate in rates.values())
+        + " ".join(f"{rates[name]:9.0f}" if name in rates else f"{'':9}" for name in names)
         + f" {ours / rates[best]:6.3f} {ours / rates['off']:6.3f}  best {best}; chose {top}"
     )
 
@@ -187,24 +203,32 @@ def main() -> None:
     parser.set_defaults(repeats=1)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--shapes", nargs="*", choices=list(map(spelled, STATIC)), help="not set: all")
+    add_times(parser)
     args = parse_load(parser)
     sizes = [size for size in args.batches if size <= args.max_batch]
     prompts = make_prompts(args, max(sizes))
+    fixed = [each for each in STATIC if args.shapes is None or spelled(each) in args.shapes]
     rows = []
-    with adaptive_llm(args, max(sizes)) as (llm, policies):
-        print(header(list(policies)))
+    with adaptive_llm(args, max(sizes), fixed) as (llm, policies):
+        cache_prompts(llm, policies["off"], prompts)
+        names = list(policies)
+        print(header(names))
         for size in sizes:
-            for (
-                name,
-                policy,
-            ) in policies.items():  # the controller may learn what a server that runs has learned
-                run_once(llm, policy, prompts[:size], args.new_tokens if name == "adaptive" else 8)
-            found = measure(llm, policies, prompts[:size], args.new_tokens, args.repeats)
+            load = Load(prompts, size, args.new_tokens, args.settle, args.seconds)
+            run_load(llm, policies["adaptive"], load)  # it may learn what a server that runs has learned
+            found = measure(llm, policies, load, args.repeats)
             rows.append({"batch": size, "policies": found})
-            print(line(size, found), flush=True)
+            print(line(size, found, names), flush=True)
+            policies = {name: policies[name] for name in still_worth(policies, found)}
     seeds = ", ".join(f"{name} {ratio:.2f}" for name, ratio in SEED_RATIOS.items())
     print(f"with / without speculation that this project was begun for: {seeds}")
     print(write_results("adaptive", rows, args.output))
+
+
+def add_times(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--settle", type=float, default=0.5, help="seconds before each measurement")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
 
 
 if __name__ == "__main__":

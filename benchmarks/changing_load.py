@@ -14,13 +14,12 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.adaptive import adaptive_llm, spelled
-from benchmarks.closed_loop import ClosedLoop, Delivery, Job, Jobs, Step
+from benchmarks.closed_loop import ClosedLoop, Delivery, Jobs, Step, endless
 from benchmarks.common import (
     load_options,
     load_prompts,
@@ -30,7 +29,7 @@ from benchmarks.common import (
     write_results,
 )
 from benchmarks.plots import plot_changing_load
-from specserve import LLM, SamplingParams
+from specserve import LLM
 from specserve.engine.shapes import ShapePolicy
 from specserve.frontend.tokenizer import Tokenizer
 
@@ -52,17 +51,6 @@ def prompts_by_kind(args: argparse.Namespace) -> dict[str, list[list[int]]]:
     code = [tokenizer.encode(row["prompt"]) for row in rows if "prompt" in row]
     dialogue = [tokenizer.encode_chat(row["messages"]) for row in rows if "messages" in row]
     return {"code": code, "dialogue": dialogue, "random": random_prompts(used_tokens(args.model), 50, 64)}
-
-
-def endless(prompts: Sequence[list[int]], new_tokens: int, **params: Any) -> Iterator[Job]:
-    """The prompts over and over, each time with another seed, and with half to all of ``new_tokens``: requests that
-    began together must not end together."""
-    for seed in count():
-        share = 0.5 + seed * 0.618 % 1 / 2
-        yield (
-            prompts[seed % len(prompts)],
-            SamplingParams(seed=seed, max_tokens=max(1, int(share * new_tokens)), **params),
-        )
 
 
 @dataclass(frozen=True, slots=True)

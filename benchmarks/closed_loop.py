@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.adaptive import name_of
 from specserve import SamplingParams
 from specserve.engine.shapes import ShapePolicy
 from specserve.frontend.messages import Failed, Submit, Tokens
@@ -26,6 +26,24 @@ if TYPE_CHECKING:
 Job = tuple[list[int], SamplingParams]
 Jobs = Mapping[str, Iterator[Job]]
 """Endless requests of each kind."""
+
+
+def endless(prompts: Sequence[list[int]], new_tokens: int, **params: Any) -> Iterator[Job]:
+    """The prompts over and over, each time with another seed, and with half to all of ``new_tokens``: requests that
+    began together must not end together."""
+    for seed in count():
+        share = 0.5 + seed * 0.618 % 1 / 2
+        yield (
+            prompts[seed % len(prompts)],
+            SamplingParams(seed=seed, max_tokens=max(1, int(share * new_tokens)), **params),
+        )
+
+
+def name_of(shape: StepShape) -> str:
+    """Levels, branching and the nodes that a slot has on average."""
+    if not shape.levels:
+        return "off"
+    return f"{shape.levels},{shape.branching},{shape.nodes / shape.slots:.3g}"
 
 
 class Step(NamedTuple):
@@ -108,19 +126,27 @@ class ClosedLoop:
         self._empty()
         self._scheduler._policy = self._before
 
+    def fill(self, wanted: Mapping[str, int]) -> None:
+        """Until as many requests as wanted have their first tokens."""
+        while len(self._begun) < sum(wanted.values()):
+            self._turn(wanted)
+
     def run(self, wanted: Mapping[str, int], seconds: float) -> None:
         """Holds ``wanted`` requests of each kind. Those of a load before that are too many end by themselves, and none
         begins in their place."""
         end = self.now() + seconds
         while self.now() < end:
-            self._fill(wanted)
-            for message in self._scheduler.run_once():
-                self._take(message)
+            self._turn(wanted)
 
-    def _fill(self, wanted: Mapping[str, int]) -> None:
+    def _turn(self, wanted: Mapping[str, int]) -> None:
+        self._submit(wanted)
+        for message in self._scheduler.run_once():
+            self._take(message)
+
+    def _submit(self, wanted: Mapping[str, int]) -> None:
         running, most = Counter(self._open.values()), sum(wanted.values())
-        for kind, count in wanted.items():
-            while running[kind] < count and len(self._open) < most:
+        for kind, most_of in wanted.items():
+            while running[kind] < most_of and len(self._open) < most:
                 rid = f"loop-{self._submitted}"
                 self._submitted += 1
                 self._open[rid] = kind

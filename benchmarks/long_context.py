@@ -1,11 +1,12 @@
-"""Long contexts: 64 requests of 8,192 random tokens each, 128 new tokens, by shape and under the controller.
+"""Long contexts: 64 requests of 8,192 random tokens each, by shape and under the controller.
 
-    python -m benchmarks.long_context --model DIR/target --eagle3 DIR/eagle3 [--batches 16 64] [--prompt-tokens 8192]
+    python -m benchmarks.long_context --model DIR/target --eagle3 DIR/eagle3 [--batches 16 64] [--seconds 3]
 
 DIR is the output of ``python -m benchmarks.cost_faithful``. Reading the caches is most of a step, and its cost is the
 same however many tokens a step gives. Everything is measured twice: with the acceptance that the pair has on such
 contexts, and with three tokens a step (two levels accepted by force, and the bonus token; fewer where a shape has one
-level, or a limit is near). Contexts are prefilled once, and stay in the prefix cache.
+level, or a limit is near). Contexts are prefilled once, and stay in the prefix cache; batches are kept full, as in
+``benchmarks.adaptive``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from typing import Any
 from unittest.mock import patch
 
 import specserve.models.config
-from benchmarks.adaptive import adaptive_llm, header, line, measure, run_once
+from benchmarks.adaptive import (
+    Load,
+    adaptive_llm,
+    add_times,
+    cache_prompts,
+    header,
+    line,
+    measure,
+    run_load,
+)
 from benchmarks.common import (
     load_options,
     make_prompts,
@@ -62,17 +72,18 @@ def run(args: argparse.Namespace, sizes: list[int], shapes: Sequence[Speculation
     with (
         longer_contexts(args.prompt_tokens + args.new_tokens),
         forced_levels() as force,
-        adaptive_llm(args, max(sizes), shapes, min(sizes), disable_radix_cache=False) as (llm, policies),
+        adaptive_llm(args, max(sizes), shapes, min(sizes)) as (llm, policies),
     ):
+        cache_prompts(llm, policies["off"], prompts)
         print(f"{'':8}" + header(list(policies)))
         for size in sizes:
             for name, levels in ACCEPTANCE.items():
                 force(levels)
-                for policy in policies.values():
-                    run_once(llm, policy, prompts[:size], args.warm_up)
-                found = measure(llm, policies, prompts[:size], args.new_tokens, args.repeats)
+                load = Load(prompts, size, args.new_tokens, args.settle, args.seconds)
+                run_load(llm, policies["adaptive"], load)
+                found = measure(llm, policies, load, args.repeats)
                 rows.append({"batch": size, "acceptance": name, "policies": found})
-                print(f"{name:8}" + line(size, found), flush=True)
+                print(f"{name:8}" + line(size, found, list(policies)), flush=True)
                 print(f"{'':13}" + "".join(f" {row['accepted_length']:9.2f}" for row in found.values()))
     return rows
 
@@ -86,14 +97,14 @@ def ratio(row: dict[str, Any], name: str) -> float:
 
 def main() -> None:
     parser = load_options(__doc__)
-    parser.set_defaults(prompts="random", prompt_tokens=8192, repeats=2)
+    parser.set_defaults(prompts="random", prompt_tokens=8192, repeats=1)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--warm-up", type=int, default=32, help="tokens of the runs that are not counted")
+    add_times(parser)
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     args = parse_load(parser)
     shapes = SHAPES
     if args.quick:
-        args.batches, args.warm_up, args.new_tokens, shapes = [2], 2, 10, SHAPES[1:3]
+        args.batches, args.settle, args.seconds, args.new_tokens, shapes = [2], 0.1, 0.2, 10, SHAPES[1:3]
     sizes = [size for size in args.batches if size <= args.max_batch]
     rows = run(args, sizes, shapes)
     for row in rows:

@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.adaptive import adaptive_llm, spelled, under
-from benchmarks.changing_load import SAMPLING, endless, prompts_by_kind
-from benchmarks.closed_loop import ClosedLoop
+from benchmarks.changing_load import SAMPLING, prompts_by_kind
+from benchmarks.closed_loop import ClosedLoop, endless
 from benchmarks.common import load_options, parse_load, used_tokens, write_results
 from specserve import LLM, SamplingParams
 from specserve.core import MAX_BIAS

@@ -174,7 +174,7 @@ class Runner:
         """Queues the rows that the draft reads from the next step on, from pinned memory: no launch is waited for, and
         captured steps, which address the tensors that change, see them."""
         assert self.context.drafter is not None
-        self.context.drafter.pick(to_device(rows_R, self.context.state.device))
+        self.context.drafter.pick(to_device(rows_R.tolist(), self.context.state.device))
 
     def _view(self, rows: Sequence[Row], rows_B: Tensor) -> View:
         needs = SamplerNeeds.of([row.params for row in rows])

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from specserve.core import MAX_BIAS, SamplingParams
-from specserve.spec.live_map import Ints
 
 
 @dataclass(slots=True)
@@ -196,7 +195,7 @@ _FOREVER = 2**62
 
 
 def to_device(
-    values: Sequence[int] | Sequence[float] | Ints, device: torch.device, dtype: torch.dtype = torch.int64
+    values: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
     """Copies numbers to the device without waiting for what is queued there: from pinned memory."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
