@@ -90,7 +90,7 @@ class Settings:
     port: int = setting(30000, "Port to listen on; 0 takes any free one.", group=SERVER, low=0, high=65535)
     api_key: str | None = setting(
         None,
-        "Key that requests must carry as `Authorization: Bearer KEY`. /health and /metrics need none.",
+        "Key that requests must carry as `Authorization: Bearer KEY`. /health, /live and /metrics need none.",
         group=SERVER,
         secret=True,
     )

@@ -76,6 +76,11 @@ def _add_operations(app: FastAPI, front: Front) -> None:
             return JSONResponse({"status": "ok"})
         return ApiError(503, front.unready, code="not_ready").response
 
+    @app.get("/live")
+    async def get_live() -> dict[str, Any]:
+        """200 as long as this process answers, loading and draining included: when it does not, restart it."""
+        return {"status": "alive"}
+
     @app.get("/server_info")
     async def get_server_info() -> dict[str, Any]:
         """Every setting by its name, as resolved, and what the engine reports of itself."""

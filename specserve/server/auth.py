@@ -11,7 +11,7 @@ from specserve.server.errors import error_body
 from specserve.server.front import Front
 from specserve.server.playground.routes import PATHS
 
-OPEN = ("/health", "/metrics", *PATHS)
+OPEN = ("/health", "/live", "/metrics", *PATHS)
 
 
 class ApiKey:

@@ -82,6 +82,7 @@ def test_nothing_is_served_while_loading() -> None:
         assert client.get("/server_info").json()["status"] == "the model is loading"
         engine.fail(Broken("out of luck"))
         assert "out of luck" in client.get("/health").json()["error"]["message"]
+        assert client.get("/live").json() == {"status": "alive"}
     front.close()
 
 
@@ -90,6 +91,7 @@ def test_a_stopping_server_is_not_healthy(serve: Serve) -> None:
     assert client.get("/health").status_code == 200
     client.app.state.front.stopping = True  # type: ignore[attr-defined]
     assert client.get("/health").status_code == 503
+    assert client.get("/live").status_code == 200
 
 
 def submit(rid: str) -> Submit:
