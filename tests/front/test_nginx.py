@@ -1,0 +1,95 @@
+"""The balancer as it is shipped, before servers that die and drain."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.balancer import free_port, nginx
+from benchmarks.failover_load import STREAM_BROKEN, STREAM_COMPLETE, STREAM_ERROR_EVENT, WHOLE_OK, Load
+from specserve.config import Settings
+from tests.front.processes import RUN, Server
+
+BODY = {"model": "tiny", "max_tokens": 40}  # 20 messages of 20 ms
+
+
+def start(model: Path, port: int) -> Server:
+    """A server of the fake engine."""
+    return Server(["-c", RUN, "build_slow", "--model-path", str(model), "--port", str(port)])
+
+
+class TestBehindNginx:
+    pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+
+    @pytest.fixture
+    def replicas(self, model: Path) -> Iterator[dict[int, Server]]:
+        """Two servers by their ports."""
+        servers = {port: start(model, port) for port in (free_port(), free_port())}
+        try:
+            for server in servers.values():
+                server.wait_ready()
+            yield servers
+        finally:
+            for server in servers.values():
+                server.stop()
+
+    def test_answers(self, replicas: dict[int, Server], tmp_path: Path) -> None:
+        """Streams come as they are made, ids are passed, errors have OpenAI's shape."""
+        with nginx(tmp_path, list(replicas)) as url, httpx.Client(base_url=url, timeout=30) as client:
+            with client.stream(
+                "POST", "/v1/completions", json={**BODY, "prompt": "ab", "stream": True}
+            ) as found:
+                assert found.headers["x-request-id"]
+                times = [time.monotonic() for _ in found.iter_raw()]
+            assert len(times) > 10
+            assert times[-1] - times[0] > 0.2
+            answer = client.get("/v1/models", headers={"x-request-id": "mine"})
+            assert (answer.status_code, answer.headers["x-request-id"]) == (200, "mine")
+            assert "ask it at its own address" in error(client.get("/metrics"), 404)
+            large = client.post("/v1/completions", content=b" " * (Settings().max_body_bytes + 1))
+            assert "client_max_body_size" in error(large, 413)
+            for server in replicas.values():
+                server.stop()
+            gone = client.post("/v1/completions", json={**BODY, "prompt": "ab"})
+            assert error(gone, 503) == "no replica answered"
+            assert gone.headers["retry-after"] == "5"
+        assert "id=mine replica=127.0.0.1:" in (tmp_path / "log").read_text()
+
+    def test_no_request_is_lost(self, replicas: dict[int, Server], model: Path, tmp_path: Path) -> None:
+        """kill -9 of one under load, another in its place, SIGTERM to the other."""
+        first, second = replicas
+
+        async def run() -> Load:
+            with nginx(tmp_path, [first, second]) as url:
+                async with Load(url, BODY, ["aa", "bb", "cc"]) as load:
+                    await load.until_busy()
+                    await asyncio.sleep(0.5)
+                    await load.until_busy()
+                    replicas[first].process.kill()
+                    await asyncio.to_thread(replicas[first].finish)
+                    replicas[first] = start(model, first)
+                    await asyncio.to_thread(replicas[first].wait_ready)
+                    await load.until_busy()
+                    replicas[second].process.send_signal(signal.SIGTERM)
+                    assert await asyncio.to_thread(replicas[second].finish) == 0
+                    await asyncio.sleep(0.5)
+            return load
+
+        tally = asyncio.run(run()).tally
+        assert tally.lost == 0, tally.report()
+        assert tally.outcomes[STREAM_BROKEN] >= 1
+        assert tally.outcomes[STREAM_ERROR_EVENT] == 0
+        assert min(tally.outcomes[WHOLE_OK], tally.outcomes[STREAM_COMPLETE]) >= 8
+        assert all(len(texts) == 1 for texts in tally.texts.values())
+
+
+def error(response: httpx.Response, status: int) -> str:
+    assert response.status_code == status, response.text
+    return str(response.json()["error"]["message"])
