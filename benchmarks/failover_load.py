@@ -138,18 +138,21 @@ class Load:
             return (STREAM_BROKEN if begun else STREAM_REFUSED), repr(error)
 
     async def _read(self, prompt: str, answer: httpx.Response) -> tuple[str, str]:
-        text, finished = "", False
+        """Reads to the connection's end, which comes after the last event."""
+        text, finished, ended, message = "", False, False, None
         async for line in answer.aiter_lines():
-            data = line.removeprefix("data: ")
-            if not line or (data == "[DONE]" and not finished):
+            if not line:
                 continue
-            if data == "[DONE]":
-                self.tally.heard(prompt, text)
-                return STREAM_COMPLETE, ""
-            event = json.loads(data)
-            if "error" in event:
-                return STREAM_ERROR_EVENT, event["error"]["message"]
-            for choice in event["choices"]:
+            data = line.removeprefix("data: ")
+            ended = data == "[DONE]"
+            event = {"choices": []} if ended else json.loads(data)
+            message = event["error"]["message"] if "error" in event else message
+            for choice in event.get("choices", ()):
                 text += choice["text"]
                 finished |= choice["finish_reason"] is not None
-        return STREAM_TRUNCATED, f"{len(text)} characters, finish reason {'seen' if finished else 'missing'}"
+        if message is not None:
+            return STREAM_ERROR_EVENT, message
+        if not (finished and ended):
+            return STREAM_TRUNCATED, f"{len(text)} characters, {finished=}, {ended=}"
+        self.tally.heard(prompt, text)
+        return STREAM_COMPLETE, ""

@@ -1,0 +1,145 @@
+"""The Ray Serve application: where prompts go, and, where Ray is installed, two replicas of the bundled model."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.balancer import free_port
+from benchmarks.failover_load import STREAM_COMPLETE, WHOLE_OK, Load
+from examples.ray_serve.prefix import PREFIX, SLACK, prefix_of, rank
+
+NAMES = [f"replica-{index}" for index in range(5)]
+
+
+def chat(*messages: tuple[str, str], **fields: Any) -> bytes:
+    return json.dumps(
+        {"messages": [{"role": role, "content": text} for role, text in messages], **fields}
+    ).encode()
+
+
+class TestPrefix:
+    def test_a_conversation_keeps_its_prefix(self) -> None:
+        first = [("system", "Be brief."), ("user", "Hello?")]
+        begun = prefix_of(chat(*first))
+        assert begun == prefix_of(chat(*first, ("assistant", "Hi."), ("user", "More!")))
+        assert begun == prefix_of(chat(*first, temperature=0))
+        assert begun != prefix_of(chat(first[0], ("user", "Bye?")))
+        assert begun != prefix_of(chat(*first, prompt_cache_key="mine"))
+
+    def test_only_the_beginning_counts(self) -> None:
+        prompts = ["a" * PREFIX, "a" * PREFIX + "b", "b" * PREFIX]
+        a, longer, b = (prefix_of(json.dumps({"prompt": prompt}).encode()) for prompt in prompts)
+        assert a == longer != b
+        assert prefix_of(b'{"prompt": [1, 2]}') != prefix_of(b'{"prompt": [1, 3]}')
+
+    @pytest.mark.parametrize(
+        "body",
+        [b"", b"\xff", b"[]", b"{}", b'{"messages": 5}', b'{"messages": [5]}', b'{"prompt": "\\ud800"}'],
+    )
+    def test_bad_bodies_go_somewhere(self, body: bytes) -> None:
+        assert rank(prefix_of(body), {"a": 0}) == ["a"]
+
+
+class TestRank:
+    def test_prefixes_spread_and_stay(self) -> None:
+        idle = dict.fromkeys(NAMES, 0)
+        homes = {prefix: rank(prefix, idle)[0] for prefix in map(str, range(1000))}
+        assert min(Counter(homes.values()).values()) > 140
+        gone = homes["0"]
+        left = {name: 0 for name in NAMES if name != gone}
+        for prefix, home in homes.items():
+            assert home == gone or rank(prefix, left)[0] == home
+        busy = {**idle, homes["0"]: SLACK}
+        assert rank("0", busy) == rank("0", idle)
+
+    def test_too_much_to_do(self) -> None:
+        order = rank("x", dict.fromkeys(NAMES, 0))
+        loads = {**dict.fromkeys(NAMES, 0), order[0]: 50, order[2]: 40}
+        assert rank("x", loads) == [order[1], order[3], order[4], order[2], order[0]]
+        even = dict.fromkeys(NAMES, 50)
+        assert rank("x", even) == order
+
+    def test_avoided_come_last(self) -> None:
+        order = rank("x", dict.fromkeys(NAMES, 0))
+        assert rank("x", dict.fromkeys(NAMES, 0), avoid={order[0], "gone"}) == [*order[1:], order[0]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[serve]")
+@pytest.mark.filterwarnings("ignore")
+class TestApplication:
+    @pytest.fixture(scope="class")
+    def url(self) -> Iterator[str]:
+        import ray
+        from ray import serve
+
+        from examples.ray_serve.app import Options, build
+
+        port = free_port()
+        ray.init(num_cpus=8, include_dashboard=False)
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            options = Options(gpus=0, cpus=1, arguments="--cpu-threads 1 --served-model-name tiny")
+            serve.run(build(options), name="specserve", route_prefix="/")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+    def test_prompts_go_where_they_were(self, url: str) -> None:
+        with httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(32) as pool:
+            homes: dict[str, set[str]] = {}
+            cached = []
+            for prompt in [f"{index} {'is a number. ' * 4}" for index in range(8)] * 2:
+                answer = client.post(
+                    "/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 2}
+                )
+                homes.setdefault(prompt, set()).add(answer.headers["x-replica"])
+                cached.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+            busy = {"model": "tiny", "prompt": "the same", "max_tokens": 64, "ignore_eos": True}
+            answers = pool.map(lambda _: client.post("/v1/completions", json=busy), range(32))
+            shared = {answer.headers["x-replica"] for answer in answers}
+        assert all(len(replicas) == 1 for replicas in homes.values())
+        assert len(set.union(*homes.values())) == 2
+        assert min(cached[8:]) > 0
+        assert len(shared) == 2
+
+    def test_errors(self, url: str) -> None:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            missing = client.get("/metrics")
+            assert missing.status_code == 404
+            assert "GET /metrics: no such route here" in missing.json()["error"]["message"]
+            refused = client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "n": 0})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "n"
+            assert client.get("/health").json() == {"status": "ok"}
+            assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+
+    def test_a_server_that_dies(self, url: str) -> None:
+        """Its replica lives on until Serve looks after its health."""
+        from benchmarks.ray_failover import replica_pids, servers_of
+
+        async def run() -> Load:
+            async with Load(
+                url, {"model": "tiny", "max_tokens": 64, "ignore_eos": True}, ["aa", "bb"]
+            ) as load:
+                await load.until_busy()
+                victim = next(iter(replica_pids().values()))
+                for pid in servers_of(victim):
+                    os.kill(pid, signal.SIGKILL)
+                await asyncio.sleep(8)
+            return load
+
+        tally = asyncio.run(run()).tally
+        assert tally.lost == 0, tally.report()
+        assert min(tally.outcomes[WHOLE_OK], tally.outcomes[STREAM_COMPLETE]) >= 4
