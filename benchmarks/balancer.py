@@ -39,7 +39,7 @@ def nginx(directory: Path, replicas: Sequence[int]) -> Iterator[str]:
     configuration = write_configuration(directory, port, replicas)
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(
-            ["nginx", "-p", f"{directory}/", "-c", str(configuration)], stdout=log, stderr=log
+            ["nginx", "-e", "stderr", "-p", f"{directory}/", "-c", str(configuration)], stdout=log, stderr=log
         )
         try:
             _wait(process, port, directory / "log")
