@@ -37,7 +37,7 @@ def nginx(directory: Path, replicas: Sequence[int]) -> Iterator[str]:
     ``directory / "log"``."""
     port = free_port()
     configuration = write_configuration(directory, port, replicas)
-    with (directory / "log").open("wb") as log:
+    with (directory / "log").open("ab") as log:
         process = subprocess.Popen(
             ["nginx", "-e", "stderr", "-p", f"{directory}/", "-c", str(configuration)], stdout=log, stderr=log
         )

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.balancer import free_port, nginx
 from benchmarks.failover_load import STREAM_BROKEN, STREAM_COMPLETE, STREAM_ERROR_EVENT, WHOLE_OK, Load
 from specserve.config import Settings
-from tests.front.processes import RUN, Server
+from tests.front.processes import RUN, Server, wait
 
 BODY = {"model": "tiny", "max_tokens": 40}  # 20 messages of 20 ms
 
@@ -41,7 +41,7 @@ class TestBehindNginx:
                 server.stop()
 
     def test_answers(self, replicas: dict[int, Server], tmp_path: Path) -> None:
-        """Streams come as they are made, ids are passed, errors have OpenAI's shape."""
+        """Streams come as they are made, clients may leave, ids are passed, errors have OpenAI's shape."""
         with nginx(tmp_path, list(replicas)) as url, httpx.Client(base_url=url, timeout=30) as client:
             with client.stream(
                 "POST", "/v1/completions", json={**BODY, "prompt": "ab", "stream": True}
@@ -50,6 +50,11 @@ class TestBehindNginx:
                 times = [time.monotonic() for _ in found.iter_raw()]
             assert len(times) > 10
             assert times[-1] - times[0] > 0.2
+            with client.stream(
+                "POST", "/v1/completions", json={**BODY, "prompt": "ab", "max_tokens": 250, "stream": True}
+            ) as left:
+                next(left.iter_raw())
+            wait(lambda: not any(server.running() for server in replicas.values()), 3)
             answer = client.get("/v1/models", headers={"x-request-id": "mine"})
             assert (answer.status_code, answer.headers["x-request-id"]) == (200, "mine")
             assert "ask it at its own address" in error(client.get("/metrics"), 404)
