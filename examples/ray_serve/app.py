@@ -20,7 +20,7 @@ class Options(BaseModel):
 
     replicas: int = Field(2, ge=1)
     gpus: float = Field(1, ge=0, description="GPUs of a replica; 0 serves on the CPU")
-    cpus: float = Field(2, ge=0, description="CPU cores of a replica, as Ray counts them")
+    cpus: float = Field(1, ge=0, description="CPU cores of a replica, as Ray counts them")
     ingress: int = Field(1, ge=1, description="processes that take HTTP requests; they hold no model")
     arguments: str = Field("", description="of python -m specserve.launch, without --host and --port")
     drain_seconds: float = Field(70, gt=0, description="that a replica which is to stop has for its requests")
@@ -39,7 +39,7 @@ def build(options: Options) -> Application:
     ingress = serve.deployment(
         Ingress,
         num_replicas=options.ingress,
-        ray_actor_options={"num_cpus": 1},
+        ray_actor_options={"num_cpus": 0},  # it has little to do, and must find room beside replicas
         max_ongoing_requests=4096,
         graceful_shutdown_timeout_s=options.drain_seconds,
     )
