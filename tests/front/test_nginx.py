@@ -28,7 +28,7 @@ def start(model: Path, port: int) -> Server:
 class TestBehindNginx:
     pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
 
-    @pytest.fixture
+    @pytest.fixture(scope="class")
     def replicas(self, model: Path) -> Iterator[dict[int, Server]]:
         """Two servers by their ports."""
         servers = {port: start(model, port) for port in (free_port(), free_port())}
@@ -60,12 +60,13 @@ class TestBehindNginx:
             assert "ask it at its own address" in error(client.get("/metrics"), 404)
             large = client.post("/v1/completions", content=b" " * (Settings().max_body_bytes + 1))
             assert "client_max_body_size" in error(large, 413)
-            for server in replicas.values():
-                server.stop()
-            gone = client.post("/v1/completions", json={**BODY, "prompt": "ab"})
-            assert error(gone, 503) == "no replica answered"
-            assert gone.headers["retry-after"] == "5"
         assert "id=mine replica=127.0.0.1:" in (tmp_path / "log").read_text()
+
+    def test_no_replica(self, tmp_path: Path) -> None:
+        with nginx(tmp_path, [free_port(), free_port()]) as url:
+            gone = httpx.post(f"{url}/v1/completions", json={**BODY, "prompt": "ab"})
+        assert error(gone, 503) == "no replica answered"
+        assert gone.headers["retry-after"] == "5"
 
     def test_no_request_is_lost(self, replicas: dict[int, Server], model: Path, tmp_path: Path) -> None:
         """kill -9 of one under load, another in its place, SIGTERM to the other."""
