@@ -107,13 +107,16 @@ def under(llm: LLM, policy: ShapePolicy) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many requests at a time, of these prompts; measured for ``seconds`` behind a time to settle."""
+    """``batch`` requests at a time until ``requests`` have ended: the same texts whatever the shape."""
 
     prompts: Sequence[list[int]]
     batch: int
     new_tokens: int
-    settle: float
-    seconds: float
+    requests: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, prompts: Sequence[list[int]], batch: int) -> Load:
+        return cls(prompts, batch, args.new_tokens, max(args.requests, 2 * batch))
 
 
 def run_load(llm: LLM, policy: ShapePolicy, load: Load) -> tuple[float, float, Counter[str]]:
@@ -125,9 +128,8 @@ def run_load(llm: LLM, policy: ShapePolicy, load: Load) -> tuple[float, float, C
     wanted = {"": load.batch}
     with ClosedLoop(llm._engine, policy, jobs) as loop:
         loop.fill(wanted)
-        loop.run(wanted, load.settle)
         begin, earlier = loop.now(), len(runner.prefills)
-        loop.run(wanted, load.seconds)
+        loop.run_requests(wanted, load.requests)
         end, later = loop.now(), len(runner.prefills)
         steps = [step for step in loop.steps if begin <= step.at < end]
         tokens = sum(each.tokens for each in loop.deliveries if begin <= each.at < end and each.by_step)
@@ -204,7 +206,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--shapes", nargs="*", choices=list(map(spelled, STATIC)), help="not set: all")
-    add_times(parser)
+    add_requests(parser)
     args = parse_load(parser)
     sizes = [size for size in args.batches if size <= args.max_batch]
     prompts = make_prompts(args, max(sizes))
@@ -215,7 +217,7 @@ def main() -> None:
         names = list(policies)
         print(header(names))
         for size in sizes:
-            load = Load(prompts, size, args.new_tokens, args.settle, args.seconds)
+            load = Load.of(args, prompts, size)
             run_load(llm, policies["adaptive"], load)  # it may learn what a server that runs has learned
             found = measure(llm, policies, load, args.repeats)
             rows.append({"batch": size, "policies": found})
@@ -226,9 +228,9 @@ def main() -> None:
     print(write_results("adaptive", rows, args.output))
 
 
-def add_times(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--settle", type=float, default=0.5, help="seconds before each measurement")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+def add_requests(parser: argparse.ArgumentParser) -> None:
+    text = "of each measurement, at least; twice the batch if that is more"
+    parser.add_argument("--requests", type=int, default=12, help=text)
 
 
 if __name__ == "__main__":

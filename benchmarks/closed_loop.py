@@ -103,7 +103,7 @@ class ClosedLoop:
         self._jobs = jobs
         self._open: dict[str, str] = {}  # kinds of requests that have not ended
         self._begun: set[str] = set()
-        self._submitted = 0
+        self._submitted = self._ended = 0
         self._begin = time.perf_counter()
         self._recorder = Recorder(policy, self.now)
         self.deliveries: list[Delivery] = []
@@ -138,6 +138,12 @@ class ClosedLoop:
         while self.now() < end:
             self._turn(wanted)
 
+    def run_requests(self, wanted: Mapping[str, int], count: int) -> None:
+        """Holds ``wanted`` requests of each kind until ``count`` have ended."""
+        until = self._ended + count
+        while self._ended < until:
+            self._turn(wanted)
+
     def _turn(self, wanted: Mapping[str, int]) -> None:
         self._submit(wanted)
         for message in self._scheduler.run_once():
@@ -162,6 +168,7 @@ class ClosedLoop:
         if message.finish_reason is not None:
             del self._open[message.rid]
             self._begun.remove(message.rid)
+            self._ended += 1
 
     def _empty(self) -> None:
         """Drops all requests, and waits for what is in flight: it belongs to this policy."""

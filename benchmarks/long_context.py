@@ -1,6 +1,6 @@
 """Long contexts: 64 requests of 8,192 random tokens each, by shape and under the controller.
 
-    python -m benchmarks.long_context --model DIR/target --eagle3 DIR/eagle3 [--batches 16 64] [--seconds 3]
+    python -m benchmarks.long_context --model DIR/target --eagle3 DIR/eagle3 [--batches 16 64] [--requests 12]
 
 DIR is the output of ``python -m benchmarks.cost_faithful``. Reading the caches is most of a step, and its cost is the
 same however many tokens a step gives. Everything is measured twice: with the acceptance that the pair has on such
@@ -23,7 +23,7 @@ import specserve.models.config
 from benchmarks.adaptive import (
     Load,
     adaptive_llm,
-    add_times,
+    add_requests,
     cache_prompts,
     header,
     line,
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, sizes: list[int], shapes: Sequence[Speculation
         for size in sizes:
             for name, levels in ACCEPTANCE.items():
                 force(levels)
-                load = Load(prompts, size, args.new_tokens, args.settle, args.seconds)
+                load = Load.of(args, prompts, size)
                 run_load(llm, policies["adaptive"], load)
                 found = measure(llm, policies, load, args.repeats)
                 rows.append({"batch": size, "acceptance": name, "policies": found})
@@ -99,12 +99,12 @@ def main() -> None:
     parser = load_options(__doc__)
     parser.set_defaults(prompts="random", prompt_tokens=8192, repeats=1)
     parser.add_argument("--new-tokens", type=int, default=128)
-    add_times(parser)
+    add_requests(parser)
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     args = parse_load(parser)
     shapes = SHAPES
     if args.quick:
-        args.batches, args.settle, args.seconds, args.new_tokens, shapes = [2], 0.1, 0.2, 10, SHAPES[1:3]
+        args.batches, args.requests, args.new_tokens, shapes = [2], 4, 10, SHAPES[1:3]
     sizes = [size for size in args.batches if size <= args.max_batch]
     rows = run(args, sizes, shapes)
     for row in rows:

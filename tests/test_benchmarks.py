@@ -58,7 +58,7 @@ def test_nothing_is_forced_unless_asked(agreeing: Checkpoints) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("adaptive", ["--batches", "1", "2", "--shapes", "2,1,3", "--settle", "0.1", "--seconds", "0.3"]),
+        ("adaptive", ["--batches", "1", "2", "--shapes", "2,1,3", "--requests", "4"]),
         ("changing_load", ["--seconds", "0.05", "--plot", "PICTURE"]),
         ("long_context", []),
         ("mixed_batch", ["--seconds", "0.2"]),
