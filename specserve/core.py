@@ -16,6 +16,7 @@ MIN_TEMPERATURE = 1e-5  # below it logits / temperature leave float32
 MAX_BIAS = 512  # entries of a request's bias list on the device: logit_bias plus tokens banned by min_tokens
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**62  # counts of tokens, summed in int64
+MAX_PREDICTION = 8192  # tokens of a predicted text: each running request has room for so many on the device
 
 
 @cache
@@ -42,6 +43,11 @@ def _check_range(name: str, value: float, low: float, high: float, open_low: boo
         raise ValueError(f"{name} must be in {'(' if open_low else '['}{low}, {high}], found {value}")
 
 
+def prediction_limit(context_length: int) -> int:
+    """Most tokens that a predicted text may have."""
+    return min(context_length, MAX_PREDICTION)
+
+
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     """Per-request control of drafting. ``max_draft_tokens`` bounds the nodes drafted for it in one step."""
 
@@ -59,7 +65,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     Raises ValueError naming the parameter and the accepted values. ``max_tokens`` None means up to the context
     length; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1 and ``top_p`` 1 are off;
-    ``logprobs`` is the number of alternatives reported beside each token (0: the token's own only).
+    ``logprobs`` is the number of alternatives reported beside each token (0: the token's own only); ``prediction`` is
+    what the answer is expected to be, text or token ids: it is tried as drafts and changes no token.
     """
 
     max_tokens: int | None = None
@@ -79,6 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     skip_special_tokens: bool = True
     speculation: Speculation = Speculation()
+    prediction: str | list[int] | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -120,12 +128,14 @@ class SpeculationUsage(msgspec.Struct, frozen=True, kw_only=True):
     """What speculation did for one request.
 
     ``steps`` counts target forwards that emitted tokens, prefill not counted; ``drafted`` the nodes verified
-    besides roots; ``accepted`` those that were emitted, bonus tokens not counted.
+    besides roots; ``accepted`` those that were emitted, bonus tokens not counted; ``predicted`` the tokens that were
+    what the request's prediction, where the text had come to, said next.
     """
 
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    predicted: int = 0
 
     @property
     def mean_accepted_length(self) -> float:

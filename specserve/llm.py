@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from specserve.config import make_settings, resolve, resolve_paths
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.frontend.messages import Failed, Submit
@@ -117,6 +119,13 @@ class LLM:
             raise ValueError("a prompt must not be empty")
         return ids
 
+    def _with_ids(self, params: SamplingParams) -> SamplingParams:
+        """The same with the token ids of its prediction."""
+        if not isinstance(params.prediction, str):
+            return params
+        ids = self._need_tokenizer("a prediction of text").encode_answer(params.prediction)
+        return msgspec.structs.replace(params, prediction=ids)
+
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
             raise ValueError(f"{what} needs a tokenizer, and skip_tokenizer_init is set")
@@ -131,7 +140,7 @@ class LLM:
         engine = self._engine
         if engine is None:
             raise ValueError("this LLM is closed")
-        params_each = _params_each(params, len(prompts))
+        params_each = [self._with_ids(each) for each in _params_each(params, len(prompts))]
         if self._tokenizer is None and any(each.stop for each in params_each):
             raise ValueError("stop needs a tokenizer, and skip_tokenizer_init is set; use stop_token_ids")
         self._calls += 1

@@ -11,6 +11,7 @@ from specserve_kernels.reference import (
     grow,
     norm,
     pairs,
+    prediction,
     rotary,
     select,
 )
@@ -20,6 +21,7 @@ from specserve_kernels.reference.accept import accept_walk
 from specserve_kernels.reference.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.commit import count_tokens, store_page_features
 from specserve_kernels.reference.philox import gumbel_noise, philox4x32
+from specserve_kernels.reference.prediction import Prediction
 from specserve_kernels.reference.rotary import apply_rotary, rotary_table, store_kv
 from specserve_kernels.reference.sampling import add_bias, penalize, perturb, truncate
 from specserve_kernels.reference.select import select_nodes
@@ -37,6 +39,7 @@ from specserve_kernels.reference.tree import (
 accept_path = dispatched(accept.accept_path)
 add_rms_norm = dispatched(norm.add_rms_norm)
 advance = dispatched(commit.advance)
+follow_prediction = dispatched(prediction.follow_prediction)
 grow_level = dispatched(grow.grow_level)
 indexed_linear = dispatched(_indexed_linear.indexed_linear)
 linear = dispatched(_linear.linear)
@@ -54,6 +57,7 @@ __all__ = [
     "Accepted",
     "Level",
     "Pool",
+    "Prediction",
     "Tree",
     "accept_path",
     "accept_walk",
@@ -64,6 +68,7 @@ __all__ = [
     "apply_rotary",
     "chain_masks",
     "count_tokens",
+    "follow_prediction",
     "group_bias",
     "grow_level",
     "gumbel_noise",

@@ -10,6 +10,7 @@ import torch
 from specserve.attention import ATTENTION
 from specserve.config import Settings
 from specserve.config.token_map import DYNAMIC
+from specserve.core import prediction_limit
 from specserve.engine.graphs import StepGraphs
 from specserve.engine.memory import pool_pages
 from specserve.engine.profile import complete, measure_eager, measure_graphs
@@ -174,6 +175,7 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
         dtype=dtype,
         sampler_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         device=device,
+        prediction_size=prediction_limit(settings.context_length) if drafter is not None else 0,
     )
     pool = KVPool(pool_config, pages, device)
     return Context(target, drafter, pool, attention, state, model_config.vocab_size)

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specserve.spec.context import Context, View
-from specserve.spec.state import SamplerNeeds
+from specserve.spec.state import Needs
 from specserve.spec.step import StepResult, step
 from specserve.spec.tree import StepShape
 
@@ -105,7 +105,7 @@ class _Maker:
 
         def run() -> StepResult:
             longest = self._capacity - shape.max_nodes
-            view = View.of(self._context, rows_B, longest, SamplerNeeds(), self._logits_XV)
+            view = View.of(self._context, rows_B, longest, Needs(), self._logits_XV)
             return step(self._context, view, shape)
 
         self._stream.wait_stream(torch.cuda.current_stream())

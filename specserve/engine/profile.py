@@ -13,7 +13,7 @@ import torch
 from specserve.engine.graphs import StepGraph
 from specserve.spec.context import Context, View
 from specserve.spec.cost import CostModel
-from specserve.spec.state import SamplerNeeds, to_device
+from specserve.spec.state import Needs, to_device
 from specserve.spec.step import step
 from specserve.spec.tree import StepShape
 
@@ -88,7 +88,7 @@ def _eager_seconds(context: Context, shape: StepShape, length: int) -> float:
     """A step behind ``length`` tokens."""
     state = context.state
     rows_B = to_device([state.dummy] * shape.slots, state.device)
-    needs = SamplerNeeds(noise=False, penalties=False, bias=False, truncation=False)
+    needs = Needs(noise=False, penalties=False, bias=False, truncation=False, prediction=False)
 
     def run() -> None:
         state.slots.length[state.dummy].fill_(length)

@@ -18,7 +18,7 @@ from specserve.engine.logprobs import token_logprobs
 from specserve.spec.context import Context, View
 from specserve.spec.live_map import Ints
 from specserve.spec.prefill import PromptChunks, prefill
-from specserve.spec.state import SamplerNeeds, to_device
+from specserve.spec.state import Needs, to_device
 from specserve.spec.step import step
 from specserve.spec.tree import StepShape
 
@@ -43,6 +43,7 @@ class Emitted:
     tokens: list[int]
     drafted: int
     logprobs: list[TokenLogprob] | None
+    predicted: int = 0  # of the tokens, from the first on: what the request's prediction said
 
 
 class Stopwatch:
@@ -77,12 +78,15 @@ class Launch:
         logprobs: tuple[Tensor, Tensor, Tensor] | None,
         rows: Sequence[Row],
         stopwatch: Stopwatch | None = None,
+        predicted_B: Tensor | None = None,
     ) -> None:
-        """``packed`` ``[B, S + 2]``: tokens, -1 beyond the end, then the number of drafted nodes."""
+        """``packed`` ``[B, S + 2]``: tokens, -1 beyond the end, then the number of drafted nodes; ``predicted_B``: how
+        many of the tokens were predicted, None where nobody asks."""
         self._rows = rows
         self._stopwatch = stopwatch
         self._packed = _to_host(packed)
         self._logprobs = None if logprobs is None else tuple(_to_host(part) for part in logprobs)
+        self._predicted = None if predicted_B is None else _to_host(predicted_B)
         self._event = torch.cuda.Event() if packed.is_cuda else None
         if self._event is not None:
             self._event.record()
@@ -98,13 +102,14 @@ class Launch:
         if self._event is not None:
             self._event.synchronize()
         out, reported = [], 0
-        for row, entry in zip(self._rows, self._packed.tolist(), strict=True):
+        predicted = [0] * len(self._rows) if self._predicted is None else self._predicted.tolist()
+        for row, entry, followed in zip(self._rows, self._packed.tolist(), predicted, strict=True):
             tokens = [token for token in entry[:-1] if token >= 0]
             logprobs = None
             if row.params.logprobs is not None:
                 logprobs = self._row_logprobs(row.params.logprobs, tokens, reported)
                 reported += len(entry) - 1
-            out.append(Emitted(tokens, entry[-1], logprobs))
+            out.append(Emitted(tokens, entry[-1], logprobs, followed))
         return out
 
     def _row_logprobs(self, count: int, tokens: list[int], start: int) -> list[TokenLogprob]:
@@ -114,6 +119,13 @@ class Launch:
             TokenLogprob(token, own[i], list(zip(ids[i][:count], values[i][:count], strict=True)))
             for i, token in enumerate(tokens)
         ]
+
+
+def _asked(rows: Sequence[Row], predicted_B: Tensor | None) -> Tensor | None:
+    """What was predicted of the rows, None if that is of none."""
+    if predicted_B is None or not any(row.params.prediction for row in rows):
+        return None
+    return predicted_B[: len(rows)]
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -151,7 +163,8 @@ class Runner:
         packed = torch.where(chunks.final_B[:, None], token_B1, -1)
         packed = torch.cat([packed, torch.zeros_like(packed)], dim=1)
         index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
-        return Launch(packed, self._logprobs(rows, result.logits_BV, token_B1, index_B1), rows)
+        logprobs = self._logprobs(rows, result.logits_BV, token_B1, index_B1)
+        return Launch(packed, logprobs, rows, predicted_B=_asked(rows, result.predicted_B))
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
@@ -167,7 +180,8 @@ class Runner:
         stopwatch.stop()
         accepted = result.accepted
         logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS.clamp(min=0), accepted.path_BS)
-        return Launch(accepted.packed_BX[: len(rows)], logprobs, rows, stopwatch)
+        packed, predicted_B = accepted.packed_BX[: len(rows)], _asked(rows, result.predicted_B)
+        return Launch(packed, logprobs, rows, stopwatch, predicted_B)
 
     @torch.inference_mode()
     def pick(self, rows_R: Ints) -> None:
@@ -177,7 +191,7 @@ class Runner:
         self.context.drafter.pick(to_device(rows_R.tolist(), self.context.state.device))
 
     def _view(self, rows: Sequence[Row], rows_B: Tensor) -> View:
-        needs = SamplerNeeds.of([row.params for row in rows])
+        needs = Needs.of([row.params for row in rows])
         return View.of(self.context, rows_B, max(row.length for row in rows), needs)
 
     def _logprobs(

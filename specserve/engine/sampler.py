@@ -17,7 +17,7 @@ import torch
 from specserve_kernels import Level, Tree, add_bias, gumbel_noise, penalize, perturb, runs_triton, truncate
 from torch import Tensor
 
-from specserve.spec.state import SamplerNeeds, SamplingState
+from specserve.spec.state import Needs, SamplingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Sampling(Protocol):
 
 
 def open_sampling(
-    table: SamplingState, rows_B: Tensor, length_B: Tensor, ahead: int, needs: SamplerNeeds
+    table: SamplingState, rows_B: Tensor, length_B: Tensor, ahead: int, needs: Needs
 ) -> Sampling:
     """The sampler of a launch that chooses tokens at positions ``length + 1`` .. ``length + ahead``."""
     if runs_triton([table.temperature]):
@@ -121,13 +121,13 @@ class TorchSampling:
     """PyTorch, for CPUs and float64. ``noise_BDV`` is drawn once a launch: all nodes of a depth share a row."""
 
     table: SamplingState
-    needs: SamplerNeeds
+    needs: Needs
     length_B: Tensor
     noise_BDV: Tensor | None
 
     @classmethod
     def of(
-        cls, table: SamplingState, rows_B: Tensor, length_B: Tensor, ahead: int, needs: SamplerNeeds
+        cls, table: SamplingState, rows_B: Tensor, length_B: Tensor, ahead: int, needs: Needs
     ) -> TorchSampling:
         if not needs.noise:
             return cls(table, needs, length_B, None)
@@ -164,7 +164,7 @@ def score(
     choices: Choices,
     noise_NV: Tensor | None,
     table: SamplingState,
-    needs: SamplerNeeds,
+    needs: Needs,
     vocab: VocabMap | None = None,
 ) -> Tensor:
     """The scores whose argmax is the token: ``l' + t * g``, in the sampler's dtype."""

@@ -111,7 +111,8 @@ class OutputProcessor:
         answer.finish_reason = delta.finish_reason
         answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
         if message.speculation is not None:
-            answer.speculation = _trim(message.speculation, message.runs, len(delta.token_ids))
+            before, kept = answer.speculation.predicted, len(delta.token_ids)
+            answer.speculation = _trim(message.speculation, message.runs, kept, before)
 
 
 def _by_token(parts: list[str], tokens: int) -> list[str]:
@@ -132,16 +133,20 @@ def _kept_runs(runs: list[int], kept: int) -> list[int]:
     return found
 
 
-def _trim(usage: SpeculationUsage, runs: list[int], kept: int) -> SpeculationUsage:
+def _trim(usage: SpeculationUsage, runs: list[int], kept: int, before: int) -> SpeculationUsage:
     """Takes from the totals the steps and accepted drafts of a message's tokens beyond the first ``kept``.
 
     What was drafted stays: it was verified, wanted or not. The last token kept of a step counts as its bonus
     token, so that tokens are still accepted drafts plus steps.
+    Predicted were the first tokens of the message, behind ``before`` ones in earlier messages.
     """
+    predicted = min(usage.predicted, before + kept)
     steps, accepted = usage.steps, usage.accepted
     for length in runs:
         left = max(0, min(length, kept))
         kept -= length
         steps -= left == 0
         accepted -= length - max(left, 1)
-    return SpeculationUsage(steps=max(steps, 0), drafted=usage.drafted, accepted=max(accepted, 0))
+    return SpeculationUsage(
+        steps=max(steps, 0), drafted=usage.drafted, accepted=max(accepted, 0), predicted=predicted
+    )

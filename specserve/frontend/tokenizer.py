@@ -33,6 +33,10 @@ class Tokenizer:
         """Ids of a plain prompt, with the special tokens that the tokenizer puts around one."""
         return list(self._tokenizer.encode(text))
 
+    def encode_answer(self, text: str) -> list[int]:
+        """Ids of what a model might write: no special tokens around it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation up to where the assistant answers. Raises ValueError with the reason."""
         from jinja2 import TemplateError

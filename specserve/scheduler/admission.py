@@ -6,7 +6,7 @@ import itertools
 import random
 from dataclasses import dataclass
 
-from specserve.core import MAX_SEED
+from specserve.core import MAX_SEED, prediction_limit
 from specserve.frontend.messages import Submit
 from specserve.scheduler.request import Request
 from specserve.spec.acceptance import Skill
@@ -57,7 +57,7 @@ class Admission:
             limit=limit,
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             arrival=next(self._arrivals),
-            skill=Skill(draft_cap(params)),
+            skill=Skill.of(draft_cap(params), predicted=bool(params.prediction)),
         )
 
     def _check(self, message: Submit) -> None:
@@ -81,10 +81,15 @@ class Admission:
                 f"there is room for {room} tokens after the prompt, found min_tokens {params.min_tokens}",
                 "min_tokens",
             )
+        predicted = params.prediction or ()
+        assert not isinstance(predicted, str), "the front tokenizes predictions"
+        if len(predicted) > (most := prediction_limit(capacity.context_length)):
+            raise Refused(f"prediction has {len(predicted)} tokens; it may have {most} at most", "prediction")
         named = {
             "prompt": prompt,
             "logit_bias": params.logit_bias or (),
             "stop_token_ids": params.stop_token_ids,
+            "prediction": predicted,
         }
         for param, tokens in named.items():
             if bad := [t for t in tokens if not 0 <= t < capacity.vocab_size]:

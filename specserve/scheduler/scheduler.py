@@ -386,6 +386,9 @@ class Scheduler:
         kept, reason, stopped = self._until_end(request, emitted.tokens)
         request.output += kept
         self._counters.generated_tokens += len(kept)
+        if emitted.predicted:
+            predicted = request.usage.predicted + min(emitted.predicted, len(kept))
+            request.usage = msgspec.structs.replace(request.usage, predicted=predicted)
         if from_step:
             accepted = len(kept) - 1
             self._counters.accepted += accepted

@@ -17,24 +17,22 @@ from specserve.frontend.output import Delta
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.logprobs import chat_logprobs, token_bytes
+from specserve.server.prediction import with_prediction
 from specserve.server.protocol import (
     Count,
     GenerationRequest,
     Refusal,
     Strict,
     Text,
+    TextPart,
     check_stream_options,
+    joined,
     sampling_params,
 )
 from specserve.server.streaming import Body, answer, stream
 from specserve.server.usage import step_runs, usage
 
 _NO_TOOLS = "this server calls no tools"
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: Text
 
 
 class Message(Strict):
@@ -51,9 +49,7 @@ class Message(Strict):
 
     def plain(self) -> dict[str, str]:
         """What the chat template gets: parts joined as they are; developer is the newer name of system."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return {"role": "system" if self.role == "developer" else self.role, "content": joined(self.content)}
 
 
 class ResponseFormat(Strict):
@@ -69,7 +65,6 @@ class ChatRequest(GenerationRequest):
         "function_call": Refusal(_NO_TOOLS, "none"),
         "audio": Refusal("text alone"),
         "modalities": Refusal("text alone", ["text"]),
-        "prediction": Refusal("there is no drafter for it yet"),
         "reasoning_effort": Refusal("the effort of a model can't be set"),
         "verbosity": Refusal("the verbosity of a model can't be set"),
         "web_search_options": Refusal("there is no web search"),
@@ -96,6 +91,7 @@ async def chat(front: Front, request: ChatRequest, http: Request) -> Response:
     with front.place(request.choices):
         prompt = await front.encode_chat([message.plain() for message in request.messages])
         front.check_prompt(prompt, "messages", params.min_tokens)
+        params = await with_prediction(front, request, params)
         jobs = [Job(prompt, params, choice, request.streams_runs) for choice in range(request.choices)]
         writer = _Writer(front, request, jobs)
         writer.generation.submit()

@@ -16,6 +16,7 @@ from specserve.frontend.generation import Job
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.logprobs import CompletionLogprobs, token_bytes
+from specserve.server.prediction import with_prediction
 from specserve.server.protocol import (
     GenerationRequest,
     Int,
@@ -59,6 +60,7 @@ async def complete(front: Front, request: CompletionRequest, http: Request) -> R
         prompts = [await front.encode(item) if isinstance(item, str) else item for item in given]
         for prompt in prompts:
             front.check_prompt(prompt, "prompt", params.min_tokens)
+        params = await with_prediction(front, request, params)
         writer = _Writer(front, request, prompts, params)
         writer.generation.submit()
     if request.stream:

@@ -166,6 +166,9 @@ class Front:
     async def encode(self, text: str) -> list[int]:
         return await self._off_loop(self.tokenizer.encode, text)
 
+    async def encode_answer(self, text: str) -> list[int]:
+        return await self._off_loop(self.tokenizer.encode_answer, text)
+
     async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Raises ApiError with the chat template's reason."""
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -67,6 +67,25 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
+class TextPart(Strict):
+    type: Literal["text"]
+    text: Text
+
+
+def joined(content: str | list[TextPart]) -> str:
+    """Text parts joined as they are."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class PredictionField(Strict):
+    type: Literal["content"]
+    content: Text | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return joined(self.content)
+
+
 class SpeculationField(Strict):
     enabled: bool = True
     max_draft_tokens: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
@@ -94,6 +113,7 @@ class GenerationRequest(Strict):
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
     stop_token_ids: list[Int] | None = None
+    prediction: PredictionField | None = None
     speculation: SpeculationField | None = None
     return_speculation: bool | None = None
 

@@ -22,9 +22,26 @@ def usage(generation: Generation, return_speculation: bool | None) -> dict[str, 
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for _, answer in firsts)},
     }
+    if predicted := _prediction(generation):
+        found["completion_tokens_details"] = predicted
     if return_speculation:
         found["speculation"] = _speculation(answers)
     return found
+
+
+def _prediction(generation: Generation) -> dict[str, Any] | None:
+    """What became of the predicted text, of all choices together; None without one."""
+    pairs = zip(generation.jobs, generation.answers, strict=True)
+    given = [
+        (len(job.params.prediction), answer) for job, answer in pairs if job.params.prediction is not None
+    ]
+    if not given:
+        return None
+    accepted = sum(min(size, answer.speculation.predicted) for size, answer in given)
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": sum(size for size, _ in given) - accepted,
+    }
 
 
 def step_runs(delta: Delta) -> dict[str, Any]:

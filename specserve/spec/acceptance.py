@@ -23,6 +23,7 @@ FORGET = 0.995  # of a family's counts, at each step that tests it
 IDLE_FORGET = 0.999  # of them, at each step that does not
 SKILL_FORGET = 0.97  # of a request's counts, at each of its steps
 SKILL_PRIOR = 10.0  # levels' worth of belief that a request is like the others
+HEAD_START = 10.0  # accepted levels that a request with a predicted text begins with
 PRIOR_TESTS = 4.0
 BORROWED = 24.0  # tests' worth of what other families say
 PRIOR_CHAIN = 0.6
@@ -31,11 +32,18 @@ MOST = 0.995
 
 @dataclass(slots=True)
 class Skill:
-    """How much better or worse than the others a request accepts. ``cap``: most nodes drafted for it in a step."""
+    """How much better or worse than the others a request accepts. ``cap``: most nodes drafted for it in a step;
+    ``predicted``: its drafts come from a predicted text, and say nothing of other requests."""
 
     cap: int
+    predicted: bool = False
     accepted: float = 0.0
     expected: float = 0.0
+
+    @classmethod
+    def of(cls, cap: int, predicted: bool) -> Skill:
+        """A new request's."""
+        return cls(cap, predicted, accepted=HEAD_START if predicted else 0.0)
 
     @property
     def factor(self) -> float:
@@ -128,17 +136,23 @@ class Acceptance:
             return
         family = family_of(shape)
         usual = self.levels(family, shape.levels)
-        counts = self._families.setdefault(family, _Counts())
-        counts.seen = self._step
-        counts.accepted *= FORGET
-        counts.tested *= FORGET
         accepted_R = np.array(emitted) - 1
         offered_R = np.minimum(shape.levels, drafted)  # exact for chains
         tested_R = np.minimum(accepted_R + 1, offered_R)
-        level_S = np.arange(MAX_LEVELS)
-        counts.accepted += (accepted_R[:, None] > level_S).sum(0)
-        counts.tested += (tested_R[:, None] > level_S).sum(0)
+        own_R = np.array([not skill.predicted for skill in skills])
+        if own_R.any():
+            self._count(family, accepted_R[own_R], tested_R[own_R])
         expected_R = np.concatenate([[0.0], usual.cumsum()])[tested_R]
         for skill, accepted, expected in zip(skills, accepted_R.tolist(), expected_R.tolist(), strict=True):
             if expected:
                 skill.observe(accepted, expected)
+
+    def _count(self, family: Family, accepted_R: NDArray[np.int64], tested_R: NDArray[np.int64]) -> None:
+        """A step of requests whose drafts are the draft's own: levels tested and accepted."""
+        counts = self._families.setdefault(family, _Counts())
+        counts.seen = self._step
+        counts.accepted *= FORGET
+        counts.tested *= FORGET
+        level_S = np.arange(MAX_LEVELS)
+        counts.accepted += (accepted_R[:, None] > level_S).sum(0)
+        counts.tested += (tested_R[:, None] > level_S).sum(0)

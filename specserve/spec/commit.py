@@ -7,7 +7,7 @@ Shapes: B slots, T nodes, S draft levels, H feature size.
 
 from __future__ import annotations
 
-from specserve_kernels import Accepted, advance, move_kv
+from specserve_kernels import Accepted, advance, follow_prediction, move_kv
 from torch import Tensor
 
 from specserve.spec.context import Context, View
@@ -50,3 +50,9 @@ def _store_draft(context: Context, accepted: Accepted, features_TH: Tensor) -> N
         context.pool,
         (accepted.next_page_BS.flatten(), accepted.next_offset_BS.flatten()),
     )
+
+
+def follow(context: Context, view: View, token_BS: Tensor, count_B: Tensor) -> Tensor | None:
+    """Moves the place in each predicted text behind what was emitted; returns how much of that was predicted."""
+    prediction = view.prediction(context)
+    return None if prediction is None else follow_prediction(prediction, view.rows_B, token_BS, count_B)

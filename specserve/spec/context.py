@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from specserve_kernels import Prediction
 from torch import Tensor
 
 from specserve.attention.base import AttentionBackend
@@ -16,7 +17,7 @@ from specserve.engine.sampler import Sampling, open_sampling
 from specserve.kv.pool import KVPool
 from specserve.layers.decoder import Attend
 from specserve.spec.drafter import Drafter
-from specserve.spec.state import DecodeState, SamplerNeeds
+from specserve.spec.state import DecodeState, Needs
 
 
 class Target(Protocol):
@@ -60,7 +61,7 @@ class View:
     length_B: Tensor
     pages_BM: Tensor
     max_length: int
-    needs: SamplerNeeds
+    needs: Needs
     logits_XV: Tensor | None = None
 
     @classmethod
@@ -69,12 +70,16 @@ class View:
         context: Context,
         rows_B: Tensor,
         max_length: int,
-        needs: SamplerNeeds,
+        needs: Needs,
         logits_XV: Tensor | None = None,
     ) -> View:
         table = context.state.slots
         root_B, length_B, pages_BM = (each[rows_B] for each in (table.root, table.length, table.pages))
         return cls(rows_B, root_B, length_B, pages_BM, max_length, needs, logits_XV)
+
+    def prediction(self, context: Context) -> Prediction | None:
+        """The predicted texts, None if no request has one."""
+        return context.state.prediction if self.needs.prediction else None
 
     def sampling(self, context: Context, levels: int) -> Sampling:
         """The sampler of a step of so many draft levels."""

@@ -2,7 +2,8 @@
 
 Li et al. 2024, arXiv 2406.16858. Drafting is coupled to the sampler: candidates are ranked by the very scores, noise
 included, that the target's choice will be made with, so at temperature 0 this is EAGLE-2 and above it the drafts aim
-at the token that will actually be drawn.
+at the token that will actually be drawn. Where a request's text is predicted, the predicted token is a candidate like
+the draft's own, only certain: the tree, its size and what follows are the same.
 
 Shapes: B slots, N nodes of a level, X rows of features, H feature size, V vocabulary, Vd draft vocabulary.
 """
@@ -23,6 +24,7 @@ def draft(context: Context, view: View, shape: StepShape, sampling: Sampling) ->
     """Runs S draft forwards, the root's first, and returns all candidates with cumulative scores."""
     drafter, page_size = context.drafter, context.pool.page_size
     assert drafter is not None and shape.levels
+    prediction = view.prediction(context)
     score_dtype = context.state.sampling.temperature.dtype
     pool = Pool.empty(shape.slots, shape.pool_size, score_dtype, view.rows_B.device)
     features_XH, prefix_B = context.state.slots.feature, view.length_B + 1
@@ -33,9 +35,8 @@ def draft(context: Context, view: View, shape: StepShape, sampling: Sampling) ->
             logits_NV, Choices.after_level(level), drafter.vocab, shape.branching
         )
         last = depth + 1 == shape.levels
-        grown = grow_level(
-            level, token_NC, logp_NC, pool, view.length_B, view.pages_BM, depth, page_size, last
-        )
+        rest = view.length_B, view.pages_BM, depth, page_size, last, prediction
+        grown = grow_level(level, token_NC, logp_NC, pool, *rest)
         level = grown or level
     return pool
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from specserve_kernels import Prediction, follow_prediction
 from torch import Tensor
 
 from specserve.core import MAX_BIAS, SamplingParams
@@ -50,8 +51,8 @@ class SamplingState:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerNeeds:
-    """What some request of the batch asks of the sampler, known to the host, so that a CPU skips the rest.
+class Needs:
+    """What some request of the batch asks for, known to the host, so that a CPU skips the rest.
 
     A captured graph does all and reads the rows.
     """
@@ -60,9 +61,10 @@ class SamplerNeeds:
     penalties: bool = True
     bias: bool = True
     truncation: bool = True
+    prediction: bool = True
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> SamplerNeeds:
+    def of(cls, params: Sequence[SamplingParams]) -> Needs:
         sampled = [p for p in params if not p.greedy]
         return cls(
             noise=bool(sampled),
@@ -71,6 +73,7 @@ class SamplerNeeds:
             ),
             bias=any(p.logit_bias or p.min_tokens for p in params),
             truncation=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in sampled),
+            prediction=any(p.prediction for p in params),
         )
 
 
@@ -91,7 +94,10 @@ class RowInit:
 
 
 class DecodeState:
-    """Owns both tables. ``admit`` and ``set_pages`` are the host's only writes; the step's commit makes the others."""
+    """Owns the tables. ``admit`` and ``set_pages`` are the host's only writes; steps and prefill make the others.
+
+    ``prediction_size``: tokens of the longest predicted text, 0 where nothing is drafted: then there is no table.
+    """
 
     def __init__(
         self,
@@ -102,6 +108,7 @@ class DecodeState:
         dtype: torch.dtype,
         sampler_dtype: torch.dtype,
         device: torch.device,
+        prediction_size: int = 0,
     ) -> None:
         rows = slots + 1
         self.dummy = slots
@@ -138,6 +145,7 @@ class DecodeState:
             counts=torch.zeros(rows, vocab_size, dtype=torch.int32, device=device),
             in_prompt=torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
         )
+        self.prediction = Prediction.empty(rows, prediction_size, device) if prediction_size else None
         # The dummy row attends to its own position 1: a draft row must see an entry, and slot 0 has none.
         self.slots.length[self.dummy] = 1
 
@@ -162,6 +170,7 @@ class DecodeState:
         sampling.seed[slot].fill_(row.seed)
         sampling.choice[slot].fill_(row.choice)
         self._admit_bias(slot, row)
+        self._admit_prediction(slot, row)
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
             counts, in_prompt = sampling.counts[slot].zero_(), sampling.in_prompt[slot].zero_()
             output = self._integers(row.output)
@@ -182,6 +191,25 @@ class DecodeState:
                 values, self.device, sampling.bias_values.dtype
             )
             sampling.bias_until[slot, : len(rows)] = self._integers(until)
+
+    def _admit_prediction(self, slot: int, row: RowInit) -> None:
+        """Its place is found as a step would find it that had emitted all the output."""
+        if self.prediction is None:
+            return
+        given = row.params.prediction if draft_cap(row.params) else None
+        assert not isinstance(given, str), "the front tokenizes predictions"
+        tokens, output = given or [], row.output
+        here = torch.device("cpu")
+        found = Prediction.empty(1, max(len(tokens), 1), here)
+        found.length_R.fill_(len(tokens))
+        if tokens:
+            found.tokens_RP[0] = to_device(tokens, here, torch.int32)
+            ids_BS, count_B = torch.tensor([[*output, -1]]), torch.tensor([len(output)])
+            follow_prediction(found, torch.tensor([0]), ids_BS, count_B)
+            self.prediction.tokens_RP[slot, : len(tokens)] = to_device(tokens, self.device, torch.int32)
+            self.prediction.recent_RN[slot] = self._integers(found.recent_RN[0].tolist())
+        self.prediction.length_R[slot].fill_(len(tokens))
+        self.prediction.next_R[slot].fill_(int(found.next_R))
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
         """Writes part of a slot's page table, from entry ``start`` on."""

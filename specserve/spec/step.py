@@ -16,7 +16,7 @@ from torch import Tensor
 from specserve.attention.base import Nodes
 from specserve.attention.paged import PagedAttend
 from specserve.engine.sampler import Choices, Sampling
-from specserve.spec.commit import commit
+from specserve.spec.commit import commit, follow
 from specserve.spec.context import Context, View
 from specserve.spec.draft import draft
 from specserve.spec.select import select
@@ -25,10 +25,12 @@ from specserve.spec.tree import StepShape
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``accepted.packed_BX`` are the step's tokens; ``logits_TV`` the target's raw logits at every node."""
+    """``accepted.packed_BX`` are the step's tokens; ``logits_TV`` the target's raw logits at every node;
+    ``predicted_B`` how many of the tokens were the predicted ones, None if nothing is predicted."""
 
     accepted: Accepted
     logits_TV: Tensor
+    predicted_B: Tensor | None
 
 
 def step(context: Context, view: View, shape: StepShape) -> StepResult:
@@ -39,7 +41,7 @@ def step(context: Context, view: View, shape: StepShape) -> StepResult:
     chosen_T = sampling.choose(logits_TV, Choices.after_nodes(tree))
     accepted = accept(context, view, shape, tree, chosen_T)
     commit(context, view, accepted, features_TH, in_place=tree.is_chain)
-    return StepResult(accepted, logits_TV)
+    return StepResult(accepted, logits_TV, follow(context, view, accepted.token_BS, accepted.count_B))
 
 
 def plant(context: Context, view: View, shape: StepShape, sampling: Sampling) -> Tree:

@@ -6,7 +6,7 @@ import torch
 
 from specserve.core import SamplingParams
 from specserve.spec.context import View
-from specserve.spec.state import SamplerNeeds
+from specserve.spec.state import Needs
 from specserve.spec.step import step
 from specserve.spec.tree import StepShape
 from tests.engines import Checkpoints, Client, context_of, requests_of
@@ -27,7 +27,7 @@ def test_logits_written_to_a_shared_place(agreeing: Checkpoints) -> None:
         )
         rows_B = torch.tensor([request.slot])
         length = int(context.state.slots.length[request.slot])
-        view = View.of(context, rows_B, length, SamplerNeeds(), place)
+        view = View.of(context, rows_B, length, Needs(), place)
         result = step(context, view, shape)
         assert place is None or result.logits_TV.data_ptr() == place.data_ptr()
         found.append((result.accepted.packed_BX, result.logits_TV))

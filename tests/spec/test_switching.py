@@ -11,7 +11,7 @@ from specserve.core import SamplingParams, Speculation
 from specserve.scheduler.scheduler import Scheduler
 from specserve.spec.context import View
 from specserve.spec.draft import draft
-from specserve.spec.state import SamplerNeeds
+from specserve.spec.state import Needs
 from specserve.spec.tree import StepShape
 from tests.engines import Checkpoints, Client, Shape, answer_one, context_of, requests_of
 
@@ -50,7 +50,7 @@ def next_pool(scheduler: Scheduler, shape: Shape) -> Pool:
     context, (request,) = context_of(scheduler), requests_of(scheduler)
     rows_B = torch.tensor([request.slot])
     length = int(context.state.slots.length[request.slot])
-    view = View.of(context, rows_B, length, SamplerNeeds.of([request.params]))
+    view = View.of(context, rows_B, length, Needs.of([request.params]))
     steps, topk, tokens = shape
     return draft(context, view, StepShape(1, tokens, steps, topk), view.sampling(context, steps))
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.adjustment import without_nan
+from specserve_kernels.reference.prediction import Prediction
 from specserve_kernels.reference.tree import Level, Pool
 
 
@@ -52,6 +53,7 @@ def grow_level(
     depth: int,
     page_size: int,
     last: bool,
+    prediction: Prediction | None = None,
 ) -> Level | None:
     slots, width = level.score_BW.shape
     k = token_NC.shape[1]
@@ -60,6 +62,9 @@ def grow_level(
     score = level.score_BW.new_empty(nodes)
     ancestors = token_NC.new_empty(2, nodes, depth + 1)
     padded = triton.next_power_of_2(k * k)
+    predicted = [pages_BM] * 3
+    if prediction is not None:
+        predicted = [prediction.tokens_RP, prediction.length_R, prediction.next_R]
     _grow_kernel[(slots,)](
         level.score_BW,
         level.pool_BW,
@@ -83,6 +88,8 @@ def grow_level(
         score,
         ancestors[0],
         ancestors[1],
+        *predicted,
+        predicted[0].shape[1],
         width,
         depth,
         0 if depth == 0 else k + (depth - 1) * k * k,
@@ -90,7 +97,9 @@ def grow_level(
         pages_BM.stride(0),
         page_size,
         int(last),
+        PREDICTED=prediction is not None,
         K=k,
+        KP=triton.next_power_of_2(k),
         JP=padded,
         CHUNK=min(padded, max(4096 // padded, 16)),
         AP=max(triton.next_power_of_2(depth), 8),
@@ -135,7 +144,33 @@ def _root_kernel(
     tl.store(score_ptr + b, tl.zeros((BLOCK,), tl.float32), mask=live)
 
 
-@triton.jit(do_not_specialize=range(29))
+@triton.jit
+def _forced_candidate(
+    path_ptr,  # [W, depth]
+    token_ptr,  # [W, K]
+    predicted_ptr,  # [depth + 1]
+    width,
+    depth,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    AP: tl.constexpr,
+):
+    """The token that a prediction says next, and which of the slot's candidates it takes: itself, or the last of the
+    node that lies on the prediction; -1 where none does."""
+    w = tl.arange(0, KP)
+    a = tl.arange(0, AP)
+    above = (w < width)[:, None] & (a < depth)[None, :]
+    path = tl.load(path_ptr + (w * depth)[:, None] + a[None, :], mask=above, other=0)
+    wanted = tl.load(predicted_ptr + a, mask=a < depth, other=0).to(tl.int64)
+    departs = tl.sum((above & (path != wanted[None, :])).to(tl.int32), axis=1) > 0
+    node = tl.max(tl.where((w < width) & (departs == 0), w, -1), axis=0)
+    predicted = tl.load(predicted_ptr + depth).to(tl.int64)
+    own = tl.load(token_ptr + node * K + w, mask=w < tl.where(node >= 0, K, 0), other=-1)
+    column = tl.min(tl.where(own == predicted, w, K - 1), axis=0)
+    return predicted, tl.where(node >= 0, node * K + column, -1)
+
+
+@triton.jit(do_not_specialize=range(33))
 def _grow_kernel(
     score_ptr,  # [B, W], of the level that was run
     pool_index_ptr,  # [B, W]
@@ -159,6 +194,10 @@ def _grow_kernel(
     next_score_ptr,
     next_scratch_ptr,  # out [B, K, depth + 1]
     next_path_ptr,  # out [B, K, depth + 1]
+    predicted_ptr,  # [R, P] int32, as all of predictions: read if PREDICTED
+    predicted_length_ptr,  # [R]
+    predicted_next_ptr,  # [R]
+    predicted_size,  # P
     width,
     depth,
     first,  # pool index of the level's first candidate
@@ -166,7 +205,9 @@ def _grow_kernel(
     pages_stride,
     page_size,
     last,
+    PREDICTED: tl.constexpr,
     K: tl.constexpr,
+    KP: tl.constexpr,
     JP: tl.constexpr,
     CHUNK: tl.constexpr,
     AP: tl.constexpr,
@@ -177,8 +218,24 @@ def _grow_kernel(
     live = j < count
     parent = j // K
     above = tl.load(score_ptr + b * width + parent, mask=live, other=0.0)
-    score = without_nan(above + tl.load(logp_ptr + b * count + j, mask=live, other=0.0))
-    token = tl.load(token_ptr + b * count + j, mask=live, other=0)
+    predicted, forced = tl.zeros((), tl.int64), tl.full((), -1, tl.int32)
+    row = tl.load(rows_ptr + b * width)
+    if PREDICTED:
+        place = tl.load(predicted_next_ptr + row)
+        if (place >= 0) & (place + depth < tl.load(predicted_length_ptr + row)):
+            predicted, forced = _forced_candidate(
+                path_ptr + b * width * depth,
+                token_ptr + b * count,
+                predicted_ptr + row * predicted_size + place,
+                width,
+                depth,
+                K=K,
+                KP=KP,
+                AP=AP,
+            )
+    logp = tl.load(logp_ptr + b * count + j, mask=live, other=0.0)
+    score = without_nan(above + tl.where(j == forced, 0.0, logp))
+    token = tl.where(j == forced, predicted, tl.load(token_ptr + b * count + j, mask=live, other=0))
     pool_index = tl.load(pool_index_ptr + b * width + parent, mask=live, other=0)
     entry = b * size + first + j
     tl.store(pool_tokens_ptr + entry, token, mask=live)
@@ -194,7 +251,8 @@ def _grow_kernel(
                 i = start + tl.arange(0, CHUNK)
                 inside = i < count
                 rival = tl.load(score_ptr + b * width + i // K, mask=inside, other=0.0)
-                rival = without_nan(rival + tl.load(logp_ptr + b * count + i, mask=inside, other=0.0))
+                logp = tl.load(logp_ptr + b * count + i, mask=inside, other=0.0)
+                rival = without_nan(rival + tl.where(i == forced, 0.0, logp))
                 ahead = rival[None, :] > score[:, None]
                 ahead |= (rival[None, :] == score[:, None]) & (i[None, :] < j[:, None])
                 rank += tl.sum((ahead & inside[None, :]).to(tl.int32), axis=1)
@@ -213,7 +271,6 @@ def _grow_kernel(
         length = tl.load(length_ptr + b)
         own = length + 1 + depth * K + rank
         page = tl.load(pages_ptr + b * pages_stride + own // page_size, mask=chosen)
-        row = tl.load(rows_ptr + b * width)
         whole = tl.zeros((JP,), tl.int64)
         tl.store(next_token_ptr + node, token, mask=chosen)
         tl.store(next_source_ptr + node, b * width + parent, mask=chosen)

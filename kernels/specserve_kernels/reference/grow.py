@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specserve_kernels.reference.prediction import Prediction, force_predicted
 from specserve_kernels.reference.tree import Level, Pool, address
 
 
@@ -41,16 +42,20 @@ def grow_level(
     depth: int,
     page_size: int,
     last: bool,
+    prediction: Prediction | None = None,
 ) -> Level | None:
     """Records the candidates of the level at ``depth`` (the root's: 0) in the pools, and returns the next level: the
     best K of all of a slot's candidates, by score, equal ones by pool index. None after the last level.
 
-    ``token_NC``, ``logp_NC``: each node's candidates, best first. The next level's node k writes its cache entry to
-    position ``length + 1 + depth * K + k``, behind those of the levels before; ``source_N`` are rows of this one.
+    ``token_NC``, ``logp_NC``: each node's candidates, best first; ``prediction``: what is predicted of the texts, as
+    ``force_predicted`` puts it among them. The next level's node k writes its cache entry to position
+    ``length + 1 + depth * K + k``, behind those of the levels before; ``source_N`` are rows of this one.
     """
     slots, width = level.score_BW.shape
     k = token_NC.shape[1]
     first = 0 if depth == 0 else k + (depth - 1) * k * k
+    if prediction is not None:
+        token_NC, logp_NC = force_predicted(level, token_NC, logp_NC, prediction, depth)
     token_BJ = token_NC.reshape(slots, width * k)
     score_BJ = (level.score_BW[..., None] + logp_NC.view(slots, width, k)).flatten(1)
     columns = slice(first, first + width * k)

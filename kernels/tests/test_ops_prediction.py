@@ -1,0 +1,199 @@
+"""Predicted texts: the PyTorch version against a slow one in Python, and the kernel against both."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+
+import pytest
+import torch
+from specserve_kernels.reference import grow as grow_reference
+from specserve_kernels.reference import prediction as reference
+from specserve_kernels.reference.prediction import Prediction
+from specserve_kernels.reference.tree import Level, Pool
+from torch import Tensor
+
+pytest.importorskip("triton")
+from specserve_kernels.ops import grow, prediction
+
+SIZE, VOCAB = 1200, 6
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if request.param == "cuda" and (interpreted or not torch.cuda.is_available()):
+        pytest.skip("needs a CUDA device")
+    if request.param == "cpu" and not interpreted:
+        pytest.skip("needs Triton's interpreter")
+    return str(request.param)
+
+
+@dataclasses.dataclass
+class Follower:
+    """One request, in Python."""
+
+    predicted: list[int]
+    place: int = 0
+    text: list[int] = dataclasses.field(default_factory=list)
+
+    def emit(self, tokens: list[int]) -> int:
+        if not self.predicted:
+            return 0
+        self.text += tokens
+        ahead = self.predicted[self.place :] if self.place >= 0 else []
+        pairs = enumerate(zip(tokens, ahead, strict=False))
+        followed = next((i for i, (one, other) in pairs if one != other), min(len(tokens), len(ahead)))
+        if followed == len(tokens):
+            self.place += followed
+            return followed
+        reached = self.place + followed if self.place >= 0 else -1 - self.place
+        found = [
+            (-matched, index < reached, index)
+            for index in range(1, len(self.predicted))
+            if (matched := self._matched(index)) >= 2
+        ]
+        self.place = min(found)[2] if found else -1 - reached
+        return followed
+
+    def _matched(self, index: int) -> int:
+        count = 0
+        while count < min(4, index, len(self.text)) and (
+            self.predicted[index - 1 - count] == self.text[-1 - count]
+        ):
+            count += 1
+        return count
+
+
+def edited(rng: random.Random, text: list[int]) -> list[int]:
+    """A text with spans replaced, left out and put in."""
+    found: list[int] = []
+    at = 0
+    while at < len(text):
+        keep = rng.randrange(1, 30)
+        found += text[at : at + keep]
+        at += keep
+        found += [rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 3]))]
+        at += rng.choice([0, 0, 2, 5])
+    return found
+
+
+def table_of(followers: list[Follower], device: str) -> tuple[Prediction, Tensor]:
+    """A table with the followers in rows of their own, and those rows."""
+    table = Prediction.empty(len(followers) + 2, SIZE, torch.device(device))
+    table.tokens_RP.fill_(3)  # what another request left there
+    rows_B = torch.randperm(len(followers) + 2)[: len(followers)]
+    for row, follower in zip(rows_B.tolist(), followers, strict=True):
+        table.length_R[row] = len(follower.predicted)
+        predicted = torch.tensor(follower.predicted, dtype=torch.int32)
+        table.tokens_RP[row, : len(follower.predicted)] = predicted
+    return table, rows_B.to(device)
+
+
+def copy_of(table: Prediction) -> Prediction:
+    return Prediction(*(getattr(table, field.name).clone() for field in dataclasses.fields(table)))
+
+
+def followers_of(rng: random.Random) -> tuple[list[Follower], list[list[int]]]:
+    """Requests of several lengths, one without a prediction, and the texts that they will emit."""
+    predicted = [[rng.randrange(VOCAB) for _ in range(size)] for size in (1, 40, 0, SIZE, 90)]
+    texts = [edited(rng, each) or [1, 2, 3] for each in predicted]
+    texts[4] = predicted[4] + predicted[4][:20]  # right to its end, and on
+    return [Follower(each) for each in predicted], texts
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_following(seed: int, device: str) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    followers, texts = followers_of(rng)
+    table, rows_B = table_of(followers, device)
+    copy = copy_of(table)
+    departed = followed_all = 0
+    for _ in range(25):
+        counts = [rng.choice([0, 1, 1, 4, 7]) for _ in texts]
+        tokens = [text[:count] for text, count in zip(texts, counts, strict=True)]
+        texts = [text[count:] or [rng.randrange(VOCAB)] for text, count in zip(texts, counts, strict=True)]
+        counts = [len(each) for each in tokens]
+        packed = torch.tensor([[*each, *[-1] * (9 - len(each))] for each in tokens], device=device)
+        args = rows_B, packed[:, :-1], torch.tensor(counts, device=device)
+        expected = [follower.emit(each) for follower, each in zip(followers, tokens, strict=True)]
+        assert reference.follow_prediction(table, *args).tolist() == expected
+        assert prediction.follow_prediction(copy, *args).tolist() == expected
+        places = [follower.place for follower in followers]
+        assert table.next_R[rows_B].tolist() == places
+        assert torch.equal(copy.next_R, table.next_R)
+        assert torch.equal(copy.recent_RN, table.recent_RN)
+        departed += sum(place < 0 for place in places)
+        followed_all += sum(expected)
+    assert departed
+    assert followed_all
+
+
+def test_an_inserted_and_a_deleted_span() -> None:
+    """The place is found two tokens behind an insertion, and behind what was left out."""
+    text = list(range(10, 40))
+    for emitted, place in (
+        ([*text[:5], 1, 2, 3, text[5], text[6]], 7),
+        ([*text[:5], text[12], text[13]], 14),
+        ([*text[:5], 1, text[5]], -6),
+        ([*text[:20], *text[3:6]], 6),
+    ):
+        table, rows_B = table_of([Follower(text)], "cpu")
+        for token in emitted:
+            reference.follow_prediction(table, rows_B, torch.tensor([[token]]), torch.tensor([1]))
+        assert table.next_R[rows_B].tolist() == [place], emitted
+
+
+def test_the_longest_match_wins_then_the_next_one() -> None:
+    for predicted, emitted, place in (
+        ([1, 2, 9, 3, 1, 2, 8], [7, 3, 1, 2], 6),
+        ([1, 2, 9, 1, 2, 8], [1, 2, 9, 0, 1, 2], 5),
+        ([1, 2, 9, 1, 2, 8, 1, 2, 7], [0, 1, 2], 2),
+    ):
+        table, rows_B = table_of([Follower(predicted)], "cpu")
+        for token in emitted:
+            reference.follow_prediction(table, rows_B, torch.tensor([[token]]), torch.tensor([1]))
+        assert table.next_R[rows_B].tolist() == [place]
+
+
+@pytest.mark.parametrize(("k", "levels"), [(1, 4), (2, 3), (3, 3), (8, 2), (20, 2)])
+def test_levels_take_what_is_predicted(k: int, levels: int, device: str) -> None:
+    """The predicted path is in every pool as far as it goes, with score 0, whatever the draft offers."""
+    torch.manual_seed(k)
+    places = [(0, 9), (5, 6), (-3, 9), (0, 0), (4, 4), (2, 4)]  # next, and the length of the prediction
+    slots, size = len(places), k + (levels - 1) * k * k
+    table = Prediction.empty(slots + 1, 9, torch.device(device))
+    table.tokens_RP.copy_(torch.randint(40, (slots + 1, 9)))
+    rows_B = torch.randperm(slots, device=device)
+    table.next_R[rows_B], table.length_R[rows_B] = torch.tensor(places, device=device).unbind(1)
+    length_B = torch.randint(1, 30, (slots,), device=device)
+    pages_BM = 1 + torch.randperm(slots * 40, device=device).view(slots, 40)
+    pools = [Pool.empty(slots, size, torch.float32, torch.device(device)) for _ in range(2)]
+    start = rows_B, torch.full_like(rows_B, 3), length_B, pages_BM
+    expected: Level | None = grow_reference.root_level(*start, pools[0], 16)
+    actual: Level | None = grow.root_level(*start, pools[1], 16)
+    for depth in range(levels):
+        assert expected is not None
+        assert actual is not None
+        nodes = slots * expected.width
+        token_NC = torch.stack([torch.randperm(40)[:k] for _ in range(nodes)]).to(device)
+        logp_NC = -torch.rand(nodes, k, device=device).cumsum(1) - 0.1
+        rest = token_NC, logp_NC, pools[0], length_B, pages_BM, depth, 16, depth == levels - 1
+        expected = grow_reference.grow_level(expected, *rest, table)
+        actual = grow.grow_level(actual, *rest[:2], pools[1], *rest[3:], table)
+        if expected is not None and actual is not None:
+            for field in dataclasses.fields(expected):
+                assert torch.equal(getattr(actual, field.name), getattr(expected, field.name)), field.name
+    for field in dataclasses.fields(pools[0]):
+        assert torch.equal(getattr(pools[1], field.name), getattr(pools[0], field.name)), field.name
+    for slot, (place, length) in enumerate(places):
+        tokens, parents, scores = (getattr(pools[0], name)[slot].tolist() for name in
+                                   ("tokens_BP", "parents_BP", "scores_BP"))  # fmt: skip
+        certain = [index for index, value in enumerate(scores) if value == 0]
+        path = table.tokens_RP[rows_B[slot], max(place, 0) : max(length, 0)].tolist()[:levels]
+        assert [tokens[index] for index in certain] == (path if place >= 0 else [])
+        assert [parents[index] for index in certain] == [-1, *certain][: len(certain)]
+        children = [(parent, token) for parent, token in zip(parents, tokens, strict=True)]
+        assert len(set(children)) == size, "siblings differ"
