@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 
@@ -68,16 +69,34 @@ def on_triton() -> Iterator[None]:
         yield
 
 
-def answers(checkpoints: Checkpoints, algorithm: str, shape: tuple[int, int, int]) -> list[Answer]:
+def answers(
+    checkpoints: Checkpoints,
+    algorithm: str,
+    shape: tuple[int, int, int],
+    params: Sequence[SamplingParams] = PARAMS,
+) -> list[Answer]:
     scheduler = checkpoints.scheduler(algorithm, shape, dtype="float32", page_size=16)
-    return answer_all(scheduler, zip(PROMPTS, PARAMS, strict=True))
+    return answer_all(scheduler, zip(PROMPTS, params, strict=True))
+
+
+def with_predictions(found: list[Answer]) -> list[SamplingParams]:
+    """One that is right, one with a wrong token, none."""
+    right, other = found[0].tokens, found[1].tokens
+    foretold = right, [*other[:2], 63, *other[3:]], None
+    return [
+        msgspec.structs.replace(each, prediction=tokens)
+        for each, tokens in zip(PARAMS, foretold, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(("algorithm", "shape"), [("EAGLE", (2, 1, 3)), ("EAGLE3", (3, 2, 6))])
 def test_gives_the_texts_of_torch(
     algorithm: str, shape: tuple[int, int, int], checkpoints: Checkpoints, request: pytest.FixtureRequest
 ) -> None:
-    expected = answers(checkpoints, algorithm, shape)
+    texts = answers(checkpoints, algorithm, shape)
+    params = with_predictions(texts)
+    expected = answers(checkpoints, algorithm, shape, params)
+    assert [answer.tokens for answer in expected] == [answer.tokens for answer in texts]
     request.getfixturevalue("on_triton")
     with (
         patch.object(
@@ -85,7 +104,7 @@ def test_gives_the_texts_of_torch(
         ) as drafts,
         patch.object(TritonSampling, "choose", autospec=True, side_effect=TritonSampling.choose) as choices,
     ):
-        found = answers(checkpoints, algorithm, shape)
+        found = answers(checkpoints, algorithm, shape, params)
     assert drafts.call_count
     assert choices.call_count
     for ours, theirs in zip(found, expected, strict=True):
@@ -93,3 +112,4 @@ def test_gives_the_texts_of_torch(
         assert ours.runs == theirs.runs
         assert ours.usage == theirs.usage
     assert sum(answer.usage.accepted for answer in found) > 0
+    assert found[0].usage.predicted == len(found[0].tokens)
