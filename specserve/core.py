@@ -128,8 +128,8 @@ class SpeculationUsage(msgspec.Struct, frozen=True, kw_only=True):
     """What speculation did for one request.
 
     ``steps`` counts target forwards that emitted tokens, prefill not counted; ``drafted`` the nodes verified
-    besides roots; ``accepted`` those that were emitted, bonus tokens not counted; ``predicted`` the tokens that were
-    what the request's prediction, where the text had come to, said next.
+    besides roots; ``accepted`` those that were emitted, bonus tokens not counted; ``predicted`` the
+    tokens of its prediction that were emitted, each in its place behind those before it.
     """
 
     steps: int = 0

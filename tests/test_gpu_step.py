@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -82,6 +83,24 @@ def test_speculation_changes_no_text(
         assert llm._engine.stats().accepted > 0
 
 
+@pytest.mark.parametrize("shape", [("EAGLE3", 3, 1, 4), ("EAGLE3", 4, 4, 16)], ids=str)
+def test_a_prediction_changes_no_text(shape: Shape, items: list[Item], expected: list[list[int]]) -> None:
+    """Half of the requests have one: right but for a token. They take fewer steps."""
+    params = [item.params for item in items[:40]]
+    for index in range(0, 40, 2):
+        text = expected[index]
+        params[index] = msgspec.structs.replace(
+            params[index], prediction=[*text[:9], text[9] ^ 1, *text[10:]]
+        )
+    steps = []
+    with engine(shape, max_running_requests=16) as llm:
+        for each in ([item.params for item in items[:40]], params):
+            found = llm.generate([item.prompt for item in items[:40]], each)
+            assert_same([output.token_ids for output in found], expected[:40], items[:40])
+            steps.append(sum(output.speculation.steps for output in found[::2]))
+    assert steps[1] < 0.7 * steps[0]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -122,7 +141,8 @@ def test_nothing_waits_for_the_device_but_the_reading_of_results(
         torch.cuda.set_sync_debug_mode("error")
         try:
             for index, item in enumerate(items[4:8]):
-                scheduler.submit(Submit(str(4 + index), list(item.prompt), item.params))
+                params = msgspec.structs.replace(item.params, prediction=list(item.prompt))
+                scheduler.submit(Submit(str(4 + index), list(item.prompt), params))
             while scheduler.has_work:
                 tokens += sum(len(message.token_ids) for message in scheduler.run_once())  # type: ignore[union-attr]
                 assert scheduler._inflight or not any(r.wants_tokens for r in scheduler._running)

@@ -118,9 +118,11 @@ def test_following(seed: int, device: str) -> None:
         counts = [len(each) for each in tokens]
         packed = torch.tensor([[*each, *[-1] * (9 - len(each))] for each in tokens], device=device)
         args = rows_B, packed[:, :-1], torch.tensor(counts, device=device)
+        before = [follower.place for follower in followers]
         expected = [follower.emit(each) for follower, each in zip(followers, tokens, strict=True)]
-        assert reference.follow_prediction(table, *args).tolist() == expected
-        assert prediction.follow_prediction(copy, *args).tolist() == expected
+        found = [[place, count] for place, count in zip(before, expected, strict=True)]
+        assert reference.follow_prediction(table, *args).tolist() == found
+        assert prediction.follow_prediction(copy, *args).tolist() == found
         places = [follower.place for follower in followers]
         assert table.next_R[rows_B].tolist() == places
         assert torch.equal(copy.next_R, table.next_R)

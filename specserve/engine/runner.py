@@ -43,7 +43,7 @@ class Emitted:
     tokens: list[int]
     drafted: int
     logprobs: list[TokenLogprob] | None
-    predicted: int = 0  # of the tokens, from the first on: what the request's prediction said
+    predicted: range = range(0)  # of the request's prediction: what its tokens are, from the first on
 
 
 class Stopwatch:
@@ -78,15 +78,15 @@ class Launch:
         logprobs: tuple[Tensor, Tensor, Tensor] | None,
         rows: Sequence[Row],
         stopwatch: Stopwatch | None = None,
-        predicted_B: Tensor | None = None,
+        predicted_B2: Tensor | None = None,
     ) -> None:
-        """``packed`` ``[B, S + 2]``: tokens, -1 beyond the end, then the number of drafted nodes; ``predicted_B``: how
-        many of the tokens were predicted, None where nobody asks."""
+        """``packed`` ``[B, S + 2]``: tokens, -1 beyond the end, then the number of drafted nodes; ``predicted_B2``:
+        as in a step's result, None where nobody has a prediction."""
         self._rows = rows
         self._stopwatch = stopwatch
         self._packed = _to_host(packed)
         self._logprobs = None if logprobs is None else tuple(_to_host(part) for part in logprobs)
-        self._predicted = None if predicted_B is None else _to_host(predicted_B)
+        self._predicted = None if predicted_B2 is None else _to_host(predicted_B2)
         self._event = torch.cuda.Event() if packed.is_cuda else None
         if self._event is not None:
             self._event.record()
@@ -102,14 +102,15 @@ class Launch:
         if self._event is not None:
             self._event.synchronize()
         out, reported = [], 0
-        predicted = [0] * len(self._rows) if self._predicted is None else self._predicted.tolist()
-        for row, entry, followed in zip(self._rows, self._packed.tolist(), predicted, strict=True):
+        nothing = [(0, 0)] * len(self._rows)
+        predicted = nothing if self._predicted is None else self._predicted.tolist()
+        for row, entry, (first, count) in zip(self._rows, self._packed.tolist(), predicted, strict=True):
             tokens = [token for token in entry[:-1] if token >= 0]
             logprobs = None
             if row.params.logprobs is not None:
                 logprobs = self._row_logprobs(row.params.logprobs, tokens, reported)
                 reported += len(entry) - 1
-            out.append(Emitted(tokens, entry[-1], logprobs, followed))
+            out.append(Emitted(tokens, entry[-1], logprobs, range(first, first + count)))
         return out
 
     def _row_logprobs(self, count: int, tokens: list[int], start: int) -> list[TokenLogprob]:
@@ -121,11 +122,11 @@ class Launch:
         ]
 
 
-def _asked(rows: Sequence[Row], predicted_B: Tensor | None) -> Tensor | None:
-    """What was predicted of the rows, None if that is of none."""
-    if predicted_B is None or not any(row.params.prediction for row in rows):
+def _asked(rows: Sequence[Row], predicted_B2: Tensor | None) -> Tensor | None:
+    """Those of the rows, None if none of them has a prediction."""
+    if predicted_B2 is None or not any(row.params.prediction for row in rows):
         return None
-    return predicted_B[: len(rows)]
+    return predicted_B2[: len(rows)]
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -164,7 +165,7 @@ class Runner:
         packed = torch.cat([packed, torch.zeros_like(packed)], dim=1)
         index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
         logprobs = self._logprobs(rows, result.logits_BV, token_B1, index_B1)
-        return Launch(packed, logprobs, rows, predicted_B=_asked(rows, result.predicted_B))
+        return Launch(packed, logprobs, rows, predicted_B2=_asked(rows, result.predicted_B2))
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
@@ -180,8 +181,8 @@ class Runner:
         stopwatch.stop()
         accepted = result.accepted
         logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS.clamp(min=0), accepted.path_BS)
-        packed, predicted_B = accepted.packed_BX[: len(rows)], _asked(rows, result.predicted_B)
-        return Launch(packed, logprobs, rows, stopwatch, predicted_B)
+        packed, predicted_B2 = accepted.packed_BX[: len(rows)], _asked(rows, result.predicted_B2)
+        return Launch(packed, logprobs, rows, stopwatch, predicted_B2)
 
     @torch.inference_mode()
     def pick(self, rows_R: Ints) -> None:

@@ -138,7 +138,7 @@ def _trim(usage: SpeculationUsage, runs: list[int], kept: int, before: int) -> S
 
     What was drafted stays: it was verified, wanted or not. The last token kept of a step counts as its bonus
     token, so that tokens are still accepted drafts plus steps.
-    Predicted were the first tokens of the message, behind ``before`` ones in earlier messages.
+    Predicted were the first tokens of the message, beside ``before`` ones in earlier messages.
     """
     predicted = min(usage.predicted, before + kept)
     steps, accepted = usage.steps, usage.accepted

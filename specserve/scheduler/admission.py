@@ -57,7 +57,7 @@ class Admission:
             limit=limit,
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             arrival=next(self._arrivals),
-            skill=Skill.of(draft_cap(params), predicted=bool(params.prediction)),
+            skill=Skill(draft_cap(params), predicted=bool(params.prediction)),
         )
 
     def _check(self, message: Submit) -> None:

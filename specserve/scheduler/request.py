@@ -33,6 +33,7 @@ class Request:
     pending: int = 0  # launches not yet read that emit a token or more each
     failures: int = 0  # launches of it alone, as small as can be, that ran out of the device's memory
     # For the final report.
+    predicted: set[int] = field(default_factory=set)  # indices of its prediction's tokens that were emitted
     cached_tokens: int | None = None
     usage: SpeculationUsage = field(default_factory=SpeculationUsage)
 

@@ -355,6 +355,8 @@ class Scheduler:
                 request.inflight -= item.adds
                 self._count(request, emitted, item.shape)
             if emitted.tokens:
+                if request.skill.predicted:
+                    request.skill.follow(len(emitted.predicted), len(emitted.tokens))
                 self._extend(request, emitted, item.shape is not None)
         if item.shape is not None and item.batch is not None:
             # Of requests that had all ended, plain decoding would have run a step in vain, too.
@@ -387,8 +389,8 @@ class Scheduler:
         request.output += kept
         self._counters.generated_tokens += len(kept)
         if emitted.predicted:
-            predicted = request.usage.predicted + min(emitted.predicted, len(kept))
-            request.usage = msgspec.structs.replace(request.usage, predicted=predicted)
+            request.predicted.update(emitted.predicted[: len(kept)])
+            request.usage = msgspec.structs.replace(request.usage, predicted=len(request.predicted))
         if from_step:
             accepted = len(kept) - 1
             self._counters.accepted += accepted

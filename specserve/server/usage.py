@@ -37,7 +37,7 @@ def _prediction(generation: Generation) -> dict[str, Any] | None:
     ]
     if not given:
         return None
-    accepted = sum(min(size, answer.speculation.predicted) for size, answer in given)
+    accepted = sum(answer.speculation.predicted for _, answer in given)
     return {
         "accepted_prediction_tokens": accepted,
         "rejected_prediction_tokens": sum(size for size, _ in given) - accepted,

@@ -23,7 +23,7 @@ FORGET = 0.995  # of a family's counts, at each step that tests it
 IDLE_FORGET = 0.999  # of them, at each step that does not
 SKILL_FORGET = 0.97  # of a request's counts, at each of its steps
 SKILL_PRIOR = 10.0  # levels' worth of belief that a request is like the others
-HEAD_START = 10.0  # accepted levels that a request with a predicted text begins with
+PRIOR_PREDICTED = 0.8  # and, as much worth, that a predicted text is right
 PRIOR_TESTS = 4.0
 BORROWED = 24.0  # tests' worth of what other families say
 PRIOR_CHAIN = 0.6
@@ -32,27 +32,39 @@ MOST = 0.995
 
 @dataclass(slots=True)
 class Skill:
-    """How much better or worse than the others a request accepts. ``cap``: most nodes drafted for it in a step;
-    ``predicted``: its drafts come from a predicted text, and say nothing of other requests."""
+    """How much better or worse than the others a request accepts. ``cap``: most nodes drafted for it in a step.
+
+    ``predicted``: it has a predicted text, on which its acceptance depends and not on how good the draft is. Of such a
+    request ``accepted`` and ``expected`` are the tokens that it foretold and those that it could have.
+    """
 
     cap: int
     predicted: bool = False
     accepted: float = 0.0
     expected: float = 0.0
 
-    @classmethod
-    def of(cls, cap: int, predicted: bool) -> Skill:
-        """A new request's."""
-        return cls(cap, predicted, accepted=HEAD_START if predicted else 0.0)
-
     @property
     def factor(self) -> float:
+        if self.predicted:
+            return 1.0
         return (self.accepted + SKILL_PRIOR) / (self.expected + SKILL_PRIOR)
+
+    @property
+    def floor(self) -> float:
+        """The chance that the predicted text is right about the next token; 0 without one."""
+        if not self.predicted:
+            return 0.0
+        return (self.accepted + SKILL_PRIOR * PRIOR_PREDICTED) / (self.expected + SKILL_PRIOR)
 
     def observe(self, accepted: int, expected: float) -> None:
         """``expected``: what others would have accepted at the levels that were tested."""
         self.accepted += accepted
         self.expected += expected
+
+    def follow(self, foretold: int, emitted: int) -> None:
+        """A step, drafted or not, of ``emitted`` tokens, of which the first ones were foretold."""
+        self.forget()
+        self.observe(foretold, min(foretold + 1, emitted))
 
     def forget(self) -> None:
         """A step passed; without new evidence a request becomes like the others again."""
@@ -112,14 +124,17 @@ class Acceptance:
         kept = IDLE_FORGET ** (self._step - counts.seen)
         return kept * counts.accepted[:levels], kept * counts.tested[:levels]
 
-    def expected(self, shape: StepShape, factors: Floats, caps: NDArray[np.int64]) -> float:
+    def expected(
+        self, shape: StepShape, factors: Floats, caps: NDArray[np.int64], floors: Floats | float = 0.0
+    ) -> float:
         """Tokens that a step of ``shape`` gives a batch. Chains share a budget of nodes by select's own rule: the most
         likely ones of all requests; of trees the estimates hold for the budget they were made with."""
         slots = len(factors)
         if not shape.levels:
             return float(slots)
         levels = self.levels(family_of(shape), shape.levels)
-        reached_RS = np.minimum(np.outer(factors, levels), MOST).cumprod(axis=1)
+        each_RS = np.maximum(np.outer(factors, levels), np.reshape(floors, (-1, 1)))
+        reached_RS = np.minimum(each_RS, MOST).cumprod(axis=1)
         depth_S = np.arange(1, shape.levels + 1)
         reached_RS[depth_S > caps[:, None]] = 0
         if shape.branching > 1 or shape.nodes >= shape.slots * (shape.levels + 1):
@@ -128,31 +143,27 @@ class Acceptance:
         return slots + float(np.partition(reached_RS, -budget, axis=None)[-budget:].sum())
 
     def observe(self, shape: StepShape, skills: list[Skill], emitted: list[int], drafted: list[int]) -> None:
-        """``emitted``: tokens that the step gave each request; ``drafted``: nodes it was given beside its root."""
+        """``emitted``: tokens that the step gave each request; ``drafted``: nodes it was given beside its root.
+        Requests with a predicted text are left out: what they accept is no merit of the draft's."""
         self._step += 1
-        for skill in skills:
-            skill.forget()
-        if not shape.levels:
+        own = [index for index, skill in enumerate(skills) if not skill.predicted]
+        for index in own:
+            skills[index].forget()
+        if not shape.levels or not own:
             return
         family = family_of(shape)
         usual = self.levels(family, shape.levels)
-        accepted_R = np.array(emitted) - 1
-        offered_R = np.minimum(shape.levels, drafted)  # exact for chains
-        tested_R = np.minimum(accepted_R + 1, offered_R)
-        own_R = np.array([not skill.predicted for skill in skills])
-        if own_R.any():
-            self._count(family, accepted_R[own_R], tested_R[own_R])
-        expected_R = np.concatenate([[0.0], usual.cumsum()])[tested_R]
-        for skill, accepted, expected in zip(skills, accepted_R.tolist(), expected_R.tolist(), strict=True):
-            if expected:
-                skill.observe(accepted, expected)
-
-    def _count(self, family: Family, accepted_R: NDArray[np.int64], tested_R: NDArray[np.int64]) -> None:
-        """A step of requests whose drafts are the draft's own: levels tested and accepted."""
         counts = self._families.setdefault(family, _Counts())
         counts.seen = self._step
         counts.accepted *= FORGET
         counts.tested *= FORGET
+        accepted_R = np.array(emitted)[own] - 1
+        offered_R = np.minimum(shape.levels, np.array(drafted)[own])  # exact for chains
+        tested_R = np.minimum(accepted_R + 1, offered_R)
         level_S = np.arange(MAX_LEVELS)
         counts.accepted += (accepted_R[:, None] > level_S).sum(0)
         counts.tested += (tested_R[:, None] > level_S).sum(0)
+        expected_R = np.concatenate([[0.0], usual.cumsum()])[tested_R]
+        for index, accepted, expected in zip(own, accepted_R.tolist(), expected_R.tolist(), strict=True):
+            if expected:
+                skills[index].observe(accepted, expected)

@@ -85,7 +85,8 @@ class Controller:
         if len(shapes) == 1 or not caps.any():
             return shapes[0], self._step + 1
         factors = np.array([skill.factor for skill in batch.skills])
-        rates = self._rates(shapes, batch.kv_tokens, factors, caps)
+        floors = np.array([skill.floor for skill in batch.skills])
+        rates = self._rates(shapes, batch.kv_tokens, factors, caps, floors)
         best = self._steady(shapes, rates)
         chosen = self._probe(shapes, rates, best, batch)
         hold = min(HOLD, 1 + self._step // 16)  # at first every step teaches much
@@ -97,10 +98,15 @@ class Controller:
         return shapes[chosen], until
 
     def _rates(
-        self, shapes: Sequence[StepShape], kv_tokens: int, factors: Floats, caps: NDArray[np.int64]
+        self,
+        shapes: Sequence[StepShape],
+        kv_tokens: int,
+        factors: Floats,
+        caps: NDArray[np.int64],
+        floors: Floats,
     ) -> Floats:
         """Expected tokens a second of each shape."""
-        tokens = np.array([self.acceptance.expected(shape, factors, caps) for shape in shapes])
+        tokens = np.array([self.acceptance.expected(shape, factors, caps, floors) for shape in shapes])
         return np.asarray(tokens / self._seconds(shapes, kv_tokens))
 
     def _seconds(self, shapes: Sequence[StepShape], kv_tokens: int) -> Floats:

@@ -53,6 +53,7 @@ def _store_draft(context: Context, accepted: Accepted, features_TH: Tensor) -> N
 
 
 def follow(context: Context, view: View, token_BS: Tensor, count_B: Tensor) -> Tensor | None:
-    """Moves the place in each predicted text behind what was emitted; returns how much of that was predicted."""
+    """Moves the place in each predicted text behind what was emitted; returns what of that was predicted,
+    as ``follow_prediction`` says it; None if no request has one."""
     prediction = view.prediction(context)
     return None if prediction is None else follow_prediction(prediction, view.rows_B, token_BS, count_B)

@@ -38,11 +38,11 @@ class PromptChunks:
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
     """``token_B`` is meaningful where ``final_B`` was set; ``logits_BV`` are raw, after each run's last token;
-    ``predicted_B``: 1 where the token was the predicted one, None if nothing is predicted."""
+    ``predicted_B2``: as in a step's result."""
 
     token_B: Tensor
     logits_BV: Tensor
-    predicted_B: Tensor | None
+    predicted_B2: Tensor | None
 
 
 def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult:
@@ -83,8 +83,8 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
         context.state.slots.feature[view.rows_B] = last_feature_BH
     context.state.slots.root[view.rows_B] = token_B
     context.state.slots.length[view.rows_B] = end_B
-    predicted_B = follow(context, view, token_B[:, None], chunks.final_B.long())
-    return PrefillResult(token_B, logits_BV, predicted_B)
+    predicted_B2 = follow(context, view, token_B[:, None], chunks.final_B.long())
+    return PrefillResult(token_B, logits_BV, predicted_B2)
 
 
 def _first_tokens(context: Context, view: View, logits_BV: Tensor, end_B: Tensor, final_B: Tensor) -> Tensor:

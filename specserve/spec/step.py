@@ -26,11 +26,12 @@ from specserve.spec.tree import StepShape
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """``accepted.packed_BX`` are the step's tokens; ``logits_TV`` the target's raw logits at every node;
-    ``predicted_B`` how many of the tokens were the predicted ones, None if nothing is predicted."""
+    ``predicted_B2``, None if no request has a predicted text: the index there of the token that was expected, and how
+    many of the step's tokens were what it says from there on."""
 
     accepted: Accepted
     logits_TV: Tensor
-    predicted_B: Tensor | None
+    predicted_B2: Tensor | None
 
 
 def step(context: Context, view: View, shape: StepShape) -> StepResult:

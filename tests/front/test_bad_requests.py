@@ -58,6 +58,21 @@ BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo", "unknown field"),
     ({"speculation": {"enabled": 1}}, "speculation.enabled", "valid boolean"),
     ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens", "greater than or equal to 0"),
+    ({"prediction": "a"}, "prediction", "valid"),
+    ({"prediction": {"content": "a"}}, "prediction.type", "required"),
+    ({"prediction": {"type": "text", "content": "a"}}, "prediction.type", "'content'"),
+    ({"prediction": {"type": "content"}}, "prediction.content", "required"),
+    ({"prediction": {"type": "content", "content": 5}}, "prediction.content", "valid string"),
+    (
+        {"prediction": {"type": "content", "content": [{"type": "image_url"}]}},
+        "prediction.content.0.type",
+        "'text'",
+    ),
+    (
+        {"prediction": {"type": "content", "content": LONG}},
+        "prediction",
+        "has 300 tokens; it may have 256 at most",
+    ),
     ({"foo": 1}, "foo", "foo: unknown field"),
     ({"model": 5}, "model", "valid string"),
 ]

@@ -86,6 +86,14 @@ def test_stop_string_over_tokens_trims_text_and_counts() -> None:
     assert answer.speculation == SpeculationUsage(steps=4, drafted=20, accepted=7)
 
 
+def test_predicted_tokens_behind_a_stop_string_do_not_count() -> None:
+    """They are the first ones of a message: of four predicted ones in the last, two come before the end."""
+    out = processor(stop=["D"])
+    out.push(tokens(list(b"abc"), runs=[3], speculation=SpeculationUsage(steps=1, predicted=3)))
+    out.push(tokens(list(b"CDEFx"), runs=[5], speculation=SpeculationUsage(steps=2, predicted=7)))
+    assert out.answer.speculation.predicted == 5
+
+
 def test_found_in_the_last_message_needs_no_abort() -> None:
     out = processor(stop=["b"])
     delta = out.push(tokens(list(b"abc"), "length"))

@@ -181,6 +181,25 @@ def test_a_request_is_known_by_its_own_acceptance() -> None:
     assert easy.factor > 1.1 > 0.6 > hard.factor
 
 
+def test_a_predicted_text_says_nothing_of_other_requests() -> None:
+    """Nor do they of it: it is believed to be right until it is known, whatever the draft is worth."""
+    acceptance, alone, shape = Acceptance(), Acceptance(), StepShape(2, 8, 3, 1)
+    foretold, usual, other = Skill(FREE, predicted=True), Skill(FREE), Skill(FREE)
+    assert foretold.floor > 0.7 > usual.floor == 0
+    for _ in range(40):
+        acceptance.observe(shape, [foretold, usual], [4, 1], [3, 3])
+        foretold.follow(4, 4)
+        alone.observe(StepShape(1, 4, 3, 1), [other], [1], [3])
+    assert acceptance.levels((1, 0), 3).tolist() == alone.levels((1, 0), 3).tolist()
+    assert (usual.factor, foretold.factor) == (other.factor, 1)
+    both = np.array([1.0, usual.factor]), np.array([FREE, FREE]), np.array([foretold.floor, usual.floor])
+    assert 4.5 < acceptance.expected(shape, *both) < 5.1
+    wrong = Skill(FREE, predicted=True)
+    for _ in range(60):
+        wrong.follow(0, 1)
+    assert wrong.floor < 0.25, "a wrong one is found out, and plain steps are enough for that"
+
+
 def test_a_budget_goes_where_it_is_likely_to_pay() -> None:
     """With 4 nodes for two requests, an easy one's deep nodes beat a hard one's first."""
     acceptance = Acceptance()

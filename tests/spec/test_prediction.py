@@ -13,6 +13,7 @@ import torch
 from specserve.core import SamplingParams, Speculation
 from specserve.scheduler.scheduler import Scheduler
 from specserve.spec.adaptive import Batch
+from specserve.spec.cost import CostModel
 from specserve.spec.tree import StepShape
 from tests.engines import (
     Answer,
@@ -197,6 +198,39 @@ def test_the_place_is_kept_while_nothing_is_drafted(random_models: Checkpoints) 
         answer = answer_one(scheduler, PROMPT, msgspec.structs.replace(params, prediction=text))
     assert answer.tokens == text
     assert answer.runs[:13] == [1] * 9 + [4, 4, 4, 3]
+
+
+def test_the_controller_drafts_where_the_prediction_is_right(random_models: Checkpoints) -> None:
+    """A draft that is always wrong is given up; a prediction that is right is worth deep chains nevertheless, and what
+    it accepts does not make the draft look better. When it turns out wrong it is given up as well."""
+
+    def measure(_: Any, most: int, candidates: Any) -> CostModel:
+        shapes = [shape for slots in range(1, most + 1) for shape in candidates(slots)]
+        return CostModel({shape: 1 + 0.2 * shape.levels for shape in shapes})
+
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=120, ignore_eos=True)
+    text = answer_one(make_scheduler(random_models.target), PROMPT, params).tokens
+    with (
+        patch("specserve.engine.build.measure_eager", measure),
+        patch.object(CostModel, "observe", lambda *_: None),
+    ):
+        scheduler = make_scheduler(
+            random_models.target,
+            speculative_algorithm="EAGLE",
+            speculative_draft_model_path=str(random_models.eagle),
+            speculative_adaptive=True,
+            max_running_requests=2,
+        )
+        found = [
+            answer_one(scheduler, PROMPT, msgspec.structs.replace(params, prediction=prediction))
+            for prediction in (None, text, None, [*text[:40], *[7] * 40])
+        ]
+    assert [answer.tokens for answer in found] == [text] * 4
+    lengths = [answer.usage.mean_accepted_length for answer in found]
+    drafted = [answer.usage.drafted for answer in found]
+    assert lengths[1] > 3 > 1.3 > max(lengths[0], lengths[2]), lengths
+    assert drafted[2] < 60, "it drafts no more than probes do"
+    assert found[1].usage.predicted == 120
 
 
 def test_a_request_without_one_costs_nothing_and_says_so(random_models: Checkpoints) -> None:

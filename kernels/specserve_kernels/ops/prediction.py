@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +12,7 @@ from specserve_kernels.reference.prediction import MIN_MATCH, RECENT, Prediction
 
 def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, count_B: Tensor) -> Tensor:
     slots, columns = token_BS.shape
-    followed_B = torch.empty_like(count_B)
+    followed_B2 = count_B.new_empty(slots, 2)
     assert token_BS.stride(1) == 1
     _follow_kernel[(slots,)](
         prediction.tokens_RP,
@@ -23,7 +22,7 @@ def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, 
         rows_B,
         token_BS,
         count_B,
-        followed_B,
+        followed_B2,
         prediction.tokens_RP.shape[1],
         token_BS.stride(0),
         MIN_MATCH=MIN_MATCH,
@@ -31,7 +30,7 @@ def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, 
         SP=max(triton.next_power_of_2(columns), 8),
         BLOCK=1024,
     )
-    return followed_B
+    return followed_B2
 
 
 @triton.jit
@@ -51,7 +50,7 @@ def _follow_kernel(
     rows_ptr,  # [B]
     token_ptr,  # [B, S + 1]
     count_ptr,  # [B]
-    followed_ptr,  # out [B]
+    followed_ptr,  # out [B, 2]
     size,  # P
     token_stride,
     MIN_MATCH: tl.constexpr,
@@ -63,8 +62,8 @@ def _follow_kernel(
     row = tl.load(rows_ptr + b)
     length = tl.load(length_ptr + row)
     followed = tl.zeros((), tl.int64)
+    place = tl.load(next_ptr + row)
     if length > 0:
-        place = tl.load(next_ptr + row)
         count = tl.load(count_ptr + b)
         table, emitted, recent = (
             predicted_ptr + row * size,
@@ -103,4 +102,5 @@ def _follow_kernel(
         tl.store(recent + 2, t2)
         tl.store(recent + 1, t3)
         tl.store(recent, t4)
-    tl.store(followed_ptr + b, followed)
+    tl.store(followed_ptr + 2 * b, place)
+    tl.store(followed_ptr + 2 * b + 1, followed)

@@ -64,8 +64,8 @@ def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, 
     """Moves each request's place in its prediction behind the ``count_B`` tokens of ``token_BS`` that were emitted.
 
     A text that departs is found again behind the longest match of its last two to four tokens: the first one at or
-    behind where it departed, or else the first of all; until there is one, nothing is predicted. Returns how many of
-    the tokens, from the first on, were the predicted ones ``[B]``.
+    behind where it departed, or else the first of all; until there is one, nothing is predicted. Returns ``[B, 2]``:
+    the index of the token that was expected, and how many tokens, from there on, were the emitted ones.
     """
     next_B, length_B = prediction.next_R[rows_B], prediction.length_R[rows_B]
     predicted_BP = prediction.tokens_RP[rows_B]
@@ -83,7 +83,7 @@ def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, 
     has_B = length_B > 0
     prediction.next_R[rows_B] = torch.where(has_B, moved_B, next_B)
     prediction.recent_RN[rows_B] = torch.where(has_B[:, None], recent_BN, before_BN)
-    return followed_B
+    return torch.stack([next_B, followed_B], dim=1)
 
 
 def _find(predicted_BP: Tensor, length_B: Tensor, recent_BN: Tensor, reached_B: Tensor) -> Tensor:
