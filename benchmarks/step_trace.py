@@ -32,7 +32,10 @@ KINDS = (
     ("rotary + KV store", ("rotary", "_rope", "_store")),
     ("activation", ("silu", "activation")),
     ("sampling", ("_scan", "_finish")),
-    ("tree", ("grow", "root_level", "select", "accept", "advance", "move", "single", "_cap", "_emit")),
+    (
+        "tree",
+        ("grow", "root_level", "select", "accept", "advance", "follow", "move", "single", "_cap", "_emit"),
+    ),
     ("pairs", ("pair",)),
 )
 

@@ -2,7 +2,8 @@
 
 A line a shape: slots, (levels, branching, nodes a slot), then microseconds of one call of each operation. A graph holds
 20 calls, on shapes of Llama-3.1-8B (features of 4096, 32 layers, 8 heads of 128, pages of 16). ``grow`` is the level
-before the last; ``accepted`` is no time, but nodes a slot.
+before the last; ``accepted`` is no time, but nodes a slot. ``follow`` is of slots without a predicted text, ``find`` of
+such as departed from one of 8192 tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from specserve_kernels.ops.accept import accept_path
 from specserve_kernels.ops.commit import advance, move_kv
 from specserve_kernels.ops.grow import grow_level, root_level
+from specserve_kernels.ops.prediction import follow_prediction
 from specserve_kernels.ops.select import select_tree, single_nodes
+from specserve_kernels.reference.prediction import Prediction
 from specserve_kernels.reference.tree import Pool
 
 SHAPES = [(1, 3, 1, 4), (1, 4, 4, 16), (1, 5, 8, 32), (16, 5, 8, 32), (64, 3, 1, 4)]
@@ -87,6 +90,12 @@ def measure(slots: int, levels: int, k: int, nodes: int) -> dict[str, float]:
     timed("accept", accept)
     accepted = accept()
     results["accepted"] = float(accepted.count_B.float().mean())
+    prediction = Prediction.empty(slots + 1, 8192, device)
+    follow = partial(follow_prediction, prediction, rows_B, accepted.token_BS, accepted.count_B)
+    timed("follow", follow)
+    prediction.length_R.fill_(8192)
+    prediction.next_R.fill_(-1)
+    timed("find", follow)
     features_TH = torch.randn(len(chosen), WIDTH, device=device, dtype=torch.bfloat16)
     root_R, length_R = limit_R.clone(), limit_R.clone()
     feature_RH = torch.zeros(slots + 1, WIDTH, device=device, dtype=torch.bfloat16)
