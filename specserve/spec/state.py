@@ -198,18 +198,17 @@ class DecodeState:
             return
         given = row.params.prediction if draft_cap(row.params) else None
         assert not isinstance(given, str), "the front tokenizes predictions"
-        tokens, output = given or [], row.output
-        here = torch.device("cpu")
-        found = Prediction.empty(1, max(len(tokens), 1), here)
-        found.length_R.fill_(len(tokens))
-        if tokens:
-            found.tokens_RP[0] = to_device(tokens, here, torch.int32)
-            ids_BS, count_B = torch.tensor([[*output, -1]]), torch.tensor([len(output)])
-            follow_prediction(found, torch.tensor([0]), ids_BS, count_B)
-            self.prediction.tokens_RP[slot, : len(tokens)] = to_device(tokens, self.device, torch.int32)
-            self.prediction.recent_RN[slot] = self._integers(found.recent_RN[0].tolist())
-        self.prediction.length_R[slot].fill_(len(tokens))
-        self.prediction.next_R[slot].fill_(int(found.next_R))
+        self.prediction.length_R[slot].fill_(len(given or ()))
+        if not given:
+            return
+        host = Prediction.empty(1, len(given), torch.device("cpu"))
+        host.tokens_RP[0] = torch.tensor(given, dtype=torch.int32)
+        host.length_R.fill_(len(given))
+        output_1S, count_1 = torch.tensor([[*row.output, -1]]), torch.tensor([len(row.output)])
+        follow_prediction(host, torch.tensor([0]), output_1S, count_1)
+        self.prediction.tokens_RP[slot, : len(given)] = to_device(given, self.device, torch.int32)
+        self.prediction.recent_RN[slot] = self._integers(host.recent_RN[0].tolist())
+        self.prediction.next_R[slot].fill_(int(host.next_R))
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
         """Writes part of a slot's page table, from entry ``start`` on."""

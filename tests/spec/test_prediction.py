@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -27,13 +28,13 @@ from tests.engines import (
     record_drafts,
     requests_of,
 )
+from tests.reference.models import make_mimo
 from tests.spec.oracle import SAMPLING
 
 PROMPT = [1, 5, 9, 33, 60]
 COUNT = 36
 SHAPES: list[tuple[str, Shape]] = [
     ("EAGLE", (3, 1, 4)),
-    ("EAGLE", (3, 2, 6)),
     ("EAGLE3", (4, 1, 5)),
     ("EAGLE3", (3, 3, 5)),
 ]
@@ -264,3 +265,18 @@ def test_predictions_that_are_refused(random_models: Checkpoints) -> None:
     assert table is not None
     assert table.tokens_RP.shape[1] == 32
     assert table.tokens_RP.dtype == torch.int32
+
+
+def test_a_layer_of_the_target_drafts_what_is_predicted(tmp_path: Path) -> None:
+    model = make_mimo(tmp_path / "mimo")
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=21, ignore_eos=True)
+    text = answer_one(make_scheduler(model), PROMPT, params).tokens
+    scheduler = make_scheduler(
+        model,
+        speculative_algorithm="MTP",
+        speculative_num_steps=3,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=4,
+    )
+    answer = answer_one(scheduler, PROMPT, msgspec.structs.replace(params, prediction=text))
+    assert (answer.tokens, answer.runs) == (text, [1, 4, 4, 4, 4, 4])
