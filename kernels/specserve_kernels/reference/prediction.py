@@ -66,9 +66,12 @@ def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, 
     A text that departs is found again behind the longest match of its last two to four tokens: the first one at or
     behind where it departed, or else the first of all; until there is one, nothing is predicted. Returns ``[B, 2]``:
     the index of the token that was expected, and how many tokens, from there on, were the emitted ones.
+
+    Reads lengths on the host: all its tensors are integers, so on a GPU the kernel runs whatever the dtype is.
     """
     next_B, length_B = prediction.next_R[rows_B], prediction.length_R[rows_B]
-    predicted_BP = prediction.tokens_RP[rows_B]
+    longest = max(int(length_B.max()), 1)
+    predicted_BP = prediction.tokens_RP[:, :longest][rows_B]
     column_S = torch.arange(token_BS.shape[1], device=rows_B.device)
     at_BS = next_B[:, None] + column_S
     inside_BS = (at_BS < length_B[:, None]) & (column_S < count_B[:, None]) & (next_B[:, None] >= 0)
@@ -78,9 +81,11 @@ def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, 
     before_BN = prediction.recent_RN[rows_B]
     index_BN = count_B[:, None] + torch.arange(RECENT, device=rows_B.device)
     recent_BN = torch.cat([before_BN, token_BS], dim=1).gather(1, index_BN)
-    found_B = _find(predicted_BP, length_B, recent_BN, reached_B)
-    moved_B = torch.where(followed_B == count_B, next_B + count_B, found_B)
-    has_B = length_B > 0
+    has_B, moved_B = length_B > 0, next_B + count_B
+    departed_B = has_B & (followed_B < count_B)
+    if departed_B.any():
+        found_B = _find(predicted_BP, length_B, recent_BN, reached_B)
+        moved_B = torch.where(departed_B, found_B, moved_B)
     prediction.next_R[rows_B] = torch.where(has_B, moved_B, next_B)
     prediction.recent_RN[rows_B] = torch.where(has_B[:, None], recent_BN, before_BN)
     return torch.stack([next_B, followed_B], dim=1)
