@@ -5,8 +5,8 @@
 The bundled model can't edit a file it is given, so the edit is made backwards: the model continues a held-out code
 prefix, and its own answer is turned into what the text may have been before. ``same`` is the answer itself;
 ``edited`` has its most frequent name changed, every sixth line left out and every seventh twice; ``unrelated`` is the
-answer to another prompt. The texts of all rows are the same; seconds are the least of
-the repeats, summed: by the clock, and of processors' work, which other programs disturb less.
+answer to another prompt. The texts of all rows are the same; seconds are the least of the repeats, summed: by the
+clock, and of processors' work, which other programs disturb less.
 """
 
 from __future__ import annotations
