@@ -64,8 +64,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How a request's tokens are chosen and when it ends. The names are OpenAI's and vLLM's.
 
     Raises ValueError naming the parameter and the accepted values. ``max_tokens`` None means up to the context
-    length; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1 and ``top_p`` 1 are off;
-    ``logprobs`` is the number of alternatives reported beside each token (0: the token's own only); ``prediction`` is
+    length, 0 runs the prompt alone; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1 and
+    ``top_p`` 1 are off; ``logprobs`` is the number of alternatives reported beside each token (0: the token's own
+    only), ``prompt_logprobs`` the same for the prompt's tokens, which are then computed anew, cached or not; ``prediction`` is
     what the answer is expected to be, text or token ids: it is tried as drafts and changes no token.
     """
 
@@ -84,6 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     speculation: Speculation = Speculation()
     prediction: str | list[int] | None = None
@@ -91,8 +93,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_types(self)
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, MAX_COUNT)
-        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_COUNT)
+            _check_range("max_tokens", self.max_tokens, 0, MAX_COUNT)
+        most = MAX_COUNT if self.max_tokens is None else self.max_tokens
+        _check_range("min_tokens", self.min_tokens, 0, most)
         _check_range("temperature", self.temperature, 0, 100)
         _check_range("top_p", self.top_p, 0, 1, open_low=True)
         _check_range("top_k", self.top_k, -1, MAX_COUNT)
@@ -104,8 +107,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_range(f"logit_bias[{token}]", bias, -100, 100)
         if self.seed is not None:
             _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _check_range(name, count, 0, MAX_LOGPROBS)
         if len(self.logit_bias or {}) + len(self.stop_token_ids) > MAX_BIAS - 16:
             raise ValueError(f"logit_bias and stop_token_ids hold more than {MAX_BIAS - 16} entries together")
         if any(not text for text in self.stop):
@@ -117,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural-log probability of a chosen token under the raw logits, with the most likely alternatives."""
+    """Natural-log probability of a chosen or a prompt's token under the raw logits, with the likeliest alternatives."""
 
     token_id: int
     logprob: float

@@ -28,12 +28,14 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One answer. ``text`` is empty without a tokenizer, ``logprobs`` None unless asked for."""
+    """One answer. ``text`` is empty without a tokenizer, ``logprobs`` None unless asked for, and so is
+    ``prompt_logprobs``: of the prompt's tokens but the first, which nothing precedes."""
 
     text: str
     token_ids: list[int]
     finish_reason: str
     logprobs: list[TokenLogprob] | None
+    prompt_logprobs: list[TokenLogprob] | None
     speculation: SpeculationUsage
     prompt_token_ids: list[int]
     cached_tokens: int
@@ -214,6 +216,7 @@ class _Batch:
                     token_ids=answer.token_ids,
                     finish_reason=str(answer.finish_reason),
                     logprobs=None if params.logprobs is None else answer.logprobs,
+                    prompt_logprobs=None if params.prompt_logprobs is None else answer.prompt_logprobs,
                     speculation=answer.speculation,
                     prompt_token_ids=prompt,
                     cached_tokens=answer.cached_tokens,

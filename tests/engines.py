@@ -77,6 +77,7 @@ class Answer:
     finish_reason: str | None = None
     usage: SpeculationUsage = field(default_factory=SpeculationUsage)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    scores: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int = 0
     refused: str | None = None
 
@@ -103,6 +104,7 @@ class Client:
             answer.runs += message.runs
             answer.finish_reason = message.finish_reason
             answer.logprobs += message.logprobs or []
+            answer.scores += message.prompt_logprobs or []
             answer.cached_tokens = message.cached_tokens
             answer.usage = message.speculation or answer.usage
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from specserve.core import SamplingParams, TokenLogprob
 from specserve.engine.graphs import StepGraph
-from specserve.engine.logprobs import token_logprobs
+from specserve.engine.logprobs import Logprobs, token_logprobs
 from specserve.spec.context import Context, View
 from specserve.spec.live_map import Ints
-from specserve.spec.prefill import PromptChunks, prefill
+from specserve.spec.prefill import PromptChunks, Scored, prefill
 from specserve.spec.state import Needs, to_device
 from specserve.spec.step import step
 from specserve.spec.tree import StepShape
@@ -34,6 +35,9 @@ class Row:
     length: int
     tokens: Sequence[int] = ()  # prefill: what to run
     final: bool = True  # prefill: a token is chosen after them
+    scored: Sequence[
+        int
+    ] = ()  # prefill: tokens that follow the first of them, whose log-probabilities are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class Emitted:
     tokens: list[int]
     drafted: int
     logprobs: list[TokenLogprob] | None
+    scores: list[TokenLogprob]  # of the row's scored prompt tokens
     predicted: range = range(0)  # of the request's prediction: what its tokens are, from the first on
 
 
@@ -75,17 +80,18 @@ class Launch:
     def __init__(
         self,
         packed: Tensor,
-        logprobs: tuple[Tensor, Tensor, Tensor] | None,
+        logprobs: Logprobs | None,
         rows: Sequence[Row],
         stopwatch: Stopwatch | None = None,
         predicted_B2: Tensor | None = None,
+        scores: Logprobs | None = None,
     ) -> None:
         """``packed`` ``[B, S + 2]``: tokens, -1 beyond the end, then the number of drafted nodes; ``predicted_B2``:
-        as in a step's result, None where nobody has a prediction."""
+        as in a step's result, None where nobody has a prediction; ``scores``: of the scored prompt tokens, by row."""
         self._rows = rows
         self._stopwatch = stopwatch
         self._packed = _to_host(packed)
-        self._logprobs = None if logprobs is None else tuple(_to_host(part) for part in logprobs)
+        self._logprobs, self._scores = _on_host(logprobs), _on_host(scores)
         self._predicted = None if predicted_B2 is None else _to_host(predicted_B2)
         self._event = torch.cuda.Event() if packed.is_cuda else None
         if self._event is not None:
@@ -101,25 +107,39 @@ class Launch:
         """One entry a row, in the order of the launch."""
         if self._event is not None:
             self._event.synchronize()
-        out, reported = [], 0
+        out, reported, scored = [], 0, 0
         nothing = [(0, 0)] * len(self._rows)
         predicted = nothing if self._predicted is None else self._predicted.tolist()
         for row, entry, (first, count) in zip(self._rows, self._packed.tolist(), predicted, strict=True):
             tokens = [token for token in entry[:-1] if token >= 0]
             logprobs = None
             if row.params.logprobs is not None:
-                logprobs = self._row_logprobs(row.params.logprobs, tokens, reported)
+                logprobs = _row_logprobs(self._logprobs, row.params.logprobs, tokens, reported)
                 reported += len(entry) - 1
-            out.append(Emitted(tokens, entry[-1], logprobs, range(first, first + count)))
+            scores = []
+            if row.scored:
+                scores = _row_logprobs(self._scores, row.params.prompt_logprobs or 0, row.scored, scored)
+                scored += len(row.scored)
+            out.append(Emitted(tokens, entry[-1], logprobs, scores, range(first, first + count)))
         return out
 
-    def _row_logprobs(self, count: int, tokens: list[int], start: int) -> list[TokenLogprob]:
-        assert self._logprobs is not None
-        own, values, ids = (part[start : start + len(tokens)].tolist() for part in self._logprobs)
-        return [
-            TokenLogprob(token, own[i], list(zip(ids[i][:count], values[i][:count], strict=True)))
-            for i, token in enumerate(tokens)
-        ]
+
+def _row_logprobs(
+    found: Logprobs | None, count: int, tokens: Sequence[int], start: int
+) -> list[TokenLogprob]:
+    assert found is not None
+    own, values, ids = (part[start : start + len(tokens)].tolist() for part in found)
+    return [
+        TokenLogprob(token, own[i], list(zip(ids[i][:count], values[i][:count], strict=True)))
+        for i, token in enumerate(tokens)
+    ]
+
+
+def _on_host(found: Logprobs | None) -> Logprobs | None:
+    if found is None:
+        return None
+    own, values, ids = found
+    return _to_host(own), _to_host(values), _to_host(ids)
 
 
 def _asked(rows: Sequence[Row], predicted_B2: Tensor | None) -> Tensor | None:
@@ -157,6 +177,7 @@ class Runner:
             q_start=self._tensor([sum(counts[:i]) for i in range(len(counts) + 1)]),
             final_B=self._tensor([row.final for row in rows]).bool(),
             spans=[(row.length - count, count) for row, count in zip(rows, counts, strict=True)],
+            scored=self._scored(rows, counts),
         )
         rows_B = self._tensor([row.slot for row in rows])
         result = prefill(self.context, self._view(rows, rows_B), chunks)
@@ -165,7 +186,8 @@ class Runner:
         packed = torch.cat([packed, torch.zeros_like(packed)], dim=1)
         index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
         logprobs = self._logprobs(rows, result.logits_BV, token_B1, index_B1)
-        return Launch(packed, logprobs, rows, predicted_B2=_asked(rows, result.predicted_B2))
+        predicted_B2 = _asked(rows, result.predicted_B2)
+        return Launch(packed, logprobs, rows, predicted_B2=predicted_B2, scores=result.scores)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
@@ -197,7 +219,7 @@ class Runner:
 
     def _logprobs(
         self, rows: Sequence[Row], logits: Tensor, token_BW: Tensor, index_BW: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+    ) -> Logprobs | None:
         """Of the rows that ask for them: ``token_BW`` are up to W tokens a row, chosen at rows ``index_BW`` of the
         logits."""
         asking = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
@@ -207,6 +229,17 @@ class Runner:
         asking_A = self._tensor(asking)
         logits_NV = logits[index_BW[asking_A].flatten()]
         return token_logprobs(logits_NV, token_BW[asking_A].flatten(), min(most, logits.shape[1]))
+
+    def _scored(self, rows: Sequence[Row], counts: Sequence[int]) -> Scored | None:
+        """What is to be scored of packed runs of ``counts`` tokens."""
+        asking = [row for row in rows if row.scored]
+        if not asking:
+            return None
+        starts = accumulate(counts, initial=0)
+        index = [first + i for first, row in zip(starts, rows, strict=False) for i in range(len(row.scored))]
+        tokens = [token for row in asking for token in row.scored]
+        most = max(row.params.prompt_logprobs or 0 for row in asking)
+        return Scored(self._tensor(index), self._tensor(tokens), most)
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return to_device(values, self.context.state.device)

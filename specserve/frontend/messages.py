@@ -47,7 +47,8 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     ``cached_tokens`` and ``speculation`` are totals so far, in every message: a stop string may end it there.
 
     ``runs`` splits ``token_ids`` by step: accepted drafts and the bonus token of one target forward each.
-    A matched stop token is the last of ``token_ids`` and ``stop_token`` is true.
+    A matched stop token is the last of ``token_ids`` and ``stop_token`` is true. ``prompt_logprobs``: of the prompt's
+    tokens but the first, in the first message, if asked for. No tokens: none were asked for.
     """
 
     rid: str
@@ -56,6 +57,7 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     finish_reason: FinishReason | None = None
     stop_token: bool = False
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
     speculation: SpeculationUsage | None = None
 

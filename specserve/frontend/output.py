@@ -33,6 +33,7 @@ class Answer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # but the first token's
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     speculation: SpeculationUsage = field(default_factory=SpeculationUsage)
@@ -108,6 +109,7 @@ class OutputProcessor:
         answer.text += delta.text
         answer.token_ids += delta.token_ids
         answer.logprobs += delta.logprobs or []
+        answer.prompt_logprobs += message.prompt_logprobs or []
         answer.finish_reason = delta.finish_reason
         answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
         if message.speculation is not None:

@@ -61,6 +61,10 @@ class Tokenizer:
     def detokenizer(self, prompt: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
         return Detokenizer(functools.partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token has no text in an answer."""
+        return token_id in self._special
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for, which may be part of a character."""
         piece = self._tokenizer.convert_ids_to_tokens(token_id)

@@ -58,6 +58,7 @@ class Admission:
             stop_ids=frozenset((*eos, *params.stop_token_ids)),
             arrival=next(self._arrivals),
             skill=Skill(draft_cap(params), predicted=bool(params.prediction)),
+            scores=None if params.prompt_logprobs is None else [],
         )
 
     def _check(self, message: Submit) -> None:

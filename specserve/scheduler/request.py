@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specserve.core import SamplingParams, SpeculationUsage
+from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.spec.acceptance import Skill
 
 
@@ -35,6 +35,9 @@ class Request:
     # For the final report.
     predicted: set[int] = field(default_factory=set)  # indices of its prediction's tokens that were emitted
     cached_tokens: int | None = None
+    scores: list[TokenLogprob] | None = (
+        None  # of the prompt's tokens but the first; None: not asked for, or told
+    )
     usage: SpeculationUsage = field(default_factory=SpeculationUsage)
 
     @property
@@ -49,6 +52,11 @@ class Request:
     @property
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
+
+    @property
+    def reusable(self) -> Sequence[int]:
+        """The tokens that a cached prefix may hold: of a prompt that is scored, those whose successors have been."""
+        return self.tokens if self.scores is None else self.prompt[: len(self.scores) + 1]
 
     @property
     def computed(self) -> int:

@@ -163,7 +163,7 @@ class Scheduler:
             if self._running and self._refused == (request, self.memory.available):
                 return  # nothing was freed since
             context = request.tokens
-            self.memory.take_prefix(request, context)
+            self.memory.take_prefix(request, request.reusable)
             cached_pages = len(request.pages)
             # Beside others, leave room for its first step, or it would be put back at once.
             headroom = self._limits.headroom if self._running else 0
@@ -181,6 +181,8 @@ class Scheduler:
         if self.live_map is not None:
             self.live_map.enter(context)
         request.prefilled = cached = cached_pages * self.memory.page_size
+        if request.scores is not None:
+            del request.scores[cached:]  # the others are computed again
         if request.cached_tokens is None:
             request.cached_tokens = cached
             self._counters.cached_tokens += cached
@@ -217,7 +219,8 @@ class Scheduler:
             tokens = request.context[request.prefilled : end]
             budget -= len(tokens)
             request.prefilled = end
-            rows.append(Row(request.slot, request.params, end, tokens, final=not request.prefilling))
+            scored = () if request.scores is None else request.prompt[end - len(tokens) + 1 : end + 1]
+            rows.append(Row(request.slot, request.params, end, tokens, not request.prefilling, scored))
             requests.append(request)
         if not rows:
             return 0
@@ -350,6 +353,8 @@ class Scheduler:
             if request.slot < 0:
                 continue  # ended while this launch was in flight
             request.pending -= bool(emitted.tokens)
+            if request.scores is not None:
+                request.scores += emitted.scores
             if item.shape is not None:
                 request.failures = 0
                 request.inflight -= item.adds
@@ -403,14 +408,16 @@ class Scheduler:
             Tokens(
                 rid=request.rid,
                 token_ids=kept,
-                runs=[len(kept)],
+                runs=[len(kept)] if kept else [],
                 finish_reason=reason,
                 stop_token=stopped,
                 logprobs=None if emitted.logprobs is None else emitted.logprobs[: len(kept)],
+                prompt_logprobs=request.scores,
                 cached_tokens=request.cached_tokens or 0,
                 speculation=request.usage,
             )
         )
+        request.scores = None
 
     def _follow(self, stepped: bool) -> None:
         """Lets a draft's live map look at the texts. Rows that it wants are queued before whatever is launched next."""
@@ -421,6 +428,8 @@ class Scheduler:
         """The tokens up to the end of the request, why it ends there, and whether on a stop token."""
         have = len(request.prompt) + len(request.output)
         for index, token in enumerate(tokens):
+            if have + index >= request.limit:
+                return tokens[:index], "length", False  # none was asked for
             if token in request.stop_ids:
                 return tokens[: index + 1], "stop", True
             if have + index + 1 >= request.limit:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from fastapi import Request
 from pydantic import Field
@@ -13,11 +14,14 @@ from starlette.responses import Response
 
 from specserve.core import MAX_LOGPROBS, SamplingParams, TokenLogprob
 from specserve.frontend.generation import Job
+from specserve.frontend.output import Answer
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
-from specserve.server.logprobs import CompletionLogprobs, token_bytes
+from specserve.server.logprobs import CompletionLogprobs, joined
 from specserve.server.prediction import with_prediction
 from specserve.server.protocol import (
+    INT64,
+    MAX_CHOICES,
     GenerationRequest,
     Int,
     Refusal,
@@ -34,32 +38,35 @@ MAX_ANSWERS = 2048
 
 class CompletionRequest(GenerationRequest):
     refused: ClassVar[Mapping[str, Refusal]] = {
-        "echo": Refusal("the prompt is not repeated", False),
         "suffix": Refusal("nothing is inserted before a suffix", ""),
     }
     prompt: Text | list[Int] | Annotated[list[Text] | list[list[Int]], Field(max_length=MAX_ANSWERS)]
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+
+    @property
+    def candidates(self) -> int:
+        """Answers to each prompt, of which ``choices`` are sent."""
+        return self.best_of or self.choices
 
 
 async def complete(front: Front, request: CompletionRequest, http: Request) -> Response:
     front.check_call(request.model)
     check_stream_options(request)
-    if request.best_of not in (None, request.choices):
-        raise ApiError(
-            400, f"best_of: only the value of n ({request.choices}), found {request.best_of}", "best_of"
-        )
+    _check_best_of(request)
     params = _params(front, request)
     given = _prompts(request)
-    answers = len(given) * request.choices
+    answers = len(given) * request.candidates
     if answers > MAX_ANSWERS:
-        raise ApiError(
-            400, f"n: {len(given)} prompts by {request.choices} are over {MAX_ANSWERS} answers", "n"
-        )
+        name = "n" if request.best_of is None else "best_of"
+        message = f"{name}: {len(given)} prompts by {request.candidates} are over {MAX_ANSWERS} answers"
+        raise ApiError(400, message, name)
     with front.place(answers):
-        prompts = [await front.encode(item) if isinstance(item, str) else item for item in given]
+        prompts = [await _Prompt.of(front, item, request.echo) for item in given]
         for prompt in prompts:
-            front.check_prompt(prompt, "prompt", params.min_tokens)
+            front.check_prompt(prompt.tokens, "prompt", params.min_tokens)
         params = await with_prediction(front, request, params)
         writer = _Writer(front, request, prompts, params)
         writer.generation.submit()
@@ -68,14 +75,24 @@ async def complete(front: Front, request: CompletionRequest, http: Request) -> R
     return await answer(http, writer.generation, writer.body)
 
 
+def _check_best_of(request: CompletionRequest) -> None:
+    if request.candidates < request.choices:
+        message = f"best_of: at least n, which is {request.choices}, found {request.best_of}"
+        raise ApiError(400, message, "best_of")
+    if request.stream and request.candidates > request.choices:
+        message = f"best_of: only the value of n ({request.choices}) in a stream, found {request.best_of}"
+        raise ApiError(400, message, "best_of")
+
+
 def _params(front: Front, request: CompletionRequest) -> SamplingParams:
     if request.stop and not front.has_tokenizer:
         raise ApiError(400, "stop: this server runs without a tokenizer; use stop_token_ids", "stop")
     return sampling_params(
         request,
         vocab_size=front.vocab_size,
-        max_tokens=request.max_tokens or DEFAULT_MAX_TOKENS,
-        logprobs=request.logprobs,
+        max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
+        logprobs=0 if request.logprobs is None and request.candidates > request.choices else request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
         default_temperature=front.default_temperature,
     )
 
@@ -93,22 +110,83 @@ def _are_ids(prompt: Sequence[object]) -> bool:
     return bool(prompt) and isinstance(prompt[0], int)
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """``text``: what ``echo`` repeats, empty without it and without a tokenizer."""
+
+    tokens: list[int]
+    text: str
+
+    @classmethod
+    async def of(cls, front: Front, given: str | list[int], echo: bool | None) -> _Prompt:
+        if isinstance(given, str):
+            return cls(await front.encode(given), given if echo else "")
+        front.check_tokens(given, "prompt")
+        return cls(given, await front.decode(given) if echo and front.has_tokenizer else "")
+
+
+class _Choice:
+    """Writes one choice, piece by piece. Without a tokenizer it carries ``token_ids``."""
+
+    def __init__(self, front: Front, request: CompletionRequest, prompt: _Prompt, index: int) -> None:
+        self._echo = request.echo
+        self._prompt = prompt
+        self._index = index
+        self._ids = not front.has_tokenizer
+        tokenizer = front.tokenizer if front.has_tokenizer else None
+        self._logprobs = None if request.logprobs is None else CompletionLogprobs(request.logprobs, tokenizer)
+
+    def piece(
+        self, text: str, token_ids: list[int], logprobs: list[TokenLogprob], reason: str | None
+    ) -> Body:
+        found = None if self._logprobs is None else self._logprobs.format(logprobs)
+        return self._body(text, token_ids, found, reason)
+
+    def prompt(self, scores: list[TokenLogprob]) -> Body:
+        """What ``echo`` puts before the answer."""
+        text, tokens = self._prompt.text, self._prompt.tokens
+        found = None if self._logprobs is None else self._logprobs.prompt(text, tokens, scores)
+        return self._body(text, tokens, found, None)
+
+    def whole(self, answer: Answer) -> Body:
+        before = self.prompt(answer.prompt_logprobs) if self._echo else None
+        found = self.piece(answer.text, answer.token_ids, answer.logprobs, answer.finish_reason)
+        return found if before is None else _after(before, found)
+
+    def _body(self, text: str, token_ids: list[int], logprobs: Body | None, reason: str | None) -> Body:
+        return {
+            "index": self._index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            **({"token_ids": token_ids} if self._ids else {}),
+        }
+
+
+def _after(before: Body, found: Body) -> Body:
+    """A choice that begins with another's text."""
+    both: Body = {name: before[name] + found[name] for name in ("text", "token_ids") if name in found}
+    if found["logprobs"] is not None:
+        both["logprobs"] = joined(before["logprobs"], found["logprobs"])
+    return {**found, **both}
+
+
 class _Writer:
-    """Writes a call's answers in OpenAI's words. Without a tokenizer choices carry ``token_ids``."""
+    """Writes a call's answers in OpenAI's words."""
 
     def __init__(
-        self, front: Front, request: CompletionRequest, prompts: list[list[int]], params: SamplingParams
+        self, front: Front, request: CompletionRequest, prompts: list[_Prompt], params: SamplingParams
     ) -> None:
+        self._request = request
+        self._prompts = prompts
+        self._front = front
+        self._ids = not front.has_tokenizer
         jobs = [
-            Job(prompt, params, choice, request.streams_runs)
+            Job(prompt.tokens, params, choice, request.streams_runs)
             for prompt in prompts
-            for choice in range(request.choices)
+            for choice in range(request.candidates)
         ]
         self.generation = front.generation(jobs, f"cmpl-{uuid.uuid4().hex}")
-        self._request = request
-        self._ids = not front.has_tokenizer
-        to_bytes = token_bytes(front.tokenizer if front.has_tokenizer else None)
-        self._logprobs = [CompletionLogprobs(request.logprobs or 0, to_bytes) for _ in jobs]
         self._head = {
             "id": self.generation.name,
             "object": "text_completion",
@@ -118,37 +196,51 @@ class _Writer:
         }
 
     def body(self) -> Body:
-        choices = [
-            self._choice(index, found.text, found.token_ids, found.logprobs, found.finish_reason)
-            for index, found in enumerate(self.generation.answers)
+        answers, count = self.generation.answers, self._request.candidates
+        kept = [
+            (prompt, answer)
+            for index, prompt in enumerate(self._prompts)
+            for answer in _best(answers[index * count : (index + 1) * count], self._request.choices)
         ]
+        choices = [self._choice(prompt, index).whole(answer) for index, (prompt, answer) in enumerate(kept)]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def chunks(self) -> AsyncIterator[Body]:
-        """Text as it comes, with the finish reason beside the last; then the usage of all, if asked for."""
-        usage_field = {"usage": None} if self._request.include_usage else {}
+        """Text as it comes, the prompt first if it is to be repeated, with the finish reason beside the last; then the
+        usage of all, if asked for."""
+        writers: dict[int, _Choice] = {}
         async for index, delta in self.generation.deltas():
+            if (writer := writers.get(index)) is None:
+                writer = self._choice(self._prompts[index // self._request.candidates], index)
+                writers[index] = writer
+                if self._request.echo:
+                    yield self._chunk(writer.prompt(self.generation.answers[index].prompt_logprobs))
             if delta.text or delta.logprobs or delta.finish_reason or self._ids or delta.pieces:
-                choice = self._choice(
-                    index, delta.text, delta.token_ids, delta.logprobs or [], delta.finish_reason
-                )
+                choice = writer.piece(delta.text, delta.token_ids, delta.logprobs or [], delta.finish_reason)
                 if self._request.streams_runs:
                     choice["speculation"] = step_runs(delta)
-                yield {**self._head, "choices": [choice], **usage_field}
+                yield self._chunk(choice)
         if self._request.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
-    def _choice(
-        self, index: int, text: str, token_ids: list[int], logprobs: list[TokenLogprob], reason: str | None
-    ) -> dict[str, Any]:
-        asked = self._request.logprobs is not None
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": self._logprobs[index].format(logprobs) if asked else None,
-            "finish_reason": reason,
-            **({"token_ids": token_ids} if self._ids else {}),
-        }
+    def _choice(self, prompt: _Prompt, index: int) -> _Choice:
+        return _Choice(self._front, self._request, prompt, index)
+
+    def _chunk(self, choice: Body) -> Body:
+        usage_field = {"usage": None} if self._request.include_usage else {}
+        return {**self._head, "choices": [choice], **usage_field}
 
     def _usage(self) -> Body:
         return usage(self.generation, self._request.return_speculation)
+
+
+def _best(answers: Sequence[Answer], count: int) -> Sequence[Answer]:
+    """The answers with the highest log-probability a token, best first; all of them as they are."""
+    if count == len(answers):
+        return answers
+    return sorted(answers, key=_mean_logprob, reverse=True)[:count]
+
+
+def _mean_logprob(answer: Answer) -> float:
+    found = [item.logprob for item in answer.logprobs]
+    return sum(found) / max(len(found), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from specserve.core import TokenLogprob
 from specserve.frontend.tokenizer import Tokenizer
 
 TokenBytes = Callable[[int], bytes]
+SKIPPED = 16  # bytes of a prompt's text that a tokenizer may have changed between two tokens
 LOWEST = -9999.0  # OpenAI's stand-in for what JSON can't say
 
 
@@ -32,22 +34,37 @@ def chat_logprobs(found: Sequence[TokenLogprob], top: int, to_bytes: TokenBytes)
 class CompletionLogprobs:
     """``choice.logprobs`` of completions, piece by piece: offsets go on where the last piece ended."""
 
-    def __init__(self, top: int, to_bytes: TokenBytes) -> None:
+    def __init__(self, top: int, tokenizer: Tokenizer | None) -> None:
         self._top = top
-        self._to_bytes = to_bytes
+        self._to_bytes = token_bytes(tokenizer)
+        self._tokenizer = tokenizer
+        self._characters = _characters()
         self._offset = 0
 
+    def prompt(self, text: str, tokens: Sequence[int], found: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Of a prompt, whose first token nothing precedes; the answer's offsets go on behind its ``text``."""
+        self._offset = len(text)
+        return {
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": [None, *(_finite(item.logprob) for item in found)],
+            "top_logprobs": [None, *(self._alternatives(item) for item in found)],
+            "text_offset": text_offsets(text, [self._to_bytes(token) for token in tokens]),
+        }
+
     def format(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-        offsets = []
-        for item in found:
-            offsets.append(self._offset)
-            self._offset += len(self._to_bytes(item.token_id).decode(errors="ignore"))
         return {
             "tokens": [self._name(item.token_id) for item in found],
             "token_logprobs": [_finite(item.logprob) for item in found],
             "top_logprobs": [self._alternatives(item) for item in found],
-            "text_offset": offsets,
+            "text_offset": [self._advance(item.token_id) for item in found],
         }
+
+    def _advance(self, token: int) -> int:
+        """Where a token's text begins: a character belongs to the token that completes it."""
+        offset = self._offset
+        if self._tokenizer is None or not self._tokenizer.is_special(token):
+            self._offset += len(self._characters.decode(self._to_bytes(token)))
+        return offset
 
     def _alternatives(self, item: TokenLogprob) -> dict[str, float]:
         """The most likely tokens, and the chosen one if it is not among them."""
@@ -61,6 +78,39 @@ class CompletionLogprobs:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """``logprobs`` of a prompt and of its answer as one."""
+    return {name: [*first[name], *second[name]] for name in first}
+
+
+def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
+    """Where in a prompt's text, in characters, each token begins. What a tokenizer puts around a text has no length
+    there, nor has a space that it puts before one; a few bytes may differ, as in another Unicode form."""
+    raw, characters = text.encode(), _characters()
+    at = offset = 0
+    offsets = []
+    for piece in pieces:
+        start, end = _place(raw, at, piece)
+        offset += len(characters.decode(raw[at:start]))
+        offsets.append(offset)
+        offset += len(characters.decode(raw[start:end]))
+        at = end
+    return offsets
+
+
+def _place(raw: bytes, at: int, piece: bytes) -> tuple[int, int]:
+    """Where a token's bytes begin and end in a text, from ``at`` on; nowhere: at ``at``."""
+    bare = piece.removeprefix(b" ")
+    if bare and raw.startswith(bare, at):
+        return at, at + len(bare)
+    start = raw.find(piece, at, at + len(piece) + SKIPPED)
+    return (at, at) if start < 0 else (start, start + len(piece))
+
+
+def _characters() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("ignore")
 
 
 def _named(token: int, logprob: float, to_bytes: TokenBytes) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from specserve.server.errors import ApiError
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_NODES = 64
-_INT64 = 2**63
+INT64 = 2**63
 
 
 def _encodable(text: str) -> str:
@@ -27,8 +27,8 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
-Int = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
-Count = Annotated[int, Field(ge=1, lt=_INT64)]
+Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
+Count = Annotated[int, Field(ge=1, lt=INT64)]
 
 
 class Refusal:
@@ -88,7 +88,7 @@ class PredictionField(Strict):
 
 class SpeculationField(Strict):
     enabled: bool = True
-    max_draft_tokens: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
+    max_draft_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
 
 
 class GenerationRequest(Strict):
@@ -111,7 +111,7 @@ class GenerationRequest(Strict):
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=_INT64)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
     stop_token_ids: list[Int] | None = None
     prediction: PredictionField | None = None
     speculation: SpeculationField | None = None
@@ -139,12 +139,14 @@ def sampling_params(
     vocab_size: int,
     max_tokens: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     default_temperature: float,
 ) -> SamplingParams:
     """Raises ApiError 400 naming the field."""
     given: dict[str, Any] = {
         "max_tokens": max_tokens,
         "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
         "temperature": default_temperature if request.temperature is None else request.temperature,
         "top_p": request.top_p,
         "top_k": _top_k(request.top_k, vocab_size),

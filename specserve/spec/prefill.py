@@ -1,8 +1,10 @@
 """Prefill: run chunks of prompts through the target, fill both caches, choose the first token where a prompt ends.
 
-Of the last layer only the ends of runs are finished, unless the drafter reads more: nobody else wants the rest.
+Of the last layer only the ends of runs are finished, unless the drafter reads more or a prompt's tokens are scored:
+nobody else wants the rest.
 
-Shapes: B requests, T packed prompt tokens, X all of them or the last of each request, H feature size, V vocabulary.
+Shapes: B requests, T packed prompt tokens, X all of them or the last of each request, N scored ones, H feature size,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,9 +18,19 @@ from torch import Tensor
 
 from specserve.attention.base import Chunks
 from specserve.attention.paged import PagedAttend
+from specserve.engine.logprobs import Logprobs, prompt_logprobs
 from specserve.engine.sampler import Choices, open_sampling
 from specserve.spec.commit import follow
 from specserve.spec.context import Context, View
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Prompt tokens whose log-probabilities are asked for: each follows the packed token at ``index_N``."""
+
+    index_N: Tensor
+    token_N: Tensor
+    alternatives: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +45,17 @@ class PromptChunks:
     q_start: Tensor  # [B + 1]
     final_B: Tensor  # bool
     spans: Sequence[tuple[int, int]]  # first position and number of tokens of each run, known to the host
+    scored: Scored | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
     """``token_B`` is meaningful where ``final_B`` was set; ``logits_BV`` are raw, after each run's last token;
-    ``predicted_B2``: as in a step's result."""
+    ``scores`` are those of ``PromptChunks.scored``, ``predicted_B2`` is as in a step's result."""
 
     token_B: Tensor
     logits_BV: Tensor
+    scores: Logprobs | None
     predicted_B2: Tensor | None
 
 
@@ -64,7 +78,8 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     )
     attend = PagedAttend(context.pool, plan, page_T, offset_T)
     last_B = chunks.q_start[1:] - 1
-    every = context.drafter is not None and context.drafter.reads_last_layer
+    scored = chunks.scored
+    every = scored is not None or (context.drafter is not None and context.drafter.reads_last_layer)
     hidden_XH, tapped = context.target(
         chunks.token_T, position_T, attend, context.taps, None if every else last_B
     )
@@ -84,7 +99,17 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     context.state.slots.root[view.rows_B] = token_B
     context.state.slots.length[view.rows_B] = end_B
     predicted_B2 = follow(context, view, token_B[:, None], chunks.final_B.long())
-    return PrefillResult(token_B, logits_BV, predicted_B2)
+    scores = None if scored is None else _score(context, hidden_XH, scored)
+    return PrefillResult(token_B, logits_BV, scores, predicted_B2)
+
+
+def _score(context: Context, hidden_TH: Tensor, scored: Scored) -> Logprobs:
+    """Log-probabilities of the prompt's own tokens."""
+    hidden_NH = hidden_TH[scored.index_N]
+    vocabulary = context.vocab_size
+    return prompt_logprobs(
+        context.target.logits, hidden_NH, scored.token_N, min(scored.alternatives, vocabulary), vocabulary
+    )
 
 
 def _first_tokens(context: Context, view: View, logits_BV: Tensor, end_B: Tensor, final_B: Tensor) -> Tensor:

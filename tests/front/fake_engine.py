@@ -77,7 +77,7 @@ class FakeEngine:
         """The reply up to the request's end; empty never."""
         params, tokens = message.params, self._reply(message)
         room = CONTEXT - len(message.token_ids)
-        return tokens[: min(room, params.max_tokens or room)]
+        return tokens[: room if params.max_tokens is None else min(room, params.max_tokens)]
 
     def _step(self, rid: str) -> Tokens:
         message, left = self._by_rid[rid], self._left[rid]
@@ -92,14 +92,19 @@ class FakeEngine:
             del self._left[rid]
         self._steps[rid] += 1
         steps = self._steps[rid]
-        top = message.params.logprobs
+        top, scored = message.params.logprobs, message.params.prompt_logprobs
         return Tokens(
             rid=rid,
             token_ids=tokens,
-            runs=[len(tokens)],
+            runs=[len(tokens)] if tokens else [],
             finish_reason=reason,
             stop_token=stopped,
             logprobs=None if top is None else [_logprob(token, top) for token in tokens],
+            prompt_logprobs=(
+                None
+                if scored is None or steps > 1
+                else [_logprob(token, scored) for token in message.token_ids[1:]]
+            ),
             cached_tokens=4,
             speculation=SpeculationUsage(
                 steps=steps, drafted=4 * steps, accepted=(self._stride - 1) * (steps - 1) + len(tokens) - 1

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from specserve.core import TokenLogprob
+from specserve.frontend.messages import Tokens
+from specserve.server.logprobs import text_offsets
 from tests.front.conftest import Serve
 from tests.front.test_chat import events
 
@@ -53,6 +57,92 @@ def test_logprobs(serve: Serve) -> None:
         "text_offset": [0, 1, 1],
     }
     assert post(client, logprobs=0).json()["choices"][0]["logprobs"]["top_logprobs"][0] == {"x": -0.5}
+
+
+def test_offsets_count_characters(serve: Serve) -> None:
+    """A character belongs to the token that completes it; the end token has no text."""
+    client, _ = serve("xéy")
+    found = post(client, logprobs=0).json()["choices"][0]["logprobs"]
+    assert found["tokens"] == ["x", "bytes:\\xc3", "bytes:\\xa9", "y", "<eos>"]
+    assert found["text_offset"] == [0, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("max_tokens", [2, 0])
+def test_echo(serve: Serve, max_tokens: int) -> None:
+    client, engine = serve("cd", end=False)
+    body = post(client, prompt="é hello", echo=True, logprobs=1, max_tokens=max_tokens).json()
+    (choice,) = body["choices"]
+    answer = "cd"[:max_tokens]
+    assert choice["text"] == "é hello" + answer
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"] == {
+        "tokens": ["bytes:\\xc3", "bytes:\\xa9", " hello", *answer],
+        "token_logprobs": [None, -0.5, -0.5, *[-0.5] * max_tokens],
+        "top_logprobs": [None, *({t: -0.5} for t in ("bytes:\\xa9", " hello", *answer))],
+        "text_offset": [0, 0, 1, 7, 8][: 3 + max_tokens],
+    }
+    usage = {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+    assert usage == {"prompt_tokens": 3, "completion_tokens": max_tokens}
+    assert engine.submitted[0].params.prompt_logprobs == 1
+
+
+def test_echo_without_logprobs(serve: Serve) -> None:
+    client, engine = serve("cd")
+    body = post(client, prompt=[[97, 98], [97, 257, 98]], n=2, echo=True).json()
+    assert [choice["text"] for choice in body["choices"]] == ["abcd", "abcd", "a<sep>bcd", "a<sep>bcd"]
+    assert [choice["logprobs"] for choice in body["choices"]] == [None] * 4
+    assert {message.params.prompt_logprobs for message in engine.submitted} == {None}
+
+
+def test_echo_in_a_stream(serve: Serve) -> None:
+    client, _ = serve("cd", stride=1, end=False)
+    chunks = events(post(client, prompt=["ab", "xyz"], echo=True, logprobs=0, stream=True))
+    for index, prompt in enumerate(("ab", "xyz")):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [choice["text"] for choice in mine] == [prompt, "c", "d"]
+        assert [choice["finish_reason"] for choice in mine] == [None, None, "length"]
+        offsets = [choice["logprobs"]["text_offset"] for choice in mine]
+        assert offsets == [list(range(len(prompt))), [len(prompt)], [len(prompt) + 1]]
+        assert mine[0]["logprobs"]["token_logprobs"] == [None] + [-0.5] * (len(prompt) - 1)
+
+
+def test_echo_without_a_tokenizer(serve: Serve) -> None:
+    client, _ = serve("xy", skip_tokenizer_init=True)
+    choice = post(client, prompt=[1, 2], echo=True, logprobs=0).json()["choices"][0]
+    assert (choice["text"], choice["token_ids"]) == ("", [1, 2, 120, 121, 256])
+    assert choice["logprobs"]["tokens"][:3] == ["token_id:1", "token_id:2", "token_id:120"]
+
+
+def test_prompt_offsets() -> None:
+    """Tokens around the text have no length, nor has a space before it; a changed character is stepped over."""
+    assert text_offsets("ab ab", [b"<s>", b" ab", b" ab", b"</s>"]) == [0, 0, 2, 5]
+    assert text_offsets("e\u0301 x", ["é".encode(), b" x"]) == [0, 2]
+    assert text_offsets("éa", ["é".encode()[:1], "é".encode()[1:], b"a"]) == [0, 0, 1]
+    assert text_offsets("", [b"a", b"b"]) == [0, 0]
+
+
+def test_best_of(serve: Serve) -> None:
+    """The most likely answers by token, best first, whatever their lengths; all tokens are counted."""
+    client, engine = serve("x")
+    replies = [(b"aa", -1.0), (b"bbbb", -0.25), (b"c", -2.0)]
+    engine._reply = lambda message: list(replies[message.choice][0])
+    step = engine._step
+
+    def with_logprobs(rid: str) -> Tokens:
+        message = step(rid)
+        value = replies[int(rid.rpartition("-")[2]) % 3][1]
+        logprobs = [TokenLogprob(token, value, []) for token in message.token_ids]
+        return msgspec.structs.replace(message, logprobs=logprobs)
+
+    engine._step = with_logprobs  # type: ignore[method-assign]
+    body = post(client, prompt=["p", "q"], n=2, best_of=3, seed=5).json()
+    assert [choice["text"] for choice in body["choices"]] == ["bbbb", "aa"] * 2
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [choice["logprobs"] for choice in body["choices"]] == [None] * 4
+    assert body["usage"]["completion_tokens"] == 2 * (2 + 4 + 1)
+    assert body["usage"]["prompt_tokens"] == 2
+    assert [message.choice for message in engine.submitted] == [0, 1, 2] * 2
+    assert {message.params.logprobs for message in engine.submitted} == {0}
 
 
 def test_stream(serve: Serve) -> None:
