@@ -66,8 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Raises ValueError naming the parameter and the accepted values. ``max_tokens`` None means up to the context
     length, 0 runs the prompt alone; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1 and
     ``top_p`` 1 are off; ``logprobs`` is the number of alternatives reported beside each token (0: the token's own
-    only), ``prompt_logprobs`` the same for the prompt's tokens, which are then computed anew, cached or not; ``prediction`` is
-    what the answer is expected to be, text or token ids: it is tried as drafts and changes no token.
+    only), ``prompt_logprobs`` the same for the prompt's tokens, which are then computed anew, cached or not;
+    ``prediction`` is what the answer is expected to be, text or token ids: it is tried as drafts and changes no token.
     """
 
     max_tokens: int | None = None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from specserve.frontend.detokenizer import Detokenizer
+from specserve.frontend.template import ChatTemplate, Conversation
 
 
 class Tokenizer:
@@ -15,6 +16,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
         self._special = frozenset(tokenizer.all_special_ids)
         self._byte_level = _is_byte_level(tokenizer)
 
@@ -37,19 +39,9 @@ class Tokenizer:
         """Ids of what a model might write: no special tokens around it."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Conversation) -> list[int]:
         """Ids of a conversation up to where the assistant answers. Raises ValueError with the reason."""
-        from jinja2 import TemplateError
-
-        if not self._tokenizer.chat_template:
-            raise ValueError("the model has no chat template; use completions instead")
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-        except TemplateError as error:
-            raise ValueError(f"the model's chat template refuses the messages: {error}") from None
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self._tokenizer.encode(self._template.render(messages), add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(

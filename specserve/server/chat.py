@@ -17,39 +17,20 @@ from specserve.frontend.output import Delta
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.logprobs import chat_logprobs, token_bytes
+from specserve.server.messages import Message, conversation
 from specserve.server.prediction import with_prediction
 from specserve.server.protocol import (
     Count,
     GenerationRequest,
     Refusal,
     Strict,
-    Text,
-    TextPart,
     check_stream_options,
-    joined,
     sampling_params,
 )
 from specserve.server.streaming import Body, answer, stream
 from specserve.server.usage import step_runs, usage
 
 _NO_TOOLS = "this server calls no tools"
-
-
-class Message(Strict):
-    refused: ClassVar[Mapping[str, Refusal]] = {
-        "name": Refusal("chat templates have no place for it"),
-        "refusal": Refusal("chat templates have no place for it"),
-        "audio": Refusal("text alone"),
-        "annotations": Refusal("text alone", []),
-        "tool_calls": Refusal(_NO_TOOLS, []),
-        "function_call": Refusal(_NO_TOOLS),
-    }
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
-
-    def plain(self) -> dict[str, str]:
-        """What the chat template gets: parts joined as they are; developer is the newer name of system."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": joined(self.content)}
 
 
 class ResponseFormat(Strict):
@@ -89,7 +70,7 @@ async def chat(front: Front, request: ChatRequest, http: Request) -> Response:
     check_stream_options(request)
     params = _params(front, request)
     with front.place(request.choices):
-        prompt = await front.encode_chat([message.plain() for message in request.messages])
+        prompt = await front.encode_chat(conversation(request.messages))
         front.check_prompt(prompt, "messages", params.min_tokens)
         params = await with_prediction(front, request, params)
         jobs = [Job(prompt, params, choice, request.streams_runs) for choice in range(request.choices)]

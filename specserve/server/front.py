@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from specserve.config import Settings, make_settings
 from specserve.frontend.engine_client import EngineClient
 from specserve.frontend.generation import Generation, Job
+from specserve.frontend.template import Conversation
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.metrics.front import Metrics
@@ -169,7 +170,7 @@ class Front:
     async def encode_answer(self, text: str) -> list[int]:
         return await self._off_loop(self.tokenizer.encode_answer, text)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def encode_chat(self, messages: Conversation) -> list[int]:
         """Raises ApiError with the chat template's reason."""
         try:
             return await self._off_loop(self.tokenizer.encode_chat, messages)

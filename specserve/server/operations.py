@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from specserve.frontend.engine_client import EngineGone
-from specserve.server.chat import Message
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
+from specserve.server.messages import Message, conversation
 from specserve.server.protocol import Int, Strict, Text
 
 ABORTED = "the request was ended by POST /abort_request"
@@ -37,7 +37,7 @@ async def tokenize(front: Front, request: TokenizeRequest) -> dict[str, Any]:
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "prompt: give either prompt or messages", "prompt")
     if request.messages is not None:
-        tokens = await front.encode_chat([message.plain() for message in request.messages])
+        tokens = await front.encode_chat(conversation(request.messages))
     else:
         tokens = await front.encode(request.prompt or "")
     return {"tokens": tokens, "count": len(tokens), "max_model_len": front.context_length}

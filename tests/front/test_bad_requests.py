@@ -9,8 +9,9 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from specserve.server.chat import ChatRequest, Message
+from specserve.server.chat import ChatRequest
 from specserve.server.completions import CompletionRequest
+from specserve.server.messages import Message
 from tests.front.conftest import Serve
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -19,6 +20,7 @@ GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": "tiny", "prompt": "a"},
 }
 LONG = "x" * 300
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"temperature": -1}, "temperature", "temperature must be in [0, 100], found -1"),
@@ -80,9 +82,44 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": []}, "messages", "at least 1 item"),
     (CHAT, {"messages": "hi"}, "messages", "valid list"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "required"),
-    (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "messages.0.role", "'system', 'developer'"),
-    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content", "found None"),
-    (CHAT, {"messages": [{"role": "user", "content": "a", "name": "b"}]}, "name", "not supported"),
+    (CHAT, {"messages": [{"role": "function", "content": "a"}]}, "messages.0.role", "'system', 'developer'"),
+    (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "messages.0.tool_call_id", "required"),
+    (
+        CHAT,
+        {"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]},
+        "messages.0.tool_call_id",
+        "no call of this id in the assistant's message before, found '1'",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a", "tool_call_id": "1"}]},
+        "messages.0.tool_call_id",
+        "only in messages of the role tool",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]},
+        "messages.0.tool_calls",
+        "only in messages of the role assistant",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+        "messages",
+        "no place for tool_calls",
+    ),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "1"}}]}
+            ]
+        },
+        "messages.0.tool_calls.0.function.arguments",
+        "the text of a JSON object",
+    ),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content", "required"),
+    (CHAT, {"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages", "no place for name"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -226,6 +263,6 @@ def test_every_field_of_openai_is_decided() -> None:
         assert not set(model.model_fields) & set(model.refused)
     import openai.types.chat as types
 
-    for role in ("System", "User", "Assistant", "Developer"):
+    for role in ("System", "User", "Assistant", "Developer", "Tool"):
         fields = set(typing.get_type_hints(getattr(types, f"ChatCompletion{role}MessageParam")))
         assert fields <= {*Message.model_fields, *Message.refused}
