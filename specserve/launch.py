@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
     """Runs a server until it is stopped. Returns the exit code. ``build`` runs in the engine's process."""
     try:
         given = load_settings(sys.argv[1:] if argv is None else argv)
-        configure_logging(given.log_level)
+        configure_logging(given.log_level, given.log_format)
         # Once, before both processes: a wrong path is told at once, and both read the same revision.
         local, notes = resolve_paths(given)
         for note in notes:

@@ -1,13 +1,46 @@
-"""Logging of both processes: one line a message, on standard error."""
+"""Logging of both processes: one line a message on standard error, as text or as JSON."""
 
 from __future__ import annotations
 
+import json
 import logging
+from contextvars import ContextVar
+from datetime import UTC, datetime
+
+REQUEST_ID: ContextVar[str | None] = ContextVar(
+    "request_id", default=None
+)  # of the HTTP request being answered
 
 
-def configure_logging(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
-    )
+def configure_logging(level: str, form: str = "text") -> None:
+    """``form``: ``text`` or ``json``."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Json() if form == "json" else _Text())
+    logging.basicConfig(level=level.upper(), handlers=[handler])
     for noisy in ("httpx", "filelock", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class _Text(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(request)s%(message)s", "%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        name = REQUEST_ID.get()
+        record.request = "" if name is None else f"[{name}] "
+        return super().format(record)
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        found = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "module": record.name,
+            "message": record.getMessage(),
+        }
+        if (name := REQUEST_ID.get()) is not None:
+            found["request_id"] = name
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found)

@@ -100,6 +100,13 @@ class Settings:
         group=SERVER,
         choices=("debug", "info", "warning", "error", "critical"),
     )
+    log_format: str = setting(
+        "text",
+        "How messages are logged: lines of text, or JSON objects with time, level, module, message and, where a "
+        "request is answered, request_id.",
+        group=SERVER,
+        choices=("text", "json"),
+    )
     cors_origin: tuple[str, ...] = setting(
         (),
         "Origins whose pages browsers let call this server, `*` for any. Not set: none.",

@@ -28,6 +28,7 @@ class RequestFailed(Exception):
 class Clock(Protocol):
     """Who measures the requests."""
 
+    def queued(self, seconds: float) -> None: ...
     def first_token(self, seconds: float) -> None: ...
     def next_tokens(self, seconds: float, tokens: int) -> None: ...
     def finished(self, seconds: float, speculation: SpeculationUsage) -> None: ...
@@ -105,7 +106,7 @@ class Generation:
                 message = None
                 continue  # it was on its way when a stop string ended the answer
             delta = output.push(message)
-            self._measure(index, delta)
+            self._measure(index, delta, message.queued)
             if self._statistics is not None:
                 self._statistics.count(delta.token_ids)
             if output.must_abort:
@@ -133,9 +134,10 @@ class Generation:
             raise RequestFailed(message)
         return message
 
-    def _measure(self, index: int, delta: Delta) -> None:
+    def _measure(self, index: int, delta: Delta, queued: float) -> None:
         now = time.monotonic()
         if len(self._outputs[index].answer.token_ids) == len(delta.token_ids):
+            self._clock.queued(queued)
             self._clock.first_token(now - self._started[index])
         else:
             self._clock.next_tokens(now - self._last[index], len(delta.token_ids))

@@ -48,7 +48,8 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
 
     ``runs`` splits ``token_ids`` by step: accepted drafts and the bonus token of one target forward each.
     A matched stop token is the last of ``token_ids`` and ``stop_token`` is true. ``prompt_logprobs``: of the prompt's
-    tokens but the first, in the first message, if asked for. No tokens: none were asked for.
+    tokens but the first, in the first message, if asked for. No tokens: none were asked for. ``queued``: seconds that
+    the request waited for its first slot and pages.
     """
 
     rid: str
@@ -60,6 +61,7 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
     speculation: SpeculationUsage | None = None
+    queued: float = 0.0
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

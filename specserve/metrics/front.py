@@ -46,6 +46,11 @@ class Metrics:
             "Answers that were refused with 429, as the queue was full: each choice by itself.",
             registry=self._registry,
         )
+        self._queue = self._histogram(
+            "queue_seconds",
+            "From a request's arrival at the engine to its first slot and pages, each choice by itself.",
+            _LONG,
+        )
         self._first_token = self._histogram(
             "time_to_first_token_seconds",
             "From the tokenized request to its first token, each choice by itself.",
@@ -71,6 +76,9 @@ class Metrics:
 
     def rejected(self, answers: int) -> None:
         self._rejected.inc(answers)
+
+    def queued(self, seconds: float) -> None:
+        self._queue.observe(seconds)
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)

@@ -118,7 +118,7 @@ def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoRet
     """Entry of the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, address in ((inbox, addresses.to_engine), (outbox, addresses.to_front)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ class Request:
     stop_ids: frozenset[int]
     arrival: int
     skill: Skill
+    submitted: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
     # While it has a slot; reset by preemption.
     slot: int = -1
@@ -32,8 +34,9 @@ class Request:
     inflight: int = 0  # most tokens that launches not yet read may add to the cache
     pending: int = 0  # launches not yet read that emit a token or more each
     failures: int = 0  # launches of it alone, as small as can be, that ran out of the device's memory
-    # For the final report.
+    # For the report.
     predicted: set[int] = field(default_factory=set)  # indices of its prediction's tokens that were emitted
+    queued: float | None = None  # seconds before its first slot
     cached_tokens: int | None = None
     scores: list[TokenLogprob] | None = (
         None  # of the prompt's tokens but the first; None: not asked for, or told

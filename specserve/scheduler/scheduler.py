@@ -7,6 +7,7 @@ next one runs: the host then works with bounds (``Request.inflight``) and learns
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -183,6 +184,8 @@ class Scheduler:
         request.prefilled = cached = cached_pages * self.memory.page_size
         if request.scores is not None:
             del request.scores[cached:]  # the others are computed again
+        if request.queued is None:
+            request.queued = time.monotonic() - request.submitted
         if request.cached_tokens is None:
             request.cached_tokens = cached
             self._counters.cached_tokens += cached
@@ -415,6 +418,7 @@ class Scheduler:
                 prompt_logprobs=request.scores,
                 cached_tokens=request.cached_tokens or 0,
                 speculation=request.usage,
+                queued=request.queued or 0.0,
             )
         )
         request.scores = None

@@ -26,6 +26,7 @@ from specserve.server.operations import (
 )
 from specserve.server.playground.routes import add_playground
 from specserve.server.report import speculation_report
+from specserve.server.request_ids import HEADER, RequestIds
 
 
 def create_app(front: Front) -> FastAPI:
@@ -41,8 +42,16 @@ def create_app(front: Front) -> FastAPI:
         app.add_middleware(ApiKey, key=front.settings.api_key)
     app.add_middleware(LimitBody, most=front.settings.max_body_bytes)
     if origins := front.settings.cors_origin:
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        every = ["*"]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=every,
+            allow_headers=every,
+            expose_headers=[HEADER],
+        )
     app.add_middleware(CountAnswers, front=front)
+    app.add_middleware(RequestIds)
     return app
 
 

@@ -12,6 +12,8 @@ from starlette.responses import JSONResponse
 
 from specserve.frontend.generation import RequestFailed
 from specserve.frontend.messages import Fault
+from specserve.logs import REQUEST_ID
+from specserve.server.request_ids import HEADER
 
 _UNION_TAGS = ("str", "int", "list")
 _FAULTS: Mapping[Fault, tuple[int, str | None]] = {
@@ -77,7 +79,11 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def internal(_: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, f"internal error: {type(error).__name__}; the server's log has more").response
+        response = ApiError(
+            500, f"internal error: {type(error).__name__}; the server's log has more"
+        ).response
+        response.headers[HEADER] = REQUEST_ID.get() or ""  # it is made outside of all other layers
+        return response
 
 
 def _encodable(text: str | None) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.metrics.front import Metrics
 from specserve.server.errors import ApiError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -185,6 +188,7 @@ class Front:
 
     def generation(self, jobs: Sequence[Job], name: str) -> Generation:
         """What runs the jobs of one call, which ``POST /abort_request`` knows by ``name``."""
+        log.debug("%s: %d answers", name, len(jobs))
         return Generation(
             self.engine,
             self._tokenizer,

@@ -63,8 +63,8 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
             http="h11",
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_config=None,
-            log_level="info" if settings.log_level == "debug" else "warning",
-            access_log=settings.log_level == "debug",
+            log_level="warning",
+            access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=FAREWELL,
         )

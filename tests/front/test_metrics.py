@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +13,20 @@ from typing import Any, NamedTuple
 import pytest
 from starlette.testclient import TestClient
 
-from specserve.core import SpeculationUsage
+from specserve.core import SamplingParams, SpeculationUsage
 from specserve.frontend.messages import (
     CostTotals,
     LevelTotals,
     ShapeTotals,
     Stats,
     StepTotals,
+    Submit,
+    Tokens,
     decode_to_front,
     encode,
 )
 from specserve.metrics.front import Metrics
+from tests.engines import Checkpoints, make_scheduler
 from tests.front.conftest import Serve
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +125,24 @@ def test_accepted_length_of_each_request(serve: Serve) -> None:
     assert f"{length}_count 2.0" in lines
     assert f'{length}_bucket{{le="2.5"}} 0.0' in lines
     assert f'{length}_bucket{{le="3.0"}} 2.0' in lines
+
+
+def test_time_in_the_queue(agreeing: Checkpoints) -> None:
+    """One slot: the second request waits for the first, however long its own tokens take."""
+    scheduler = make_scheduler(agreeing.target, max_running_requests=1)
+    queued: dict[str, list[float]] = {"a": [], "b": []}
+    for rid in queued:
+        scheduler.submit(Submit(rid, [1, 2], SamplingParams(max_tokens=3, ignore_eos=True)))
+    time.sleep(0.05)
+    while scheduler.has_work:
+        for message in scheduler.run_once():
+            assert isinstance(message, Tokens)
+            queued[message.rid].append(message.queued)
+    assert all(len(set(seconds)) == 1 for seconds in queued.values())
+    assert 0.05 <= queued["a"][0] < queued["b"][0]
+    metrics = Metrics(lambda: None)
+    metrics.queued(0.05)
+    assert 'specserve_queue_seconds_bucket{le="0.06"} 1.0' in metrics.text().decode()
 
 
 def test_a_request_without_a_step_has_no_length() -> None:

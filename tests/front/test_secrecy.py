@@ -1,0 +1,146 @@
+"""What a server's log holds: ids, and never a key or a prompt, whatever goes wrong. And what checkpoints can't do."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from specserve.frontend.tokenizer import Tokenizer
+from specserve.logs import REQUEST_ID, configure_logging
+from tests.front.conftest import Serve
+from tests.front.fakes import byte_tokenizer
+from tests.front.processes import Server, running
+
+KEY, WRONG, SECRET = "k3y-of-the-server", "k3y-of-somebody", "xyzzyplugh"
+IDS = ", ".join(str(byte) for byte in SECRET.encode()[:4])
+MODEL = {"model": "tiny"}
+CHAT = {**MODEL, "messages": [{"role": "user", "content": SECRET}]}
+TEXT = {**MODEL, "prompt": SECRET, "max_tokens": 20}
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    """Logs all it can."""
+    flags = ("--api-key", KEY, "--log-level", "debug", "--log-format", "json")
+    with running("build_echo", model, *flags) as found:
+        yield found.wait_ready()
+
+
+def call(server: Server, path: str, key: str = KEY, **fields: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}", **fields.pop("headers", {})}
+    return httpx.post(server.url + path, headers=headers, timeout=30, **fields)
+
+
+def use(server: Server) -> dict[str, int]:
+    """Requests of all kinds that hold the secret. Returns statuses by request id."""
+    chat, text = "/v1/chat/completions", "/v1/completions"
+    broken = json.dumps(CHAT).encode()[:-2]
+    answers = [
+        call(server, chat, json=CHAT),
+        call(server, text, json={**TEXT, "stream": True}),
+        call(server, text, json={**TEXT, "logprobs": 1, "echo": True}),
+        call(server, text, json=TEXT, headers={"x-request-id": "client:1"}),
+        call(server, text, json=TEXT, headers={"x-request-id": "no id\tof ours"}),
+        call(server, text, key=WRONG, json=TEXT),
+        call(server, text, json={**TEXT, "prompt": SECRET * 100}),
+        call(server, text, json={**TEXT, SECRET: 1}),
+        call(server, text, json={**TEXT, "stop": {"a": SECRET}}),
+        call(server, text, json={**TEXT, "seed": 13}),
+        call(server, chat, json={**CHAT, "messages": [{"role": SECRET, "content": SECRET}]}),
+        call(server, chat, json={**CHAT, "messages": [{"role": "user", "content": "boom"}]}),
+        call(server, chat, content=broken, headers={"content-type": "application/json"}),
+        call(server, "/tokenize", json={"prompt": SECRET}),
+        call(server, "/v1/" + "none"),
+        call(server, text, json={**TEXT, "seed": 14}),  # the engine dies of it
+    ]
+    for answer in answers:
+        assert "x-request-id" in answer.headers
+    return {answer.headers["x-request-id"]: answer.status_code for answer in answers}
+
+
+def test_headers_are_bounded(server: Server) -> None:
+    where = urlsplit(server.url)
+    with socket.create_connection((where.hostname, where.port), timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nx: " + b"a" * 200_000)
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+    assert server.get("/health")[0] == 200
+
+
+def test_log_holds_ids_and_no_secrets(server: Server) -> None:
+    statuses = use(server)
+    assert statuses.pop("client:1") == 200
+    assert all(re.fullmatch("[0-9a-f]{32}", name) for name in statuses)
+    assert sorted(statuses.values()) == [200] * 5 + [400] * 7 + [401, 404, 503]
+    server.stop()
+    text = "".join(server.lines)
+    assert "the fake engine died of seed 14" in text, "errors are logged"
+    for name, status in {**statuses, "client:1": 200}.items():
+        assert re.search(rf"{name}.*{status} after|{status} after .*{name}", text), (name, status)
+    for secret in (KEY, WRONG, SECRET, IDS, "boom"):
+        assert secret not in text
+    said = [
+        line for line in server.lines if "ResourceWarning" not in line
+    ]  # the interpreter's, of a dead engine
+    lines = [json.loads(line) for line in said]
+    assert all({"time", "level", "module", "message"} <= set(line) for line in lines)
+    assert any("RuntimeError" in line.get("exception", "") for line in lines)
+    named = [line["message"] for line in lines if line.get("request_id") == "client:1"]
+    assert [words.split(":")[0].split("-")[0] for words in named] == ["cmpl", "POST /v1/completions"]
+
+
+def test_lines_of_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.Logger("root")
+    monkeypatch.setattr(logging, "root", root)
+    configure_logging("info")
+    log = logging.LogRecord("a.b", logging.INFO, "", 0, "%d done", (2,), None)
+    root.handle(log)
+    contextvars.copy_context().run(lambda: (REQUEST_ID.set("id-1"), root.handle(log)))
+    plain, named = capsys.readouterr().err.splitlines()
+    assert plain.endswith(" INFO a.b: 2 done")
+    assert named.endswith(" INFO a.b: [id-1] 2 done")
+
+
+def test_internal_errors_have_ids(serve: Serve) -> None:
+    client, _ = serve()
+    answer = client.post("/v1/completions", json={**MODEL, "prompt": "a", "seed": 14})
+    assert (answer.status_code, len(answer.headers["x-request-id"])) == (500, 32)
+
+
+def test_the_client_knows_the_id(serve: Serve) -> None:
+    http, _ = serve()
+    with openai.OpenAI(api_key="x", base_url="http://testserver/v1", http_client=http) as client:
+        found = client.completions.create(model="tiny", prompt="a", extra_headers={"x-request-id": "mine-1"})
+    assert found._request_id == "mine-1"
+
+
+def test_code_of_a_checkpoint_does_not_run(tmp_path: Path) -> None:
+    """Unless it is trusted."""
+    path, ran = tmp_path / "model", tmp_path / "ran"
+    byte_tokenizer().save_pretrained(path)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["own.Own", "own.Own"]}
+    config["tokenizer_class"] = "Own"
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        f"open({str(ran)!r}, 'w').close()\n"
+        "class Own(PreTrainedTokenizerFast): pass\n"
+    )
+    try:
+        Tokenizer.load(str(path))
+    except ValueError as error:
+        assert "trust_remote_code" in str(error)  # noqa: PT017 - whether it loads is the library's choice
+    assert not ran.exists()
+    Tokenizer.load(str(path), trust_remote_code=True)
+    assert ran.exists()
