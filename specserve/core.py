@@ -17,6 +17,17 @@ MAX_BIAS = 512  # entries of a request's bias list on the device: logit_bias plu
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**62  # counts of tokens, summed in int64
 MAX_PREDICTION = 8192  # tokens of a predicted text: each running request has room for so many on the device
+BIAS = 100  # the greatest value of logit_bias
+# Least and greatest value of a parameter, and whether the least itself is refused.
+RANGES: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, 100, False),
+    "top_p": (0, 1, True),
+    "top_k": (-1, MAX_COUNT, False),
+    "min_p": (0, 1, False),
+    "presence_penalty": (-2, 2, False),
+    "frequency_penalty": (-2, 2, False),
+    "repetition_penalty": (0.01, 100, False),
+}
 
 
 @cache
@@ -96,15 +107,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_range("max_tokens", self.max_tokens, 0, MAX_COUNT)
         most = MAX_COUNT if self.max_tokens is None else self.max_tokens
         _check_range("min_tokens", self.min_tokens, 0, most)
-        _check_range("temperature", self.temperature, 0, 100)
-        _check_range("top_p", self.top_p, 0, 1, open_low=True)
-        _check_range("top_k", self.top_k, -1, MAX_COUNT)
-        _check_range("min_p", self.min_p, 0, 1)
-        _check_range("presence_penalty", self.presence_penalty, -2, 2)
-        _check_range("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        for name, (low, high, open_low) in RANGES.items():
+            _check_range(name, getattr(self, name), low, high, open_low)
         for token, bias in (self.logit_bias or {}).items():
-            _check_range(f"logit_bias[{token}]", bias, -100, 100)
+            _check_range(f"logit_bias[{token}]", bias, -BIAS, BIAS)
         if self.seed is not None:
             _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         for name in ("logprobs", "prompt_logprobs"):

@@ -6,9 +6,10 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from specserve import __version__
+from specserve.server import schema
 from specserve.server.auth import ApiKey, CountAnswers
 from specserve.server.body import BoundedRoute, LimitBody
 from specserve.server.chat import ChatRequest, chat
@@ -27,6 +28,7 @@ from specserve.server.operations import (
 from specserve.server.playground.routes import add_playground
 from specserve.server.report import speculation_report
 from specserve.server.request_ids import HEADER, RequestIds
+from specserve.server.schema import answers
 
 
 def create_app(front: Front) -> FastAPI:
@@ -56,22 +58,26 @@ def create_app(front: Front) -> FastAPI:
 
 
 def _add_openai(app: FastAPI, front: Front) -> None:
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post(
+        "/v1/chat/completions",
+        response_model=None,
+        responses=answers(schema.ChatCompletion, schema.ChatCompletionChunk),
+    )
     async def post_chat(request: ChatRequest, http: Request) -> Response:
         return await chat(front, request, http)
 
-    @app.post("/v1/completions", response_model=None)
+    @app.post("/v1/completions", response_model=None, responses=answers(schema.Completion, schema.Completion))
     async def post_completions(request: CompletionRequest, http: Request) -> Response:
         return await complete(front, request, http)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", response_model=None, responses=answers(schema.Models))
     async def get_models() -> dict[str, Any]:
         """503 until a request would be served: clients of SGLang wait for this answer."""
         if front.unready is not None:
             raise ApiError(503, front.unready, code="not_ready")
         return {"object": "list", "data": [_model(front, name) for name in front.settings.served_model_name]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", response_model=None, responses=answers(schema.Model))
     async def get_model(name: str) -> dict[str, Any]:
         if not is_served(name, front.settings.served_model_name):
             raise ApiError(404, f"no model {name!r} here", "model", "model_not_found")
@@ -79,18 +85,18 @@ def _add_openai(app: FastAPI, front: Front) -> None:
 
 
 def _add_operations(app: FastAPI, front: Front) -> None:
-    @app.get("/health", response_model=None)
+    @app.get("/health", response_model=None, responses=answers(schema.Health))
     async def get_health() -> Response:
         if front.unready is None:
             return JSONResponse({"status": "ok"})
         return ApiError(503, front.unready, code="not_ready").response
 
-    @app.get("/live")
+    @app.get("/live", response_model=None, responses=answers(schema.Live))
     async def get_live() -> dict[str, Any]:
         """200 as long as this process answers, loading and draining included: when it does not, restart it."""
         return {"status": "alive"}
 
-    @app.get("/server_info")
+    @app.get("/server_info", response_model=None, responses=answers(schema.ServerInfo))
     async def get_server_info() -> dict[str, Any]:
         """Every setting by its name, as resolved, and what the engine reports of itself."""
         engine = {key: value for key, value in front.engine.info.items() if key not in ("settings", "notes")}
@@ -103,30 +109,30 @@ def _add_operations(app: FastAPI, front: Front) -> None:
             "speculation": speculation_report(front.engine.stats),
         }
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", response_model=None, responses=answers(schema.Tokenized))
     async def post_tokenize(request: TokenizeRequest) -> dict[str, Any]:
         return await tokenize(front, request)
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", response_model=None, responses=answers(schema.Detokenized))
     async def post_detokenize(request: DetokenizeRequest) -> dict[str, Any]:
         return await detokenize(front, request)
 
-    @app.post("/abort_request")
+    @app.post("/abort_request", response_model=None, responses=answers(schema.Aborted))
     async def post_abort_request(request: AbortRequest) -> dict[str, Any]:
         return await abort_request(front, request)
 
-    @app.post("/flush_cache")
+    @app.post("/flush_cache", response_model=None, responses=answers(schema.Flushed))
     async def post_flush_cache() -> dict[str, Any]:
         return await flush_cache(front)
 
-    @app.get("/token_statistics")
+    @app.get("/token_statistics", response_model=None, responses=answers(schema.TokenCounts))
     async def get_token_statistics() -> dict[str, Any]:
         """How often each token id was generated since start."""
         if front.token_statistics is None:
             raise ApiError(404, "token statistics are off: start the server with --token-statistics")
         return front.token_statistics.report()
 
-    @app.get("/metrics", response_model=None)
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics() -> Response:
         return Response(front.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeVar
 
 from fastapi import Request
 from pydantic import Field
@@ -35,12 +35,15 @@ from specserve.server.usage import step_runs, usage
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_ANSWERS = 2048
 
+T = TypeVar("T")
+Several = Annotated[list[T], Field(max_length=MAX_ANSWERS)]
+
 
 class CompletionRequest(GenerationRequest):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "suffix": Refusal("nothing is inserted before a suffix", ""),
     }
-    prompt: Text | list[Int] | Annotated[list[Text] | list[list[Int]], Field(max_length=MAX_ANSWERS)]
+    prompt: Text | list[Int] | Several[Text] | Several[list[Int]]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -75,7 +75,9 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        return _from_http(request, error).response
+        response = _from_http(request, error).response
+        response.headers.update(error.headers or {})  # which methods are allowed
+        return response
 
     @app.exception_handler(Exception)
     async def internal(_: Request, error: Exception) -> JSONResponse:

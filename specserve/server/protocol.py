@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
-from specserve.core import SamplingParams, Speculation
+from specserve.core import BIAS, RANGES, SamplingParams, Speculation
 from specserve.server.errors import ApiError
 
 MAX_CHOICES = 128
@@ -31,12 +40,36 @@ Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
 Count = Annotated[int, Field(ge=1, lt=INT64)]
 
 
+def _bounded(name: str) -> WithJsonSchema:
+    """How a number that ``SamplingParams`` checks is described."""
+    low, high, open_low = RANGES[name]
+    return WithJsonSchema(
+        {"type": "number", "exclusiveMinimum" if open_low else "minimum": low, "maximum": high}
+    )
+
+
+Bias = Annotated[
+    dict[str, float],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+            "additionalProperties": {"type": "number", "minimum": -BIAS, "maximum": BIAS},
+        }
+    ),
+]
+
+
 class Refusal:
     """A field of OpenAI's that is refused unless it is null or has one of the values that ask for nothing."""
 
     def __init__(self, reason: str, *no_ops: Any) -> None:
         self.reason = reason
         self.no_ops = (None, *no_ops)
+
+    def allows(self, value: object) -> bool:
+        """1 and 0 are no booleans."""
+        return any(type(value) is type(no_op) and value == no_op for no_op in self.no_ops)
 
 
 class Strict(BaseModel):
@@ -45,13 +78,25 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     refused: ClassVar[Mapping[str, Refusal]] = {}
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Describes the refused fields, too."""
+        found = handler(core_schema)
+        properties = handler.resolve_ref_schema(found).setdefault("properties", {})
+        for name, refusal in cls.refused.items():
+            words = f"Not supported: {refusal.reason}"
+            properties[name] = {"description": words, "enum": list(refusal.no_ops)}
+        return found
+
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         for name, refusal in cls.refused.items():
-            if name in data and data[name] not in refusal.no_ops:
+            if name in data and not refusal.allows(data[name]):
                 raise PydanticCustomError(
                     "unsupported",
                     "{param}: not supported: {reason}",
@@ -97,19 +142,19 @@ class GenerationRequest(Strict):
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    temperature: Annotated[float, _bounded("temperature")] | None = None
+    top_p: Annotated[float, _bounded("top_p")] | None = None
+    presence_penalty: Annotated[float, _bounded("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _bounded("frequency_penalty")] | None = None
+    logit_bias: Bias | None = None
     seed: Int | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    top_k: Annotated[Int, WithJsonSchema({"type": "integer", "minimum": -1})] | None = None
+    min_p: Annotated[float, _bounded("min_p")] | None = None
+    repetition_penalty: Annotated[float, _bounded("repetition_penalty")] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
     stop_token_ids: list[Int] | None = None

@@ -137,6 +137,8 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"tool_choice": "auto"}, "tool_choice", "not supported"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities", "not supported"),
     (CHAT, {"store": True}, "store", "not supported"),
+    (CHAT, {"store": 0}, "store", "not supported"),
+    (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls", "not supported"),
     (CHAT, {"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
@@ -225,6 +227,7 @@ def test_codes(serve: Serve) -> None:
         (404, None): client.get("/v2/nothing"),
         (405, None): client.get(CHAT),
     }
+    assert client.get(CHAT).headers["allow"] == "POST"
     for (status, code), response in cases.items():
         assert check(response, status)["code"] == code
     assert "gpt-4" in client.post(CHAT, json={**GOOD[CHAT], "model": "gpt-4"}).json()["error"]["message"]

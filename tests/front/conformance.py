@@ -1,0 +1,505 @@
+"""What becomes of every field of OpenAI's: the table that ``test_conformance.py`` runs and docs/conformance.md shows.
+
+python -m tests.front.conformance > docs/conformance.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+CHAT, COMPLETIONS = "chat", "completions"
+BOTH = (CHAT, COMPLETIONS)
+MODEL = "specserve-chat"
+PROMPT = "def add(a, b):\n    return"
+ASKED = {"role": "user", "content": "List 3 countries and their capitals."}
+BASE: dict[str, dict[str, Any]] = {
+    CHAT: {"model": MODEL, "messages": [ASKED], "max_tokens": 8, "seed": 7},
+    COMPLETIONS: {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "seed": 7},
+}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = {"role": "assistant", "tool_calls": [CALL]}
+TOOL = {"type": "function", "function": {"name": "f"}}
+LIKELY = 300  # some token, made likely or impossible
+
+
+class Seen(Protocol):
+    """An answer to ``BASE`` with a case's fields. ``ask`` gets another one, with other fields."""
+
+    route: str
+    answer: Any
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def texts(self) -> list[str]: ...
+    def ask(self, **fields: Any) -> Seen: ...
+
+
+Check = Callable[[Seen], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A value of a field. ``check`` sees what it did; ``refused`` are words of the error that it gets."""
+
+    field: str
+    given: Mapping[str, Any]
+    check: Check | None = None
+    refused: str = ""
+    routes: tuple[str, ...] = BOTH
+
+    @property
+    def streams(self) -> bool:
+        """Whether there is a stream of it."""
+        return self.given.get("best_of", 1) == self.given.get("n", 1) or "best_of" not in self.given
+
+    def id(self, route: str) -> str:
+        values = "-".join(f"{value}"[:20] for value in self.given.values())
+        return f"{route}-{self.field}-{values}".replace("\n", " ")
+
+
+# What the checks look for.
+
+
+def same(seen: Seen) -> None:
+    """It changes nothing."""
+    assert seen.text == seen.ask().text
+
+
+def differs(seen: Seen) -> None:
+    assert seen.text != seen.ask().text
+
+
+def greedy(seen: Seen) -> None:
+    """Whatever the seed, the likeliest token."""
+    assert seen.text == seen.ask(temperature=0).text
+
+
+def deterministic_at_zero(seen: Seen) -> None:
+    assert seen.text == seen.ask(temperature=0, seed=8).text
+
+
+def random_when_hot(seen: Seen) -> None:
+    assert len({seen.text, *(seen.ask(temperature=1.5, seed=seed).text for seed in (8, 9))}) == 3
+
+
+def other_seeds_differ(seen: Seen) -> None:
+    """That the same seed gives the same text is seen by asking in three ways."""
+    texts = [seen.ask(temperature=1.5, seed=seed).text for seed in (11, 12, -(2**63))]
+    assert len(set(texts)) == 3
+
+
+def cut_at_5(seen: Seen) -> None:
+    assert seen.answer.usage.completion_tokens == 5
+    assert seen.answer.choices[0].finish_reason == "length"
+    assert seen.ask().text.startswith(seen.text)
+
+
+def not_generated(seen: Seen) -> None:
+    assert (seen.text, seen.answer.usage.completion_tokens) == ("", 0)
+
+
+def three_choices(seen: Seen) -> None:
+    assert [choice.index for choice in seen.answer.choices] == [0, 1, 2]
+    assert seen.texts[0] == seen.ask(temperature=1.5).text
+    assert len(set(seen.texts)) > 1
+
+
+def best_two_of_four(seen: Seen) -> None:
+    all_four = seen.ask(n=4, best_of=4, logprobs=0, temperature=1.5).answer
+    means = [sum(c.logprobs.token_logprobs) / len(c.logprobs.tokens) for c in all_four.choices]
+    best = sorted(range(4), key=means.__getitem__, reverse=True)[:2]
+    assert seen.texts == [all_four.choices[index].text for index in best]
+    assert seen.answer.usage.completion_tokens == all_four.usage.completion_tokens
+
+
+def stopped(seen: Seen) -> None:
+    whole = seen.ask(stop=None, temperature=0, max_tokens=8).text
+    assert "e" in whole
+    assert seen.text == whole[: whole.index("e")]
+    assert seen.answer.choices[0].finish_reason == "stop"
+
+
+def all_one_token(seen: Seen) -> None:
+    assert seen.answer.usage.completion_tokens == 8
+    assert len(seen.text) % 8 == 0
+    assert seen.text == seen.text[: len(seen.text) // 8] * 8
+
+
+def penalised(seen: Seen) -> None:
+    without = seen.ask(temperature=1.5, max_tokens=24).text
+    assert seen.text != without
+
+
+def penalised_from_the_second(seen: Seen) -> None:
+    """It counts the answer's tokens, of which the first has none before it."""
+    penalised(seen)
+    assert seen.text[0] == seen.ask(temperature=1.5, max_tokens=24).text[0]
+
+
+def logprobs_of_chat(seen: Seen) -> None:
+    content = seen.answer.choices[0].logprobs.content
+    assert bytes(byte for item in content for byte in item.bytes).decode().startswith(seen.text)
+    for item in content:
+        assert len(item.top_logprobs) == 3
+        values = [top.logprob for top in item.top_logprobs]
+        assert values == sorted(values, reverse=True)
+        assert item.logprob <= values[0] <= 0
+    assert [item.logprob for item in content] == [
+        item.logprob for item in seen.ask(logprobs=True).answer.choices[0].logprobs.content
+    ]
+
+
+def logprobs_of_completions(seen: Seen) -> None:
+    found = seen.answer.choices[0].logprobs
+    assert "".join(found.tokens).startswith(seen.text)
+    lengths = [len(token) for token in found.tokens]
+    assert found.text_offset == [sum(lengths[:index]) for index in range(len(lengths))]
+    for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert top[token] == logprob
+        assert len(top) in (2, 3)
+
+
+def echoed(seen: Seen) -> None:
+    plain = seen.ask(n=len(seen.texts))
+    assert seen.texts == [PROMPT + text for text in plain.texts]
+    assert seen.answer.usage.completion_tokens == plain.answer.usage.completion_tokens
+
+
+def scored(seen: Seen) -> None:
+    """As lm-evaluation-harness reads it: the prompt's logprobs are those that generating it would have."""
+    found = seen.answer.choices[0].logprobs
+    assert seen.text == PROMPT == "".join(found.tokens[1:])
+    assert found.tokens[0] == "<|begin|>", "the tokenizer's own, which is not in the text"
+    assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+    places = zip(found.text_offset[1:], found.tokens[1:], strict=True)
+    assert all(PROMPT[at:].startswith(token) for at, token in places)
+    part = seen.ask(prompt=PROMPT[: found.text_offset[-1]], echo=False, logprobs=5, max_tokens=1, top_k=1)
+    likeliest = part.answer.choices[0].logprobs.top_logprobs[0]
+    for token, logprob in found.top_logprobs[-1].items():
+        if token in likeliest:
+            assert abs(likeliest[token] - logprob) < 1e-4
+    assert set(likeliest) & set(found.top_logprobs[-1])
+
+
+def answered_with_name(seen: Seen) -> None:
+    assert seen.answer.model == "openai/Specserve-Chat"
+    same(seen)
+
+
+def as_system(seen: Seen) -> None:
+    system = [{"role": "system", "content": "Be short."}, ASKED]
+    assert seen.text == seen.ask(messages=system).text
+
+
+def continues(seen: Seen) -> None:
+    assert seen.answer.usage.prompt_tokens > seen.ask().answer.usage.prompt_tokens
+
+
+def two_prompts(seen: Seen) -> None:
+    assert seen.texts == [seen.ask(prompt=prompt).text for prompt in ("a", "b")]
+
+
+def of_ids(seen: Seen) -> None:
+    assert seen.answer.usage.prompt_tokens == 3
+    assert len(seen.texts) == 1
+
+
+def of_two_lists(seen: Seen) -> None:
+    assert len(seen.texts) == 2
+    assert seen.texts[0] == seen.ask(prompt=[5, 6, 7]).text
+
+
+def counts(seen: Seen) -> None:
+    usage = seen.answer.usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.prompt_tokens_details.cached_tokens >= 0
+
+
+def to_the_end(seen: Seen) -> None:
+    assert seen.answer.usage.completion_tokens == 24
+    assert seen.answer.choices[0].finish_reason == "length"
+
+
+def ended_by_token(seen: Seen) -> None:
+    assert (seen.text, seen.answer.usage.completion_tokens) == ("", 1)
+    assert seen.answer.choices[0].finish_reason == "stop"
+
+
+def at_least_4(seen: Seen) -> None:
+    assert seen.answer.usage.completion_tokens == 5
+
+
+def undrafted(seen: Seen) -> None:
+    same(seen)
+    assert seen.answer.usage.speculation["drafted"] == 0
+
+
+def drafted(seen: Seen) -> None:
+    same(seen)
+    assert seen.answer.usage.speculation["drafted"] > 0
+    assert seen.answer.usage.speculation["mean_accepted_length"] >= 1
+
+
+# The table.
+
+LABEL = "a label that changes no answer"
+HOW: dict[str, str] = {
+    "model": "a served name, any organisation or case; else 404",
+    "messages": "any number; the model's chat template decides what it has a place for",
+    "messages[].role": "`developer` is written as `system`; `tool` answers a call of the message before",
+    "messages[].content": "text or text parts",
+    "messages[].name": "where the chat template writes names",
+    "messages[].tool_calls": "where the chat template writes calls",
+    "messages[].tool_call_id": "of a call of the assistant's message before",
+    "prompt": "text, texts, token ids, lists of them",
+    "max_tokens": "completions take 0: the prompt alone",
+    "max_completion_tokens": "the newer name of `max_tokens`; both only if equal",
+    "temperature": "0 to 100; OpenAI's own limit is 2",
+    "top_p": "above 0, to 1",
+    "n": "1 to 128",
+    "best_of": "`n` to 128; the highest mean log-probability a token first; in a stream only `n`",
+    "stop": "text or up to 16 of them, also across tokens; not part of the answer",
+    "seed": "64 bits; the same text each time, with speculation or without",
+    "presence_penalty": "-2 to 2",
+    "frequency_penalty": "-2 to 2",
+    "logit_bias": "token ids to -100..100",
+    "logprobs": "raw log-softmax; completions: 0 to 20, chat: a boolean",
+    "top_logprobs": "0 to 20, with `logprobs: true`",
+    "echo": "with `logprobs` the prompt is scored, the first token by `null`",
+    "stream": "server-sent events; together the whole answer",
+    "stream_options.include_usage": "a last chunk with the usage of all",
+    "response_format": "`text`",
+    "user": LABEL,
+    "safety_identifier": LABEL,
+    "prompt_cache_key": LABEL + "; prefixes are shared without it",
+    "top_k": "0 and -1 are off",
+    "min_p": "0 to 1",
+    "repetition_penalty": "0.01 to 100",
+    "ignore_eos": "the end token does not end the answer",
+    "min_tokens": "nothing ends the answer before",
+    "stop_token_ids": "end the answer",
+    "speculation": "for this request; never changes the text",
+    "return_speculation": "adds `usage.speculation`",
+}
+NO_TOOLS = "this server calls no tools"
+
+
+def honoured(name: str, check: Check, *values: Any, **more: Any) -> list[Case]:
+    return [Case(name, {name: value}, check, **more) for value in values]
+
+
+def refused(name: str, words: str, *values: Any, **more: Any) -> list[Case]:
+    return [Case(name, {name: value}, refused=words, **more) for value in values]
+
+
+def messages(*given: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": list(given)}
+
+
+def user(**fields: Any) -> dict[str, Any]:
+    return messages({**ASKED, **fields})
+
+
+CHAT_ONLY: dict[str, Any] = {"routes": (CHAT,)}
+TEXT_ONLY: dict[str, Any] = {"routes": (COMPLETIONS,)}
+NEITHER = "not supported"
+CASES: list[Case] = [
+    *honoured("model", answered_with_name, "openai/Specserve-Chat"),
+    *refused("model", "no model 'gpt-4' here", "gpt-4"),
+    Case("messages", messages(ASKED, {"role": "assistant", "content": "1."}, ASKED), continues, **CHAT_ONLY),
+    *refused("messages", "at least 1 item", [], **CHAT_ONLY),
+    Case("messages[].role", messages({"role": "system", "content": "x"}, ASKED), continues, **CHAT_ONLY),
+    Case("messages[].role", messages({"role": "developer", "content": "Be short."}, ASKED), as_system, **CHAT_ONLY),
+    Case(
+        "messages[].role",
+        messages(ASKED, {"role": "tool", "content": "x", "tool_call_id": "1"}),
+        refused="no call of this id",
+        **CHAT_ONLY,
+    ),
+    Case(
+        "messages[].role",
+        messages({"role": "function", "content": "x", "name": "f"}),
+        refused="'system', 'developer', 'user', 'assistant' or 'tool'",
+        **CHAT_ONLY,
+    ),
+    Case("messages[].content", user(content=[{"type": "text", "text": ASKED["content"]}]), same, **CHAT_ONLY),
+    *(
+        Case("messages[].content", user(content=[part]), refused="'text'", **CHAT_ONLY)
+        for part in (
+            {"type": "image_url", "image_url": {"url": "x"}},
+            {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+            {"type": "file", "file": {}},
+            {"type": "refusal", "refusal": "x"},
+        )
+    ),
+    Case("messages[].name", user(name="Ann"), refused="no place for name", **CHAT_ONLY),
+    Case(
+        "messages[].tool_calls",
+        messages(ASKED, CALLED, {"role": "tool", "content": "x", "tool_call_id": "1"}),
+        refused="This model has no role tool",
+        **CHAT_ONLY,
+    ),
+    Case("messages[].tool_call_id", user(tool_call_id="1"), refused="only in messages of the role tool", **CHAT_ONLY),
+    *(
+        Case(
+            f"messages[].{name}",
+            messages({"role": "assistant", "content": "x", name: value}),
+            refused=NEITHER,
+            **CHAT_ONLY,
+        )
+        for name, value in (
+            ("refusal", "no"), ("audio", {"id": "x"}), ("function_call", {"name": "f", "arguments": "{}"}),
+        )
+    ),
+    *honoured("prompt", two_prompts, ["a", "b"], **TEXT_ONLY),
+    *honoured("prompt", of_ids, [5, 6, 7], **TEXT_ONLY),
+    *honoured("prompt", of_two_lists, [[5, 6, 7], [8]], **TEXT_ONLY),
+    *refused("prompt", "must not be empty", "", [], **TEXT_ONLY),
+    *honoured("max_tokens", cut_at_5, 5),
+    *honoured("max_tokens", not_generated, 0, **TEXT_ONLY),
+    *refused("max_tokens", "greater than or equal to 1", 0, **CHAT_ONLY),
+    Case("max_completion_tokens", {"max_completion_tokens": 5, "max_tokens": None}, cut_at_5, **CHAT_ONLY),
+    *refused("max_completion_tokens", "differs from max_tokens", 5, **CHAT_ONLY),
+    *honoured("temperature", deterministic_at_zero, 0),
+    *honoured("temperature", random_when_hot, 1.5),
+    *refused("temperature", "temperature must be in [0, 100]", -1, 101),
+    *honoured("top_p", greedy, 1e-6),
+    *honoured("top_p", same, 1),
+    *refused("top_p", "top_p must be in (0, 1]", 0, 1.1),
+    Case("n", {"n": 3, "temperature": 1.5}, three_choices),
+    *refused("n", "128", 129),
+    *refused("n", "greater than or equal to 1", 0),
+    Case("best_of", {"best_of": 4, "n": 2, "temperature": 1.5}, best_two_of_four, **TEXT_ONLY),
+    *honoured("best_of", same, 1, **TEXT_ONLY),
+    Case("best_of", {"best_of": 1, "n": 2}, refused="at least n", **TEXT_ONLY),
+    Case("best_of", {"best_of": 2, "stream": True}, refused="in a stream", **TEXT_ONLY),
+    *(Case("stop", {"stop": stop, "temperature": 0}, stopped) for stop in ("e", ["zzz", "e"])),
+    *refused("stop", "at most 16", ["a"] * 17),
+    *honoured("seed", other_seeds_differ, 7),
+    *refused("seed", "less than", 2**63),
+    *(
+        case
+        for name in ("presence_penalty", "frequency_penalty")
+        for case in (
+            Case(name, {name: 2, "temperature": 1.5, "max_tokens": 24}, penalised_from_the_second),
+            *refused(name, f"{name} must be in [-2, 2]", 3),
+        )
+    ),
+    *honoured("logit_bias", all_one_token, {str(LIKELY): 100}),
+    *refused("logit_bias", "must be in [-100, 100]", {"5": 101}),
+    Case("logprobs", {"logprobs": True, "top_logprobs": 3}, logprobs_of_chat, **CHAT_ONLY),
+    *honoured("logprobs", logprobs_of_completions, 2, **TEXT_ONLY),
+    *refused("logprobs", "less than or equal to 20", 21, **TEXT_ONLY),
+    Case("top_logprobs", {"logprobs": True, "top_logprobs": 3}, logprobs_of_chat, **CHAT_ONLY),
+    *refused("top_logprobs", "only with logprobs", 3, **CHAT_ONLY),
+    *honoured("echo", echoed, True, **TEXT_ONLY),
+    Case("echo", {"echo": True, "n": 2}, echoed, **TEXT_ONLY),
+    Case("echo", {"echo": True, "logprobs": 5, "max_tokens": 0}, scored, **TEXT_ONLY),
+    *honoured("echo", same, False, **TEXT_ONLY),
+    *honoured("stream", same, False),
+    Case("stream_options.include_usage", {}, counts),
+    Case("stream_options.include_usage", {"stream_options": {"include_usage": True}}, refused="only with stream"),
+    Case(
+        "stream_options.include_obfuscation",
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        refused=NEITHER,
+    ),
+    *honoured("response_format", same, {"type": "text"}, **CHAT_ONLY),
+    *refused("response_format", "'text'", {"type": "json_object"}, {"type": "json_schema"}, **CHAT_ONLY),
+    *honoured("user", same, "somebody"),
+    *honoured("safety_identifier", same, "somebody", **CHAT_ONLY),
+    *honoured("prompt_cache_key", same, "some key", **CHAT_ONLY),
+    *refused("suffix", "nothing is inserted before a suffix", "x", **TEXT_ONLY),
+    *(
+        case
+        for name, reason, none, *values in (
+            ("tools", NO_TOOLS, [], [TOOL]), ("tool_choice", NO_TOOLS, "none", "auto", "required"),
+            ("functions", NO_TOOLS, [], [{"name": "f"}]), ("function_call", NO_TOOLS, "none", "auto"),
+            ("parallel_tool_calls", NO_TOOLS, False, 1),
+            ("modalities", "text alone", ["text"], ["text", "audio"]),
+            ("audio", "text alone", None, {"format": "wav", "voice": "x"}),
+            ("prediction", "there is no drafter", None, {"type": "content", "content": "x"}),
+            ("reasoning_effort", "effort", None, "low"), ("verbosity", "verbosity", None, "low"),
+            ("web_search_options", "no web search", None, {}), ("moderation", "moderated", None, {"model": "x"}),
+            ("store", "nothing is stored", False, True), ("metadata", "nothing is stored", {}, {"a": "b"}),
+            ("service_tier", "no tiers", "auto", "flex", "priority"),
+            ("prompt_cache_options", "prefix cache", None, {"mode": "implicit"}),
+            ("prompt_cache_retention", "prefix cache", None, "24h"),
+        )
+        for case in (*honoured(name, same, none, **CHAT_ONLY), *refused(name, reason, *values, **CHAT_ONLY))
+    ),
+    *honoured("top_k", greedy, 1),
+    *refused("top_k", "top_k must be in [-1", -2),
+    *honoured("min_p", greedy, 1),
+    *refused("min_p", "min_p must be in [0, 1]", 2),
+    Case("repetition_penalty", {"repetition_penalty": 3, "temperature": 1.5, "max_tokens": 24}, penalised),
+    *refused("repetition_penalty", "repetition_penalty must be in [0.01, 100]", 0),
+    Case("ignore_eos", {"ignore_eos": True, "temperature": 0, "max_tokens": 24}, to_the_end),
+    Case(
+        "stop_token_ids",
+        {"stop_token_ids": [LIKELY], "logit_bias": {str(LIKELY): 100}},
+        ended_by_token,
+    ),
+    *refused("stop_token_ids", "token ids are from 0", [-1]),
+    Case(
+        "min_tokens",
+        {"min_tokens": 4, "temperature": 0, "stop_token_ids": [LIKELY], "logit_bias": {str(LIKELY): 100}},
+        at_least_4,
+    ),
+    *refused("min_tokens", "min_tokens must be in [0, 8]", 9),
+    Case("speculation", {"speculation": {"enabled": False}, "return_speculation": True}, undrafted),
+    *refused("speculation", "greater than or equal to 0", {"max_draft_tokens": -1}),
+    *honoured("return_speculation", drafted, True),
+]  # fmt: skip
+
+
+# The page.
+
+HEAD = """# Conformance
+
+What becomes of every field of OpenAI's chat completions and completions, and of ours. The cases are those of
+`tests/front/conformance.py`. `tests/front/test_conformance.py` sends each with OpenAI's Python client, the plain one
+and the asynchronous one, whole and in a stream, to the bundled model under EAGLE-3 speculation. It fails when this page
+is not made of the cases, or when the client's request types have a field that is not here. A refused field gets 400 and
+the reason; null is the same as absent. The fields are described in [HTTP and Python API](api.md).
+
+| field | chat | completions | how | tested values |
+|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    names = list(dict.fromkeys(case.field for case in CASES))
+    return HEAD + "".join(_line(name) for name in names)
+
+
+def _line(name: str) -> str:
+    cases = [case for case in CASES if case.field == name]
+    verdicts = " | ".join(_verdict(name, route) for route in BOTH)
+    reason = next((case.refused for case in cases if case.refused), "")
+    values = ", ".join(dict.fromkeys(_shown(case, name) for case in cases))
+    return f"| `{name}` | {verdicts} | {HOW.get(name, reason)} | {values} |\n"
+
+
+def _verdict(name: str, route: str) -> str:
+    """Honoured where a value that does not ask for nothing is."""
+    cases = [case for case in CASES if case.field == name and route in case.routes]
+    if not cases:
+        return ""
+    if name in HOW and any(case.check for case in cases):
+        return "honoured"
+    by_template = name in HOW
+    return "by the template" if by_template else "refused"
+
+
+def _shown(case: Case, name: str) -> str:
+    value = case.given.get(name.split(".")[0].removesuffix("[]"), "in a stream")
+    text = str(value) if len(str(value)) <= 40 else str(value)[:37] + "..."
+    return ("" if case.check else "not ") + f"`{text}`".replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,246 @@
+"""Every field of OpenAI's, by OpenAI's client, against the bundled model under speculation: see ``conformance.py``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import chat as chat_types
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from specserve.server import schema
+from specserve.server.chat import ChatRequest
+from specserve.server.completions import CompletionRequest
+from tests.front.conformance import BASE, BOTH, CASES, CHAT, COMPLETIONS, Case, page
+from tests.front.live import Live, live
+
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+FLAGS = ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"]
+FLAGS += ["--speculative-num-draft-tokens", "6", "--device", "cpu", "--dtype", "float32"]
+OWN = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+EXTENSIONS = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "speculation",
+              "return_speculation"}  # fmt: skip
+HONOURED = [(route, case) for case in CASES if case.check for route in case.routes]
+REFUSED = [(route, case) for case in CASES if case.refused for route in case.routes]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(FLAGS, {}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as found:
+        yield found
+
+
+AtOnce = dict[str, tuple[list[str], list[str]]]
+
+
+@pytest.fixture(scope="module")
+def caller(client: openai.OpenAI) -> Caller:
+    return Caller(client)
+
+
+@pytest.fixture(scope="module")
+def at_once(server: Live) -> AtOnce:
+    return asyncio.run(all_at_once(server.url))
+
+
+def arguments(fields: dict[str, Any]) -> dict[str, Any]:
+    """As the client takes them: what OpenAI does not have goes beside."""
+    extra = {name: value for name, value in fields.items() if name in EXTENSIONS}
+    return {**{name: value for name, value in fields.items() if name not in extra}, "extra_body": extra}
+
+
+def create(client: Any, route: str) -> Any:
+    return client.chat.completions if route == CHAT else client.completions
+
+
+def text_of(route: str, choice: Any) -> str:
+    return str(choice.message.content if route == CHAT else choice.text)
+
+
+class Caller:
+    """Asks, each question once. Answers are held against the described ones."""
+
+    def __init__(self, client: openai.OpenAI) -> None:
+        self.client = client
+        self._answers: dict[str, Any] = {}
+
+    def answer(self, route: str, fields: dict[str, Any]) -> Any:
+        key = route + json.dumps(fields)
+        if key not in self._answers:
+            raw = create(self.client, route).with_raw_response.create(**arguments({**BASE[route], **fields}))
+            described = schema.ChatCompletion if route == CHAT else schema.Completion
+            described.model_validate_json(raw.http_response.content)
+            self._answers[key] = raw.parse()
+        return self._answers[key]
+
+
+class Asked:
+    """See ``conformance.Seen``."""
+
+    def __init__(self, caller: Caller, route: str, fields: dict[str, Any]) -> None:
+        self.route = route
+        self.answer = caller.answer(route, fields)
+        self._caller = caller
+
+    @property
+    def text(self) -> str:
+        return self.texts[0]
+
+    @property
+    def texts(self) -> list[str]:
+        return [text_of(self.route, choice) for choice in self.answer.choices]
+
+    def ask(self, **fields: Any) -> Asked:
+        return Asked(self._caller, self.route, fields)
+
+
+class Texts:
+    """The texts of a stream's choices."""
+
+    def __init__(self, route: str) -> None:
+        self._route = route
+        self._found: dict[int, str] = {}
+
+    def add(self, choices: Any) -> None:
+        for choice in choices:
+            new = choice.delta.content if self._route == CHAT else choice.text
+            self._found[choice.index] = self._found.get(choice.index, "") + (new or "")
+
+    @property
+    def all(self) -> list[str]:
+        return [self._found[index] for index in sorted(self._found)]
+
+
+async def whole_and_streamed(
+    client: openai.AsyncOpenAI, route: str, case: Case
+) -> tuple[list[str], list[str]]:
+    given = arguments({**BASE[route], **case.given})
+    answer = await create(client, route).create(**given)
+    whole = [text_of(route, choice) for choice in answer.choices]
+    if not case.streams:
+        return whole, whole
+    texts = Texts(route)
+    async for chunk in await create(client, route).create(**{**given, "stream": True}):
+        texts.add(chunk.choices)
+    return whole, texts.all
+
+
+async def all_at_once(url: str) -> AtOnce:
+    """Every honoured case by the asynchronous client, so that requests share batches."""
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0) as client:
+        work = {case.id(route): whole_and_streamed(client, route, case) for route, case in HONOURED}
+        assert len(work) == len(HONOURED)
+        return dict(zip(work, await asyncio.gather(*work.values()), strict=True))
+
+
+def ids(cases: list[tuple[str, Case]]) -> list[str]:
+    return [case.id(route) for route, case in cases]
+
+
+@pytest.mark.parametrize(("route", "case"), HONOURED, ids=ids(HONOURED))
+def test_honoured(caller: Caller, at_once: AtOnce, route: str, case: Case) -> None:
+    seen = Asked(caller, route, dict(case.given))
+    assert case.check is not None
+    case.check(seen)
+    assert at_once[case.id(route)] == (seen.texts, seen.texts)
+
+
+@pytest.mark.parametrize("route", BOTH)
+def test_streams_are_as_described(caller: Caller, route: str) -> None:
+    """By the plain client; the last event before the end has the usage of all."""
+    fields = {"n": 2, "logprobs": True if route == CHAT else 2, "return_speculation": True}
+    if route == COMPLETIONS:
+        fields["echo"] = True
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    described = schema.ChatCompletionChunk if route == CHAT else schema.Completion
+    texts, usage = Texts(route), None
+    given = arguments({**BASE[route], **fields, **options})
+    with create(caller.client, route).create(**given) as stream:
+        for event in stream._iter_events():
+            if event.data == "[DONE]":
+                break
+            assert usage is None
+            found = described.model_validate_json(event.data)
+            assert (found.usage is None) == bool(found.choices)
+            usage = found.usage
+            texts.add(found.choices)
+    seen = Asked(caller, route, fields)
+    assert texts.all == seen.texts
+    assert usage is not None
+    assert usage.completion_tokens == seen.answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize(("route", "case"), REFUSED, ids=ids(REFUSED))
+def test_refused(client: openai.OpenAI, route: str, case: Case) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        create(client, route).create(**arguments({**BASE[route], **case.given}))
+    assert caught.value.status_code == (404 if case.field == "model" else 400)
+    schema.Error.model_validate_json(caught.value.response.content)
+    assert case.refused in caught.value.message
+    named = (caught.value.param or "").split(".")[0]
+    assert case.field.replace("[]", "").startswith(named) or named in case.field
+
+
+def test_no_field_is_missing() -> None:
+    """Of the client's request types, of the messages' and of ours."""
+    known = {case.field for case in CASES}
+    for params, route in ((chat_create_params, CHAT), (completion_create_params, COMPLETIONS)):
+        fields = {"stream", *params.CompletionCreateParamsBase.__annotations__} - {"stream_options"}
+        covered = {case.field for case in CASES if route in case.routes}
+        assert fields <= covered, route
+    assert OWN - {"stream_options"} <= known
+    options = typing.get_type_hints(chat_types.ChatCompletionStreamOptionsParam)
+    assert {f"stream_options.{name}" for name in options} <= known
+    roles = ("Developer", "System", "User", "Assistant", "Tool", "Function")
+    for role in roles:
+        fields = set(typing.get_type_hints(getattr(chat_types, f"ChatCompletion{role}MessageParam")))
+        assert {f"messages[].{name}" for name in fields} <= known
+    parts = {"text", "refusal"}
+    for part in typing.get_args(chat_types.ChatCompletionContentPartParam):
+        parts |= set(typing.get_args(typing.get_type_hints(part)["type"]))
+    tested = {
+        part["type"]
+        for case in CASES
+        for message in case.given.get("messages", ())
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+    }
+    assert tested == parts
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == page(), "python -m tests.front.conformance > docs/conformance.md"
+
+
+def test_other_routes(client: openai.OpenAI, server: Live) -> None:
+    """The client's other calls, and its way to routes that OpenAI does not have."""
+    (model,) = client.models.list().data
+    assert client.models.retrieve(model.id).id == model.id == "specserve-chat"
+    schema.Models.model_validate_json(client.models.with_raw_response.list().http_response.content)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+    base = client.with_options(base_url=server.url)
+    described: list[tuple[str, Any, dict[str, Any]]] = [
+        ("/tokenize", schema.Tokenized, {"prompt": "a b"}),
+        ("/tokenize", schema.Tokenized, {"messages": BASE[CHAT]["messages"]}),
+        ("/detokenize", schema.Detokenized, {"tokens": [5, 6]}),
+        ("/abort_request", schema.Aborted, {"rid": "none"}),
+        ("/flush_cache", schema.Flushed, {}),
+    ]
+    for path, answer, body in described:
+        answer.model_validate(base.post(path, cast_to=object, body=body))
+    for path, kind in (("/health", schema.Health), ("/server_info", schema.ServerInfo)):
+        kind.model_validate_json(json.dumps(base.get(path, cast_to=object)))
