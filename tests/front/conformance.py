@@ -5,9 +5,15 @@ python -m tests.front.conformance > docs/conformance.md
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from specserve.server.chat import ChatRequest
+from specserve.server.completions import CompletionRequest
+from specserve.server.messages import Message
+from specserve.server.protocol import Refusal, StreamOptions
 
 CHAT, COMPLETIONS = "chat", "completions"
 BOTH = (CHAT, COMPLETIONS)
@@ -400,7 +406,7 @@ CASES: list[Case] = [
     Case("echo", {"echo": True, "logprobs": 5, "max_tokens": 0}, scored, **TEXT_ONLY),
     *honoured("echo", same, False, **TEXT_ONLY),
     *honoured("stream", same, False),
-    Case("stream_options.include_usage", {}, counts),
+    Case("stream_options.include_usage", {}, counts),  # each stream of the tests asks for it
     Case("stream_options.include_usage", {"stream_options": {"include_usage": True}}, refused="only with stream"),
     Case(
         "stream_options.include_obfuscation",
@@ -466,39 +472,66 @@ and the asynchronous one, whole and in a stream, to the bundled model under EAGL
 is not made of the cases, or when the client's request types have a field that is not here. A refused field gets 400 and
 the reason; null is the same as absent. The fields are described in [HTTP and Python API](api.md).
 
-| field | chat | completions | how | tested values |
-|---|---|---|---|---|
+*By the template*: the chat template of the model decides, and the bundled model's has no place for it;
+`tests/front/test_template.py` has templates that do.
+
+| field | chat | completions | how | tested as honoured | tested as refused |
+|---|---|---|---|---|---|
 """
+REFUSALS: dict[str, Refusal] = {
+    **{f"messages[].{name}": refusal for name, refusal in Message.refused.items()},
+    **{f"stream_options.{name}": refusal for name, refusal in StreamOptions.refused.items()},
+    **CompletionRequest.refused,
+    **ChatRequest.refused,
+}
 
 
 def page() -> str:
-    names = list(dict.fromkeys(case.field for case in CASES))
-    return HEAD + "".join(_line(name) for name in names)
+    return HEAD + "".join(_line(name) for name in dict.fromkeys(case.field for case in CASES))
 
 
 def _line(name: str) -> str:
     cases = [case for case in CASES if case.field == name]
-    verdicts = " | ".join(_verdict(name, route) for route in BOTH)
-    reason = next((case.refused for case in cases if case.refused), "")
-    values = ", ".join(dict.fromkeys(_shown(case, name) for case in cases))
-    return f"| `{name}` | {verdicts} | {HOW.get(name, reason)} | {values} |\n"
+    how = REFUSALS[name].reason if name in REFUSALS else HOW[name]
+    honoured, refused = (
+        ", ".join(dict.fromkeys(_shown(case) for case in cases if bool(case.check) == wanted))
+        for wanted in (True, False)
+    )
+    return f"| `{name}` | {_verdict(name, CHAT)} | {_verdict(name, COMPLETIONS)} | {how} | {honoured} | {refused} |\n"
 
 
 def _verdict(name: str, route: str) -> str:
-    """Honoured where a value that does not ask for nothing is."""
+    """Of a refused field the values that ask for nothing are taken."""
     cases = [case for case in CASES if case.field == name and route in case.routes]
     if not cases:
         return ""
-    if name in HOW and any(case.check for case in cases):
-        return "honoured"
-    by_template = name in HOW
-    return "by the template" if by_template else "refused"
+    if name in REFUSALS:
+        return "refused"
+    return "honoured" if any(case.check for case in cases) else "by the template"
 
 
-def _shown(case: Case, name: str) -> str:
-    value = case.given.get(name.split(".")[0].removesuffix("[]"), "in a stream")
-    text = str(value) if len(str(value)) <= 40 else str(value)[:37] + "..."
-    return ("" if case.check else "not ") + f"`{text}`".replace("|", "\\|").replace("\n", " ")
+def _shown(case: Case) -> str:
+    """The field's value, with what else the case sends."""
+    given = dict(case.given)
+    if case.field.startswith("messages"):
+        given = {"": _part(case.field.partition(".")[2], given["messages"])}
+    elif set(given) == {case.field}:
+        given = {"": given[case.field]}
+    text = ", ".join(f"{name}: {_json(value)}" if name else _json(value) for name, value in given.items())
+    return f"`{text}`" if text else ""
+
+
+def _part(field: str, messages: list[dict[str, Any]]) -> Any:
+    """What a case about messages is about."""
+    if not field:
+        return messages
+    ours = [message for message in messages if message is not ASKED and field in message]
+    return ours[-1][field]
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else text[:97] + "..."
 
 
 if __name__ == "__main__":

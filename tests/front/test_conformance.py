@@ -6,6 +6,7 @@ import asyncio
 import json
 import typing
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,63 @@ def test_streams_are_as_described(caller: Caller, route: str) -> None:
     assert texts.all == seen.texts
     assert usage is not None
     assert usage.completion_tokens == seen.answer.usage.completion_tokens
+
+
+SAMPLED = {"temperature": 1.0, "max_tokens": 24, "seed": 3}
+LOSSLESS: list[dict[str, Any]] = [
+    {"n": 3},
+    {"n": 2, "best_of": 3},
+    {"logprobs": 5, "frequency_penalty": 1},
+    {"echo": True, "logprobs": 2, "top_p": 0.9},
+    {"min_tokens": 20, "stop": ["a", "e", " "], "logprobs": 0},
+    {"ignore_eos": True, "logprobs": 1, "logit_bias": {"300": 3}},
+]
+
+
+@pytest.mark.parametrize("fields", LOSSLESS, ids=str)
+def test_speculation_changes_nothing(caller: Caller, fields: dict[str, Any]) -> None:
+    """Neither texts, nor where they end, nor what is counted, nor log-probabilities."""
+    check_lossless(caller, fields)
+
+
+def test_speculation_changes_no_stop_across_tokens(caller: Caller) -> None:
+    """Stop strings of the end of a token and the start of the next, wherever in a step's run they come."""
+    free = Asked(caller, COMPLETIONS, {**SAMPLED, "logprobs": 0})
+    pairs = [first[-1:] + second[:1] for first, second in pairwise(free.answer.choices[0].logprobs.tokens)]
+    stops = [stop for stop in dict.fromkeys(pairs) if len(stop) == 2 and free.text.find(stop) > 4]
+    assert len(stops) > 2
+    for stop in stops[:3]:
+        stopped = check_lossless(caller, {"stop": stop, "logprobs": 0})
+        assert stopped.texts == [free.text[: free.text.index(stop)]]
+        assert stopped.answer.choices[0].finish_reason == "stop"
+
+
+def check_lossless(caller: Caller, fields: dict[str, Any]) -> Asked:
+    on, off = (
+        Asked(
+            caller,
+            COMPLETIONS,
+            {**SAMPLED, **fields, "return_speculation": True, "speculation": {"enabled": enabled}},
+        )
+        for enabled in (True, False)
+    )
+    drafted = [seen.answer.usage.speculation["drafted"] for seen in (on, off)]
+    assert drafted[0] > drafted[1] == 0
+    assert on.texts == off.texts
+    assert on.answer.usage.completion_tokens == off.answer.usage.completion_tokens
+    for ours, theirs in zip(on.answer.choices, off.answer.choices, strict=True):
+        assert ours.finish_reason == theirs.finish_reason
+        if ours.logprobs is not None:
+            assert ours.logprobs.tokens == theirs.logprobs.tokens
+            assert ours.logprobs.text_offset == theirs.logprobs.text_offset
+            assert values(ours) == pytest.approx(values(theirs), abs=1e-4)
+    return on
+
+
+def values(choice: Any) -> list[float]:
+    """All log-probabilities: the tokens', then the alternatives'."""
+    tops = [value for top in choice.logprobs.top_logprobs if top for value in sorted(top.values())]
+    return [value for value in choice.logprobs.token_logprobs if value is not None] + tops
 
 
 @pytest.mark.parametrize(("route", "case"), REFUSED, ids=ids(REFUSED))
