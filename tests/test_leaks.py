@@ -16,7 +16,7 @@ SLOTS = 8
 
 def random_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(
-        max_tokens=rng.randint(1, 16),
+        max_tokens=rng.randint(0, 16),
         temperature=rng.choice([0.0, 0.0, 0.7, 1.2]),
         top_p=rng.choice([1.0, 0.9]),
         top_k=rng.choice([-1, 20]),
@@ -24,6 +24,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         logit_bias=rng.choice([None, None, {3: 2.0}]),
         stop_token_ids=rng.choice([[], [5, 11]]),
         logprobs=rng.choice([None, None, 2]),
+        prompt_logprobs=rng.choice([None, None, 0, 1]),
         seed=rng.choice([None, 7]),
         speculation=rng.choice(
             [Speculation(), Speculation(enabled=False), Speculation(max_draft_tokens=rng.randint(0, 4))]
@@ -81,6 +82,8 @@ def test_everything_is_whole_again(
     ended = [answer for answer in answers if answer.finish_reason]
     assert len(refused) > count / 100
     assert len(ended) > count / 2
+    scored = [answer for answer in ended if answer.scores]
+    assert len(scored) > count / 5
     assert count - len(refused) - len(ended) > count / 20, "few were aborted"
     stats, memory = scheduler.stats(), scheduler.memory
     assert stats.preemptions > count / 100

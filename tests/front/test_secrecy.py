@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextvars
+import hmac
 import json
 import logging
 import re
@@ -16,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+import specserve
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.logs import REQUEST_ID, configure_logging
 from tests.front.conftest import Serve
@@ -144,3 +147,34 @@ def test_code_of_a_checkpoint_does_not_run(tmp_path: Path) -> None:
     assert not ran.exists()
     Tokenizer.load(str(path), trust_remote_code=True)
     assert ran.exists()
+
+
+def test_keys_are_compared_in_constant_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    compare = hmac.compare_digest
+
+    def recording(given: bytes, expected: bytes) -> bool:
+        compared.append((given, expected))
+        return compare(given, expected)
+
+    monkeypatch.setattr(hmac, "compare_digest", recording)
+    client, _ = serve(api_key=KEY)
+    for key, status in ((KEY, 200), (WRONG, 401), ("", 401)):
+        answer = client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == status
+        assert compared.pop() == (f"bearer {key}".encode(), f"bearer {KEY}".encode())
+    assert not compared
+
+
+def test_no_file_is_unpickled_with_code() -> None:
+    """Each ``torch.load`` of the package reads weights only, and nothing else reads pickles."""
+    loads = []
+    for file in Path(specserve.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[0] in ("torch", "pickle"):
+                name = ast.unparse(node.func)
+                assert name not in ("pickle.load", "pickle.loads", "pickle.Unpickler"), file
+                if name == "torch.load":
+                    loads.append("weights_only=True" in ast.unparse(node))
+    assert loads
+    assert all(loads)
