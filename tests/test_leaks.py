@@ -24,7 +24,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         logit_bias=rng.choice([None, None, {3: 2.0}]),
         stop_token_ids=rng.choice([[], [5, 11]]),
         logprobs=rng.choice([None, None, 2]),
-        prompt_logprobs=rng.choice([None, None, 0, 1]),
+        prompt_logprobs=rng.choice([None, None, None, None, None, 1]),
         seed=rng.choice([None, 7]),
         speculation=rng.choice(
             [Speculation(), Speculation(enabled=False), Speculation(max_draft_tokens=rng.randint(0, 4))]
@@ -83,7 +83,7 @@ def test_everything_is_whole_again(
     assert len(refused) > count / 100
     assert len(ended) > count / 2
     scored = [answer for answer in ended if answer.scores]
-    assert len(scored) > count / 5
+    assert len(scored) > count / 20
     assert count - len(refused) - len(ended) > count / 20, "few were aborted"
     stats, memory = scheduler.stats(), scheduler.memory
     assert stats.preemptions > count / 100

@@ -40,6 +40,8 @@ def create_app(front: Front) -> FastAPI:
     _add_openai(app, front)
     _add_operations(app, front)
     add_playground(app)
+    describe = app.openapi
+    app.openapi = lambda: schema.add_chunks(describe())  # type: ignore[method-assign]
     if front.settings.api_key is not None:
         app.add_middleware(ApiKey, key=front.settings.api_key)
     app.add_middleware(LimitBody, most=front.settings.max_body_bytes)

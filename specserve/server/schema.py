@@ -193,6 +193,7 @@ class TokenCounts(Answer):
     counts: list[Annotated[list[Natural], Field(min_length=2, max_length=2)]]
 
 
+REFERENCE = "#/components/schemas/{model}"
 Responses = dict[int | str, dict[str, Any]]
 ERRORS: Responses = {
     status: {"model": Error, "description": words}
@@ -202,9 +203,22 @@ NO_JSON: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
 
 
 def answers(model: type[BaseModel], stream: type[BaseModel] | None = None) -> Responses:
-    """The answers of a route: ``model`` as JSON; ``stream`` says what each event of a stream holds."""
+    """The answers of a route: ``model`` as JSON; ``stream`` is what the data of each event of a stream holds."""
     found: dict[str, Any] = {"model": model, "description": "An answer"}
     if stream is not None:
-        words = f"With `stream: true` server-sent events, each a {stream.__name__}, then `[DONE]`."
-        found["content"] = {"text/event-stream": {"schema": {"type": "string", "description": words}}}
+        said = {"anyOf": [{"$ref": REFERENCE.format(model=each.__name__)} for each in (stream, Error)]}
+        encoded = {"type": "string", "contentMediaType": "application/json", "contentSchema": said}
+        data = {"anyOf": [{"const": "[DONE]"}, encoded]}
+        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+        found["description"] = "An answer, or its events with `stream: true`"
+        found["content"] = {"text/event-stream": {"itemSchema": event}}
     return {200: found, **ERRORS}
+
+
+def add_chunks(described: dict[str, Any]) -> dict[str, Any]:
+    """Adds to an OpenAPI document the models that occur in streams alone."""
+    chunk = ChatCompletionChunk.model_json_schema(ref_template=REFERENCE)
+    parts = {**chunk.pop("$defs"), ChatCompletionChunk.__name__: chunk}
+    schemas = described["components"]["schemas"]
+    schemas.update({name: part for name, part in parts.items() if name not in schemas})
+    return described

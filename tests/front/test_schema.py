@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -46,6 +47,18 @@ def test_requests_are_described(serve: Serve) -> None:
         for name, refusal in model.refused.items():
             assert found["properties"][name]["enum"] == list(refusal.no_ops)
             assert refusal.reason in found["properties"][name]["description"]
+
+
+def test_streams_are_described(serve: Serve) -> None:
+    client, _ = serve()
+    document = client.get("/openapi.json").json()
+    for route, name in ((CHAT, "ChatCompletionChunk"), (COMPLETIONS, "Completion")):
+        events = document["paths"][route]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        done, data = events["itemSchema"]["properties"]["data"]["anyOf"]
+        assert done == {"const": "[DONE]"}
+        assert data["contentSchema"]["anyOf"][0] == {"$ref": f"#/components/schemas/{name}"}
+    named = set(re.findall(r"#/components/schemas/(\w+)", client.get("/openapi.json").text))
+    assert "ChatChunkChoice" in named <= set(document["components"]["schemas"])
 
 
 def test_answers_of_all_routes(serve: Serve) -> None:
