@@ -68,6 +68,7 @@ def test_answers_of_all_routes(serve: Serve) -> None:
         "/v1/models": schema.Models,
         "/v1/models/tiny": schema.Model,
         "/health": schema.Health,
+        "/live": schema.Live,
         "/server_info": schema.ServerInfo,
         "/token_statistics": schema.TokenCounts,
     }.items():
