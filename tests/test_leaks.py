@@ -64,7 +64,7 @@ def run_mixed(scheduler: Scheduler, rng: random.Random, count: int) -> Client:
 def test_everything_is_whole_again(
     overlap: str, cache: bool, page_size: int, count: int, agreeing: Checkpoints
 ) -> None:
-    rng = random.Random(0)
+    rng = random.Random(1)
     scheduler = agreeing.scheduler(
         "EAGLE3",
         (3, 2, 6),
