@@ -30,6 +30,11 @@ class CachedTokens(Answer):
     cached_tokens: Natural
 
 
+class PredictedTokens(Answer):
+    accepted_prediction_tokens: Natural
+    rejected_prediction_tokens: Natural
+
+
 class SpeculationTotals(Answer):
     steps: Natural
     drafted: Natural
@@ -42,6 +47,7 @@ class Usage(Answer):
     completion_tokens: Natural
     total_tokens: Natural
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: PredictedTokens | None = None
     speculation: SpeculationTotals | None = None
 
 

@@ -62,7 +62,7 @@ class Case:
         return self.given.get("best_of", 1) == self.given.get("n", 1) or "best_of" not in self.given
 
     def id(self, route: str) -> str:
-        values = "-".join(f"{value}"[:20] for value in self.given.values())
+        values = "-".join(f"{value}"[:80] for value in self.given.values())
         return f"{route}-{self.field}-{values}".replace("\n", " ")
 
 
@@ -249,6 +249,20 @@ def drafted(seen: Seen) -> None:
     assert seen.answer.usage.speculation["mean_accepted_length"] >= 1
 
 
+def predicted(seen: Seen) -> None:
+    same(seen)
+    details = seen.answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens > 0) == (0, True)
+
+
+def predicted_in_part(seen: Seen) -> None:
+    """The answer itself as the prediction: its tokens are those that were predicted."""
+    text = seen.ask().text
+    again = seen.ask(prediction={"type": "content", "content": text})
+    assert again.text == text == seen.text
+    assert again.answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
+
+
 # The table.
 
 LABEL = "a label that changes no answer"
@@ -281,6 +295,7 @@ HOW: dict[str, str] = {
     "user": LABEL,
     "safety_identifier": LABEL,
     "prompt_cache_key": LABEL + "; prefixes are shared without it",
+    "prediction": "text that is tried as drafts; changes no answer",
     "top_k": "0 and -1 are off",
     "min_p": "0 to 1",
     "repetition_penalty": "0.01 to 100",
@@ -427,7 +442,6 @@ CASES: list[Case] = [
             ("parallel_tool_calls", NO_TOOLS, False, 1),
             ("modalities", "text alone", ["text"], ["text", "audio"]),
             ("audio", "text alone", None, {"format": "wav", "voice": "x"}),
-            ("prediction", "there is no drafter", None, {"type": "content", "content": "x"}),
             ("reasoning_effort", "effort", None, "low"), ("verbosity", "verbosity", None, "low"),
             ("web_search_options", "no web search", None, {}), ("moderation", "moderated", None, {"model": "x"}),
             ("store", "nothing is stored", False, True), ("metadata", "nothing is stored", {}, {"a": "b"}),
@@ -437,6 +451,9 @@ CASES: list[Case] = [
         )
         for case in (*honoured(name, same, none, **CHAT_ONLY), *refused(name, reason, *values, **CHAT_ONLY))
     ),
+    *honoured("prediction", predicted, {"type": "content", "content": "zq zq zq"}),
+    *honoured("prediction", predicted_in_part, {"type": "content", "content": [{"type": "text", "text": "1"}]}),
+    *refused("prediction", "'content'", {"type": "other", "content": "x"}),
     *honoured("top_k", greedy, 1),
     *refused("top_k", "top_k must be in [-1", -2),
     *honoured("min_p", greedy, 1),

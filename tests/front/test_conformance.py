@@ -26,8 +26,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 FLAGS = ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"]
 FLAGS += ["--speculative-num-draft-tokens", "6", "--device", "cpu", "--dtype", "float32"]
 OWN = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
-EXTENSIONS = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "speculation",
-              "return_speculation"}  # fmt: skip
+EXTENSIONS = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "prediction",
+              "speculation", "return_speculation"}  # fmt: skip
 HONOURED = [(route, case) for case in CASES if case.check for route in case.routes]
 REFUSED = [(route, case) for case in CASES if case.refused for route in case.routes]
 
