@@ -1,0 +1,152 @@
+"""A small HTTP client on asyncio: it parses little, so that hundreds of streams cost the machine under test next to
+nothing, and it can leave at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+HEADERS_END = b"\r\n\r\n"
+LAST_CHUNK = b"\r\n0\r\n\r\n"  # no JSON holds a carriage return, so no event looks like it
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """``first``: seconds from sending the request to the first byte behind the headers, ``last``: to the last."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    first: float
+    last: float
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def events(self) -> list[Any]:
+        """The events of a stream; raises ValueError unless it was told that it ended."""
+        lines = [line[6:] for line in self.body.split(b"\n") if line.startswith(b"data: ")]
+        if not lines or lines.pop() != b"[DONE]":
+            raise ValueError("the stream did not end in [DONE]")
+        return [json.loads(line) for line in lines]
+
+
+class Left(Exception):
+    """We closed the connection as we had planned. ``pieces``: how much of the body had come, in reads."""
+
+    def __init__(self, pieces: int) -> None:
+        super().__init__(f"left after {pieces} pieces")
+        self.pieces = pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """When to leave: ``seconds`` after the request unless the body has begun, or after ``pieces`` of it."""
+
+    seconds: float | None = None
+    pieces: int | None = None
+
+
+class Connection:
+    """One connection, kept alive from request to request and opened anew when it was closed."""
+
+    def __init__(self, url: str) -> None:
+        """``url``: ``http://HOST:PORT``."""
+        host, _, port = url.removeprefix("http://").partition(":")
+        self._address = host, int(port)
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, path: str, body: bytes | None = None, leave: Leave | None = None) -> Reply:
+        """GET, or POST of a body of JSON. Raises Left, and OSError or EOFError when the server closes."""
+        return await self.send(request(path, body), leave)
+
+    async def send(self, raw: bytes, leave: Leave | None = None) -> Reply:
+        """A whole HTTP request as it stands. Raises as ``ask``."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(*self._address)
+        reader, writer = self._streams
+        begun = time.perf_counter()
+        try:
+            writer.write(raw)
+            status, headers = await _within(_head(reader), leave.seconds if leave else None)
+            first, parts = 0.0, []
+            async for part in _body(reader, headers):
+                first = first or time.perf_counter() - begun
+                parts.append(part)
+                if leave is not None and leave.pieces == len(parts):
+                    raise Left(len(parts))
+        except BaseException:
+            self.close()
+            raise
+        if headers.get("connection") == "close":
+            self.close()
+        body = b"".join(parts)
+        chunked = "transfer-encoding" in headers
+        return Reply(status, headers, _joined(body) if chunked else body, first, time.perf_counter() - begun)
+
+    def close(self) -> None:
+        """At once, without a word."""
+        if self._streams is not None:
+            self._streams[1].transport.abort()
+            self._streams = None
+
+
+def request(path: str, body: bytes | None = None) -> bytes:
+    head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: load\r\n"
+    if body is not None:
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return head.encode() + b"\r\n" + (body or b"")
+
+
+async def _within(work: Any, seconds: float | None) -> Any:
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise Left(0) from None
+
+
+async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Status and headers."""
+    lines = (await reader.readuntil(HEADERS_END)).decode("latin-1").split("\r\n")
+    fields = (line.partition(":") for line in lines[1:] if line)
+    headers = {name.lower(): value.strip() for name, _, value in fields}
+    return int(lines[0].split(" ")[1]), headers
+
+
+async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
+    """The body in the pieces in which it comes, chunk sizes and all."""
+    left = int(headers.get("content-length", 0))
+    chunked, tail = "transfer-encoding" in headers, b"\r\n"
+    while chunked or left:
+        piece = await reader.read(2**16)
+        if not piece:
+            raise EOFError("the server closed the connection within an answer")
+        yield piece
+        left -= len(piece)
+        tail = (tail + piece)[-len(LAST_CHUNK) :]
+        if chunked and tail == LAST_CHUNK:
+            return
+
+
+def _joined(body: bytes) -> bytes:
+    """What the chunks of a body hold."""
+    parts, at = [], 0
+    while size := int(body[at : (end := body.index(b"\r\n", at))], 16):
+        parts.append(body[end + 2 : end + 2 + size])
+        at = end + size + 4
+    return b"".join(parts)
+
+
+def as_json(fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that ``percent`` of them do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
