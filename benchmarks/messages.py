@@ -26,7 +26,7 @@ import zmq
 from specserve.core import SpeculationUsage
 from specserve.frontend.messages import ToFront, Tokens, decode_to_front, encode
 
-DECODE_LIST = msgspec.msgpack.Decoder(list[ToFront]).decode
+decode_one = msgspec.msgpack.Decoder(ToFront).decode
 PROCESSES = multiprocessing.get_context("spawn")
 
 
@@ -56,7 +56,7 @@ def coding(messages: Sequence[Tokens], repeats: int) -> dict[str, float]:
     pickled = pickle.dumps(messages, pickle.HIGHEST_PROTOCOL)
     return {
         "msgspec encode": median_us(lambda: [encode(message) for message in messages], repeats),
-        "msgspec decode": median_us(lambda: [decode_to_front(frame) for frame in frames], repeats),
+        "msgspec decode": median_us(lambda: [decode_one(frame) for frame in frames], repeats),
         "pickle encode": median_us(lambda: pickle.dumps(messages, pickle.HIGHEST_PROTOCOL), repeats),
         "pickle decode": median_us(lambda: pickle.loads(pickled), repeats),
         "msgspec bytes": float(sum(map(len, frames))),
@@ -72,7 +72,7 @@ def echo_zmq(inbound: str, outbound: str) -> None:
     while frames := inbox.recv_multipart():
         if not frames[0]:
             return
-        outbox.send_multipart([encode(decode_to_front(frame)) for frame in frames])
+        outbox.send_multipart([encode(decode_one(frame)) for frame in frames])
 
 
 def echo_zmq_packed(inbound: str, outbound: str) -> None:
@@ -81,7 +81,7 @@ def echo_zmq_packed(inbound: str, outbound: str) -> None:
     inbox.connect(inbound)
     outbox.connect(outbound)
     while frame := inbox.recv():
-        outbox.send(encode(DECODE_LIST(frame)))
+        outbox.send(encode(decode_to_front(frame)))
 
 
 def echo_pipe(connection: Connection) -> None:
@@ -107,21 +107,21 @@ def round_trips(trip: Callable[[], object], repeats: int) -> tuple[float, float]
 
 
 def measure_zmq(batches: Sequence[Sequence[Tokens]], repeats: int) -> list[tuple[float, float]]:
-    """A frame for each message, as the server does it."""
+    """A frame for each message."""
 
     def trip(outbox: Any, inbox: Any, messages: Sequence[Tokens]) -> object:
         outbox.send_multipart([encode(message) for message in messages])
-        return [decode_to_front(frame) for frame in inbox.recv_multipart()]
+        return [decode_one(frame) for frame in inbox.recv_multipart()]
 
     return over_zmq(echo_zmq, trip, batches, repeats)
 
 
 def measure_zmq_packed(batches: Sequence[Sequence[Tokens]], repeats: int) -> list[tuple[float, float]]:
-    """One frame for all messages of an iteration."""
+    """One frame for all messages of an iteration, as the server does it."""
 
     def trip(outbox: Any, inbox: Any, messages: Sequence[Tokens]) -> object:
         outbox.send(encode(messages))
-        return DECODE_LIST(inbox.recv())
+        return decode_to_front(inbox.recv())
 
     return over_zmq(echo_zmq_packed, trip, batches, repeats)
 

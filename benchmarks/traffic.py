@@ -172,7 +172,9 @@ class Traffic:
             return
         self.outcome.refused[reply.status] += 1
         if reply.status != status or not reply.json()["error"]["message"]:
-            self.outcome.wrong.append(f"{raw[:60]!r}: {reply.status} instead of {status}: {reply.body[:200]!r}")
+            self.outcome.wrong.append(
+                f"{raw[:60]!r}: {reply.status} instead of {status}: {reply.body[:200]!r}"
+            )
 
     async def _ask(self, connection: Connection, leave: Leave | None) -> None:
         index = self._random.randrange(len(self._plan.asks))
@@ -220,8 +222,8 @@ class Health:
 
 
 def probe_health(url: str, period: float, pipe: Pipe) -> None:
-    """Asks every ``period`` seconds, each time over a new connection and whether or not the last one was answered, until
-    the pipe says so. Sends a Health."""
+    """Asks every ``period`` seconds, each time over a new connection and whether or not the last one was answered,
+    until the pipe says so. Sends a Health."""
     pipe.send(asyncio.run(_probe(url, period, pipe)))
 
 

@@ -23,6 +23,7 @@ from specserve.scheduler.process import Addresses, Build, engine_main
 log = logging.getLogger(__name__)
 
 GRACE = 5.0  # seconds that the engine has to end before it is killed
+RETRY = 0.01  # seconds
 LAST_WORDS = 0.3  # seconds after its end in which its last messages are read
 
 
@@ -51,20 +52,15 @@ class EngineProcess:
 async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[None]:
     """Lets a client talk to the engine, and hear of its end, until the context is left."""
     context = zmq.asyncio.Context()
-    to_engine, from_engine = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+    to_engine = context.socket(zmq.PUSH, socket_class=zmq.Socket)
+    from_engine = context.socket(zmq.PULL)
     for socket in (to_engine, from_engine):
         socket.set_hwm(0)
         socket.linger = 0
     to_engine.bind(engine.addresses.to_engine)
     from_engine.bind(engine.addresses.to_front)
-    sending: set[asyncio.Future[Any]] = set()
-
-    def send(message: ToEngine) -> None:
-        future = asyncio.ensure_future(to_engine.send(encode(message)))
-        sending.add(future)  # the loop keeps weak references alone
-        future.add_done_callback(sending.discard)
-
-    client.connect(send)
+    outbox = _Outbox(to_engine)
+    client.connect(outbox.put)
     tasks = [asyncio.create_task(_receive(from_engine, client)), asyncio.create_task(_watch(engine, client))]
     try:
         yield
@@ -75,11 +71,34 @@ async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[
         context.destroy(linger=0)
 
 
+class _Outbox:
+    """Messages to the engine: what is said in one turn of the event loop leaves in one frame."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self._messages: list[ToEngine] = []
+
+    def put(self, message: ToEngine) -> None:
+        if not self._messages:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._messages.append(message)
+
+    def _send(self) -> None:
+        if self._socket.closed:
+            return
+        try:
+            self._socket.send(encode(self._messages), zmq.NOBLOCK)
+        except zmq.Again:  # the engine has not connected this socket yet, or it is gone
+            asyncio.get_running_loop().call_later(RETRY, self._send)
+        else:
+            self._messages.clear()
+
+
 async def _receive(socket: Any, client: EngineClient) -> None:
     try:
         while True:
-            for frame in await socket.recv_multipart():
-                client.receive(decode_to_front(frame))
+            for message in decode_to_front(await socket.recv()):
+                client.receive(message)
     except Exception as error:  # nobody else would hear of it, and every request would wait for ever
         log.exception("the engine's messages can't be read")
         client.fail(Broken(f"its messages can't be read: {type(error).__name__}"))

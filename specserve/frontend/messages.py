@@ -1,7 +1,7 @@
 """What the front process and the engine say to each other: one direction each way, no call-backs.
 
 Front to engine: Submit, Abort, Flush. Engine to front: Tokens, Failed, Flushed, Stats, Ready, Broken. Encoded with
-msgpack (docs/decisions).
+msgpack, as lists: all that there is to say at a time travels together (docs/decisions).
 """
 
 from __future__ import annotations
@@ -150,5 +150,5 @@ ToEngine = Submit | Abort | Flush
 ToFront = Tokens | Failed | Flushed | Stats | Ready | Broken
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_to_front = msgspec.msgpack.Decoder(ToFront).decode
+decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine]).decode
+decode_to_front = msgspec.msgpack.Decoder(list[ToFront]).decode

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from specserve import __version__
 from specserve.server import schema
 from specserve.server.auth import ApiKey, CountAnswers
-from specserve.server.body import BoundedRoute, LimitBody
+from specserve.server.body import BoundedRoute, LimitBody, Turns
 from specserve.server.chat import ChatRequest, chat
 from specserve.server.completions import CompletionRequest, complete
 from specserve.server.errors import ApiError, add_handlers
@@ -36,6 +36,7 @@ def create_app(front: Front) -> FastAPI:
     app = FastAPI(title="specserve", version=__version__, separate_input_output_schemas=False)
     app.router.route_class = BoundedRoute
     app.state.front = front
+    app.state.turns = Turns()
     add_handlers(app)
     _add_openai(app, front)
     _add_operations(app, front)

@@ -1,7 +1,8 @@
-"""What bounds a request's body: its size, and how deep its JSON nests."""
+"""What bounds a request's body: its size, how deep its JSON nests, and how many are looked at at a time."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,6 +15,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specserve.server.errors import ApiError
 
 MAX_DEPTH = 32
+
+
+class Turns:
+    """Lets the requests of a burst go on one by one, each in a turn of the event loop of its own: what comes in
+    between, /health above all, waits for one of them and not for all."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def wait(self) -> None:
+        async with self._lock:
+            await asyncio.sleep(0)
 
 
 class LimitBody:
@@ -59,6 +72,7 @@ class BoundedRoute(APIRoute):
 
 class _BoundedRequest(Request):
     async def json(self) -> Any:
+        await self.app.state.turns.wait()
         try:
             found = await super().json()
             if not _deeper(found, MAX_DEPTH):

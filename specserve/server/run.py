@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from specserve.config import Settings, resolve_paths
 from specserve.frontend.messages import Broken
-from specserve.scheduler.process import Build
+from specserve.scheduler.process import Build, keep_what_is_loaded
 from specserve.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ async def _load(front: Front, server: Server, listener: socket.socket) -> None:
     await engine.settled.wait()
     if engine.state != "ready":
         return
+    keep_what_is_loaded()
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     log.info("ready: http://%s:%d serves %s", host, port, ", ".join(front.settings.served_model_name))

@@ -114,7 +114,7 @@ def test_what_is_not_known_is_not_shown() -> None:
 
 def test_stats_survive_the_way_between_processes() -> None:
     for totals in (TOTALS, StepTotals()):
-        assert decode_to_front(encode(stats(totals))) == stats(totals)
+        assert decode_to_front(encode([stats(totals)])) == [stats(totals)]
 
 
 def test_accepted_length_of_each_request(serve: Serve) -> None:
