@@ -51,9 +51,9 @@ class EngineProcess:
 @contextlib.asynccontextmanager
 async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[None]:
     """Lets a client talk to the engine, and hear of its end, until the context is left."""
-    context = zmq.asyncio.Context()
-    to_engine = context.socket(zmq.PUSH, socket_class=zmq.Socket)
-    from_engine = context.socket(zmq.PULL)
+    context = zmq.Context()
+    to_engine = context.socket(zmq.PUSH)
+    from_engine: Any = zmq.asyncio.Socket(context, zmq.PULL)
     for socket in (to_engine, from_engine):
         socket.set_hwm(0)
         socket.linger = 0
@@ -68,7 +68,9 @@ async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        context.destroy(linger=0)
+        for socket in (to_engine, from_engine):
+            socket.close()
+        context.term()
 
 
 class _Outbox:

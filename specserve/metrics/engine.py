@@ -56,7 +56,9 @@ def _load(stats: Stats) -> Iterator[Metric]:
 
 def _tokens(stats: Stats) -> Iterator[Metric]:
     yield _counter(
-        "prompt_tokens", "Prompt tokens of admitted requests, cached ones included.", stats.prompt_tokens
+        "prompt_tokens",
+        "Prompt tokens of requests whose prompt was begun, cached ones included.",
+        stats.prompt_tokens,
     )
     yield _counter("cached_tokens", "Prompt tokens found in the prefix cache.", stats.cached_tokens)
     yield _counter("generated_tokens", "Tokens chosen for requests.", stats.generated_tokens)

@@ -20,11 +20,23 @@ class Memory:
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def take_prefix(self, request: Request, tokens: Sequence[int]) -> None:
-        """Gives the request the cached pages of its tokens; at least the last token is left to compute."""
-        if self.cache is not None:
-            request.pages = self.cache.match(tokens[: len(tokens) - 1])
-            self.allocator.share(request.pages)
+    def take_prefix(self, request: Request, tokens: Sequence[int]) -> int:
+        """Gives the request the cached pages of its tokens, for its own where it has some already; at least the last
+        token is left to compute. Returns how many of its tokens are cached."""
+        if self.cache is None:
+            return 0
+        cached = self.cache.match(tokens[: len(tokens) - 1])
+        self.allocator.share(cached)
+        self.allocator.release(request.pages[: len(cached)])
+        request.pages[: len(cached)] = cached
+        return len(cached) * self.page_size
+
+    def next_page(self, request: Request) -> tuple[int, ...]:
+        """The prompt up to the end of the page that is to be computed next; empty where the cache could not give that
+        page to another request of this prompt."""
+        end = (request.prefilled // self.page_size + 1) * self.page_size
+        shared = self.cache is not None and end < len(request.context)
+        return tuple(request.context[:end]) if shared else ()
 
     @property
     def available(self) -> int:

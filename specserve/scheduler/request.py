@@ -28,6 +28,7 @@ class Request:
     # While it has a slot; reset by preemption.
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    begun: bool = False  # the first of its prompt is launched, and its row on the device written
     context: Sequence[int] = ()  # tokens to prefill: prompt, and output so far after a preemption
     prefilled: int = 0  # of those, launched or found in the cache
     remembered: int = 0  # whole pages offered to the prefix cache

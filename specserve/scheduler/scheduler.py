@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -164,8 +164,7 @@ class Scheduler:
             if self._running and self._refused == (request, self.memory.available):
                 return  # nothing was freed since
             context = request.tokens
-            self.memory.take_prefix(request, request.reusable)
-            cached_pages = len(request.pages)
+            cached = self.memory.take_prefix(request, request.reusable)
             # Beside others, leave room for its first step, or it would be put back at once.
             headroom = self._limits.headroom if self._running else 0
             if self.memory.grow(request, len(context) + 1 + headroom) is None:
@@ -174,14 +173,19 @@ class Scheduler:
                 self._refused = (request, self.memory.available)
                 return
             self._waiting.popleft()
-            self._seat(request, context, cached_pages)
+            request.slot, request.context, request.prefilled = self._free_slots.pop(), context, cached
+            if self.live_map is not None:
+                self.live_map.enter(context)
+            self._running.append(request)
+            self._running.sort(key=lambda r: r.arrival)
 
-    def _seat(self, request: Request, context: Sequence[int], cached_pages: int) -> None:
-        request.slot = self._free_slots.pop()
-        request.context = context
-        if self.live_map is not None:
-            self.live_map.enter(context)
-        request.prefilled = cached = cached_pages * self.memory.page_size
+    def _begin(self, request: Request, begun: set[tuple[int, ...]]) -> bool:
+        """Readies a request for its first chunk, with what was computed of its prompt since it got its slot. Returns
+        False where a prompt of the same launch is about to compute the very next page: it is worth waiting for."""
+        request.prefilled = cached = self.memory.take_prefix(request, request.reusable)
+        if self.memory.next_page(request) in begun:
+            return False
+        request.begun = True
         if request.scores is not None:
             del request.scores[cached:]  # the others are computed again
         if request.queued is None:
@@ -201,12 +205,11 @@ class Scheduler:
             banned_ids=sorted(request.stop_ids) if request.params.min_tokens else (),
             banned_until=len(request.prompt) + request.params.min_tokens,
             cached=cached,
-            last_cached_page=request.pages[cached_pages - 1] if cached_pages else 0,
+            last_cached_page=request.pages[cached // self.memory.page_size - 1] if cached else 0,
         )
         state.admit(request.slot, row, self._runner.context.pool.page_feature)
         state.set_pages(request.slot, 0, request.pages)
-        self._running.append(request)
-        self._running.sort(key=lambda r: r.arrival)
+        return True
 
     # Launches.
 
@@ -215,9 +218,14 @@ class Scheduler:
         budget = self._pressure.chunk
         rows: list[Row] = []
         requests: list[Request] = []
+        pages: set[tuple[int, ...]] = set()  # that this launch begins with
         for request in self._running:
             if not request.prefilling or not budget or len(rows) == self._pressure.prompts:
                 continue
+            if not request.begun and not self._begin(request, pages):
+                continue
+            if page := self.memory.next_page(request):
+                pages.add(page)
             end = min(request.prefilled + budget, len(request.context))
             tokens = request.context[request.prefilled : end]
             budget -= len(tokens)
@@ -339,7 +347,7 @@ class Scheduler:
         self._running.remove(request)
         self._free_slots.append(request.slot)
         request.slot, request.inflight, request.pending = -1, 0, 0
-        request.prefilled, request.context = 0, ()
+        request.prefilled, request.begun, request.context = 0, False, ()
 
     # Results.
 

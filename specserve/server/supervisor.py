@@ -16,6 +16,7 @@ from specserve.scheduler.process import Build
 log = logging.getLogger(__name__)
 
 PERIOD = 600.0  # seconds in which ``engine_restarts`` are allowed
+PAUSE = 1.0  # seconds before the engine that follows one which died while it loaded; doubled for each more
 
 
 class Supervisor:
@@ -27,13 +28,19 @@ class Supervisor:
         self._settings = settings
         self._build = build
         self._restarts: deque[float] = deque()
+        self._never_served = 0  # engines in a row that died while they loaded
         self._process = EngineProcess(settings, build)
 
     async def run(self) -> Broken:
         """Replaces engines that die. Returns why there is none any more: the last one's end."""
         while await self._serve() and self._may_restart():
-            log.error("the engine is gone, another one is started: %s", self.client.failure.message)
+            pause = PAUSE * 2 ** (self._never_served - 1) if self._never_served else 0.0
+            reason = self.client.failure.message
+            log.error("the engine is gone, another one is started in %g seconds: %s", pause, reason)
             await asyncio.to_thread(self._process.close)
+            await asyncio.sleep(pause)
+            if self.client.is_last:
+                break  # the server was told to stop meanwhile
             self._process = EngineProcess(self._settings, self._build)
         return self.client.failure
 
@@ -47,6 +54,7 @@ class Supervisor:
         async with connect(self._process, client):
             await client.settled.wait()
             served = client.state == "ready"
+            self._never_served = 0 if served else self._never_served + 1
             if served and client.restarts:
                 log.info("the new engine serves")
             await client.gone.wait()

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from specserve.config import Settings, resolve_paths
 from specserve.core import SpeculationUsage, TokenLogprob
@@ -138,6 +139,13 @@ def build_slow(settings: Settings) -> Built:
 
     built.engine.run_once = slowly  # type: ignore[method-assign]
     return built
+
+
+def build_once(settings: Settings) -> Built:
+    """Like ``build_slow`` the first time; fails from then on."""
+    assert settings.model_path is not None
+    (Path(settings.model_path) / "built").touch(exist_ok=False)
+    return build_slow(settings)
 
 
 def build_wrong(settings: Settings) -> Built:

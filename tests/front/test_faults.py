@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from specserve.server.supervisor import PAUSE
 from tests.front.processes import Server, running, wait
 
 LONG = {"model": "tiny", "prompt": "aaa", "max_tokens": 250}  # 125 messages of 20 ms
@@ -214,6 +216,20 @@ class TestEngineDeath:
             wait(lambda: server.get("/health")[0] == 200, 30)
             assert post(server, max_tokens=2).json()["choices"][0]["text"] == "aa"
             assert server.stop() == 0
+
+    def test_engines_that_die_while_they_load(self, model: Path, tmp_path: Path) -> None:
+        """The first is followed at once, the next after a pause."""
+        path = shutil.copytree(model, tmp_path / "tiny")
+        with running("build_once", path, "--engine-restarts", "3") as server:
+            server.wait_ready()
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            begun = time.monotonic()
+            assert server.finish() == 1
+            assert time.monotonic() - begun > 3 * PAUSE
+        told = [line for line in server.lines if "another one is started" in line]
+        pauses = re.findall(r"another one is started in (\S+) seconds", "".join(told))
+        assert [float(pause) for pause in pauses] == [0, PAUSE, 2 * PAUSE]
+        assert ["FileExistsError" in line for line in told] == [False, True, True]
 
     def test_stop_while_another_loads(self, model: Path) -> None:
         with running("build_slow", model) as server:

@@ -9,12 +9,14 @@ from specserve.scheduler.scheduler import Scheduler
 from tests.engines import (
     Answer,
     Checkpoints,
+    Client,
     Drafted,
     Shape,
     answer_one,
     assert_same_drafts,
     context_of,
     record_drafts,
+    requests_of,
 )
 
 SHAPES: list[tuple[str, Shape]] = [("EAGLE", (3, 1, 4)), ("EAGLE3", (3, 2, 6))]
@@ -78,21 +80,38 @@ def test_chunks_change_nothing(chunk: int, page_size: int, random_models: Checkp
     assert_same(again, whole)
 
 
-def test_two_that_come_together_share_pages(random_models: Checkpoints) -> None:
-    """Both compute the prompt; from then on they use the same pages, and their drafts are those of one alone."""
-    from tests.engines import Client, requests_of
-
+def test_prompts_that_come_together_are_computed_once(random_models: Checkpoints) -> None:
+    """The second waits for what the first computes of its prompt, chunk after chunk; one that begins otherwise does not
+    wait. The drafts of all are those of each alone."""
     algorithm, shape = SHAPES[1]
     params = SamplingParams(temperature=0.9, seed=4, max_tokens=12)
-    alone = [recorded(random_models.scheduler(algorithm, shape), [*PROMPT, t], params)[0] for t in (1, 2)]
-    scheduler = random_models.scheduler(algorithm, shape)
+    prompts = [[*PROMPT, 1], [*PROMPT, 2], [3, *PROMPT[:20]]]
+    alone = [recorded(random_models.scheduler(algorithm, shape), prompt, params)[0] for prompt in prompts]
+    scheduler = random_models.scheduler(algorithm, shape, chunked_prefill_size=60, page_size=16)
     client = Client(scheduler)
-    for index, token in enumerate((1, 2)):
-        client.submit(str(index), [*PROMPT, token], params)
-    client.iterate()
-    one, other = (request.pages for request in requests_of(scheduler))
+    for index, prompt in enumerate(prompts):
+        client.submit(str(index), prompt, params)
+    begun = []
+    for _ in range(4):
+        client.iterate()
+        begun.append([request.begun for request in requests_of(scheduler)])
+    assert begun == [[True, False, False], [True, False, True], [True, True, True], [True, True, True]]
+    one, other, _ = (request.pages for request in requests_of(scheduler))
     whole = len(PROMPT) // context_of(scheduler).pool.page_size
     assert one[:whole] == other[:whole]
     assert not set(one[whole:]) & set(other[whole:])
-    assert [answer.tokens for answer in client.run().values()] == [answer.tokens for answer in alone]
-    assert [answer.runs for answer in client.answers.values()] == [answer.runs for answer in alone]
+    found = list(client.run().values())
+    assert [answer.cached_tokens for answer in found] == [0, whole * 16, 0]
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in alone]
+    assert [answer.runs for answer in found] == [answer.runs for answer in alone]
+    assert scheduler.stats().cached_tokens == whole * 16
+    scheduler.memory.check_idle()
+
+
+def test_without_a_prefix_cache_nobody_waits(random_models: Checkpoints) -> None:
+    scheduler = random_models.scheduler(*SHAPES[1], disable_radix_cache=True)
+    client = Client(scheduler)
+    for index in range(2):
+        client.submit(str(index), PROMPT, SamplingParams(max_tokens=4))
+    client.iterate()
+    assert all(request.begun for request in requests_of(scheduler))
