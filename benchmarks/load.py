@@ -51,6 +51,7 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 PROBE_PERIOD = 0.05  # seconds
 BAR = 0.25  # seconds that the 99th percentile of /health may take
+READY_WITHIN = 300.0  # seconds
 GROWTH = 0.05  # part by which a process may have grown at the end
 
 
@@ -106,7 +107,7 @@ def serving(*flags: str) -> Iterator[Server]:
     """The bundled model behind a server of its own on one engine thread; it must end with code 0."""
     server = Server(["-m", "specserve.launch", "--port", "0", "--cpu-threads", "1", *flags])
     try:
-        yield server.wait_ready()
+        yield server.wait_ready(READY_WITHIN)
     finally:
         code = server.stop()
     assert code == 0, f"the server ended with code {code}"

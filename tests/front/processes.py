@@ -43,8 +43,9 @@ class Server:
         with self.process.stderr as lines:
             self.lines.extend(iter(lines.readline, ""))
 
-    def wait_ready(self) -> Server:
-        wait(lambda: self.process.poll() is not None or any("ready: http" in line for line in self.lines), 60)
+    def wait_ready(self, seconds: float = 60) -> Server:
+        done = "ready: http"
+        wait(lambda: self.process.poll() is not None or any(done in line for line in self.lines), seconds)
         text = "".join(self.lines)
         found = re.search(r"ready: (http://\S+)", text)
         assert found, text
