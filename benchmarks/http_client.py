@@ -96,6 +96,20 @@ class Connection:
             self._streams = None
 
 
+async def send_once(url: str, raw: bytes) -> Reply:
+    """Over a connection of its own. Raises as ``Connection.ask``."""
+    connection = Connection(url)
+    try:
+        return await connection.send(raw)
+    finally:
+        connection.close()
+
+
+def ask_once(url: str, path: str, body: bytes | None = None) -> Reply:
+    """For code without an event loop."""
+    return asyncio.run(send_once(url, request(path, body)))
+
+
 def request(path: str, body: bytes | None = None) -> bytes:
     head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nhost: load\r\n"
     if body is not None:

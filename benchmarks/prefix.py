@@ -17,8 +17,8 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.common import load_prompts, write_results
-from benchmarks.http_client import Connection, Reply, as_json, request
-from benchmarks.load import serving, show, spread
+from benchmarks.http_client import Connection, Reply, as_json, ask_once, request, send_once
+from benchmarks.load import serving, settings, show, spread
 from benchmarks.traffic import CHAT
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.frontend.tokenizer import Tokenizer
@@ -66,16 +66,7 @@ async def one_by_one(url: str, raws: Sequence[bytes]) -> list[Reply]:
 
 
 async def at_once(url: str, raws: Sequence[bytes]) -> list[Reply]:
-    connections = [Connection(url) for _ in raws]
-    pairs = zip(connections, raws, strict=True)
-    found = await asyncio.gather(*(connection.send(raw) for connection, raw in pairs))
-    for connection in connections:
-        connection.close()
-    return found
-
-
-def flush(server: Server) -> None:
-    asyncio.run(Connection(server.url).ask("/flush_cache", b""))
+    return await asyncio.gather(*(send_once(url, raw) for raw in raws))
 
 
 def usages(replies: Sequence[Reply]) -> list[dict[str, Any]]:
@@ -86,9 +77,9 @@ def usages(replies: Sequence[Reply]) -> list[dict[str, Any]]:
 def measure(server: Server, raws: Sequence[bytes]) -> dict[str, list[Reply]]:
     """Both ways to send the requests, each to an empty cache, after one that warms the server up."""
     asyncio.run(one_by_one(server.url, raws[:1]))
-    flush(server)
+    ask_once(server.url, "/flush_cache", b"")
     found = {"one by one": asyncio.run(one_by_one(server.url, raws))}
-    flush(server)
+    ask_once(server.url, "/flush_cache", b"")
     return {**found, "at once": asyncio.run(at_once(server.url, raws))}
 
 
@@ -134,6 +125,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float64", "float32"])
     parser.add_argument("--output", type=Path, help="not set: benchmarks/results/prefix.json")
     args = parser.parse_args()
+    given = settings(args)
     raws = make_requests(make_chats(args.requests, args.system_tokens), args.max_tokens)
     pool = str(args.requests * (args.system_tokens + 512))
     flags = ["--dtype", args.dtype, "--speculative-algorithm", "EAGLE3", *SHAPE, "--max-total-tokens", pool]
@@ -151,7 +143,7 @@ def main() -> None:
         "answers accepted otherwise": acceptance_differs(cached, cold),
     }
     show(found)
-    print(write_results("prefix", {**vars(args), "output": None, **found}, args.output))
+    print(write_results("prefix", {**given, **found}, args.output))
     missed = [name for name, times in found["times sooner"].items() if times < TARGET]
     raise SystemExit(1 if missed or found["answers accepted otherwise"] else 0)
 

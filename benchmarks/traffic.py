@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection as Pipe
 from time import perf_counter
 from typing import Any
 
-from benchmarks.http_client import Connection, Leave, Left, Reply, as_json, request
+from benchmarks.http_client import Connection, Leave, Left, Reply, as_json, request, send_once
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -231,12 +231,11 @@ async def _probe(url: str, period: float, pipe: Pipe) -> Health:
     health, begun, asked = Health(), perf_counter(), list[asyncio.Task[None]]()
 
     async def ask() -> None:
-        at, connection = perf_counter(), Connection(url)
+        at = perf_counter()
         try:
-            status = (await connection.ask("/health")).status
+            status = (await send_once(url, request("/health"))).status
         except (OSError, EOFError):
             status = 0
-        connection.close()
         health.samples.append((at - begun, perf_counter() - at, status))
 
     while not pipe.poll():
