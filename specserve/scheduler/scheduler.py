@@ -179,11 +179,11 @@ class Scheduler:
             self._running.append(request)
             self._running.sort(key=lambda r: r.arrival)
 
-    def _begin(self, request: Request, begun: set[tuple[int, ...]]) -> bool:
+    def _begin(self, request: Request, pages: set[tuple[int, ...]]) -> bool:
         """Readies a request for its first chunk, with what was computed of its prompt since it got its slot. Returns
-        False where a prompt of the same launch is about to compute the very next page: it is worth waiting for."""
+        False where the launch computes the very page that it needs next (``pages``): it is worth waiting for."""
         request.prefilled = cached = self.memory.take_prefix(request, request.reusable)
-        if self.memory.next_page(request) in begun:
+        if self.memory.next_page(request) in pages:
             return False
         request.begun = True
         if request.scores is not None:
