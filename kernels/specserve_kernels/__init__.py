@@ -17,11 +17,13 @@ from specserve_kernels.reference import (
 )
 from specserve_kernels.reference import indexed_linear as _indexed_linear
 from specserve_kernels.reference import linear as _linear
+from specserve_kernels.reference import quantized_linear as _quantized_linear
 from specserve_kernels.reference.accept import accept_walk
 from specserve_kernels.reference.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.commit import count_tokens, store_page_features
 from specserve_kernels.reference.philox import gumbel_noise, philox4x32
 from specserve_kernels.reference.prediction import Prediction
+from specserve_kernels.reference.quantized_linear import dequantize, quantize
 from specserve_kernels.reference.rotary import apply_rotary, rotary_table, store_kv
 from specserve_kernels.reference.sampling import add_bias, penalize, perturb, truncate
 from specserve_kernels.reference.select import select_nodes
@@ -45,6 +47,7 @@ indexed_linear = dispatched(_indexed_linear.indexed_linear)
 linear = dispatched(_linear.linear)
 move_kv = dispatched(commit.move_kv)
 pair_inputs = dispatched(pairs.pair_inputs)
+quantized_linear = dispatched(_quantized_linear.quantized_linear)
 rms_norm = dispatched(norm.rms_norm)
 root_level = dispatched(grow.root_level)
 rotary_store_kv = dispatched(rotary.rotary_store_kv)
@@ -68,6 +71,7 @@ __all__ = [
     "apply_rotary",
     "chain_masks",
     "count_tokens",
+    "dequantize",
     "follow_prediction",
     "group_bias",
     "grow_level",
@@ -80,6 +84,8 @@ __all__ = [
     "penalize",
     "perturb",
     "philox4x32",
+    "quantize",
+    "quantized_linear",
     "rms_norm",
     "root_level",
     "rotary_store_kv",

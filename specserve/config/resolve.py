@@ -28,7 +28,6 @@ def resolve(settings: Settings, model_config: ModelConfig) -> tuple[Settings, No
 
     Raises ValueError naming the flag when a setting can't be honoured.
     """
-    _refuse_unavailable(settings)
     settings, notes = resolve_paths(settings)
     steps: list[Callable[[Settings, ModelConfig, Notes], Settings]] = [
         _device,
@@ -43,11 +42,6 @@ def resolve(settings: Settings, model_config: ModelConfig) -> tuple[Settings, No
     for step in steps:
         settings = step(settings, model_config, notes)
     return settings, notes
-
-
-def _refuse_unavailable(settings: Settings) -> None:
-    if settings.speculative_draft_quantization == "fp8":
-        raise ValueError(f"--speculative-draft-quantization fp8 {UNAVAILABLE}: accepted are auto and none")
 
 
 def _device(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:

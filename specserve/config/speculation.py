@@ -25,11 +25,11 @@ DRAFT = (
 def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) -> Settings:
     """Returns a copy with the shape set, or unset for plain decoding and for the controller. Raises ValueError naming
     the flag."""
-    if settings.speculative_draft_quantization == "auto":
-        settings = replace(settings, speculative_draft_quantization="none")
     given = [name for name in SHAPE if getattr(settings, name) is not None]
     if settings.speculative_algorithm == "NONE":
         return _plain(settings, given, notes)
+    if settings.speculative_draft_quantization == "auto":
+        settings = replace(settings, speculative_draft_quantization="none")
     if settings.speculative_algorithm == "NAIVE_EAGLE":
         return _naive(settings, given, notes)
     if settings.speculative_adaptive or not given:
@@ -89,11 +89,16 @@ def _adaptive(settings: Settings, given: list[str], notes: list[str]) -> Setting
 def _plain(settings: Settings, given: list[str], notes: list[str]) -> Settings:
     unused = [*given, *(name for name in DRAFT if getattr(settings, name) is not None)]
     unused += ["speculative_adaptive"] if settings.speculative_adaptive else []
+    unused += (
+        ["speculative_draft_quantization"]
+        if settings.speculative_draft_quantization in ("int8", "fp8")
+        else []
+    )
     if unused:
         flags = ", ".join(_flag(name) for name in unused)
         notes.append(f"{flags} changes nothing: speculative_algorithm is NONE, decoding is plain")
     unset: dict[str, Any] = dict.fromkeys((*DRAFT, *SHAPE))
-    return replace(settings, speculative_adaptive=False, **unset)
+    return replace(settings, speculative_adaptive=False, speculative_draft_quantization="none", **unset)
 
 
 def _fit(settings: Settings, notes: list[str]) -> Settings:

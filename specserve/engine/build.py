@@ -35,12 +35,15 @@ from specserve.scheduler.memory import Memory
 from specserve.scheduler.scheduler import Limits, Scheduler
 from specserve.spec.adaptive import Controller
 from specserve.spec.context import Context
-from specserve.spec.drafter import Drafter
+from specserve.spec.drafter import Drafter, DraftOptions
 from specserve.spec.drafters import load_drafter
 from specserve.spec.live_map import MapPlan
 from specserve.spec.state import DecodeState
 
 log = logging.getLogger(__name__)
+
+ROUNDINGS = {"none": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+FP8_CAPABILITY = (8, 9)  # of the first GPUs that turn FP8 into other numbers by themselves
 
 
 def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler:
@@ -196,13 +199,29 @@ def create_drafter(
         target.config.num_layers,
         positions,
         dtype,
-        _token_map(settings, target.config),
-        settings.speculative_draft_config_override,
+        DraftOptions(
+            _token_map(settings, target.config),
+            settings.speculative_draft_config_override,
+            _rounding(settings, target),
+        ),
     )
     topk, size = settings.speculative_eagle_topk or 1, drafter.vocab_size
     if topk > size:
         raise ValueError(f"--speculative-eagle-topk: the draft {path} has {size} tokens, found {topk}")
     return drafter
+
+
+def _rounding(settings: Settings, target: LlamaModel) -> torch.dtype | None:
+    """What the draft's weights are rounded to. Raises ValueError where the GPU has no such numbers."""
+    wanted = ROUNDINGS[settings.speculative_draft_quantization]
+    on_gpu = target.lm_head.weight.is_cuda
+    if wanted is torch.float8_e4m3fn and on_gpu and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability()))
+        raise ValueError(
+            "--speculative-draft-quantization fp8 needs a GPU of compute capability 8.9 or more, this one has "
+            f"{found}: accepted are auto, none and int8"
+        )
+    return wanted
 
 
 def _token_map(settings: Settings, config: ModelConfig) -> Path | MapPlan | None:

@@ -12,7 +12,7 @@ import torch
 from specserve_kernels import add_rms_norm, rms_norm, silu_and_mul
 from torch import Tensor, nn
 
-from specserve.layers.linear import Linear
+from specserve.layers.linear import Linear, QuantizedLinear
 
 
 class Attend(Protocol):
@@ -77,7 +77,8 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.config = config
-        self.qkv_proj = Linear(config.input_size, config.qkv_heads * config.head_dim, bias=config.qkv_bias)
+        outputs = config.qkv_heads * config.head_dim
+        self.qkv_proj: Linear | QuantizedLinear = Linear(config.input_size, outputs, bias=config.qkv_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
         self.q_norm, self.k_norm = (
             RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None for _ in "qk"
@@ -94,13 +95,14 @@ class Attention(nn.Module):
         out: Tensor = self.o_proj(attended_TI if wanted_W is None else attended_TI[wanted_W])
         return out
 
+    @property
+    def kv_from(self) -> int:
+        """The first of the projection's outputs that are keys or values."""
+        return self.config.num_heads * self.config.head_dim
+
     def project_kv(self, x_TI: Tensor) -> Tensor:
         """Keys and values alone, not yet rotated: ``[T, 2 * kv heads, D]``."""
-        start = self.config.num_heads * self.config.head_dim
-        bias = self.qkv_proj.bias
-        kv = nn.functional.linear(
-            x_TI, self.qkv_proj.weight[start:], bias[start:] if bias is not None else None
-        )
+        kv = nn.functional.linear(x_TI, *self.qkv_proj.rows_from(self.kv_from))
         kv_TND: Tensor = kv.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim))
         if self.k_norm is None:
             return kv_TND

@@ -3,15 +3,18 @@
 On a CPU in float32, PyTorch multiplies with the BLAS it was built with, which reads weights row by row and is slow for
 the few rows of a decode step. oneDNN, which PyTorch carries too, takes weights packed once in blocks: measured in
 docs/decisions/0007-packed-cpu-weights.md. On a GPU ``specserve_kernels.linear`` chooses.
+
+Weights may be rounded to 8 bits. On a GPU they are then stored so, which halves what a step reads of them; on a CPU
+they are rounded alone, and computed with as before.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from specserve_kernels import linear
+from specserve_kernels import dequantize, linear, quantize, quantized_linear
 from torch import Tensor, nn
 
 _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 row to 512
@@ -28,11 +31,59 @@ class Linear(nn.Linear):
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, self.packed, self.bias, "none", [], "")
         return out
 
+    def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the outputs from ``start`` on."""
+        return self.weight[start:], None if self.bias is None else self.bias[start:]
+
     def pack(self, keep_weight: bool) -> None:
         """Packs the weight and, unless others read it, lets the plain one go."""
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _ROWS_HINT)
         if not keep_weight:
             self.weight = nn.Parameter(self.weight.detach().new_empty(0), requires_grad=False)
+
+
+class QuantizedLinear(nn.Module):
+    """A ``Linear`` whose weight is stored in int8 or FP8, each group of 128 inputs with a factor of its own. Rows from
+    ``kept_from`` on are there in the old type too, as rounded, for who multiplies many tokens by them."""
+
+    weight_OI: Tensor
+    factor_OG: Tensor
+    kept: Tensor
+
+    def __init__(self, plain: Linear, dtype: torch.dtype, kept_from: int | None = None) -> None:
+        super().__init__()
+        weight = plain.weight.detach()
+        weight_OI, factor_OG = quantize(weight, dtype)
+        self.register_buffer("weight_OI", weight_OI, persistent=False)
+        self.register_buffer("factor_OG", factor_OG, persistent=False)
+        self._kept_from = len(weight) if kept_from is None else kept_from
+        rows = slice(self._kept_from, None)
+        kept = dequantize(weight_OI[rows], factor_OG[rows]).to(weight.dtype)
+        self.register_buffer("kept", kept, persistent=False)
+        self.bias = plain.bias
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return quantized_linear(x_TI, self.weight_OI, self.factor_OG, self.bias)
+
+    def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
+        """As ``Linear``'s, for rows that were kept."""
+        assert start >= self._kept_from
+        return self.kept[start - self._kept_from :], None if self.bias is None else self.bias[start:]
+
+
+@torch.no_grad()
+def quantize_linears(
+    module: nn.Module, dtype: torch.dtype, leave: Collection[str], kept: Mapping[str, int]
+) -> None:
+    """Rounds every ``Linear`` of a module to ``dtype``, but those named in ``leave``. On a GPU they become
+    ``QuantizedLinear``s; ``kept``: from which row on, by name, they are wanted in the old type, too."""
+    for name, child in list(module.named_modules()):
+        if not isinstance(child, Linear) or name in leave:
+            continue
+        if child.weight.is_cuda:
+            module.set_submodule(name, QuantizedLinear(child, dtype, kept.get(name)))
+        else:
+            child.weight.copy_(dequantize(*quantize(child.weight, dtype)))
 
 
 def pack_linears(module: nn.Module, keep: Sequence[str] = ()) -> None:

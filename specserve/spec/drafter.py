@@ -6,14 +6,28 @@ Shapes: T target tokens, N tokens to draft from, X rows of features, H feature s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from specserve.engine.sampler import VocabMap
 from specserve.kv.pool import KVGeometry, KVPool
 from specserve.layers.decoder import Attend
-from specserve.spec.live_map import LiveMap
+from specserve.spec.live_map import LiveMap, MapPlan
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """What a user may say of a draft. It drafts the tokens that the file ``token_map`` lists alone, or those that a
+    plan's live map chooses; ``config_override``: a JSON object that goes before its config; ``rounded_to``: its
+    weights are, int8 or float8_e4m3fn."""
+
+    token_map: Path | MapPlan | None = None
+    config_override: str | None = None
+    rounded_to: torch.dtype | None = None
 
 
 class Drafter(Protocol):

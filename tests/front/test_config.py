@@ -208,7 +208,6 @@ def test_automatic_choices_on_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch)
         ),
         ({"device": "cuda"}, "--device cuda"),
         ({"attention_backend": "triton"}, "--attention-backend triton needs a GPU"),
-        ({"speculative_draft_quantization": "fp8"}, "--speculative-draft-quantization fp8 is not available"),
         ({"max_total_tokens": 8}, "--max-total-tokens: must hold a page of 16"),
     ],
 )

@@ -23,6 +23,8 @@ class Eagle3Head(LayerHead):
     """One decoder layer of double input width and a head of ``draft_vocab_size`` rows: ``lm_head`` if it is given, the
     embedding if the configuration says ``tied``, else its own."""
 
+    once_a_step = ("fc",)
+
     def __init__(
         self,
         config: DraftConfig,

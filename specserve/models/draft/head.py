@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from specserve.layers.decoder import MLP, Attend, Attention, RMSNorm
-from specserve.layers.linear import Linear
+from specserve.layers.linear import Linear, quantize_linears
 from specserve.layers.rotary import rope_table
 from specserve.models.draft.base import DraftConfig
 
@@ -22,6 +23,7 @@ class LayerHead(nn.Module):
     tuples: used, but not registered as the head's own.
     """
 
+    once_a_step: tuple[str, ...] = ()  # layers that read all nodes of a step, instead of a few a level
     norm: RMSNorm | None
     lm_head: Linear  # the head's own, where ``_lm_head`` is None
     rope_P2D: Tensor
@@ -95,6 +97,12 @@ class LayerHead(nn.Module):
         lm_head = self.lm_head if self._lm_head is None else self._lm_head[0]
         out: Tensor = lm_head(read_NH)
         return out
+
+    def quantize(self, dtype: torch.dtype) -> None:
+        """Rounds what its levels read to int8 or FP8. What it scores by stays as it is unless it is its own."""
+        scores = () if self._lm_head is None else ("lm_head",)
+        kept = {"self_attn.qkv_proj": self.self_attn.kv_from}
+        quantize_linears(self, dtype, (*self.once_a_step, *scores), kept)
 
     def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:
         return self.self_attn.project_kv(self._inputs(tokens_N, features_XH, source_N)[0])

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 
 from specserve.models.llama import LlamaModel
-from specserve.spec.drafter import Drafter
+from specserve.spec.drafter import Drafter, DraftOptions
 from specserve.spec.drafters.eagle import EagleDrafter
-from specserve.spec.live_map import MapPlan
 
 DRAFTERS = dict.fromkeys(("EAGLE", "EAGLE3", "NEXTN", "MTP", "NAIVE_EAGLE"), EagleDrafter.load)
 
@@ -21,13 +20,10 @@ def load_drafter(
     layer: int,
     max_positions: int,
     dtype: torch.dtype,
-    token_map: Path | MapPlan | None = None,
-    config_override: str | None = None,
+    options: DraftOptions,
 ) -> Drafter:
-    """Loads a method's weights for a target. Its KV layers start at pool layer ``layer``; it drafts the tokens that
-    the file ``token_map`` lists alone, or those that a plan's live map chooses. ``config_override``: a JSON object
-    that goes before its config.
+    """Loads a method's weights for a target. Its KV layers start at pool layer ``layer``.
 
     Raises ValueError naming what does not fit.
     """
-    return DRAFTERS[name](name, path, target, layer, max_positions, dtype, token_map, config_override)
+    return DRAFTERS[name](name, path, target, layer, max_positions, dtype, options)

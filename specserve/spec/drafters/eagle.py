@@ -25,6 +25,7 @@ from specserve.models.draft.load import LoadedDraft, load_draft
 from specserve.models.draft.override import parse_overrides
 from specserve.models.draft.token_map import PickedRows, read_token_map, score_by, truncate
 from specserve.models.llama import LlamaModel
+from specserve.spec.drafter import DraftOptions
 from specserve.spec.live_map import LiveMap, MapPlan
 
 log = logging.getLogger(__name__)
@@ -74,15 +75,18 @@ class EagleDrafter:
         layer: int,
         max_positions: int,
         dtype: torch.dtype,
-        token_map: Path | MapPlan | None = None,
-        config_override: str | None = None,
+        options: DraftOptions,
     ) -> EagleDrafter:
         """Loads the head at ``path`` to run as pool layer ``layer``. Raises ValueError for one that does not fit."""
-        overrides = parse_overrides(config_override)
+        overrides = parse_overrides(options.config_override)
         loaded = load_draft(path, name, target, layer, max_positions, dtype, overrides)
         for note in loaded.notes:
             log.info("%s", note)
-        vocabulary = _vocabulary(loaded, token_map, target)  # first: it may pick rows of the plain head
+        vocabulary = _vocabulary(
+            loaded, options.token_map, target
+        )  # first: it may pick rows of the plain head
+        if options.rounded_to is not None:
+            loaded.head.quantize(options.rounded_to)
         pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
         return cls(name, loaded.head, layer, vocabulary)
 

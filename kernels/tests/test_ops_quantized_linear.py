@@ -1,0 +1,106 @@
+"""The projection by 8 bits: rounding, and the kernel against its reference, in float32 under the interpreter, in all
+types on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specserve_kernels import dequantize, quantize
+from specserve_kernels.ops import quantized_linear as ops
+from specserve_kernels.reference import quantized_linear as reference
+from torch import Tensor
+
+GPU = torch.cuda.is_available()
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
+interpreted = pytest.mark.skipif(GPU, reason="the interpreter is for machines without a GPU")
+
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+Draw = Callable[..., Tensor]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("cpu", torch.float32), id="cpu-float32", marks=interpreted),
+        *(
+            pytest.param(("cuda", dtype), id=f"cuda-{str(dtype)[6:]}", marks=needs_gpu)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        ),
+    ]
+)
+def draw(request: pytest.FixtureRequest) -> Draw:
+    """Draws normal tensors of the device and dtype under test."""
+    device, dtype = request.param
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)
+
+
+@pytest.fixture(params=[torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def kind(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def check(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor | None = None) -> None:
+    found = ops.quantized_linear(x, weight, factor, bias)
+    expected = reference.quantized_linear(x, weight, factor, bias)
+    assert found.dtype == x.dtype
+    tolerance = TOLERANCE[x.dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 16, 17, 32, 33, 64, 65, 200])
+def test_any_number_of_tokens(draw: Draw, kind: torch.dtype, tokens: int) -> None:
+    weight, factor = quantize(draw(67, 200) / 200**0.5, kind)
+    check(draw(tokens, 208)[:, :200], weight, factor)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (33, 520), (4300, 64), (128, 1024)])
+def test_any_weight(draw: Draw, kind: torch.dtype, outputs: int, inputs: int) -> None:
+    """With a bias; with rows of zeros, and rows of very different sizes."""
+    weight = (
+        draw(outputs, inputs)
+        * torch.logspace(-4, 0, outputs, device=draw(1).device).to(draw(1).dtype)[:, None]
+    )
+    weight[outputs // 2] = 0
+    values, factor = quantize(weight, kind)
+    check(draw(3, inputs) / inputs**0.5, values, factor, draw(outputs))
+
+
+def test_fp8_rounds_to_three_bits(draw: Draw) -> None:
+    weight = draw(40, 128).float() * torch.logspace(-6, 3, 40, device=draw(1).device)[:, None]
+    values, factor = quantize(weight, torch.float8_e4m3fn)
+    found = dequantize(values, factor)
+    largest = weight.abs().amax(1, keepdim=True)
+    assert torch.allclose(found.abs().amax(1, keepdim=True), largest, rtol=1e-6)
+    # half of the last of three bits; below the smallest normal number, half of the smallest step there is
+    least = largest / reference.LARGEST[torch.float8_e4m3fn]
+    bound = torch.maximum(weight.abs() * 2**-4, least * 2**-10)
+    assert ((found - weight).abs() <= bound * 1.0001).all()
+    assert ((found - weight).abs() > bound / 2).any()
+
+
+def test_int8_rounds_to_the_nearest_of_255(draw: Draw) -> None:
+    """Each group of 128 inputs by its own largest."""
+    weight = draw(40, 300).float() * torch.logspace(-6, 3, 300, device=draw(1).device)
+    values, factor = quantize(weight, torch.int8)
+    assert factor.shape == (40, 3)
+    for group in range(3):
+        inside = slice(128 * group, 128 * group + 128)
+        assert (values[:, inside].abs().amax(1) == 127).all()
+        error = dequantize(values, factor)[:, inside] - weight[:, inside]
+        assert (error.abs() <= factor[:, group, None] * 0.5001).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_inputs_beyond_float16_are_clamped() -> None:
+    """A draft guesses wrong then, but there is no infinity to spread."""
+    weight, factor = quantize(torch.eye(64, device="cuda", dtype=torch.bfloat16), torch.float8_e4m3fn)
+    x = torch.full((2, 64), 1e30, device="cuda", dtype=torch.bfloat16)
+    found = ops.quantized_linear(x, weight, factor)
+    assert found.isfinite().all()
+    assert torch.allclose(found.float(), torch.tensor(65504.0, device="cuda"), rtol=1e-2)
