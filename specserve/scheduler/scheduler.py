@@ -173,6 +173,8 @@ class Scheduler:
                 self._refused = (request, self.memory.available)
                 return
             self._waiting.popleft()
+            if request.queued is None:
+                request.queued = time.monotonic() - request.submitted
             request.slot, request.context, request.prefilled = self._free_slots.pop(), context, cached
             if self.live_map is not None:
                 self.live_map.enter(context)
@@ -188,8 +190,6 @@ class Scheduler:
         request.begun = True
         if request.scores is not None:
             del request.scores[cached:]  # the others are computed again
-        if request.queued is None:
-            request.queued = time.monotonic() - request.submitted
         if request.cached_tokens is None:
             request.cached_tokens = cached
             self._counters.cached_tokens += cached

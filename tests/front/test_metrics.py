@@ -189,6 +189,7 @@ def test_the_dashboard_imports() -> None:
         "Traffic",
         "Speculation",
         "Memory",
+        "Waiting and trouble",
     ]
 
 
