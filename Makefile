@@ -29,6 +29,7 @@ check: $(test_ready)
 
 docs: $(serve_ready)
 	$(python) -m specserve.config > docs/settings.md
+	$(python) -m specserve.reference docs
 
 clean:
 	rm -rf $(VENV)

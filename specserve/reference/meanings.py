@@ -1,0 +1,50 @@
+"""What each field of a request means, in a sentence; docs/api.md says more.
+
+A field is named by its path (see ``schema``). Words in a field's own description come first.
+"""
+
+from __future__ import annotations
+
+MEANINGS = {
+    "model": "One of the served names.",
+    "messages": "The conversation, for the model's chat template.",
+    "messages[].role": "Who speaks; `developer` is the newer name of `system`.",
+    "messages[].content": "Text, or parts that are joined as they are.",
+    "messages[].content[].type": "Text alone is read.",
+    "messages[].content[].text": "A part's text.",
+    "prompt": "A prompt or several, as text or token ids; none empty.",
+    "n": "Answers to each prompt.",
+    "best_of": "Taken if it is the value of `n`.",
+    "max_tokens": "Most tokens of an answer. Not set: in chat up to the context length, for completions 16.",
+    "max_completion_tokens": "The newer name of `max_tokens`; both only if equal.",
+    "min_tokens": "Nothing but `max_tokens` ends an answer before it has so many.",
+    "temperature": "0 is greedy. Not set: 1, or 0 with `--requests-all-greedy`.",
+    "top_p": "Keeps the most likely tokens of so much probability together. 1 is off.",
+    "top_k": "Keeps so many of the most likely tokens. 0 and -1 are off.",
+    "min_p": "Keeps tokens that have this part of the most likely one's probability. 0 is off.",
+    "presence_penalty": "Taken from the logit of each token that the answer holds.",
+    "frequency_penalty": "Taken once for each time that the answer holds the token.",
+    "repetition_penalty": "Divides positive logits of tokens in prompt or answer, multiplies negative ones. 1 is off.",
+    "logit_bias": "Token ids, as text, and what is added to their logits.",
+    "seed": "Same seed, same answer. Not set: each answer draws its own.",
+    "stop": "Texts that end the answer and are not part of it; none empty.",
+    "stop_token_ids": "Tokens that end the answer.",
+    "ignore_eos": "The model's end token does not end the answer.",
+    "logprobs": "Log-probabilities of the answer's tokens; for completions the number of alternatives beside each.",
+    "top_logprobs": "Alternatives beside each token; only with `logprobs`.",
+    "stream": "Server-sent events, ended by `[DONE]`.",
+    "stream_options": "Only with `stream`.",
+    "stream_options.include_usage": "A stream ends with a chunk that holds `usage`.",
+    "response_format": "Plain text.",
+    "response_format.type": "Plain text.",
+    "speculation": "Drafting for this request alone; changes no text.",
+    "speculation.enabled": "false decodes plainly.",
+    "speculation.max_draft_tokens": "Most nodes drafted for it in a step. Not set: what the server's shape gives.",
+    "return_speculation": "Adds `usage.speculation`, and to a stream's chunks which tokens came together.",
+    "user": "A label that changes no answer.",
+    "safety_identifier": "A label that changes no answer.",
+    "prompt_cache_key": "A label that changes no answer; prompts share cached prefixes without it.",
+    "rid": "The `id` of an answer.",
+    "abort_all": "Ends everybody's requests, instead of `rid`.",
+    "tokens": "Token ids.",
+}

@@ -1,0 +1,77 @@
+"""Writes docs/python_reference.md from the signatures and docstrings of the public classes."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from specserve.core import SamplingParams, Speculation, SpeculationUsage, TokenLogprob
+from specserve.llm import LLM, Message, Prompt, RequestOutput
+
+CLASSES: tuple[type, ...] = (LLM, SamplingParams, Speculation, RequestOutput, SpeculationUsage, TokenLogprob)
+
+_HEAD = f"""# Python API
+
+Written by `make docs` from the code; change the docstrings instead. [api.md](api.md#python) has an example. `LLM`,
+`SamplingParams`, `Speculation` and `RequestOutput` are imported from `specserve`. `LLM` takes every
+[setting](settings.md) by its name, and any mistake is a `ValueError` that names the setting, prompt or parameter.
+`Prompt` is `{Prompt}`, `Message` is `{Message}`.
+"""
+
+
+def python_reference() -> str:
+    """The page, as Markdown."""
+    return "\n".join([_HEAD, *(_class(each) for each in CLASSES)])
+
+
+def _class(each: type) -> str:
+    lines = [f"## {each.__name__}", "", *_code(each.__name__, inspect.signature(each)), _doc(each)]
+    for name, member in _members(each):
+        if isinstance(member, property):
+            lines += [f"### `.{name}`", "", _doc(member)]
+        else:
+            lines += [f"### `.{name}()`", "", *_code(name, inspect.signature(member)), _doc(member)]
+    return "\n".join(lines)
+
+
+def _members(each: type) -> Iterator[tuple[str, Any]]:
+    """Methods and properties that have a docstring."""
+    for name, member in vars(each).items():
+        kept = isinstance(member, property) or inspect.isfunction(member)
+        if kept and not name.startswith("_") and member.__doc__:
+            yield name, member
+
+
+def _code(name: str, signature: inspect.Signature) -> list[str]:
+    """A call with one parameter a line."""
+    lines: list[str] = []
+    for parameter in signature.parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and "    *," not in lines:
+            lines.append("    *,")
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        lines.append(f"    {stars}{parameter.name}: {_name(parameter.annotation)}{_default(parameter)},")
+    returned = signature.return_annotation
+    arrow = "" if returned in (signature.empty, "None", None) else f" -> {_name(returned)}"
+    call = [f"{name}(", *lines, f"){arrow}"] if lines else [f"{name}(){arrow}"]
+    return ["```python", *call, "```", ""]
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    if parameter.default is parameter.empty:
+        return ""
+    found = repr(parameter.default)
+    return " = []" if found == "<factory>" else f" = {found}"
+
+
+def _name(annotation: Any) -> str:
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _doc(documented: Any) -> str:
+    return (inspect.getdoc(documented) or "").replace("``", "`") + "\n"
