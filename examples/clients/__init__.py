@@ -1,0 +1,1 @@
+"""Programs that talk to a running server, and one that needs none."""

@@ -1,0 +1,54 @@
+"""The programs of examples/clients, as their README shows them, against a server of the bundled model."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.front.live import Live, live
+
+README = Path(__file__).parents[2] / "examples" / "clients" / "README.md"
+COMMANDS = re.findall(r"^\.venv/bin/python -m (examples\.clients\..+)$", README.read_text(), re.M)
+SHAPE = {"num-steps": 5, "eagle-topk": 1, "num-draft-tokens": 6}
+FLAGS = [f"--speculative-{name}={value}" for name, value in SHAPE.items()]
+COLOUR = re.compile(r"\x1b\[\d+m")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(
+        ["--speculative-algorithm", "EAGLE3", "--dtype", "float32", "--device", "cpu", *FLAGS], {}
+    ) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _addressed(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url + "/v1")
+
+
+def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What it prints. ``command``: module and arguments."""
+    module, *arguments = shlex.split(command)
+    import_module(module).main(arguments)
+    return capsys.readouterr().out
+
+
+def test_every_program_is_shown() -> None:
+    programs = {file.stem for file in README.parent.glob("*.py") if "def main" in file.read_text()}
+    assert {command.split()[0].rpartition(".")[2] for command in COMMANDS} == programs
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_prints_what_its_page_says(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Times and speeds apart, and which drafts were accepted, as the page's server has a controller."""
+    printed = COLOUR.sub("", run(command, capsys))
+    shown = README.read_text().partition(f"-m {command}\n```\n")[2].partition("```\n")[2].partition("```")[0]
+    assert printed
+    varies = re.compile(r"\{'steps.*\}|\d+\.\d+%?|\d+ tokens a second")
+    assert varies.sub("#", printed) == varies.sub("#", shown)
