@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 STRUCTURE = (ROOT / "docs" / "structure.md").read_text()
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 
 # Folders from left to right: each imports from those behind it alone, but for AGAINST.
 ORDER = [
@@ -82,8 +82,17 @@ def test_map_names_nothing_else() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links(page: Path) -> None:
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
-    assert not [target for target in targets if not (page.parent / target).exists()]
+    targets = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", page.read_text())
+    assert not [target for target, _ in targets if not (page.parent / target).exists()]
+    for target, anchor in targets:
+        linked = page.parent / target if target else page
+        assert not anchor or anchor in anchors(linked), f"{linked.name} has no heading for #{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to headings are called."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def imports(file: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The programs of examples/clients, as their README shows them, against a server of the bundled model."""
+"""Programs as the pages show them, against a server of the bundled model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ import shlex
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.front.live import Live, live
 
-README = Path(__file__).parents[2] / "examples" / "clients" / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "examples" / "clients" / "README.md"
 COMMANDS = re.findall(r"^\.venv/bin/python -m (examples\.clients\..+)$", README.read_text(), re.M)
 SHAPE = {"num-steps": 5, "eagle-topk": 1, "num-draft-tokens": 6}
 FLAGS = [f"--speculative-{name}={value}" for name, value in SHAPE.items()]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "quickstart.md"]
+SNIPPETS = [
+    snippet
+    for page in PAGES
+    for snippet in re.findall(r"^```python\n(.*?)^```\n(?:\n```\n(.*?)^```)?", page.read_text(), re.M | re.S)
+    if "OpenAI" in snippet[0]  # those of LLM measure steps at their start, which takes long
+]
+# Times, speeds, and which drafts were accepted: the pages' server has a controller.
+VARIES = re.compile(r"\{'steps.*\}|\d+\.\d+%?|\d+ tokens a second")
 COLOUR = re.compile(r"\x1b\[\d+m")
 
 
@@ -46,9 +57,18 @@ def test_every_program_is_shown() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_prints_what_its_page_says(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Times and speeds apart, and which drafts were accepted, as the page's server has a controller."""
     printed = COLOUR.sub("", run(command, capsys))
     shown = README.read_text().partition(f"-m {command}\n```\n")[2].partition("```\n")[2].partition("```")[0]
     assert printed
-    varies = re.compile(r"\{'steps.*\}|\d+\.\d+%?|\d+ tokens a second")
-    assert varies.sub("#", printed) == varies.sub("#", shown)
+    assert VARIES.sub("#", printed) == VARIES.sub("#", shown)
+
+
+def test_snippets(server: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(SNIPPETS) == 3
+    for code, shown in SNIPPETS:
+        names: dict[str, Any] = {}
+        exec(code.replace("http://127.0.0.1:30000", server.url), names)
+        names["client"].close()
+        printed = capsys.readouterr().out
+        assert "Togo" in printed or "Pakistan" in printed
+        assert not shown or VARIES.sub("#", printed.rstrip()) == VARIES.sub("#", shown.rstrip())
