@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from specserve.server.protocol import Refusal, Strict
 
 _INT64 = 2**63
-_COUNTS = (("minItems", "{} or more"), ("maxItems", "{} or fewer"))
+_COUNTS = (("minItems", "({} or more)"), ("maxItems", "({} or fewer)"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _kind(schema: dict[str, Any]) -> str:
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
     if schema["type"] == "array":
-        return ", ".join([f"list of {_kind(schema['items'])}", *_counts(schema)])
+        return " ".join([f"list of {_kind(schema['items'])}", *_counts(schema)])
     if schema["type"] == "object":
         return f"object of {_kind(schema['additionalProperties'])}"
     name = {"string": "text"}.get(schema["type"], schema["type"])
