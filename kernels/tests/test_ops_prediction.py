@@ -127,6 +127,8 @@ def test_following(seed: int, device: str) -> None:
         assert table.next_R[rows_B].tolist() == places
         assert torch.equal(copy.next_R, table.next_R)
         assert torch.equal(copy.recent_RN, table.recent_RN)
+        torch.testing.assert_close(copy.counts_R2, table.counts_R2)
+        torch.testing.assert_close(copy.trust_R, table.trust_R)
         departed += sum(place < 0 for place in places)
         followed_all += sum(expected)
     assert departed
@@ -160,6 +162,51 @@ def test_the_longest_match_wins_then_the_next_one() -> None:
         assert table.next_R[rows_B].tolist() == [place]
 
 
+def test_trust() -> None:
+    """It begins as certainty; a text that keeps departing loses it within a few steps, one that follows keeps it."""
+    text = list(range(10, 60))
+    table, rows_B = table_of([Follower(text), Follower(text), Follower([])], "cpu")
+    assert not table.trust_R.any()
+    for step in range(8):
+        right = text[5 * step : 5 * step + 5]
+        wrong = [text[2 * step], text[2 * step + 1], 1, 1, 1]
+        tokens = torch.tensor([right, wrong, [1] * 5])
+        reference.follow_prediction(table, rows_B, tokens, torch.full((3,), 5))
+    followed, departed, none = table.trust_R[rows_B].exp().tolist()
+    assert followed == none == 1
+    assert departed < 0.8
+    for _ in range(8):
+        tokens = torch.tensor([[text[3], text[4], 1]] * 3)
+        reference.follow_prediction(table, rows_B, tokens[:, :2], torch.full((3,), 2))
+        reference.follow_prediction(table, rows_B, tokens[:, 2:], torch.full((3,), 1))
+    assert table.trust_R[rows_B[0]].exp() < 0.6
+
+
+def test_a_likelier_candidate_stays(device: str) -> None:
+    """A prediction that was often wrong takes no place of a draft that is surer, and the node's own token keeps what
+    the draft gave it."""
+    table = Prediction.empty(4, 5, torch.device(device))
+    table.tokens_RP.copy_(torch.tensor([7, 8, 9, 10, 11]))
+    table.length_R.fill_(5)
+    table.trust_R.fill_(-1.0)
+    rows_B = torch.arange(3, device=device)
+    token_NC = torch.tensor([[1, 2], [7, 2], [1, 7]], device=device)
+    logp_NC = torch.tensor([[-0.2, -0.9], [-0.5, -3.0], [-0.1, -2.0]], device=device)
+    start = rows_B, rows_B + 3, rows_B + 1, 1 + rows_B.repeat(40, 1).T.contiguous()
+    for ops in (grow_reference, grow):
+        pool = Pool.empty(3, 2, torch.float32, torch.device(device))
+        level = ops.root_level(*start, pool, 16)
+        ops.grow_level(level, token_NC, logp_NC, pool, start[2], start[3], 0, 16, True, table)
+        assert pool.tokens_BP.tolist() == [[1, 2], [7, 2], [1, 7]]
+        assert torch.allclose(pool.scores_BP.cpu(), torch.tensor([[-0.2, -0.9], [-0.5, -3.0], [-0.1, -1.0]]))
+    table.trust_R.fill_(-0.3)
+    pool = Pool.empty(3, 2, torch.float32, torch.device(device))
+    grow.grow_level(
+        grow.root_level(*start, pool, 16), token_NC, logp_NC, pool, start[2], start[3], 0, 16, True, table
+    )
+    assert pool.tokens_BP.tolist() == [[1, 7], [7, 2], [1, 7]]
+
+
 @pytest.mark.parametrize(("k", "levels"), [(1, 4), (2, 3), (3, 3), (8, 2), (20, 2)])
 def test_levels_take_what_is_predicted(k: int, levels: int, device: str) -> None:
     """The predicted path is in every pool as far as it goes, with score 0, whatever the draft offers."""
@@ -168,6 +215,7 @@ def test_levels_take_what_is_predicted(k: int, levels: int, device: str) -> None
     slots, size = len(places), k + (levels - 1) * k * k
     table = Prediction.empty(slots + 1, 9, torch.device(device))
     table.tokens_RP.copy_(torch.randint(40, (slots + 1, 9)))
+    table.trust_R.fill_(0)  # certain: what the draft offers is less likely
     rows_B = torch.randperm(slots, device=device)
     table.next_R[rows_B], table.length_R[rows_B] = torch.tensor(places, device=device).unbind(1)
     length_B = torch.randint(1, 30, (slots,), device=device)

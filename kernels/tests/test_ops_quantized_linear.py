@@ -70,6 +70,16 @@ def test_any_weight(draw: Draw, kind: torch.dtype, outputs: int, inputs: int) ->
     check(draw(3, inputs) / inputs**0.5, values, factor, draw(outputs))
 
 
+def test_weights_are_rounded_in_slices(
+    draw: Draw, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = draw(67, 200)
+    whole = quantize(weight, kind)
+    monkeypatch.setattr(reference, "SLICE", 1000)
+    for found, expected in zip(quantize(weight, kind), whole, strict=True):
+        assert torch.equal(found.float(), expected.float())
+
+
 def test_fp8_rounds_to_three_bits(draw: Draw) -> None:
     weight = draw(40, 128).float() * torch.logspace(-6, 3, 40, device=draw(1).device)[:, None]
     values, factor = quantize(weight, torch.float8_e4m3fn)

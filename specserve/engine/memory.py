@@ -24,6 +24,7 @@ def pool_pages(
     if max_total_tokens is not None:
         return -(-max_total_tokens // config.page_size) + 1
     assert device.type == "cuda", "without a GPU the settings name max_total_tokens"
+    return_memory()  # what loading and rounding used for a while
     free, total = torch.cuda.mem_get_info(device)
     budget = int(total * mem_fraction) - (total - free)
     pages = budget // config.page_bytes()

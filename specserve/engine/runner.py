@@ -23,7 +23,7 @@ from specserve.spec.state import Needs, to_device
 from specserve.spec.step import step
 from specserve.spec.tree import StepShape
 
-WARM_UP_TOKENS = 64
+WARM_UP_TOKENS = 72  # more than the 64 from which on projections take other kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from specserve.logs import REQUEST_ID
 log = logging.getLogger(__name__)
 
 HEADER = "x-request-id"
+PROBES = ("/health", "/live")
 _VALID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -44,6 +45,7 @@ class RequestIds:
             await self._app(scope, receive, named)
         finally:
             path = scope.get("raw_path", b"").partition(b"?")[0].decode(errors="replace")
-            level = logging.DEBUG if status < 500 else logging.WARNING
+            ours = status >= 500 and path not in PROBES  # a probe's 503 is its answer, not a failure
+            level = logging.WARNING if ours else logging.DEBUG
             seconds = time.monotonic() - began
             log.log(level, "%s %s: %d after %.3f s", scope["method"], path, status, seconds)

@@ -3,7 +3,7 @@
 Li et al. 2024, arXiv 2406.16858. Drafting is coupled to the sampler: candidates are ranked by the very scores, noise
 included, that the target's choice will be made with, so at temperature 0 this is EAGLE-2 and above it the drafts aim
 at the token that will actually be drawn. Where a request's text is predicted, the predicted token is a candidate like
-the draft's own, only certain: the tree, its size and what follows are the same.
+the draft's own, as likely as predictions have been right: the tree, its size and what follows are the same.
 
 Shapes: B slots, N nodes of a level, X rows of features, H feature size, V vocabulary, Vd draft vocabulary.
 """

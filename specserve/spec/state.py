@@ -209,6 +209,8 @@ class DecodeState:
         self.prediction.tokens_RP[slot, : len(given)] = to_device(given, self.device, torch.int32)
         self.prediction.recent_RN[slot] = self._integers(host.recent_RN[0].tolist())
         self.prediction.next_R[slot].fill_(int(host.next_R))
+        self.prediction.counts_R2[slot] = to_device(host.counts_R2[0].tolist(), self.device, torch.float32)
+        self.prediction.trust_R[slot].fill_(float(host.trust_R))
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
         """Writes part of a slot's page table, from entry ``start`` on."""

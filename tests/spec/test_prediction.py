@@ -92,7 +92,7 @@ def test_no_prediction_changes_the_text(
     assert found["disabled"].usage.drafted == found["disabled"].usage.predicted == 0
     steps = {name: answer.usage.steps for name, answer in found.items()}
     for name in ("partly", "shifted", "with a span more", "with a span less"):
-        assert steps[name] < 0.6 * steps["wrong"], (name, steps)
+        assert steps[name] < 0.65 * steps["wrong"], (name, steps)
     assert found["partly"].usage.predicted <= COUNT - 5
 
 

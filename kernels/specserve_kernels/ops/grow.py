@@ -62,9 +62,9 @@ def grow_level(
     score = level.score_BW.new_empty(nodes)
     ancestors = token_NC.new_empty(2, nodes, depth + 1)
     padded = triton.next_power_of_2(k * k)
-    predicted = [pages_BM] * 3
+    predicted = [pages_BM] * 4
     if prediction is not None:
-        predicted = [prediction.tokens_RP, prediction.length_R, prediction.next_R]
+        predicted = [prediction.tokens_RP, prediction.length_R, prediction.next_R, prediction.trust_R]
     _grow_kernel[(slots,)](
         level.score_BW,
         level.pool_BW,
@@ -170,7 +170,7 @@ def _forced_candidate(
     return predicted, tl.where(node >= 0, node * K + column, -1)
 
 
-@triton.jit(do_not_specialize=range(33))
+@triton.jit(do_not_specialize=range(34))
 def _grow_kernel(
     score_ptr,  # [B, W], of the level that was run
     pool_index_ptr,  # [B, W]
@@ -197,6 +197,7 @@ def _grow_kernel(
     predicted_ptr,  # [R, P] int32, as all of predictions: read if PREDICTED
     predicted_length_ptr,  # [R]
     predicted_next_ptr,  # [R]
+    trust_ptr,  # [R] float32
     predicted_size,  # P
     width,
     depth,
@@ -219,8 +220,10 @@ def _grow_kernel(
     parent = j // K
     above = tl.load(score_ptr + b * width + parent, mask=live, other=0.0)
     predicted, forced = tl.zeros((), tl.int64), tl.full((), -1, tl.int32)
+    trust = tl.zeros((), tl.float32)
     row = tl.load(rows_ptr + b * width)
     if PREDICTED:
+        trust = tl.load(trust_ptr + row)
         place = tl.load(predicted_next_ptr + row)
         if (place >= 0) & (place + depth < tl.load(predicted_length_ptr + row)):
             predicted, forced = _forced_candidate(
@@ -234,8 +237,9 @@ def _grow_kernel(
                 AP=AP,
             )
     logp = tl.load(logp_ptr + b * count + j, mask=live, other=0.0)
-    score = without_nan(above + tl.where(j == forced, 0.0, logp))
-    token = tl.where(j == forced, predicted, tl.load(token_ptr + b * count + j, mask=live, other=0))
+    better = (j == forced) & (trust >= logp)
+    score = without_nan(above + tl.where(better, trust, logp))
+    token = tl.where(better, predicted, tl.load(token_ptr + b * count + j, mask=live, other=0))
     pool_index = tl.load(pool_index_ptr + b * width + parent, mask=live, other=0)
     entry = b * size + first + j
     tl.store(pool_tokens_ptr + entry, token, mask=live)
@@ -251,8 +255,8 @@ def _grow_kernel(
                 i = start + tl.arange(0, CHUNK)
                 inside = i < count
                 rival = tl.load(score_ptr + b * width + i // K, mask=inside, other=0.0)
-                logp = tl.load(logp_ptr + b * count + i, mask=inside, other=0.0)
-                rival = without_nan(rival + tl.where(i == forced, 0.0, logp))
+                own_logp = tl.load(logp_ptr + b * count + i, mask=inside, other=0.0)
+                rival = without_nan(rival + tl.where((i == forced) & (trust >= own_logp), trust, own_logp))
                 ahead = rival[None, :] > score[:, None]
                 ahead |= (rival[None, :] == score[:, None]) & (i[None, :] < j[:, None])
                 rank += tl.sum((ahead & inside[None, :]).to(tl.int32), axis=1)

@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.reference.prediction import MIN_MATCH, RECENT, Prediction
+from specserve_kernels.reference.prediction import (
+    BELIEF,
+    CERTAIN,
+    FORGET,
+    MIN_MATCH,
+    PRIOR,
+    RECENT,
+    Prediction,
+)
 
 
 def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, count_B: Tensor) -> Tensor:
@@ -19,6 +27,8 @@ def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, 
         prediction.length_R,
         prediction.next_R,
         prediction.recent_RN,
+        prediction.counts_R2,
+        prediction.trust_R,
         rows_B,
         token_BS,
         count_B,
@@ -26,6 +36,10 @@ def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, 
         prediction.tokens_RP.shape[1],
         token_BS.stride(0),
         MIN_MATCH=MIN_MATCH,
+        FORGET=FORGET,
+        PRIOR=PRIOR,
+        BELIEF=BELIEF,
+        CERTAIN=CERTAIN,
         N=RECENT,
         SP=max(triton.next_power_of_2(columns), 8),
         BLOCK=1024,
@@ -41,12 +55,14 @@ def _latest(recent_ptr, token_ptr, count, back, N: tl.constexpr):
     return tl.where(x < N, old, tl.load(token_ptr + x - N, mask=x >= N, other=-1))
 
 
-@triton.jit(do_not_specialize=range(10))
+@triton.jit(do_not_specialize=range(12))
 def _follow_kernel(
     predicted_ptr,  # [R, P] int32
     length_ptr,  # [R]
     next_ptr,  # in and out [R]
     recent_ptr,  # in and out [R, N]
+    counts_ptr,  # in and out [R, 2] float32
+    trust_ptr,  # out [R] float32
     rows_ptr,  # [B]
     token_ptr,  # [B, S + 1]
     count_ptr,  # [B]
@@ -54,6 +70,10 @@ def _follow_kernel(
     size,  # P
     token_stride,
     MIN_MATCH: tl.constexpr,
+    FORGET: tl.constexpr,
+    PRIOR: tl.constexpr,
+    BELIEF: tl.constexpr,
+    CERTAIN: tl.constexpr,
     N: tl.constexpr,
     SP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -95,9 +115,18 @@ def _follow_kernel(
                 rank = (2 * matched + (i >= reached).to(tl.int64)) * (size + 1) + (size - i)
                 best = tl.maximum(best, tl.max(tl.where(matched >= MIN_MATCH, rank, -1), axis=0))
             moved = tl.where(best < 0, -1 - reached, size - best % (size + 1))
+        tested = tl.minimum(tl.minimum(followed + 1, count), tl.where(place >= 0, length - place, 0))
+        right_of_late, tested_of_late = tl.load(counts_ptr + 2 * row), tl.load(counts_ptr + 2 * row + 1)
+        if tested > 0:
+            right_of_late = FORGET * right_of_late + followed.to(tl.float32)
+            tested_of_late = FORGET * tested_of_late + tested.to(tl.float32)
         # All warps have read what is written here.
         tl.debug_barrier()
         tl.store(next_ptr + row, moved)
+        tl.store(counts_ptr + 2 * row, right_of_late)
+        tl.store(counts_ptr + 2 * row + 1, tested_of_late)
+        chance = (right_of_late + PRIOR * BELIEF) / (tested_of_late + PRIOR)
+        tl.store(trust_ptr + row, tl.log(tl.where(chance < CERTAIN, chance, 1.0)))
         tl.store(recent + 3, t1)
         tl.store(recent + 2, t2)
         tl.store(recent + 1, t3)

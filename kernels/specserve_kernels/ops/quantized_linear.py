@@ -34,7 +34,7 @@ def quantized_linear(
     tokens, inputs = x_TI.shape
     outputs = len(weight_OI)
     out_TO = x_TI.new_empty((tokens, outputs))
-    block = pipeline(outputs, tokens)
+    block = pipeline(outputs, tokens, x_TI.element_size())
     _quantized_linear_kernel[(triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs))](
         x_TI,
         weight_OI,
@@ -55,8 +55,11 @@ def quantized_linear(
     return out_TO
 
 
-def pipeline(outputs: int, tokens: int) -> Pipeline:
-    """What to launch for so many outputs and tokens: up to 64 tokens the weight is read once, and its bytes decide."""
+def pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:
+    """What to launch for so many outputs and tokens: up to 64 tokens the weight is read once, and its bytes decide.
+    Inputs of 4 bytes get what every GPU's shared memory holds."""
+    if input_bytes > 2:
+        return Pipeline(16 if tokens <= 16 else 32, 32, 3, 4)
     if tokens <= 16:
         return Pipeline(16, 32, 8 if outputs <= 264 * 32 else 6, 4)
     if tokens <= 32:

@@ -15,6 +15,10 @@ from specserve_kernels.reference.tree import Level
 
 RECENT = 4  # tokens by which a text that departed is found again: the longest match wins
 MIN_MATCH = 2  # a shorter one says nothing
+FORGET = 0.8  # of what a prediction was right about, at each step
+PRIOR = 2.0  # tokens' worth of belief that it is right,
+BELIEF = 0.9  # so often
+CERTAIN = 0.9  # from here on it goes before everything that a draft says, however sure that is of itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +27,32 @@ class Prediction:
 
     ``next_R``: index of the token that the prediction expects next; of a text that departed from it, -1 less the index
     up to which it was followed. ``recent_RN``: the text's latest tokens, -1 for those that there are not yet.
+    ``trust_R``: logarithm of the chance that the next predicted token is right, 0 from ``CERTAIN`` on; from
+    ``counts_R2``: how many were of late, of how many that were looked at.
     """
 
     tokens_RP: Tensor  # int32
     length_R: Tensor  # int64
     next_R: Tensor  # int64
     recent_RN: Tensor  # int64
+    counts_R2: Tensor  # float32
+    trust_R: Tensor  # float32
 
     @classmethod
     def empty(cls, rows: int, size: int, device: torch.device) -> Prediction:
         length, place = torch.zeros(2, rows, dtype=torch.int64, device=device).unbind()
         recent = torch.full((rows, RECENT), -1, dtype=torch.int64, device=device)
-        return cls(torch.zeros(rows, size, dtype=torch.int32, device=device), length, place, recent)
+        tokens = torch.zeros(rows, size, dtype=torch.int32, device=device)
+        counts, trust = torch.zeros(rows, 2, device=device), torch.zeros(rows, device=device)
+        return cls(tokens, length, place, recent, counts, trust)
 
 
 def force_predicted(
     level: Level, token_NC: Tensor, logp_NC: Tensor, prediction: Prediction, depth: int
 ) -> tuple[Tensor, Tensor]:
-    """Candidates in which each node that lies on its request's prediction has the predicted token, with a
-    log-probability of 0: where it was one of the node's own, or else in the place of the last, the weakest.
+    """Candidates in which each node that lies on its request's prediction has the predicted token, as likely as the
+    prediction has been right of late: where it was one of the node's own, or else in the place of the last, the
+    weakest. One that is likelier than that stays.
 
     Returns new tensors. A slot has at most one such node at a ``depth``, as siblings carry different tokens.
     """
@@ -57,7 +68,12 @@ def force_predicted(
     count = token_NC.shape[1]
     column_N = torch.where(same_NC.any(1), same_NC.long().argmax(1), count - 1)
     hit_NC = forced_N[:, None] & (torch.arange(count, device=rows_N.device) == column_N[:, None])
-    return torch.where(hit_NC, predicted_NA[:, -1:], token_NC), logp_NC.masked_fill(hit_NC, 0)
+    trust_N1 = prediction.trust_R[rows_N][:, None].to(logp_NC.dtype)
+    better_NC = hit_NC & (trust_N1 >= logp_NC)
+    return (
+        torch.where(better_NC, predicted_NA[:, -1:], token_NC),
+        torch.where(better_NC, trust_N1, logp_NC),
+    )
 
 
 def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, count_B: Tensor) -> Tensor:
@@ -88,7 +104,19 @@ def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, 
         moved_B = torch.where(departed_B, found_B, moved_B)
     prediction.next_R[rows_B] = torch.where(has_B, moved_B, next_B)
     prediction.recent_RN[rows_B] = torch.where(has_B[:, None], recent_BN, before_BN)
+    ahead_B = torch.where(next_B >= 0, length_B - next_B, 0)
+    _learn(prediction, rows_B, followed_B, torch.minimum(torch.minimum(followed_B + 1, count_B), ahead_B))
     return torch.stack([next_B, followed_B], dim=1)
+
+
+def _learn(prediction: Prediction, rows_B: Tensor, right_B: Tensor, tested_B: Tensor) -> None:
+    """Of so many predicted tokens that the text reached, so many were right."""
+    before_B2, found_B2 = prediction.counts_R2[rows_B], torch.stack([right_B, tested_B], dim=1).float()
+    counts_B2 = torch.where(tested_B[:, None] > 0, FORGET * before_B2 + found_B2, before_B2)
+    prediction.counts_R2[rows_B] = counts_B2
+    right_B, tested_B = counts_B2.unbind(1)
+    chance_B = (right_B + PRIOR * BELIEF) / (tested_B + PRIOR)
+    prediction.trust_R[rows_B] = torch.where(chance_B < CERTAIN, chance_B, 1).log()
 
 
 def _find(predicted_BP: Tensor, length_B: Tensor, recent_BN: Tensor, reached_B: Tensor) -> Tensor:

@@ -13,11 +13,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 GROUP = 128
+SLICE = 1 << 24  # numbers that are rounded at a time: their float32 copies are small beside the weight
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
 
 
 def quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The weight in ``dtype`` (int8 or float8_e4m3fn) ``[O, I]``, and its factors, float32 ``[O, G]``."""
+    rows = max(1, SLICE // weight_OI.shape[1])
+    values, factors = zip(*(_quantize(part, dtype) for part in weight_OI.split(rows)), strict=True)
+    return torch.cat(values), torch.cat(factors)
+
+
+def _quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     outputs, inputs = weight_OI.shape
     groups_OGI = pad(weight_OI.float(), (0, -inputs % GROUP)).view(outputs, -1, GROUP)
     largest_OG = groups_OGI.abs().amax(2)
