@@ -112,7 +112,7 @@ class _Writer:
             "system_fingerprint": None,
         }
 
-    def body(self) -> Body:
+    async def body(self) -> Body:
         choices = [
             {
                 "index": index,

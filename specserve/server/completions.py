@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeVar
 
+import msgspec
 from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
 from specserve.core import MAX_LOGPROBS, SamplingParams, TokenLogprob
 from specserve.frontend.generation import Job
-from specserve.frontend.output import Answer
+from specserve.frontend.output import Answer, Delta
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.logprobs import CompletionLogprobs, joined
@@ -132,12 +134,10 @@ class _Choice:
     """Writes one choice, piece by piece. Without a tokenizer it carries ``token_ids``."""
 
     def __init__(self, front: Front, request: CompletionRequest, prompt: _Prompt, index: int) -> None:
-        self._echo = request.echo
         self._prompt = prompt
         self._index = index
         self._ids = not front.has_tokenizer
-        tokenizer = front.tokenizer if front.has_tokenizer else None
-        self._logprobs = None if request.logprobs is None else CompletionLogprobs(request.logprobs, tokenizer)
+        self._logprobs = _logprobs(front, request, prompt)
 
     def piece(
         self, text: str, token_ids: list[int], logprobs: list[TokenLogprob], reason: str | None
@@ -145,14 +145,12 @@ class _Choice:
         found = None if self._logprobs is None else self._logprobs.format(logprobs)
         return self._body(text, token_ids, found, reason)
 
-    def prompt(self, scores: list[TokenLogprob]) -> Body:
+    def prompt(self, logprobs: Body | None) -> Body:
         """What ``echo`` puts before the answer."""
-        text, tokens = self._prompt.text, self._prompt.tokens
-        found = None if self._logprobs is None else self._logprobs.prompt(text, tokens, scores)
-        return self._body(text, tokens, found, None)
+        return self._body(self._prompt.text, self._prompt.tokens, logprobs, None)
 
-    def whole(self, answer: Answer) -> Body:
-        before = self.prompt(answer.prompt_logprobs) if self._echo else None
+    def whole(self, answer: Answer, before: Body | None) -> Body:
+        """The answer, behind what ``echo`` puts before it."""
         found = self.piece(answer.text, answer.token_ids, answer.logprobs, answer.finish_reason)
         return found if before is None else _after(before, found)
 
@@ -164,6 +162,14 @@ class _Choice:
             "finish_reason": reason,
             **({"token_ids": token_ids} if self._ids else {}),
         }
+
+
+def _logprobs(front: Front, request: CompletionRequest, prompt: _Prompt) -> CompletionLogprobs | None:
+    """What writes the logprobs of a prompt or of an answer to it, None if none are asked for."""
+    if request.logprobs is None:
+        return None
+    tokenizer = front.tokenizer if front.has_tokenizer else None
+    return CompletionLogprobs(request.logprobs, tokenizer, len(prompt.text))
 
 
 def _after(before: Body, found: Body) -> Body:
@@ -184,8 +190,10 @@ class _Writer:
         self._prompts = prompts
         self._front = front
         self._ids = not front.has_tokenizer
+        self._scores: dict[int, Body] = {}  # by prompt: their logprobs as they are written
+        unscored = msgspec.structs.replace(params, prompt_logprobs=None)
         jobs = [
-            Job(prompt.tokens, params, choice, request.streams_runs)
+            Job(prompt.tokens, unscored if choice else params, choice, request.streams_runs)
             for prompt in prompts
             for choice in range(request.candidates)
         ]
@@ -198,26 +206,26 @@ class _Writer:
             "system_fingerprint": None,
         }
 
-    def body(self) -> Body:
-        answers, count = self.generation.answers, self._request.candidates
-        kept = [
-            (prompt, answer)
-            for index, prompt in enumerate(self._prompts)
-            for answer in _best(answers[index * count : (index + 1) * count], self._request.choices)
-        ]
-        choices = [self._choice(prompt, index).whole(answer) for index, (prompt, answer) in enumerate(kept)]
+    async def body(self) -> Body:
+        choices: list[Body] = []
+        for prompt in range(len(self._prompts)):
+            scores = await self._prompt_logprobs(prompt)
+            for best in _best(self._answers(prompt), self._request.choices):
+                choice = self._choice(prompt, len(choices))
+                before = choice.prompt(scores) if self._request.echo else None
+                choices.append(choice.whole(best, before))
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def chunks(self) -> AsyncIterator[Body]:
         """Text as it comes, the prompt first if it is to be repeated, with the finish reason beside the last; then the
         usage of all, if asked for."""
         writers: dict[int, _Choice] = {}
-        async for index, delta in self.generation.deltas():
+        async for index, delta in self._deltas():
             if (writer := writers.get(index)) is None:
-                writer = self._choice(self._prompts[index // self._request.candidates], index)
-                writers[index] = writer
+                prompt = index // self._request.candidates
+                writer = writers[index] = self._choice(prompt, index)
                 if self._request.echo:
-                    yield self._chunk(writer.prompt(self.generation.answers[index].prompt_logprobs))
+                    yield self._chunk(writer.prompt(await self._prompt_logprobs(prompt)))
             if delta.text or delta.logprobs or delta.finish_reason or self._ids or delta.pieces:
                 choice = writer.piece(delta.text, delta.token_ids, delta.logprobs or [], delta.finish_reason)
                 if self._request.streams_runs:
@@ -226,8 +234,44 @@ class _Writer:
         if self._request.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
-    def _choice(self, prompt: _Prompt, index: int) -> _Choice:
-        return _Choice(self._front, self._request, prompt, index)
+    async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Those of all jobs. A prompt is scored by its first one: where scores are written the others wait for it."""
+        count = self._request.candidates
+        late: dict[int, list[tuple[int, Delta]]] = (
+            {first: [] for first in range(0, len(self.generation.jobs), count)} if self._scored else {}
+        )
+        async for index, delta in self.generation.deltas():
+            first = index - index % count
+            if index != first and first in late:
+                late[first].append((index, delta))
+                continue
+            yield index, delta
+            for waited in late.pop(first, ()):
+                yield waited
+
+    @property
+    def _scored(self) -> bool:
+        return bool(self._request.echo) and self._request.logprobs is not None
+
+    async def _prompt_logprobs(self, index: int) -> Body | None:
+        """Of a prompt that is repeated, written once for all its choices. That takes long for a long one: the event
+        loop goes on meanwhile."""
+        if self._scored and index not in self._scores:
+            self._scores[index] = await asyncio.to_thread(self._write_prompt_logprobs, index)
+        return self._scores.get(index)
+
+    def _write_prompt_logprobs(self, index: int) -> Body:
+        prompt = self._prompts[index]
+        logprobs = _logprobs(self._front, self._request, prompt)
+        assert logprobs is not None
+        return logprobs.prompt(prompt.text, prompt.tokens, self._answers(index)[0].prompt_logprobs)
+
+    def _answers(self, prompt: int) -> list[Answer]:
+        count = self._request.candidates
+        return self.generation.answers[prompt * count : (prompt + 1) * count]
+
+    def _choice(self, prompt: int, index: int) -> _Choice:
+        return _Choice(self._front, self._request, self._prompts[prompt], index)
 
     def _chunk(self, choice: Body) -> Body:
         usage_field = {"usage": None} if self._request.include_usage else {}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from specserve.core import TokenLogprob
 from specserve.frontend.tokenizer import Tokenizer
@@ -32,22 +35,25 @@ def chat_logprobs(found: Sequence[TokenLogprob], top: int, to_bytes: TokenBytes)
 
 
 class CompletionLogprobs:
-    """``choice.logprobs`` of completions, piece by piece: offsets go on where the last piece ended."""
+    """``choice.logprobs`` of completions, piece by piece: offsets go on where the last piece ended, the first begins at
+    ``offset``."""
 
-    def __init__(self, top: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, top: int, tokenizer: Tokenizer | None, offset: int = 0) -> None:
         self._top = top
-        self._to_bytes = token_bytes(tokenizer)
+        self._to_bytes = to_bytes = token_bytes(tokenizer)
+        self._name = functools.cache(lambda token: _name(to_bytes(token)))
         self._tokenizer = tokenizer
         self._characters = _characters()
-        self._offset = 0
+        self._offset = offset
 
     def prompt(self, text: str, tokens: Sequence[int], found: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Of a prompt, whose first token nothing precedes; the answer's offsets go on behind its ``text``."""
-        self._offset = len(text)
+        """Of a prompt, whose first token nothing precedes. The alternatives are JSON already: each of the prompt's
+        choices has them again."""
+        alternatives = (msgspec.Raw(msgspec.json.encode(self._alternatives(item))) for item in found)
         return {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [None, *(_finite(item.logprob) for item in found)],
-            "top_logprobs": [None, *(self._alternatives(item) for item in found)],
+            "top_logprobs": [None, *alternatives],
             "text_offset": text_offsets(text, [self._to_bytes(token) for token in tokens]),
         }
 
@@ -71,13 +77,13 @@ class CompletionLogprobs:
         both = [*item.top[: self._top], (item.token_id, item.logprob)]
         return {self._name(token): _finite(logprob) for token, logprob in reversed(both)}
 
-    def _name(self, token: int) -> str:
-        """The token's text; a part of a character is written ``bytes:\\xe2``, so that names stay apart."""
-        raw = self._to_bytes(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+def _name(raw: bytes) -> str:
+    """A token's text; a part of a character is written ``bytes:\\xe2``, so that names stay apart."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

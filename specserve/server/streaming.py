@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +25,7 @@ class ClientLeft(Exception):
     """The client closed the connection, or reads no more."""
 
 
-async def answer(http: Request, generation: Generation, body: Callable[[], Body]) -> Response:
+async def answer(http: Request, generation: Generation, body: Callable[[], Awaitable[Body]]) -> Response:
     """Runs to the end and answers with ``body``. Aborts what has not ended when the client leaves."""
     try:
         await _unless_left(http.receive, generation.run())
@@ -33,7 +33,7 @@ async def answer(http: Request, generation: Generation, body: Callable[[], Body]
         return Response(status_code=CLIENT_LEFT)
     finally:
         generation.close()
-    return Response(msgspec.json.encode(body()), media_type="application/json")
+    return Response(msgspec.json.encode(await body()), media_type="application/json")
 
 
 async def stream(http: Request, generation: Generation, chunks: AsyncIterator[Body]) -> Response:

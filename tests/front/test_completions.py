@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import msgspec
@@ -9,8 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from specserve.core import TokenLogprob
-from specserve.frontend.messages import Tokens
-from specserve.server.logprobs import text_offsets
+from specserve.frontend.messages import Failed, Tokens
+from specserve.server.logprobs import CompletionLogprobs, text_offsets
 from tests.front.conftest import Serve
 from tests.front.test_chat import events
 
@@ -106,6 +107,45 @@ def test_echo_in_a_stream(serve: Serve) -> None:
         assert mine[0]["logprobs"]["token_logprobs"] == [None] + [-0.5] * (len(prompt) - 1)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_scored_once(serve: Serve, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    """By its first choice, and written once, not on the event loop, for all its choices, however late the first is."""
+    client, engine = serve("cd", stride=1, end=False)
+    threads, write, step = [], CompletionLogprobs.prompt, engine.run_once
+    steps: list[list[Tokens | Failed]] = []
+
+    def written(*args: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return write(*args)
+
+    def first_choice_last() -> list[Tokens | Failed]:
+        while engine.has_work:
+            steps.append(step())
+        found = [message for messages in steps for message in messages]
+        steps.clear()
+        return sorted(found, key=lambda message: message.rid.endswith(("-0", "-3")))
+
+    monkeypatch.setattr(CompletionLogprobs, "prompt", written)
+    engine.run_once = first_choice_last  # type: ignore[method-assign]
+    answer = post(client, prompt=["ab", "xyz"], n=3, echo=True, logprobs=0, stream=stream)
+    scored = [message.params.prompt_logprobs for message in engine.submitted]
+    assert scored == [0, None, None] * 2
+    assert len(threads) == 2
+    assert {name.partition("_")[0] for name in threads} == {"asyncio"}
+    bodies = events(answer) if stream else [answer.json()]
+    for index in range(6):
+        prompt = ("ab", "xyz")[index // 3]
+        mine = [choice for body in bodies for choice in body["choices"] if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == prompt + "cd"
+        logprobs = [choice["logprobs"] for choice in mine]
+        assert [token for found in logprobs for token in found["tokens"]] == list(prompt + "cd")
+        assert [at for found in logprobs for at in found["text_offset"]] == list(range(len(prompt) + 2))
+        assert [value for found in logprobs for value in found["token_logprobs"]] == [
+            None,
+            *[-0.5] * (len(prompt) + 1),
+        ]
+
+
 def test_echo_without_a_tokenizer(serve: Serve) -> None:
     client, _ = serve("xy", skip_tokenizer_init=True)
     choice = post(client, prompt=[1, 2], echo=True, logprobs=0).json()["choices"][0]
@@ -143,6 +183,23 @@ def test_best_of(serve: Serve) -> None:
     assert body["usage"]["prompt_tokens"] == 2
     assert [message.choice for message in engine.submitted] == [0, 1, 2] * 2
     assert {message.params.logprobs for message in engine.submitted} == {0}
+
+
+def test_best_of_a_scored_prompt(serve: Serve) -> None:
+    """The best are others than the first, which alone scores the prompt."""
+    client, engine = serve("x")
+    step = engine._step
+
+    def later_is_better(rid: str) -> Tokens:
+        value = -1 / (1 + int(rid.rpartition("-")[2]))
+        message = step(rid)
+        logprobs = [TokenLogprob(token, value, []) for token in message.token_ids]
+        return msgspec.structs.replace(message, logprobs=logprobs)
+
+    engine._step = later_is_better  # type: ignore[method-assign]
+    (choice,) = post(client, prompt="pq", best_of=4, echo=True, logprobs=0, max_tokens=1).json()["choices"]
+    assert choice["text"] == "pqx"
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.25]
 
 
 def test_stream(serve: Serve) -> None:
