@@ -7,8 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from specserve.frontend.conversation import Conversation
 from specserve.frontend.detokenizer import Detokenizer
-from specserve.frontend.template import ChatTemplate, Conversation
+from specserve.frontend.template import ChatTemplate
 
 
 class Tokenizer:

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from specserve.config import Settings, make_settings
+from specserve.frontend.conversation import Conversation, MessageError
 from specserve.frontend.engine_client import EngineClient
 from specserve.frontend.generation import Generation, Job
-from specserve.frontend.template import Conversation
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.metrics.front import Metrics
@@ -177,6 +177,8 @@ class Front:
         """Raises ApiError with the chat template's reason."""
         try:
             return await self._off_loop(self.tokenizer.encode_chat, messages)
+        except MessageError as error:
+            raise ApiError(400, str(error), error.param) from None
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
 

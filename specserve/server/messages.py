@@ -37,17 +37,10 @@ class Message(Strict):
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """What the chat template gets. Raises ApiError for what OpenAI's API refuses, too."""
-    called: set[str] = set()
     found = []
     for index, message in enumerate(messages):
         where = f"messages.{index}"
         _check_fields(message, where)
-        if message.role != "tool":
-            called = {call.id for call in message.tool_calls or ()}
-        elif message.tool_call_id not in called:
-            field = f"{where}.tool_call_id"
-            reason = f"no call of this id in the assistant's message before, found {message.tool_call_id!r}"
-            raise ApiError(400, f"{field}: {reason}", field)
         found.append(_plain(message, where))
     return found
 

@@ -26,6 +26,7 @@ BASE: dict[str, dict[str, Any]] = {
 }
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLED = {"role": "assistant", "tool_calls": [CALL]}
+TWICE = {"role": "assistant", "tool_calls": [CALL, {**CALL, "id": "2"}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
 LIKELY = 300  # some token, made likely or impossible
 
@@ -268,12 +269,12 @@ def predicted_in_part(seen: Seen) -> None:
 LABEL = "a label that changes no answer"
 HOW: dict[str, str] = {
     "model": "a served name, any organisation or case; else 404",
-    "messages": "any number; the model's chat template decides what it has a place for",
+    "messages": "any number; what the model's chat template would leave out of it is refused by its place",
     "messages[].role": "`developer` is written as `system`; `tool` answers a call of the message before",
     "messages[].content": "text or text parts",
     "messages[].name": "where the chat template writes names",
-    "messages[].tool_calls": "where the chat template writes calls",
-    "messages[].tool_call_id": "of a call of the assistant's message before",
+    "messages[].tool_calls": "where the chat template writes calls, and the text beside them if there is one",
+    "messages[].tool_call_id": "of a call of the assistant's message before, in the order of the calls, each once",
     "prompt": "text, texts, token ids, lists of them",
     "max_tokens": "completions take 0: the prompt alone",
     "max_completion_tokens": "the newer name of `max_tokens`; both only if equal",
@@ -356,11 +357,17 @@ CASES: list[Case] = [
             {"type": "refusal", "refusal": "x"},
         )
     ),
-    Case("messages[].name", user(name="Ann"), refused="no place for name", **CHAT_ONLY),
+    Case("messages[].name", user(name="Ann"), refused="template has no place for it (role user)", **CHAT_ONLY),
     Case(
         "messages[].tool_calls",
         messages(ASKED, CALLED, {"role": "tool", "content": "x", "tool_call_id": "1"}),
         refused="This model has no role tool",
+        **CHAT_ONLY,
+    ),
+    Case(
+        "messages[].tool_call_id",
+        messages(ASKED, TWICE, {"role": "tool", "content": "x", "tool_call_id": "2"}),
+        refused="results come in the order of their calls: '1' is the next one, found '2'",
         **CHAT_ONLY,
     ),
     Case("messages[].tool_call_id", user(tool_call_id="1"), refused="only in messages of the role tool", **CHAT_ONLY),

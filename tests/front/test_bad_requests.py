@@ -105,8 +105,8 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (
         CHAT,
         {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
-        "messages",
-        "no place for tool_calls",
+        "messages.0.tool_calls.0.function.name",
+        "no place for it (role assistant)",
     ),
     (
         CHAT,
@@ -119,7 +119,12 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
         "the text of a JSON object",
     ),
     (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content", "required"),
-    (CHAT, {"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages", "no place for name"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a", "name": "b"}]},
+        "messages.0.name",
+        "no place for it (role user)",
+    ),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
