@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.balancer import free_port, nginx
 from benchmarks.failover_load import STREAM_BROKEN, STREAM_COMPLETE, STREAM_ERROR_EVENT, WHOLE_OK, Load
+from benchmarks.http_client import request, send_once
 from specserve.config import Settings
 from tests.front.processes import RUN, Server, wait
 
@@ -67,6 +68,30 @@ class TestBehindNginx:
             gone = httpx.post(f"{url}/v1/completions", json={**BODY, "prompt": "ab"})
         assert error(gone, 503) == "no replica answered"
         assert gone.headers["retry-after"] == "5"
+        assert gone.json()["error"]["code"] == "not_ready"
+
+    def test_errors_of_its_own(self, replicas: dict[int, Server], tmp_path: Path) -> None:
+        """What nginx can't read or pass on. Headers that a replica takes go there."""
+        with nginx(tmp_path, list(replicas)) as url, httpx.Client(base_url=url, timeout=30) as client:
+            assert client.get("/v1/models", headers={"a": "a" * 40_000}).status_code == 200
+            long = "x" * 70_000
+            assert "headers are larger" in error(client.get("/v1/models", headers={"a": long}), 400)
+            assert "passes no such method" in error(client.request("TRACE", "/"), 405)
+            assert error(client.get("/.nginx"), 404) == "no such route"
+            (tmp_path / "client_body").rmdir()  # where bodies are kept that do not fit into memory
+            unkept = client.post("/v1/completions", content=b" " * 2**21)
+            assert error(unkept, 500) == "nginx could not handle the request"
+            assert unkept.json()["error"]["type"] == "server_error"
+            assert unkept.headers["x-request-id"]
+            assert "retry-after" not in unkept.headers
+            for raw, status, words in [
+                (b"nonsense\r\n\r\n", 400, "is not HTTP"),
+                (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: odd\r\n\r\n", 501, "Transfer-Encoding"),
+                (request(f"/{long}"), 414, "request line is larger"),
+            ]:
+                unread = asyncio.run(send_once(url, raw))
+                assert unread.status == status
+                assert words in unread.json()["error"]["message"]
 
     def test_no_request_is_lost(self, replicas: dict[int, Server], model: Path, tmp_path: Path) -> None:
         """kill -9 of one under load, another in its place, SIGTERM to the other."""
