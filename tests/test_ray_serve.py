@@ -8,17 +8,20 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
 from benchmarks.balancer import free_port
 from benchmarks.failover_load import STREAM_COMPLETE, WHOLE_OK, Load
 from examples.ray_serve.prefix import PREFIX, SLACK, prefix_of, rank
 
+ARGUMENTS = "--cpu-threads 1 --served-model-name tiny --log-level warning"
+MOST = 2**16  # bytes of a body
 NAMES = [f"replica-{index}" for index in range(5)]
 
 
@@ -45,7 +48,16 @@ class TestPrefix:
 
     @pytest.mark.parametrize(
         "body",
-        [b"", b"\xff", b"[]", b"{}", b'{"messages": 5}', b'{"messages": [5]}', b'{"prompt": "\\ud800"}'],
+        [
+            b"",
+            b"\xff",
+            b"[]",
+            b"{}",
+            b'{"messages": 5}',
+            b'{"messages": [5]}',
+            b'{"prompt": "\\ud800"}',
+            b"[" * 100_000,
+        ],
     )
     def test_bad_bodies_go_somewhere(self, body: bytes) -> None:
         assert rank(prefix_of(body), {"a": 0}) == ["a"]
@@ -75,7 +87,57 @@ class TestRank:
         assert rank("x", dict.fromkeys(NAMES, 0), avoid={order[0], "gone"}) == [*order[1:], order[0]]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[serve]")
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[serve]")
+
+
+@needs_ray
+@pytest.mark.filterwarnings("ignore")
+class TestWithoutReplicas:
+    def test_serve_finds_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Serve's errors are no RayErrors; they, too, are tried again and have OpenAI's shape."""
+        from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+        from examples.ray_serve import ingress
+
+        raised = iter([BackPressureError(1, 1), *[DeploymentUnavailableError("r")] * ingress.ATTEMPTS])
+        asked = []
+
+        class Handle:
+            def options(self, **_: Any) -> Handle:
+                return self
+
+            async def remote(self, call: Any) -> AsyncIterator[Any]:
+                asked.append(call)
+                raise next(raised)
+                yield
+
+        async def sleep(_: float) -> None:
+            pass
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"{}"}
+
+        monkeypatch.setattr(ingress.asyncio, "sleep", sleep)
+        scope = {"type": "http", "method": "POST", "path": "/tokenize", "query_string": b"", "headers": []}
+        found = asyncio.run(ingress.Ingress(Handle(), 2)(Request(scope, receive)))  # type: ignore[arg-type]
+        assert len(asked) == ingress.ATTEMPTS
+        assert (found.status_code, found.headers["retry-after"]) == (503, "5")
+        error = json.loads(bytes(found.body))["error"]
+        assert (error["code"], error["message"]) == (
+            "not_ready",
+            "no replica took the request: DeploymentUnavailableError",
+        )
+
+    def test_a_server_that_never_gets_ready(self) -> None:
+        from examples.ray_serve.replica import Replica
+
+        with pytest.raises(RuntimeError, match=r"not ready within 0.2 seconds"):
+            Replica([], loading_seconds=0.2)
+        with pytest.raises(RuntimeError, match="ended with code 2"):
+            Replica(["--odd"], loading_seconds=60)
+
+
+@needs_ray
 @pytest.mark.filterwarnings("ignore")
 class TestApplication:
     @pytest.fixture(scope="class")
@@ -89,7 +151,7 @@ class TestApplication:
         ray.init(num_cpus=8, include_dashboard=False)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
-            options = Options(gpus=0, cpus=1, arguments="--cpu-threads 1 --served-model-name tiny")
+            options = Options(gpus=0, cpus=1, arguments=ARGUMENTS, max_body_bytes=MOST)
             serve.run(build(options), name="specserve", route_prefix="/")
             yield f"http://127.0.0.1:{port}"
         finally:
@@ -124,6 +186,18 @@ class TestApplication:
             assert refused.json()["error"]["param"] == "n"
             assert client.get("/health").json() == {"status": "ok"}
             assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+
+    def test_large_bodies(self, url: str) -> None:
+        """Refused by the ingress, whether their length is announced or they come in pieces."""
+        with httpx.Client(base_url=url, timeout=60) as client:
+            for body in (b" " * (MOST + 1), iter([b" " * MOST, b" "])):
+                refused = client.post("/v1/completions", content=body)
+                assert refused.status_code == 413
+                assert refused.json()["error"]["message"] == f"the body is larger than {MOST} bytes"
+                assert refused.headers["x-replica"] == ""
+            taken = client.post("/v1/completions", content=b" " * MOST)
+            assert (taken.status_code, bool(taken.headers["x-replica"])) == (400, True)
+            assert client.post("/v1/completions", content=b"[" * MOST).status_code == 400
 
     def test_a_server_that_dies(self, url: str) -> None:
         """Its replica lives on until Serve looks after its health."""

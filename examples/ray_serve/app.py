@@ -11,6 +11,7 @@ from ray.serve.config import RequestRouterConfig
 from examples.ray_serve.ingress import Ingress
 from examples.ray_serve.replica import Replica
 from examples.ray_serve.routing import PrefixRouter
+from specserve.config import Settings
 
 
 class Options(BaseModel):
@@ -22,7 +23,9 @@ class Options(BaseModel):
     gpus: float = Field(1, ge=0, description="GPUs of a replica; 0 serves on the CPU")
     cpus: float = Field(1, ge=0, description="CPU cores of a replica, as Ray counts them")
     ingress: int = Field(1, ge=1, description="processes that take HTTP requests; they hold no model")
-    arguments: str = Field("", description="of python -m specserve.launch, without --host and --port")
+    arguments: str = Field("", description="of python -m specserve.launch, without those that are set here")
+    max_body_bytes: int = Field(Settings().max_body_bytes, ge=1, description="of a request; more gets 413")
+    loading_seconds: float = Field(1800, gt=0, description="that a server has until it is ready")
     drain_seconds: float = Field(70, gt=0, description="that a replica which is to stop has for its requests")
 
 
@@ -43,4 +46,5 @@ def build(options: Options) -> Application:
         max_ongoing_requests=4096,
         graceful_shutdown_timeout_s=options.drain_seconds,
     )
-    return ingress.bind(replica.bind(shlex.split(options.arguments)))
+    arguments = [*shlex.split(options.arguments), "--max-body-bytes", str(options.max_body_bytes)]
+    return ingress.bind(replica.bind(arguments, options.loading_seconds), options.max_body_bytes)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -31,6 +32,7 @@ ROUTES = (
 SENT = ("content-type", "authorization", "x-request-id")  # headers that replicas get
 ATTEMPTS = 5
 ELSEWHERE = (429, 502, 503)  # answers after which another replica is asked
+LOST = (RayError, RayServeException)  # Serve's own errors, no replica at all among them, are no RayErrors
 PATIENCE = 30.0  # seconds that a call waits for a replica to take it
 
 
@@ -45,7 +47,10 @@ class Answer:
 
 
 class Ingress:
-    def __init__(self, replicas: DeploymentHandle) -> None:
+    """``max_body_bytes``: a larger body gets 413 before anything looks at it."""
+
+    def __init__(self, replicas: DeploymentHandle, max_body_bytes: int) -> None:
+        self._max_body_bytes = max_body_bytes
         self._answer = replicas.options(method_name="answer", stream=True)
 
     async def __call__(self, request: Request) -> Response:
@@ -54,11 +59,25 @@ class Ingress:
             known = ", ".join(" ".join(route) for route in ROUTES)
             return _response(_error(404, f"{method} {path}: no such route here; there are {known}"))
         headers = {name: request.headers[name] for name in SENT if name in request.headers}
-        body = await request.body()
+        body = await self._read(request)
+        if body is None:
+            return _response(_error(413, f"the body is larger than {self._max_body_bytes} bytes"))
         answer = await self._ask(Call(method, path, headers, body, prefix_of(body)))
         if answer.head.is_stream:
             return StreamingResponse(_stream(answer), answer.head.status, _headers(answer))
         return _response(answer)
+
+    async def _read(self, request: Request) -> bytes | None:
+        """The body; None when it is too large."""
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_body_bytes:
+            return None
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._max_body_bytes:
+                return None
+        return bytes(body)
 
     async def _ask(self, call: Call) -> Answer:
         """An answer: whole, or a stream that has begun. The last one's, when no replica had a better one."""
@@ -90,8 +109,9 @@ class Ingress:
         except TimeoutError:
             pieces.cancel()
             return _error(503, f"no replica took the request within {PATIENCE:g} seconds")
-        except (RayError, StopAsyncIteration) as failure:
-            return _error(503, f"the replica is gone: {type(failure).__name__}", replica)
+        except (*LOST, StopAsyncIteration) as failure:
+            what = "the replica is gone" if replica else "no replica took the request"
+            return _error(503, f"{what}: {type(failure).__name__}", replica)
         except BaseException:
             pieces.cancel()
             raise
@@ -108,7 +128,7 @@ async def _stream(answer: Answer) -> AsyncIterator[bytes]:
                 yield events + end
         yield rest
         ended = True
-    except RayError as failure:
+    except LOST as failure:
         ended = True
         log.warning("a stream is cut: %s", type(failure).__name__)
         yield b"data: " + _error_body(503, "the replica is gone") + b"\n\ndata: [DONE]\n\n"

@@ -25,7 +25,7 @@ def prefix_of(body: bytes) -> str:
     """
     try:
         fields = json.loads(body)
-    except ValueError:  # not JSON or not text
+    except (ValueError, RecursionError):  # not JSON, not text, too deep
         fields = None
     if not isinstance(fields, dict):
         return ""

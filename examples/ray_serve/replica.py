@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import re
+import socket
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
 
 import aiohttp
 from ray import serve
@@ -29,44 +30,50 @@ class Head:
 
 
 class Replica:
-    """``arguments`` are those of ``python -m specserve.launch``, but for ``--host`` and ``--port``."""
+    """``arguments`` are those of ``python -m specserve.launch``, but for ``--host`` and ``--port``. Raises RuntimeError
+    when the server ends or is not ready within ``loading_seconds``; Serve then makes another replica."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "specserve.launch", "--host", "127.0.0.1", "--port", "0", *arguments]
+    def __init__(self, arguments: Sequence[str], loading_seconds: float) -> None:
+        port = _free_port()
+        here = ["--host", "127.0.0.1", "--port", str(port)]
+        command = [sys.executable, "-m", "specserve.launch", *arguments, *here]
         # Linux sends the server SIGTERM when this process is gone, also by SIGKILL.
-        self._server = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "TERM", *command], stderr=subprocess.PIPE, text=True
-        )
-        self._url = self._wait_ready()
+        self._server = subprocess.Popen(["setpriv", "--pdeathsig", "TERM", *command])
+        self._address = f"127.0.0.1:{port}"
+        self._wait_ready(loading_seconds)
         self._session: aiohttp.ClientSession | None = None  # made on the loop that uses it
 
-    def _wait_ready(self) -> str:
-        """Returns the server's address. Its log goes on to this process's."""
-        assert self._server.stderr is not None
-        for line in self._server.stderr:
-            sys.stderr.write(line)
-            if found := re.search(r"ready: (http://\S+)", line):
-                threading.Thread(target=self._pass_log_on, daemon=True).start()
-                return found[1]
-        raise RuntimeError(f"the server ended with code {self._server.wait()}, its log says why")
+    def _wait_ready(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self._is_ready():
+            self.check_health()
+            if time.monotonic() > deadline:
+                self._server.kill()
+                raise RuntimeError(f"the server was not ready within {seconds:g} seconds, its log says why")
+            time.sleep(0.1)
 
-    def _pass_log_on(self) -> None:
-        assert self._server.stderr is not None
-        for line in self._server.stderr:
-            sys.stderr.write(line)
+    def _is_ready(self) -> bool:
+        with contextlib.closing(HTTPConnection(self._address, timeout=10)) as connection:
+            try:
+                connection.request("GET", "/health")
+                return connection.getresponse().status == 200
+            except (OSError, HTTPException):  # it does not listen yet
+                return False
 
     def check_health(self) -> None:
         """Raises when the server has ended: Serve then replaces this replica. An engine that dies is replaced by the
         server itself, whose 503s the ingress takes elsewhere meanwhile."""
         if (code := self._server.poll()) is not None:
-            raise RuntimeError(f"the server ended with code {code}")
+            raise RuntimeError(f"the server ended with code {code}, its log says why")
 
     async def answer(self, call: Call) -> AsyncIterator[str | Head | bytes]:
         """Gives this replica's id as soon as it has the call, then the answer's head, then its body in pieces."""
         yield serve.get_replica_context().replica_id.unique_id
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                self._url, timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
+                f"http://{self._address}",
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0),
             )
         asking = self._session.request(call.method, call.path, data=call.body or None, headers=call.headers)
         async with asking as found:
@@ -81,3 +88,9 @@ class Replica:
         with contextlib.suppress(AttributeError):  # there may be no server
             self._server.terminate()
             self._server.wait(90)
+
+
+def _free_port() -> int:
+    """Free now. Should another process take it first, the server ends, and the next replica chooses anew."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
