@@ -17,6 +17,7 @@ from ray import serve
 from examples.ray_serve.routing import Call
 
 ANSWERED = ("content-type", "retry-after", "www-authenticate", "cache-control")  # headers that clients get
+READY_PERIOD = 1.0  # seconds from look to look whether a server is ready; one too early is a line in its log
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Replica:
             if time.monotonic() > deadline:
                 self._server.kill()
                 raise RuntimeError(f"the server was not ready within {seconds:g} seconds, its log says why")
-            time.sleep(0.1)
+            time.sleep(READY_PERIOD)
 
     def _is_ready(self) -> bool:
         with contextlib.closing(HTTPConnection(self._address, timeout=10)) as connection:
