@@ -1,0 +1,244 @@
+"""Compiles what is launched for an H200, on a machine without a GPU, and runs none of it.
+
+``python -m tests.compiled_launches TARGET EAGLE EAGLE3`` takes three checkpoints and writes one JSON object a line: a
+``Compiled``. Triton must not be interpreted.
+
+Triton is told of a device of compute capability 9.0, and every launch stops when its kernel is compiled, with the types
+and the alignment of its real arguments, which lie on the CPU. As nothing is computed, what operations allocate is
+zeros, so that tensors of indices hold some.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import specserve_kernels.dispatch
+import torch
+from specserve_kernels.ops.attention import Workspace, attend_frontier, attend_nodes
+from specserve_kernels.ops.indexed_linear import indexed_linear
+from specserve_kernels.ops.linear import linear_few
+from specserve_kernels.ops.prefill import attend_chunks
+from specserve_kernels.ops.quantized_linear import quantized_linear
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import specserve.engine.sampler
+from specserve.attention import ATTENTION
+from specserve.core import SamplingParams
+from specserve.engine.runner import Row, Runner
+from specserve.spec.tree import StepShape
+from tests.engines import Checkpoints, context_of, make_scheduler
+
+PLAIN = SamplingParams(temperature=0)
+FORETOLD = SamplingParams(temperature=1, frequency_penalty=1, prediction=[1, 2, 3])
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One variant of a kernel: its constants and options, the bytes of shared memory of one program, None where its
+    types alone were checked, and the error where it did not compile."""
+
+    kernel: str
+    variant: str
+    shared: int | None
+    error: str | None
+
+
+class Device:
+    """What compiling asks of Triton's driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Enough(Exception):
+    """Ends a compilation. ``shared``: bytes, None if it is not known yet."""
+
+    def __init__(self, shared: int | None) -> None:
+        self.shared = shared
+
+
+class Compiler:
+    """Stands for launches: compiles each variant once.
+
+    All are checked by Triton's front end, which finds the errors that its interpreter forgives, and the first variant
+    of each kernel goes on to LLVM's code, where the shared memory is known. So do all while ``whole`` is set.
+    """
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
+        self.found: dict[str, Compiled] = {}
+        self._run = JITFunction.run
+        self._add_stages = CUDABackend.add_stages
+        self._begun: set[str] = set()
+        self._last = ""
+
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """In the place of ``JITFunction.run``."""
+        name = f"{kernel.module}.{kernel.__name__}".removeprefix("specserve_kernels.ops.")
+        variant = str(options)
+        types = [
+            specialized(arg, not param.do_not_specialize)
+            for arg, param in zip(args, kernel.params, strict=False)
+        ]
+        key = f"{name} {types} {variant}"
+        if key in self.found:
+            return
+        self._last = "ptx" if self.whole or name not in self._begun else "ttir"
+        self._begun.add(name)
+        shared = error = None
+        try:
+            self._run(kernel, *args, grid=grid, warmup=True, **options)
+        except Enough as enough:
+            shared = enough.shared
+        except Exception as raised:  # whatever Triton may say: it is reported
+            error = f"{type(raised).__name__}: {raised}"
+        self.found[key] = Compiled(name, variant, shared, error)
+
+    def add_stages(self, backend: Any, stages: dict[str, Any], *rest: Any) -> None:
+        """In the place of the backend's: the stage behind the last that is wanted ends the compilation."""
+        self._add_stages(backend, stages, *rest)
+
+        def end(module: Any, metadata: dict[str, Any]) -> None:
+            raise Enough(metadata.get("shared"))
+
+        stages[self._last] = end
+
+
+def specialized(arg: object, by_value: bool) -> object:
+    """What of a launch's argument a kernel is compiled for."""
+    if isinstance(arg, tuple):
+        return [specialized(member, by_value) for member in arg]
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    return type(arg), isinstance(arg, int) and by_value and (arg == 1, arg % 16 == 0)
+
+
+@contextmanager
+def compiled_only() -> Iterator[Compiler]:
+    """Launches compile and no more. All tensors are taken to be on a GPU."""
+    compiler = Compiler(whole=False)
+    full = torch.full
+
+    def zeros_like(tensor: Tensor, **options: Any) -> Tensor:
+        return full(tensor.shape, 0, **{"dtype": tensor.dtype} | options)
+
+    def new_zeros(tensor: Tensor, *shape: Any, **options: Any) -> Tensor:
+        return tensor.new_zeros(*shape, **options)
+
+    def launch(*args: Any, **options: Any) -> None:
+        compiler.launch(*args, **options)
+
+    def add_stages(*args: Any) -> None:
+        compiler.add_stages(*args)
+
+    driver.set_active(Device())
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(JITFunction, "run", launch))
+        stack.enter_context(patch.object(CUDABackend, "add_stages", add_stages))
+        stack.enter_context(patch.object(torch, "empty", torch.zeros))
+        stack.enter_context(patch.object(torch, "empty_like", zeros_like))
+        stack.enter_context(patch.object(Tensor, "new_empty", new_zeros))
+        stack.enter_context(patch.object(specserve_kernels.dispatch, "runs_triton", lambda _: True))
+        stack.enter_context(patch.object(specserve.engine.sampler, "runs_triton", lambda _: True))
+        stack.enter_context(patch.dict(ATTENTION, torch=ATTENTION["triton"]))
+        yield compiler
+
+
+def launch_plain(checkpoints: Checkpoints) -> None:
+    scheduler = make_scheduler(checkpoints.target, dtype="bfloat16", page_size=16)
+    launch_steps(Runner(context_of(scheduler), {}), [(PLAIN, StepShape.plain(3))])
+
+
+def launch_drafted(
+    checkpoints: Checkpoints, algorithm: str, branchings: dict[int, list[SamplingParams]]
+) -> None:
+    """Steps of two levels, for each branching with and without what some request asks for."""
+    scheduler = checkpoints.scheduler(algorithm, (2, 1, 3), dtype="bfloat16", page_size=16)
+    steps = [
+        (each, StepShape(slots=2, nodes=2 * min(3 * branching, 24), levels=2, branching=branching))
+        for branching, params in branchings.items()
+        for each in params
+    ]
+    launch_steps(Runner(context_of(scheduler), {}), steps)
+
+
+def launch_steps(runner: Runner, steps: list[tuple[SamplingParams, StepShape]]) -> None:
+    """A chunk of a prompt, then these steps. Pages and tokens are all 0."""
+    runner.prefill([Row(0, PLAIN, 20, [0] * 20)])
+    for params, shape in steps:
+        runner.step([Row(0, params, 20)], shape)
+
+
+def launch_attention(size: int, slots: int, nodes: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Trees, frontiers and prompts of Llama-3.1-8B's heads: 32 of queries, 8 of keys."""
+    heads, kv_heads, page = 32, 8, 16
+    cache = torch.zeros(2, 2, page, kv_heads, size, dtype=dtype)
+    q_TND = torch.zeros(slots * nodes, heads, size, dtype=dtype)
+    pages_BM, length_B = torch.zeros(slots, 32, dtype=torch.int64), torch.zeros(slots, dtype=torch.int64)
+    shared = q_TND, cache, pages_BM
+    q_start, per_node_T = (
+        torch.zeros(slots + 1, dtype=torch.int64),
+        torch.zeros(slots * nodes, dtype=torch.int64),
+    )
+    attend_nodes(*shared, length_B, q_start, per_node_T, nodes, Workspace())
+    attend_chunks(*shared, q_start, per_node_T, nodes)
+    if nodes > 1:
+        scratch_BKA = torch.zeros(slots, nodes, 3, dtype=torch.int64)
+        attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace())
+
+
+def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Projections of 4096 inputs that are read in other forms than a whole weight of 16 bits."""
+    x_TI, ids_R = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
+    indexed_linear(x_TI, torch.zeros(8192, 4096, dtype=dtype), ids_R)
+    if tokens <= 32 and dtype.itemsize == 2:
+        linear_few(x_TI, torch.zeros(4096, 4096, dtype=dtype))
+    for rounded in (torch.int8, torch.float8_e4m3fn):
+        factor_OG = torch.zeros(4096, 32)
+        quantized_linear(x_TI, torch.zeros(4096, 4096, dtype=rounded), factor_OG)
+
+
+def main() -> None:
+    checkpoints = Checkpoints(*map(Path, sys.argv[1:]))
+    torch.set_num_threads(1)
+    both = [PLAIN, FORETOLD]
+    with torch.inference_mode(), compiled_only() as compiler:
+        launch_plain(checkpoints)
+        launch_drafted(checkpoints, "EAGLE", {1: [PLAIN]})
+        launch_drafted(checkpoints, "EAGLE3", dict.fromkeys((1, 2, 4, 8, 10, 16, 20), both))
+        compiler.whole = True
+        launch_attention(128, 20, 16)
+        launch_attention(128, 400, 1)
+        launch_attention(256, 20, 16)
+        launch_linears(8)
+        launch_linears(200)
+        compiler.whole = False
+        launch_attention(128, 1, 4)
+        launch_attention(64, 20, 16)
+        launch_attention(128, 20, 16, torch.float32)
+        for tokens in (32, 64):
+            launch_linears(tokens)
+        launch_linears(8, torch.float32)
+    for compiled in compiler.found.values():
+        print(json.dumps(asdict(compiled)))
+
+
+if __name__ == "__main__":
+    main()

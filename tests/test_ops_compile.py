@@ -1,0 +1,79 @@
+"""Every Triton kernel compiles for an H200, on a machine without a GPU.
+
+The other tests run kernels under Triton's interpreter, which takes what its compiler refuses: a variable that a loop
+gives another shape, for one. Here ``tests/compiled_launches.py``, in a process of its own, launches them as the engine
+does: prefill and steps of all forms, and operations of other settings and of Llama-3.1-8B's sizes. ``-s`` shows the
+kernels that take more shared memory than a program has on an A10, L4 or RTX 4090.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.reference.draft_models import make_eagle, make_eagle3
+from tests.reference.models import make_llama
+
+ROOT = Path(__file__).parent.parent
+OPS = ROOT / "kernels" / "specserve_kernels" / "ops"
+H200_SHARED = 232_448  # most bytes of shared memory of a program
+ADA_SHARED = 101_376  # of compute capability 8.6 and 8.9
+
+Compiled = dict[str, Any]
+
+
+def kernels() -> list[str]:
+    """``file.function`` of all that Triton compiles and no other such function calls."""
+    named, called = [], set()
+    for file in sorted(OPS.glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if not isinstance(node, ast.FunctionDef) or "triton.jit" not in map(_name, node.decorator_list):
+                continue
+            named.append(f"{file.stem}.{node.name}")
+            called |= {_name(inner) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
+    return [name for name in named if name.split(".")[1] not in called]
+
+
+def _name(node: ast.expr) -> str:
+    return ast.unparse(node.func if isinstance(node, ast.Call) else node)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+    path = tmp_path_factory.mktemp("compiled")
+    target = make_llama(path / "target", vocab=4096, hidden=512, heads=4, kv_heads=1)  # heads of 128
+    drafts = [
+        make_eagle(path / "eagle", target),
+        make_eagle3(path / "eagle3", target, draft_vocab=3000),
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(path / "cache"), "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [sys.executable, "-m", "tests.compiled_launches", str(target), *map(str, drafts)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_compiles(kernel: str, compiled: list[Compiled]) -> None:
+    variants = [each for each in compiled if each["kernel"] == kernel]
+    assert not [(each["variant"], each["error"]) for each in variants if each["error"]]
+    sizes = {each["variant"]: each["shared"] for each in variants if each["shared"] is not None}
+    assert sizes, "no launch went as far as the shared memory"
+    assert {variant: size for variant, size in sizes.items() if size > H200_SHARED} == {}
+    for variant, size in sizes.items():
+        if size > ADA_SHARED:
+            print(f"{kernel} {variant}: {size} bytes of shared memory")
+
+
+def test_launches_nothing_unknown(compiled: list[Compiled]) -> None:
+    assert {each["kernel"] for each in compiled} == set(kernels())
