@@ -45,8 +45,8 @@ FORETOLD = SamplingParams(temperature=1, frequency_penalty=1, prediction=[1, 2, 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One variant of a kernel: its constants and options, the bytes of shared memory of one program, None where its
-    types alone were checked, and the error where it did not compile."""
+    """One variant of a kernel: the types of its tensors, its constants and options. ``shared``: bytes of shared memory
+    of one program, None where its types alone were checked; ``error``: why it did not compile."""
 
     kernel: str
     variant: str
@@ -92,7 +92,10 @@ class Compiler:
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """In the place of ``JITFunction.run``."""
         name = f"{kernel.module}.{kernel.__name__}".removeprefix("specserve_kernels.ops.")
-        variant = str(options)
+        dtypes = dict.fromkeys(
+            str(arg.dtype).removeprefix("torch.") for arg in args if isinstance(arg, Tensor)
+        )
+        variant = f"{' '.join(dtypes)} {options}"
         types = [
             specialized(arg, not param.do_not_specialize)
             for arg, param in zip(args, kernel.params, strict=False)
@@ -212,7 +215,8 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
         linear_few(x_TI, torch.zeros(4096, 4096, dtype=dtype))
     for rounded in (torch.int8, torch.float8_e4m3fn):
         factor_OG = torch.zeros(4096, 32)
-        quantized_linear(x_TI, torch.zeros(4096, 4096, dtype=rounded), factor_OG)
+        bias_O = torch.zeros(4096, dtype=dtype) if tokens <= 32 else None
+        quantized_linear(x_TI, torch.zeros(4096, 4096, dtype=rounded), factor_OG, bias_O)
 
 
 def main() -> None:
@@ -221,7 +225,7 @@ def main() -> None:
     both = [PLAIN, FORETOLD]
     with torch.inference_mode(), compiled_only() as compiler:
         launch_plain(checkpoints)
-        launch_drafted(checkpoints, "EAGLE", {1: [PLAIN]})
+        launch_drafted(checkpoints, "EAGLE", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "EAGLE3", dict.fromkeys((1, 2, 4, 8, 10, 16, 20), both))
         compiler.whole = True
         launch_attention(128, 20, 16)
