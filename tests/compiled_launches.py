@@ -3,9 +3,9 @@
 ``python -m tests.compiled_launches TARGET EAGLE EAGLE3`` takes three checkpoints and writes one JSON object a line: a
 ``Compiled``. Triton must not be interpreted.
 
-Triton is told of a device of compute capability 9.0, and every launch stops when its kernel is compiled, with the types
-and the alignment of its real arguments, which lie on the CPU. As nothing is computed, what operations allocate is
-zeros, so that tensors of indices hold some.
+Triton is told of a device of compute capability 9.0, and a launch compiles its kernel for the types and the alignment
+of its real arguments, which lie on the CPU: all variants through Triton's front end, some to LLVM's code, none by
+ptxas. As nothing is computed, what operations allocate is zeros, so that tensors of indices hold some.
 """
 
 from __future__ import annotations
