@@ -80,6 +80,16 @@ def test_weights_are_rounded_in_slices(
         assert torch.equal(found.float(), expected.float())
 
 
+@pytest.mark.parametrize("shared_bytes", [101_376, 166_912, 232_448], ids=["sm_86", "sm_80", "sm_90"])
+@pytest.mark.parametrize("input_bytes", [2, 4])
+@pytest.mark.parametrize("tokens", [1, 32, 64, 65])
+def test_every_shared_memory_holds_it(tokens: int, input_bytes: int, shared_bytes: int) -> None:
+    block = ops.pipeline(4096, tokens, input_bytes, shared_bytes)
+    stage = (block.tokens * input_bytes + block.outputs) * 128
+    assert (block.stages - 1) * stage + block.outputs * 128 * input_bytes <= shared_bytes
+    assert block.stages > 1
+
+
 def test_fp8_rounds_to_three_bits(draw: Draw) -> None:
     weight = draw(40, 128).float() * torch.logspace(-6, 3, 40, device=draw(1).device)[:, None]
     values, factor = quantize(weight, torch.float8_e4m3fn)

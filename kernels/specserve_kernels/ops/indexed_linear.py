@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import H200, limits_of
+
 
 class Pipeline(NamedTuple):
     """A program's tokens, rows, inputs a step, steps in flight, and warps."""
@@ -31,7 +33,7 @@ def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
     tokens, inputs = x_TI.shape
     rows = len(ids_R)
     out_TR = x_TI.new_empty((tokens, rows))
-    block = pipeline(rows, tokens, x_TI.element_size())
+    block = pipeline(rows, tokens, x_TI.element_size(), limits_of(x_TI.device).shared_bytes)
     _indexed_linear_kernel[(triton.cdiv(tokens, block.tokens), triton.cdiv(rows, block.rows))](
         x_TI,
         weight_OI,
@@ -51,10 +53,10 @@ def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
     return out_TR
 
 
-def pipeline(rows: int, tokens: int, element_size: int) -> Pipeline:
+def pipeline(rows: int, tokens: int, element_size: int, shared_bytes: int = H200.shared_bytes) -> Pipeline:
     """What to launch for so many rows and tokens: the measured pipelines of ``ops/linear.py`` for a weight of as many
     outputs. Up to 64 tokens the weight is read once and its bytes decide; beyond, the products do. float32 takes half
-    the step, which is as many bytes."""
+    the step, which is as many bytes. With less shared memory, fewer stages."""
     if tokens <= 16:
         chosen = Pipeline(16, 32, 128, 5 if rows <= 264 * 32 else 3, 4)
     elif tokens <= 32:
@@ -63,7 +65,9 @@ def pipeline(rows: int, tokens: int, element_size: int) -> Pipeline:
         chosen = Pipeline(64, 64, 128, 4, 4)
     else:
         chosen = Pipeline(128, 128, 64, 4, 8)
-    return chosen._replace(step=chosen.step * 2 // max(element_size, 2))
+    step = chosen.step * 2 // max(element_size, 2)
+    stage = (chosen.tokens + chosen.rows) * step * element_size
+    return chosen._replace(step=step, stages=max(1, min(chosen.stages, shared_bytes // stage)))
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import H200, limits_of
 from specserve_kernels.reference.quantized_linear import GROUP
 
 
@@ -34,7 +35,7 @@ def quantized_linear(
     tokens, inputs = x_TI.shape
     outputs = len(weight_OI)
     out_TO = x_TI.new_empty((tokens, outputs))
-    block = pipeline(outputs, tokens, x_TI.element_size())
+    block = pipeline(outputs, tokens, x_TI.element_size(), limits_of(x_TI.device).shared_bytes)
     _quantized_linear_kernel[(triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs))](
         x_TI,
         weight_OI,
@@ -55,9 +56,16 @@ def quantized_linear(
     return out_TO
 
 
-def pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:
+def pipeline(outputs: int, tokens: int, input_bytes: int, shared_bytes: int = H200.shared_bytes) -> Pipeline:
     """What to launch for so many outputs and tokens: up to 64 tokens the weight is read once, and its bytes decide.
-    Inputs of 4 bytes get what every GPU's shared memory holds."""
+    With less shared memory, fewer stages: one less than there are is held, and the weight in the inputs' type."""
+    chosen = _pipeline(outputs, tokens, input_bytes)
+    stage = (chosen.tokens * input_bytes + chosen.outputs) * GROUP
+    room = shared_bytes - chosen.outputs * GROUP * input_bytes
+    return chosen._replace(stages=max(1, min(chosen.stages, room // stage + 1)))
+
+
+def _pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:
     if input_bytes > 2:
         return Pipeline(16 if tokens <= 16 else 32, 32, 3, 4)
     if tokens <= 16:
