@@ -183,9 +183,10 @@ class Scheduler:
 
     def _begin(self, request: Request, pages: set[tuple[int, ...]]) -> bool:
         """Readies a request for its first chunk, with what was computed of its prompt since it got its slot. Returns
-        False where the launch computes the very page that it needs next (``pages``): it is worth waiting for."""
+        False where the launch computes the very page that it needs next (``pages``): it is worth waiting for. A prompt
+        that is scored has to compute that page itself."""
         request.prefilled = cached = self.memory.take_prefix(request, request.reusable)
-        if self.memory.next_page(request) in pages:
+        if request.scores is None and self.memory.next_page(request) in pages:
             return False
         request.begun = True
         if request.scores is not None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from unittest.mock import patch
+
 import pytest
 
 from specserve.core import SamplingParams
+from specserve.engine.runner import Launch, Row
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import (
     Answer,
@@ -12,6 +16,7 @@ from tests.engines import (
     Client,
     Drafted,
     Shape,
+    answer_all,
     answer_one,
     assert_same_drafts,
     context_of,
@@ -106,6 +111,31 @@ def test_prompts_that_come_together_are_computed_once(random_models: Checkpoints
     assert [answer.runs for answer in found] == [answer.runs for answer in alone]
     assert scheduler.stats().cached_tokens == whole * 16
     scheduler.memory.check_idle()
+
+
+def rows_by_launch(
+    scheduler: Scheduler, prompts: Sequence[list[int]], params: SamplingParams
+) -> list[list[int]]:
+    """The prompt tokens of each row of each prefill launch, of prompts that come together."""
+    launches: list[list[int]] = []
+    prefill = scheduler._runner.prefill
+
+    def recording(rows: Sequence[Row]) -> Launch:
+        launches.append([len(row.tokens) for row in rows])
+        return prefill(rows)
+
+    with patch.object(scheduler._runner, "prefill", recording):
+        answer_all(scheduler, [(prompt, params) for prompt in prompts])
+    scheduler.memory.check_idle()
+    return launches
+
+
+def test_scored_prompts_do_not_wait(random_models: Checkpoints) -> None:
+    """They may not use what another one computes."""
+    prompts = [[*PROMPT, i] for i in range(8)]
+    scheduler = random_models.scheduler(*SHAPES[0], page_size=16, chunked_prefill_size=1024)
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    assert rows_by_launch(scheduler, prompts, params) == [[len(PROMPT) + 1] * 8]
 
 
 def test_without_a_prefix_cache_nobody_waits(random_models: Checkpoints) -> None:
