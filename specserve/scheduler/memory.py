@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import compress, count
+from operator import ne
 
 from specserve.kv.allocator import PageAllocator
 from specserve.kv.radix import RadixCache
@@ -31,12 +33,15 @@ class Memory:
         request.pages[: len(cached)] = cached
         return len(cached) * self.page_size
 
-    def next_page(self, request: Request) -> tuple[int, ...]:
-        """The prompt up to the end of the page that is to be computed next; empty where the cache could not give that
-        page to another request of this prompt."""
-        end = (request.prefilled // self.page_size + 1) * self.page_size
-        shared = self.cache is not None and end < len(request.context)
-        return tuple(request.context[:end]) if shared else ()
+    def shared(self, request: Request, other: Request) -> int:
+        """Tokens that the cache could give the request once ``other`` has computed its prompt; 0 where the page that
+        the request needs next is not among them."""
+        page = slice(request.prefilled, request.prefilled + self.page_size)
+        if self.cache is None or request.context[page] != other.context[page]:
+            return 0
+        most = min(len(request.context) - 1, len(other.context))
+        same = next(compress(count(), map(ne, request.context, other.context)), most)
+        return min(same, most) // self.page_size * self.page_size
 
     @property
     def available(self) -> int:

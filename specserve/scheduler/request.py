@@ -31,6 +31,7 @@ class Request:
     begun: bool = False  # the first of its prompt is launched, and its row on the device written
     context: Sequence[int] = ()  # tokens to prefill: prompt, and output so far after a preemption
     prefilled: int = 0  # of those, launched or found in the cache
+    waits: int = 0  # launches that computed more of its prompt while it waited
     remembered: int = 0  # whole pages offered to the prefix cache
     inflight: int = 0  # most tokens that launches not yet read may add to the cache
     pending: int = 0  # launches not yet read that emit a token or more each

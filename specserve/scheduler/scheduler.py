@@ -24,6 +24,7 @@ from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.pressure import ATTEMPTS, Pressure
 from specserve.scheduler.request import Request
+from specserve.scheduler.sharing import Sharing
 from specserve.spec.adaptive import Batch
 from specserve.spec.state import RowInit
 from specserve.spec.tree import StepShape
@@ -181,12 +182,11 @@ class Scheduler:
             self._running.append(request)
             self._running.sort(key=lambda r: r.arrival)
 
-    def _begin(self, request: Request, pages: set[tuple[int, ...]]) -> bool:
+    def _begin(self, request: Request, sharing: Sharing) -> bool:
         """Readies a request for its first chunk, with what was computed of its prompt since it got its slot. Returns
-        False where the launch computes the very page that it needs next (``pages``): it is worth waiting for. A prompt
-        that is scored has to compute that page itself."""
+        False where it is to wait for more: the launch computes so much of it that this is worth another launch."""
         request.prefilled = cached = self.memory.take_prefix(request, request.reusable)
-        if request.scores is None and self.memory.next_page(request) in pages:
+        if sharing.should_wait(request):
             return False
         request.begun = True
         if request.scores is not None:
@@ -219,14 +219,13 @@ class Scheduler:
         budget = self._pressure.chunk
         rows: list[Row] = []
         requests: list[Request] = []
-        pages: set[tuple[int, ...]] = set()  # that this launch begins with
+        sharing = Sharing(self.memory, budget)
         for request in self._running:
             if not request.prefilling or not budget or len(rows) == self._pressure.prompts:
                 continue
-            if not request.begun and not self._begin(request, pages):
+            if not request.begun and not self._begin(request, sharing):
                 continue
-            if page := self.memory.next_page(request):
-                pages.add(page)
+            sharing.add(request)
             end = min(request.prefilled + budget, len(request.context))
             tokens = request.context[request.prefilled : end]
             budget -= len(tokens)
@@ -349,6 +348,7 @@ class Scheduler:
         self._free_slots.append(request.slot)
         request.slot, request.inflight, request.pending = -1, 0, 0
         request.prefilled, request.begun, request.context = 0, False, ()
+        request.waits = 0
 
     # Results.
 

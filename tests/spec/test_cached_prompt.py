@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Sequence
 from unittest.mock import patch
 
@@ -10,6 +12,7 @@ import pytest
 from specserve.core import SamplingParams
 from specserve.engine.runner import Launch, Row
 from specserve.scheduler.scheduler import Scheduler
+from specserve.scheduler.sharing import LAUNCH, MOST_WAITS
 from tests.engines import (
     Answer,
     Checkpoints,
@@ -26,6 +29,7 @@ from tests.engines import (
 
 SHAPES: list[tuple[str, Shape]] = [("EAGLE", (3, 1, 4)), ("EAGLE3", (3, 2, 6))]
 PROMPT = [(7 * i * i + 3 * i) % 64 for i in range(70)]
+TEXT = random.Random(0).choices(range(64), k=400)
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20),
     SamplingParams(temperature=0.8, seed=2, max_tokens=20, presence_penalty=0.5, repetition_penalty=1.2),
@@ -86,23 +90,23 @@ def test_chunks_change_nothing(chunk: int, page_size: int, random_models: Checkp
 
 
 def test_prompts_that_come_together_are_computed_once(random_models: Checkpoints) -> None:
-    """The second waits for what the first computes of its prompt, chunk after chunk; one that begins otherwise does not
-    wait. The drafts of all are those of each alone."""
-    algorithm, shape = SHAPES[1]
+    """The second waits for what the first computes of its prompt; one that begins otherwise does not wait. The drafts
+    of all are those of each alone: of chains, as trees share the batch's budget."""
+    algorithm, shape = "EAGLE3", (3, 1, 4)
     params = SamplingParams(temperature=0.9, seed=4, max_tokens=12)
-    prompts = [[*PROMPT, 1], [*PROMPT, 2], [3, *PROMPT[:20]]]
+    prompts = [[*TEXT[:300], 1], [*TEXT[:300], 2], [3, *PROMPT[:20]]]
     alone = [recorded(random_models.scheduler(algorithm, shape), prompt, params)[0] for prompt in prompts]
-    scheduler = random_models.scheduler(algorithm, shape, chunked_prefill_size=60, page_size=16)
+    scheduler = random_models.scheduler(algorithm, shape, chunked_prefill_size=350, page_size=16)
     client = Client(scheduler)
     for index, prompt in enumerate(prompts):
         client.submit(str(index), prompt, params)
     begun = []
-    for _ in range(4):
+    for _ in range(2):
         client.iterate()
         begun.append([request.begun for request in requests_of(scheduler)])
-    assert begun == [[True, False, False], [True, False, True], [True, True, True], [True, True, True]]
+    assert begun == [[True, False, True], [True, True, True]]
     one, other, _ = (request.pages for request in requests_of(scheduler))
-    whole = len(PROMPT) // context_of(scheduler).pool.page_size
+    whole = 300 // context_of(scheduler).pool.page_size
     assert one[:whole] == other[:whole]
     assert not set(one[whole:]) & set(other[whole:])
     found = list(client.run().values())
@@ -136,6 +140,30 @@ def test_scored_prompts_do_not_wait(random_models: Checkpoints) -> None:
     scheduler = random_models.scheduler(*SHAPES[0], page_size=16, chunked_prefill_size=1024)
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
     assert rows_by_launch(scheduler, prompts, params) == [[len(PROMPT) + 1] * 8]
+
+
+def test_what_is_computed_twice_is_worth_less_than_a_launch(random_models: Checkpoints) -> None:
+    """Few tokens of few prompts are not worth a wait; of many they are."""
+    settings = {"page_size": 16, "chunked_prefill_size": 1024, "max_running_requests": 16}
+    params = SamplingParams(max_tokens=2)
+    scheduler = random_models.scheduler(*SHAPES[0], **settings)
+    assert rows_by_launch(scheduler, [PROMPT[:20]] * 8, params) == [[20] * 8]
+    beside = (LAUNCH - 1) // 64
+    scheduler = random_models.scheduler(*SHAPES[0], **settings)
+    launches = rows_by_launch(scheduler, [[*PROMPT, i] for i in range(16)], params)
+    assert launches == [[71] * (1 + beside), [7] * (15 - beside)]
+
+
+def test_a_prompt_waits_for_few_launches(random_models: Checkpoints) -> None:
+    """Each of 24 prompts parts from the next 16 tokens later. They do not wait for each other one by one."""
+    prompts = [[*TEXT[: 16 * i], *random.Random(i).choices(range(64), k=20)] for i in range(1, 25)]
+    settings = {"page_size": 16, "chunked_prefill_size": 4096, "max_total_tokens": 8192}
+    scheduler = random_models.scheduler(*SHAPES[0], max_running_requests=24, **settings)
+    with patch.object(scheduler.memory, "take_prefix", side_effect=scheduler.memory.take_prefix) as looks:
+        launches = rows_by_launch(scheduler, prompts, SamplingParams(max_tokens=2))
+    assert [len(rows) for rows in launches] == [6, 6, 12]
+    looked = Counter(call.args[0].rid for call in looks.call_args_list)
+    assert max(looked.values()) == 2 + MOST_WAITS, "when it gets its slot, and for each launch"
 
 
 def test_without_a_prefix_cache_nobody_waits(random_models: Checkpoints) -> None:

@@ -1,0 +1,41 @@
+"""Which prompts of a prefill launch wait for what another one computes of them."""
+
+from __future__ import annotations
+
+from specserve.scheduler.memory import Memory
+from specserve.scheduler.request import Request
+
+# Prompt tokens that a GPU computes while it reads the weights once, about: what one more launch costs.
+LAUNCH = 256
+MOST_WAITS = 2  # launches that one request waits for
+
+
+class Sharing:
+    """The prompts of one launch of at most ``chunk`` tokens. Some tokens it may compute for several of them, each on
+    its own, but fewer than another launch would cost: whoever would share more waits.
+
+    Where a launch has room left, all its prompts end with it: the next launch finds in the cache what was waited for.
+    """
+
+    def __init__(self, memory: Memory, chunk: int) -> None:
+        self._memory = memory
+        self._most = min(LAUNCH, chunk)
+        self._again = 0  # tokens that the launch computes more than once
+        self._requests: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        """It is part of the launch."""
+        self._requests.append(request)
+
+    def should_wait(self, request: Request) -> bool:
+        """Whether the request, which has its cached prefix, is to wait for the launch and not to begin with it. One
+        that is scored has to compute its tokens itself."""
+        if request.scores is not None or request.waits == MOST_WAITS:
+            return False
+        shared = max((self._memory.shared(request, other) for other in self._requests), default=0)
+        saved = max(0, shared - request.prefilled)
+        if not saved or self._again + saved < self._most:
+            self._again += saved
+            return False
+        request.waits += 1
+        return True
