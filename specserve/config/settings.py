@@ -138,8 +138,8 @@ class Settings:
     )
     engine_restarts: int = setting(
         3,
-        "Times within 10 minutes that an engine which died is replaced; then the server ends with code 1. An engine "
-        "that never served is not replaced, unless it replaced one that did.",
+        "Times within 10 minutes that an engine which died is replaced; then the server ends with code 1, as it does "
+        "after so many engines in a row that died while they loaded. A first engine that never served is not replaced.",
         group=SERVER,
         low=0,
     )

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 PERIOD = 600.0  # seconds in which ``engine_restarts`` are allowed
 PAUSE = 1.0  # seconds before the engine that follows one which died while it loaded; doubled for each more
+LONGEST_PAUSE = 60.0  # seconds
 
 
 class Supervisor:
@@ -34,7 +35,7 @@ class Supervisor:
     async def run(self) -> Broken:
         """Replaces engines that die. Returns why there is none any more: the last one's end."""
         while await self._serve() and self._may_restart():
-            pause = PAUSE * 2 ** (self._never_served - 1) if self._never_served else 0.0
+            pause = min(PAUSE * 2 ** (self._never_served - 1), LONGEST_PAUSE) if self._never_served else 0.0
             reason = self.client.failure.message
             log.error("the engine is gone, another one is started in %g seconds: %s", pause, reason)
             await asyncio.to_thread(self._process.close)
@@ -62,11 +63,11 @@ class Supervisor:
         return client.state == "broken" and again and not (client.failure.user_error or client.is_last)
 
     def _may_restart(self) -> bool:
-        """Counts a restart, unless there were too many of late."""
-        now = time.monotonic()
+        """Counts a restart, unless there were too many of late, or too many engines in a row that never served."""
+        now, most = time.monotonic(), self._settings.engine_restarts
         while self._restarts and self._restarts[0] < now - PERIOD:
             self._restarts.popleft()
-        if len(self._restarts) >= self._settings.engine_restarts:
+        if max(len(self._restarts), self._never_served) >= most:
             return False
         self._restarts.append(now)
         return True

@@ -1,0 +1,74 @@
+"""How often an engine is replaced, and how long the pauses are, with engines and a clock of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from specserve.config import make_settings
+from specserve.frontend.engine_client import EngineClient
+from specserve.frontend.messages import Broken, Ready
+from specserve.scheduler.process import build_scheduler
+from specserve.server import supervisor
+from specserve.server.supervisor import LONGEST_PAUSE, Supervisor
+
+LOAD = 700.0  # seconds that an engine loads: longer than the period in which restarts are counted
+
+
+class Engine:
+    """Stands in for a process."""
+
+    def __init__(self, settings: object, build: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, served: Iterator[bool], restarts: int) -> list[float]:
+    """Runs a supervisor until it gives up: each engine loads, serves or not, and dies. Returns the pauses, seconds."""
+    now = 0.0
+    pauses: list[float] = []
+
+    @asynccontextmanager
+    async def connect(_: Engine, client: EngineClient) -> AsyncIterator[None]:
+        nonlocal now
+        now += LOAD
+        client.connect(lambda message: None)
+        if next(served):
+            client.receive(Ready({}))
+        asyncio.get_running_loop().call_soon(client.fail, Broken("it died"))
+        yield
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        pauses.append(seconds)
+
+    stand_ins = {
+        "EngineProcess": Engine,
+        "connect": connect,
+        "time": SimpleNamespace(monotonic=lambda: now),
+        "asyncio": SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(supervisor, name, stand_in)
+    settings = make_settings(model_path="m", engine_restarts=restarts)
+    asyncio.run(Supervisor(settings, build_scheduler).run())
+    return pauses
+
+
+def test_engines_that_load_long_and_die_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more of them than --engine-restarts, and no pause above the longest."""
+    served = iter([True] + [False] * 20)
+    assert replace(monkeypatch, served, 9) == [0, 1, 2, 4, 8, 16, 32, LONGEST_PAUSE, LONGEST_PAUSE]
+
+
+def test_engines_that_serve_are_replaced_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that never served are counted from the last that did."""
+    served = iter([True, False, False, True, True, True, False, False, False, False])
+    assert replace(monkeypatch, served, 3) == [0, 1, 2, 0, 0, 0, 1, 2]
