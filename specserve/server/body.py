@@ -1,4 +1,4 @@
-"""What bounds a request's body: its size, how deep its JSON nests, and how many are looked at at a time."""
+"""What bounds a request's body: its size, how its JSON is built, and how many are looked at at a time."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specserve.server.errors import ApiError
 
 MAX_DEPTH = 32
+MAX_KEYS = 1024  # more than any field has; each key of an object may be a fault of its own
 
 
 class Turns:
@@ -59,7 +60,7 @@ class LimitBody:
 
 
 class BoundedRoute(APIRoute):
-    """A route whose JSON nests no deeper than ``MAX_DEPTH``: 400 before anything looks at it."""
+    """A route whose JSON is within ``MAX_DEPTH`` and ``MAX_KEYS``: 400 before anything looks at it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -75,21 +76,27 @@ class _BoundedRequest(Request):
         await self.app.state.turns.wait()
         try:
             found = await super().json()
-            if not _deeper(found, MAX_DEPTH):
-                return found
-        except RecursionError:
-            pass  # deeper than the parser goes
-        raise HTTPException(400, f"the body is JSON that nests deeper than {MAX_DEPTH}")
+        except RecursionError:  # deeper than the parser goes
+            raise _TOO_DEEP from None
+        _check_shape(found)
+        return found
 
 
-def _deeper(value: object, depth: int) -> bool:
-    """Whether lists and objects nest deeper than ``depth``."""
+_TOO_DEEP = HTTPException(400, f"the body is JSON that nests deeper than {MAX_DEPTH}")
+_TOO_WIDE = HTTPException(400, f"the body is JSON with an object of more than {MAX_KEYS} keys")
+
+
+def _check_shape(value: object) -> None:
+    """Raises HTTPException for lists and objects that nest deeper than ``MAX_DEPTH``, and for objects of more than
+    ``MAX_KEYS`` keys."""
     level = [value]
-    for _ in range(depth + 1):
+    for _ in range(MAX_DEPTH + 1):
+        if any(isinstance(item, dict) and len(item) > MAX_KEYS for item in level):
+            raise _TOO_WIDE
         level = [child for item in level for child in _children(item) if isinstance(child, list | dict)]
         if not level:
-            return False
-    return True
+            return
+    raise _TOO_DEEP
 
 
 def _children(value: object) -> Any:

@@ -22,6 +22,7 @@ from specserve.server.prediction import with_prediction
 from specserve.server.protocol import (
     Count,
     GenerationRequest,
+    ListOf,
     Refusal,
     Strict,
     check_stream_options,
@@ -56,7 +57,7 @@ class ChatRequest(GenerationRequest):
         "prompt_cache_options": Refusal("the prefix cache is shared by all and can't be set by request"),
         "prompt_cache_retention": Refusal("the prefix cache can't be set by request"),
     }
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[ListOf[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -26,6 +26,7 @@ from specserve.server.protocol import (
     MAX_CHOICES,
     GenerationRequest,
     Int,
+    ListOf,
     Refusal,
     Text,
     check_stream_options,
@@ -38,14 +39,14 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_ANSWERS = 2048
 
 T = TypeVar("T")
-Several = Annotated[list[T], Field(max_length=MAX_ANSWERS)]
+Several = Annotated[ListOf[T], Field(max_length=MAX_ANSWERS)]
 
 
 class CompletionRequest(GenerationRequest):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "suffix": Refusal("nothing is inserted before a suffix", ""),
     }
-    prompt: Text | list[Int] | Several[Text] | Several[list[Int]]
+    prompt: Text | ListOf[Int] | Several[Text] | Several[ListOf[Int]]
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -120,9 +121,12 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _deepest(errors: Sequence[Any]) -> Any:
-    """The first error, or one further inside the same field: a list that is no text may be a wrong list."""
-    first, root = errors[0], _param(errors[0]["loc"]) + "."
-    inside = [error for error in errors if _param(error["loc"]).startswith(root)]
+    """The first error, or one further inside the same field: a list that is no text may be a wrong list. What is too
+    long was right up to there."""
+    first, param = errors[0], _param(errors[0]["loc"])
+    if any(error["type"] == "too_long" and _param(error["loc"]) == param for error in errors):
+        return first
+    inside = [error for error in errors if _param(error["loc"]).startswith(param + ".")]
     return max(inside, key=lambda error: len(error["loc"]), default=first)
 
 
@@ -136,5 +140,15 @@ def _param(location: Sequence[Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = _BRIEFLY.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _brief() -> reprlib.Repr:
+    """Looks at the first elements alone, of values that may have a million."""
+    found = reprlib.Repr()
+    found.maxlist = found.maxdict = found.maxstring = found.maxlong = 80
+    return found
+
+
+_BRIEFLY = _brief()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from specserve.server.errors import ApiError
-from specserve.server.protocol import Refusal, Strict, Text, TextPart, joined
+from specserve.server.protocol import ListOf, Refusal, Strict, Text, TextPart, joined
 
 
 class FunctionCall(Strict):
@@ -29,9 +29,9 @@ class Message(Strict):
         "function_call": Refusal("its newer name is tool_calls"),
     }
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | ListOf[TextPart] | None = None
     name: Text | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: Text | None = None
 
 

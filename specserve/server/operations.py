@@ -10,7 +10,7 @@ from specserve.frontend.engine_client import EngineGone
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.messages import Message, conversation
-from specserve.server.protocol import Int, Strict, Text
+from specserve.server.protocol import Int, ListOf, Strict, Text
 
 ABORTED = "the request was ended by POST /abort_request"
 
@@ -18,12 +18,12 @@ ABORTED = "the request was ended by POST /abort_request"
 class TokenizeRequest(Strict):
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[ListOf[Message], Field(min_length=1)] | None = None
 
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: list[Int]
+    tokens: ListOf[Int]
 
 
 class AbortRequest(Strict):

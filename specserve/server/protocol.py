@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +24,9 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_NODES = 64
 INT64 = 2**63
+
+T = TypeVar("T")
+ListOf = Annotated[list[T], Field(fail_fast=True)]  # says what is wrong with one element, not with a million
 
 
 def _encodable(text: str) -> str:
@@ -124,7 +127,7 @@ def joined(content: str | list[TextPart]) -> str:
 
 class PredictionField(Strict):
     type: Literal["content"]
-    content: Text | list[TextPart]
+    content: Text | ListOf[TextPart]
 
     @property
     def text(self) -> str:
@@ -148,7 +151,7 @@ class GenerationRequest(Strict):
     frequency_penalty: Annotated[float, _bounded("frequency_penalty")] | None = None
     logit_bias: Bias | None = None
     seed: Int | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop: Text | Annotated[ListOf[Text], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -157,7 +160,7 @@ class GenerationRequest(Strict):
     repetition_penalty: Annotated[float, _bounded("repetition_penalty")] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
-    stop_token_ids: list[Int] | None = None
+    stop_token_ids: ListOf[Int] | None = None
     prediction: PredictionField | None = None
     speculation: SpeculationField | None = None
     return_speculation: bool | None = None
