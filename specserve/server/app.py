@@ -33,7 +33,9 @@ from specserve.server.schema import answers
 
 def create_app(front: Front) -> FastAPI:
     """Builds the app around a front that may still be loading."""
-    app = FastAPI(title="specserve", version=__version__, separate_input_output_schemas=False)
+    app = FastAPI(
+        title="specserve", version=__version__, separate_input_output_schemas=False, redirect_slashes=False
+    )
     app.router.route_class = BoundedRoute
     app.state.front = front
     app.state.turns = Turns()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -92,6 +94,23 @@ class TestBehindNginx:
                 unread = asyncio.run(send_once(url, raw))
                 assert unread.status == status
                 assert words in unread.json()["error"]["message"]
+
+    def test_the_host_keeps_its_port(self, tmp_path: Path) -> None:
+        class Host(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.wfile.write(f"HTTP/1.1 200 OK\r\n\r\n{self.headers['host']}".encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Host) as replica:
+            threading.Thread(target=replica.serve_forever).start()
+            try:
+                with nginx(tmp_path, [replica.server_port]) as url:
+                    assert httpx.get(f"{url}/health").text == url.removeprefix("http://")
+                    assert httpx.get(f"{url}/health", headers={"host": "a.example:81"}).text == "a.example:81"
+            finally:
+                replica.shutdown()
 
     def test_no_request_is_lost(self, replicas: dict[int, Server], model: Path, tmp_path: Path) -> None:
         """kill -9 of one under load, another in its place, SIGTERM to the other."""
