@@ -70,7 +70,7 @@ async def chat(front: Front, request: ChatRequest, http: Request) -> Response:
     front.check_call(request.model)
     check_stream_options(request)
     params = _params(front, request)
-    with front.place(request.choices):
+    with front.place(request.choices, "n"):
         prompt = await front.encode_chat(conversation(request.messages))
         front.check_prompt(prompt, "messages", params.min_tokens)
         params = await with_prediction(front, request, params)

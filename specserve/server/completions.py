@@ -65,11 +65,11 @@ async def complete(front: Front, request: CompletionRequest, http: Request) -> R
     params = _params(front, request)
     given = _prompts(request)
     answers = len(given) * request.candidates
+    name = "prompt" if request.candidates == 1 else "n" if request.best_of is None else "best_of"
     if answers > MAX_ANSWERS:
-        name = "n" if request.best_of is None else "best_of"
         message = f"{name}: {len(given)} prompts by {request.candidates} are over {MAX_ANSWERS} answers"
         raise ApiError(400, message, name)
-    with front.place(answers):
+    with front.place(answers, name):
         prompts = [await _Prompt.of(front, item, request.echo) for item in given]
         for prompt in prompts:
             front.check_prompt(prompt.tokens, "prompt", params.min_tokens)

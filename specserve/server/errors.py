@@ -105,9 +105,10 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
     first = _deepest(errors)
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    if "param" in first.get("ctx", {}):
-        return ApiError(400, first["msg"], first["ctx"]["param"], "unsupported_parameter")
     param = _param(first["loc"])
+    if "param" in first.get("ctx", {}):
+        param = ".".join(filter(None, (param, first["ctx"]["param"])))
+        return ApiError(400, f"{param}: {first['msg']}", param, "unsupported_parameter")
     if not param and isinstance(first["input"], str) and first["type"] == "string_unicode":
         return ApiError(400, f"{first['input']}: unknown field", first["input"], "unknown_parameter")
     if not param:

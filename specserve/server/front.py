@@ -115,15 +115,16 @@ class Front:
             )
 
     @contextlib.contextmanager
-    def place(self, answers: int) -> Iterator[None]:
-        """Keeps places for answers until they are submitted. Raises ApiError when the queue has none left."""
+    def place(self, answers: int, param: str) -> Iterator[None]:
+        """Keeps places for answers, as many as ``param`` asked for, until they are submitted. Raises ApiError when the
+        queue has none left."""
         limit = (self.settings.max_running_requests or 0) + self.settings.max_queued_requests
         if answers > limit:
             raise ApiError(
                 400,
-                f"n: {answers} answers in one call, at most {limit} (--max-running-requests and "
+                f"{param}: {answers} answers in one call, at most {limit} (--max-running-requests and "
                 "--max-queued-requests)",
-                "n",
+                param,
             )
         taken = self.engine.open + self._preparing
         if taken + answers > limit:

@@ -102,7 +102,7 @@ class Strict(BaseModel):
             if name in data and not refusal.allows(data[name]):
                 raise PydanticCustomError(
                     "unsupported",
-                    "{param}: not supported: {reason}",
+                    "not supported: {reason}",
                     {"param": name, "reason": refusal.reason},
                 )
         return {name: value for name, value in data.items() if name not in cls.refused}

@@ -54,7 +54,7 @@ BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
     (
         {"stream": True, "stream_options": {"include_obfuscation": True}},
-        "include_obfuscation",
+        "stream_options.include_obfuscation",
         "not supported",
     ),
     ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo", "unknown field"),
@@ -137,6 +137,17 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
         {"messages": [{"role": "user", "content": LONG}]},
         "messages",
         "316 tokens; the context length is 256",
+    ),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "a", "refusal": "no"},
+            ]
+        },
+        "messages.1.refusal",
+        "messages.1.refusal: not supported",
     ),
     (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools: not supported: this server calls no tools"),
     (CHAT, {"tool_choice": "auto"}, "tool_choice", "not supported"),
@@ -236,6 +247,15 @@ def test_codes(serve: Serve) -> None:
     for (status, code), response in cases.items():
         assert check(response, status)["code"] == code
     assert "gpt-4" in client.post(CHAT, json={**GOOD[CHAT], "model": "gpt-4"}).json()["error"]["message"]
+
+
+def test_a_slash_too_many_leads_nowhere(serve: Serve) -> None:
+    """Least of all to the host that the client named."""
+    client, _ = serve()
+    for method, path in (("POST", CHAT + "/"), ("GET", "/health/"), ("GET", "/playground/")):
+        answer = client.request(method, path, headers={"host": "evil.example"}, follow_redirects=False)
+        assert "location" not in answer.headers
+        assert check(answer, 404)["message"] == f"unknown route: {method} {path}"
 
 
 def test_api_key(serve: Serve) -> None:

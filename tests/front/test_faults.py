@@ -65,6 +65,13 @@ class TestOfOneServer:
         never = post(server, n=5, max_tokens=1)
         assert never.status_code == 400
         assert "5 answers in one call, at most 4" in never.json()["error"]["message"]
+        for fields, param in (
+            ({"n": 5}, "n"),
+            ({"best_of": 5}, "best_of"),
+            ({"prompt": ["a"] * 5}, "prompt"),
+            ({"prompt": ["a"] * 3, "n": 2}, "n"),
+        ):
+            assert post(server, **fields).json()["error"]["param"] == param
         waiting = under_way(server, pool, {"max_tokens": 90}, {"max_tokens": 90}, {"max_tokens": 90})
         refused = post(server, n=2, max_tokens=1)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
