@@ -53,6 +53,7 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
     import uvicorn
 
     from specserve.server.app import create_app
+    from specserve.server.connection import Connection
     from specserve.server.drain import FAREWELL, Drain
     from specserve.server.front import Front
 
@@ -60,7 +61,7 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
     server = _server_class(uvicorn.Server)(
         uvicorn.Config(
             create_app(front),
-            http="h11",
+            http=Connection,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_config=None,
             log_level="warning",

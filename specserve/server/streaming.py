@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from specserve.frontend.generation import Generation, RequestFailed
 from specserve.server.errors import from_failure
@@ -18,11 +18,10 @@ T = TypeVar("T")
 Body = dict[str, Any]
 
 CLIENT_LEFT = 499  # nginx's number; nobody receives it, the metrics show it
-STALLED = 60.0  # seconds in which a client takes nothing of its stream, after which it counts as gone
 
 
 class ClientLeft(Exception):
-    """The client closed the connection, or reads no more."""
+    """The client closed the connection, or the connection was cut as it reads no more."""
 
 
 async def answer(http: Request, generation: Generation, body: Callable[[], Awaitable[Body]]) -> Response:
@@ -70,20 +69,15 @@ class _EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for chunk in self._chunks:
-                await _send_event(send, msgspec.json.encode(chunk))
+                await send(_event(msgspec.json.encode(chunk)))
         except RequestFailed as failure:
-            await _send_event(send, msgspec.json.encode(from_failure(failure).body))
-        await _send_event(send, b"[DONE]")
+            await send(_event(msgspec.json.encode(from_failure(failure).body)))
+        await send(_event(b"[DONE]"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_event(send: Send, data: bytes) -> None:
-    """Waits while the connection's buffer is full. Raises ClientLeft."""
-    try:
-        async with asyncio.timeout(STALLED):
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
-    except TimeoutError:
-        raise ClientLeft from None
+def _event(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}
 
 
 async def _unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from specserve.server import connection
 from specserve.server.app import create_app
+from specserve.server.connection import Connection
+from specserve.server.run import _server_class
 from tests.front.fake_engine import FakeEngine, text_reply
 from tests.front.fakes import fake_front
 
@@ -82,3 +91,93 @@ def test_all_biases_fit() -> None:
     body = {**PROMPT, "logit_bias": {str(token): 1 for token in range(259)}, "max_tokens": 1}
     answer, _ = asyncio.run(longest_stall(COMPLETIONS, body))
     assert answer.status_code == 200
+
+
+@contextlib.asynccontextmanager
+async def listening(app: ASGIApp) -> AsyncIterator[int]:
+    """Serves as ``run_server`` does, on this event loop. Gives the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, http=Connection, log_config=None, lifespan="off")
+        server = _server_class(uvicorn.Server)(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        await serving
+
+
+@contextlib.asynccontextmanager
+async def client(port: int, request: bytes) -> AsyncIterator[socket.socket]:
+    """A connection that takes hardly anything ahead of what is asked for."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+        found.setblocking(False)
+        await loop.sock_connect(found, ("127.0.0.1", port))
+        await loop.sock_sendall(found, request)
+        yield found
+
+
+class Large:
+    """Answers with ``SIZE`` bytes in one piece, which has to leave before a second piece ends the answer."""
+
+    SIZE = 32 * 2**20
+
+    def __init__(self, streams: bool) -> None:
+        self._streams = streams
+        self.ended = ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a" * self.SIZE, "more_body": self._streams})
+        if self._streams:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self.ended = (await receive())["type"]
+
+
+GET = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_who_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
+    """What is under way is told, and the connection is gone, though the client closes nothing."""
+    monkeypatch.setattr(connection, "STALLED", 0.2)
+    app = Large(streams)
+
+    async def run() -> None:
+        async with listening(app) as port, client(port, GET):
+            await until(lambda: connections(port) == 1)
+            await until(lambda: connections(port) == 0)
+            await until(lambda: app.ended == "http.disconnect")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_who_reads_slowly_is_not_cut(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
+    """One large piece may take far longer than the time in which something must be taken."""
+    monkeypatch.setattr(connection, "STALLED", 0.2)
+
+    async def run() -> int:
+        found, begun = 0, time.monotonic()
+        async with listening(Large(streams)) as port, client(port, GET) as reader:
+            while data := await asyncio.get_running_loop().sock_recv(reader, 2**20):
+                found += len(data)
+                if time.monotonic() - begun < 1:
+                    await asyncio.sleep(0.05)  # far slower than a buffer of megabytes in the kernel empties
+            assert time.monotonic() - begun > 0.8
+        return found
+
+    assert asyncio.run(run()) > Large.SIZE
+
+
+def connections(port: int) -> int:
+    """The server's ends, those included whose client is gone and that still hold something."""
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return sum(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "01" for line in lines)
+
+
+async def until(done: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not done():
+            await asyncio.sleep(0.01)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any
 
-import pytest
 from starlette.testclient import TestClient
 
 from specserve.config import SETTINGS, Settings
 from specserve.core import SamplingParams
 from specserve.frontend.engine_client import EngineClient
 from specserve.frontend.messages import Abort, Broken, Failed, Stats, Submit, ToEngine, Tokens
-from specserve.server import streaming
 from specserve.server.app import create_app
 from specserve.server.front import Front
 from tests.front.conftest import Serve
-from tests.front.fake_engine import FakeEngine, text_reply
-from tests.front.fakes import fake_front
 
 
 def test_models(serve: Serve) -> None:
@@ -169,30 +163,3 @@ def test_json_that_nests(serve: Serve) -> None:
         response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
         assert response.status_code == 400
         assert response.json()["error"]["message"] == "the body is JSON that nests deeper than 32"
-
-
-def test_a_stream_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests are ended once its client has taken nothing for a while; until then other work goes on."""
-    monkeypatch.setattr(streaming, "STALLED", 0.05)
-
-    async def run() -> list[str]:
-        engine = FakeEngine(text_reply("a" * 250, end=False), stride=1)
-        front = fake_front(engine)
-        body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 250, "stream": True}).encode()
-        received = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Any:
-            return received.pop() if received else await asyncio.Event().wait()
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
-        headers = {"headers": [(b"content-type", b"application/json")]}
-        await create_app(front)({**scope, **headers}, receive, send)
-        front.close()
-        assert front.engine.open == 0
-        return engine.aborted
-
-    assert len(asyncio.run(run())) == 1
