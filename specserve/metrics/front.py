@@ -37,7 +37,8 @@ class Metrics:
         self._registry.register(_Restarts(restarts))
         self._requests = Counter(
             "specserve_requests",
-            "Answered HTTP requests; status 499: the client left first.",
+            "HTTP requests by the status that their answer ended with: of a stream that ended in an error event, the "
+            "error's; 499: the client left before the end.",
             ("endpoint", "status"),
             registry=self._registry,
         )

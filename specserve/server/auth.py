@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specserve.server.errors import error_body
 from specserve.server.front import Front
 from specserve.server.playground.routes import PATHS
+from specserve.server.streaming import CLIENT_LEFT, ENDED_BY
 
 OPEN = ("/health", "/live", "/metrics", *PATHS)
 
@@ -37,7 +38,8 @@ class ApiKey:
 
 
 class CountAnswers:
-    """Counts answers by route and status, and the calls that are not answered to their end."""
+    """Counts answers by route and by the status that they end with, and the calls whose body is there and that are
+    not answered to their end: what a server that stops waits for."""
 
     def __init__(self, app: ASGIApp, front: Front) -> None:
         self._app = app
@@ -48,25 +50,37 @@ class CountAnswers:
             await self._app(scope, receive, send)
             return
 
-        started = False
+        calls, status, ended = 0, 500, False  # without an answer one is made further out
 
         def count(status: int) -> None:
+            nonlocal ended
+            ended = True
             known = scope.get("route") is not None
             self._front.metrics.answered(scope["route"].path if known else "other", status)
 
         async def counted(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
-                count(message["status"])
+                status = message["status"]
+            elif not message.get("more_body", False):
+                count(scope.get(ENDED_BY, status))
             await send(message)
 
-        self._front.calls += 1
+        async def received() -> Message:
+            nonlocal calls
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body", False) and not calls:
+                calls = 1
+                self._front.calls += 1
+            return message
+
         try:
-            await self._app(scope, receive, counted)
+            await self._app(scope, received, counted)
+            if not ended:
+                count(CLIENT_LEFT)
         except Exception:
-            if not started:
-                count(500)  # the answer is made further out
+            if not ended:
+                count(500)
             raise
         finally:
-            self._front.calls -= 1
+            self._front.calls -= calls

@@ -1,4 +1,4 @@
-"""What bounds a request's body: its size, how its JSON is built, and how many are looked at at a time."""
+"""What bounds a request's body: its size and time, how its JSON is built, and how many are looked at at a time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.server.errors import ApiError
 
+PAUSE = 60.0  # seconds in which some of a body must come
 MAX_DEPTH = 32
 MAX_KEYS = 1024  # more than any field has; each key of an object may be a fault of its own
 
@@ -31,7 +32,8 @@ class Turns:
 
 
 class LimitBody:
-    """Refuses bodies of more than ``most`` bytes: 413, before or while they are read."""
+    """Refuses bodies of more than ``most`` bytes, before or while they are read: 413. And those of which nothing comes
+    for ``PAUSE`` seconds: 408."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app = app
@@ -46,17 +48,29 @@ class LimitBody:
         if announced.isdigit() and int(announced) > self._most:
             await error.response(scope, receive, send)
             return
-        seen = 0
+        seen, complete = 0, False
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, complete
+            if complete:
+                return await receive()
+            message = await _soon(receive)
+            complete = not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self._most:
                 raise HTTPException(error.status, str(error))
             return message
 
         await self._app(scope, counted, send)
+
+
+async def _soon(receive: Receive) -> Message:
+    try:
+        async with asyncio.timeout(PAUSE):
+            return await receive()
+    except TimeoutError:
+        message = f"the rest of the body did not come within {PAUSE:g} seconds"
+        raise HTTPException(408, message, {"connection": "close"}) from None
 
 
 class BoundedRoute(APIRoute):

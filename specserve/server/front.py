@@ -44,7 +44,7 @@ class Front:
         self.token_statistics = TokenStatistics() if settings.token_statistics else None
         self.started = int(time.time())
         self.stopping = False
-        self.calls = 0  # HTTP requests that are not answered to their end
+        self.calls = 0  # HTTP requests whose body is there, not answered to their end
         self._preparing = 0  # answers that are asked for and not yet submitted
         self._given = settings
         self._resolved: tuple[object, Settings] | None = None  # what the engine said, and the settings of it

@@ -18,6 +18,7 @@ T = TypeVar("T")
 Body = dict[str, Any]
 
 CLIENT_LEFT = 499  # nginx's number; nobody receives it, the metrics show it
+ENDED_BY = "specserve.ended_by"  # in the scope: the status of the error that ended a stream
 
 
 class ClientLeft(Exception):
@@ -59,19 +60,21 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _unless_left(receive, self._send_all(send))
+            await _unless_left(receive, self._send_all(scope, send))
         except ClientLeft:
             pass
         finally:
             self._generation.close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for chunk in self._chunks:
                 await send(_event(msgspec.json.encode(chunk)))
         except RequestFailed as failure:
-            await send(_event(msgspec.json.encode(from_failure(failure).body)))
+            error = from_failure(failure)
+            scope[ENDED_BY] = error.status
+            await send(_event(msgspec.json.encode(error.body)))
         await send(_event(b"[DONE]"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

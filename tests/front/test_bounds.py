@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specserve.server import connection
@@ -169,6 +171,65 @@ def test_who_reads_slowly_is_not_cut(monkeypatch: pytest.MonkeyPatch, streams: b
         return found
 
     assert asyncio.run(run()) > Large.SIZE
+
+
+def head(length: int) -> bytes:
+    kind = "content-type: application/json"
+    return f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\n{kind}\r\ncontent-length: {length}\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize("body", [b"", b'{"model": '])
+def test_half_a_body(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    """Its client is told; a server that stops does not wait for it."""
+    monkeypatch.setattr("specserve.server.body.PAUSE", 0.1)
+    request = head(99)
+
+    async def run() -> bytes:
+        front, found = fake_front(FakeEngine(text_reply("a"))), b""
+        async with listening(create_app(front)) as port, client(port, request + body) as reader:
+            await until(lambda: connections(port) == 1)
+            await asyncio.sleep(0.05)
+            assert front.calls == 0
+            async with asyncio.timeout(10):
+                while data := await asyncio.get_running_loop().sock_recv(reader, 4096):
+                    found += data
+        front.close()
+        return found
+
+    status, answer = asyncio.run(run()).split(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(answer)["error"]["message"] == "the rest of the body did not come within 0.1 seconds"
+
+
+def test_an_answer_may_take_longer_than_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specserve.server.body.PAUSE", 0.05)
+    front = fake_front(FakeEngine(text_reply("a" * 200, end=False), stride=1))  # 1 ms each
+    with TestClient(create_app(front)) as client:
+        begun = time.monotonic()
+        for streams in (False, True):
+            body = {**PROMPT, "max_tokens": 200, "stream": streams}
+            assert "error" not in client.post(COMPLETIONS, json=body).text
+        assert time.monotonic() - begun > 0.2
+    front.close()
+
+
+def test_a_stream_counts_when_it_ends() -> None:
+    """As 499 if its client left before."""
+
+    async def run() -> str:
+        front = fake_front(FakeEngine(text_reply("a" * 250, end=False), stride=1))
+        data = json.dumps({**PROMPT, "max_tokens": 250, "stream": True}).encode()
+        request = head(len(data)) + data
+        async with listening(create_app(front)) as port:
+            async with client(port, request) as reader:
+                await asyncio.get_running_loop().sock_recv(reader, 10)
+                assert front.calls == 1
+                assert "status=" not in front.metrics.text().decode()
+            await until(lambda: front.calls == 0)
+        front.close()
+        return front.metrics.text().decode()
+
+    assert f'specserve_requests_total{{endpoint="{COMPLETIONS}",status="499"}} 1.0' in asyncio.run(run())
 
 
 def connections(port: int) -> int:
