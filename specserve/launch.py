@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specserve.config import Settings, load_settings, resolve_paths
-from specserve.logs import configure_logging
+from specserve.logs import adopt_loggers, configure_logging
 from specserve.scheduler.process import Build, Built, build_scheduler
 
 log = logging.getLogger("specserve.launch")
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
         configure_logging(given.log_level, given.log_format)
         # Once, before both processes: a wrong path is told at once, and both read the same revision.
         local, notes = resolve_paths(given)
+        adopt_loggers()
         for note in notes:
             log.info("%s", note)
         from specserve.server.run import run_server

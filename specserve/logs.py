@@ -13,12 +13,24 @@ REQUEST_ID: ContextVar[str | None] = ContextVar(
 
 
 def configure_logging(level: str, form: str = "text") -> None:
-    """``form``: ``text`` or ``json``."""
+    """``form``: ``text`` or ``json``. Warnings of Python are logged, too."""
     handler = logging.StreamHandler()
+    handler.setLevel(level.upper())  # of libraries' own loggers, too, which have levels of their own
     handler.setFormatter(_Json() if form == "json" else _Text())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     for noisy in ("httpx", "filelock", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+
+
+def adopt_loggers() -> None:
+    """Takes libraries that are imported by now, and print what they log themselves, to the handler of all."""
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if not isinstance(logger, logging.Logger):
+            continue
+        for handler in [found for found in logger.handlers if type(found) is logging.StreamHandler]:
+            logger.removeHandler(handler)
+            logger.propagate = True
 
 
 class _Text(logging.Formatter):

@@ -36,7 +36,7 @@ from specserve.frontend.messages import (
     decode_to_engine,
     encode,
 )
-from specserve.logs import configure_logging
+from specserve.logs import adopt_loggers, configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +147,7 @@ def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
         log.exception("the engine can't start")
         _send(outbox, [Broken(f"the engine can't start: {_words(error)}")])
         return 1
+    adopt_loggers()
     keep_what_is_loaded()
     try:
         _send(outbox, [Ready(_info(built)), built.engine.stats()])

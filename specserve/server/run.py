@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from specserve.config import Settings, resolve_paths
 from specserve.frontend.messages import Broken
+from specserve.logs import adopt_loggers
 from specserve.scheduler.process import Build, keep_what_is_loaded
 from specserve.server.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from uvicorn import Server
 
+    from specserve.frontend.tokenizer import Tokenizer
     from specserve.server.front import Front
 
 log = logging.getLogger(__name__)
@@ -87,16 +89,12 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
 
 async def _load(front: Front, server: Server, listener: socket.socket) -> None:
     """Loads the tokenizer and waits for the engine. Stops the server when the tokenizer can't be had."""
-    from specserve.frontend.tokenizer import Tokenizer
-
     settings, engine = front.settings, front.engine
     try:
         tokenizer = None
         if not settings.skip_tokenizer_init:
             assert settings.tokenizer_path is not None
-            tokenizer = await asyncio.to_thread(
-                Tokenizer.load, settings.tokenizer_path, settings.trust_remote_code
-            )
+            tokenizer = await asyncio.to_thread(_load_tokenizer, settings.tokenizer_path, settings)
         front.finish_loading(tokenizer)
     except BaseException:
         server.should_exit = True
@@ -108,6 +106,16 @@ async def _load(front: Front, server: Server, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     log.info("ready: http://%s:%d serves %s", host, port, ", ".join(front.settings.served_model_name))
+
+
+def _load_tokenizer(path: str, settings: Settings) -> Tokenizer:
+    import transformers
+
+    from specserve.frontend.tokenizer import Tokenizer
+
+    transformers.logging.get_logger()  # from here on it has a handler of its own
+    adopt_loggers()
+    return Tokenizer.load(path, settings.trust_remote_code)
 
 
 def _exit_code(keeping: asyncio.Task[Broken]) -> int:

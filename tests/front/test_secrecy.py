@@ -9,6 +9,8 @@ import json
 import logging
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,12 @@ TEXT = {**MODEL, "prompt": SECRET, "max_tokens": 20}
 
 
 @pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[Server]:
-    """Logs all it can."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Logs all it can, and so does its tokenizer: prompts are longer than it likes."""
+    model = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = 40
+    tokenizer.save_pretrained(model)
     flags = ("--api-key", KEY, "--log-level", "debug", "--log-format", "json")
     with running("build_echo", model, *flags) as found:
         yield found.wait_ready()
@@ -92,10 +98,9 @@ def test_log_holds_ids_and_no_secrets(server: Server) -> None:
         assert re.search(rf"{name}.*{status} after|{status} after .*{name}", text), (name, status)
     for secret in (KEY, WRONG, SECRET, IDS, "boom"):
         assert secret not in text
-    said = [
-        line for line in server.lines if "ResourceWarning" not in line
-    ]  # the interpreter's, of a dead engine
-    lines = [json.loads(line) for line in said]
+    lines = [json.loads(line) for line in server.lines]
+    (long,) = [line for line in lines if "sequence length is longer" in line["message"]]
+    assert (long["level"], long["module"].split(".")[0]) == ("warning", "transformers")
     assert all({"time", "level", "module", "message"} <= set(line) for line in lines)
     assert any("RuntimeError" in line.get("exception", "") for line in lines)
     named = [line["message"] for line in lines if line.get("request_id") == "client:1"]
@@ -112,6 +117,32 @@ def test_lines_of_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     plain, named = capsys.readouterr().err.splitlines()
     assert plain.endswith(" INFO a.b: 2 done")
     assert named.endswith(" INFO a.b: [id-1] 2 done")
+
+
+OTHERS = """
+import logging, warnings
+from specserve.logs import adopt_loggers, configure_logging
+library = logging.getLogger("a_library")
+library.addHandler(logging.StreamHandler())
+library.propagate = False
+library.setLevel(logging.WARNING)
+configure_logging({level!r}, "json")
+adopt_loggers()
+library.warning("so so")
+library.error("bad")
+warnings.warn("old")
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "modules"), [("error", ["a_library"]), ("warning", ["a_library", "a_library", "py.warnings"])]
+)
+def test_what_others_say(level: str, modules: list[str]) -> None:
+    """Warnings and libraries that print by themselves come out as all else does, and only from the level on."""
+    found = subprocess.run(
+        [sys.executable, "-c", OTHERS.format(level=level)], capture_output=True, text=True, check=True
+    )
+    assert [json.loads(line)["module"] for line in found.stderr.splitlines()] == modules
 
 
 def test_internal_errors_have_ids(serve: Serve) -> None:
