@@ -1,10 +1,11 @@
 # Everything a checkout needs, on a machine that has python3.11 or newer and pip.
 #   make serve ARGS="--port 8000"     make test ARGS="-k lossless"     make check     make docs
-# PYTHON=python3.12 picks the interpreter when the virtual environment is first made; `make clean` removes it.
+# JOBS=1 runs the tests one after the other. PYTHON=python3.12 picks the interpreter when the virtual environment is first made; `make clean` removes it.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+JOBS ?= 2
 
 python := $(VENV)/bin/python
 serve_ready := $(VENV)/.serve-ready
@@ -20,7 +21,7 @@ serve: $(serve_ready)
 	$(python) -m specserve.launch --speculative-algorithm EAGLE3 $(ARGS)
 
 test: $(test_ready)
-	$(test_environment) $(python) -m pytest $(ARGS)
+	$(test_environment) $(python) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: $(test_ready)
 	$(python) -m ruff check .
