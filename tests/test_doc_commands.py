@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 CODE = re.compile(r"^```\w*\n(.*?)^```$|`([^`\n]+(?:\n[^`\n]+)?)`|^((?:    [^\n]*\n)+)", re.M | re.S)
@@ -59,7 +61,6 @@ def test_programs_exist() -> None:
         assert (ROOT / program).is_file() if program.endswith(".py") else find_spec(program), program
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize(
     ("module", "arguments"), [each for each in OURS if each[1].strip() not in ("", "--help")]
 )
