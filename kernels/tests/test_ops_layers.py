@@ -15,31 +15,9 @@ from specserve_kernels.reference import rotary as reference_rotary
 from torch import Tensor
 
 GPU = torch.cuda.is_available()
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
-interpreted = pytest.mark.skipif(GPU, reason="the interpreter is for machines without a GPU")
 
 # Three roundings apart at most; where the sum is ordered otherwise, the last digit of float32.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(("cpu", torch.float32), id="cpu-float32", marks=interpreted),
-        *(
-            pytest.param(("cuda", dtype), id=f"cuda-{str(dtype)[6:]}", marks=needs_gpu)
-            for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        ),
-    ]
-)
-def draws(request: pytest.FixtureRequest):
-    """Draws normal tensors of the device and dtype under test."""
-    device, dtype = request.param
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    return draw
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -51,8 +29,8 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     ("tokens", "width"), [(1, 4096), (7, 24), (3, 100), (2, 2880), (5, 1), (1, 16384), (0, 64)]
 )
-def test_norms(draws, tokens: int, width: int) -> None:
-    x, residual, weight = draws(tokens, width), draws(tokens, width), draws(width)
+def test_norms(draw, tokens: int, width: int) -> None:
+    x, residual, weight = draw(tokens, width), draw(tokens, width), draw(width)
     x[:1] = 0
     residual[2:] *= 30
     given = x.clone(), residual.clone()
@@ -65,8 +43,8 @@ def test_norms(draws, tokens: int, width: int) -> None:
     assert torch.equal(residual, given[1])
 
 
-def test_norms_of_slices(draws) -> None:
-    wide, residual, weight = draws(5, 300), draws(5, 128), draws(96)
+def test_norms_of_slices(draw) -> None:
+    wide, residual, weight = draw(5, 300), draw(5, 128), draw(96)
     x, residual = wide[:, 100:196], residual[:, 32:]
     assert_close(norm.rms_norm(x, weight, 1e-6), reference_norm.rms_norm(x, weight, 1e-6))
     out, total = norm.add_rms_norm(x, residual, weight, 1e-6)
@@ -77,8 +55,8 @@ def test_norms_of_slices(draws) -> None:
     assert_close(out, expected[:1])
 
 
-def test_row_does_not_depend_on_the_batch(draws) -> None:
-    x, residual, weight = draws(9, 640), draws(9, 640), draws(640)
+def test_row_does_not_depend_on_the_batch(draw) -> None:
+    x, residual, weight = draw(9, 640), draw(9, 640), draw(640)
     out, _ = norm.add_rms_norm(x, residual, weight, 1e-5)
     for t in range(9):
         alone, _ = norm.add_rms_norm(x[t : t + 1], residual[t : t + 1], weight, 1e-5)
@@ -86,16 +64,16 @@ def test_row_does_not_depend_on_the_batch(draws) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 1408), (3, 24), (4, 1025), (2, 1), (0, 8)])
-def test_silu_and_mul(draws, tokens: int, inner: int) -> None:
-    gate_up = 4 * draws(tokens, 2 * inner)
+def test_silu_and_mul(draw, tokens: int, inner: int) -> None:
+    gate_up = 4 * draw(tokens, 2 * inner)
     expected = reference_activation.silu_and_mul(gate_up)
     assert_close(activation.silu_and_mul(gate_up), expected)
     strided = torch.cat([gate_up, gate_up], dim=1)[:, : 2 * inner]
     assert_close(activation.silu_and_mul(strided), expected)
 
 
-def test_silu_of_large_gates(draws) -> None:
-    gate_up = draws(1, 8)
+def test_silu_of_large_gates(draw) -> None:
+    gate_up = draw(1, 8)
     gate_up[0] = torch.tensor([-80.0, -20.0, 80.0, 20.0, 3.0, 3.0, 3.0, 3.0])
     assert_close(activation.silu_and_mul(gate_up), reference_activation.silu_and_mul(gate_up))
 
@@ -105,11 +83,11 @@ def test_silu_of_large_gates(draws) -> None:
     ("heads", "kv_heads", "head_dim"),
     [(4, 1, 32), (6, 2, 64), (32, 8, 128), (3, 3, 256), (0, 1, 128), (0, 8, 64), (2, 1, 96), (25, 5, 8)],
 )
-def test_rotary_store_kv(draws, page_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
+def test_rotary_store_kv(draw, page_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
     tokens, pages = 4, 200 // page_size
-    cache = draws(pages, 2, page_size, kv_heads, head_dim)
+    cache = draw(pages, 2, page_size, kv_heads, head_dim)
     device, dtype = cache.device, cache.dtype
-    qkv = draws(tokens, (heads + 2 * kv_heads) * head_dim + 16)[:, :-16]
+    qkv = draw(tokens, (heads + 2 * kv_heads) * head_dim + 16)[:, :-16]
     qkv = qkv.unflatten(1, (heads + 2 * kv_heads, head_dim))
     frequencies = torch.logspace(0, -2, head_dim // 2, dtype=torch.float64)
     table = reference_rotary.rotary_table(frequencies, 50, 1.3, dtype)
@@ -131,8 +109,8 @@ def test_rotary_store_kv(draws, page_size: int, heads: int, kv_heads: int, head_
     assert torch.equal(*kept), "nothing else has changed"
 
 
-def test_rotary_of_no_tokens_and_of_a_shared_slot(draws) -> None:
-    cache, qkv, rope = draws(3, 2, 4, 2, 32), draws(3, 6, 32), draws(3, 2, 32)
+def test_rotary_of_no_tokens_and_of_a_shared_slot(draw) -> None:
+    cache, qkv, rope = draw(3, 2, 4, 2, 32), draw(3, 6, 32), draw(3, 2, 32)
     given = cache.clone()
     zeros = torch.zeros(3, dtype=torch.int64, device=cache.device)
     expected = reference_rotary.apply_rotary(qkv[:, :2], rope)
@@ -160,11 +138,11 @@ def test_rotary_beyond_two_to_the_31() -> None:
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("gathered", [True, False])
 @pytest.mark.parametrize("width", [96, 1000])
-def test_pair_inputs(draws, width: int, gathered: bool, normed: bool) -> None:
-    embedding, features = draws(11, width), draws(5, width + 24)[:, :width]
+def test_pair_inputs(draw, width: int, gathered: bool, normed: bool) -> None:
+    embedding, features = draw(11, width), draw(5, width + 24)[:, :width]
     tokens = torch.tensor([10, 0, 3, 3, 7], device=embedding.device)
     source = torch.tensor([4, 4, 0, 2, 1], device=embedding.device) if gathered else None
-    norms = (draws(width), draws(width), 1e-5) if normed else None
+    norms = (draw(width), draw(width), 1e-5) if normed else None
     pair, found = pairs.pair_inputs(tokens, embedding, features, source, norms)
     expected = reference_pairs.pair_inputs(tokens, embedding, features, source, norms)
     assert_close(pair, expected[0])
@@ -177,8 +155,8 @@ def test_pair_inputs(draws, width: int, gathered: bool, normed: bool) -> None:
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs"), [(1, 64, 512), (5, 40, 200), (16, 33, 1024), (32, 96, 96)]
 )
-def test_linear(draws, tokens: int, outputs: int, inputs: int) -> None:
-    x, weight = draws(tokens, inputs + 8)[:, :inputs], draws(outputs, inputs) / inputs**0.5
+def test_linear(draw, tokens: int, outputs: int, inputs: int) -> None:
+    x, weight = draw(tokens, inputs + 8)[:, :inputs], draw(outputs, inputs) / inputs**0.5
     if x.dtype == torch.float32:
         x, weight = x.half(), weight.half()
     assert_close(linear.linear_few(x, weight), torch.nn.functional.linear(x, weight))

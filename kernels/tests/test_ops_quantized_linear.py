@@ -16,27 +16,9 @@ from specserve_kernels.reference import quantized_linear as reference
 from torch import Tensor
 
 GPU = torch.cuda.is_available()
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
-interpreted = pytest.mark.skipif(GPU, reason="the interpreter is for machines without a GPU")
 
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 Draw = Callable[..., Tensor]
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(("cpu", torch.float32), id="cpu-float32", marks=interpreted),
-        *(
-            pytest.param(("cuda", dtype), id=f"cuda-{str(dtype)[6:]}", marks=needs_gpu)
-            for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        ),
-    ]
-)
-def draw(request: pytest.FixtureRequest) -> Draw:
-    """Draws normal tensors of the device and dtype under test."""
-    device, dtype = request.param
-    generator = torch.Generator().manual_seed(0)
-    return lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)
 
 
 @pytest.fixture(params=[torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 
 import pytest
@@ -19,16 +18,6 @@ pytest.importorskip("triton")
 from specserve_kernels.ops import accept, commit, grow, select
 
 VOCAB, NEVER = 40, -torch.inf
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if request.param == "cuda" and (interpreted or not torch.cuda.is_available()):
-        pytest.skip("needs a CUDA device")
-    if request.param == "cpu" and not interpreted:
-        pytest.skip("needs Triton's interpreter")
-    return str(request.param)
 
 
 def assert_same(actual: object, expected: object, but: tuple[str, ...] = ()) -> None:

@@ -28,16 +28,15 @@ WARM_UP_TOKENS = 72  # more than the 64 from which on projections take other ker
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A request's part in a launch. ``length`` bounds the tokens in its cache, before a step or after a prefill."""
+    """A request's part in a launch. ``length`` bounds the tokens in its cache, before a step or after a prefill.
+    ``scored``, of a prefill: tokens that follow the first ones run, whose log-probabilities are wanted."""
 
     slot: int
     params: SamplingParams
     length: int
     tokens: Sequence[int] = ()  # prefill: what to run
     final: bool = True  # prefill: a token is chosen after them
-    scored: Sequence[
-        int
-    ] = ()  # prefill: tokens that follow the first of them, whose log-probabilities are wanted
+    scored: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,9 @@ class Runner:
     def warm_up(self) -> None:
         """Runs a prompt on the padding slot, so that no user waits for kernels to compile."""
         state = self.context.state
-        self.prefill([Row(state.dummy, SamplingParams(), 1 + WARM_UP_TOKENS, [0] * WARM_UP_TOKENS)]).read()
+        room = state.slots.pages.shape[1] * self.context.pool.page_size - 1
+        tokens = [0] * min(WARM_UP_TOKENS, room)
+        self.prefill([Row(state.dummy, SamplingParams(), 1 + len(tokens), tokens)]).read()
         state.slots.length[state.dummy].fill_(1)
 
     @torch.inference_mode()

@@ -12,7 +12,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 STALLED = (
-    60.0  # seconds between looks; who took nothing from one to the next, though there was something, is gone
+    60.0  # seconds between looks: who took nothing from one to the next, though something waited, is gone
 )
 
 

@@ -82,9 +82,8 @@ class EagleDrafter:
         loaded = load_draft(path, name, target, layer, max_positions, dtype, overrides)
         for note in loaded.notes:
             log.info("%s", note)
-        vocabulary = _vocabulary(
-            loaded, options.token_map, target
-        )  # first: it may pick rows of the plain head
+        # First, as it may pick rows of the plain head.
+        vocabulary = _vocabulary(loaded, options.token_map, target)
         if options.rounded_to is not None:
             loaded.head.quantize(options.rounded_to)
         pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
