@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -85,20 +86,23 @@ def test_speculation_changes_no_text(
 
 @pytest.mark.parametrize("shape", [("EAGLE3", 3, 1, 4), ("EAGLE3", 4, 4, 16)], ids=str)
 def test_a_prediction_changes_no_text(shape: Shape, items: list[Item], expected: list[list[int]]) -> None:
-    """Half of the requests have one: right but for a token. They take fewer steps."""
+    """Half of the requests have one: right but for a token. They take fewer steps: at most two more than there must
+    be, one for the wrong token and one to find back."""
     params = [item.params for item in items[:40]]
     for index in range(0, 40, 2):
         text = expected[index]
         params[index] = msgspec.structs.replace(
             params[index], prediction=[*text[:9], text[9] ^ 1, *text[10:]]
         )
-    steps = []
+    steps: list[list[int]] = []
     with engine(shape, max_running_requests=16) as llm:
         for each in ([item.params for item in items[:40]], params):
             found = llm.generate([item.prompt for item in items[:40]], each)
             assert_same([output.token_ids for output in found], expected[:40], items[:40])
-            steps.append(sum(output.speculation.steps for output in found[::2]))
-    assert steps[1] < 0.7 * steps[0]
+            steps.append([output.speculation.steps for output in found[::2]])
+    fewest = [ceil((len(text) - 1) / (shape[1] + 1)) for text in expected[:40:2]]
+    assert all(taken <= least + 2 for taken, least in zip(steps[1], fewest, strict=True))
+    assert sum(steps[1]) < sum(steps[0])
 
 
 @pytest.mark.parametrize(
