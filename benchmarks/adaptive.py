@@ -12,7 +12,6 @@ clock less the device's time in prefill; answers are greedy, half to all of ``--
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import specserve.engine.build
-from benchmarks.closed_loop import ClosedLoop, endless
+from benchmarks.closed_loop import ClosedLoop, Step, endless
 from benchmarks.common import load_options, make_prompts, parse_load, write_results
 from specserve import LLM, SamplingParams
 from specserve.engine.shapes import ShapePlan, ShapePolicy, Speculation, StaticShapes, step_shape
@@ -119,8 +118,17 @@ class Load:
         return cls(prompts, batch, args.new_tokens, max(args.requests, 2 * batch))
 
 
-def run_load(llm: LLM, policy: ShapePolicy, load: Load) -> tuple[float, float, Counter[str]]:
-    """Tokens a second, tokens a step of a request, and the shapes that ran."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``stepping``: the part of its time, less prefill, that the device worked on steps."""
+
+    tokens_per_second: float
+    stepping: float
+    steps: Sequence[Step]
+
+
+def run_load(llm: LLM, policy: ShapePolicy, load: Load) -> Run:
+    """The load under a policy, from a full batch on."""
     assert llm._engine is not None
     runner = llm._engine._runner
     assert isinstance(runner, MeteredRunner)
@@ -134,9 +142,28 @@ def run_load(llm: LLM, policy: ShapePolicy, load: Load) -> tuple[float, float, C
         steps = [step for step in loop.steps if begin <= step.at < end]
         tokens = sum(each.tokens for each in loop.deliveries if begin <= each.at < end and each.by_step)
     # The loop has waited for all that was in flight.
-    prefill = sum(watch.seconds for watch in runner.prefills[earlier:later])
-    length = sum(step.emitted for step in steps) / sum(step.requests for step in steps)
-    return tokens / (end - begin - prefill), length, Counter(step.shape for step in steps)
+    seconds = end - begin - sum(watch.seconds for watch in runner.prefills[earlier:later])
+    return Run(tokens / seconds, sum(step.seconds for step in steps) / seconds, steps)
+
+
+def by_shape(steps: Sequence[Step]) -> dict[str, dict[str, float]]:
+    """Of each shape that ran, most often first: steps, tokens a step of a request, milliseconds a step."""
+    groups: dict[str, list[Step]] = {}
+    for step in steps:
+        groups.setdefault(step.shape, []).append(step)
+    return {
+        shape: {
+            "steps": len(group),
+            "accepted_length": accepted_length(group),
+            "ms": 1e3 * sum(step.seconds for step in group) / len(group),
+        }
+        for shape, group in sorted(groups.items(), key=lambda item: -len(item[1]))
+    }
+
+
+def accepted_length(steps: Sequence[Step]) -> float:
+    """Tokens a step of a request."""
+    return sum(step.emitted for step in steps) / sum(step.requests for step in steps)
 
 
 def cache_prompts(llm: LLM, policy: ShapePolicy, prompts: list[list[int]]) -> None:
@@ -149,17 +176,21 @@ def measure(
     llm: LLM, policies: Mapping[str, ShapePolicy], load: Load, repeats: int
 ) -> dict[str, dict[str, Any]]:
     """Medians over rounds in which every policy has its turn."""
-    rows: dict[str, list[tuple[float, float, Counter[str]]]] = {name: [] for name in policies}
+    rows: dict[str, list[Run]] = {name: [] for name in policies}
     for _ in range(repeats):
         for name, policy in policies.items():
             rows[name].append(run_load(llm, policy, load))
+    return {name: summary(runs) for name, runs in rows.items()}
+
+
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
+    """Of a policy's runs: medians, and all their steps by shape."""
+    steps = [step for run in runs for step in run.steps]
     return {
-        name: {
-            "tokens_per_second": median(rate for rate, *_ in found),
-            "accepted_length": median(length for _, length, _ in found),
-            "chosen": dict(sum((chosen for *_, chosen in found), Counter[str]()).most_common()),
-        }
-        for name, found in rows.items()
+        "tokens_per_second": median(run.tokens_per_second for run in runs),
+        "stepping": median(run.stepping for run in runs),
+        "accepted_length": accepted_length(steps),
+        "shapes": by_shape(steps),
     }
 
 
@@ -188,7 +219,8 @@ def line(batch: int, found: Mapping[str, dict[str, Any]], names: Sequence[str]) 
     """Tokens a second of all, and what the controller is held against."""
     rates = {name: row["tokens_per_second"] for name, row in found.items()}
     best = best_of(found)
-    ours, top = rates["adaptive"], list(found["adaptive"]["chosen"].items())[:3]
+    chosen = {shape: row["steps"] for shape, row in found["adaptive"]["shapes"].items()}
+    ours, top = rates["adaptive"], list(chosen.items())[:3]
     return (
         f"{batch:5} "
         + " ".join(f"{rates[name]:9.0f}" if name in rates else f"{'':9}" for name in names)
@@ -222,10 +254,11 @@ def main() -> None:
             found = measure(llm, policies, load, args.repeats)
             rows.append({"batch": size, "policies": found})
             print(line(size, found, names), flush=True)
+            written = write_results("adaptive", rows, args.output)  # each time: a run may be cut short
             policies = {name: policies[name] for name in still_worth(policies, found)}
     seeds = ", ".join(f"{name} {ratio:.2f}" for name, ratio in SEED_RATIOS.items())
     print(f"with / without speculation that this project was begun for: {seeds}")
-    print(write_results("adaptive", rows, args.output))
+    print(written)
 
 
 def add_requests(parser: argparse.ArgumentParser) -> None:
