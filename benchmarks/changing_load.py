@@ -1,6 +1,6 @@
 """A load that changes: from 1 to 128 requests and back, each stage with code, with dialogue and with random text.
 
-    python -m benchmarks.changing_load --model DIR/target --eagle3 DIR/eagle3 [--seconds 3] [--plot PNG]
+    python -m benchmarks.changing_load --model DIR/target --eagle3 DIR/eagle3 [--seconds 2] [--plot PNG]
 
 DIR is the output of ``python -m benchmarks.cost_faithful``. The scenario runs under plain decoding, the best fixed
 shape (``--fixed``) and the controller, in turns; prompts and seeds are the same for all. When a request ends the next
@@ -160,7 +160,7 @@ def main() -> None:
     parser.set_defaults(repeats=1)
     parser.add_argument("--new-tokens", type=int, default=128, help="at most, of a request")
     parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES))
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each stage and kind of text")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each stage and kind of text")
     parser.add_argument("--window", type=float, default=0.25, help="seconds")
     parser.add_argument("--fixed", nargs=3, type=int, default=FIXED, metavar=("STEPS", "TOPK", "TOKENS"))
     parser.add_argument("--plot", type=Path, help="draw the result into this file")

@@ -195,6 +195,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-if __name__ == "__main__":
+def main() -> None:
     args = parse_args()
-    write_results("dynamic_map", run(args), args.output)
+    print(write_results("dynamic_map", run(args), args.output))
+
+
+if __name__ == "__main__":
+    main()

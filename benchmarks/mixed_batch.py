@@ -1,6 +1,6 @@
 """A batch half easy to draft for, half hopeless: a budget of nodes shared by the batch against equal ones.
 
-    python -m benchmarks.mixed_batch --model DIR/target --eagle3 DIR/eagle3 [--batch 32] [--seconds 3] [--repeats 2]
+    python -m benchmarks.mixed_batch --model DIR/target --eagle3 DIR/eagle3 [--batch 32] [--seconds 3] [--repeats 1]
 
 DIR is the output of ``python -m benchmarks.cost_faithful``. Easy are the greedy held-out dialogues whose drafts are
 accepted most in a first pass. Hopeless are random tokens, continued by preference with such as the draft's vocabulary
@@ -157,7 +157,7 @@ def report(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = load_options(__doc__)
-    parser.set_defaults(repeats=2)
+    parser.set_defaults(repeats=1)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--hopeless", choices=("outside", "hot"), default="outside")
     parser.add_argument("--new-tokens", type=int, default=192, help="at most, of a request")

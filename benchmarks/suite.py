@@ -6,7 +6,7 @@ DIR is the output of ``python -m benchmarks.cost_faithful --random``. ``steps``,
 random weights, as the peers were measured: nothing drafted is accepted, and batches stay full to the end. ``tokens``
 are the cases of ``steps`` with the trained pair, ``throughput`` and ``useless`` (steps again) too. ``adaptive``, with
 the trained draft and with the useless one, ``changing_load``, ``long_context`` and ``mixed_batch`` are of the
-controller. ``kernels`` keeps what each script of ``kernels/bench`` prints.
+controller. ``dynamic_map`` has an eighth of the ids that the pair uses. ``kernels`` keeps what each script of ``kernels/bench`` prints.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import benchmarks.adaptive
 import benchmarks.changing_load
+import benchmarks.dynamic_map
 import benchmarks.long_context
 import benchmarks.mixed_batch
 import benchmarks.prefill
@@ -91,6 +92,12 @@ def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], Non
             (load, [*trained, "--plot", str(IMAGES / "changing_load.png"), *into("changing_load")])
         ],
         "long_context": [(benchmarks.long_context.main, [*trained, *into("long_context")])],
+        "dynamic_map": [
+            (
+                benchmarks.dynamic_map.main,
+                [*target, "--draft", str(pair / "eagle"), "--size", "512", *into("dynamic_map_h200")],
+            )
+        ],
         "mixed_batch": [(benchmarks.mixed_batch.main, [*trained, *into("mixed_batch")])],
         "traces": [
             (
