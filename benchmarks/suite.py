@@ -6,7 +6,8 @@ DIR is the output of ``python -m benchmarks.cost_faithful --random``. ``steps``,
 random weights, as the peers were measured: nothing drafted is accepted, and batches stay full to the end. ``tokens``
 are the cases of ``steps`` with the trained pair, ``throughput`` and ``useless`` (steps again) too. ``adaptive``, with
 the trained draft and with the useless one, ``changing_load``, ``long_context`` and ``mixed_batch`` are of the
-controller. ``dynamic_map`` has an eighth of the ids that the pair uses. ``kernels`` keeps what each script of ``kernels/bench`` prints.
+controller. ``dynamic_map`` has an eighth of the ids that the pair uses. ``kernels`` keeps what each script of
+``kernels/bench`` prints.
 """
 
 from __future__ import annotations
