@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from specserve import SamplingParams
 from specserve.engine.shapes import ShapePolicy
 from specserve.frontend.messages import Failed, Submit, Tokens
+from specserve.spec.acceptance import Given
 from specserve.spec.adaptive import Batch
 from specserve.spec.cost import CostModel
 from specserve.spec.tree import StepShape
@@ -86,12 +87,10 @@ class Recorder:
     def plain(self, slots: int) -> StepShape:
         return self.policy.plain(slots)
 
-    def observe(
-        self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
-    ) -> None:
-        self.policy.observe(shape, batch, emitted, drafted, seconds)
-        requests, tokens = len(emitted), sum(emitted)
-        counts = requests, tokens, tokens - requests, sum(drafted)
+    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
+        self.policy.observe(shape, batch, given, seconds)
+        requests, tokens = len(given.emitted), sum(given.emitted)
+        counts = requests, tokens, tokens - requests, sum(given.drafted)
         self.steps.append(Step(self.clock(), seconds, name_of(shape), *counts))
 
 

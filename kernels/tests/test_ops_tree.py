@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -234,11 +235,30 @@ def chosen_tokens(tree: Tree, agree: float) -> Tensor:
     return torch.tensor(chosen_T, device=tree.token_T.device)
 
 
+def first_choices(tree: Tree, chosen_T: Tensor) -> list[int]:
+    """How far the target follows the first child of each node, by slot."""
+    token, parent, chosen, bounds = (
+        t.tolist() for t in (tree.token_T, tree.parent_T, chosen_T, tree.q_start)
+    )
+    found = []
+    for start, end in itertools.pairwise(bounds):
+        node, steps = start, 0
+        while (
+            child := parent.index(node, node + 1, end) if node in parent[node + 1 : end] else None
+        ) is not None:
+            if token[child] != chosen[node]:
+                break
+            node, steps = child, steps + 1
+        found.append(steps)
+    return found
+
+
 def accept_both(batch: Batch, tree: Tree, expected_tree: Tree, chosen_T: Tensor, levels: int) -> Accepted:
     rest = (chosen_T, batch.length_B, batch.pages_BM, levels, batch.page_size)
     expected = accept_reference.accept_path(expected_tree, *rest)
     actual = accept.accept_path(tree, *rest)
     live_BS = expected.token_BS >= 0
+    assert expected.packed_BX[:, -1].tolist() == first_choices(expected_tree, chosen_T)
     for field in dataclasses.fields(expected):
         one, other = getattr(actual, field.name), getattr(expected, field.name)
         assert (one.dtype, one.shape) == (other.dtype, other.shape), field.name

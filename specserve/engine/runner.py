@@ -45,6 +45,7 @@ class Emitted:
 
     tokens: list[int]
     drafted: int
+    firsts: int  # of the accepted nodes: those that a chain would have had too
     logprobs: list[TokenLogprob] | None
     scores: list[TokenLogprob]  # of the row's scored prompt tokens
     predicted: range = range(0)  # of the request's prediction: what its tokens are, from the first on
@@ -85,8 +86,9 @@ class Launch:
         predicted_B2: Tensor | None = None,
         scores: Logprobs | None = None,
     ) -> None:
-        """``packed`` ``[B, S + 2]``: tokens, -1 beyond the end, then the number of drafted nodes; ``predicted_B2``:
-        as in a step's result, None where nobody has a prediction; ``scores``: of the scored prompt tokens, by row."""
+        """``packed`` ``[B, S + 3]``: tokens, -1 beyond the end, then drafted nodes and accepted first choices;
+        ``predicted_B2``: as in a step's result, None where nobody has a prediction; ``scores``: of the scored prompt
+        tokens, by row."""
         self._rows = rows
         self._stopwatch = stopwatch
         self._packed = _to_host(packed)
@@ -110,16 +112,17 @@ class Launch:
         nothing = [(0, 0)] * len(self._rows)
         predicted = nothing if self._predicted is None else self._predicted.tolist()
         for row, entry, (first, count) in zip(self._rows, self._packed.tolist(), predicted, strict=True):
-            tokens = [token for token in entry[:-1] if token >= 0]
+            *chosen, drafted, firsts = entry
+            tokens = [token for token in chosen if token >= 0]
             logprobs = None
             if row.params.logprobs is not None:
                 logprobs = _row_logprobs(self._logprobs, row.params.logprobs, tokens, reported)
-                reported += len(entry) - 1
+                reported += len(chosen)
             scores = []
             if row.scored:
                 scores = _row_logprobs(self._scores, row.params.prompt_logprobs or 0, row.scored, scored)
                 scored += len(row.scored)
-            out.append(Emitted(tokens, entry[-1], logprobs, scores, range(first, first + count)))
+            out.append(Emitted(tokens, drafted, firsts, logprobs, scores, range(first, first + count)))
         return out
 
 
@@ -184,7 +187,7 @@ class Runner:
         result = prefill(self.context, self._view(rows, rows_B), chunks)
         token_B1 = result.token_B[:, None]
         packed = torch.where(chunks.final_B[:, None], token_B1, -1)
-        packed = torch.cat([packed, torch.zeros_like(packed)], dim=1)
+        packed = torch.cat([packed, torch.zeros_like(packed).expand(-1, 2)], dim=1)
         index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
         logprobs = self._logprobs(rows, result.logits_BV, token_B1, index_B1)
         predicted_B2 = _asked(rows, result.predicted_B2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from specserve.spec.acceptance import Given
 from specserve.spec.adaptive import Batch, Controller
 from specserve.spec.cost import CostModel
 from specserve.spec.tree import StepShape
@@ -44,9 +45,7 @@ class ShapePolicy(Protocol):
         """Without drafts, for when memory is short."""
         ...
 
-    def observe(
-        self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
-    ) -> None: ...
+    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +83,7 @@ class StaticShapes:
     def plain(self, slots: int) -> StepShape:
         return StepShape.plain(self.padding.size(slots))
 
-    def observe(
-        self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
-    ) -> None:
+    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
         """Nothing depends on it."""
 
 
@@ -107,10 +104,8 @@ class AdaptiveShapes:
     def plain(self, slots: int) -> StepShape:
         return StepShape.plain(self.padding.size(slots))
 
-    def observe(
-        self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
-    ) -> None:
-        self.controller.observe(shape, batch, emitted, drafted, seconds)
+    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
+        self.controller.observe(shape, batch, given, seconds)
 
 
 _CANDIDATES: tuple[tuple[int, tuple[Speculation, ...]], ...] = (

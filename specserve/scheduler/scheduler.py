@@ -25,6 +25,7 @@ from specserve.scheduler.memory import Memory
 from specserve.scheduler.pressure import ATTEMPTS, Pressure
 from specserve.scheduler.request import Request
 from specserve.scheduler.sharing import Sharing
+from specserve.spec.acceptance import Given
 from specserve.spec.adaptive import Batch
 from specserve.spec.state import RowInit
 from specserve.spec.tree import StepShape
@@ -389,8 +390,12 @@ class Scheduler:
         self._step_counters.ran(shape, requests, seconds)
         if cost is not None:
             self._step_counters.priced(cost, shape, self._policy.plain(requests), batch.kv_tokens, gained)
-        given, drafted = [len(each.tokens) for each in found], [each.drafted for each in found]
-        self._policy.observe(shape, batch, given, drafted, seconds)
+        given = Given(
+            emitted=[len(each.tokens) for each in found],
+            drafted=[each.drafted for each in found],
+            firsts=[each.firsts for each in found],
+        )
+        self._policy.observe(shape, batch, given, seconds)
 
     def _count(self, request: Request, emitted: Emitted, shape: StepShape) -> None:
         usage = request.usage

@@ -1,13 +1,15 @@
 """How many tokens a step will give: acceptance by level and request, estimated from what steps gave.
 
 A level is *tested* when everything above it was accepted and it had a node; what lies below a rejected node was never
-tested and counts for nothing, or deep levels would look worse the worse the shallow ones are.
+tested and counts for nothing, or deep levels would look worse the worse the shallow ones are. Every drafted step tests
+chains, whatever its tree: how far a chain would have got is how far the best child of each node was the accepted one.
 
 Shapes: R requests of a batch, S draft levels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +18,9 @@ from numpy.typing import NDArray
 from specserve.spec.tree import StepShape
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Family = tuple[int, int]  # branching; nodes a slot for trees, 0 for chains
+CHAIN: Family = (1, 0)
 
 MAX_LEVELS = 64
 FORGET = 0.995  # of a family's counts, at each step that tests it
@@ -25,7 +29,7 @@ SKILL_FORGET = 0.97  # of a request's counts, at each of its steps
 SKILL_PRIOR = 10.0  # levels' worth of belief that a request is like the others
 PRIOR_PREDICTED = 0.8  # and, as much worth, that a predicted text is right
 PRIOR_TESTS = 4.0
-BORROWED = 24.0  # tests' worth of what other families say
+BORROWED = 24.0  # tests' worth of what chains say of a tree
 PRIOR_CHAIN = 0.6
 MOST = 0.995
 
@@ -72,16 +76,35 @@ class Skill:
         self.expected *= SKILL_FORGET
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a step gave each request: tokens; nodes it was drafted beside its root; and how many of the accepted ones
+    a chain would have had too."""
+
+    emitted: Sequence[int]
+    drafted: Sequence[int]
+    firsts: Sequence[int]
+
+
 @dataclass(slots=True)
 class _Counts:
     accepted: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
     tested: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
     seen: int = 0  # the step that tested it last
 
+    def add(self, accepted_R: Ints, offered_R: Ints, step: int) -> Ints:
+        """A step's requests, each with so many levels on offer. Returns how many of these were tested."""
+        tested_R = np.minimum(accepted_R + 1, offered_R)
+        level_S = np.arange(MAX_LEVELS)
+        self.accepted = FORGET * self.accepted + (accepted_R[:, None] > level_S).sum(0)
+        self.tested = FORGET * self.tested + (tested_R[:, None] > level_S).sum(0)
+        self.seen = step
+        return tested_R
+
 
 def family_of(shape: StepShape) -> Family:
     """Shapes of one family share their estimates: all chains do, and trees of equal width and size."""
-    return shape.branching, 0 if shape.branching == 1 else shape.nodes // shape.slots
+    return CHAIN if shape.branching == 1 else (shape.branching, shape.nodes // shape.slots)
 
 
 def _candidates_worth(family: Family) -> float:
@@ -89,8 +112,8 @@ def _candidates_worth(family: Family) -> float:
 
 
 class Acceptance:
-    """Estimates for all families. What one does not know it borrows from the others, and deeper levels from shallower
-    ones: a node of K candidates is rejected like 1 + 0.35 log2 K independent ones of a chain."""
+    """Estimates for all families. What a tree's does not know it borrows from the chains', and deeper levels of these
+    from shallower ones: a node of K candidates is rejected like 1 + 0.35 log2 K independent ones of a chain."""
 
     def __init__(self) -> None:
         self._families: dict[Family, _Counts] = {}
@@ -98,21 +121,18 @@ class Acceptance:
 
     def levels(self, family: Family, levels: int) -> Floats:
         """``P(level l is accepted | level l - 1 is)`` of an average request, for l = 1 .. ``levels``."""
-        prior = 1 - (1 - self._chain(levels)) ** _candidates_worth(family)
+        chain = self._chain(levels)
+        if family == CHAIN:
+            return chain
+        prior = 1 - (1 - chain) ** _candidates_worth(family)
         accepted, tested = self._kept(family, levels)
         return np.asarray((accepted + BORROWED * prior) / (tested + BORROWED))
 
     def _chain(self, levels: int) -> Floats:
-        """What all families together say of a chain's levels."""
-        votes, weights = np.zeros(levels), np.zeros(levels)
-        for family in self._families:
-            accepted, tested = self._kept(family, levels)
-            rejected = 1 - accepted / np.maximum(tested, 1e-9)
-            votes += tested * (1 - np.clip(rejected, 0, 1) ** (1 / _candidates_worth(family)))
-            weights += tested
+        accepted, tested = self._kept(CHAIN, levels)
         found, above = np.empty(levels), PRIOR_CHAIN
         for level in range(levels):
-            above = (votes[level] + PRIOR_TESTS * above) / (weights[level] + PRIOR_TESTS)
+            above = (accepted[level] + PRIOR_TESTS * above) / (tested[level] + PRIOR_TESTS)
             found[level] = above
         return found
 
@@ -124,9 +144,7 @@ class Acceptance:
         kept = IDLE_FORGET ** (self._step - counts.seen)
         return kept * counts.accepted[:levels], kept * counts.tested[:levels]
 
-    def expected(
-        self, shape: StepShape, factors: Floats, caps: NDArray[np.int64], floors: Floats | float = 0.0
-    ) -> float:
+    def expected(self, shape: StepShape, factors: Floats, caps: Ints, floors: Floats | float = 0.0) -> float:
         """Tokens that a step of ``shape`` gives a batch. Chains share a budget of nodes by select's own rule: the most
         likely ones of all requests; of trees the estimates hold for the budget they were made with."""
         slots = len(factors)
@@ -142,9 +160,8 @@ class Acceptance:
         budget = min(shape.nodes - shape.slots, reached_RS.size)
         return slots + float(np.partition(reached_RS, -budget, axis=None)[-budget:].sum())
 
-    def observe(self, shape: StepShape, skills: list[Skill], emitted: list[int], drafted: list[int]) -> None:
-        """``emitted``: tokens that the step gave each request; ``drafted``: nodes it was given beside its root.
-        Requests with a predicted text are left out: what they accept is no merit of the draft's."""
+    def observe(self, shape: StepShape, skills: Sequence[Skill], given: Given) -> None:
+        """Requests with a predicted text are left out: what they accept is no merit of the draft's."""
         self._step += 1
         own = [index for index, skill in enumerate(skills) if not skill.predicted]
         for index in own:
@@ -153,17 +170,15 @@ class Acceptance:
             return
         family = family_of(shape)
         usual = self.levels(family, shape.levels)
-        counts = self._families.setdefault(family, _Counts())
-        counts.seen = self._step
-        counts.accepted *= FORGET
-        counts.tested *= FORGET
-        accepted_R = np.array(emitted)[own] - 1
-        offered_R = np.minimum(shape.levels, np.array(drafted)[own])  # exact for chains
-        tested_R = np.minimum(accepted_R + 1, offered_R)
-        level_S = np.arange(MAX_LEVELS)
-        counts.accepted += (accepted_R[:, None] > level_S).sum(0)
-        counts.tested += (tested_R[:, None] > level_S).sum(0)
+        accepted_R = np.array(given.emitted)[own] - 1
+        offered_R = np.minimum(shape.levels, np.array(given.drafted)[own])  # exact for chains
+        tested_R = self._counts(family).add(accepted_R, offered_R, self._step)
+        if family != CHAIN:
+            self._counts(CHAIN).add(np.array(given.firsts)[own], offered_R, self._step)
         expected_R = np.concatenate([[0.0], usual.cumsum()])[tested_R]
         for index, accepted, expected in zip(own, accepted_R.tolist(), expected_R.tolist(), strict=True):
             if expected:
                 skills[index].observe(accepted, expected)
+
+    def _counts(self, family: Family) -> _Counts:
+        return self._families.setdefault(family, _Counts())

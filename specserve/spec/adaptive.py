@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from specserve.spec.acceptance import Acceptance, Floats, Skill
+from specserve.spec.acceptance import Acceptance, Floats, Given, Ints, Skill
 from specserve.spec.cost import CostModel
 from specserve.spec.tree import StepShape
 
@@ -102,7 +101,7 @@ class Controller:
         shapes: Sequence[StepShape],
         kv_tokens: int,
         factors: Floats,
-        caps: NDArray[np.int64],
+        caps: Ints,
         floors: Floats,
     ) -> Floats:
         """Expected tokens a second of each shape."""
@@ -139,11 +138,9 @@ class Controller:
         limit = STALE_NEAR if near or not shape.levels else STALE_STEPS
         return self._step - self._last_run.get(_kind(shape), -limit) >= limit
 
-    def observe(
-        self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
-    ) -> None:
+    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
         """What a step gave and took. A probe is charged with what it lost, whatever was expected of it."""
         if batch.probed_at is not None:
-            self._allowance -= seconds - sum(emitted) / batch.probed_at
-        self.acceptance.observe(shape, list(batch.skills), emitted, drafted)
+            self._allowance -= seconds - sum(given.emitted) / batch.probed_at
+        self.acceptance.observe(shape, batch.skills, given)
         self.cost.observe(shape, batch.kv_tokens, seconds)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from specserve.engine.runner import Launch, Row, Runner
+from specserve.spec.acceptance import Given
 from specserve.spec.adaptive import Batch
 from specserve.spec.context import Context
 from specserve.spec.draft import draft
@@ -90,7 +91,5 @@ class DeepShapes:
         """Drafts, too: the pool must hold them."""
         return StepShape(slots, slots, self.steps, self.topk)
 
-    def observe(
-        self, shape: StepShape, batch: Batch, emitted: list[int], drafted: list[int], seconds: float
-    ) -> None:
+    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
         """Nothing depends on it."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specserve.engine.shapes import candidate_shapes
-from specserve.spec.acceptance import Acceptance, Skill
+from specserve.spec.acceptance import CHAIN, Acceptance, Given, Skill
 from specserve.spec.adaptive import Batch, Controller
 from specserve.spec.cost import CostModel
 from specserve.spec.tree import StepShape
@@ -45,27 +45,25 @@ class Device:
         batch, tokens, clock = Batch(skills, self.kv_tokens), 0, 0.0
         for _ in range(steps):
             shape = choose(batch)
-            emitted, drafted = self._step(shape, caps)
+            given = self._step(shape, caps)
             took = seconds(shape) + KV_SECONDS * self.kv_tokens
-            tokens, clock = tokens + sum(emitted), clock + took
-            observe(
-                shape, batch, emitted, drafted, took * (1 + self.noise * self.generator.standard_normal())
-            )
+            tokens, clock = tokens + sum(given.emitted), clock + took
+            observe(shape, batch, given, took * (1 + self.noise * self.generator.standard_normal()))
         return tokens / clock
 
-    def _step(self, shape: StepShape, caps: Sequence[int]) -> tuple[list[int], list[int]]:
+    def _step(self, shape: StepShape, caps: Sequence[int]) -> Given:
         share = (shape.nodes - shape.slots) // max(shape.slots, 1)
-        emitted, drafted = [], []
+        emitted, drafted, firsts = [], [], []
         for chance, cap in zip(self.accepts, caps, strict=True):
             nodes = min(cap, share) if shape.levels else 0
             deepest = min(shape.levels, nodes)
             hit = 1 - (1 - chance) ** (1 + 0.5 * np.log2(shape.branching))
-            accepted = 0
-            while accepted < deepest and self.generator.random() < hit:
-                accepted += 1
+            draws = self.generator.random(deepest)
+            accepted, first = (int((draws < each).cumprod().sum()) for each in (hit, chance))
             emitted.append(accepted + 1)
             drafted.append(nodes)
-        return emitted, drafted
+            firsts.append(first)
+        return Given(emitted, drafted, firsts)
 
 
 def controller() -> Controller:
@@ -163,21 +161,32 @@ def test_untested_levels_count_for_nothing() -> None:
     broken, unbroken = Acceptance(), Acceptance()
     for acceptance in (broken, unbroken):
         for _ in range(50):
-            acceptance.observe(shape, [Skill(FREE)], [4], [3])
+            acceptance.observe(shape, [Skill(FREE)], Given([4], [3], [3]))
     for _ in range(50):
-        broken.observe(shape, [Skill(FREE)], [1], [3])
-    first, second, _ = broken.levels((1, 0), 3)
+        broken.observe(shape, [Skill(FREE)], Given([1], [3], [0]))
+    first, second, _ = broken.levels(CHAIN, 3)
     assert first < 0.6 < 0.8 < second
     for _ in range(50):
-        unbroken.observe(shape, [Skill(1)], [2], [1])
-    assert unbroken.levels((1, 0), 3)[1] > 0.85
+        unbroken.observe(shape, [Skill(1)], Given([2], [1], [1]))
+    assert unbroken.levels(CHAIN, 3)[1] > 0.85
+
+
+def test_trees_tell_what_chains_would_have_given() -> None:
+    """Half of the accepted nodes were second choices, so a chain would have got half as far."""
+    acceptance, tree = Acceptance(), StepShape(1, 16, 4, 4)
+    for _ in range(100):
+        acceptance.observe(tree, [Skill(FREE)], Given([3], [15], [2]))
+        acceptance.observe(tree, [Skill(FREE)], Given([3], [15], [0]))
+    alone = np.ones(1), np.array([FREE])
+    assert acceptance.expected(tree, *alone) == pytest.approx(3, abs=0.15)
+    assert acceptance.expected(StepShape(1, 5, 4, 1), *alone) == pytest.approx(2, abs=0.15)
 
 
 def test_a_request_is_known_by_its_own_acceptance() -> None:
     acceptance, shape = Acceptance(), StepShape(2, 8, 3, 1)
     easy, hard = Skill(FREE), Skill(FREE)
     for _ in range(30):
-        acceptance.observe(shape, [easy, hard], [4, 1], [3, 3])
+        acceptance.observe(shape, [easy, hard], Given([4, 1], [3, 3], [3, 0]))
     assert easy.factor > 1.1 > 0.6 > hard.factor
 
 
@@ -187,10 +196,10 @@ def test_a_predicted_text_says_nothing_of_other_requests() -> None:
     foretold, usual, other = Skill(FREE, predicted=True), Skill(FREE), Skill(FREE)
     assert foretold.floor > 0.7 > usual.floor == 0
     for _ in range(40):
-        acceptance.observe(shape, [foretold, usual], [4, 1], [3, 3])
+        acceptance.observe(shape, [foretold, usual], Given([4, 1], [3, 3], [3, 0]))
         foretold.follow(4, 4)
-        alone.observe(StepShape(1, 4, 3, 1), [other], [1], [3])
-    assert acceptance.levels((1, 0), 3).tolist() == alone.levels((1, 0), 3).tolist()
+        alone.observe(StepShape(1, 4, 3, 1), [other], Given([1], [3], [0]))
+    assert acceptance.levels(CHAIN, 3).tolist() == alone.levels(CHAIN, 3).tolist()
     assert (usual.factor, foretold.factor) == (other.factor, 1)
     both = np.array([1.0, usual.factor]), np.array([FREE, FREE]), np.array([foretold.floor, usual.floor])
     assert 4.5 < acceptance.expected(shape, *both) < 5.1

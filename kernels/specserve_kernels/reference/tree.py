@@ -79,11 +79,16 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The way down each tree, and where its entries lie. ``[B, S + 1]`` each, by depth; page 0 beyond the end."""
+    """The way down each tree, and where its entries lie. ``[B, S + 1]`` each, by depth; page 0 beyond the end.
+
+    *First choices* are nodes of which each, and each above it, is the best child of its parent: what a chain would have
+    drafted. Those accepted are how far one would have got."""
 
     path_BS: Tensor  # packed index, 0 beyond the end
     count_B: Tensor  # accepted nodes, the root included: how many tokens the step emits
-    packed_BX: Tensor  # [B, S + 2]: the tokens emitted, -1 beyond the end, then the number of nodes drafted
+    packed_BX: (
+        Tensor  # [B, S + 3]: the tokens emitted, -1 beyond the end; nodes drafted; first choices accepted
+    )
     page_BS: Tensor  # where the entries belong
     offset_BS: Tensor
     source_page_BS: Tensor  # where verify wrote them
@@ -94,7 +99,7 @@ class Accepted:
 
     @property
     def token_BS(self) -> Tensor:
-        return self.packed_BX[:, :-1]
+        return self.packed_BX[:, :-2]
 
 
 @cache
