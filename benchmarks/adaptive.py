@@ -6,7 +6,8 @@ DIR is the output of ``python -m benchmarks.cost_faithful``; ``--eagle3 DIR/eagl
 right. One engine runs all of them, in turns, so that a machine that slows down slows all alike: fixed shapes are forced
 upon its scheduler, and the controller keeps what it learned from one batch size to the next, as in a server. Batches
 are kept full: when a request ends the next begins, its prompt in the prefix cache. Tokens a second are by the wall
-clock less the device's time in prefill; answers are greedy, half to all of ``--new-tokens`` long.
+clock, so what it takes to begin a request is in them, without its first token; answers are greedy, half to all of
+``--new-tokens`` long.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from benchmarks.closed_loop import ClosedLoop, Step, endless
 from benchmarks.common import load_options, make_prompts, parse_load, write_results
 from specserve import LLM, SamplingParams
 from specserve.engine.shapes import ShapePlan, ShapePolicy, Speculation, StaticShapes, step_shape
+from specserve.scheduler.process import keep_what_is_loaded
 from specserve.spec.tree import StepShape
 from specserve.tune.loop import MeteredRunner
 
@@ -82,6 +84,7 @@ def adaptive_llm(
         padding = made[-1].padding
         policies: dict[str, ShapePolicy] = {"off": StaticShapes(None, padding)}
         policies |= {spelled(each): StaticShapes(each, padding) for each in fixed}
+        keep_what_is_loaded()
         yield llm, policies | {"adaptive": llm._engine._policy}
 
 
@@ -120,10 +123,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``stepping``: the part of its time, less prefill, that the device worked on steps."""
+    """``stepping`` and ``prefill``: the parts of its time that the device worked on either."""
 
     tokens_per_second: float
     stepping: float
+    prefill: float
     steps: Sequence[Step]
 
 
@@ -142,8 +146,9 @@ def run_load(llm: LLM, policy: ShapePolicy, load: Load) -> Run:
         steps = [step for step in loop.steps if begin <= step.at < end]
         tokens = sum(each.tokens for each in loop.deliveries if begin <= each.at < end and each.by_step)
     # The loop has waited for all that was in flight.
-    seconds = end - begin - sum(watch.seconds for watch in runner.prefills[earlier:later])
-    return Run(tokens / seconds, sum(step.seconds for step in steps) / seconds, steps)
+    seconds = end - begin
+    prefill = sum(watch.seconds for watch in runner.prefills[earlier:later])
+    return Run(tokens / seconds, sum(step.seconds for step in steps) / seconds, prefill / seconds, steps)
 
 
 def by_shape(steps: Sequence[Step]) -> dict[str, dict[str, float]]:
@@ -189,6 +194,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "tokens_per_second": median(run.tokens_per_second for run in runs),
         "stepping": median(run.stepping for run in runs),
+        "prefill": median(run.prefill for run in runs),
         "accepted_length": accepted_length(steps),
         "shapes": by_shape(steps),
     }

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import numpy as np
 from benchmarks.acceptance import tokens_per_step
 from benchmarks.common import load_prompts, run_prompts, write_results
 from examples.bundled_model.generators.common import Sampler
-from examples.bundled_model.make_prompts import SINGLE, code_prompts, one_turn, open_dialogue
+from examples.bundled_model.make_prompts import SINGLE, all_code_prompts, one_turn, open_dialogue
 from specserve import LLM
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.llm import RequestOutput
@@ -40,7 +41,7 @@ from specserve.token_map.write import write_map
 Rows = list[dict[str, Any]]
 NAMES = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 FLAG = "speculative_token_map"
-MOST_CODE = 210  # prompts that the held-out modules of every Python have
+MOST_CODE = 210  # prompts; some Pythons come without modules and have fewer
 
 
 def measured_prompts() -> dict[str, Rows]:
@@ -59,7 +60,7 @@ def traffic_prompts(measured: dict[str, Rows]) -> dict[str, Rows]:
         for make, count in SINGLE
         for _ in range(4 * count)
     ]
-    code: Rows = [*code_prompts(MOST_CODE)]
+    code: Rows = [*islice(all_code_prompts(), MOST_CODE)]
     made = {"dialogue": dialogue, "code": code}
     return {name: [row for row in rows if row not in measured[name]] for name, rows in made.items()}
 

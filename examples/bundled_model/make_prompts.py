@@ -5,6 +5,7 @@ python -m examples.bundled_model.make_prompts
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from .generators import arithmetic, chains, lists, writing
@@ -91,17 +92,20 @@ def code_prefixes(module: Module, sampler: Sampler) -> Iterator[str]:
             yield "".join(lines[start : sampler.pick(cuts)])
 
 
-def code_prompts(count: int = 50) -> list[dict[str, str]]:
-    """Prefixes from the held-out modules in turn."""
+def all_code_prompts() -> Iterator[dict[str, str]]:
+    """Prefixes from the held-out modules in turn, as many as the running Python's library has."""
     sampler = Sampler("code prompts")
     sources = [code_prefixes(module, sampler) for module in modules() if module.held_out]
-    prompts: list[str] = []
-    while len(prompts) < count:
-        found = [prefix for source in sources if (prefix := next(source, None))]
-        if not found:
-            raise ValueError(f"the held-out modules give only {len(prompts)} prompts")
-        prompts += found
-    return [{"prompt": prompt} for prompt in prompts[:count]]
+    while found := [prefix for source in sources if (prefix := next(source, None))]:
+        yield from ({"prompt": prefix} for prefix in found)
+
+
+def code_prompts(count: int = 50) -> list[dict[str, str]]:
+    """The first of them. Raises ValueError if there are fewer."""
+    prompts = list(islice(all_code_prompts(), count))
+    if len(prompts) < count:
+        raise ValueError(f"the held-out modules give only {len(prompts)} prompts")
+    return prompts
 
 
 if __name__ == "__main__":

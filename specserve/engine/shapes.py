@@ -108,11 +108,12 @@ class AdaptiveShapes:
         self.controller.observe(shape, batch, given, seconds)
 
 
+_CHAINS: tuple[Speculation, ...] = ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6))
 _CANDIDATES: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
-    (4, ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6), (8, 1, 9), (4, 4, 16), (5, 8, 32), (8, 4, 32))),
-    (16, ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6), (8, 1, 9), (4, 4, 8), (5, 4, 16))),
-    (64, ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6), (5, 1, 3))),
-    (256, ((1, 1, 2), (2, 1, 3), (3, 1, 2))),
+    (4, (*_CHAINS, (8, 1, 9), (4, 4, 16), (5, 8, 32), (8, 4, 32))),
+    (16, (*_CHAINS, (8, 1, 9), (4, 4, 8), (5, 4, 16))),
+    (64, (*_CHAINS, (5, 1, 3), (8, 1, 5))),
+    (256, ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 4), (3, 1, 2))),
 )
 """Speculation worth choosing among, by largest batch: verifying is nearly free for few, and the draft's levels dear."""
 

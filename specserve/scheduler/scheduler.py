@@ -79,6 +79,7 @@ class Scheduler:
         self._running: list[Request] = []  # in order of arrival
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self._inflight: deque[_InFlight] = deque()
+        self._begun = 0  # requests whose prompts were done since the last step
         self._outbox: list[Tokens | Failed] = []
         self._refused: tuple[Request | None, int] = (
             None,
@@ -243,6 +244,7 @@ class Scheduler:
         self._inflight.append(_InFlight(launch, requests))
         for request in requests:
             request.pending += not request.prefilling
+            self._begun += not request.prefilling
             if self.memory.remember(request):
                 self._runner.context.state.set_pages(request.slot, 0, request.pages)
         return 1
@@ -266,6 +268,7 @@ class Scheduler:
             request.inflight += item.adds
             request.pending += 1
         self._counters.steps += 1
+        self._begun = 0
         return 1
 
     def _bound(self, request: Request) -> int:
@@ -275,7 +278,7 @@ class Scheduler:
     def _make_room(self, ready: list[Request]) -> tuple[list[Request], Batch, StepShape]:
         """Sees to the pages of the next step: evicts, then preempts the youngest, then gives up drafting."""
         while True:
-            batch = Batch([r.skill for r in ready], sum(r.computed for r in ready))
+            batch = Batch([r.skill for r in ready], sum(r.computed for r in ready), self._begun)
             if not ready:
                 return [], batch, self._policy.plain(0)
             shape = self._policy.choose(batch)

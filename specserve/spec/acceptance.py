@@ -26,9 +26,13 @@ MAX_LEVELS = 64
 FORGET = 0.995  # of a family's counts, at each step that tests it
 IDLE_FORGET = 0.999  # of them, at each step that does not
 SKILL_FORGET = 0.97  # of a request's counts, at each of its steps
-SKILL_PRIOR = 10.0  # levels' worth of belief that a request is like the others
-PRIOR_PREDICTED = 0.8  # and, as much worth, that a predicted text is right
+SKILL_PRIOR = 2.0  # information, as of eight levels that were tested, that a request is like the others
+PRIOR_PREDICTED, PREDICTED_TESTS = (
+    0.8,
+    10.0,
+)  # belief that a predicted text is right, and tests that it is worth
 PRIOR_TESTS = 4.0
+OWN = 0.5  # of what a request's own shift explains that is not counted for its shape
 BORROWED = 24.0  # tests' worth of what chains say of a tree
 PRIOR_CHAIN = 0.6
 MOST = 0.995
@@ -38,42 +42,46 @@ MOST = 0.995
 class Skill:
     """How much better or worse than the others a request accepts. ``cap``: most nodes drafted for it in a step.
 
-    ``predicted``: it has a predicted text, on which its acceptance depends and not on how good the draft is. Of such a
-    request ``accepted`` and ``expected`` are the tokens that it foretold and those that it could have.
+    ``shift`` is added to the log-odds of every level, as in a test of items and persons (Rasch 1960): what is nearly
+    certain stays so, and a tree's second choices help a hard text more than an easy one. It is estimated by Newton's
+    method, a step at a time: ``surprise`` and ``information`` are sums over the levels that were tested.
+
+    ``predicted``: it has a predicted text, on which its acceptance depends and not on how good the draft is; of that
+    are ``foretold`` tokens, of as many as it could have foretold.
     """
 
     cap: int
     predicted: bool = False
-    accepted: float = 0.0
-    expected: float = 0.0
+    surprise: float = 0.0
+    information: float = 0.0
+    foretold: float = 0.0
+    tokens: float = 0.0
 
     @property
-    def factor(self) -> float:
-        if self.predicted:
-            return 1.0
-        return (self.accepted + SKILL_PRIOR) / (self.expected + SKILL_PRIOR)
+    def shift(self) -> float:
+        return self.surprise / (self.information + SKILL_PRIOR)
 
     @property
     def floor(self) -> float:
         """The chance that the predicted text is right about the next token; 0 without one."""
         if not self.predicted:
             return 0.0
-        return (self.accepted + SKILL_PRIOR * PRIOR_PREDICTED) / (self.expected + SKILL_PRIOR)
+        return (self.foretold + PREDICTED_TESTS * PRIOR_PREDICTED) / (self.tokens + PREDICTED_TESTS)
 
-    def observe(self, accepted: int, expected: float) -> None:
-        """``expected``: what others would have accepted at the levels that were tested."""
-        self.accepted += accepted
-        self.expected += expected
+    def observe(self, surprise: float, information: float) -> None:
+        """``surprise``: levels accepted less those expected of it, ``information``: the variance of these."""
+        self.surprise += surprise + information * self.shift
+        self.information += information
 
     def follow(self, foretold: int, emitted: int) -> None:
         """A step, drafted or not, of ``emitted`` tokens, of which the first ones were foretold."""
-        self.forget()
-        self.observe(foretold, min(foretold + 1, emitted))
+        self.foretold = SKILL_FORGET * self.foretold + foretold
+        self.tokens = SKILL_FORGET * self.tokens + min(foretold + 1, emitted)
 
     def forget(self) -> None:
         """A step passed; without new evidence a request becomes like the others again."""
-        self.accepted *= SKILL_FORGET
-        self.expected *= SKILL_FORGET
+        self.surprise *= SKILL_FORGET
+        self.information *= SKILL_FORGET
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +94,47 @@ class Given:
     firsts: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class _Tests:
+    """The levels that were tested in a step, and with what result. ``usual_S``: the chances of an average request,
+    ``chance_RS``: each one's own."""
+
+    met_RS: NDArray[np.bool_]
+    hit_RS: NDArray[np.bool_]
+    usual_S: Floats
+    chance_RS: Floats
+
+    @classmethod
+    def of(cls, usual_S: Floats, shift_R: Floats, accepted_R: Ints, offered_R: Ints) -> _Tests:
+        level_S = np.arange(len(usual_S))
+        met_RS = np.minimum(accepted_R + 1, offered_R)[:, None] > level_S
+        return cls(met_RS, accepted_R[:, None] > level_S, usual_S, shifted(usual_S, shift_R))
+
+
+def shifted(chance_S: Floats, shift_R: Floats) -> Floats:
+    """Chances ``[R, S]`` of requests whose log-odds are so much above an average one's."""
+    odds_RS = np.exp(shift_R)[:, None] * (chance_S / np.maximum(1 - chance_S, 1e-9))
+    return np.asarray(odds_RS / (1 + odds_RS))
+
+
 @dataclass(slots=True)
 class _Counts:
     accepted: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
     tested: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
     seen: int = 0  # the step that tested it last
 
-    def add(self, accepted_R: Ints, offered_R: Ints, step: int) -> Ints:
-        """A step's requests, each with so many levels on offer. Returns how many of these were tested."""
-        tested_R = np.minimum(accepted_R + 1, offered_R)
-        level_S = np.arange(MAX_LEVELS)
-        self.accepted = FORGET * self.accepted + (accepted_R[:, None] > level_S).sum(0)
-        self.tested = FORGET * self.tested + (tested_R[:, None] > level_S).sum(0)
+    def add(self, tests: _Tests, step: int) -> None:
+        """A step's tests, half as they were and half as an average request would have met them: of shapes that easy
+        requests had and others hard ones, the first are not better for that. Whole, nothing would say what an average
+        is."""
+        levels = tests.hit_RS.shape[1]
+        self.accepted *= FORGET
+        self.tested *= FORGET
+        self.accepted[:levels] += (tests.hit_RS + OWN * tests.met_RS * (tests.usual_S - tests.chance_RS)).sum(
+            0
+        )
+        self.tested[:levels] += tests.met_RS.sum(0)
         self.seen = step
-        return tested_R
 
 
 def family_of(shape: StepShape) -> Family:
@@ -142,16 +177,17 @@ class Acceptance:
         if counts is None:
             return np.zeros(levels), np.zeros(levels)
         kept = IDLE_FORGET ** (self._step - counts.seen)
-        return kept * counts.accepted[:levels], kept * counts.tested[:levels]
+        tested = kept * counts.tested[:levels]
+        return np.clip(kept * counts.accepted[:levels], 0, tested), tested
 
-    def expected(self, shape: StepShape, factors: Floats, caps: Ints, floors: Floats | float = 0.0) -> float:
+    def expected(self, shape: StepShape, shifts: Floats, caps: Ints, floors: Floats | float = 0.0) -> float:
         """Tokens that a step of ``shape`` gives a batch. Chains share a budget of nodes by select's own rule: the most
         likely ones of all requests; of trees the estimates hold for the budget they were made with."""
-        slots = len(factors)
+        slots = len(shifts)
         if not shape.levels:
             return float(slots)
         levels = self.levels(family_of(shape), shape.levels)
-        each_RS = np.maximum(np.outer(factors, levels), np.reshape(floors, (-1, 1)))
+        each_RS = np.maximum(shifted(levels, shifts), np.reshape(floors, (-1, 1)))
         reached_RS = np.minimum(each_RS, MOST).cumprod(axis=1)
         depth_S = np.arange(1, shape.levels + 1)
         reached_RS[depth_S > caps[:, None]] = 0
@@ -168,17 +204,23 @@ class Acceptance:
             skills[index].forget()
         if not shape.levels or not own:
             return
-        family = family_of(shape)
-        usual = self.levels(family, shape.levels)
-        accepted_R = np.array(given.emitted)[own] - 1
+        shift_R = np.array([skills[index].shift for index in own])
         offered_R = np.minimum(shape.levels, np.array(given.drafted)[own])  # exact for chains
-        tested_R = self._counts(family).add(accepted_R, offered_R, self._step)
-        if family != CHAIN:
-            self._counts(CHAIN).add(np.array(given.firsts)[own], offered_R, self._step)
-        expected_R = np.concatenate([[0.0], usual.cumsum()])[tested_R]
-        for index, accepted, expected in zip(own, accepted_R.tolist(), expected_R.tolist(), strict=True):
-            if expected:
-                skills[index].observe(accepted, expected)
+        accepted_R = np.array(given.emitted)[own] - 1
+        tests = self._tests(family_of(shape), shape.levels, shift_R, accepted_R, offered_R)
+        if family_of(shape) != CHAIN:
+            self._tests(CHAIN, shape.levels, shift_R, np.array(given.firsts)[own], offered_R)
+        surprise_R = (tests.hit_RS - tests.met_RS * tests.chance_RS).sum(1)
+        information_R = (tests.met_RS * tests.chance_RS * (1 - tests.chance_RS)).sum(1)
+        for index, surprise, information in zip(
+            own, surprise_R.tolist(), information_R.tolist(), strict=True
+        ):
+            skills[index].observe(surprise, information)
 
-    def _counts(self, family: Family) -> _Counts:
-        return self._families.setdefault(family, _Counts())
+    def _tests(
+        self, family: Family, levels: int, shift_R: Floats, accepted_R: Ints, offered_R: Ints
+    ) -> _Tests:
+        """Counts what a step tested of a family."""
+        tests = _Tests.of(self.levels(family, levels), shift_R, accepted_R, offered_R)
+        self._families.setdefault(family, _Counts()).add(tests, self._step)
+        return tests

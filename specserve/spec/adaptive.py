@@ -24,6 +24,7 @@ PROBE_SHARE = 0.005  # of all time may be lost by probing
 STALE_STEPS = 400  # a kind not run for so long is worth a probe
 STALE_NEAR = 50  # one that promises nearly the best, or plain decoding, which all are held against
 NEAR = 0.9
+TURNOVER_FORGET = 0.99  # at each step
 FIRST_ALLOWANCE = 6  # steps' time that may be lost before any passed
 
 
@@ -36,11 +37,12 @@ def _kind(shape: StepShape) -> _Kind:
 
 @dataclass(slots=True)
 class Batch:
-    """What the controller knows of the next step: its requests, and the tokens in their caches together.
-    ``probed_at``: the best rate when a probe was chosen for it."""
+    """What the controller knows of the next step: its requests, the tokens in their caches together, and how many
+    requests began since the step before. ``probed_at``: the best rate when a probe was chosen for it."""
 
     skills: Sequence[Skill]
     kv_tokens: int
+    begun: int = 0
     probed_at: float | None = None
 
 
@@ -54,12 +56,29 @@ class _Held:
 
 
 @dataclass(slots=True)
+class _Turnover:
+    """Requests that begin for each token that steps give."""
+
+    _begun: float = 0.0
+    _tokens: float = 1.0
+
+    @property
+    def value(self) -> float:
+        return self._begun / self._tokens
+
+    def observe(self, begun: int, tokens: int) -> None:
+        self._begun = TURNOVER_FORGET * self._begun + begun
+        self._tokens = TURNOVER_FORGET * self._tokens + tokens
+
+
+@dataclass(slots=True)
 class Controller:
     """``candidates(slots)`` are the shapes that a batch of so many may have, plain decoding first."""
 
     candidates: Callable[[int], Sequence[StepShape]]
     cost: CostModel
     acceptance: Acceptance = field(default_factory=Acceptance)
+    _turnover: _Turnover = field(default_factory=_Turnover)
     _present: _Kind | None = None
     _held: _Held | None = None
     _allowance: float = 0.0
@@ -83,9 +102,9 @@ class Controller:
         caps = np.array([skill.cap for skill in batch.skills])
         if len(shapes) == 1 or not caps.any():
             return shapes[0], self._step + 1
-        factors = np.array([skill.factor for skill in batch.skills])
+        shifts = np.array([skill.shift for skill in batch.skills])
         floors = np.array([skill.floor for skill in batch.skills])
-        rates = self._rates(shapes, batch.kv_tokens, factors, caps, floors)
+        rates = self._rates(shapes, batch.kv_tokens, shifts, caps, floors)
         best = self._steady(shapes, rates)
         chosen = self._probe(shapes, rates, best, batch)
         hold = min(HOLD, 1 + self._step // 16)  # at first every step teaches much
@@ -100,13 +119,15 @@ class Controller:
         self,
         shapes: Sequence[StepShape],
         kv_tokens: int,
-        factors: Floats,
+        shifts: Floats,
         caps: Ints,
         floors: Floats,
     ) -> Floats:
-        """Expected tokens a second of each shape."""
-        tokens = np.array([self.acceptance.expected(shape, factors, caps, floors) for shape in shapes])
-        return np.asarray(tokens / self._seconds(shapes, kv_tokens))
+        """Expected tokens a second of each shape, with its part in the launches of prompts: where requests end at every
+        step, steps of more tokens need fewer of them."""
+        tokens = np.array([self.acceptance.expected(shape, shifts, caps, floors) for shape in shapes])
+        launches = 1 - np.exp(-self._turnover.value * tokens)
+        return np.asarray(tokens / (self._seconds(shapes, kv_tokens) + self.cost.prompts * launches))
 
     def _seconds(self, shapes: Sequence[StepShape], kv_tokens: int) -> Floats:
         return np.array([self.cost.seconds(shape, kv_tokens) for shape in shapes])
@@ -143,4 +164,5 @@ class Controller:
         if batch.probed_at is not None:
             self._allowance -= seconds - sum(given.emitted) / batch.probed_at
         self.acceptance.observe(shape, batch.skills, given)
+        self._turnover.observe(batch.begun, sum(given.emitted))
         self.cost.observe(shape, batch.kv_tokens, seconds)

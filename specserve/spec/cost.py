@@ -23,11 +23,13 @@ Key = tuple[int, ...]
 @dataclass(slots=True)
 class CostModel:
     """Seconds of a step. ``table`` holds each shape's time without context, ``slopes`` seconds a token of KV for shapes
-    whose own is known; ``slope`` is the others'."""
+    whose own is known; ``slope`` is the others'. ``prompts``: what a launch of prompts takes however few and short they
+    are, about as long as a plain step of one request, for both read all weights."""
 
     table: dict[StepShape, float] = field(default_factory=dict)
     slope: float = 0.0
     slopes: dict[StepShape, float] = field(default_factory=dict)
+    prompts: float = 0.0
     error: float = 0.0  # mean relative error of late
     _factors: dict[Key, float] = field(default_factory=dict)
     _seen: dict[Key, int] = field(default_factory=dict)

@@ -35,6 +35,7 @@ class Device:
     accepts: Sequence[float]
     caps: Sequence[int] | None = None
     kv_tokens: int = 0
+    begun: int = 0
     noise: float = 0.02
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
@@ -42,7 +43,7 @@ class Device:
         """Tokens a second over ``steps``."""
         caps = self.caps or [FREE] * len(self.accepts)
         skills = [Skill(cap) for cap in caps]
-        batch, tokens, clock = Batch(skills, self.kv_tokens), 0, 0.0
+        batch, tokens, clock = Batch(skills, self.kv_tokens, self.begun), 0, 0.0
         for _ in range(steps):
             shape = choose(batch)
             given = self._step(shape, caps)
@@ -177,7 +178,7 @@ def test_trees_tell_what_chains_would_have_given() -> None:
     for _ in range(100):
         acceptance.observe(tree, [Skill(FREE)], Given([3], [15], [2]))
         acceptance.observe(tree, [Skill(FREE)], Given([3], [15], [0]))
-    alone = np.ones(1), np.array([FREE])
+    alone = np.zeros(1), np.array([FREE])
     assert acceptance.expected(tree, *alone) == pytest.approx(3, abs=0.15)
     assert acceptance.expected(StepShape(1, 5, 4, 1), *alone) == pytest.approx(2, abs=0.15)
 
@@ -187,7 +188,31 @@ def test_a_request_is_known_by_its_own_acceptance() -> None:
     easy, hard = Skill(FREE), Skill(FREE)
     for _ in range(30):
         acceptance.observe(shape, [easy, hard], Given([4, 1], [3, 3], [3, 0]))
-    assert easy.factor > 1.1 > 0.6 > hard.factor
+    assert easy.shift > 1 > -1 > hard.shift
+
+
+def test_what_an_average_request_accepts_stays_known() -> None:
+    """Requests that are all alike are average ones, however long each of them runs."""
+    acceptance, shape, generator = Acceptance(), StepShape(1, 16, 4, 4), np.random.default_rng(0)
+    for step in range(1200):
+        if step % 200 == 0:
+            skill = Skill(FREE)
+        accepted = int((generator.random(4) < 0.4).cumprod().sum())
+        acceptance.observe(shape, [skill], Given([1 + accepted], [15], [accepted]))
+    found = acceptance.expected(shape, np.zeros(1), np.array([FREE]))
+    assert found == pytest.approx(1 + 0.4 + 0.16 + 0.064 + 0.026, abs=0.2)
+
+
+def test_launches_of_prompts_make_longer_steps_worth_it() -> None:
+    """Where requests end at every step, a step of more tokens needs fewer launches."""
+    levels = []
+    for begun in (0, 40):
+        found = controller()
+        found.cost.prompts = 5e-3
+        device = Device([0.75] * 128, begun=begun)
+        device.run(found.choose, found.observe, 400)
+        levels.append(found.choose(Batch([Skill(FREE)] * 128, 0)).levels)
+    assert levels[0] < levels[1]
 
 
 def test_a_predicted_text_says_nothing_of_other_requests() -> None:
@@ -200,8 +225,8 @@ def test_a_predicted_text_says_nothing_of_other_requests() -> None:
         foretold.follow(4, 4)
         alone.observe(StepShape(1, 4, 3, 1), [other], Given([1], [3], [0]))
     assert acceptance.levels(CHAIN, 3).tolist() == alone.levels(CHAIN, 3).tolist()
-    assert (usual.factor, foretold.factor) == (other.factor, 1)
-    both = np.array([1.0, usual.factor]), np.array([FREE, FREE]), np.array([foretold.floor, usual.floor])
+    assert (usual.shift, foretold.shift) == (other.shift, 0)
+    both = np.array([0.0, usual.shift]), np.array([FREE, FREE]), np.array([foretold.floor, usual.floor])
     assert 4.5 < acceptance.expected(shape, *both) < 5.1
     wrong = Skill(FREE, predicted=True)
     for _ in range(60):
