@@ -6,7 +6,8 @@ DIR is the output of ``python -m benchmarks.cost_faithful``; ``--eagle3 DIR/eagl
 right. One engine runs all of them, in turns, so that a machine that slows down slows all alike: fixed shapes are forced
 upon its scheduler, and the controller keeps what it learned from one batch size to the next, as in a server. Batches
 are kept full: when a request ends the next begins, its prompt in the prefix cache. Tokens a second are by the wall
-clock, so what it takes to begin a request is in them, without its first token; answers are greedy, half to all of
+clock, so what it takes to begin a request is in them, without its first token; the last two columns are of the time
+that the device worked on steps, which the controller has in its hands. Answers are greedy, half to all of
 ``--new-tokens`` long.
 """
 
@@ -123,12 +124,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """``stepping`` and ``prefill``: the parts of its time that the device worked on either."""
+    """``stepping`` and ``prefill``: the parts of its time that the device worked on either; ``while_stepping``: tokens
+    a second of the first alone."""
 
     tokens_per_second: float
     stepping: float
     prefill: float
     steps: Sequence[Step]
+
+    @property
+    def while_stepping(self) -> float:
+        return sum(step.emitted for step in self.steps) / sum(step.seconds for step in self.steps)
 
 
 def run_load(llm: LLM, policy: ShapePolicy, load: Load) -> Run:
@@ -193,6 +199,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
     steps = [step for run in runs for step in run.steps]
     return {
         "tokens_per_second": median(run.tokens_per_second for run in runs),
+        "while_stepping": median(run.while_stepping for run in runs),
         "stepping": median(run.stepping for run in runs),
         "prefill": median(run.prefill for run in runs),
         "accepted_length": accepted_length(steps),
@@ -224,18 +231,22 @@ def still_worth(policies: Mapping[str, ShapePolicy], found: Mapping[str, dict[st
 def line(batch: int, found: Mapping[str, dict[str, Any]], names: Sequence[str]) -> str:
     """Tokens a second of all, and what the controller is held against."""
     rates = {name: row["tokens_per_second"] for name, row in found.items()}
+    stepping = {name: row["while_stepping"] for name, row in found.items()}
     best = best_of(found)
     chosen = {shape: row["steps"] for shape, row in found["adaptive"]["shapes"].items()}
     ours, top = rates["adaptive"], list(chosen.items())[:3]
     return (
         f"{batch:5} "
         + " ".join(f"{rates[name]:9.0f}" if name in rates else f"{'':9}" for name in names)
-        + f" {ours / rates[best]:6.3f} {ours / rates['off']:6.3f}  best {best}; chose {top}"
+        + f" {ours / rates[best]:6.3f} {ours / rates['off']:6.3f}"
+        + f" {stepping['adaptive'] / max(stepping.values()):8.3f} {stepping['adaptive'] / stepping['off']:8.3f}"
+        + f"  best {best}; chose {top}"
     )
 
 
 def header(policies: Sequence[str]) -> str:
-    return f"{'batch':>5} " + " ".join(f"{name:>9}" for name in policies) + f" {'/best':>6} {'/off':>6}"
+    columns = f" {'/best':>6} {'/off':>6} {'stepping':>8} {'/off':>8}"
+    return f"{'batch':>5} " + " ".join(f"{name:>9}" for name in policies) + columns
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from specserve_kernels import Pool, Tree
 from torch import Tensor
 
 import specserve.spec.step
+from specserve import LLM
 from specserve.config import make_settings, resolve, resolve_paths
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.engine.build import create_scheduler
@@ -21,6 +23,8 @@ from specserve.frontend.messages import Failed, Submit
 from specserve.models.config import load_model_config
 from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler
+from specserve.spec.acceptance import Given
+from specserve.spec.adaptive import Batch
 from specserve.spec.context import Context, View
 from specserve.spec.tree import StepShape
 
@@ -172,3 +176,52 @@ def assert_same_drafts(found: Sequence[Drafted], expected: Sequence[Drafted]) ->
         torch.testing.assert_close(
             ours.pool.scores_BP[live], theirs.pool.scores_BP[live], atol=1e-9, rtol=1e-9
         )
+
+
+class SwitchingShapes:
+    """A policy that runs ``shapes`` in turn at random, of one request at a time. ``steps``: what each gave, by request
+    and the number of tokens that the request had been given by steps before."""
+
+    cost = None
+
+    def __init__(self, shapes: Sequence[StepShape], seed: int = 0) -> None:
+        self.steps: dict[tuple[int, int], tuple[StepShape, int]] = {}
+        self._shapes = shapes
+        self._random = random.Random(seed)
+        self._requests: list[object] = []
+        self._given = 0
+
+    def choose(self, batch: Batch) -> StepShape:
+        return self._random.choice(self._shapes)
+
+    def plain(self, slots: int) -> StepShape:
+        return StepShape.plain(slots)
+
+    def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
+        (skill,), (tokens,) = batch.skills, given.emitted
+        if not any(skill is known for known in self._requests):
+            self._requests.append(skill)
+            self._given = 0
+        self.steps[len(self._requests), self._given] = shape, tokens
+        self._given += tokens
+
+
+def check_switching(llm: LLM, prompts: Sequence[list[int]], shapes: Sequence[StepShape], tokens: int) -> int:
+    """What a step gives depends on where it starts and on its shape, not on the shapes of the steps before. Returns how
+    many steps were compared."""
+    scheduler = llm._engine
+    assert isinstance(scheduler, Scheduler)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    found, texts = {}, []
+    for name, choice in {"all": shapes, **{str(shape): [shape] for shape in shapes}}.items():
+        policy = scheduler._policy = SwitchingShapes(choice)
+        texts.append([llm.generate([prompt], params)[0].token_ids for prompt in prompts])
+        found[name] = policy.steps
+    assert all(text == texts[0] for text in texts)
+    compared = 0
+    for (request, start), (shape, given) in found["all"].items():
+        alone = found[str(shape)].get((request, start))
+        if alone is not None and start + given < tokens:
+            assert alone == (shape, given), f"request {request}, token {start}"
+            compared += 1
+    return compared

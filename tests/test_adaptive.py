@@ -11,10 +11,11 @@ import pytest
 from specserve import LLM, SamplingParams
 from specserve.config import make_settings, resolve
 from specserve.core import Speculation
-from specserve.engine.shapes import AdaptiveShapes
+from specserve.engine.shapes import AdaptiveShapes, candidate_shapes
 from specserve.spec.adaptive import Batch
 from specserve.spec.cost import CostModel
 from specserve.spec.tree import StepShape
+from tests.engines import check_switching
 
 PROMPTS = [[5, 6, 7, 300], [9, 1000, 4], [77, 12, 90, 90, 8]]
 PARAMS = [
@@ -61,6 +62,14 @@ def test_the_text_of_plain_decoding(level: float) -> None:
     assert found == expected
     drafted = sum(levels.values()) - levels[0]
     assert (drafted > levels[0]) == (level < 1)
+
+
+def test_what_a_step_gives_does_not_depend_on_the_shapes_before() -> None:
+    shapes = [shape for shape in candidate_shapes(1) if shape.levels < 6]
+    prompts = [*PROMPTS, [300, 20, 4, 99], [12, 13, 14, 15, 400]]
+    settings = {"skip_tokenizer_init": True, "dtype": "float64", "max_running_requests": 1}
+    with LLM(speculative_algorithm="EAGLE3", speculative_adaptive=True, **settings) as llm:
+        assert check_switching(llm, prompts, shapes, 80) > 50
 
 
 def test_costs_are_measured_at_start() -> None:

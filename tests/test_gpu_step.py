@@ -15,7 +15,9 @@ from benchmarks.common import PROMPTS
 from benchmarks.lossless import Item, Models, first_difference, make_items, read_prompts, tie_gap
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
+from specserve.engine.shapes import candidate_shapes
 from specserve.frontend.messages import Submit
+from tests.engines import check_switching
 
 pytestmark = pytest.mark.gpu
 
@@ -103,6 +105,13 @@ def test_a_prediction_changes_no_text(shape: Shape, items: list[Item], expected:
     fewest = [ceil((len(text) - 1) / (shape[1] + 1)) for text in expected[:40:2]]
     assert all(taken <= least + 2 for taken, least in zip(steps[1], fewest, strict=True))
     assert sum(steps[1]) < sum(steps[0])
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_what_a_step_gives_does_not_depend_on_the_shapes_before(overlap: str, items: list[Item]) -> None:
+    settings = {"speculative_algorithm": "EAGLE3", "speculative_adaptive": True, "overlap_schedule": overlap}
+    with engine(None, max_running_requests=1, **settings) as llm:
+        assert check_switching(llm, [item.prompt for item in items[:24]], candidate_shapes(1), 64) > 100
 
 
 @pytest.mark.parametrize(

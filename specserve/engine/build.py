@@ -39,7 +39,6 @@ from specserve.spec.drafter import Drafter, DraftOptions
 from specserve.spec.drafters import load_drafter
 from specserve.spec.live_map import MapPlan
 from specserve.spec.state import DecodeState
-from specserve.spec.tree import StepShape
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +138,7 @@ def shape_policy(plan: ShapePlan, context: Context, graphs: StepGraphs) -> Shape
     else:
         cost = measure_eager(context, plan.most_slots, plan.candidates)
     complete(cost, plan.most_slots, plan.candidates)
-    cost.prompts = cost.table[StepShape.plain(1)]
+    cost.prompts = min(seconds for shape, seconds in cost.table.items() if not shape.levels)
     return AdaptiveShapes(Controller(plan.candidates, cost), plan.padding)
 
 

@@ -22,7 +22,7 @@ WORTH = 1.03  # and drafting this much more than none: what is not drafted can't
 HOLD = 8  # steps that a choice stands for while as many requests run: choosing takes time itself
 PROBE_SHARE = 0.005  # of all time may be lost by probing
 STALE_STEPS = 400  # a kind not run for so long is worth a probe
-STALE_NEAR = 50  # one that promises nearly the best, or plain decoding, which all are held against
+STALE_NEAR = 50  # a tree that promises nearly the best; of plain decoding and chains, other steps tell
 NEAR = 0.9
 TURNOVER_FORGET = 0.99  # at each step
 FIRST_ALLOWANCE = 6  # steps' time that may be lost before any passed
@@ -156,7 +156,7 @@ class Controller:
         return None
 
     def _is_stale(self, shape: StepShape, near: bool) -> bool:
-        limit = STALE_NEAR if near or not shape.levels else STALE_STEPS
+        limit = STALE_NEAR if near and shape.branching > 1 else STALE_STEPS
         return self._step - self._last_run.get(_kind(shape), -limit) >= limit
 
     def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
