@@ -35,6 +35,7 @@ from triton.runtime.jit import JITFunction
 import specserve.engine.sampler
 from specserve.attention import ATTENTION
 from specserve.core import SamplingParams
+from specserve.engine.prompts import PROMPT_SIZES, short_prefill
 from specserve.engine.runner import Row, Runner
 from specserve.spec.tree import StepShape
 from tests.engines import Checkpoints, context_of, make_scheduler
@@ -183,8 +184,10 @@ def launch_drafted(
 
 
 def launch_steps(runner: Runner, steps: list[tuple[SamplingParams, StepShape]]) -> None:
-    """A chunk of a prompt, then these steps. Pages and tokens are all 0."""
+    """Prompts, in an eager chunk and in the sizes that are captured, then these steps. Pages and tokens are all 0."""
     runner.prefill([Row(0, PLAIN, 20, [0] * 20)])
+    for size in PROMPT_SIZES:
+        short_prefill(runner.context, size, torch.tensor(size.pack([], runner.context.state.dummy)))
     for params, shape in steps:
         runner.step([Row(0, params, 20)], shape)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import ceil
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from benchmarks.common import PROMPTS
 from benchmarks.lossless import Item, Models, first_difference, make_items, read_prompts, tie_gap
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
+from specserve.engine.graphs import PromptGraph
 from specserve.engine.shapes import candidate_shapes
 from specserve.frontend.messages import Submit
 from tests.engines import check_switching
@@ -105,6 +108,21 @@ def test_a_prediction_changes_no_text(shape: Shape, items: list[Item], expected:
     fewest = [ceil((len(text) - 1) / (shape[1] + 1)) for text in expected[:40:2]]
     assert all(taken <= least + 2 for taken, least in zip(steps[1], fewest, strict=True))
     assert sum(steps[1]) < sum(steps[0])
+
+
+@pytest.mark.parametrize("shape", [None, ("EAGLE3", 3, 1, 4)], ids=str)
+def test_short_prompts_are_captured_and_change_no_text(shape: Shape | None, items: list[Item]) -> None:
+    """The tails of cached prompts, and prompts that are short themselves."""
+    short = [replace(item, prompt=item.prompt[: 1 + index]) for index, item in enumerate(items[:40])]
+    with engine(None, disable_cuda_graph=True, max_running_requests=16) as llm:
+        expected = texts(llm, short)
+    with (
+        engine(shape, max_running_requests=16) as llm,
+        patch.object(PromptGraph, "replay", autospec=True, side_effect=PromptGraph.replay) as replay,
+    ):
+        for _ in range(2):
+            assert_same(texts(llm, short), expected, short)
+        assert replay.call_count > 20
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])

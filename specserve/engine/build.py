@@ -11,9 +11,10 @@ from specserve.attention import ATTENTION
 from specserve.config import Settings
 from specserve.config.token_map import DYNAMIC
 from specserve.core import prediction_limit
-from specserve.engine.graphs import StepGraphs
+from specserve.engine.graphs import Graphs
 from specserve.engine.memory import pool_pages
 from specserve.engine.profile import complete, measure_eager, measure_graphs
+from specserve.engine.prompts import PROMPT_SIZES
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import (
     AdaptiveShapes,
@@ -53,9 +54,9 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
     plan = shape_plan(settings)
     context = create_context(settings, model_config, plan)
     captured = plan.captured()
-    graphs = StepGraphs.capture(context, captured) if captured else StepGraphs({})
+    graphs = Graphs.capture(context, captured, PROMPT_SIZES) if captured else Graphs({})
     policy = shape_policy(plan, context, graphs)
-    runner = Runner(context, graphs.graphs)
+    runner = Runner(context, graphs.graphs, graphs.prompts)
     if settings.device == "cuda":
         runner.warm_up()
     return assemble(settings, model_config, plan, runner, policy, graphs)
@@ -67,7 +68,7 @@ def assemble(
     plan: ShapePlan,
     runner: Runner,
     policy: ShapePolicy,
-    graphs: StepGraphs,
+    graphs: Graphs,
 ) -> Scheduler:
     """A scheduler with pages and requests of its own over a loaded engine."""
     assert settings.max_running_requests and settings.context_length and settings.chunked_prefill_size
@@ -96,7 +97,7 @@ def assemble(
         "eos_token_ids": list(capacity.eos_token_ids),
         "speculation": _speculation_info(plan),
         "cuda_graphs": {
-            "count": len(graphs.graphs),
+            "count": len(graphs.graphs) + len(graphs.prompts),
             "seconds": round(graphs.seconds, 2),
             "memory_bytes": graphs.memory_bytes,
         },
@@ -129,7 +130,7 @@ def shape_plan(settings: Settings) -> ShapePlan:
     return ShapePlan(static_shape(settings), settings.speculative_adaptive, running, padding)
 
 
-def shape_policy(plan: ShapePlan, context: Context, graphs: StepGraphs) -> ShapePolicy:
+def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePolicy:
     """What chooses among them; measured costs first, where it needs them."""
     if not plan.adaptive:
         return StaticShapes(plan.speculation, plan.padding)

@@ -1,4 +1,4 @@
-"""Captured steps: one CUDA graph a shape, all in one memory pool.
+"""Captured steps, one CUDA graph a shape, and short launches of prompts, one a size, all in one memory pool.
 
 A graph reads everything but its slots from the state tables and the page table, and decides by lengths it reads on the
 device; so one capture serves every batch of its size. What a replay returns lies in the pool and holds until the next
@@ -10,23 +10,29 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from specserve.engine.prompts import PromptSize, Run, short_prefill
 from specserve.spec.context import Context, View
-from specserve.spec.state import Needs
+from specserve.spec.prefill import PrefillResult
+from specserve.spec.state import Needs, to_device
 from specserve.spec.step import StepResult, step
 from specserve.spec.tree import StepShape
 
 log = logging.getLogger(__name__)
 
 CAPTURE_SECONDS = 90.0
+
+What = TypeVar("What")
+Graph = TypeVar("Graph")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +50,61 @@ class StepGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class StepGraphs:
-    """All captured shapes, and what they took."""
+class PromptGraph:
+    """A launch of prompts captured for ``size``; ``numbers`` is what it reads of them."""
+
+    size: PromptSize
+    graph: torch.cuda.CUDAGraph
+    numbers: Tensor
+    result: PrefillResult
+
+    def replay(self, runs: Sequence[Run], dummy: int) -> PrefillResult:
+        packed = torch.tensor(self.size.pack(runs, dummy), pin_memory=True)
+        self.numbers.copy_(packed, non_blocking=True)
+        self.graph.replay()
+        return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """All that was captured, and what it took."""
 
     graphs: dict[StepShape, StepGraph]
+    prompts: dict[PromptSize, PromptGraph] = field(default_factory=dict)
     seconds: float = 0.0
     memory_bytes: int = 0
 
     @classmethod
     @torch.inference_mode()
-    def capture(cls, context: Context, shapes: Sequence[StepShape]) -> StepGraphs:
-        """Captures the largest first: smaller ones then fit into its memory. Shapes that memory or time do not suffice
-        for are left out, with a warning; their steps run eagerly."""
+    def capture(
+        cls, context: Context, shapes: Sequence[StepShape], sizes: Sequence[PromptSize] = ()
+    ) -> Graphs:
+        """Captures steps of ``shapes`` and launches of prompts of ``sizes``, the largest steps first: smaller ones then
+        fit into their memory. Shapes that memory or time do not suffice for are left out, with a warning; their steps
+        run eagerly."""
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
         maker = _Maker(context, max(shape.nodes for shape in shapes))
         graphs: dict[StepShape, StepGraph] = {}
+        prompts: dict[PromptSize, PromptGraph] = {}
         with _no_collection():
+            for size in maker.that_fit(sizes):
+                if (made := maker.try_capture(size, maker.prompts)) is not None:
+                    prompts[size] = made
             ordered = sorted(shapes, key=lambda shape: (shape.nodes, shape.levels), reverse=True)
             for shape in tqdm(ordered, desc="Capturing CUDA graphs", unit="graph", leave=False):
                 if time.perf_counter() - begin > CAPTURE_SECONDS:
                     break
-                if (graph := maker.try_capture(shape)) is not None:
+                if (graph := maker.try_capture(shape, maker.step)) is not None:
                     graphs[shape] = graph
         if len(graphs) < len(shapes):
             left = len(shapes) - len(graphs)
             log.warning("%d of %d step shapes have no CUDA graph and run eagerly", left, len(shapes))
         seconds = time.perf_counter() - begin
         taken = max(0, free - torch.cuda.mem_get_info(device)[0])
-        log.info("captured %d CUDA graphs in %.1f s, %.2f GiB", len(graphs), seconds, taken / 2**30)
-        return cls(graphs, seconds, taken)
+        count = len(graphs) + len(prompts)
+        log.info("captured %d CUDA graphs in %.1f s, %.2f GiB", count, seconds, taken / 2**30)
+        return cls(graphs, prompts, seconds, taken)
 
 
 class _Maker:
@@ -90,16 +121,20 @@ class _Maker:
             most_nodes, context.vocab_size, dtype=context.pool.config.dtype, device=state.device
         )
 
-    def try_capture(self, shape: StepShape) -> StepGraph | None:
+    def try_capture(self, what: What, capture: Callable[[What], Graph]) -> Graph | None:
         """None when memory does not suffice."""
         try:
-            return self._capture(shape)
+            return capture(what)
         except torch.cuda.OutOfMemoryError as error:
-            log.warning("no memory for the CUDA graph of %s: %s", shape, str(error).split(". ")[0])
+            log.warning("no memory for the CUDA graph of %s: %s", what, str(error).split(". ")[0])
             torch.cuda.empty_cache()
             return None
 
-    def _capture(self, shape: StepShape) -> StepGraph:
+    def that_fit(self, sizes: Sequence[PromptSize]) -> list[PromptSize]:
+        """Those whose padding has room in a context: it begins at position 1."""
+        return [size for size in sizes if size.tokens < self._capacity]
+
+    def step(self, shape: StepShape) -> StepGraph:
         dummy, device = self._context.state.dummy, self._context.state.device
         rows_B = torch.full((shape.slots,), dummy, dtype=torch.int64, device=device)
 
@@ -108,6 +143,16 @@ class _Maker:
             view = View.of(self._context, rows_B, longest, Needs(), self._logits_XV)
             return step(self._context, view, shape)
 
+        graph, result = self._capture(run)
+        return StepGraph(graph, rows_B, result)
+
+    def prompts(self, size: PromptSize) -> PromptGraph:
+        state = self._context.state
+        numbers = to_device(size.pack([], state.dummy), state.device)
+        graph, result = self._capture(lambda: short_prefill(self._context, size, numbers))
+        return PromptGraph(size, graph, numbers, result)
+
+    def _capture(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()  # compiles kernels and opens libraries, which a capture can't
@@ -116,7 +161,7 @@ class _Maker:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = run()
-        return StepGraph(graph, rows_B, result)
+        return graph, result
 
 
 @contextmanager

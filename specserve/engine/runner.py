@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from specserve.core import SamplingParams, TokenLogprob
-from specserve.engine.graphs import StepGraph
+from specserve.engine.graphs import PromptGraph, StepGraph
 from specserve.engine.logprobs import Logprobs, token_logprobs
+from specserve.engine.prompts import PromptSize, Run, size_for
 from specserve.spec.context import Context, View
 from specserve.spec.live_map import Ints
-from specserve.spec.prefill import PromptChunks, Scored, prefill
+from specserve.spec.prefill import PrefillResult, PromptChunks, Scored, prefill
 from specserve.spec.state import Needs, to_device
 from specserve.spec.step import step
 from specserve.spec.tree import StepShape
@@ -158,10 +159,17 @@ def _to_host(tensor: Tensor) -> Tensor:
 class Runner:
     """The device's only user while serving. Calls are queued in order; state and cache change in that order."""
 
-    def __init__(self, context: Context, graphs: Mapping[StepShape, StepGraph]) -> None:
-        """``graphs``: the shapes whose steps are captured; others run eagerly."""
+    def __init__(
+        self,
+        context: Context,
+        graphs: Mapping[StepShape, StepGraph],
+        prompts: Mapping[PromptSize, PromptGraph] | None = None,
+    ) -> None:
+        """``graphs``: the shapes whose steps are captured; ``prompts``: the sizes of short launches of prompts that
+        are. Others run eagerly."""
         self.context = context
         self._graphs = graphs
+        self._prompts = prompts or {}
 
     def warm_up(self) -> None:
         """Runs a prompt on the padding slot, so that no user waits for kernels to compile."""
@@ -174,6 +182,24 @@ class Runner:
     @torch.inference_mode()
     def prefill(self, rows: Sequence[Row]) -> Launch:
         """Runs a chunk of each row's prompt. Rows that are not final emit nothing."""
+        result = self._replay_prompts(rows) or self._run_prompts(rows)
+        token_B1 = result.token_B[: len(rows), None]
+        packed = torch.where(result.final_B[: len(rows), None], token_B1, -1)
+        packed = torch.cat([packed, torch.zeros_like(packed).expand(-1, 2)], dim=1)
+        index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
+        logprobs = self._logprobs(rows, result.logits_BV, token_B1, index_B1)
+        predicted_B2 = _asked(rows, result.predicted_B2)
+        return Launch(packed, logprobs, rows, predicted_B2=predicted_B2, scores=result.scores)
+
+    def _replay_prompts(self, rows: Sequence[Row]) -> PrefillResult | None:
+        """None for a launch that was not captured."""
+        size = size_for([len(row.tokens) for row in rows], list(self._prompts))
+        if size is None or any(row.scored for row in rows):
+            return None
+        runs = [Run(row.slot, row.tokens, row.final) for row in rows]
+        return self._prompts[size].replay(runs, self.context.state.dummy)
+
+    def _run_prompts(self, rows: Sequence[Row]) -> PrefillResult:
         counts = [len(row.tokens) for row in rows]
         chunks = PromptChunks(
             token_T=self._tensor([token for row in rows for token in row.tokens]),
@@ -183,15 +209,7 @@ class Runner:
             spans=[(row.length - count, count) for row, count in zip(rows, counts, strict=True)],
             scored=self._scored(rows, counts),
         )
-        rows_B = self._tensor([row.slot for row in rows])
-        result = prefill(self.context, self._view(rows, rows_B), chunks)
-        token_B1 = result.token_B[:, None]
-        packed = torch.where(chunks.final_B[:, None], token_B1, -1)
-        packed = torch.cat([packed, torch.zeros_like(packed).expand(-1, 2)], dim=1)
-        index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
-        logprobs = self._logprobs(rows, result.logits_BV, token_B1, index_B1)
-        predicted_B2 = _asked(rows, result.predicted_B2)
-        return Launch(packed, logprobs, rows, predicted_B2=predicted_B2, scores=result.scores)
+        return prefill(self.context, self._view(rows, self._tensor([row.slot for row in rows])), chunks)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:

@@ -22,8 +22,9 @@ WORTH = 1.03  # and drafting this much more than none: what is not drafted can't
 HOLD = 8  # steps that a choice stands for while as many requests run: choosing takes time itself
 PROBE_SHARE = 0.005  # of all time may be lost by probing
 STALE_STEPS = 400  # a kind not run for so long is worth a probe
-STALE_NEAR = 50  # a tree that promises nearly the best; of plain decoding and chains, other steps tell
+STALE_NEAR = 50  # one that promises nearly the best, if there is something to learn from it
 NEAR = 0.9
+DOUBT = 0.04  # mean error of predicted times from which on they must be looked at again
 TURNOVER_FORGET = 0.99  # at each step
 FIRST_ALLOWANCE = 6  # steps' time that may be lost before any passed
 
@@ -156,7 +157,9 @@ class Controller:
         return None
 
     def _is_stale(self, shape: StepShape, near: bool) -> bool:
-        limit = STALE_NEAR if near and shape.branching > 1 else STALE_STEPS
+        doubtful = self.cost.error > DOUBT  # what it takes; what chains give is known from trees
+        worth = (near and (shape.branching > 1 or doubtful)) or (not shape.levels and doubtful)
+        limit = STALE_NEAR if worth else STALE_STEPS
         return self._step - self._last_run.get(_kind(shape), -limit) >= limit
 
     def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:

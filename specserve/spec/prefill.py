@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from specserve_kernels import address, count_tokens, store_page_features
+from specserve_kernels import MAX_NODES, address, chain_masks, count_tokens, store_page_features
 from torch import Tensor
 
-from specserve.attention.base import Chunks
+from specserve.attention.base import Chunks, Nodes, Plan
 from specserve.attention.paged import PagedAttend
 from specserve.engine.logprobs import Logprobs, prompt_logprobs
 from specserve.engine.sampler import Choices, open_sampling
@@ -37,23 +37,26 @@ class Scored:
 class PromptChunks:
     """Tokens to prefill, packed by request, each run starting at its slot's ``length``.
 
-    ``final_B``: the run reaches the end of what is known of the request, so a token is chosen after it.
+    ``final_B``: the run reaches the end of what is known of the request, so a token is chosen after it. ``spans``:
+    first position and number of tokens of each run, where the host knows them; runs of a captured launch, None, are as
+    short as trees.
     """
 
     token_T: Tensor
     slot_T: Tensor  # index into the batch
     q_start: Tensor  # [B + 1]
     final_B: Tensor  # bool
-    spans: Sequence[tuple[int, int]]  # first position and number of tokens of each run, known to the host
+    spans: Sequence[tuple[int, int]] | None
     scored: Scored | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """``token_B`` is meaningful where ``final_B`` was set; ``logits_BV`` are raw, after each run's last token;
+    """``token_B`` is meaningful where ``final_B`` is set; ``logits_BV`` are raw, after each run's last token;
     ``scores`` are those of ``PromptChunks.scored``, ``predicted_B2`` is as in a step's result."""
 
     token_B: Tensor
+    final_B: Tensor
     logits_BV: Tensor
     scores: Logprobs | None
     predicted_B2: Tensor | None
@@ -65,17 +68,7 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     first_T = chunks.q_start[chunks.slot_T]
     position_T = view.length_B[chunks.slot_T] + index_T - first_T
     page_T, offset_T = address(view.pages_BM[chunks.slot_T], position_T, context.pool.page_size)
-    plan = context.attention.plan_prefill(
-        Chunks(
-            pages_BM=view.pages_BM,
-            q_start=chunks.q_start,
-            slot_T=chunks.slot_T,
-            positions_T=position_T,
-            max_tokens=max(count for _, count in chunks.spans),
-            max_kv=view.max_length,
-            spans=chunks.spans,
-        )
-    )
+    plan = _plan(context, view, chunks, position_T, index_T - first_T)
     attend = PagedAttend(context.pool, plan, page_T, offset_T)
     last_B = chunks.q_start[1:] - 1
     scored = chunks.scored
@@ -100,7 +93,35 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     context.state.slots.length[view.rows_B] = end_B
     predicted_B2 = follow(context, view, token_B[:, None], chunks.final_B.long())
     scores = None if scored is None else _score(context, hidden_XH, scored)
-    return PrefillResult(token_B, logits_BV, scores, predicted_B2)
+    return PrefillResult(token_B, chunks.final_B, logits_BV, scores, predicted_B2)
+
+
+def _plan(context: Context, view: View, chunks: PromptChunks, position_T: Tensor, local_T: Tensor) -> Plan:
+    """Attention of the runs. Short ones are chains of nodes, each a tree's only path."""
+    if chunks.spans is not None:
+        return context.attention.plan_prefill(
+            Chunks(
+                pages_BM=view.pages_BM,
+                q_start=chunks.q_start,
+                slot_T=chunks.slot_T,
+                positions_T=position_T,
+                max_tokens=max(count for _, count in chunks.spans),
+                max_kv=view.max_length,
+                spans=chunks.spans,
+            )
+        )
+    return context.attention.plan_verify(
+        Nodes(
+            pages_BM=view.pages_BM,
+            length_B=view.length_B,
+            q_start=chunks.q_start,
+            slot_T=chunks.slot_T,
+            local_T=local_T,
+            mask_T=chain_masks(local_T)[1],
+            max_nodes=min(len(chunks.token_T), MAX_NODES),
+            max_kv=view.max_length,
+        )
+    )
 
 
 def _score(context: Context, hidden_TH: Tensor, scored: Scored) -> Logprobs:

@@ -19,7 +19,7 @@ from specserve.config import Settings, resolve
 from specserve.config.speculation import NAIVE, SHAPE
 from specserve.core import SamplingParams
 from specserve.engine.build import assemble, create_context, shape_policy
-from specserve.engine.graphs import StepGraph, StepGraphs
+from specserve.engine.graphs import Graphs, StepGraph
 from specserve.engine.profile import measure_eager, measure_graphs
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import Padding, ShapePlan, ShapePolicy, Speculation, StaticShapes, batch_buckets
@@ -167,7 +167,7 @@ class TuneEngine:
         in_buckets = [shape for shape in dict.fromkeys(shapes) if shape.slots in self.padding.buckets]
         wanted = [shape for shape in in_buckets if (drafted, shape) not in self._graphs]
         for first in range(0, len(wanted), CAPTURED_AT_ONCE):
-            part = StepGraphs.capture(self._context(drafted), wanted[first : first + CAPTURED_AT_ONCE])
+            part = Graphs.capture(self._context(drafted), wanted[first : first + CAPTURED_AT_ONCE])
             self._graphs |= {(drafted, shape): graph for shape, graph in part.graphs.items()}
 
     def forget(self) -> None:
@@ -186,7 +186,7 @@ class TuneEngine:
         if batch not in self._controllers:
             captured = self._graphs_of(drafted=True)
             graphs = {shape: captured[shape] for shape in plan.captured() if shape in captured}
-            self._controllers[batch] = shape_policy(plan, self.context, StepGraphs(graphs))
+            self._controllers[batch] = shape_policy(plan, self.context, Graphs(graphs))
         return self._run(self._controllers[batch], True, batch, first, count)
 
     def _run(self, policy: ShapePolicy, drafted: bool, batch: int, first: int, count: int) -> Run:
@@ -207,7 +207,7 @@ class TuneEngine:
 
     def _scheduler(self, settings: Settings, runner: Runner, policy: ShapePolicy) -> Scheduler:
         """A fresh one for each run: its pages and prefix cache are its own."""
-        return assemble(settings, self.model, self.plan, runner, policy, StepGraphs({}))
+        return assemble(settings, self.model, self.plan, runner, policy, Graphs({}))
 
 
 def _with_shape(settings: Settings, speculation: Speculation) -> Settings:

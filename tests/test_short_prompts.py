@@ -1,0 +1,110 @@
+"""Short launches of prompts in fixed sizes: what a captured one does, run eagerly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+import torch
+
+from specserve.core import SamplingParams
+from specserve.engine.prompts import PROMPT_SIZES, PromptSize, Run, short_prefill, size_for
+from specserve.scheduler.scheduler import Scheduler
+from specserve.spec.context import Context
+from specserve.spec.prefill import PrefillResult
+from tests.engines import Answer, Checkpoints, Client, context_of
+
+SHARED = [(7 * index) % 61 for index in range(40)]
+PROMPTS = [
+    [*SHARED, 3, 9],
+    [*SHARED, 5],
+    [1, 2, 3],
+    [4],
+    [*SHARED, *range(30), *range(60)],
+    [*SHARED[:20], 8, 8],
+]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=9),
+    SamplingParams(temperature=0.9, seed=5, top_p=0.9, frequency_penalty=0.5, max_tokens=9),
+    SamplingParams(temperature=0, max_tokens=9, prediction=[3, 4, 5], logprobs=2),
+    SamplingParams(temperature=1.1, seed=7, logit_bias={3: 2.0}, max_tokens=1),
+    SamplingParams(temperature=0, max_tokens=9, repetition_penalty=1.3),
+    SamplingParams(temperature=0, max_tokens=9, prompt_logprobs=1),
+]
+
+
+class Eager:
+    """Replays without a graph. Its padding must leave no trace."""
+
+    def __init__(self, context: Context, size: PromptSize, ran: Counter[PromptSize]) -> None:
+        self._context, self._size, self._ran = context, size, ran
+
+    def replay(self, runs: Sequence[Run], dummy: int) -> PrefillResult:
+        self._ran[self._size] += 1
+        result = short_prefill(self._context, self._size, torch.tensor(self._size.pack(runs, dummy)))
+        assert self._context.state.slots.length[dummy] == 1
+        return result
+
+
+def answers(scheduler: Scheduler) -> list[Answer]:
+    """Some together, and again, beside each other, with what the cache kept."""
+    client = Client(scheduler)
+    for turn, together in enumerate([[0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4], [5], [2], [0, 1, 2, 3, 4]]):
+        for index in together:
+            client.submit(f"{turn}-{index}", PROMPTS[index], PARAMS[index])
+        for _ in range(3):
+            client.iterate()
+    client.run()
+    return list(client.answers.values())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shape"), [("EAGLE", (3, 1, 4)), ("EAGLE3", (3, 2, 7))], ids=["eagle", "eagle3"]
+)
+@pytest.mark.parametrize(
+    "sizes", [PROMPT_SIZES, (PromptSize(2, 12), PromptSize(5, 48))], ids=["ours", "other"]
+)
+def test_gives_what_launches_of_any_size_give(
+    algorithm: str, shape: tuple[int, int, int], sizes: Sequence[PromptSize], agreeing: Checkpoints
+) -> None:
+    expected = answers(agreeing.scheduler(algorithm, shape, page_size=4))
+    scheduler, ran = agreeing.scheduler(algorithm, shape, page_size=4), Counter[PromptSize]()
+    context = context_of(scheduler)
+    scheduler._runner._prompts = {size: Eager(context, size, ran) for size in sizes}  # type: ignore[assignment]
+    found = answers(scheduler)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert msgspec.structs.astuple(ours.usage) == msgspec.structs.astuple(theirs.usage)
+        assert (ours.tokens, ours.runs, ours.finish_reason) == (
+            theirs.tokens,
+            theirs.runs,
+            theirs.finish_reason,
+        )
+        assert [entry.logprob for entry in ours.logprobs] == pytest.approx(
+            [e.logprob for e in theirs.logprobs]
+        )
+    assert sum(ran.values()) >= 4
+    assert len(ran) >= 2
+    scheduler.check_idle()
+
+
+def test_what_fits() -> None:
+    assert size_for([15], PROMPT_SIZES) == PromptSize(1, 16)
+    assert size_for([16], PROMPT_SIZES) == PromptSize(1, 64)
+    assert size_for([64], PROMPT_SIZES) is None
+    assert size_for([20, 30], PROMPT_SIZES) == PromptSize(4, 64)
+    assert size_for([5] * 9, PROMPT_SIZES) == PromptSize(16, 64)
+    assert size_for([4] * 16, PROMPT_SIZES) is None
+
+
+def test_padding_takes_what_is_left() -> None:
+    size = PromptSize(3, 12)
+    packed = size.pack([Run(5, [7, 8, 9], final=True), Run(2, [4], final=False)], dummy=6)
+    assert len(packed) == size.numbers
+    rows_B, chunks = size.unpack(torch.tensor(packed))
+    assert rows_B.tolist() == [5, 2, 6, 6]
+    assert chunks.final_B.tolist() == [True, False, False, False]
+    assert chunks.q_start.tolist() == [0, 3, 4, 5, 12]
+    assert chunks.slot_T.tolist() == [0, 0, 0, 1, 2, *[3] * 7]
+    assert chunks.token_T.tolist() == [7, 8, 9, 4, *[0] * 8]
