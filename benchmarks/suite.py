@@ -86,8 +86,8 @@ def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], Non
             (prefill, [*random, "--shape", "3,1,4", *into("prefill_eagle3")]),
         ],
         "adaptive": [
-            (adaptive, [*trained, *into("adaptive")]),
-            (adaptive, [*useless, *into("adaptive_useless")]),
+            (adaptive, [*trained, *into("adaptive_h200")]),
+            (adaptive, [*useless, *into("adaptive_useless_h200")]),
         ],
         "changing_load": [
             (load, [*trained, "--plot", str(IMAGES / "changing_load.png"), *into("changing_load")])
