@@ -28,8 +28,13 @@ TOKENS = (1, 8, 16, 32, 64, 128)
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 PIPELINES = {
     16: [
-        Pipeline(16, o, stages, warps) for o in (16, 32, 64) for stages in (4, 6, 8, 10) for warps in (2, 4)
+        Pipeline(16, o, stages, warps, parts)
+        for o in (32, 64)
+        for stages in (3, 4, 6)
+        for warps in (2, 4)
+        for parts in (1, 2, 4, 8)
     ],
+    32: [Pipeline(32, o, s, 4, parts) for o in (32, 64) for s in (3, 4, 6) for parts in (1, 2, 4)],
     64: [Pipeline(64, o, stages, 4) for o in (32, 64, 128) for stages in (3, 4, 6)],
     128: [Pipeline(t, o, s, w) for t in (64, 128) for o in (64, 128) for s in (3, 4) for w in (4, 8)],
 }

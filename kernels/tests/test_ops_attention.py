@@ -18,7 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from specserve_kernels.ops import attention
-from specserve_kernels.ops.device import H200, Limits
+from specserve_kernels.ops.device import H200, Limits, tickets
 
 from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes
 from specserve.attention.torch import TorchAttention
@@ -310,7 +310,7 @@ def test_the_last_to_arrive_merges(slots: int, length: int) -> None:
         for out, right in zip(outputs[nodes], expected[nodes], strict=True):
             different += (out != right).sum()
     assert int(different) == 0
-    assert not attention.tickets(1, q_TND.device).any()
+    assert not tickets(1, q_TND.device).any()
 
 
 def test_reasons() -> None:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from specserve_kernels.ops import attention, linear, prefill
+from specserve_kernels.ops import device, linear, prefill
 from specserve_kernels.ops.attention import Cut
 from specserve_kernels.ops.device import H200, Limits, limits_of
 
@@ -113,10 +113,10 @@ def test_workers(slots: int, nodes: int, positions: int, workers: int, few: int)
 
 def test_tickets_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured graph still addresses the buffer that a larger launch has outgrown."""
-    monkeypatch.setattr(attention, "_shared_tickets", {})
-    first = attention.tickets(5, CPU)
-    assert attention.tickets(attention._TICKETS, CPU) is first
-    larger = attention.tickets(attention._TICKETS + 1, CPU)
+    monkeypatch.setattr(device, "_shared_tickets", {})
+    first = device.tickets(5, CPU)
+    assert device.tickets(device._TICKETS, CPU) is first
+    larger = device.tickets(device._TICKETS + 1, CPU)
     assert len(larger) > len(first)
-    assert attention.tickets(5, CPU) is larger
-    assert [x.data_ptr() for x in attention._shared_tickets[CPU]] == [first.data_ptr(), larger.data_ptr()]
+    assert device.tickets(5, CPU) is larger
+    assert [x.data_ptr() for x in device._shared_tickets[CPU]] == [first.data_ptr(), larger.data_ptr()]

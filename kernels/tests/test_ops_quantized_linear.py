@@ -4,6 +4,7 @@ types on a GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("triton")
 
 from specserve_kernels import dequantize, quantize
 from specserve_kernels.ops import quantized_linear as ops
+from specserve_kernels.ops.device import Limits, tickets
 from specserve_kernels.reference import quantized_linear as reference
 from torch import Tensor
 
@@ -62,11 +64,34 @@ def test_weights_are_rounded_in_slices(
         assert torch.equal(found.float(), expected.float())
 
 
+@pytest.mark.parametrize("kept", ["rows", "groups"])
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+def test_shared_tiles(draw: Draw, kind: torch.dtype, parts: int, kept: str) -> None:
+    """Also where the last program has fewer groups, or none."""
+    weight, factor = quantize(draw(70, 7 * 128 + 24) / 30, kind)
+    if kept == "rows":
+        factor = factor.contiguous()
+    chosen = ops.Pipeline(16, 32, 3, 4, parts)
+    with patch.object(ops, "pipeline", return_value=chosen):
+        for tokens in (1, 20):
+            check(draw(tokens, 7 * 128 + 24), weight, factor, draw(70))
+    assert not tickets(64, weight.device).any()
+
+
+def test_few_outputs_are_shared_by_many_programs() -> None:
+    def parts(outputs: int, inputs: int, tokens: int) -> int:
+        return ops.pipeline(outputs, inputs, tokens, 2).parts
+
+    assert parts(4096, 4096, 1) == parts(4096, 14336, 8) == 4
+    assert parts(28672, 4096, 1) == parts(4096, 4096, 64) == parts(32, 128, 1) == 1
+    assert parts(32, 4096, 1) == 8
+
+
 @pytest.mark.parametrize("shared_bytes", [101_376, 166_912, 232_448], ids=["sm_86", "sm_80", "sm_90"])
 @pytest.mark.parametrize("input_bytes", [2, 4])
 @pytest.mark.parametrize("tokens", [1, 32, 64, 65])
 def test_every_shared_memory_holds_it(tokens: int, input_bytes: int, shared_bytes: int) -> None:
-    block = ops.pipeline(4096, tokens, input_bytes, shared_bytes)
+    block = ops.pipeline(4096, 4096, tokens, input_bytes, Limits(132, shared_bytes))
     stage = (block.tokens * input_bytes + block.outputs) * 128
     assert (block.stages - 1) * stage + block.outputs * 128 * input_bytes <= shared_bytes
     assert block.stages > 1

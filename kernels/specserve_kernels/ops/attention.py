@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import H200, limits_of
+from specserve_kernels.ops.device import H200, limits_of, tickets
 
 HEAD_DIMS = (32, 64, 128, 256)
 LOG2_E = math.log2(math.e)
@@ -45,7 +45,6 @@ SPARE = tl.constexpr(8)  # tiles stay whole where that makes shares at most an e
 _MERGE = {16: 8, 32: 10, 64: 12}  # blocks, by rows
 _ANY_LENGTH = 1 << 30
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
-_TICKETS = 1 << 16
 
 
 @triton.jit
@@ -345,24 +344,6 @@ def _fitting(rows: int, block: int, row_bytes: int, shared_bytes: int) -> tuple[
     ):  # what a program turns round in shared memory when it stores its part
         rows, part = rows // 2, part // 2
     return rows, block, 5 if blocks_fit(5) else 3, max(1, min(3, shared_bytes // part + 1))
-
-
-_shared_tickets: dict[torch.device, list[Tensor]] = {}
-
-
-def tickets(count: int, device: torch.device) -> Tensor:
-    """At least ``count`` zeros that every launch leaves as zeros. Launches that share them run one after another.
-
-    Made on the first call, and again by one that asks for more: the smaller ones stay, for graphs were captured with
-    their addresses. While a CUDA graph is captured, such a call gets its own, filled whenever the graph runs.
-    """
-    made = _shared_tickets.setdefault(device, [])
-    if made and len(made[-1]) >= count:
-        return made[-1]
-    new = torch.zeros(max(count, _TICKETS), dtype=torch.int32, device=device)
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        made.append(new)
-    return new
 
 
 class Workspace:

@@ -1,4 +1,5 @@
-"""What a device offers its kernels: multiprocessors, and shared memory for one program."""
+"""What a device offers its kernels: multiprocessors, shared memory for one program, and tickets for programs that share
+work."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton.runtime import driver
+
+_TICKETS = 1 << 16
 
 
 class Limits(NamedTuple):
@@ -32,3 +36,21 @@ def _limits(index: int) -> Limits:
         index
     )  # what Triton itself checks launches against
     return Limits(found["multiprocessor_count"], found["max_shared_mem"])
+
+
+_shared_tickets: dict[torch.device, list[Tensor]] = {}
+
+
+def tickets(count: int, device: torch.device) -> Tensor:
+    """At least ``count`` zeros that every launch leaves as zeros. Launches that share them run one after another.
+
+    Made on the first call, and again by one that asks for more: the smaller ones stay, for graphs were captured with
+    their addresses. While a CUDA graph is captured, such a call gets its own, filled whenever the graph runs.
+    """
+    made = _shared_tickets.setdefault(device, [])
+    if made and len(made[-1]) >= count:
+        return made[-1]
+    new = torch.zeros(max(count, _TICKETS), dtype=torch.int32, device=device)
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        made.append(new)
+    return new

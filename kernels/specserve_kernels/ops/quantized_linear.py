@@ -5,27 +5,38 @@ A draft's levels read its weights for a few tokens, so bytes are what they cost.
 becomes float16, and bfloat16 inputs with it, clamped to its range, because the processor turns two FP8 numbers into
 float16 by one instruction and has none for bfloat16. A step of a program is one group, so its factors are applied to
 sums rather than to weights.
+
+Few outputs are few programs, with too little of the weight on its way to keep the memory busy. Then several programs
+share the inputs of a tile: each stores its part and takes a ticket, and who takes the last one adds them in their order
+(see ``attention``), so that sums don't depend on who that is.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import H200, limits_of
+from specserve_kernels.ops.device import H200, Limits, limits_of, tickets
 from specserve_kernels.reference.quantized_linear import GROUP
+
+_MANY_OUTPUTS = 16384  # from so many on, wider tiles took 11 to 15% less time on an H200
+_PROGRAMS = 4  # a multiprocessor, if sharing tiles can make as many
+_SHARED_TOKENS = 32
+_LEAST_GROUPS, _MOST_PARTS = 4, 8
 
 
 class Pipeline(NamedTuple):
-    """A program's tokens and outputs, steps in flight, and warps."""
+    """A program's tokens and outputs, steps in flight, and warps; and how many programs share a tile."""
 
     tokens: int
     outputs: int
     stages: int
     warps: int
+    parts: int = 1
 
 
 def quantized_linear(
@@ -35,41 +46,55 @@ def quantized_linear(
     tokens, inputs = x_TI.shape
     outputs = len(weight_OI)
     out_TO = x_TI.new_empty((tokens, outputs))
-    block = pipeline(outputs, tokens, x_TI.element_size(), limits_of(x_TI.device).shared_bytes)
-    _quantized_linear_kernel[(triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs))](
+    block = pipeline(outputs, inputs, tokens, x_TI.element_size(), limits_of(x_TI.device))
+    tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
+    shared, tile = block.parts > 1, block.tokens * block.outputs
+    part = x_TI.new_empty(tiles[0] * tiles[1] * block.parts * tile if shared else 0, dtype=torch.float32)
+    _quantized_linear_kernel[(*tiles, block.parts)](
         x_TI,
         weight_OI,
         factor_OG,
         bias_O if bias_O is not None else factor_OG,
         out_TO,
+        part,
+        tickets(tiles[0] * tiles[1], x_TI.device) if shared else part,
         tokens,
         x_TI.stride(0),
+        factor_OG.stride(0),
+        factor_OG.stride(1),
         O=outputs,
         I=inputs,
         BIAS=bias_O is not None,
         BLOCK_T=block.tokens,
         BLOCK_O=block.outputs,
         GROUP=GROUP,
+        PARTS=block.parts,
         num_warps=block.warps,
         num_stages=block.stages,
     )
     return out_TO
 
 
-def pipeline(outputs: int, tokens: int, input_bytes: int, shared_bytes: int = H200.shared_bytes) -> Pipeline:
-    """What to launch for so many outputs and tokens: up to 64 tokens the weight is read once, and its bytes decide.
-    With less shared memory, fewer stages: one less than there are is held, and the weight in the inputs' type."""
+def pipeline(outputs: int, inputs: int, tokens: int, input_bytes: int, limits: Limits = H200) -> Pipeline:
+    """What to launch for such a weight and so many tokens: up to 64 tokens the weight is read once, and its bytes
+    decide. With less shared memory, fewer stages: one less than there are is held, and the weight in the inputs'
+    type."""
     chosen = _pipeline(outputs, tokens, input_bytes)
     stage = (chosen.tokens * input_bytes + chosen.outputs) * GROUP
-    room = shared_bytes - chosen.outputs * GROUP * input_bytes
-    return chosen._replace(stages=max(1, min(chosen.stages, room // stage + 1)))
+    room = limits.shared_bytes - chosen.outputs * GROUP * input_bytes
+    tiles = triton.cdiv(outputs, chosen.outputs) * triton.cdiv(tokens, chosen.tokens)
+    wanted = _PROGRAMS * limits.processors // max(tiles, 1) if tokens <= _SHARED_TOKENS else 1
+    most = triton.cdiv(inputs, GROUP) // _LEAST_GROUPS
+    return chosen._replace(
+        stages=max(1, min(chosen.stages, room // stage + 1)), parts=max(1, min(wanted, most, _MOST_PARTS))
+    )
 
 
 def _pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:
     if input_bytes > 2:
         return Pipeline(16 if tokens <= 16 else 32, 32, 3, 4)
     if tokens <= 16:
-        return Pipeline(16, 32, 8 if outputs <= 264 * 32 else 6, 4)
+        return Pipeline(16, 64, 4, 4) if outputs >= _MANY_OUTPUTS else Pipeline(16, 32, 6, 4)
     if tokens <= 32:
         return Pipeline(32, 32, 6, 4)
     if tokens <= 64:
@@ -77,21 +102,26 @@ def _pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:
     return Pipeline(128, 128, 3, 8)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
 def _quantized_linear_kernel(
     x_ptr,  # [T, I]
     weight_ptr,  # [O, I]
     factor_ptr,  # [O, G]
     bias_ptr,  # [O], if BIAS
     out_ptr,  # [T, O]
+    part_ptr,  # [tiles, PARTS, BLOCK_T, BLOCK_O] float32, if PARTS > 1
+    tickets_ptr,  # [tiles] int32, 0, if PARTS > 1
     tokens,
     stride,
+    factor_stride,
+    group_stride,
     O: tl.constexpr,
     I: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     # Programs of the same outputs follow each other: the second finds the weight in the L2.
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -101,17 +131,31 @@ def _quantized_linear_kernel(
     x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride + i[None, :]
     weight_ptrs = weight_ptr + o.to(tl.int64)[None, :] * I + i[:, None]
     sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
-    for group in range(groups):
+    share: tl.constexpr = (groups + PARTS - 1) // PARTS
+    begin = tl.program_id(2) * share
+    for group in range(begin, tl.minimum(begin + share, groups)):
         inside = group * GROUP + i < I
         x = tl.load(x_ptrs + group * GROUP, mask=(t < tokens)[:, None] & inside[None, :], other=0)
         weight = tl.load(weight_ptrs + group * GROUP, mask=(o < O)[None, :] & inside[:, None], other=0.0)
-        factor = tl.load(factor_ptr + o * groups + group, mask=o < O, other=0)
+        factor = tl.load(factor_ptr + o * factor_stride + group * group_stride, mask=o < O, other=0)
         if x_ptr.dtype.element_ty == tl.float32 or weight_ptr.dtype.element_ty == tl.int8:
             part = tl.dot(x, weight.to(x_ptr.dtype.element_ty), input_precision="ieee")
         else:
             x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
             part = tl.dot(x, weight.to(tl.float16))
         sums += part * factor[None, :]
+    if PARTS > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        at = tl.arange(0, BLOCK_T)[:, None] * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]
+        parts = part_ptr + tile * (PARTS * BLOCK_T * BLOCK_O) + at
+        tl.store(parts + tl.program_id(2) * (BLOCK_T * BLOCK_O), sums)
+        tl.debug_barrier()
+        if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel", scope="gpu") != PARTS - 1:
+            return
+        tl.store(tickets_ptr + tile, 0)
+        sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+        for part in tl.static_range(PARTS):  # past the first cache, which other programs' stores don't update
+            sums += tl.load(parts + part * (BLOCK_T * BLOCK_O), cache_modifier=".cg")
     if BIAS:
         sums += tl.load(bias_ptr + o, mask=o < O, other=0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + t.to(tl.int64)[:, None] * O + o[None, :]

@@ -18,10 +18,11 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3
 
 
 def quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The weight in ``dtype`` (int8 or float8_e4m3fn) ``[O, I]``, and its factors, float32 ``[O, G]``."""
+    """The weight in ``dtype`` (int8 or float8_e4m3fn) ``[O, I]``, and its factors, float32 ``[O, G]``, those of a group
+    side by side: a kernel reads them so."""
     rows = max(1, SLICE // weight_OI.shape[1])
     values, factors = zip(*(_quantize(part, dtype) for part in weight_OI.split(rows)), strict=True)
-    return torch.cat(values), torch.cat(factors)
+    return torch.cat(values), torch.cat(factors).T.contiguous().T
 
 
 def _quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
