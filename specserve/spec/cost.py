@@ -9,7 +9,7 @@ A step moves all three, so that the cost of a shape that did not run for long fo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp
 
 from specserve.spec.tree import StepShape
 
@@ -41,7 +41,7 @@ class CostModel:
 
     def observe(self, shape: StepShape, kv_tokens: int, seconds: float) -> None:
         expected = self.seconds(shape, kv_tokens)
-        surprise = log(min(max(seconds / expected, 1 / OUTLIER), OUTLIER))
+        surprise = min(max(seconds / expected, 1 / OUTLIER), OUTLIER) - 1  # so that the mean is learned
         self.error += ERROR_LEARN * (abs(surprise) - self.error)
         keys = _keys(shape)
         for key in keys:
