@@ -88,15 +88,15 @@ class Graphs:
         graphs: dict[StepShape, StepGraph] = {}
         prompts: dict[PromptSize, PromptGraph] = {}
         with _no_collection():
-            for size in maker.that_fit(sizes):
-                if (made := maker.try_capture(size, maker.prompts)) is not None:
-                    prompts[size] = made
             ordered = sorted(shapes, key=lambda shape: (shape.nodes, shape.levels), reverse=True)
             for shape in tqdm(ordered, desc="Capturing CUDA graphs", unit="graph", leave=False):
                 if time.perf_counter() - begin > CAPTURE_SECONDS:
                     break
                 if (graph := maker.try_capture(shape, maker.step)) is not None:
                     graphs[shape] = graph
+            for size in maker.that_fit(sizes):
+                if (made := maker.try_capture(size, maker.prompts)) is not None:
+                    prompts[size] = made
         if len(graphs) < len(shapes):
             left = len(shapes) - len(graphs)
             log.warning("%d of %d step shapes have no CUDA graph and run eagerly", left, len(shapes))
@@ -131,8 +131,8 @@ class _Maker:
             return None
 
     def that_fit(self, sizes: Sequence[PromptSize]) -> list[PromptSize]:
-        """Those whose padding has room in a context: it begins at position 1."""
-        return [size for size in sizes if size.tokens < self._capacity]
+        """Those whose padding has room in a context: it begins at position 1, and an entry follows it."""
+        return [size for size in sizes if size.tokens + 2 <= self._capacity]
 
     def step(self, shape: StepShape) -> StepGraph:
         dummy, device = self._context.state.dummy, self._context.state.device
