@@ -110,14 +110,17 @@ def test_a_prediction_changes_no_text(shape: Shape, items: list[Item], expected:
     assert sum(steps[1]) < sum(steps[0])
 
 
-@pytest.mark.parametrize("shape", [None, ("EAGLE3", 3, 1, 4)], ids=str)
-def test_short_prompts_are_captured_and_change_no_text(shape: Shape | None, items: list[Item]) -> None:
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("shape", [None, ("EAGLE3", 3, 1, 4), ("EAGLE", 3, 2, 6)], ids=str)
+def test_short_prompts_are_captured_and_change_no_text(
+    shape: Shape | None, overlap: str, items: list[Item]
+) -> None:
     """The tails of cached prompts, and prompts that are short themselves."""
     short = [replace(item, prompt=item.prompt[: 1 + index]) for index, item in enumerate(items[:40])]
     with engine(None, disable_cuda_graph=True, max_running_requests=16) as llm:
         expected = texts(llm, short)
     with (
-        engine(shape, max_running_requests=16) as llm,
+        engine(shape, max_running_requests=16, overlap_schedule=overlap) as llm,
         patch.object(PromptGraph, "replay", autospec=True, side_effect=PromptGraph.replay) as replay,
     ):
         for _ in range(2):

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 import torch
+from specserve_kernels import MAX_NODES
 
 from specserve.core import SamplingParams
-from specserve.engine.prompts import PROMPT_SIZES, PromptSize, Run, short_prefill, size_for
+from specserve.engine.prompts import PROMPT_SIZES, PromptSize, Run, short_prefill, size_for, sizes_within
 from specserve.scheduler.scheduler import Scheduler
 from specserve.spec.context import Context
 from specserve.spec.prefill import PrefillResult
@@ -36,7 +37,7 @@ PARAMS = [
 
 
 class Eager:
-    """Replays without a graph. Its padding must leave no trace."""
+    """Replays without a graph."""
 
     def __init__(self, context: Context, size: PromptSize, ran: Counter[PromptSize]) -> None:
         self._context, self._size, self._ran = context, size, ran
@@ -90,21 +91,34 @@ def test_gives_what_launches_of_any_size_give(
 
 
 def test_what_fits() -> None:
-    assert size_for([15], PROMPT_SIZES) == PromptSize(1, 16)
-    assert size_for([16], PROMPT_SIZES) == PromptSize(1, 64)
-    assert size_for([64], PROMPT_SIZES) is None
-    assert size_for([20, 30], PROMPT_SIZES) == PromptSize(4, 64)
-    assert size_for([5] * 9, PROMPT_SIZES) == PromptSize(16, 64)
-    assert size_for([4] * 16, PROMPT_SIZES) is None
+    assert size_for([16], PROMPT_SIZES) == PromptSize(1, 16)
+    assert size_for([64], PROMPT_SIZES) == PromptSize(1, 64)
+    assert size_for([65], PROMPT_SIZES) is None
+    assert size_for([20, 30], PROMPT_SIZES) == size_for([16] * 4, PROMPT_SIZES) == PromptSize(4, 64)
+    assert size_for([5] * 9, PROMPT_SIZES) == size_for([16] * 16, PROMPT_SIZES) == PromptSize(16, 256)
+    assert size_for([1] * 17, PROMPT_SIZES) is None
+    assert sizes_within(40) == [PromptSize(1, 16)]
+    assert sizes_within(65) == [PromptSize(1, 16)]
+    assert sizes_within(66) == list(PROMPT_SIZES)
 
 
 def test_padding_takes_what_is_left() -> None:
     size = PromptSize(3, 12)
     packed = size.pack([Run(5, [7, 8, 9], final=True), Run(2, [4], final=False)], dummy=6)
-    assert len(packed) == size.numbers
     rows_B, chunks = size.unpack(torch.tensor(packed))
     assert rows_B.tolist() == [5, 2, 6, 6]
     assert chunks.final_B.tolist() == [True, False, False, False]
-    assert chunks.q_start.tolist() == [0, 3, 4, 5, 12]
-    assert chunks.slot_T.tolist() == [0, 0, 0, 1, 2, *[3] * 7]
-    assert chunks.token_T.tolist() == [7, 8, 9, 4, *[0] * 8]
+    assert chunks.q_start.tolist() == [0, 3, 4, 10, 15]
+    assert chunks.slot_T.tolist() == [0, 0, 0, 1, *[2] * 6, *[3] * 5]
+    assert chunks.token_T.tolist() == [7, 8, 9, 4, *[0] * 11]
+
+
+@pytest.mark.parametrize("size", PROMPT_SIZES, ids=str)
+def test_no_run_is_longer_than_a_tree_or_empty(size: PromptSize) -> None:
+    """From no prompt at all, as at capture, to as many as fit, short and long."""
+    for runs in range(size.runs + 1):
+        for tokens in {1, min(MAX_NODES, size.tokens // max(runs, 1))}:
+            packed = size.pack([Run(0, [5] * tokens, final=True)] * runs, dummy=1)
+            starts = size.unpack(torch.tensor(packed))[1].q_start
+            assert 1 <= int(starts.diff().min()) <= int(starts.diff().max()) <= MAX_NODES
+            assert len(starts) - 1 < int(starts[-1]) == size.all_tokens

@@ -259,6 +259,13 @@ def accept_both(batch: Batch, tree: Tree, expected_tree: Tree, chosen_T: Tensor,
     actual = accept.accept_path(tree, *rest)
     live_BS = expected.token_BS >= 0
     assert expected.packed_BX[:, -1].tolist() == first_choices(expected_tree, chosen_T)
+    agreeing = expected_tree.token_T.new_full(chosen_T.shape, -1)
+    for node, above in reversed(
+        list(enumerate(expected_tree.parent_T.tolist()))
+    ):  # first children last: they stay
+        if above != node:
+            agreeing[above] = expected_tree.token_T[node]
+    assert expected.packed_BX[:, -2].tolist() == first_choices(expected_tree, agreeing)
     for field in dataclasses.fields(expected):
         one, other = getattr(actual, field.name), getattr(expected, field.name)
         assert (one.dtype, one.shape) == (other.dtype, other.shape), field.name

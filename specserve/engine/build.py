@@ -14,7 +14,7 @@ from specserve.core import prediction_limit
 from specserve.engine.graphs import Graphs
 from specserve.engine.memory import pool_pages
 from specserve.engine.profile import complete, measure_eager, measure_graphs
-from specserve.engine.prompts import PROMPT_SIZES
+from specserve.engine.prompts import sizes_within
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import (
     AdaptiveShapes,
@@ -51,10 +51,13 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
     """Loads everything that resolved settings name. Raises ValueError for what cannot be served."""
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
+    assert settings.context_length
     plan = shape_plan(settings)
     context = create_context(settings, model_config, plan)
     captured = plan.captured()
-    graphs = Graphs.capture(context, captured, PROMPT_SIZES) if captured else Graphs({})
+    graphs = (
+        Graphs.capture(context, captured, sizes_within(settings.context_length)) if captured else Graphs({})
+    )
     policy = shape_policy(plan, context, graphs)
     runner = Runner(context, graphs.graphs, graphs.prompts)
     if settings.device == "cuda":

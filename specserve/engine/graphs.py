@@ -80,8 +80,7 @@ class Graphs:
         cls, context: Context, shapes: Sequence[StepShape], sizes: Sequence[PromptSize] = ()
     ) -> Graphs:
         """Captures steps of ``shapes`` and launches of prompts of ``sizes``, the largest steps first: smaller ones then
-        fit into their memory. Shapes that memory or time do not suffice for are left out, with a warning; their steps
-        run eagerly."""
+        fit into their memory. What memory or time do not suffice for is left out, with a warning, and runs eagerly."""
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
         maker = _Maker(context, max(shape.nodes for shape in shapes))
@@ -94,7 +93,7 @@ class Graphs:
                     break
                 if (graph := maker.try_capture(shape, maker.step)) is not None:
                     graphs[shape] = graph
-            for size in maker.that_fit(sizes):
+            for size in sizes:
                 if (made := maker.try_capture(size, maker.prompts)) is not None:
                     prompts[size] = made
         if len(graphs) < len(shapes):
@@ -129,10 +128,6 @@ class _Maker:
             log.warning("no memory for the CUDA graph of %s: %s", what, str(error).split(". ")[0])
             torch.cuda.empty_cache()
             return None
-
-    def that_fit(self, sizes: Sequence[PromptSize]) -> list[PromptSize]:
-        """Those whose padding has room in a context: it begins at position 1, and an entry follows it."""
-        return [size for size in sizes if size.tokens + 2 <= self._capacity]
 
     def step(self, shape: StepShape) -> StepGraph:
         dummy, device = self._context.state.dummy, self._context.state.device

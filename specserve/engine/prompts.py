@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from specserve_kernels import MAX_NODES
 from torch import Tensor
 
 from specserve.spec.context import Context, View
@@ -30,41 +32,57 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """Holds ``runs`` and one of padding, of ``tokens`` together, which are no more than a tree may have nodes."""
+    """Holds so many ``runs``, of so many ``tokens`` together, none longer than a tree may be. Behind them stands
+    padding, in more runs where one would be too long."""
 
     runs: int
     tokens: int
 
     @property
-    def numbers(self) -> int:
-        """How many a launch is told."""
-        return 3 * (self.runs + 1) + 1 + 2 * self.tokens
+    def all_runs(self) -> int:
+        return self.runs + self.tokens // MAX_NODES + 1
+
+    @property
+    def all_tokens(self) -> int:
+        """Each run of padding has a token at least, and there is one run at least that is none."""
+        return self.tokens + self.all_runs - 1
 
     def holds(self, counts: Sequence[int]) -> bool:
-        """Whether runs of so many tokens fit, each run of padding having a token at least."""
-        return len(counts) <= self.runs and sum(counts) + self.runs + 1 - len(counts) <= self.tokens
+        """Whether runs of so many tokens fit."""
+        return len(counts) <= self.runs and sum(counts) <= self.tokens and max(counts) <= MAX_NODES
 
     def pack(self, runs: Sequence[Run], dummy: int) -> list[int]:
         """Rows ``[B]``, which are final ``[B]``, starts ``[B + 1]``, the tokens' runs ``[T]`` and ids ``[T]``."""
-        missing = self.runs + 1 - len(runs)
-        counts = [len(run.tokens) for run in runs] + [1] * (missing - 1)
-        counts.append(self.tokens - sum(counts))
+        missing = self.all_runs - len(runs)
+        tokens = [token for run in runs for token in run.tokens]
+        each, more = divmod(self.all_tokens - len(tokens), missing)
+        counts = [len(run.tokens) for run in runs] + [each + (index < more) for index in range(missing)]
         rows = [run.row for run in runs] + [dummy] * missing
         final = [int(run.final) for run in runs] + [0] * missing
-        starts = [sum(counts[:index]) for index in range(len(counts) + 1)]
+        starts = list(accumulate(counts, initial=0))
         owners = [index for index, count in enumerate(counts) for _ in range(count)]
-        tokens = [token for run in runs for token in run.tokens]
-        return [*rows, *final, *starts, *owners, *tokens, *[0] * (self.tokens - len(tokens))]
+        return [*rows, *final, *starts, *owners, *tokens, *[0] * (self.all_tokens - len(tokens))]
 
     def unpack(self, numbers: Tensor) -> tuple[Tensor, PromptChunks]:
         """The rows, and the launch, as views of what ``pack`` gave."""
-        runs, tokens = self.runs + 1, self.tokens
+        runs, tokens = self.all_runs, self.all_tokens
         rows_B, final_B, q_start, slot_T, token_T = numbers.split([runs, runs, runs + 1, tokens, tokens])
         return rows_B, PromptChunks(token_T, slot_T, q_start, final_B.bool(), spans=None)
 
 
-PROMPT_SIZES = (PromptSize(1, 16), PromptSize(1, 64), PromptSize(4, 64), PromptSize(16, 64))
-"""The cheapest first."""
+PROMPT_SIZES = (
+    PromptSize(1, 16),
+    PromptSize(1, 64),
+    PromptSize(4, 64),
+    PromptSize(8, 128),
+    PromptSize(16, 256),
+)
+"""The cheapest first. Of a cached prompt a page is left, 16 tokens by default, or less."""
+
+
+def sizes_within(context_length: int) -> list[PromptSize]:
+    """Those whose padding has room in a context: its runs begin at position 1, and an entry follows them."""
+    return [size for size in PROMPT_SIZES if min(size.all_tokens, MAX_NODES) + 2 <= context_length]
 
 
 def size_for(counts: Sequence[int], sizes: Sequence[PromptSize]) -> PromptSize | None:
@@ -73,8 +91,8 @@ def size_for(counts: Sequence[int], sizes: Sequence[PromptSize]) -> PromptSize |
 
 
 def short_prefill(context: Context, size: PromptSize, numbers: Tensor) -> PrefillResult:
-    """Runs a launch of ``size``, which ``numbers`` describes, whatever the lengths of its requests. The dummy row
-    stays as it was."""
+    """Runs a launch of ``size``, which ``numbers`` describes, whatever the lengths of its requests. The dummy row's
+    length stays 1; what else it holds nobody reads."""
     rows_B, chunks = size.unpack(numbers)
     slots = context.state.slots
     capacity = slots.pages.shape[1] * context.pool.page_size

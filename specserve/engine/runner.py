@@ -46,7 +46,8 @@ class Emitted:
 
     tokens: list[int]
     drafted: int
-    firsts: int  # of the accepted nodes: those that a chain would have had too
+    chain: int  # how far its tree held what a chain would have drafted
+    firsts: int  # how many of those nodes were accepted
     logprobs: list[TokenLogprob] | None
     scores: list[TokenLogprob]  # of the row's scored prompt tokens
     predicted: range = range(0)  # of the request's prediction: what its tokens are, from the first on
@@ -87,7 +88,7 @@ class Launch:
         predicted_B2: Tensor | None = None,
         scores: Logprobs | None = None,
     ) -> None:
-        """``packed`` ``[B, S + 3]``: tokens, -1 beyond the end, then drafted nodes and accepted first choices;
+        """``packed`` ``[B, S + 4]``: tokens, -1 beyond the end, then nodes drafted, first choices and those accepted;
         ``predicted_B2``: as in a step's result, None where nobody has a prediction; ``scores``: of the scored prompt
         tokens, by row."""
         self._rows = rows
@@ -113,7 +114,7 @@ class Launch:
         nothing = [(0, 0)] * len(self._rows)
         predicted = nothing if self._predicted is None else self._predicted.tolist()
         for row, entry, (first, count) in zip(self._rows, self._packed.tolist(), predicted, strict=True):
-            *chosen, drafted, firsts = entry
+            *chosen, drafted, chain, firsts = entry
             tokens = [token for token in chosen if token >= 0]
             logprobs = None
             if row.params.logprobs is not None:
@@ -123,7 +124,7 @@ class Launch:
             if row.scored:
                 scores = _row_logprobs(self._scores, row.params.prompt_logprobs or 0, row.scored, scored)
                 scored += len(row.scored)
-            out.append(Emitted(tokens, drafted, firsts, logprobs, scores, range(first, first + count)))
+            out.append(Emitted(tokens, drafted, chain, firsts, logprobs, scores, range(first, first + count)))
         return out
 
 
@@ -185,7 +186,7 @@ class Runner:
         result = self._replay_prompts(rows) or self._run_prompts(rows)
         token_B1 = result.token_B[: len(rows), None]
         packed = torch.where(result.final_B[: len(rows), None], token_B1, -1)
-        packed = torch.cat([packed, torch.zeros_like(packed).expand(-1, 2)], dim=1)
+        packed = torch.cat([packed, torch.zeros_like(packed).expand(-1, 3)], dim=1)
         index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
         logprobs = self._logprobs(rows, result.logits_BV, token_B1, index_B1)
         predicted_B2 = _asked(rows, result.predicted_B2)

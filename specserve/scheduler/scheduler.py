@@ -396,6 +396,7 @@ class Scheduler:
         given = Given(
             emitted=[len(each.tokens) for each in found],
             drafted=[each.drafted for each in found],
+            chains=[each.chain for each in found],
             firsts=[each.firsts for each in found],
         )
         self._policy.observe(shape, batch, given, seconds)

@@ -1,8 +1,8 @@
 """How many tokens a step will give: acceptance by level and request, estimated from what steps gave.
 
 A level is *tested* when everything above it was accepted and it had a node; what lies below a rejected node was never
-tested and counts for nothing, or deep levels would look worse the worse the shallow ones are. Every drafted step tests
-chains, whatever its tree: how far a chain would have got is how far the best child of each node was the accepted one.
+tested and counts for nothing, or deep levels would look worse the worse the shallow ones are. Trees test chains, too,
+as far as they hold the best child of each node: how far a chain would have got is how far these were accepted.
 
 Shapes: R requests of a batch, S draft levels.
 """
@@ -86,11 +86,12 @@ class Skill:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a step gave each request: tokens; nodes it was drafted beside its root; and how many of the accepted ones
-    a chain would have had too."""
+    """What a step gave each request: tokens; nodes it was drafted beside its root; how far its tree held what a chain
+    would have drafted, the first choice of each node; and how many of these were accepted."""
 
     emitted: Sequence[int]
     drafted: Sequence[int]
+    chains: Sequence[int]
     firsts: Sequence[int]
 
 
@@ -128,8 +129,9 @@ class _Counts:
         requests had and others hard ones, the first are not better for that. Whole, nothing would say what an average
         is."""
         levels = tests.hit_RS.shape[1]
-        self.accepted *= FORGET
-        self.tested *= FORGET
+        kept = FORGET * IDLE_FORGET ** max(0, step - 1 - self.seen)
+        self.accepted *= kept
+        self.tested *= kept
         self.accepted[:levels] += (tests.hit_RS + OWN * tests.met_RS * (tests.usual_S - tests.chance_RS)).sum(
             0
         )
@@ -209,7 +211,8 @@ class Acceptance:
         accepted_R = np.array(given.emitted)[own] - 1
         tests = self._tests(family_of(shape), shape.levels, shift_R, accepted_R, offered_R)
         if family_of(shape) != CHAIN:
-            self._tests(CHAIN, shape.levels, shift_R, np.array(given.firsts)[own], offered_R)
+            firsts_R, chain_R = np.array(given.firsts)[own], np.array(given.chains)[own]
+            self._tests(CHAIN, shape.levels, shift_R, firsts_R, chain_R)
         surprise_R = (tests.hit_RS - tests.met_RS * tests.chance_RS).sum(1)
         information_R = (tests.met_RS * tests.chance_RS * (1 - tests.chance_RS)).sum(1)
         for index, surprise, information in zip(

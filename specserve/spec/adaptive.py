@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import exp
 
 import numpy as np
 
@@ -26,7 +27,7 @@ STALE_NEAR = 50  # one that promises nearly the best, if there is something to l
 NEAR = 0.9
 DOUBT = 0.04  # mean error of predicted times from which on they must be looked at again
 TURNOVER_FORGET = 0.99  # at each step
-FIRST_ALLOWANCE = 6  # steps' time that may be lost before any passed
+FIRST_ALLOWANCE = 5  # steps' time that may be lost before any passed
 
 
 _Kind = tuple[int, int]  # levels and branching
@@ -105,9 +106,9 @@ class Controller:
             return shapes[0], self._step + 1
         shifts = np.array([skill.shift for skill in batch.skills])
         floors = np.array([skill.floor for skill in batch.skills])
-        rates = self._rates(shapes, batch.kv_tokens, shifts, caps, floors)
+        rates, seconds = self._rates(shapes, batch.kv_tokens, shifts, caps, floors)
         best = self._steady(shapes, rates)
-        chosen = self._probe(shapes, rates, best, batch)
+        chosen = self._probe(shapes, rates, seconds, best, batch)
         hold = min(HOLD, 1 + self._step // 16)  # at first every step teaches much
         until = self._step + (hold if chosen is None else 1)
         if chosen is None:
@@ -123,15 +124,17 @@ class Controller:
         shifts: Floats,
         caps: Ints,
         floors: Floats,
-    ) -> Floats:
-        """Expected tokens a second of each shape, with its part in the launches of prompts: where requests end at every
-        step, steps of more tokens need fewer of them."""
+    ) -> tuple[Floats, Floats]:
+        """Expected tokens a second of each shape, and seconds, its part in the launches of prompts included: where
+        requests end at every step, steps of more tokens need fewer of them."""
         tokens = np.array([self.acceptance.expected(shape, shifts, caps, floors) for shape in shapes])
-        launches = 1 - np.exp(-self._turnover.value * tokens)
-        return np.asarray(tokens / (self._seconds(shapes, kv_tokens) + self.cost.prompts * launches))
+        seconds = np.array([self.cost.seconds(shape, kv_tokens) for shape in shapes])
+        whole = [self._with_prompts(*each) for each in zip(seconds, tokens, strict=True)]
+        return tokens / np.array(whole), np.array(whole)
 
-    def _seconds(self, shapes: Sequence[StepShape], kv_tokens: int) -> Floats:
-        return np.array([self.cost.seconds(shape, kv_tokens) for shape in shapes])
+    def _with_prompts(self, seconds: float, tokens: float) -> float:
+        """A step's time and its part in the launches of prompts that follow from the requests that it ends."""
+        return seconds + self.cost.prompts * (1 - exp(-self._turnover.value * tokens))
 
     def _steady(self, shapes: Sequence[StepShape], rates: Floats) -> int:
         """The best shape, or the kind that ran last while that is nearly as good."""
@@ -143,12 +146,14 @@ class Controller:
                 return index
         return best
 
-    def _probe(self, shapes: Sequence[StepShape], rates: Floats, best: int, batch: Batch) -> int | None:
+    def _probe(
+        self, shapes: Sequence[StepShape], rates: Floats, seconds: Floats, best: int, batch: Batch
+    ) -> int | None:
         """A shape of a kind that was not run for long, if what it is expected to lose is covered."""
         steps = PROBE_SHARE * (self._step - self._charged) if self._charged else FIRST_ALLOWANCE
         self._charged = self._step
-        self._allowance += steps * self.cost.seconds(shapes[best], batch.kv_tokens)
-        losses = self._seconds(shapes, batch.kv_tokens) * (1 - rates / rates[best])
+        self._allowance += steps * seconds[best]
+        losses = seconds * (1 - rates / rates[best])
         for index in np.argsort(-rates):
             stale = index != best and self._is_stale(shapes[index], rates[index] >= NEAR * rates[best])
             if stale and losses[index] <= self._allowance:
@@ -164,8 +169,9 @@ class Controller:
 
     def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
         """What a step gave and took. A probe is charged with what it lost, whatever was expected of it."""
+        tokens = sum(given.emitted)
         if batch.probed_at is not None:
-            self._allowance -= seconds - sum(given.emitted) / batch.probed_at
+            self._allowance -= self._with_prompts(seconds, tokens) - tokens / batch.probed_at
         self.acceptance.observe(shape, batch.skills, given)
-        self._turnover.observe(batch.begun, sum(given.emitted))
+        self._turnover.observe(batch.begun, tokens)
         self.cost.observe(shape, batch.kv_tokens, seconds)

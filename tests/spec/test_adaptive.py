@@ -55,7 +55,7 @@ class Device:
 
     def _step(self, shape: StepShape, caps: Sequence[int]) -> Given:
         share = (shape.nodes - shape.slots) // max(shape.slots, 1)
-        emitted, drafted, firsts = [], [], []
+        emitted, drafted, chains, firsts = [], [], [], []
         for chance, cap in zip(self.accepts, caps, strict=True):
             nodes = min(cap, share) if shape.levels else 0
             deepest = min(shape.levels, nodes)
@@ -64,8 +64,9 @@ class Device:
             accepted, first = (int((draws < each).cumprod().sum()) for each in (hit, chance))
             emitted.append(accepted + 1)
             drafted.append(nodes)
+            chains.append(deepest)
             firsts.append(first)
-        return Given(emitted, drafted, firsts)
+        return Given(emitted, drafted, chains, firsts)
 
 
 def controller() -> Controller:
@@ -163,13 +164,13 @@ def test_untested_levels_count_for_nothing() -> None:
     broken, unbroken = Acceptance(), Acceptance()
     for acceptance in (broken, unbroken):
         for _ in range(50):
-            acceptance.observe(shape, [Skill(FREE)], Given([4], [3], [3]))
+            acceptance.observe(shape, [Skill(FREE)], Given([4], [3], [3], [3]))
     for _ in range(50):
-        broken.observe(shape, [Skill(FREE)], Given([1], [3], [0]))
+        broken.observe(shape, [Skill(FREE)], Given([1], [3], [3], [0]))
     first, second, _ = broken.levels(CHAIN, 3)
     assert first < 0.6 < 0.8 < second
     for _ in range(50):
-        unbroken.observe(shape, [Skill(1)], Given([2], [1], [1]))
+        unbroken.observe(shape, [Skill(1)], Given([2], [1], [1], [1]))
     assert unbroken.levels(CHAIN, 3)[1] > 0.85
 
 
@@ -177,8 +178,8 @@ def test_trees_tell_what_chains_would_have_given() -> None:
     """Half of the accepted nodes were second choices, so a chain would have got half as far."""
     acceptance, tree = Acceptance(), StepShape(1, 16, 4, 4)
     for _ in range(100):
-        acceptance.observe(tree, [Skill(FREE)], Given([3], [15], [2]))
-        acceptance.observe(tree, [Skill(FREE)], Given([3], [15], [0]))
+        acceptance.observe(tree, [Skill(FREE)], Given([3], [15], [4], [2]))
+        acceptance.observe(tree, [Skill(FREE)], Given([3], [15], [4], [0]))
     alone = np.zeros(1), np.array([FREE])
     assert acceptance.expected(tree, *alone) == pytest.approx(3, abs=0.15)
     assert acceptance.expected(StepShape(1, 5, 4, 1), *alone) == pytest.approx(2, abs=0.15)
@@ -188,8 +189,47 @@ def test_a_request_is_known_by_its_own_acceptance() -> None:
     acceptance, shape = Acceptance(), StepShape(2, 8, 3, 1)
     easy, hard = Skill(FREE), Skill(FREE)
     for _ in range(30):
-        acceptance.observe(shape, [easy, hard], Given([4, 1], [3, 3], [3, 0]))
+        acceptance.observe(shape, [easy, hard], Given([4, 1], [3, 3], [3, 3], [3, 0]))
     assert easy.shift > 1 > -1 > hard.shift
+
+
+def test_a_chain_that_the_tree_did_not_hold_was_not_rejected() -> None:
+    """Its second level was never there, so it is as likely as what is known says: the first one's 1."""
+    acceptance, tree = Acceptance(), StepShape(1, 16, 4, 4)
+    for _ in range(100):
+        acceptance.observe(tree, [Skill(FREE)], Given([2], [15], [1], [1]))
+    assert acceptance.levels(CHAIN, 2)[1] > 0.9
+
+
+def test_what_was_forgotten_stays_forgotten() -> None:
+    """After long plain decoding some bad steps count for more than what was good before."""
+    acceptance, tree = Acceptance(), StepShape(1, 16, 4, 4)
+    for _ in range(500):
+        acceptance.observe(tree, [Skill(FREE)], Given([5], [15], [4], [4]))
+    for _ in range(4000):
+        acceptance.observe(StepShape.plain(1), [Skill(FREE)], Given([1], [0], [0], [0]))
+    before = acceptance.levels(CHAIN, 1)[0]
+    for _ in range(6):
+        acceptance.observe(tree, [Skill(FREE)], Given([1], [15], [4], [0]))
+    assert acceptance.levels(CHAIN, 1)[0] < before - 0.3
+
+
+@pytest.mark.parametrize("begun", [0, 40])
+def test_probes_cost_what_they_lose(begun: int) -> None:
+    """All of them together, whether requests end at every step or never."""
+    found = controller()
+    found.cost.prompts = 5e-3
+    charged = 0.0
+
+    def observe(shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
+        nonlocal charged
+        before = found._allowance
+        found.observe(shape, batch, given, seconds)
+        charged += before - found._allowance
+        batch.probed_at = None
+
+    Device([0.5] * 128, begun=begun).run(found.choose, observe, 4000)
+    assert charged > 0
 
 
 def test_what_an_average_request_accepts_stays_known() -> None:
@@ -199,7 +239,7 @@ def test_what_an_average_request_accepts_stays_known() -> None:
         if step % 200 == 0:
             skill = Skill(FREE)
         accepted = int((generator.random(4) < 0.4).cumprod().sum())
-        acceptance.observe(shape, [skill], Given([1 + accepted], [15], [accepted]))
+        acceptance.observe(shape, [skill], Given([1 + accepted], [15], [4], [accepted]))
     found = acceptance.expected(shape, np.zeros(1), np.array([FREE]))
     assert found == pytest.approx(1 + 0.4 + 0.16 + 0.064 + 0.026, abs=0.2)
 
@@ -227,9 +267,9 @@ def test_a_predicted_text_says_nothing_of_other_requests() -> None:
     foretold, usual, other = Skill(FREE, predicted=True), Skill(FREE), Skill(FREE)
     assert foretold.floor > 0.7 > usual.floor == 0
     for _ in range(40):
-        acceptance.observe(shape, [foretold, usual], Given([4, 1], [3, 3], [3, 0]))
+        acceptance.observe(shape, [foretold, usual], Given([4, 1], [3, 3], [3, 3], [3, 0]))
         foretold.follow(4, 4)
-        alone.observe(StepShape(1, 4, 3, 1), [other], Given([1], [3], [0]))
+        alone.observe(StepShape(1, 4, 3, 1), [other], Given([1], [3], [3], [0]))
     assert acceptance.levels(CHAIN, 3).tolist() == alone.levels(CHAIN, 3).tolist()
     assert (usual.shift, foretold.shift) == (other.shift, 0)
     both = np.array([0.0, usual.shift]), np.array([FREE, FREE]), np.array([foretold.floor, usual.floor])

@@ -15,7 +15,7 @@ def accept_path(
     slots, columns = len(length_B), levels + 1
     fields = length_B.new_empty(8, slots, columns).unbind()
     path, page, offset, source_page, source_offset, next_page, next_offset, next_position = fields
-    count, packed = length_B.new_empty(slots), length_B.new_empty(slots, columns + 2)
+    count, packed = length_B.new_empty(slots), length_B.new_empty(slots, columns + 3)
     _accept_kernel[(slots,)](
         tree.token_T,
         chosen_T,
@@ -68,7 +68,7 @@ def _accept_kernel(
     pages_ptr,  # [B, M]
     path_ptr,  # out [B, S + 1]
     count_ptr,  # out [B]
-    packed_ptr,  # out [B, S + 3]
+    packed_ptr,  # out [B, S + 4]
     page_ptr,  # out [B, S + 1], as all below
     offset_ptr,
     source_page_ptr,
@@ -100,9 +100,10 @@ def _accept_kernel(
     accepted = inside & ((mask & bits) == mask)
     count = tl.sum(accepted.to(tl.int32), axis=0)
     # Siblings stand together, the best before the others.
-    is_first = parent != tl.load(parent_ptr + t - 1, mask=inside & (local > 1), other=-1)
-    first_bits = tl.sum((agrees & is_first).to(tl.int64) << local.to(tl.int64), axis=0)
-    firsts = tl.sum((inside & ((mask & first_bits) == mask)).to(tl.int32), axis=0) - 1
+    is_first = inside & (parent != tl.load(parent_ptr + t - 1, mask=inside & (local > 1), other=-1))
+    first_bits = tl.sum(is_first.to(tl.int64) << local.to(tl.int64), axis=0)
+    chain = inside & ((mask & first_bits) == mask)
+    followed = chain & accepted
     # One accepted node a depth: siblings carry different tokens.
     s = tl.arange(0, SP)
     hit = accepted[:, None] & (depth[:, None] == s[None, :])
@@ -120,10 +121,11 @@ def _accept_kernel(
     out = b * columns + s
     tl.store(path_ptr + out, path, mask=column)
     tl.store(count_ptr + b, count.to(tl.int64))
-    packed = packed_ptr + b * (columns + 2)
+    packed = packed_ptr + b * (columns + 3)
     tl.store(packed + s, chosen, mask=column)
     tl.store(packed + columns, nodes - 1)
-    tl.store(packed + columns + 1, firsts.to(tl.int64))
+    tl.store(packed + columns + 1, tl.sum(chain.to(tl.int64), axis=0) - 1)
+    tl.store(packed + columns + 2, tl.sum(followed.to(tl.int64), axis=0) - 1)
     tl.store(page_ptr + out, page, mask=column)
     tl.store(offset_ptr + out, position % page_size, mask=column)
     tl.store(source_page_ptr + out, source_page, mask=column)

@@ -125,7 +125,7 @@ def _move_kernel(
 def _advance_kernel(
     path_ptr,  # [B, S + 1]
     count_ptr,  # [B]
-    packed_ptr,  # [B, S + 3]
+    packed_ptr,  # [B, S + 4]
     page_ptr,  # [B, S + 1]
     offset_ptr,  # [B, S + 1]
     features_ptr,  # [T, H]
@@ -151,7 +151,7 @@ def _advance_kernel(
         row = tl.load(rows_ptr + b)
         is_last = s == count - 1
         if part == 0:
-            token = tl.load(packed_ptr + b * (columns + 2) + s)
+            token = tl.load(packed_ptr + b * (columns + 3) + s)
             if is_last:
                 length = tl.load(length_ptr + b)
                 tl.store(root_ptr + row, token)

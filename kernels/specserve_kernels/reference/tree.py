@@ -82,13 +82,11 @@ class Accepted:
     """The way down each tree, and where its entries lie. ``[B, S + 1]`` each, by depth; page 0 beyond the end.
 
     *First choices* are nodes of which each, and each above it, is the best child of its parent: what a chain would have
-    drafted. Those accepted are how far one would have got."""
+    drafted, as far as the tree holds it. Those accepted are how far one would have got."""
 
     path_BS: Tensor  # packed index, 0 beyond the end
     count_B: Tensor  # accepted nodes, the root included: how many tokens the step emits
-    packed_BX: (
-        Tensor  # [B, S + 3]: the tokens emitted, -1 beyond the end; nodes drafted; first choices accepted
-    )
+    packed_BX: Tensor  # [B, S + 4]: tokens, -1 beyond the end; nodes drafted; first choices; those accepted
     page_BS: Tensor  # where the entries belong
     offset_BS: Tensor
     source_page_BS: Tensor  # where verify wrote them
@@ -99,7 +97,7 @@ class Accepted:
 
     @property
     def token_BS(self) -> Tensor:
-        return self.packed_BX[:, :-2]
+        return self.packed_BX[:, :-3]
 
 
 @cache
