@@ -1,6 +1,6 @@
 """Seconds from starting the server's process to its first healthy answer, graphs included.
 
-    python -m benchmarks.startup --model DIR/target --eagle3 DIR/eagle3 [--shape 3,1,4] [--cold]
+    python -m benchmarks.startup --model DIR/target --eagle3 DIR/eagle3 [--shape adaptive] [--cold]
 
 ``--cold`` gives Triton an empty cache of compiled kernels; the checkpoint's files are read as the system has them.
 """
@@ -29,8 +29,9 @@ def start(args: argparse.Namespace, environment: dict[str, str]) -> tuple[float,
     """Seconds until ready, and what ``/server_info`` says then."""
     command = [sys.executable, "-m", "specserve.launch", "--model-path", args.model, "--port", str(args.port)]
     if args.shape != "off":
-        steps, topk, tokens = args.shape.split(",")
         command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", args.eagle3]
+    if args.shape not in ("off", "adaptive"):
+        steps, topk, tokens = args.shape.split(",")
         command += ["--speculative-num-steps", steps, "--speculative-eagle-topk", topk]
         command += ["--speculative-num-draft-tokens", tokens]
     begin = time.perf_counter()
@@ -67,7 +68,9 @@ def main() -> None:
     )
     parser.add_argument("--model", default=str(BUNDLED_MODEL))
     parser.add_argument("--eagle3", default=str(BUNDLED_DRAFTS["EAGLE3"]))
-    parser.add_argument("--shape", default="3,1,4", help="off, or steps,topk,tokens")
+    parser.add_argument(
+        "--shape", default="adaptive", help="adaptive (the server's default), off, or steps,topk,tokens"
+    )
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--port", type=int, default=30123)
     parser.add_argument("--output", type=Path)
