@@ -59,7 +59,7 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
         Graphs.capture(context, captured, sizes_within(settings.context_length)) if captured else Graphs({})
     )
     policy = shape_policy(plan, context, graphs)
-    runner = Runner(context, graphs.graphs, graphs.prompts)
+    runner = Runner(context, graphs.steps, graphs.prompts)
     if settings.device == "cuda":
         runner.warm_up()
     return assemble(settings, model_config, plan, runner, policy, graphs)
@@ -100,7 +100,7 @@ def assemble(
         "eos_token_ids": list(capacity.eos_token_ids),
         "speculation": _speculation_info(plan),
         "cuda_graphs": {
-            "count": len(graphs.graphs) + len(graphs.prompts),
+            "count": len(graphs.steps) + len(graphs.prompts),
             "seconds": round(graphs.seconds, 2),
             "memory_bytes": graphs.memory_bytes,
         },
@@ -137,8 +137,8 @@ def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePoli
     """What chooses among them; measured costs first, where it needs them."""
     if not plan.adaptive:
         return StaticShapes(plan.speculation, plan.padding)
-    if graphs.graphs:
-        cost = measure_graphs(context, graphs.graphs)
+    if graphs.steps:
+        cost = measure_graphs(context, graphs.steps)
     else:
         cost = measure_eager(context, plan.most_slots, plan.candidates)
     complete(cost, plan.most_slots, plan.candidates)

@@ -69,7 +69,7 @@ class PromptGraph:
 class Graphs:
     """All that was captured, and what it took."""
 
-    graphs: dict[StepShape, StepGraph]
+    steps: dict[StepShape, StepGraph]
     prompts: dict[PromptSize, PromptGraph] = field(default_factory=dict)
     seconds: float = 0.0
     memory_bytes: int = 0
@@ -84,7 +84,7 @@ class Graphs:
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
         maker = _Maker(context, max(shape.nodes for shape in shapes))
-        graphs: dict[StepShape, StepGraph] = {}
+        steps: dict[StepShape, StepGraph] = {}
         prompts: dict[PromptSize, PromptGraph] = {}
         with _no_collection():
             ordered = sorted(shapes, key=lambda shape: (shape.nodes, shape.levels), reverse=True)
@@ -92,18 +92,18 @@ class Graphs:
                 if time.perf_counter() - begin > CAPTURE_SECONDS:
                     break
                 if (graph := maker.try_capture(shape, maker.step)) is not None:
-                    graphs[shape] = graph
+                    steps[shape] = graph
             for size in sizes:
                 if (made := maker.try_capture(size, maker.prompts)) is not None:
                     prompts[size] = made
-        if len(graphs) < len(shapes):
-            left = len(shapes) - len(graphs)
+        if len(steps) < len(shapes):
+            left = len(shapes) - len(steps)
             log.warning("%d of %d step shapes have no CUDA graph and run eagerly", left, len(shapes))
         seconds = time.perf_counter() - begin
         taken = max(0, free - torch.cuda.mem_get_info(device)[0])
-        count = len(graphs) + len(prompts)
+        count = len(steps) + len(prompts)
         log.info("captured %d CUDA graphs in %.1f s, %.2f GiB", count, seconds, taken / 2**30)
-        return cls(graphs, prompts, seconds, taken)
+        return cls(steps, prompts, seconds, taken)
 
 
 class _Maker:

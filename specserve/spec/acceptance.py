@@ -27,10 +27,8 @@ FORGET = 0.995  # of a family's counts, at each step that tests it
 IDLE_FORGET = 0.999  # of them, at each step that does not
 SKILL_FORGET = 0.97  # of a request's counts, at each of its steps
 SKILL_PRIOR = 2.0  # information, as of eight levels that were tested, that a request is like the others
-PRIOR_PREDICTED, PREDICTED_TESTS = (
-    0.8,
-    10.0,
-)  # belief that a predicted text is right, and tests that it is worth
+PRIOR_PREDICTED = 0.8  # belief that a predicted text is right
+PREDICTED_TESTS = 10.0  # and tests that it is worth
 PRIOR_TESTS = 4.0
 OWN = 0.5  # of what a request's own shift explains that is not counted for its shape
 BORROWED = 24.0  # tests' worth of what chains say of a tree
@@ -132,9 +130,8 @@ class _Counts:
         kept = FORGET * IDLE_FORGET ** max(0, step - 1 - self.seen)
         self.accepted *= kept
         self.tested *= kept
-        self.accepted[:levels] += (tests.hit_RS + OWN * tests.met_RS * (tests.usual_S - tests.chance_RS)).sum(
-            0
-        )
+        own_RS = tests.met_RS * (tests.chance_RS - tests.usual_S)
+        self.accepted[:levels] += (tests.hit_RS - OWN * own_RS).sum(0)
         self.tested[:levels] += tests.met_RS.sum(0)
         self.seen = step
 
@@ -215,10 +212,8 @@ class Acceptance:
             self._tests(CHAIN, shape.levels, shift_R, firsts_R, chain_R)
         surprise_R = (tests.hit_RS - tests.met_RS * tests.chance_RS).sum(1)
         information_R = (tests.met_RS * tests.chance_RS * (1 - tests.chance_RS)).sum(1)
-        for index, surprise, information in zip(
-            own, surprise_R.tolist(), information_R.tolist(), strict=True
-        ):
-            skills[index].observe(surprise, information)
+        for index, *learned in zip(own, surprise_R.tolist(), information_R.tolist(), strict=True):
+            skills[index].observe(*learned)
 
     def _tests(
         self, family: Family, levels: int, shift_R: Floats, accepted_R: Ints, offered_R: Ints

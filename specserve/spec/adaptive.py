@@ -162,8 +162,11 @@ class Controller:
         return None
 
     def _is_stale(self, shape: StepShape, near: bool) -> bool:
-        doubtful = self.cost.error > DOUBT  # what it takes; what chains give is known from trees
-        worth = (near and (shape.branching > 1 or doubtful)) or (not shape.levels and doubtful)
+        doubtful = self.cost.error > DOUBT
+        told = (
+            self._present is not None and self._present[1] > 1 and shape.branching == 1
+        )  # by the trees that run
+        worth = (near and (doubtful or not told)) if shape.levels else doubtful
         limit = STALE_NEAR if worth else STALE_STEPS
         return self._step - self._last_run.get(_kind(shape), -limit) >= limit
 

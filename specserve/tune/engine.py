@@ -168,7 +168,7 @@ class TuneEngine:
         wanted = [shape for shape in in_buckets if (drafted, shape) not in self._graphs]
         for first in range(0, len(wanted), CAPTURED_AT_ONCE):
             part = Graphs.capture(self._context(drafted), wanted[first : first + CAPTURED_AT_ONCE])
-            self._graphs |= {(drafted, shape): graph for shape, graph in part.graphs.items()}
+            self._graphs |= {(drafted, shape): graph for shape, graph in part.steps.items()}
 
     def forget(self) -> None:
         """Gives the memory of the graphs back."""

@@ -127,6 +127,19 @@ def test_comes_back_when_drafts_get_good() -> None:
     )
 
 
+def test_chains_are_looked_at_often_where_no_tree_tells_of_them() -> None:
+    """Large batches choose among chains alone."""
+    found, levels = controller(), list[int]()
+    Device([0.2] * 64).run(found.choose, found.observe, 1000)
+
+    def choose(batch: Batch) -> StepShape:
+        levels.append((shape := found.choose(batch)).levels)
+        return shape
+
+    Device([0.8] * 64).run(choose, found.observe, 200)
+    assert all(levels[70:])
+
+
 @pytest.mark.parametrize("wrong", [0.85, 1.25])
 def test_costs_that_were_measured_wrong(wrong: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine draws its clock down, and steps of many nodes more than plain ones."""

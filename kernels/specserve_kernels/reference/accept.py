@@ -36,13 +36,9 @@ def accept_path(
 
     token_BS = chosen_T[path_BS].where(live_BS, -1)
     drafted_B1 = (tree.q_start.diff() - 1)[:, None]
-    # Siblings stand together, the best before the others; before the root's first child stands the root.
-    is_first_T = (tree.parent_T != tree.parent_T.roll(1)) | (tree.local_T == 1)
-    followed_B1 = (is_first_T[path_BS[:, 1:]] & live_BS[:, 1:]).long().cumprod(1).sum(1, keepdim=True)
-    bits_B = tree.mask_T.new_zeros(slots + 1)
-    bits_B.scatter_add_(0, tree.slot_T, (is_first_T | (tree.local_T == 0)).long() << tree.local_T)
-    chain_T = (tree.mask_T & bits_B[tree.slot_T]) == tree.mask_T
-    first_B1 = torch.zeros_like(bits_B).scatter_add_(0, tree.slot_T, chain_T.long())[:slots, None] - 1
+    first_B1, followed_B1 = drafted_B1, count_B[:, None] - 1
+    if not tree.is_chain:
+        first_B1, followed_B1 = first_choices(tree, path_BS, live_BS)
     page_BS, offset_BS = place(position_BS)
     source_page_BS, source_offset_BS = place(length_B[:, None] + tree.local_T[path_BS])
     next_page_BS, next_offset_BS = place(position_BS + 1)
@@ -58,6 +54,18 @@ def accept_path(
         next_offset_BS=next_offset_BS,
         next_position_BS=position_BS + 1,
     )
+
+
+def first_choices(tree: Tree, path_BS: Tensor, live_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """How many first choices each tree has ``[B, 1]``, and how many of them were accepted."""
+    # Siblings stand together, the best before the others; before the root's first child stands the root.
+    is_first_T = (tree.parent_T != tree.parent_T.roll(1)) | (tree.local_T <= 1)
+    followed_B1 = (is_first_T[path_BS[:, 1:]] & live_BS[:, 1:]).long().cumprod(1).sum(1, keepdim=True)
+    bits_B = tree.mask_T.new_zeros(len(path_BS) + 1)
+    bits_B.scatter_add_(0, tree.slot_T, is_first_T.long() << tree.local_T)
+    chain_T = (tree.mask_T & bits_B[tree.slot_T]) == tree.mask_T
+    count_B1 = torch.zeros_like(bits_B).scatter_add_(0, tree.slot_T, chain_T.long())[:-1, None]
+    return count_B1 - 1, followed_B1
 
 
 def accept_walk(
