@@ -29,10 +29,10 @@ Jobs = Mapping[str, Iterator[Job]]
 """Endless requests of each kind."""
 
 
-def endless(prompts: Sequence[list[int]], new_tokens: int, **params: Any) -> Iterator[Job]:
-    """The prompts over and over, each time with another seed, and with half to all of ``new_tokens``: requests that
-    began together must not end together."""
-    for seed in count():
+def endless(prompts: Sequence[list[int]], new_tokens: int, first: int = 0, **params: Any) -> Iterator[Job]:
+    """The prompts over and over from number ``first`` on, each time with another seed, and with half to all of
+    ``new_tokens``: requests that began together must not end together."""
+    for seed in count(first):
         share = 0.5 + seed * 0.618 % 1 / 2
         yield (
             prompts[seed % len(prompts)],

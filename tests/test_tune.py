@@ -361,9 +361,21 @@ def test_an_unsteady_machine_is_told() -> None:
 
 def test_luck_in_few_repeats_is_not_the_best() -> None:
     found = board(1, {None: 100, (1, 1, 2): 150, (2, 1, 3): 140})
+    found.add((2, 1, 3), 0, Run(151, 1.0))  # of the same requests
     for repeat in range(1, 4):
         found.add(None, repeat, Run(100, 1.0))
         found.add((2, 1, 3), repeat, Run(140, 1.0))
+    assert found.best() == (2, 1, 3)
+
+
+def test_who_came_late_is_the_best_where_both_ran() -> None:
+    found = board(1, {None: 100, (1, 1, 2): 150, (2, 1, 3): 140})
+    for repeat in range(1, 5):
+        found.add(None, repeat, Run(100, 1.0))
+        found.add((1, 1, 2), repeat, Run(150, 1.0))
+    assert found.best() == (1, 1, 2)
+    found.add((2, 1, 3), 4, Run(160, 1.0))
+    found.add((2, 1, 3), 0, Run(160, 1.0))
     assert found.best() == (2, 1, 3)
 
 

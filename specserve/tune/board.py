@@ -86,13 +86,22 @@ class Board:
         return sorted(unique.values(), key=lambda candidate: -self.ratio(candidate))
 
     def best(self) -> Candidate:
-        """Of those measured; plain decoding where nothing beats it. What was run in less than half as many repeats as
-        another lost to it, and is not the best for having been lucky in those."""
+        """Of those measured; plain decoding where nothing beats it. Ratios of few repeats may be luck: what ran in
+        fewer than half as many as another must beat it where both ran, on the same requests."""
         repeats = {c: len(self._paired(self._runs.get(shape, {}))) for c, shape in self.shapes.items()}
         most = max((n for candidate, n in repeats.items() if candidate is not None), default=0)
         often = [candidate for candidate, n in repeats.items() if n and 2 * n >= most]
         best = max(often, key=self.ratio, default=None)
-        return best if best is not None and self.ratio(best) > 1 else None
+        if best is None or self.ratio(best) <= 1:
+            return None
+        seldom = [candidate for candidate, n in repeats.items() if n and 2 * n < most]
+        against = {candidate: self._against(candidate, best) for candidate in seldom}
+        return max([best, *seldom], key=lambda candidate: against.get(candidate, 1.0))
+
+    def _against(self, candidate: Candidate, other: Candidate) -> float:
+        """The median ratio of their speeds in the repeats that both ran; 0 where there is none."""
+        runs, others = (self._runs[self.shapes[each]] for each in (candidate, other))
+        return median([runs[n].rate / others[n].rate for n in runs.keys() & others.keys()] or [0.0])
 
     def plain_rates(self) -> list[float]:
         """Tokens a second of plain decoding in each repeat, ascending."""
