@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.overlap import overlap, take_turn
 from specserve_kernels.reference.tree import MAX_NODES, Accepted, Tree
 
 
@@ -41,6 +42,7 @@ def accept_path(
         NODES=MAX_NODES,
         SP=max(triton.next_power_of_2(columns), 8),
         num_warps=2,
+        **overlap(),
     )
     return Accepted(
         path_BS=path,
@@ -81,7 +83,9 @@ def _accept_kernel(
     page_size,
     NODES: tl.constexpr,
     SP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     b = tl.program_id(0).to(tl.int64)
     first = tl.load(q_start_ptr + b)
     nodes = tl.load(q_start_ptr + b + 1) - first

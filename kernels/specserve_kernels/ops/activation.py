@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.overlap import overlap, take_turn
+
 BLOCK = 1024  # channels of a program
 WARPS = 4
 
@@ -16,7 +18,7 @@ def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
     out_TI = gate_up_T2I.new_empty((tokens, inner))
     # On one axis: the others end at 65535.
     _silu_and_mul_kernel[(tokens * -(-inner // BLOCK),)](
-        gate_up_T2I, out_TI, gate_up_T2I.stride(0), I=inner, BLOCK=BLOCK, num_warps=WARPS
+        gate_up_T2I, out_TI, gate_up_T2I.stride(0), I=inner, BLOCK=BLOCK, num_warps=WARPS, **overlap()
     )
     return out_TI
 
@@ -28,7 +30,9 @@ def _silu_and_mul_kernel(
     stride,
     I: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     BLOCKS: tl.constexpr = (I + BLOCK - 1) // BLOCK
     t = (tl.program_id(0) // BLOCKS).to(tl.int64)
     i = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)

@@ -36,6 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import H200, limits_of, tickets
+from specserve_kernels.ops.overlap import overlap, take_turn
 
 HEAD_DIMS = (32, 64, 128, 256)
 LOG2_E = math.log2(math.e)
@@ -156,7 +157,9 @@ def _attend_kernel(
     MERGE_STAGES: tl.constexpr,
     ENTRIES: tl.constexpr,  # a power of two, at least A
     SLOTS: tl.constexpr,  # a power of two, at least B
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     head = tl.program_id(0) % HEADS
     worker, workers = tl.program_id(0) // HEADS, tl.num_programs(0) // HEADS
     slot_S = tl.arange(0, SLOTS)
@@ -503,5 +506,6 @@ def _launch(
         SLOTS=next(size for size in _SLOTS if size >= slots),
         num_warps=cut.warps,
         maxnreg=cut.registers,
+        **overlap(),
     )
     return out

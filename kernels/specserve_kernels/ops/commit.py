@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.overlap import overlap, take_turn
 from specserve_kernels.reference.tree import Accepted
 
 _TILE = 4096  # most elements that a program of move_kv holds
@@ -28,6 +29,7 @@ def move_kv(group: Tensor, accepted: Accepted) -> None:
         *group.stride()[:4],
         SP=rows,
         BLOCK=block,
+        **overlap(),
     )
 
 
@@ -69,6 +71,7 @@ def advance(
         int(penalized),
         FEATURED=featured,
         BLOCK=_FEATURES,
+        **overlap(),
     )
 
 
@@ -87,7 +90,9 @@ def _move_kernel(
     offset_stride,
     SP: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     b = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
@@ -144,7 +149,9 @@ def _advance_kernel(
     penalized,
     FEATURED: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     b, s, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     count = tl.load(count_ptr + b)
     if s < count:

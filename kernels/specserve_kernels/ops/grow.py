@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.adjustment import without_nan
+from specserve_kernels.ops.overlap import overlap, take_turn
 from specserve_kernels.reference.prediction import Prediction
 from specserve_kernels.reference.tree import Level, Pool
 
@@ -26,7 +27,17 @@ def root_level(
     page_B, offset_B, pool_B = torch.empty_like(root_B).new_empty(3, slots).unbind()
     score_B = pool.scores_BP.new_empty(slots)
     _root_kernel[(triton.cdiv(slots, 128),)](
-        length_B, pages_BM, page_B, offset_B, pool_B, score_B, slots, pages_BM.stride(0), page_size, BLOCK=128
+        length_B,
+        pages_BM,
+        page_B,
+        offset_B,
+        pool_B,
+        score_B,
+        slots,
+        pages_BM.stride(0),
+        page_size,
+        BLOCK=128,
+        **overlap(),
     )
     root_B1 = root_B[:, None]
     return Level(
@@ -104,6 +115,7 @@ def grow_level(
         CHUNK=min(padded, max(4096 // padded, 16)),
         AP=max(triton.next_power_of_2(depth), 8),
         num_warps=1 if k == 1 else 4 if padded <= 256 else 8,
+        **overlap(),
     )
     if last:
         return None
@@ -133,7 +145,9 @@ def _root_kernel(
     pages_stride,
     page_size,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = b < slots
     length = tl.load(length_ptr + b, mask=live, other=0)
@@ -212,7 +226,9 @@ def _grow_kernel(
     JP: tl.constexpr,
     CHUNK: tl.constexpr,
     AP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     b = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, JP)
     count = width * K

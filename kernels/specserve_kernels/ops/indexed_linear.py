@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import H200, limits_of
+from specserve_kernels.ops.overlap import let_next_begin, overlap, wait_for_inputs
 
 
 class Pipeline(NamedTuple):
@@ -49,6 +50,7 @@ def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
         BLOCK_I=block.step,
         num_warps=block.warps,
         num_stages=block.stages,
+        **overlap(),
     )
     return out_TR
 
@@ -84,12 +86,14 @@ def _indexed_linear_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     # Programs of the same rows follow each other: the second finds them in the L2.
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     i = tl.arange(0, BLOCK_I)
     # Programs at the end compute row 0 where they have none; it is not stored.
+    wait_for_inputs(OVERLAP)  # for the ids, too: they may change between steps
     ids = tl.load(ids_ptr + r, mask=r < rows, other=0).to(tl.int64)
     x_ptrs = x_ptr + t.to(tl.int64)[:, None] * x_stride + i[None, :]
     weight_ptrs = weight_ptr + ids[None, :] * weight_stride + i[:, None]
@@ -99,5 +103,6 @@ def _indexed_linear_kernel(
         x = tl.load(x_ptrs + start, mask=(t < tokens)[:, None] & inside[None, :], other=0)
         weight = tl.load(weight_ptrs + start, mask=inside[:, None], other=0)
         sums = tl.dot(x, weight, sums, input_precision="ieee")
+    let_next_begin(OVERLAP)
     out_ptrs = out_ptr + t.to(tl.int64)[:, None] * rows + r[None, :]
     tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=(t < tokens)[:, None] & (r < rows)[None, :])

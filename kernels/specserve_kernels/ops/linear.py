@@ -14,18 +14,24 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import Limits, limits_of
+from specserve_kernels.ops.overlap import LINE_BYTES, let_next_begin, overlap, prefetch, wait_for_inputs
 
 _FEW_TOKENS = 16
 _OUTPUTS = 32  # a program's, where the multiprocessors have one or two each
+_AHEAD = 8  # cache lines of each row of the weight that are asked for before the inputs are there
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """``x @ weight.T + bias``; 16-bit numbers are summed in float32. Rows of x may be further apart than I."""
-    few = bias_O is None and x_TI.dim() == 2 and len(x_TI) <= _FEW_TOKENS
-    few = few and x_TI.dtype in (torch.bfloat16, torch.float16)
-    if few and len(weight_OI) <= limits_of(x_TI.device).processors * _OUTPUTS:
+    plain = bias_O is None and x_TI.dim() == 2 and x_TI.dtype in (torch.bfloat16, torch.float16)
+    if plain and serves(len(x_TI), len(weight_OI), limits_of(x_TI.device)):
         return linear_few(x_TI, weight_OI)
     return torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+
+
+def serves(tokens: int, outputs: int, limits: Limits) -> bool:
+    """Whether the kernel takes less time than cuBLAS."""
+    return tokens <= _FEW_TOKENS and outputs <= limits.processors * _OUTPUTS
 
 
 def linear_few(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -49,8 +55,11 @@ def linear_few(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         BLOCK_T=_tokens_of(tokens),
         BLOCK_O=block,
         BLOCK_I=step,
+        AHEAD=_AHEAD,
+        LINE=LINE_BYTES // weight_OI.element_size(),
         num_warps=4,
         num_stages=stages,
+        **overlap(),
     )
     return out_TO
 
@@ -88,17 +97,27 @@ def _linear_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    AHEAD: tl.constexpr,  # cache lines of each row, a power of two
+    LINE: tl.constexpr,  # numbers of one
+    OVERLAP: tl.constexpr,
 ):
     t = tl.arange(0, BLOCK_T)
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     i = tl.arange(0, BLOCK_I)
     x_ptrs = x_ptr + t[:, None] * stride + i[None, :]
     weight_ptrs = weight_ptr + o.to(tl.int64)[None, :] * I + i[:, None]
+    if OVERLAP:
+        line = tl.arange(0, AHEAD) * LINE
+        prefetch(
+            weight_ptr + tl.minimum(o, O - 1).to(tl.int64)[None, :] * I + tl.minimum(line, I - 1)[:, None]
+        )
+    wait_for_inputs(OVERLAP)
     sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
     for start in range(0, I, BLOCK_I):
         inside = start + i < I
         x = tl.load(x_ptrs + start, mask=(t < tokens)[:, None] & inside[None, :], other=0)
         weight = tl.load(weight_ptrs + start, mask=(o < O)[None, :] & inside[:, None], other=0)
         sums = tl.dot(x, weight, sums)
+    let_next_begin(OVERLAP)
     out_ptrs = out_ptr + t.to(tl.int64)[:, None] * O + o[None, :]
     tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=(t < tokens)[:, None] & (o < O)[None, :])

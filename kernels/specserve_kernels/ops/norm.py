@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.overlap import overlap, take_turn
+
 PER_WARP = 512  # elements of a row that a warp holds: two 16-byte loads a thread in 16 bits
 
 
@@ -19,7 +21,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     tokens, width = x_TH.shape
     block, warps = row_launch(width)
     _rms_norm_kernel[(tokens,)](
-        x_TH, weight_H, out_TH, x_TH.stride(0), eps, H=width, BLOCK=block, num_warps=warps
+        x_TH, weight_H, out_TH, x_TH.stride(0), eps, H=width, BLOCK=block, num_warps=warps, **overlap()
     )
     return out_TH
 
@@ -40,6 +42,7 @@ def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
         H=width,
         BLOCK=block,
         num_warps=warps,
+        **overlap(),
     )
     return out_TH, total_TH
 
@@ -67,7 +70,9 @@ def _rms_norm_kernel(
     eps,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)
@@ -87,7 +92,9 @@ def _add_rms_norm_kernel(
     eps,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.norm import normed, row_launch
+from specserve_kernels.ops.overlap import overlap, take_turn
 
 
 def pair_inputs(
@@ -41,6 +42,7 @@ def pair_inputs(
         GATHERED=source_N is not None,
         NORMED=norms is not None,
         num_warps=warps,
+        **overlap(),
     )
     return pair_N2H, features_NH
 
@@ -61,7 +63,9 @@ def _pair_inputs_kernel(
     BLOCK: tl.constexpr,
     GATHERED: tl.constexpr,
     NORMED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     # Even programs write the embeddings' halves, odd ones the features'.
     n = (tl.program_id(0) // 2).to(tl.int64)
     h = tl.arange(0, BLOCK)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.overlap import overlap, take_turn
 from specserve_kernels.reference.prediction import (
     BELIEF,
     CERTAIN,
@@ -43,6 +44,7 @@ def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, 
         N=RECENT,
         SP=max(triton.next_power_of_2(columns), 8),
         BLOCK=1024,
+        **overlap(),
     )
     return followed_B2
 
@@ -77,7 +79,9 @@ def _follow_kernel(
     N: tl.constexpr,
     SP: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + b)
     length = tl.load(length_ptr + row)

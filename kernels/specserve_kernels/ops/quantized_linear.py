@@ -21,12 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import H200, Limits, limits_of, tickets
+from specserve_kernels.ops.overlap import let_next_begin, overlap, prefetch, wait_for_inputs
 from specserve_kernels.reference.quantized_linear import GROUP
 
 _MANY_OUTPUTS = 16384  # from so many on, wider tiles took 11 to 15% less time on an H200
-_PROGRAMS = 4  # a multiprocessor, if sharing tiles can make as many
-_SHARED_TOKENS = 32
+_PROGRAMS = {16: 6, 32: 3}  # a multiprocessor, up to so many tokens, if sharing tiles can make as many
 _LEAST_GROUPS, _MOST_PARTS = 4, 8
+_AHEAD = 4  # groups of each row of the weight that are asked for before the inputs are there
 
 
 class Pipeline(NamedTuple):
@@ -69,8 +70,10 @@ def quantized_linear(
         BLOCK_O=block.outputs,
         GROUP=GROUP,
         PARTS=block.parts,
+        AHEAD=_AHEAD,
         num_warps=block.warps,
         num_stages=block.stages,
+        **overlap(),
     )
     return out_TO
 
@@ -83,20 +86,18 @@ def pipeline(outputs: int, inputs: int, tokens: int, input_bytes: int, limits: L
     stage = (chosen.tokens * input_bytes + chosen.outputs) * GROUP
     room = limits.shared_bytes - chosen.outputs * GROUP * input_bytes
     tiles = triton.cdiv(outputs, chosen.outputs) * triton.cdiv(tokens, chosen.tokens)
-    wanted = _PROGRAMS * limits.processors // max(tiles, 1) if tokens <= _SHARED_TOKENS else 1
-    most = triton.cdiv(inputs, GROUP) // _LEAST_GROUPS
-    return chosen._replace(
-        stages=max(1, min(chosen.stages, room // stage + 1)), parts=max(1, min(wanted, most, _MOST_PARTS))
-    )
+    programs = limits.processors * next((each for few, each in _PROGRAMS.items() if tokens <= few), 0)
+    most = min(programs // max(tiles, 1), triton.cdiv(inputs, GROUP) // _LEAST_GROUPS, _MOST_PARTS)
+    return chosen._replace(stages=max(1, min(chosen.stages, room // stage + 1)), parts=max(1, most))
 
 
 def _pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:
     if input_bytes > 2:
         return Pipeline(16 if tokens <= 16 else 32, 32, 3, 4)
     if tokens <= 16:
-        return Pipeline(16, 64, 4, 4) if outputs >= _MANY_OUTPUTS else Pipeline(16, 32, 6, 4)
+        return Pipeline(16, 64, 4, 4) if outputs >= _MANY_OUTPUTS else Pipeline(16, 64, 3, 2)
     if tokens <= 32:
-        return Pipeline(32, 32, 6, 4)
+        return Pipeline(32, 64, 3, 4)
     if tokens <= 64:
         return Pipeline(64, 64, 4, 4)
     return Pipeline(128, 128, 3, 8)
@@ -122,6 +123,8 @@ def _quantized_linear_kernel(
     BLOCK_O: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
+    AHEAD: tl.constexpr,  # groups, each a cache line of a row
+    OVERLAP: tl.constexpr,
 ):
     # Programs of the same outputs follow each other: the second finds the weight in the L2.
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -133,6 +136,10 @@ def _quantized_linear_kernel(
     sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
     share: tl.constexpr = (groups + PARTS - 1) // PARTS
     begin = tl.program_id(2) * share
+    if OVERLAP:
+        first = tl.minimum(begin + tl.arange(0, AHEAD), groups - 1) * GROUP
+        prefetch(weight_ptr + tl.minimum(o, O - 1).to(tl.int64)[None, :] * I + first[:, None])
+    wait_for_inputs(OVERLAP)
     for group in range(begin, tl.minimum(begin + share, groups)):
         inside = group * GROUP + i < I
         x = tl.load(x_ptrs + group * GROUP, mask=(t < tokens)[:, None] & inside[None, :], other=0)
@@ -144,6 +151,7 @@ def _quantized_linear_kernel(
             x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
             part = tl.dot(x, weight.to(tl.float16))
         sums += part * factor[None, :]
+    let_next_begin(OVERLAP)
     if PARTS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         at = tl.arange(0, BLOCK_T)[:, None] * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.overlap import overlap, take_turn
+
 TILE = 2048  # elements of a program: whole heads
 PER_WARP = 256
 
@@ -38,6 +40,7 @@ def rotary_store_kv(
         GROUP=group,
         HALF=half,
         num_warps=max(group * half * 2 // PER_WARP, 1),
+        **overlap(),
     )
     return qkv_TND.narrow(1, 0, heads - 2 * num_kv_heads)
 
@@ -56,7 +59,9 @@ def _rotary_store_kv_kernel(
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     GROUPS: tl.constexpr = (Q + 2 * K + GROUP - 1) // GROUP
     t = (tl.program_id(0) // GROUPS).to(tl.int64)
     head = tl.program_id(0) % GROUPS * GROUP + tl.arange(0, GROUP)[:, None]

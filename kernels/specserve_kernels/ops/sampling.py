@@ -40,6 +40,7 @@ from specserve_kernels.ops.adjustment import (
     scaled,
     truncates_row,
 )
+from specserve_kernels.ops.overlap import overlap, take_turn
 from specserve_kernels.ops.truncation import STATS, summarize, threshold
 
 BLOCK = 2048  # of the vocabulary a program scans; a multiple of 4
@@ -147,7 +148,13 @@ def _launch(
     sizes = (size, table.counts.shape[1], table.bias_ids.shape[1], branching)
     rest = (*request, _pointers(table), *ids_inverse, stats, keys, *sizes)
     _scan[(blocks, nodes)](
-        logits_NV, *rest, **flags, num_warps=SCAN_WARPS, maxnreg=SCAN_REGISTERS, enable_fp_fusion=False
+        logits_NV,
+        *rest,
+        **flags,
+        num_warps=SCAN_WARPS,
+        maxnreg=SCAN_REGISTERS,
+        enable_fp_fusion=False,
+        **overlap(),
     )
     collected = torch.empty_like(rows_N[:, None].expand(-1, COLLECTED), dtype=torch.int32)
     values = stats if values is None else values
@@ -162,6 +169,7 @@ def _launch(
         **flags,
         num_warps=FINISH_WARPS,
         enable_fp_fusion=False,
+        **overlap(),
     )
 
 
@@ -197,8 +205,9 @@ def _emit(y, column, valid, stats, keys, branching, DRAFT: tl.constexpr):
 @triton.jit(do_not_specialize=["path_size", "width", "entries", "branching"])
 def _scan(
     logits, rows, position, path, path_size, table, ids, inverse, stats, keys, size, width, entries, branching,
-    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    take_turn(OVERLAP)
     block, n = tl.program_id(0), tl.program_id(1)
     start = block * BLOCK
     column = start + tl.arange(0, BLOCK)
@@ -303,8 +312,9 @@ def _finish(
     logits, rows, position, path, path_size, table, ids, inverse, stats, keys, size, width, entries, branching,
     collected, tokens, values,
     HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    COLLECTED: tl.constexpr, WIDTH: tl.constexpr,
+    COLLECTED: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    take_turn(OVERLAP)
     n = tl.program_id(0)
     temperature, penalty, history, bias, lists, noise, cut = request_of(
         n, rows, position, path, path_size, table, width, entries

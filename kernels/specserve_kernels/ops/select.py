@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.overlap import overlap, take_turn
 from specserve_kernels.reference.tree import Pool, Tree
 
 _DEAD = tl.constexpr(-(2**31))  # below every score's key
@@ -51,6 +52,7 @@ def select_tree(
         K=branching,
         PP=padded,
         num_warps=1 if padded <= 64 else 4 if padded <= 2048 else 8,
+        **overlap(),
     )
     token, parent, slot, rows, local, depth, mask, position, page, offset = root_B.new_empty(
         10, total
@@ -91,6 +93,7 @@ def select_tree(
         AP=triton.next_power_of_2(levels),
         BLOCK=1024,
         num_warps=4,
+        **overlap(),
     )
     return Tree(
         token_T=token,
@@ -113,7 +116,18 @@ def single_nodes(rows_B: Tensor, root_B: Tensor, length_B: Tensor, pages_BM: Ten
     slots = len(root_B)
     index, zero, one, page, offset = root_B.new_empty(5, slots + 1).unbind()
     _single_kernel[(triton.cdiv(slots + 1, 128),)](
-        length_B, pages_BM, index, zero, one, page, offset, slots, pages_BM.stride(0), page_size, BLOCK=128
+        length_B,
+        pages_BM,
+        index,
+        zero,
+        one,
+        page,
+        offset,
+        slots,
+        pages_BM.stride(0),
+        page_size,
+        BLOCK=128,
+        **overlap(),
     )
     return Tree(
         token_T=root_B,
@@ -145,7 +159,9 @@ def _single_kernel(
     pages_stride,
     page_size,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = b < slots
     length = tl.load(length_ptr + b, mask=live, other=0)
@@ -177,7 +193,9 @@ def _cap_kernel(
     most,  # a slot never gets more
     K: tl.constexpr,
     PP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    take_turn(OVERLAP)
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + b)
     room = tl.load(limit_ptr + row) - tl.load(length_ptr + b) - 2
@@ -255,8 +273,10 @@ def _pack_kernel(
     CP: tl.constexpr,
     AP: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program b packs slot b, program B what is left over. Each finds the batch's threshold for itself."""
+    take_turn(OVERLAP)
     b = tl.program_id(0).to(tl.int64)
     count = slots * kept_size
     budget = total - slots

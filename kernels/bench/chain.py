@@ -1,0 +1,158 @@
+"""Times the target's layers as a chain, each kernel behind the one that it needs, in a CUDA graph: milliseconds of 32
+layers of Llama-3.1-8B, without embedding and head.
+
+    python kernels/bench/chain.py [--tokens 1 4 8 16 32] [--context 640] [--once]
+
+Kernels timed alone lie side by side; in a step each waits for the last. The columns: all launches one after the other;
+overlapping (``ops/overlap.py``); and so with every projection by the Triton kernel, by cache lines of each weight's row
+that it asks for before its inputs are there. The floor is the weights' bytes at the device's bandwidth.
+``--once`` only compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from attention import PAGE, PEAK
+from layers import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, draw, graph_seconds
+from specserve_kernels.ops import linear, overlap
+from specserve_kernels.ops.activation import silu_and_mul
+from specserve_kernels.ops.attention import Workspace, attend_nodes
+from specserve_kernels.ops.norm import add_rms_norm
+from specserve_kernels.ops.rotary import rotary_store_kv
+from torch import Tensor
+
+LAYERS, TIMED = 32, 8  # so many of a model, and so many that are built: more than the second cache holds
+AHEAD = (1, 8, 16, 32)
+QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+WEIGHT_BYTES = 2 * HIDDEN * (QKV + HIDDEN + 3 * INNER)
+
+
+@dataclass(frozen=True)
+class Layer:
+    norms: tuple[Tensor, Tensor]
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    cache: Tensor
+
+    @classmethod
+    def drawn(cls, pages: int) -> Layer:
+        def weight(outputs: int, inputs: int) -> Tensor:
+            return draw(outputs, inputs) * inputs**-0.5
+
+        return cls(
+            (draw(HIDDEN), draw(HIDDEN)),
+            weight(QKV, HIDDEN),
+            weight(HIDDEN, HIDDEN),
+            weight(2 * INNER, HIDDEN),
+            weight(HIDDEN, INNER),
+            draw(pages, 2, PAGE, KV_HEADS, HEAD_DIM),
+        )
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One request, whose tokens are a chain behind ``context`` others."""
+
+    layers: list[Layer]
+    x_TH: Tensor
+    rope_T2D: Tensor
+    position_T: Tensor
+    pages_BM: Tensor
+    length_B: Tensor
+    q_start: Tensor
+    mask_T: Tensor
+
+    @classmethod
+    def of(cls, layers: list[Layer], tokens: int, context: int) -> Chain:
+        pages = -(-(context + tokens) // PAGE)
+        device = layers[0].cache.device
+        return cls(
+            layers,
+            draw(tokens, HIDDEN),
+            draw(tokens, 2, HEAD_DIM),
+            context + torch.arange(tokens, device=device),
+            torch.arange(pages, device=device)[None],
+            torch.tensor([context], device=device),
+            torch.tensor([0, tokens], device=device),
+            (2 << torch.arange(tokens, device=device)) - 1,
+        )
+
+    def run(self) -> Tensor:
+        workspace = Workspace()
+        page_T, offset_T = self.position_T // PAGE, self.position_T % PAGE
+        x_TH, residual_TH = self.x_TH, torch.zeros_like(self.x_TH)
+        for layer in self.layers:
+            x_TH, residual_TH = add_rms_norm(x_TH, residual_TH, layer.norms[0], 1e-5)
+            qkv_TND = linear.linear(x_TH, layer.qkv, None).view(len(x_TH), -1, HEAD_DIM)
+            q_TND = rotary_store_kv(qkv_TND, self.rope_T2D, KV_HEADS, layer.cache, page_T, offset_T)
+            mixed_TND = attend_nodes(
+                q_TND,
+                layer.cache,
+                self.pages_BM,
+                self.length_B,
+                self.q_start,
+                self.mask_T,
+                len(x_TH),
+                workspace,
+            )
+            x_TH = linear.linear(mixed_TND.flatten(1), layer.o, None)
+            x_TH, residual_TH = add_rms_norm(x_TH, residual_TH, layer.norms[1], 1e-5)
+            x_TH = linear.linear(silu_and_mul(linear.linear(x_TH, layer.gate_up, None)), layer.down, None)
+        return x_TH
+
+
+@contextmanager
+def variant(overlaps: bool, ahead: int | None = None) -> Iterator[None]:
+    """``ahead``: of every projection by the kernel; None: as served."""
+    with ExitStack() as stack:
+        if not overlaps:
+            stack.enter_context(mock.patch.object(overlap, "_overlap", return_value={"OVERLAP": False}))
+        if ahead is not None:
+            stack.enter_context(mock.patch.object(linear, "_AHEAD", ahead))
+            stack.enter_context(mock.patch.object(linear, "serves", return_value=True))
+        yield
+
+
+def milliseconds(run: Callable[[], Tensor], once: bool) -> float:
+    if once:
+        run()
+        return 0.0
+    return 1e3 * LAYERS / TIMED * graph_seconds([run], 25)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16, 32])
+    parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--once", action="store_true")
+    args = parser.parse_args()
+    layers = [Layer.drawn(-(-(args.context + max(args.tokens)) // PAGE)) for _ in range(TIMED)]
+    floor = 1e3 * LAYERS * WEIGHT_BYTES / PEAK
+    print(f"{torch.cuda.get_device_name()}, bf16: ms of {LAYERS} layers, floor {floor:.3f}")
+    print(
+        f"{'tokens':>6} {'one by one':>11} {'overlapping':>12}"
+        + "".join(f" all, {n:>2} ahead" for n in AHEAD)
+    )
+    for tokens in args.tokens:
+        chain = Chain.of(layers, tokens, args.context)
+        row = f"{tokens:6}"
+        for width, (overlaps, ahead) in zip(
+            (11, 12, *[13] * len(AHEAD)),
+            [(False, None), (True, None), *((True, n) for n in AHEAD)],
+            strict=True,
+        ):
+            with variant(overlaps, ahead):
+                row += f" {milliseconds(chain.run, args.once):{width}.3f}"
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Kernels that begin while the one before them ends: programmatic dependent launch, from compute capability 9.0 on.
+
+A launch with the options of ``overlap()`` may start as soon as every program of the launch before it has ended or
+called ``let_next_begin``. What its programs do before ``wait_for_inputs`` runs beside that launch: there they may read
+weights, and nothing else, and write nothing. The wait is over when the launch before is complete, which waited for
+the one before it, and so on. Therefore every program waits, those without work, too: a launch that ended sooner than
+what it follows would let the next one in too early.
+
+Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
+
+LINE_BYTES = 128  # of the second cache
+_CAPABILITY = 90
+
+
+def overlap() -> dict[str, Any]:
+    """What to launch a kernel with, as keyword arguments: its constant ``OVERLAP``, and Triton's option."""
+    if knobs.runtime.interpret:
+        return {"OVERLAP": False}
+    return _overlap(driver.active.get_current_device())
+
+
+@cache
+def _overlap(_device: int) -> dict[str, Any]:
+    target = driver.active.get_current_target()
+    if target.backend != "cuda" or int(target.arch) < _CAPABILITY:
+        return {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True}
+
+
+@triton.jit
+def wait_for_inputs(OVERLAP: tl.constexpr):
+    """What earlier launches wrote can be read behind this."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def let_next_begin(OVERLAP: tl.constexpr):
+    """The next launch's programs may take what room there is, and wait. Those of a launch that has more programs than
+    fit at a time should call it late: waiting programs would take the room of its own last ones."""
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Asks for the cache lines of these addresses, for the second cache, and does not wait for them."""
+    assembly: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(
+        assembly, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def take_turn(OVERLAP: tl.constexpr):
+    """Both, for kernels whose programs all run at once."""
+    wait_for_inputs(OVERLAP)
+    let_next_begin(OVERLAP)
