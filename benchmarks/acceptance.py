@@ -1,9 +1,10 @@
 """Tokens a step on held-out prompts, for each drafter, shape and temperature; coupled against uncoupled drafting.
 
-    python -m benchmarks.acceptance [--temperatures 0 0.7 1.0] [--batch 16]
+    python -m benchmarks.acceptance [--temperatures 0 0.7 1.0] [--batch 16] [--weights none int8 fp8]
 
 A step is one target forward that emitted tokens, prefill not counted; the bonus token is counted. The texts are the
 same for every row of a temperature (drafting never changes a token), so the rows compare drafting alone.
+``--weights``: how the draft's are rounded.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import specserve.spec.step
@@ -49,11 +52,13 @@ def tokens_per_step(outputs: Sequence[RequestOutput]) -> float:
     return (sum(o.speculation.accepted for o in outputs) + steps) / steps
 
 
-def measure(temperatures: Sequence[float], batch: int) -> list[dict[str, Any]]:
+def measure(temperatures: Sequence[float], batch: int, weights: Sequence[str], output: Path | None) -> None:
+    """Prints and writes each as it comes."""
     rows, figures = load_prompts(), []
-    for algorithm, shape in SHAPES:
+    for (algorithm, shape), rounded in product(SHAPES, weights):
         names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        settings = dict(zip(names, shape, strict=True))
+        settings: dict[str, Any] = dict(zip(names, shape, strict=True))
+        settings["speculative_draft_quantization"] = rounded
         with LLM(speculative_algorithm=algorithm, max_running_requests=batch, **settings) as llm:
             for temperature in temperatures:
                 for coupled in (True, False) if temperature else (True,):
@@ -63,6 +68,7 @@ def measure(temperatures: Sequence[float], batch: int) -> list[dict[str, Any]]:
                         {
                             "algorithm": algorithm,
                             "shape": shape,
+                            "weights": rounded,
                             "temperature": temperature,
                             "coupled": coupled,
                             "all": tokens_per_step(outputs),
@@ -75,13 +81,13 @@ def measure(temperatures: Sequence[float], batch: int) -> list[dict[str, Any]]:
                         }
                     )
                     print(line(figures[-1]), flush=True)
-    return figures
+                    write_results("acceptance", figures, output)
 
 
 def line(row: dict[str, Any]) -> str:
     how = "" if not row["temperature"] else "coupled" if row["coupled"] else "uncoupled"
     return (
-        f"{row['algorithm']:7} {row['shape']!s:11} t={row['temperature']:<4} {how:10}"
+        f"{row['algorithm']:7} {row['shape']!s:11} {row['weights']:4} t={row['temperature']:<4} {how:10}"
         f"{row['all']:6.2f} {row['dialogue']:9.2f} {row['code']:6.2f}"
     )
 
@@ -92,9 +98,11 @@ def main() -> None:
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0, 0.7, 1.0])
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--weights", nargs="+", choices=("none", "int8", "fp8"), default=["none"])
+    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    print(f"{'':43}all  dialogue   code")
-    print(write_results("acceptance", measure(args.temperatures, args.batch)))
+    print(f"{'':48}all  dialogue   code")
+    measure(args.temperatures, args.batch, args.weights, args.output)
 
 
 if __name__ == "__main__":

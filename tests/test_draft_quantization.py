@@ -8,7 +8,7 @@ from specserve_kernels import dequantize, quantize
 from torch import Tensor
 
 from specserve.core import SamplingParams
-from specserve.layers.linear import Linear, QuantizedLinear
+from specserve.layers.linear import FEW_TOKENS, Linear, QuantizedLinear
 from specserve.spec.drafters.eagle import EagleDrafter
 from tests.engines import Checkpoints, answer_all, context_of, make_scheduler
 
@@ -57,19 +57,20 @@ def test_no_text_depends_on_it(agreeing: Checkpoints, algorithm: str, quantizati
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.int8, 0.3), (torch.float8_e4m3fn, 1.0)])
-def test_rows_that_are_kept_are_those_that_are_read(dtype: torch.dtype, error: float) -> None:
-    """What a GPU holds: small numbers with factors, and the rows for keys and values as they were rounded."""
+def test_what_a_gpu_holds(dtype: torch.dtype, error: float) -> None:
+    """Small numbers with factors for few tokens, and the weight as it was for many and for keys and values."""
     generator = torch.Generator().manual_seed(0)
     plain = Linear(40, 12)
     plain.weight = torch.nn.Parameter(torch.randn(12, 40, generator=generator))
-    quantized = QuantizedLinear(plain, dtype, kept_from=8)
-    x = torch.randn(3, 40, generator=generator)
-    weight, bias = quantized.rows_from(8)
-    torch.testing.assert_close(torch.nn.functional.linear(x, weight, bias), quantized(x)[:, 8:])
+    quantized = QuantizedLinear(plain, dtype)
+    many = torch.randn(FEW_TOKENS + 1, 40, generator=generator)
+    x = many[:3]
+    assert torch.equal(quantized(many), plain(many))
+    for found, expected in zip(quantized.rows_from(8), plain.rows_from(8), strict=True):
+        assert torch.equal(found, expected)
     torch.testing.assert_close(quantized(x), plain(x), rtol=0, atol=error)
     assert not torch.equal(quantized(x), plain(x))
     assert {name: tensor.dtype for name, tensor in quantized.named_buffers()} == {
         "weight_OI": dtype,
         "factor_OG": torch.float32,
-        "kept": torch.float32,
     }

@@ -4,20 +4,22 @@ On a CPU in float32, PyTorch multiplies with the BLAS it was built with, which r
 the few rows of a decode step. oneDNN, which PyTorch carries too, takes weights packed once in blocks: measured in
 docs/decisions/0007-packed-cpu-weights.md. On a GPU ``specserve_kernels.linear`` chooses.
 
-Weights may be rounded to 8 bits. On a GPU they are then stored so, which halves what a step reads of them; on a CPU
-they are rounded alone, and computed with as before.
+Weights may be rounded to 8 bits. On a GPU few tokens are then multiplied by those, which halves the bytes that they
+read; more tokens, whose time would go into turning 8 bits into 16, by the weights as they were, which are kept beside
+them. On a CPU they are rounded alone, and computed with as before.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from specserve_kernels import dequantize, linear, quantize, quantized_linear
 from torch import Tensor, nn
 
 _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 row to 512
+FEW_TOKENS = 16  # of a level on an H200: int8 140 us, bf16 191; 32 tokens 246 and 203
 
 
 class Linear(nn.Linear):
@@ -43,45 +45,38 @@ class Linear(nn.Linear):
 
 
 class QuantizedLinear(nn.Module):
-    """A ``Linear`` whose weight is stored in int8 or FP8, each group of 128 inputs with a factor of its own. Rows from
-    ``kept_from`` on are there in the old type too, as rounded, for who multiplies many tokens by them."""
+    """A ``Linear`` whose weight is there as it was and, for few tokens, in int8 or FP8, each group of 128 inputs with a
+    factor of its own."""
 
     weight_OI: Tensor
     factor_OG: Tensor
-    kept: Tensor
 
-    def __init__(self, plain: Linear, dtype: torch.dtype, kept_from: int | None = None) -> None:
+    def __init__(self, plain: Linear, dtype: torch.dtype) -> None:
         super().__init__()
-        weight = plain.weight.detach()
-        weight_OI, factor_OG = quantize(weight, dtype)
+        self._plain = plain
+        weight_OI, factor_OG = quantize(plain.weight.detach(), dtype)
         self.register_buffer("weight_OI", weight_OI, persistent=False)
         self.register_buffer("factor_OG", factor_OG, persistent=False)
-        self._kept_from = len(weight) if kept_from is None else kept_from
-        rows = slice(self._kept_from, None)
-        kept = dequantize(weight_OI[rows], factor_OG[rows]).to(weight.dtype)
-        self.register_buffer("kept", kept, persistent=False)
-        self.bias = plain.bias
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return quantized_linear(x_TI, self.weight_OI, self.factor_OG, self.bias)
+        if len(x_TI) > FEW_TOKENS:
+            return linear(x_TI, self._plain.weight, self._plain.bias)
+        return quantized_linear(x_TI, self.weight_OI, self.factor_OG, self._plain.bias)
 
     def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
-        """As ``Linear``'s, for rows that were kept."""
-        assert start >= self._kept_from
-        return self.kept[start - self._kept_from :], None if self.bias is None else self.bias[start:]
+        """As ``Linear``'s."""
+        return self._plain.rows_from(start)
 
 
 @torch.no_grad()
-def quantize_linears(
-    module: nn.Module, dtype: torch.dtype, leave: Collection[str], kept: Mapping[str, int]
-) -> None:
+def quantize_linears(module: nn.Module, dtype: torch.dtype, leave: Collection[str]) -> None:
     """Rounds every ``Linear`` of a module to ``dtype``, but those named in ``leave``. On a GPU they become
-    ``QuantizedLinear``s; ``kept``: from which row on, by name, they are wanted in the old type, too."""
+    ``QuantizedLinear``s."""
     for name, child in list(module.named_modules()):
         if not isinstance(child, Linear) or name in leave:
             continue
         if child.weight.is_cuda:
-            module.set_submodule(name, QuantizedLinear(child, dtype, kept.get(name)))
+            module.set_submodule(name, QuantizedLinear(child, dtype))
         else:
             child.weight.copy_(dequantize(*quantize(child.weight, dtype)))
 

@@ -101,8 +101,7 @@ class LayerHead(nn.Module):
     def quantize(self, dtype: torch.dtype) -> None:
         """Rounds what its levels read to int8 or FP8. What it scores by stays as it is unless it is its own."""
         scores = () if self._lm_head is None else ("lm_head",)
-        kept = {"self_attn.qkv_proj": self.self_attn.kv_from}
-        quantize_linears(self, dtype, (*self.once_a_step, *scores), kept)
+        quantize_linears(self, dtype, (*self.once_a_step, *scores))
 
     def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:
         return self.self_attn.project_kv(self._inputs(tokens_N, features_XH, source_N)[0])
