@@ -4,7 +4,8 @@
 
 The steps of a running ``LLM.generate`` are traced by the profiler's device side alone. A graph's kernels share one
 launch, so steps are told apart by that; ``idle`` is the time between the end of one step's last kernel and the start
-of the next one's first in which nothing else ran.
+of the next one's first in which nothing else ran. Kernels may begin while the one before them ends, and wait: a
+kernel's time is that by which it ends behind all before it, without the gap before it if there is one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,19 @@ KINDS = (
     ("sampling", ("_scan", "_finish")),
     (
         "tree",
-        ("grow", "root_level", "select", "accept", "advance", "follow", "move", "single", "_cap", "_emit"),
+        (
+            "grow",
+            "_root",
+            "_pack",
+            "select",
+            "accept",
+            "advance",
+            "follow",
+            "move",
+            "single",
+            "_cap",
+            "_emit",
+        ),
     ),
     ("pairs", ("pair",)),
 )
@@ -99,13 +112,22 @@ def kind_of(name: str) -> str:
     return next((kind for kind, words in KINDS if any(word in name for word in words)), "other")
 
 
+def own_times(step: Sequence[Event]) -> list[float]:
+    """Microseconds of each kernel of a step; with the gaps between them they are the step's."""
+    until, found = 0.0, []
+    for event in step:
+        found.append(max(0.0, event.end - max(until, event.start)))
+        until = max(until, event.end)
+    return found
+
+
 def breakdown(steps: Sequence[Sequence[Event]]) -> dict[str, dict[str, float]]:
     """Medians over steps, by kind of kernel: microseconds and launches of a step."""
     each: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for step in steps:
         sums: dict[str, list[float]] = defaultdict(list)
-        for event in step:
-            sums[kind_of(event.name)].append(event.duration)
+        for event, us in zip(step, own_times(step), strict=True):
+            sums[kind_of(event.name)].append(us)
         for kind in {*sums, *each}:
             each[kind].append((sum(sums[kind]), len(sums[kind])))
     return {
@@ -118,8 +140,8 @@ def by_name(steps: Sequence[Sequence[Event]]) -> list[tuple[str, float, float]]:
     """Kernel name, microseconds and launches a step, most time first."""
     sums: dict[str, list[float]] = defaultdict(list)
     for step in steps:
-        for event in step:
-            sums[event.name].append(event.duration)
+        for event, us in zip(step, own_times(step), strict=True):
+            sums[event.name].append(us)
     rows = [(name, sum(all_) / len(steps), len(all_) / len(steps)) for name, all_ in sums.items()]
     return sorted(rows, key=lambda row: -row[1])
 
@@ -169,7 +191,7 @@ def report(args: argparse.Namespace, shape: Shape | None, batch: int, llm: Any) 
     steps, others = trace_steps(llm, make_prompts(args, batch), args.new_tokens)
     starts = [step[0].start for step in steps]
     period = median(b - a for a, b in itertools.pairwise(starts))
-    busy = median(sum(e.duration for e in step) for step in steps)
+    busy = median(sum(own_times(step)) for step in steps)
     floor = step_ms(shape, batch, args.prompt_tokens + args.new_tokens // 2) if applies(args.model) else None
     found = {
         "shape": shape,

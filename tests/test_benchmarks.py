@@ -10,6 +10,8 @@ from unittest.mock import patch
 import pytest
 
 from benchmarks.forced import NONE, forced_levels
+from benchmarks.step_trace import Event, own_times
+from benchmarks.waterfall import bars, lines, parts, picture
 from specserve import SamplingParams
 from tests.engines import Checkpoints, answer_all, answer_one, make_scheduler
 
@@ -75,3 +77,91 @@ def test_it_runs(name: str, arguments: list[str], tmp_path: Path, capsys: pytest
     assert record["figures"]
     assert "adaptive" in capsys.readouterr().out
     assert picture.exists() == ("PICTURE" in arguments)
+
+
+LAYER = [
+    "_add_rms_norm_kernel",
+    "nvjet_a",
+    "_rotary_store_kv_kernel",
+    "_attend_kernel",
+    "_linear_kernel",
+    "_add_rms_norm_kernel",
+    "nvjet_b",
+    "_silu_and_mul_kernel",
+    "_linear_kernel",
+    "_add_rms_norm_kernel",
+]
+LAYER_PARTS = [
+    *("norm", "qkv", "rotary + KV store", "attention", "o"),
+    *("norm", "gate, up", "activation", "down", "norm"),
+]
+STEP = [
+    *(
+        "_root_kernel",
+        "_pair_inputs_kernel",
+        *LAYER[1:],
+        "nvjet_c",
+        "_scan",
+        "_finish",
+        "_grow_kernel",
+        "_pack_kernel",
+    ),
+    *(
+        "vectorized_gather_kernel",
+        *LAYER,
+        "CatArrayBatchedCopy",
+        "_linear_kernel",
+        "nvjet_d",
+        "splitKreduce_kernel",
+    ),
+    *("_scan", "_finish", "_accept_kernel", "_pair_inputs_kernel", "nvjet_e", "_rotary_store_kv_kernel"),
+    "_advance_kernel",
+]
+
+
+def events(names: list[str], us: float = 10.0, early: float = 4.0) -> list[Event]:
+    """Each begins ``early`` before the one before it ends."""
+    return [
+        Event(name, index * us - early * (index > 0), us + early * (index > 0), 1)
+        for index, name in enumerate(names)
+    ]
+
+
+def test_a_kernel_s_time_is_what_it_adds() -> None:
+    assert own_times(events(STEP)) == [10.0] * len(STEP)
+    apart = [Event("a", 0, 5, 1), Event("b", 1, 2, 1), Event("c", 8, 3, 1)]
+    assert own_times(apart) == [5, 0, 3]
+
+
+def test_the_parts_of_a_step() -> None:
+    assert parts(events(STEP)) == [
+        *("tree", "draft pairs", *(f"draft {part}" for part in LAYER_PARTS[1:]), "draft head"),
+        *(
+            "draft sampling",
+            "draft sampling",
+            "tree",
+            "tree",
+            "other",
+            *LAYER_PARTS,
+            "other",
+            "fc",
+            "head",
+            "sum",
+        ),
+        *("sampling", "sampling", "tree", "store pairs", "store qkv", "store rotary + KV store", "tree"),
+    ]
+
+
+def test_bars_add_up_to_the_step(tmp_path: Path) -> None:
+    step = events(STEP)
+    rows = bars([step, step, step[:5]], 512)
+    assert sum(row["us"] for row in rows) == pytest.approx(step[-1].end - step[0].start)
+    found = {row["part"]: row for row in rows}
+    assert found["o"]["bytes"] == 2 * 4096 * 4096
+    assert found["draft o"]["floor_us"] == found["o"]["floor_us"] == pytest.approx(7.93, abs=0.01)
+    assert found["draft attention"]["bytes"] == 4 * 8 * 128 * 512
+    assert found["norm"]["launches"] == 3
+    assert found["gaps"]["us"] == pytest.approx(0)
+    assert lines(rows)[-1].startswith("all")
+    picture([("before", rows), ("after", rows)], tmp_path / "waterfall.png")
+    assert (tmp_path / "waterfall.png").stat().st_size > 10_000
