@@ -5,11 +5,11 @@
 DIR is the output of ``python -m benchmarks.cost_faithful``; ``--eagle3 DIR/eagle3_useless`` is a draft that is never
 right. One engine runs all of them, in turns, so that a machine that slows down slows all alike: fixed shapes are forced
 upon its scheduler, and the controller keeps what it learned from one batch size to the next, as in a server. Each turn
-has requests of its own, and a fixed shape that is far behind after the first has no other: few requests say little, for
-in 16 bits near ties make another text of each run, with other lengths accepted. Batches
-are kept full: when a request ends the next begins, its prompt in the prefix cache. Tokens a second are by the wall
-clock, so what it takes to begin a request is in them, without its first token; the last two columns are of the time
-that the device worked on steps, which the controller has in its hands. Answers are greedy, half to all of
+goes on in the prompts where the one before ended, and a fixed shape that is far behind after the first, marked ``-``,
+has no other: few requests say little, for in 16 bits near ties make another text of each run, with other lengths
+accepted. Batches are kept full: when a request ends the next begins, its prompt in the prefix cache. Tokens a second
+are by the wall clock, so what it takes to begin a request is in them, without its first token; the last two columns are
+of the time that the device worked on steps, which the controller has in its hands. Answers are greedy, half to all of
 ``--new-tokens`` long.
 """
 
@@ -241,16 +241,23 @@ def line(batch: int, found: Mapping[str, dict[str, Any]], names: Sequence[str]) 
     """Tokens a second of all, and what the controller is held against."""
     rates = {name: row["tokens_per_second"] for name, row in found.items()}
     stepping = {name: row["while_stepping"] for name, row in found.items()}
+    turns = {name: row["runs"] for name, row in found.items()}
     best, quickest = best_of(found), best_of(found, "while_stepping")
     chosen = {shape: row["steps"] for shape, row in found["adaptive"]["shapes"].items()}
     ours, top = rates["adaptive"], list(chosen.items())[:3]
     return (
         f"{batch:5} "
-        + " ".join(f"{rates[name]:9.0f}" if name in rates else f"{'':9}" for name in names)
+        + " ".join(
+            _cell(rates[name], turns[name] < turns["off"]) if name in rates else f"{'':9}" for name in names
+        )
         + f" {ours / rates[best]:6.3f} {ours / rates['off']:6.3f}"
         + f" {stepping['adaptive'] / stepping[quickest]:8.3f} {stepping['adaptive'] / stepping['off']:8.3f}"
         + f"  best {best}; chose {top}"
     )
+
+
+def _cell(rate: float, dropped: bool) -> str:
+    return f"{f'{rate:.0f}-' if dropped else f'{rate:.0f}':>9}"
 
 
 def header(policies: Sequence[str]) -> str:
@@ -276,7 +283,8 @@ def main() -> None:
         print(header(names))
         for size in sizes:
             load = Load.of(args, prompts, size)
-            run_load(llm, policies["adaptive"], load)  # it may learn what a server that runs has learned
+            # It may learn what a server that runs has learned.
+            run_load(llm, policies["adaptive"], load, args.repeats)
             found = measure(llm, policies, load, args.repeats)
             rows.append({"batch": size, "policies": found})
             print(line(size, found, names), flush=True)

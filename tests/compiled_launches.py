@@ -11,6 +11,7 @@ ptxas. As nothing is computed, what operations allocate is zeros, so that tensor
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -47,11 +48,14 @@ FORETOLD = SamplingParams(temperature=1, frequency_penalty=1, prediction=[1, 2, 
 @dataclass(frozen=True)
 class Compiled:
     """One variant of a kernel: the types of its tensors, its constants and options. ``shared``: bytes of shared memory
-    of one program, None where its types alone were checked; ``error``: why it did not compile."""
+    of one program, None where its types alone were checked; ``waits``: whether its code waits for the launch before
+    ahead of all that it reads and writes, None where it does not wait or was not made; ``error``: why it did not
+    compile."""
 
     kernel: str
     variant: str
     shared: int | None
+    waits: bool | None
     error: str | None
 
 
@@ -69,10 +73,24 @@ class Device:
 
 
 class Enough(Exception):
-    """Ends a compilation. ``shared``: bytes, None if it is not known yet."""
+    """Ends a compilation. ``shared``: bytes, None if it is not known yet; ``code``: what was made."""
 
-    def __init__(self, shared: int | None) -> None:
-        self.shared = shared
+    def __init__(self, shared: int | None, code: str) -> None:
+        self.shared, self.code = shared, code
+
+
+WAIT, ACCESS = (
+    "griddepcontrol.wait",
+    re.compile(r"\b(ld|st|atom|red|cp)\.[\w.:]*global|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)"),
+)
+
+
+def waits_first(llvm: str) -> bool | None:
+    """Of LLVM's code, whose loads and stores of global memory are PTX inside it or its own."""
+    if WAIT not in llvm:
+        return None
+    first = ACCESS.search(llvm)
+    return first is None or llvm.index(WAIT) < first.start()
 
 
 class Compiler:
@@ -106,21 +124,22 @@ class Compiler:
             return
         self._last = "ptx" if self.whole or name not in self._begun else "ttir"
         self._begun.add(name)
-        shared = error = None
+        shared = error = waits = None
         try:
             self._run(kernel, *args, grid=grid, warmup=True, **options)
         except Enough as enough:
             shared = enough.shared
+            waits = waits_first(enough.code) if shared is not None else None
         except Exception as raised:  # whatever Triton may say: it is reported
             error = f"{type(raised).__name__}: {raised}"
-        self.found[key] = Compiled(name, variant, shared, error)
+        self.found[key] = Compiled(name, variant, shared, waits, error)
 
     def add_stages(self, backend: Any, stages: dict[str, Any], *rest: Any) -> None:
         """In the place of the backend's: the stage behind the last that is wanted ends the compilation."""
         self._add_stages(backend, stages, *rest)
 
         def end(module: Any, metadata: dict[str, Any]) -> None:
-            raise Enough(metadata.get("shared"))
+            raise Enough(metadata.get("shared"), str(module))
 
         stages[self._last] = end
 

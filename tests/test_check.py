@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specserve.check.__main__ import main
 from specserve.check.measure import USELESS
-from specserve.check.memory import expected_memory, memory_needed
+from specserve.check.memory import _count, _tensors, expected_memory, memory_needed
 from specserve.check.report import Acceptance, Memory, Report
 from specserve.config import make_settings
+from specserve.layers.linear import Linear, QuantizedLinear
 from specserve.models.config import load_model_config
 from specserve.scheduler.process import build_scheduler
 from tests.engines import Checkpoints
@@ -82,6 +84,12 @@ def test_a_pair_that_fits(pair: Checkpoints, capsys: pytest.CaptureFixture[str])
     )
     assert rope.endswith("--speculative-draft-config-override '{\"rope_theta\": 500000}'")
     assert any("max_position_embeddings 2048, the context is 4096" in remark for remark in report["remarks"])
+
+
+def test_what_a_rounded_weight_takes() -> None:
+    """Beside the weight, a byte a number and a factor for each 128."""
+    rounded = QuantizedLinear(Linear(256, 64, bias=False), torch.int8)
+    assert _count(_tensors([rounded]), set()) == 256 * 64 * (4 + 1) + 2 * 64 * 4
 
 
 def test_without_running(pair: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:

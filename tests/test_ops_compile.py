@@ -20,6 +20,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.compiled_launches import waits_first
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import make_llama
 
@@ -74,6 +75,22 @@ def test_compiles(kernel: str, compiled: list[Compiled]) -> None:
     for variant, size in sizes.items():
         if size > ADA_SHARED:
             print(f"{kernel} {variant}: {size} bytes of shared memory")
+
+
+def test_nothing_is_touched_before_the_wait(compiled: list[Compiled]) -> None:
+    """Of overlapping launches; see ``specserve_kernels.ops.overlap``."""
+    made = [each for each in compiled if each["shared"] is not None]
+    assert {each["kernel"] for each in made if each["waits"] is None} == {"prefill._prefill_kernel"}
+    assert not [each["kernel"] for each in made if each["waits"] is False]
+
+
+def test_code_that_reads_too_early_is_found() -> None:
+    wait, load = 'asm "griddepcontrol.wait ;"', 'asm "@$3 ld.global.b16 { $0 }, [ $2 ];"'
+    assert waits_first(f"{wait}\n{load}")
+    assert not waits_first(f"{load}\n{wait}")
+    assert not waits_first(f"%1 = load i32, ptr addrspace(1) %0\n{wait}")
+    assert waits_first(f'asm "prefetch.global.L2 [$1];"\n{wait}\n{load}')
+    assert waits_first(load) is None
 
 
 def test_launches_nothing_unknown(compiled: list[Compiled]) -> None:

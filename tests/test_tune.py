@@ -370,12 +370,29 @@ def test_luck_in_few_repeats_is_not_the_best() -> None:
 
 def test_who_came_late_is_the_best_where_both_ran() -> None:
     found = board(1, {None: 100, (1, 1, 2): 150, (2, 1, 3): 140})
-    for repeat in range(1, 5):
+    for repeat in range(1, 8):
         found.add(None, repeat, Run(100, 1.0))
         found.add((1, 1, 2), repeat, Run(150, 1.0))
     assert found.best() == (1, 1, 2)
-    found.add((2, 1, 3), 4, Run(160, 1.0))
     found.add((2, 1, 3), 0, Run(160, 1.0))
+    assert found.best() == (1, 1, 2)  # one repeat says nothing
+    found.add((2, 1, 3), 4, Run(152, 1.0))
+    found.add((2, 1, 3), 3, Run(152, 1.0))
+    assert found.best() == (1, 1, 2)  # too little of a lead
+    found.add((2, 1, 3), 3, Run(160, 1.0))
+    assert found.best() == (2, 1, 3)
+
+
+def test_who_came_late_may_be_the_only_one_that_pays() -> None:
+    found = board(1, {None: 100, (1, 1, 2): 95, (2, 1, 3): 160})
+    for repeat in range(1, 6):
+        found.add(None, repeat, Run(100, 1.0))
+        found.add((1, 1, 2), repeat, Run(95, 1.0))
+    assert found.best() is None
+    found.add((2, 1, 3), 1, Run(160, 1.0))
+    assert found.best() == (2, 1, 3)
+    found.add(None, 2, Run(0, 1.0))  # a run of nothing is left out
+    found.add((2, 1, 3), 2, Run(160, 1.0))
     assert found.best() == (2, 1, 3)
 
 

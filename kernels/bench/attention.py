@@ -13,7 +13,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 from unittest import mock
 
@@ -46,11 +46,21 @@ class Shape:
     entries: int = 0
     last: int = 0  # the last slot's length, 0: as all
     room: int = 0  # positions of the page table, 0: as needed
+    most: int = 0  # nodes that a slot may have: those of all are shared unequally; 0: each has as many
 
     def __str__(self) -> str:
         text = f"{self.kind:8} B={self.slots:<3} n={self.nodes:<3} length={self.length}"
         text += f" last={self.last}" if self.last else ""
+        text += f" most={self.most}" if self.most else ""
         return text + (f" room={self.room}" if self.room else "")
+
+    @property
+    def counts(self) -> list[int]:
+        """Nodes of each slot: from a few to ``most`` by turns, as a budget shares them."""
+        if not self.most:
+            return [self.nodes] * self.slots
+        low = 2 * self.nodes - self.most
+        return [low + (self.most - low) * (index % 4) // 3 for index in range(self.slots)]
 
     @property
     def lengths(self) -> list[int]:
@@ -58,7 +68,8 @@ class Shape:
 
     @property
     def pages(self) -> int:
-        return -(-max(max(self.lengths) + self.nodes * max(1, self.entries), self.room) // PAGE)
+        own = (self.most or self.nodes) * max(1, self.entries)
+        return -(-max(max(self.lengths) + own, self.room) // PAGE)
 
     @property
     def kv_bytes(self) -> float:
@@ -75,6 +86,8 @@ SHAPES = [
     Shape("verify", 1, 32, 640),
     Shape("verify", 1, 64, 640),
     Shape("verify", 16, 32, 640),
+    Shape("verify", 16, 32, 640, most=56),
+    Shape("verify", 16, 8, 640, most=14),
     Shape("verify", 64, 8, 640),
     Shape("verify", 4, 16, 32768),
     Shape("decode", 1, 1, 640),
@@ -107,7 +120,7 @@ class Inputs:
     @classmethod
     def of(cls, shape: Shape) -> Inputs:
         count = max(2, min(96, round(5 * L2_BYTES / shape.kv_bytes) + 1))
-        own = shape.nodes * max(1, shape.entries)
+        own = (shape.most or shape.nodes) * max(1, shape.entries)
         used = [-(-(length + own) // PAGE) for length in shape.lengths]
         pages = sum(used) + 1
         caches = [
@@ -120,13 +133,13 @@ class Inputs:
         total = shape.slots * shape.nodes
         qkv_TND = torch.randn(total, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
         length_B = torch.tensor(shape.lengths, device=DEVICE)
-        q_start = torch.arange(shape.slots + 1, device=DEVICE) * shape.nodes
+        q_start = torch.tensor([0, *accumulate(shape.counts)], device=DEVICE)
         return cls(qkv_TND[:, :HEADS], caches, pages_BM, length_B, q_start)
 
 
 def chain_masks(shape: Shape) -> Tensor:
-    bits_n = torch.arange(shape.nodes, device=DEVICE)
-    return ((torch.full_like(bits_n, 2) << bits_n) - 1).repeat(shape.slots)
+    bits_T = torch.cat([torch.arange(count, device=DEVICE) for count in shape.counts])
+    return (torch.full_like(bits_T, 2) << bits_T) - 1
 
 
 def ours(shape: Shape, x: Inputs) -> Run:
@@ -143,7 +156,7 @@ def ours(shape: Shape, x: Inputs) -> Run:
         return lambda cache: attend_frontier(x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work)
     mask_T = chain_masks(shape)
     return lambda cache: attend_nodes(
-        x.q_TND, cache, x.pages_BM, x.length_B, x.q_start, mask_T, shape.nodes, work
+        x.q_TND, cache, x.pages_BM, x.length_B, x.q_start, mask_T, shape.most or shape.nodes, work
     )
 
 
@@ -153,7 +166,7 @@ def flashinfer_run(shape: Shape, x: Inputs) -> Run | None:
         import flashinfer
     except ImportError:
         return None
-    if shape.kind == "draft" or shape.last or shape.room:
+    if shape.kind == "draft" or shape.last or shape.room or shape.most:
         return None
     wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE), "NHD", backend="fa2"
@@ -249,14 +262,15 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
     limits, row_bytes = limits_of(DEVICE), HEAD_DIM * DTYPE.itemsize
     chosen = Cut.of(
         shape.slots,
-        shape.nodes,
+        shape.most or shape.nodes,
         HEADS // KV_HEADS,
         KV_HEADS,
         row_bytes,
         *limits,
         positions=shape.pages * PAGE,
+        ragged=shape.most > 0,
     )
-    need = shape.nodes * HEADS // KV_HEADS
+    need = (shape.most or shape.nodes) * HEADS // KV_HEADS
     for rows in rows_tried:
         tiles = -(-need // rows)
         for resident, one, (block, warps, stages) in product(RESIDENT, FEW, BLOCKS):

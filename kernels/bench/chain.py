@@ -3,10 +3,10 @@ layers of Llama-3.1-8B, without embedding and head.
 
     python kernels/bench/chain.py [--tokens 1 4 8 16 32] [--context 640] [--once]
 
-Kernels timed alone lie side by side; in a step each waits for the last. The columns: all launches one after the other;
-overlapping (``ops/overlap.py``); and so with every projection by the Triton kernel, by cache lines of each weight's row
-that it asks for before its inputs are there. The floor is the weights' bytes at the device's bandwidth.
-``--once`` only compiles.
+Kernels timed alone lie side by side; in a step each waits for the last. The columns: launches one after the other;
+overlapping (``ops/overlap.py``); the next launch let in early; and with every projection by the Triton kernel, by the
+cache lines of each weight's row that it asks for before its inputs are there. The floor is the weights' bytes at the
+device's bandwidth. ``--once`` only compiles.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from unittest import mock
 
 import torch
 from attention import PAGE, PEAK
-from layers import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, draw, graph_seconds
-from specserve_kernels.ops import linear, overlap
+from layers import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, draw, graph_seconds, one_by_one
+from specserve_kernels.ops import linear
 from specserve_kernels.ops.activation import silu_and_mul
 from specserve_kernels.ops.attention import Workspace, attend_nodes
 from specserve_kernels.ops.norm import add_rms_norm
@@ -28,7 +28,6 @@ from specserve_kernels.ops.rotary import rotary_store_kv
 from torch import Tensor
 
 LAYERS, TIMED = 32, 8  # so many of a model, and so many that are built: more than the second cache holds
-AHEAD = (1, 8, 16, 32)
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 WEIGHT_BYTES = 2 * HIDDEN * (QKV + HIDDEN + 3 * INNER)
 
@@ -109,23 +108,42 @@ class Chain:
         return x_TH
 
 
-@contextmanager
-def variant(overlaps: bool, ahead: int | None = None) -> Iterator[None]:
-    """``ahead``: of every projection by the kernel; None: as served."""
-    with ExitStack() as stack:
-        if not overlaps:
-            stack.enter_context(mock.patch.object(overlap, "_overlap", return_value={"OVERLAP": False}))
-        if ahead is not None:
-            stack.enter_context(mock.patch.object(linear, "_AHEAD", ahead))
-            stack.enter_context(mock.patch.object(linear, "serves", return_value=True))
-        yield
+@dataclass(frozen=True)
+class Variant:
+    """``all``: every projection by the kernel; the others are the kernel's constants of these names."""
+
+    overlaps: bool = True
+    all: bool = False
+    early: bool = linear._EARLY
+    ahead: int = linear._AHEAD
+
+    @contextmanager
+    def launched(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if not self.overlaps:
+                stack.enter_context(one_by_one())
+            if self.all:
+                stack.enter_context(mock.patch.object(linear, "serves", return_value=True))
+            stack.enter_context(mock.patch.multiple(linear, _EARLY=self.early, _AHEAD=self.ahead))
+            yield
+
+
+VARIANTS = {
+    "one by one": Variant(overlaps=False),
+    "overlapping": Variant(),
+    "early": Variant(early=True),
+    "all one by one": Variant(overlaps=False, all=True),
+    "all": Variant(all=True),
+    **{f"all {ahead}": Variant(all=True, ahead=ahead) for ahead in (1, 16, 32)},
+    **{f"all early {ahead}": Variant(all=True, early=True, ahead=ahead) for ahead in (1, 8, 32)},
+}
 
 
 def milliseconds(run: Callable[[], Tensor], once: bool) -> float:
     if once:
         run()
         return 0.0
-    return 1e3 * LAYERS / TIMED * graph_seconds([run], 25)
+    return 1e3 * LAYERS / TIMED * graph_seconds([run], 25, overlapping=True)
 
 
 def main() -> None:
@@ -137,20 +155,13 @@ def main() -> None:
     layers = [Layer.drawn(-(-(args.context + max(args.tokens)) // PAGE)) for _ in range(TIMED)]
     floor = 1e3 * LAYERS * WEIGHT_BYTES / PEAK
     print(f"{torch.cuda.get_device_name()}, bf16: ms of {LAYERS} layers, floor {floor:.3f}")
-    print(
-        f"{'tokens':>6} {'one by one':>11} {'overlapping':>12}"
-        + "".join(f" all, {n:>2} ahead" for n in AHEAD)
-    )
+    print(f"{'tokens':>6}" + "".join(f"{name:>15}" for name in VARIANTS))
     for tokens in args.tokens:
         chain = Chain.of(layers, tokens, args.context)
         row = f"{tokens:6}"
-        for width, (overlaps, ahead) in zip(
-            (11, 12, *[13] * len(AHEAD)),
-            [(False, None), (True, None), *((True, n) for n in AHEAD)],
-            strict=True,
-        ):
-            with variant(overlaps, ahead):
-                row += f" {milliseconds(chain.run, args.once):{width}.3f}"
+        for each in VARIANTS.values():
+            with each.launched():
+                row += f"{milliseconds(chain.run, args.once):15.3f}"
         print(row, flush=True)
 
 

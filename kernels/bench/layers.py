@@ -13,12 +13,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch
+from specserve_kernels.ops import overlap
 from specserve_kernels.ops.activation import silu_and_mul
 from specserve_kernels.ops.norm import add_rms_norm, rms_norm
 from specserve_kernels.ops.pairs import pair_inputs
@@ -84,14 +87,16 @@ OPERATIONS = [
 ]
 
 
-def graph_seconds(calls: list[Callable[[], object]], repeats: int = 15) -> float:
-    """The median time of one call, launched from a graph that runs all of them; none reuses another's outputs."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
+def graph_seconds(calls: list[Callable[[], object]], repeats: int = 15, overlapping: bool = False) -> float:
+    """The median time of one call, launched from a graph that runs all of them; none reuses another's outputs. They
+    need nothing of each other, so only a chain may overlap: kernels would begin to read in each other's time."""
+    with nullcontext() if overlapping else one_by_one():
+        for call in calls[:2]:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = [call() for call in calls]
     graph.replay()
     times = []
     for _ in range(repeats):
@@ -103,6 +108,11 @@ def graph_seconds(calls: list[Callable[[], object]], repeats: int = 15) -> float
         times.append(start.elapsed_time(end) / 1e3)
     del kept
     return sorted(times)[repeats // 2] / len(calls)
+
+
+def one_by_one() -> AbstractContextManager[object]:
+    """Launches inside begin when the one before has ended."""
+    return mock.patch.object(overlap, "_overlap", return_value={"OVERLAP": False})
 
 
 def host_seconds(call: Callable[[], object], repeats: int = 1000) -> float:

@@ -111,6 +111,14 @@ def test_workers(slots: int, nodes: int, positions: int, workers: int, few: int)
     assert Cut.of(slots, nodes, 1, 1024, 256, *T4, positions=positions).workers == 1
 
 
+def test_unequal_trees_have_more_programs() -> None:
+    """Where tiles of one fill and of the next are half empty: three a multiprocessor instead of two."""
+    equal, unequal = (Cut.of(16, 56, 4, 8, 256, *H200, ragged=ragged) for ragged in (False, True))
+    assert (equal.workers, equal.registers) == (33, None)
+    assert (unequal.workers, unequal.registers) == (49, 168)
+    assert Cut.of(16, 4, 4, 8, 256, *H200, ragged=True).registers is None  # chains of few nodes
+
+
 def test_tickets_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured graph still addresses the buffer that a larger launch has outgrown."""
     monkeypatch.setattr(device, "_shared_tickets", {})

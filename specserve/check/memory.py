@@ -43,9 +43,13 @@ def expected_memory(settings: Settings, model: ModelConfig) -> Memory:
     """For resolved settings. The draft's KV is counted as one more layer of the target's."""
     assert settings.model_path is not None
     size, draft = _ITEM[settings.dtype], settings.speculative_draft_model_path
-    weights = _files(Path(settings.model_path), size)
+    assert settings.context_length is not None
+    tables = 2 * model.layer.head_dim * size * settings.context_length
+    weights = _files(Path(settings.model_path), size) + tables  # of rotary angles
     inside = draft is None or Path(draft) == Path(settings.model_path)
     drafts = 0 if draft is None or inside else _files(Path(draft), size)
+    if settings.device == "cuda" and settings.speculative_draft_quantization in ("int8", "fp8"):
+        drafts += drafts // size  # beside the weights as they are
     layers = model.num_layers + (draft is not None)
     per_token = 2 * model.layer.num_kv_heads * model.layer.head_dim * layers * size
     tokens = settings.max_total_tokens
@@ -100,6 +104,7 @@ def _tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     for module in modules:
         for child in module.modules():
             yield from child.parameters(recurse=False)
+            yield from child.buffers(recurse=False)
             yield from (value for value in vars(child).values() if isinstance(value, Tensor))
 
 

@@ -11,6 +11,8 @@ from specserve.spec.tree import StepShape
 from specserve.tune.grid import Candidate
 from specserve.tune.loop import Run
 
+LATE_MARGIN = 1.02  # what runs in few repeats must win by: the best of several is a lucky one
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -92,16 +94,18 @@ class Board:
         most = max((n for candidate, n in repeats.items() if candidate is not None), default=0)
         often = [candidate for candidate, n in repeats.items() if n and 2 * n >= most]
         best = max(often, key=self.ratio, default=None)
-        if best is None or self.ratio(best) <= 1:
-            return None
+        if best is not None and self.ratio(best) <= 1:
+            best = None
         seldom = [candidate for candidate, n in repeats.items() if n and 2 * n < most]
         against = {candidate: self._against(candidate, best) for candidate in seldom}
-        return max([best, *seldom], key=lambda candidate: against.get(candidate, 1.0))
+        late = max(seldom, key=lambda candidate: against[candidate], default=None)
+        return best if late is None or against[late] < LATE_MARGIN else late
 
     def _against(self, candidate: Candidate, other: Candidate) -> float:
-        """The median ratio of their speeds in the repeats that both ran; 0 where there is none."""
+        """The median ratio of their speeds in the repeats that both ran; 0 where these are less than two."""
         runs, others = (self._runs[self.shapes[each]] for each in (candidate, other))
-        return median([runs[n].rate / others[n].rate for n in runs.keys() & others.keys()] or [0.0])
+        ratios = [runs[n].rate / others[n].rate for n in runs.keys() & others.keys() if others[n].rate]
+        return median(ratios) if len(ratios) > 1 else 0.0
 
     def plain_rates(self) -> list[float]:
         """Tokens a second of plain decoding in each repeat, ascending."""

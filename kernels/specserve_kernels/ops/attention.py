@@ -301,9 +301,10 @@ class Cut:
         processors: int,
         shared_bytes: int = H200.shared_bytes,
         positions: int = _ANY_LENGTH,
+        ragged: bool = False,
     ) -> Cut:
-        """``row_bytes``: of one key; ``positions``: no slot has more. Measured on an H200 by
-        ``kernels/bench/attention.py --sweep``.
+        """``row_bytes``: of one key; ``positions``: no slot has more; ``ragged``: some have fewer than ``nodes``.
+        Measured on an H200 by ``kernels/bench/attention.py --sweep``.
 
         Tiles of 64 rows, even half empty ones, run on the tensor cores' asynchronous instructions and read a block
         once for all warps, so there is nothing between 16 and 64. Where few programs are, small tiles share the
@@ -320,9 +321,12 @@ class Cut:
         warps = 8 if rows == 64 and (row_bytes > 256 or 2 * slots * kv_heads * tiles <= _FEW) else 4
         resident = 3 if rows == 16 else 2
         crowded = rows == 16 and slots * tiles * kv_heads > resident * processors
+        half_empty = ragged and rows == 64 and warps == 4  # a third program computes while two wait for keys
+        resident += crowded + half_empty
         most = slots * tiles * -(-positions // block)
-        workers, few = (max(1, min(many * processors // kv_heads, most)) for many in (resident + crowded, 1))
-        registers = 128 if crowded else None  # four programs a multiprocessor
+        workers, few = (max(1, min(many * processors // kv_heads, most)) for many in (resident, 1))
+        # What four programs of a multiprocessor can have each, or three.
+        registers = 128 if crowded else 168 if half_empty else None
         return cls(rows, tiles, block, warps, stages, merge_stages, workers, few, _MERGE[rows], registers)
 
 
@@ -379,6 +383,7 @@ class Workspace:
             size * q_TND.element_size(),
             *limits_of(device),
             positions=positions,
+            ragged=len(q_TND) < slots * nodes,
         )
         part = torch.empty(kv_heads * cut.workers, 2, cut.rows, size, dtype=torch.float32, device=device)
         lse = torch.empty(part.shape[:3], dtype=torch.float32, device=device)

@@ -18,6 +18,7 @@ from specserve_kernels.ops.overlap import LINE_BYTES, let_next_begin, overlap, p
 
 _FEW_TOKENS = 16
 _OUTPUTS = 32  # a program's, where the multiprocessors have one or two each
+_EARLY = False
 _AHEAD = 8  # cache lines of each row of the weight that are asked for before the inputs are there
 
 
@@ -57,6 +58,7 @@ def linear_few(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         BLOCK_I=step,
         AHEAD=_AHEAD,
         LINE=LINE_BYTES // weight_OI.element_size(),
+        EARLY=_EARLY,
         num_warps=4,
         num_stages=stages,
         **overlap(),
@@ -99,6 +101,7 @@ def _linear_kernel(
     BLOCK_I: tl.constexpr,
     AHEAD: tl.constexpr,  # cache lines of each row, a power of two
     LINE: tl.constexpr,  # numbers of one
+    EARLY: tl.constexpr,  # whether the next launch is let in before the sums, or behind
     OVERLAP: tl.constexpr,
 ):
     t = tl.arange(0, BLOCK_T)
@@ -112,6 +115,7 @@ def _linear_kernel(
             weight_ptr + tl.minimum(o, O - 1).to(tl.int64)[None, :] * I + tl.minimum(line, I - 1)[:, None]
         )
     wait_for_inputs(OVERLAP)
+    let_next_begin(OVERLAP and EARLY)
     sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
     for start in range(0, I, BLOCK_I):
         inside = start + i < I

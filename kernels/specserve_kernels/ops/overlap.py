@@ -48,8 +48,8 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
 
 @triton.jit
 def let_next_begin(OVERLAP: tl.constexpr):
-    """The next launch's programs may take what room there is, and wait. Those of a launch that has more programs than
-    fit at a time should call it late: waiting programs would take the room of its own last ones."""
+    """The next launch's programs may take what room there is, and wait, once all programs have come by here or ended.
+    Never before ``wait_for_inputs``, or the one after next would be let in as well."""
     if OVERLAP:
         gdc_launch_dependents()
 
@@ -65,6 +65,6 @@ def prefetch(pointers):
 
 @triton.jit
 def take_turn(OVERLAP: tl.constexpr):
-    """Both, for kernels whose programs all run at once."""
+    """Both, for kernels that leave room for others."""
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)
