@@ -30,6 +30,8 @@ import benchmarks.prefill
 import benchmarks.single_stream
 import benchmarks.step_trace
 import benchmarks.throughput
+import benchmarks.tuner
+import benchmarks.waterfall
 import specserve.engine.build
 from benchmarks.common import write_results
 from benchmarks.cost_faithful import RANDOM, USELESS
@@ -97,6 +99,13 @@ def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], Non
             (
                 benchmarks.dynamic_map.main,
                 [*target, "--draft", str(pair / "eagle"), "--size", "512", *into("dynamic_map_h200")],
+            )
+        ],
+        "tuner": [(benchmarks.tuner.main, [*trained, *into("tuner")])],
+        "waterfall": [
+            (
+                benchmarks.waterfall.main,
+                [*random, "--picture", str(IMAGES / "waterfall.png"), *into("waterfall")],
             )
         ],
         "mixed_batch": [(benchmarks.mixed_batch.main, [*trained, *into("mixed_batch")])],

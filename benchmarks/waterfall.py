@@ -1,21 +1,25 @@
 """One step at batch 1, kernel by kernel: its time, the bytes that it must read, their floor, and the ratio.
 
     python -m benchmarks.waterfall --model DIR/target --eagle3 DIR/eagle3 --shape 3,1,4 [--picture P.png]
-        [--before RESULTS.json]
+        [--before RESULTS.json] [--one-by-one]
 
 Kernels of the same part in the same place (the 32 ``o`` projections of the target) are one bar: theirs is the time of
 all, as ``benchmarks.step_trace`` counts it, and behind the last bar stand the gaps. Bytes are those of weights and of
 the KV cache. Llama-3.1-8B's shapes and its EAGLE-3 draft in bfloat16 alone. ``--before``: an earlier result, drawn
-above.
+above. ``--one-by-one``: launches don't overlap.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
+
+from specserve_kernels.ops import overlap
 
 from benchmarks.common import load_options, make_prompts, open_llm, parse_load, write_results
 from benchmarks.floors import HEAD_DIM, KV_HEADS, LAYERS, READ_BYTES_PER_S, Shape, applies
@@ -146,13 +150,15 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--shape", default="3,1,4", help="off, or steps,topk,tokens")
     parser.add_argument("--before", type=Path)
+    parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--picture", type=Path)
     args = parse_load(parser)
     if not applies(args.model):
         raise SystemExit("--model: bytes are known of Llama-3.1-8B's shapes on an H200 alone")
     numbers = [] if args.shape == "off" else [int(part) for part in args.shape.split(",")]
     shape: Shape | None = (numbers[0], numbers[1], numbers[2]) if numbers else None
-    with open_llm(args, shape, 1) as llm:
+    apart = mock.patch.object(overlap, "_overlap", return_value={"OVERLAP": False})
+    with apart if args.one_by_one else nullcontext(), open_llm(args, shape, 1) as llm:
         steps, _ = trace_steps(llm, make_prompts(args, 1), args.new_tokens)
     rows = bars(steps, args.prompt_tokens + args.new_tokens // 2)
     print("\n".join(lines(rows)))

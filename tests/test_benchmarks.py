@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from benchmarks import tuner
 from benchmarks.forced import NONE, forced_levels
 from benchmarks.step_trace import Event, own_times
 from benchmarks.waterfall import bars, lines, parts, picture
@@ -165,3 +167,28 @@ def test_bars_add_up_to_the_step(tmp_path: Path) -> None:
     assert lines(rows)[-1].startswith("all")
     picture([("before", rows), ("after", rows)], tmp_path / "waterfall.png")
     assert (tmp_path / "waterfall.png").stat().st_size > 10_000
+
+
+def test_a_pick_is_judged_by_the_exhaustive_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def board(batch: int, best: list[int] | None, **ratios: float) -> dict[str, Any]:
+        shapes = [
+            {"shape": None, "measured": {"ratio_to_plain": 1.0}},
+            {"shape": [9, 1, 10], "measured": None},
+        ]
+        for name, ratio in ratios.items():
+            shapes.append(
+                {"shape": list(map(int, name[1:].split("_"))), "measured": {"ratio_to_plain": ratio}}
+            )
+        return {"batch": batch, "best": best, "shapes": shapes}
+
+    tuned = [board(1, [3, 1, 4]), board(8, None)]
+    all_ = [board(1, [5, 1, 6], s3_1_4=2.0, s5_1_6=2.1), board(8, [5, 1, 6], s3_1_4=0.9, s5_1_6=0.8)]
+    runs = {"tuned": (tuned, (3, 1, 4), 60.0), "exhaustive": (all_, (5, 1, 6), 200.0)}
+    monkeypatch.setattr(tuner, "tune", lambda given, directory, name: runs[name])
+    found = tuner.compare([], 1.0, tmp_path)
+    assert found["share"] == pytest.approx((2.0 / 2.1 * 0.9 / 0.8) ** 0.5)
+    small, large = found["batches"]
+    assert (small["pick"], small["best"]) == ((3, 1, 4), (5, 1, 6))
+    assert small["share"] == pytest.approx(2.0 / 2.1)
+    assert (large["pick"], large["best"], large["share"]) == (None, None, 1)
+    assert "share 0.952, goal 0.98" in tuner.lines("code", found)[2]

@@ -18,6 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from specserve_kernels.ops import attention
+from specserve_kernels.ops.cut import Cut
 from specserve_kernels.ops.device import H200, Limits, tickets
 
 from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes
@@ -146,9 +147,7 @@ class TestEveryGeometry:
         case.check("plan_prefill", chunks(case, [0, 30, 17], [20, 9, 1]), rows=30)
 
 
-def cut_as(
-    of: Callable[..., attention.Cut], *given: Any, workers: int, few: int, **named: Any
-) -> attention.Cut:
+def cut_as(of: Callable[..., Cut], *given: Any, workers: int, few: int, **named: Any) -> Cut:
     return replace(of(*given, **named), workers=workers, few=few)
 
 
@@ -202,8 +201,8 @@ class TestShapes:
         lengths = [20, 1, 340, 60, 5]
         for workers, few in ((8, 8), (3, 1), (8, 2), (1, 1)):
             with monkeypatch.context() as patch:
-                cut = partial(cut_as, attention.Cut.of, workers=workers, few=few)
-                patch.setattr(attention.Cut, "of", cut)
+                cut = partial(cut_as, Cut.of, workers=workers, few=few)
+                patch.setattr(Cut, "of", cut)
                 nodes = tree(case, lengths, [2, 1, 3, 1, 2], max_nodes=4)
                 case.check("plan_verify", nodes, rows=9)
                 scratch_BKA = case.integers(lengths)[:, None, None] + torch.arange(2, device=device)[:, None]

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from specserve_kernels.ops import device, linear, prefill
-from specserve_kernels.ops.attention import Cut
+from specserve_kernels.ops.cut import Cut
 from specserve_kernels.ops.device import H200, Limits, limits_of
 
 A100, L4, RTX5090, T4 = Limits(108, 166_912), Limits(58, 101_376), Limits(170, 101_376), Limits(40, 65_536)
