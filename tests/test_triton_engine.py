@@ -30,11 +30,11 @@ pytestmark = pytest.mark.filterwarnings(
 PROMPTS = [
     [3, 9, 27, 17, 5, 40],
     [1, 2, 1, 2, 1, 2, 1],
-    [*range(20, 60), *(token % 61 for token in range(140))],
+    [*range(20, 60), *(token % 61 for token in range(50))],
 ]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=7),
-    SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=7),
+    SamplingParams(temperature=0, max_tokens=5),
+    SamplingParams(temperature=0.9, seed=5, top_p=0.9, max_tokens=5),
     SamplingParams(
         temperature=0.7,
         seed=6,
@@ -42,7 +42,7 @@ PARAMS = [
         repetition_penalty=1.2,
         logit_bias={3: 2.0, 8: -100.0},
         top_k=20,
-        max_tokens=7,
+        max_tokens=5,
     ),
 ]
 
