@@ -206,7 +206,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("features", ALONE, ids=lambda names: "+".join(sorted(names)) or "greedy")
 def test_a_feature_alone(features: set[str]) -> None:
-    batch = make_batch(len(features), 300, 300, [features] * 2, path=4)
+    batch = make_batch(len(features), 170, 170, [features] * 2, path=4)
     assert_chosen(batch)
     assert_candidates(batch, 4)
 
@@ -214,7 +214,7 @@ def test_a_feature_alone(features: set[str]) -> None:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("branching", [5, 8])
 def test_mixed_rows(branching: int) -> None:
-    batch = make_batch(branching, 300, 300, ALONE, path=4 if branching == 8 else 0)
+    batch = make_batch(branching, 170, 170, ALONE, path=4 if branching == 8 else 0)
     assert_chosen(batch)
     assert_candidates(batch, branching)
 
@@ -235,7 +235,7 @@ def test_mapped_vocabulary(branching: int) -> None:
 def test_several_blocks_of_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "BLOCK", 1024)
     monkeypatch.setattr(ops, "COLLECTED", 256)
-    batch = make_batch(7, 4097, 4097, ALONE[-5:], path=2)
+    batch = make_batch(7, 2049, 2049, ALONE[-5:], path=2)
     assert_chosen(batch)
     assert_candidates(batch, 4)
 
