@@ -18,7 +18,7 @@ from specserve_kernels.ops.overlap import LINE_BYTES, let_next_begin, overlap, p
 
 _FEW_TOKENS = 16
 _OUTPUTS = 32  # a program's, where the multiprocessors have one or two each
-_EARLY = False
+_EARLY = False  # see ``let_next_begin``: late, the next one finds only the last sums to wait for
 _AHEAD = 8  # cache lines of each row of the weight that are asked for before the inputs are there
 
 
