@@ -79,10 +79,8 @@ class Enough(Exception):
         self.shared, self.code = shared, code
 
 
-WAIT, ACCESS = (
-    "griddepcontrol.wait",
-    re.compile(r"\b(ld|st|atom|red|cp)\.[\w.:]*global|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)"),
-)
+WAIT = "griddepcontrol.wait"
+ACCESS = re.compile(r"\b(ld|st|atom|red|cp)\.[\w.:]*global|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)")
 
 
 def waits_first(llvm: str) -> bool | None:
