@@ -162,6 +162,7 @@ def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:
         names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         settings = dict(zip(names, shape, strict=True))
         settings |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
+        settings["speculative_draft_quantization"] = getattr(args, "draft_quantization", "auto")
     return LLM(
         args.model,
         dtype=args.dtype,

@@ -28,6 +28,7 @@ def main() -> None:
     parser = load_options(__doc__)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--shapes", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--draft-quantization", choices=("auto", "none", "int8", "fp8"), default="auto")
     args = parse_load(parser)
     rows = run_shapes(args, [CASES[name] for name in args.shapes])
     print(write_results("single_stream", rows, args.output))

@@ -80,7 +80,9 @@ class Enough(Exception):
 
 
 WAIT = "griddepcontrol.wait"
-ACCESS = re.compile(r"\b(ld|st|atom|red|cp)\.[\w.:]*global|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)")
+ACCESS = re.compile(
+    r"\b(ld|st|atom|red|cp)\.(?!global\.cg\.)[\w.:]*global|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)"
+)
 
 
 def waits_first(llvm: str) -> bool | None:
@@ -232,11 +234,13 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     x_TI, ids_R = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
     indexed_linear(x_TI, torch.zeros(8192, 4096, dtype=dtype), ids_R)
     if tokens <= 32 and dtype.itemsize == 2:
-        linear_few(x_TI, torch.zeros(4096, 4096, dtype=dtype))
+        for gated in (False, True):
+            linear_few(x_TI, torch.zeros(4096, 4096, dtype=dtype), gated)
     for rounded in (torch.int8, torch.float8_e4m3fn):
         factor_OG = torch.zeros(4096, 32)
         bias_O = torch.zeros(4096, dtype=dtype) if tokens <= 32 else None
-        quantized_linear(x_TI, torch.zeros(4096, 4096, dtype=rounded), factor_OG, bias_O)
+        for gated in (False, True):
+            quantized_linear(x_TI, torch.zeros(4096, 4096, dtype=rounded), factor_OG, bias_O, gated)
 
 
 def main() -> None:

@@ -1,12 +1,11 @@
 """Times the target's layers as a chain, each kernel behind the one that it needs, in a CUDA graph: milliseconds of 32
 layers of Llama-3.1-8B, without embedding and head.
 
-    python kernels/bench/chain.py [--tokens 1 4 8 16 32] [--context 640] [--once]
+    python kernels/bench/chain.py [--tokens 1 4 8 16 32] [--context 640] [--only NAME ...] [--once]
 
-Kernels timed alone lie side by side; in a step each waits for the last. The columns: launches one after the other;
-overlapping (``ops/overlap.py``); the next launch let in early; and with every projection by the Triton kernel, by the
-cache lines of each weight's row that it asks for before its inputs are there. The floor is the weights' bytes at the
-device's bandwidth. ``--once`` only compiles.
+Kernels timed alone lie side by side; in a step each waits for the last. The columns: launches one after the other and
+overlapping (``ops/overlap.py``), with projections by cuBLAS and by the Triton kernel, and chains that lack some of
+their kernels. The floor is the weights' bytes at the device's bandwidth. ``--once`` only compiles.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import torch
 from attention import PAGE, PEAK
 from layers import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, draw, graph_seconds, one_by_one
 from specserve_kernels.ops import linear
-from specserve_kernels.ops.activation import silu_and_mul
 from specserve_kernels.ops.attention import Workspace, attend_nodes
 from specserve_kernels.ops.norm import add_rms_norm
 from specserve_kernels.ops.rotary import rotary_store_kv
@@ -84,58 +83,54 @@ class Chain:
             (2 << torch.arange(tokens, device=device)) - 1,
         )
 
-    def run(self) -> Tensor:
-        workspace = Workspace()
-        page_T, offset_T = self.position_T // PAGE, self.position_T % PAGE
+    def run(self, norms: bool = True, attention: bool = True) -> Tensor:
+        workspace, places = Workspace(), (self.position_T // PAGE, self.position_T % PAGE)
         x_TH, residual_TH = self.x_TH, torch.zeros_like(self.x_TH)
         for layer in self.layers:
-            x_TH, residual_TH = add_rms_norm(x_TH, residual_TH, layer.norms[0], 1e-5)
+            if norms:
+                x_TH, residual_TH = add_rms_norm(x_TH, residual_TH, layer.norms[0], 1e-5)
             qkv_TND = linear.linear(x_TH, layer.qkv, None).view(len(x_TH), -1, HEAD_DIM)
-            q_TND = rotary_store_kv(qkv_TND, self.rope_T2D, KV_HEADS, layer.cache, page_T, offset_T)
-            mixed_TND = attend_nodes(
-                q_TND,
-                layer.cache,
-                self.pages_BM,
-                self.length_B,
-                self.q_start,
-                self.mask_T,
-                len(x_TH),
-                workspace,
-            )
+            mixed_TND = self._mixed(layer, qkv_TND, places, workspace) if attention else qkv_TND[:, :HEADS]
             x_TH = linear.linear(mixed_TND.flatten(1), layer.o, None)
-            x_TH, residual_TH = add_rms_norm(x_TH, residual_TH, layer.norms[1], 1e-5)
-            x_TH = linear.linear(silu_and_mul(linear.linear(x_TH, layer.gate_up, None)), layer.down, None)
+            if norms:
+                x_TH, residual_TH = add_rms_norm(x_TH, residual_TH, layer.norms[1], 1e-5)
+            x_TH = linear.linear(linear.linear(x_TH, layer.gate_up, None, gated=True), layer.down, None)
         return x_TH
+
+    def _mixed(
+        self, layer: Layer, qkv_TND: Tensor, places: tuple[Tensor, Tensor], workspace: Workspace
+    ) -> Tensor:
+        q_TND = rotary_store_kv(qkv_TND, self.rope_T2D, KV_HEADS, layer.cache, *places)
+        shape = self.pages_BM, self.length_B, self.q_start, self.mask_T, len(q_TND)
+        return attend_nodes(q_TND, layer.cache, *shape, workspace)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``all``: every projection by the kernel; the others are the kernel's constants of these names."""
+    """``served``: projections by the kernel rather than cuBLAS; and what the chain has."""
 
     overlaps: bool = True
-    all: bool = False
-    early: bool = linear._EARLY
-    ahead: int = linear._AHEAD
+    served: bool = True
+    norms: bool = True
+    attention: bool = True
 
     @contextmanager
     def launched(self) -> Iterator[None]:
         with ExitStack() as stack:
             if not self.overlaps:
                 stack.enter_context(one_by_one())
-            if self.all:
-                stack.enter_context(mock.patch.object(linear, "serves", return_value=True))
-            stack.enter_context(mock.patch.multiple(linear, _EARLY=self.early, _AHEAD=self.ahead))
+            stack.enter_context(mock.patch.object(linear, "serves", return_value=self.served))
             yield
 
 
 VARIANTS = {
-    "one by one": Variant(overlaps=False),
+    "cuBLAS alone": Variant(overlaps=False, served=False),
+    "cuBLAS": Variant(served=False),
+    "alone": Variant(overlaps=False),
     "overlapping": Variant(),
-    "early": Variant(early=True),
-    "all one by one": Variant(overlaps=False, all=True),
-    "all": Variant(all=True),
-    **{f"all {ahead}": Variant(all=True, ahead=ahead) for ahead in (1, 16, 32)},
-    **{f"all early {ahead}": Variant(all=True, early=True, ahead=ahead) for ahead in (1, 8, 32)},
+    "no norms": Variant(norms=False),
+    "no attention": Variant(attention=False),
+    "neither": Variant(norms=False, attention=False),
 }
 
 
@@ -150,18 +145,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--once", action="store_true")
     args = parser.parse_args()
     layers = [Layer.drawn(-(-(args.context + max(args.tokens)) // PAGE)) for _ in range(TIMED)]
     floor = 1e3 * LAYERS * WEIGHT_BYTES / PEAK
     print(f"{torch.cuda.get_device_name()}, bf16: ms of {LAYERS} layers, floor {floor:.3f}")
-    print(f"{'tokens':>6}" + "".join(f"{name:>15}" for name in VARIANTS))
+    print(f"{'tokens':>6}" + "".join(f"{name:>13}" for name in args.only))
     for tokens in args.tokens:
         chain = Chain.of(layers, tokens, args.context)
         row = f"{tokens:6}"
-        for each in VARIANTS.values():
+        for each in map(VARIANTS.__getitem__, args.only):
             with each.launched():
-                row += f"{milliseconds(chain.run, args.once):15.3f}"
+                run = partial(chain.run, each.norms, each.attention)
+                row += f"{milliseconds(run, args.once):13.3f}"
         print(row, flush=True)
 
 

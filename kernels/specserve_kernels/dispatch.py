@@ -1,6 +1,7 @@
 """Chooses between an operation's two versions: Triton for tensors on a GPU, the reference for all others.
 
-Triton's kernels compute in at most float32, so float64 tensors take the reference on every device.
+Triton's kernels compute in at most float32 and give no gradients, so float64 tensors take the reference on every
+device, and so does what is trained.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def runs_triton(tensors: Iterable[Tensor]) -> bool:
     on_gpu = False
     for tensor in tensors:
         if not tensor.is_cuda or tensor.dtype == torch.float64:
+            return False
+        if tensor.requires_grad and torch.is_grad_enabled():
             return False
         on_gpu = True
     return on_gpu

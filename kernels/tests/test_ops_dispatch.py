@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -37,3 +39,11 @@ def test_a_tensor_that_triton_does_not_serve() -> None:
     assert not dispatch.runs_triton([there, wide])
     assert not dispatch.runs_triton([there, torch.zeros(2)])
     assert not dispatch.runs_triton([])
+
+
+def test_what_is_trained_takes_the_reference() -> None:
+    """Which has a gradient."""
+    trained = SimpleNamespace(is_cuda=True, dtype=torch.float32, requires_grad=True)
+    assert not dispatch.runs_triton([cast(Tensor, trained)])
+    with torch.no_grad():
+        assert dispatch.runs_triton([cast(Tensor, trained)])

@@ -160,3 +160,16 @@ def test_linear(draw, tokens: int, outputs: int, inputs: int) -> None:
     if x.dtype == torch.float32:
         x, weight = x.half(), weight.half()
     assert_close(linear.linear_few(x, weight), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "inputs"), [(1, 64, 512), (5, 20, 200), (16, 33, 1024), (32, 48, 96)]
+)
+def test_gated_linear(draw, tokens: int, inner: int, inputs: int) -> None:
+    """The gate and what it lets through meet in one program; their sums are those of the plain projection."""
+    x, weight = draw(tokens, inputs), 2 * draw(2 * inner, inputs) / inputs**0.5
+    if x.dtype == torch.float32:
+        x, weight = x.half(), weight.half()
+    found = linear.linear_few(x, weight, gated=True)
+    assert_close(found, activation.silu_and_mul(linear.linear_few(x, weight)))
+    assert_close(found, linear.linear(x, weight, torch.zeros_like(weight[:, 0]), gated=True))

@@ -28,9 +28,9 @@ def kind(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-def check(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor | None = None) -> None:
-    found = ops.quantized_linear(x, weight, factor, bias)
-    expected = reference.quantized_linear(x, weight, factor, bias)
+def check(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
+    found = ops.quantized_linear(x, weight, factor, bias, gated)
+    expected = reference.quantized_linear(x, weight, factor, bias, gated)
     assert found.dtype == x.dtype
     tolerance = TOLERANCE[x.dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -40,6 +40,12 @@ def check(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor | None = None)
 def test_any_number_of_tokens(draw: Draw, kind: torch.dtype, tokens: int) -> None:
     weight, factor = quantize(draw(67, 200) / 200**0.5, kind)
     check(draw(tokens, 208)[:, :200], weight, factor)
+
+
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (7, 33), (20, 100)])
+def test_gated(draw: Draw, kind: torch.dtype, tokens: int, inner: int) -> None:
+    weight, factor = quantize(2 * draw(2 * inner, 300) / 300**0.5, kind)
+    check(draw(tokens, 300), weight, factor, draw(2 * inner), gated=True)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (33, 520), (4300, 64), (128, 1024)])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from specserve_kernels import add_rms_norm, rms_norm, silu_and_mul
+from specserve_kernels import add_rms_norm, rms_norm
 from torch import Tensor, nn
 
 from specserve.layers.linear import Linear, QuantizedLinear
@@ -119,7 +119,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(silu_and_mul(self.gate_up_proj(x_TH)))
+        out: Tensor = self.down_proj(self.gate_up_proj(x_TH, gated=True))
         return out
 
 

@@ -38,6 +38,11 @@ def _silu_and_mul_kernel(
     i = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up_ptr + t * stride + i, mask=i < I, other=0)
     up = tl.load(gate_up_ptr + t * stride + I + i, mask=i < I, other=0)
+    tl.store(out_ptr + t * I + i, gate_by_silu(gate, up), mask=i < I)
+
+
+@triton.jit
+def gate_by_silu(gate, up):
+    """``silu(gate) * up``, rounded before the product, as in the reference."""
     wide = gate.to(tl.float32)
-    silu = (wide / (1 + tl.exp(-wide))).to(gate.dtype)  # rounded before the product, as in the reference
-    tl.store(out_ptr + t * I + i, silu * up, mask=i < I)
+    return (wide / (1 + tl.exp(-wide))).to(gate.dtype) * up

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from specserve_kernels.ops.cut import Cut
 from specserve_kernels.ops.device import limits_of, tickets
-from specserve_kernels.ops.overlap import overlap, take_turn
+from specserve_kernels.ops.overlap import load_settled, overlap, take_turn
 
 HEAD_DIMS = (32, 64, 128, 256)
 LOG2_E = math.log2(math.e)
@@ -156,15 +156,14 @@ def _attend_kernel(
     SLOTS: tl.constexpr,  # a power of two, at least B
     OVERLAP: tl.constexpr,
 ):
-    take_turn(OVERLAP)
     head = tl.program_id(0) % HEADS
     worker, workers = tl.program_id(0) // HEADS, tl.num_programs(0) // HEADS
     slot_S = tl.arange(0, SLOTS)
     there_S = slot_S < slots
-    end_S = tl.load(length_B + slot_S, mask=there_S, other=0).to(tl.int32) + ahead
+    end_S = load_settled(length_B + slot_S, there_S, 0).to(tl.int32) + ahead
     if TAIL == "mask":
-        first_S = tl.load(q_start + slot_S, mask=there_S, other=0).to(tl.int32)
-        count_S = tl.load(q_start + slot_S + 1, mask=there_S, other=0).to(tl.int32) - first_S
+        first_S = load_settled(q_start + slot_S, there_S, 0).to(tl.int32)
+        count_S = load_settled(q_start + slot_S + 1, there_S, 0).to(tl.int32) - first_S
         end_S += count_S
         tiles_S = tl.cdiv(count_S * GROUP, R)
     else:
@@ -186,6 +185,7 @@ def _attend_kernel(
     row_R, column_D = tl.arange(0, R), tl.arange(0, D)
     offset_N = tl.arange(0, N)
     at_head = cache + head * D
+    take_turn(OVERLAP)
     while at < end:
         slot = tl.sum((done_S <= at).to(tl.int32), 0)
         before = tl.sum(tl.where(slot_S < slot, work_S, 0), 0)
@@ -322,7 +322,8 @@ def attend_nodes(
     ``q_TND`` ``[T, Hq, D]``, rows may lie further apart than ``Hq * D``; ``cache`` ``[pages, (k, v), page size, Hk,
     D]``, the last three contiguous; both float16, bfloat16 or float32. ``q_start`` ``[B + 1]``: where each slot's
     nodes begin, at least one and at most ``max_nodes`` (64) a slot; what lies beyond the last gets zeros. Index
-    tensors are int64 or int32, ``mask_T`` int64. Returns ``[T, Hq, D]``, contiguous.
+    tensors are int64 or int32, ``mask_T`` int64; lengths and ``q_start`` are not from the launch right before this one:
+    see ``overlap``. Returns ``[T, Hq, D]``, contiguous.
     """
     if len(q_TND) == len(length_B):
         return _launch(q_TND, cache, pages_BM, length_B, workspace, nodes=1, ahead=1)

@@ -1,9 +1,9 @@
 """A projection of few tokens, which reads the weight once. Shapes: T tokens, O outputs, I inputs.
 
-cuBLAS serves all but one kind. On an H200, up to 16 tokens, the kernel takes 4 to 17% less time than cuBLAS for 4096
-outputs (o, down, a draft's fc): there are about as many blocks of outputs as multiprocessors, and each keeps more of
-the weight in flight. For more outputs it is within a few per cent, for more tokens slower: see
-``kernels/bench/linear.py``.
+On an H200 the kernel alone takes 4 to 17% less time than cuBLAS for 4096 outputs (o, down, a draft's fc), where there
+are about as many blocks of outputs as multiprocessors, and within a few per cent the same for more
+(``kernels/bench/linear.py``). In a chain of kernels it wins for all, because its weights are on their way while the
+kernel before it ends, which cuBLAS waits for (``kernels/bench/chain.py``).
 """
 
 from __future__ import annotations
@@ -13,39 +13,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.activation import gate_by_silu, silu_and_mul
 from specserve_kernels.ops.device import Limits, limits_of
-from specserve_kernels.ops.overlap import LINE_BYTES, let_next_begin, overlap, prefetch, wait_for_inputs
+from specserve_kernels.ops.overlap import overlap, take_turn
 
 _FEW_TOKENS = 16
 _OUTPUTS = 32  # a program's, where the multiprocessors have one or two each
-_EARLY = False  # see ``let_next_begin``: late, the next one finds only the last sums to wait for
-_AHEAD = 8  # cache lines of each row of the weight that are asked for before the inputs are there
 
 
-def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias``; 16-bit numbers are summed in float32. Rows of x may be further apart than I."""
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool = False) -> Tensor:
+    """As the reference; 16-bit numbers are summed in float32. Rows of x may be further apart than I."""
     plain = bias_O is None and x_TI.dim() == 2 and x_TI.dtype in (torch.bfloat16, torch.float16)
     if plain and serves(len(x_TI), len(weight_OI), limits_of(x_TI.device)):
-        return linear_few(x_TI, weight_OI)
-    return torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+        return linear_few(x_TI, weight_OI, gated)
+    out_TO = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+    return silu_and_mul(out_TO) if gated else out_TO
 
 
 def serves(tokens: int, outputs: int, limits: Limits) -> bool:
     """Whether the kernel takes less time than cuBLAS."""
-    return tokens <= _FEW_TOKENS and outputs <= limits.processors * _OUTPUTS
+    return tokens <= _FEW_TOKENS and (overlap()["OVERLAP"] or outputs <= limits.processors * _OUTPUTS)
 
 
-def linear_few(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
     """The kernel: at most 32 tokens, bf16 or fp16. ``torch.nn.functional.linear`` where the device's shared memory is
     too small for it."""
     tokens, inputs = x_TI.shape
     outputs = weight_OI.shape[0]
     chosen = pipeline(outputs, tokens, limits_of(x_TI.device))
     if chosen is None:
-        return torch.nn.functional.linear(x_TI, weight_OI)
+        out_TO = torch.nn.functional.linear(x_TI, weight_OI)
+        return silu_and_mul(out_TO) if gated else out_TO
     block, step, stages = chosen
-    out_TO = x_TI.new_empty((tokens, outputs))
-    _linear_kernel[(-(-outputs // block),)](
+    out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
+    _linear_kernel[(triton.cdiv(out_TO.shape[1], block // 2 if gated else block),)](
         x_TI,
         weight_OI,
         out_TO,
@@ -53,12 +54,10 @@ def linear_few(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         x_TI.stride(0),
         O=outputs,
         I=inputs,
+        GATED=gated,
         BLOCK_T=_tokens_of(tokens),
         BLOCK_O=block,
         BLOCK_I=step,
-        AHEAD=_AHEAD,
-        LINE=LINE_BYTES // weight_OI.element_size(),
-        EARLY=_EARLY,
         num_warps=4,
         num_stages=stages,
         **overlap(),
@@ -91,37 +90,52 @@ def pipeline(outputs: int, tokens: int, limits: Limits) -> tuple[int, int, int] 
 def _linear_kernel(
     x_ptr,  # [T, I]
     weight_ptr,  # [O, I]
-    out_ptr,  # [T, O]
+    out_ptr,  # [T, O], half as wide if GATED
     tokens,
     stride,
     O: tl.constexpr,
     I: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    AHEAD: tl.constexpr,  # cache lines of each row, a power of two
-    LINE: tl.constexpr,  # numbers of one
-    EARLY: tl.constexpr,  # whether the next launch is let in before the sums, or behind
     OVERLAP: tl.constexpr,
 ):
     t = tl.arange(0, BLOCK_T)
-    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     i = tl.arange(0, BLOCK_I)
+    o, inside_o = outputs_of(tl.program_id(0), O, BLOCK_O, GATED)
     x_ptrs = x_ptr + t[:, None] * stride + i[None, :]
     weight_ptrs = weight_ptr + o.to(tl.int64)[None, :] * I + i[:, None]
-    if OVERLAP:
-        line = tl.arange(0, AHEAD) * LINE
-        prefetch(
-            weight_ptr + tl.minimum(o, O - 1).to(tl.int64)[None, :] * I + tl.minimum(line, I - 1)[:, None]
-        )
-    wait_for_inputs(OVERLAP)
-    let_next_begin(OVERLAP and EARLY)
+    take_turn(OVERLAP)
     sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
     for start in range(0, I, BLOCK_I):
         inside = start + i < I
         x = tl.load(x_ptrs + start, mask=(t < tokens)[:, None] & inside[None, :], other=0)
-        weight = tl.load(weight_ptrs + start, mask=(o < O)[None, :] & inside[:, None], other=0)
+        weight = tl.load(weight_ptrs + start, mask=inside_o[None, :] & inside[:, None], other=0)
         sums = tl.dot(x, weight, sums)
-    let_next_begin(OVERLAP)
-    out_ptrs = out_ptr + t.to(tl.int64)[:, None] * O + o[None, :]
-    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=(t < tokens)[:, None] & (o < O)[None, :])
+    store_outputs(sums, out_ptr, tl.program_id(0), t, tokens, O, GATED)
+
+
+@triton.jit
+def outputs_of(block, O: tl.constexpr, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
+    """Rows of the weight of a block, and which of them there are. Gated, those of a gate and its channel alternate."""
+    j = tl.arange(0, BLOCK_O)
+    if GATED:
+        channel = block * (BLOCK_O // 2) + j // 2
+        return channel + j % 2 * (O // 2), channel < O // 2
+    return block * BLOCK_O + j, block * BLOCK_O + j < O
+
+
+@triton.jit
+def store_outputs(sums, out_ptr, block, t, tokens, O: tl.constexpr, GATED: tl.constexpr):
+    """Rounds the sums ``[BLOCK_T, BLOCK_O]`` of a block, gates them, and writes those that there are."""
+    BLOCK_T: tl.constexpr = sums.shape[0]
+    out = sums.to(out_ptr.dtype.element_ty)
+    if GATED:
+        gate, up = tl.split(tl.reshape(out, (BLOCK_T, sums.shape[1] // 2, 2)))
+        out = gate_by_silu(gate, up)
+    WIDTH: tl.constexpr = O // 2 if GATED else O
+    BLOCK: tl.constexpr = out.shape[1]
+    o = block * BLOCK + tl.arange(0, BLOCK)
+    out_ptrs = out_ptr + t.to(tl.int64)[:, None] * WIDTH + o[None, :]
+    tl.store(out_ptrs, out, mask=(t < tokens)[:, None] & (o < WIDTH)[None, :])

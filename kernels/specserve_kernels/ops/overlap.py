@@ -1,10 +1,13 @@
 """Kernels that begin while the one before them ends: programmatic dependent launch, from compute capability 9.0 on.
 
 A launch with the options of ``overlap()`` may start as soon as every program of the launch before it has ended or
-called ``let_next_begin``. What its programs do before ``wait_for_inputs`` runs beside that launch: there they may read
-weights, and nothing else, and write nothing. The wait is over when the launch before is complete, which waited for
-the one before it, and so on. Therefore every program waits, those without work, too: a launch that ended sooner than
-what it follows would let the next one in too early.
+called ``let_next_begin``. What its programs do before ``wait_for_inputs`` runs beside that launch: there they write
+nothing, and read by ``load_settled`` alone. The wait is over when the launch before is complete, which waited for the
+one before it, and so on. Therefore every program waits, those without work, too: a launch that ended sooner than what
+it follows would let the next one in too early.
+
+Asking for weights before the wait, so that they are in the second cache behind it, gains nothing on an H200: the next
+launch begins soon enough, and what is asked for early is read twice (see the log of docs/performance.md).
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -20,7 +23,6 @@ from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
-LINE_BYTES = 128  # of the second cache
 _CAPABILITY = 90
 
 
@@ -55,12 +57,10 @@ def let_next_begin(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def prefetch(pointers):
-    """Asks for the cache lines of these addresses, for the second cache, and does not wait for them."""
-    assembly: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(
-        assembly, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+def load_settled(pointers, mask, other):
+    """What was written at least two launches ago, which may be read before the wait: the launch before had waited for
+    it when it let this one in. Past the first cache, which other programs' stores don't update."""
+    return tl.load(pointers, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit

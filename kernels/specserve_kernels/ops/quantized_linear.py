@@ -21,13 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import H200, Limits, limits_of, tickets
-from specserve_kernels.ops.overlap import let_next_begin, overlap, prefetch, wait_for_inputs
+from specserve_kernels.ops.linear import outputs_of, store_outputs
+from specserve_kernels.ops.overlap import let_next_begin, overlap, wait_for_inputs
 from specserve_kernels.reference.quantized_linear import GROUP
 
 _MANY_OUTPUTS = 16384  # from so many on, tiles fill an H200 without sharing their inputs
 _PROGRAMS = {16: 6, 32: 3}  # a multiprocessor, up to so many tokens, if sharing tiles can make as many
 _LEAST_GROUPS, _MOST_PARTS = 4, 8
-_AHEAD = 4  # groups of each row of the weight that are asked for before the inputs are there
 
 
 class Pipeline(NamedTuple):
@@ -41,12 +41,12 @@ class Pipeline(NamedTuple):
 
 
 def quantized_linear(
-    x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None
+    x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """As the reference; rows of x may be further apart than I."""
     tokens, inputs = x_TI.shape
     outputs = len(weight_OI)
-    out_TO = x_TI.new_empty((tokens, outputs))
+    out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
     block = pipeline(outputs, inputs, tokens, x_TI.element_size(), limits_of(x_TI.device))
     tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
     shared, tile = block.parts > 1, block.tokens * block.outputs
@@ -66,11 +66,11 @@ def quantized_linear(
         O=outputs,
         I=inputs,
         BIAS=bias_O is not None,
+        GATED=gated,
         BLOCK_T=block.tokens,
         BLOCK_O=block.outputs,
         GROUP=GROUP,
         PARTS=block.parts,
-        AHEAD=_AHEAD,
         num_warps=block.warps,
         num_stages=block.stages,
         **overlap(),
@@ -109,7 +109,7 @@ def _quantized_linear_kernel(
     weight_ptr,  # [O, I]
     factor_ptr,  # [O, G]
     bias_ptr,  # [O], if BIAS
-    out_ptr,  # [T, O]
+    out_ptr,  # [T, O], half as wide if GATED
     part_ptr,  # [tiles, PARTS, BLOCK_T, BLOCK_O] float32, if PARTS > 1
     tickets_ptr,  # [tiles] int32, 0, if PARTS > 1
     tokens,
@@ -119,16 +119,16 @@ def _quantized_linear_kernel(
     O: tl.constexpr,
     I: tl.constexpr,
     BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
-    AHEAD: tl.constexpr,  # groups, each a cache line of a row
     OVERLAP: tl.constexpr,
 ):
     # Programs of the same outputs follow each other: the second finds the weight in the L2.
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
+    o, inside_o = outputs_of(tl.program_id(1), O, BLOCK_O, GATED)
     i = tl.arange(0, GROUP)
     groups: tl.constexpr = (I + GROUP - 1) // GROUP
     x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride + i[None, :]
@@ -136,22 +136,21 @@ def _quantized_linear_kernel(
     sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
     share: tl.constexpr = (groups + PARTS - 1) // PARTS
     begin = tl.program_id(2) * share
-    if OVERLAP:
-        first = tl.minimum(begin + tl.arange(0, AHEAD), groups - 1) * GROUP
-        prefetch(weight_ptr + tl.minimum(o, O - 1).to(tl.int64)[None, :] * I + first[:, None])
     wait_for_inputs(OVERLAP)
+    # Behind the gate stands the next projection, whose many programs would take the running ones' room.
+    let_next_begin(OVERLAP and not GATED)
     for group in range(begin, tl.minimum(begin + share, groups)):
         inside = group * GROUP + i < I
         x = tl.load(x_ptrs + group * GROUP, mask=(t < tokens)[:, None] & inside[None, :], other=0)
-        weight = tl.load(weight_ptrs + group * GROUP, mask=(o < O)[None, :] & inside[:, None], other=0.0)
-        factor = tl.load(factor_ptr + o * factor_stride + group * group_stride, mask=o < O, other=0)
+        weight = tl.load(weight_ptrs + group * GROUP, mask=inside_o[None, :] & inside[:, None], other=0.0)
+        factor = tl.load(factor_ptr + o * factor_stride + group * group_stride, mask=inside_o, other=0)
         if x_ptr.dtype.element_ty == tl.float32 or weight_ptr.dtype.element_ty == tl.int8:
             part = tl.dot(x, weight.to(x_ptr.dtype.element_ty), input_precision="ieee")
         else:
             x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
             part = tl.dot(x, weight.to(tl.float16))
         sums += part * factor[None, :]
-    let_next_begin(OVERLAP)
+    let_next_begin(OVERLAP and GATED)
     if PARTS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         at = tl.arange(0, BLOCK_T)[:, None] * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]
@@ -165,6 +164,5 @@ def _quantized_linear_kernel(
         for part in tl.static_range(PARTS):  # past the first cache, which other programs' stores don't update
             sums += tl.load(parts + part * (BLOCK_T * BLOCK_O), cache_modifier=".cg")
     if BIAS:
-        sums += tl.load(bias_ptr + o, mask=o < O, other=0).to(tl.float32)[None, :]
-    out_ptrs = out_ptr + t.to(tl.int64)[:, None] * O + o[None, :]
-    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=(t < tokens)[:, None] & (o < O)[None, :])
+        sums += tl.load(bias_ptr + o, mask=inside_o, other=0).to(tl.float32)[None, :]
+    store_outputs(sums, out_ptr, tl.program_id(1), t, tokens, O, GATED)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.overlap import overlap, take_turn
+from specserve_kernels.ops.overlap import load_settled, overlap, take_turn
 
 TILE = 2048  # elements of a program: whole heads
 PER_WARP = 256
@@ -18,7 +18,7 @@ def rotary_store_kv(
     """As the reference, but ``qkv_TND`` keeps its keys as they were: the rotated ones are in the cache alone.
 
     Tokens may be further apart than N * D; everything else is contiguous. Tokens that share a slot (the dummy page's)
-    leave any one's values there.
+    leave any one's values there. Pages and offsets are not from the launch right before this one: see ``overlap``.
     """
     assert qkv_TND.stride(1) == qkv_TND.shape[2]
     assert cache.is_contiguous()
@@ -61,19 +61,21 @@ def _rotary_store_kv_kernel(
     HALF: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    take_turn(OVERLAP)
     GROUPS: tl.constexpr = (Q + 2 * K + GROUP - 1) // GROUP
     t = (tl.program_id(0) // GROUPS).to(tl.int64)
     head = tl.program_id(0) % GROUPS * GROUP + tl.arange(0, GROUP)[:, None]
     d = tl.arange(0, HALF)[None, :]
     inside = d < D // 2
 
+    page = load_settled(page_ptr + t, True, 0).to(tl.int64)
+    offset = load_settled(offset_ptr + t, True, 0).to(tl.int64)
+    to_ptr = cache_ptr + page * (2 * PAGE * K * D) + offset * (K * D)
+    take_turn(OVERLAP)
+
     mask = inside & (head < Q + 2 * K)
     from_ptr = qkv_ptr + t * stride + head * D + d
     low = tl.load(from_ptr, mask=mask, other=0)
     high = tl.load(from_ptr + D // 2, mask=mask, other=0)
-    page = tl.load(page_ptr + t).to(tl.int64)
-    offset = tl.load(offset_ptr + t).to(tl.int64)
     rope_ptr += t * (2 * D) + d
     rotates = head < Q + K
     turned_low = tl.where(rotates, _turn(low, high, rope_ptr, inside, D), low)
@@ -84,7 +86,6 @@ def _rotary_store_kv_kernel(
         tl.store(from_ptr + D // 2, turned_high, mask=mask & (head < Q))
     kv_head = head - Q
     is_value = kv_head >= K
-    to_ptr = cache_ptr + page * (2 * PAGE * K * D) + offset * (K * D)
     to_ptr += tl.where(is_value, kv_head - K + PAGE * K, kv_head) * D + d
     tl.store(to_ptr, turned_low, mask=mask & (head >= Q))
     tl.store(to_ptr + D // 2, turned_high, mask=mask & (head >= Q))

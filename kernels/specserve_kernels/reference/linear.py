@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specserve_kernels.reference.activation import silu_and_mul
 
-def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """``x @ weight.T + bias``."""
-    return torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool = False) -> Tensor:
+    """``x @ weight.T + bias``, and ``silu_and_mul`` of that if it is gated: half as wide."""
+    out_TO = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+    return silu_and_mul(out_TO) if gated else out_TO

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specserve_kernels.reference.activation import silu_and_mul
+
 GROUP = 128
 SLICE = 1 << 24  # numbers that are rounded at a time: their float32 copies are small beside the weight
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
@@ -40,9 +42,11 @@ def dequantize(weight_OI: Tensor, factor_OG: Tensor) -> Tensor:
 
 
 def quantized_linear(
-    x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None
+    x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """``x @ dequantize(weight, factor).T + bias``, summed in float32 at least, in the type of x."""
+    """``x @ dequantize(weight, factor).T + bias``, summed in float32 at least, in the type of x; and
+    ``silu_and_mul`` of that if it is gated: half as wide."""
     wide = torch.promote_types(x_TI.dtype, torch.float32)
     out_TO = x_TI.to(wide) @ dequantize(weight_OI, factor_OG).to(wide).T
-    return (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)
+    out_TO = (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)
+    return silu_and_mul(out_TO) if gated else out_TO
