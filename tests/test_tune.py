@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from specserve.config import Settings, load_settings, make_settings, resolve, re
 from specserve.config.speculation import SHAPE
 from specserve.core import SamplingParams
 from specserve.engine.shapes import MAX_STEP_NODES, step_shape
+from specserve.frontend.messages import Submit
 from specserve.models.config import load_model_config
 from specserve.scheduler.process import build_scheduler
 from specserve.spec.tree import StepShape
@@ -128,6 +130,22 @@ def test_runs_of_a_full_batch(agreeing: Checkpoints) -> None:
     plain = engine.run(None, 2, 0, 6)
     assert plain.accepted_length == 1
     assert run.accepted_length > 1
+
+
+def test_all_shapes_answer_alike(agreeing: Checkpoints) -> None:
+    """What the first one answered, though it be changed before the next one runs."""
+    engine = tune_engine(agreeing, [None, (3, 1, 4)], Work(PROMPTS, 20, 0.8))
+    settle, found = engine._settle, list[list[int]]()
+
+    def noted(request: Submit, text: list[int]) -> None:
+        found.append(list(text))
+        settle(request, [token % 9 for token in text])
+
+    with patch.object(TuneEngine, "_settle", side_effect=noted):
+        for candidate in (None, (3, 1, 4), (2, 2, 6)):
+            engine.run(candidate, 1, 0, 4)
+    first = [[token % 9 for token in text] for text in found[:4]]
+    assert found[4:8] == found[8:] == first != found[:4]
 
 
 def test_a_prompt_that_does_not_fit(agreeing: Checkpoints) -> None:

@@ -83,6 +83,4 @@ class View:
 
     def sampling(self, context: Context, levels: int) -> Sampling:
         """The sampler of a step of so many draft levels."""
-        return open_sampling(
-            context.state.sampling, self.rows_B, self.length_B, ahead=levels + 1, needs=self.needs
-        )
+        return open_sampling(context.state, self.rows_B, self.length_B, ahead=levels + 1, needs=self.needs)

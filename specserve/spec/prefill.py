@@ -135,7 +135,7 @@ def _score(context: Context, hidden_TH: Tensor, scored: Scored) -> Logprobs:
 
 def _first_tokens(context: Context, view: View, logits_BV: Tensor, end_B: Tensor, final_B: Tensor) -> Tensor:
     """The token at position ``end`` of each request, by the same rule as every other token."""
-    sampling = open_sampling(context.state.sampling, view.rows_B, end_B - 1, ahead=1, needs=view.needs)
+    sampling = open_sampling(context.state, view.rows_B, end_B - 1, ahead=1, needs=view.needs)
     token_B = sampling.choose(logits_BV, Choices.after_prompts(view.rows_B, end_B - 1))
     if view.needs.penalties:
         count_tokens(context.state.sampling.counts, view.rows_B, token_B, final_B)

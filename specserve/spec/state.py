@@ -14,6 +14,7 @@ from specserve_kernels import Prediction, follow_prediction
 from torch import Tensor
 
 from specserve.core import MAX_BIAS, SamplingParams
+from specserve.spec.known import KnownTexts
 
 
 @dataclass(slots=True)
@@ -146,8 +147,14 @@ class DecodeState:
             in_prompt=torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
         )
         self.prediction = Prediction.empty(rows, prediction_size, device) if prediction_size else None
+        self.known: KnownTexts | None = None
         # The dummy row attends to its own position 1: a draft row must see an entry, and slot 0 has none.
         self.slots.length[self.dummy] = 1
+
+    def know_texts(self, end: int) -> KnownTexts:
+        """Steps that are captured or run from now on write texts that are known, up to position ``end``."""
+        self.known = KnownTexts(len(self.slots.root), end, self.device)
+        return self.known
 
     def admit(self, slot: int, row: RowInit, page_feature: Tensor) -> None:
         """Writes a request's row. Its pages follow by ``set_pages``."""
@@ -171,6 +178,8 @@ class DecodeState:
         sampling.choice[slot].fill_(row.choice)
         self._admit_bias(slot, row)
         self._admit_prediction(slot, row)
+        if self.known is not None:
+            self.known.admit(slot, row.prompt, params)
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
             counts, in_prompt = sampling.counts[slot].zero_(), sampling.in_prompt[slot].zero_()
             output = self._integers(row.output)

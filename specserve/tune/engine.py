@@ -1,4 +1,6 @@
-"""The engine that the search measures: weights loaded once, shapes forced run by run.
+"""The engine that the search measures: weights loaded once, shapes forced run by run, on the same texts: whatever shape
+answers a request first settles what all others answer, or in 16 bits their texts would differ, and with them how well
+they are guessed.
 
 Plain decoding runs without the draft, as a server without speculation would: there the draft's cache is not kept.
 """
@@ -92,6 +94,7 @@ class TuneEngine:
         plans = [ShapePlan(envelope(candidates), False, running), ShapePlan(None, True, running)]
         plan = max(plans, key=lambda plan: plan.margin)
         context = create_context(settings, model, plan)
+        context.state.know_texts(max(map(len, work.prompts)) + work.max_tokens)
         assert context.drafter is not None
         largest = settings.cuda_graph_max_bs
         padding = Padding(batch_buckets(largest) if largest is not None else ())
@@ -192,7 +195,11 @@ class TuneEngine:
     def _run(self, policy: ShapePolicy, drafted: bool, batch: int, first: int, count: int) -> Run:
         runner = MeteredRunner(self._context(drafted), self._graphs_of(drafted))
         scheduler = self._scheduler(self.settings, runner, policy)
-        return closed_loop(scheduler, runner, self.work.requests(first, count), batch)
+        return closed_loop(scheduler, runner, self.work.requests(first, count), batch, self._settle)
+
+    def _settle(self, request: Submit, text: Sequence[int]) -> None:
+        assert self.context.state.known is not None
+        self.context.state.known.know(request.token_ids, request.params, text)
 
     def _one_bucket(self, batch: int) -> Padding:
         """Smaller batches pad to it, too: for them nothing is captured."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -111,11 +111,17 @@ def check_answered(messages: Sequence[Tokens | Failed]) -> list[Tokens]:
     return [message for message in messages if isinstance(message, Tokens)]
 
 
-def closed_loop(scheduler: Scheduler, runner: MeteredRunner, requests: Sequence[Submit], batch: int) -> Run:
-    """Keeps ``batch`` of the requests running, in their order. Leaves none behind. Raises ValueError for one that can't
-    be answered."""
+def closed_loop(
+    scheduler: Scheduler,
+    runner: MeteredRunner,
+    requests: Sequence[Submit],
+    batch: int,
+    ended_with: Callable[[Submit, list[int]], None],
+) -> Run:
+    """Keeps ``batch`` of the requests running, in their order, and tells the text of each that ends. Leaves none
+    behind. Raises ValueError for one that can't be answered."""
     queue, open_rids, window = deque(requests), set[str](), None
-    started = set[str]()
+    started, texts = set[str](), {request.rid: (request, list[int]()) for request in requests}
     try:
         while True:
             while queue and len(open_rids) < batch:
@@ -124,10 +130,12 @@ def closed_loop(scheduler: Scheduler, runner: MeteredRunner, requests: Sequence[
             ended = False
             for message in check_answered(scheduler.run_once()):
                 started.add(message.rid)
+                texts[message.rid][1].extend(message.token_ids)
                 if window is not None:
                     window.count(message)
                 if message.finish_reason is not None:
                     open_rids.discard(message.rid)
+                    ended_with(*texts[message.rid])
                     ended = True
             if window is None and len(started) >= batch:
                 window = _Window(runner)
