@@ -10,7 +10,7 @@ Shapes: R requests of a batch, S draft levels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +23,16 @@ Family = tuple[int, int]  # branching; nodes a slot for trees, 0 for chains
 CHAIN: Family = (1, 0)
 
 MAX_LEVELS = 64
-FORGET = 0.995  # of a family's counts, at each step that tests it
-IDLE_FORGET = 0.999  # of them, at each step that does not
+FORGET = 0.995  # of what is known of a level, at each step that tests it
+IDLE_FORGET = 0.999  # at each step that does not
 SKILL_FORGET = 0.97  # of a request's counts, at each of its steps
 SKILL_PRIOR = 2.0  # information, as of eight levels that were tested, that a request is like the others
 PRIOR_PREDICTED = 0.8  # belief that a predicted text is right
 PREDICTED_TESTS = 10.0  # and tests that it is worth
-PRIOR_TESTS = 4.0
-OWN = 0.5  # of what a request's own shift explains that is not counted for its shape
-BORROWED = 24.0  # tests' worth of what chains say of a tree
-PRIOR_CHAIN = 0.6
+OWN = 0.5  # of a request's shift that is not counted for what is usual: whole, nothing would say what that is
+FIRST_ODDS = 0.4  # of a chain's first level: a chance of 0.6
+CHAIN_PRIOR = 1.0  # information, as of four levels that were tested, that a level is like the one above it
+TREE_PRIOR = 4.0  # that a tree has what its width suggests
 MOST = 0.995
 
 
@@ -95,45 +95,65 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class _Tests:
-    """The levels that were tested in a step, and with what result. ``usual_S``: the chances of an average request,
-    ``chance_RS``: each one's own."""
+    """The levels of a step that were tested, with what result, and the chance that each had."""
 
     met_RS: NDArray[np.bool_]
     hit_RS: NDArray[np.bool_]
-    usual_S: Floats
     chance_RS: Floats
 
     @classmethod
-    def of(cls, usual_S: Floats, shift_R: Floats, accepted_R: Ints, offered_R: Ints) -> _Tests:
-        level_S = np.arange(len(usual_S))
+    def of(cls, odds_S: Floats, shift_R: Floats, accepted_R: Ints, offered_R: Ints) -> _Tests:
+        level_S = np.arange(len(odds_S))
         met_RS = np.minimum(accepted_R + 1, offered_R)[:, None] > level_S
-        return cls(met_RS, accepted_R[:, None] > level_S, usual_S, shifted(usual_S, shift_R))
+        hit_RS = met_RS & (accepted_R[:, None] > level_S)
+        return cls(met_RS, hit_RS, _chance(odds_S + shift_R[:, None]))
 
+    def of_shift(self, odds_S: Floats, shift_R: Floats) -> _Tests:
+        """The same, had the requests been of these shifts."""
+        return replace(self, chance_RS=_chance(odds_S + shift_R[:, None]))
 
-def shifted(chance_S: Floats, shift_R: Floats) -> Floats:
-    """Chances ``[R, S]`` of requests whose log-odds are so much above an average one's."""
-    odds_RS = np.exp(shift_R)[:, None] * (chance_S / np.maximum(1 - chance_S, 1e-9))
-    return np.asarray(odds_RS / (1 + odds_RS))
+    @property
+    def surprise_RS(self) -> Floats:
+        return np.asarray(self.hit_RS - self.met_RS * self.chance_RS)
+
+    @property
+    def information_RS(self) -> Floats:
+        return np.asarray(self.met_RS * self.chance_RS * (1 - self.chance_RS))
 
 
 @dataclass(slots=True)
-class _Counts:
-    accepted: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
-    tested: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
+class _Learned:
+    """Log-odds of levels, estimated as a request's shift is, but from what the level above has instead of from 0;
+    ``prior``: the information that a level is like that one."""
+
+    prior: float
+    surprise: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
+    information: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
     seen: int = 0  # the step that tested it last
 
-    def add(self, tests: _Tests, step: int) -> None:
-        """A step's tests, half as they were and half as an average request would have met them: of shapes that easy
-        requests had and others hard ones, the first are not better for that. Whole, nothing would say what an average
-        is."""
-        levels = tests.hit_RS.shape[1]
-        kept = FORGET * IDLE_FORGET ** max(0, step - 1 - self.seen)
-        self.accepted *= kept
-        self.tested *= kept
-        own_RS = tests.met_RS * (tests.chance_RS - tests.usual_S)
-        self.accepted[:levels] += (tests.hit_RS - OWN * own_RS).sum(0)
-        self.tested[:levels] += tests.met_RS.sum(0)
+    def at(self, levels: int, above: float, step: int) -> Floats:
+        """``above``: what stands above the first level."""
+        kept = IDLE_FORGET ** (step - self.seen)
+        surprise, information = (kept * sums[:levels] for sums in (self.surprise, self.information))
+        found = np.empty(levels)
+        for level, (said, known) in enumerate(zip(surprise.tolist(), information.tolist(), strict=True)):
+            found[level] = above = (said + self.prior * above) / (known + self.prior)
+        return found
+
+    def learn(self, believed_S: Floats, surprise_S: Floats, information_S: Floats, step: int) -> None:
+        """``believed_S``: what ``at`` said; levels accepted less those expected of them, and the variance of these."""
+        kept_S = np.full(MAX_LEVELS, IDLE_FORGET ** (step - self.seen))
+        levels = len(believed_S)
+        kept_S[:levels] *= np.where(information_S > 0, FORGET / IDLE_FORGET, 1)
+        self.surprise *= kept_S
+        self.information *= kept_S
+        self.surprise[:levels] += surprise_S + information_S * believed_S
+        self.information[:levels] += information_S
         self.seen = step
+
+
+def _chance(odds: Floats) -> Floats:
+    return np.asarray(1 / (1 + np.exp(-odds)))
 
 
 def family_of(shape: StepShape) -> Family:
@@ -141,43 +161,36 @@ def family_of(shape: StepShape) -> Family:
     return CHAIN if shape.branching == 1 else (shape.branching, shape.nodes // shape.slots)
 
 
-def _candidates_worth(family: Family) -> float:
-    return 1 + 0.35 * float(np.log2(family[0]))
+def _width_odds(family: Family) -> float:
+    """What K candidates have beyond one, as far as trees of the bundled drafts tell."""
+    return 0.4 + 0.2 * float(np.log2(family[0]))
 
 
 class Acceptance:
-    """Estimates for all families. What a tree's does not know it borrows from the chains', and deeper levels of these
-    from shallower ones: a node of K candidates is rejected like 1 + 0.35 log2 K independent ones of a chain."""
+    """Estimates for all families, as log-odds of each level that add up: a chain's, what a tree has beyond that, and
+    the request's own shift. So a text that grows easier under one shape is known to be easier for all of them.
+
+    A tree is first taken for what its width suggests. What it is told then is how much better or worse than expected
+    it did than the chain inside it, for most of the luck is that of both."""
 
     def __init__(self) -> None:
-        self._families: dict[Family, _Counts] = {}
+        self._chain = _Learned(CHAIN_PRIOR)
+        self._trees: dict[Family, _Learned] = {}
         self._step = 0
 
     def levels(self, family: Family, levels: int) -> Floats:
         """``P(level l is accepted | level l - 1 is)`` of an average request, for l = 1 .. ``levels``."""
-        chain = self._chain(levels)
+        return _chance(self._family_odds(family, levels))
+
+    def _chain_odds(self, levels: int) -> Floats:
+        return self._chain.at(levels, FIRST_ODDS, self._step)
+
+    def _family_odds(self, family: Family, levels: int) -> Floats:
+        chain_S = self._chain_odds(levels)
         if family == CHAIN:
-            return chain
-        prior = 1 - (1 - chain) ** _candidates_worth(family)
-        accepted, tested = self._kept(family, levels)
-        return np.asarray((accepted + BORROWED * prior) / (tested + BORROWED))
-
-    def _chain(self, levels: int) -> Floats:
-        accepted, tested = self._kept(CHAIN, levels)
-        found, above = np.empty(levels), PRIOR_CHAIN
-        for level in range(levels):
-            above = (accepted[level] + PRIOR_TESTS * above) / (tested[level] + PRIOR_TESTS)
-            found[level] = above
-        return found
-
-    def _kept(self, family: Family, levels: int) -> tuple[Floats, Floats]:
-        """Accepted and tested, less what was forgotten since the family ran."""
-        counts = self._families.get(family)
-        if counts is None:
-            return np.zeros(levels), np.zeros(levels)
-        kept = IDLE_FORGET ** (self._step - counts.seen)
-        tested = kept * counts.tested[:levels]
-        return np.clip(kept * counts.accepted[:levels], 0, tested), tested
+            return chain_S
+        tree = self._trees.setdefault(family, _Learned(TREE_PRIOR))
+        return np.asarray(chain_S + tree.at(levels, _width_odds(family), self._step))
 
     def expected(self, shape: StepShape, shifts: Floats, caps: Ints, floors: Floats | float = 0.0) -> float:
         """Tokens that a step of ``shape`` gives a batch. Chains share a budget of nodes by select's own rule: the most
@@ -185,8 +198,8 @@ class Acceptance:
         slots = len(shifts)
         if not shape.levels:
             return float(slots)
-        levels = self.levels(family_of(shape), shape.levels)
-        each_RS = np.maximum(shifted(levels, shifts), np.reshape(floors, (-1, 1)))
+        odds_S = self._family_odds(family_of(shape), shape.levels)
+        each_RS = np.maximum(_chance(odds_S + shifts[:, None]), np.reshape(floors, (-1, 1)))
         reached_RS = np.minimum(each_RS, MOST).cumprod(axis=1)
         depth_S = np.arange(1, shape.levels + 1)
         reached_RS[depth_S > caps[:, None]] = 0
@@ -204,21 +217,23 @@ class Acceptance:
         if not shape.levels or not own:
             return
         shift_R = np.array([skills[index].shift for index in own])
-        offered_R = np.minimum(shape.levels, np.array(given.drafted)[own])  # exact for chains
         accepted_R = np.array(given.emitted)[own] - 1
-        tests = self._tests(family_of(shape), shape.levels, shift_R, accepted_R, offered_R)
-        if family_of(shape) != CHAIN:
-            firsts_R, chain_R = np.array(given.firsts)[own], np.array(given.chains)[own]
-            self._tests(CHAIN, shape.levels, shift_R, firsts_R, chain_R)
-        surprise_R = (tests.hit_RS - tests.met_RS * tests.chance_RS).sum(1)
-        information_R = (tests.met_RS * tests.chance_RS * (1 - tests.chance_RS)).sum(1)
-        for index, *learned in zip(own, surprise_R.tolist(), information_R.tolist(), strict=True):
-            skills[index].observe(*learned)
+        offered_R = np.minimum(shape.levels, np.array(given.drafted)[own])  # exact for chains
+        family, chain_S = family_of(shape), self._chain_odds(shape.levels)
+        if family == CHAIN:
+            chain = tests = _Tests.of(chain_S, shift_R, accepted_R, offered_R)
+        else:
+            odds_S = self._family_odds(family, shape.levels)
+            tests = _Tests.of(odds_S, shift_R, accepted_R, offered_R)
+            chain = _Tests.of(chain_S, shift_R, np.array(given.firsts)[own], np.array(given.chains)[own])
+            self._learn_tree(family, tests, chain)
+        usual = chain.of_shift(chain_S, OWN * shift_R)
+        self._chain.learn(chain_S, usual.surprise_RS.sum(0), usual.information_RS.sum(0), self._step)
+        learned = tests.surprise_RS.sum(1).tolist(), tests.information_RS.sum(1).tolist()
+        for index, surprise, information in zip(own, *learned, strict=True):
+            skills[index].observe(surprise, information)
 
-    def _tests(
-        self, family: Family, levels: int, shift_R: Floats, accepted_R: Ints, offered_R: Ints
-    ) -> _Tests:
-        """Counts what a step tested of a family."""
-        tests = _Tests.of(self.levels(family, levels), shift_R, accepted_R, offered_R)
-        self._families.setdefault(family, _Counts()).add(tests, self._step)
-        return tests
+    def _learn_tree(self, family: Family, tests: _Tests, chain: _Tests) -> None:
+        tree, beyond_S = self._trees[family], (tests.surprise_RS - chain.surprise_RS).sum(0)
+        believed_S = tree.at(len(beyond_S), _width_odds(family), self._step)
+        tree.learn(believed_S, beyond_S, tests.information_RS.sum(0), self._step)

@@ -319,3 +319,43 @@ def test_costs_are_refreshed_and_outliers_count_little() -> None:
         2.0 < cost.seconds(other, 1000) < 3.0
     )  # the machine became slower, and a part of that is the shape's own
     assert cost.error < 0.05
+
+
+def test_a_tree_is_no_better_for_the_easy_texts_that_it_was_run_for() -> None:
+    """Requests come by turns: of easy ones a tree drafts, of hard ones a chain. What a tree would give a hard one?"""
+    acceptance, generator = Acceptance(), np.random.default_rng(0)
+    tree, chain = StepShape(1, 16, 4, 4), StepShape(1, 5, 4, 1)
+
+    def serve(shape: StepShape, chance: float) -> Skill:
+        skill = Skill(FREE)
+        for _ in range(30):
+            draws = generator.random(4)
+            hit = 1 - (1 - chance) ** 2 if shape is tree else chance
+            accepted, first = (int((draws < each).cumprod().sum()) for each in (hit, chance))
+            acceptance.observe(shape, [skill], Given([1 + accepted], [15], [4], [first]))
+        return skill
+
+    for _ in range(30):
+        serve(tree, 0.8)
+        hard = serve(chain, 0.3)
+    expected = acceptance.expected(tree, np.array([hard.shift]), np.array([FREE]))
+    assert expected == pytest.approx(1 + 0.51 + 0.26 + 0.13 + 0.07, abs=0.7)
+
+
+def test_a_text_that_grows_easier_under_one_shape_does_so_for_all() -> None:
+    acceptance, generator = Acceptance(), np.random.default_rng(0)
+    tree, chain, skill = StepShape(1, 16, 4, 4), StepShape(1, 5, 4, 1), Skill(FREE)
+
+    def step(shape: StepShape, chance: float) -> None:
+        draws = generator.random(4)
+        hit = 1 - (1 - chance) ** 2 if shape is tree else chance
+        accepted, first = (int((draws < each).cumprod().sum()) for each in (hit, chance))
+        acceptance.observe(shape, [skill], Given([1 + accepted], [15], [4], [first]))
+
+    for _ in range(300):
+        step(tree, 0.3)
+        step(chain, 0.3)
+    for _ in range(25):
+        step(chain, 0.85)
+    found = acceptance.expected(tree, np.array([skill.shift]), np.array([FREE]))
+    assert found > 0.7 * sum(0.9775**level for level in range(5))
