@@ -12,7 +12,7 @@ import torch
 from specserve.config import SETTINGS, Settings, load_settings, make_settings, resolve, resolve_paths
 from specserve.config import paths as config_paths
 from specserve.config.reference import reference
-from specserve.config.speculation import pool_size
+from specserve.config.speculation import pool_size, resolve_speculation
 
 ROOT = Path(__file__).parents[2]
 LLAMA: Any = SimpleNamespace(
@@ -263,6 +263,26 @@ def test_without_a_shape_the_controller_chooses(model: str) -> None:
     assert any("speculative_adaptive = true: none of --speculative-num-steps," in note for note in notes)
     assert resolve(found, LLAMA)[0] == found
     assert not resolve(Settings(model_path=model), LLAMA)[0].speculative_adaptive
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "given", "expected"),
+    [
+        ("cuda", "bfloat16", "auto", "int8"),
+        ("cuda", "float16", "auto", "int8"),
+        ("cuda", "float32", "auto", "none"),
+        ("cpu", "float32", "auto", "none"),
+        ("cuda", "bfloat16", "none", "none"),
+        ("cuda", "bfloat16", "fp8", "fp8"),
+    ],
+)
+def test_drafts_are_read_in_8_bits_where_that_saves_bytes(
+    model: str, device: str, dtype: str, given: str, expected: str
+) -> None:
+    settings = speculative(model, device=device, dtype=dtype, speculative_draft_quantization=given)
+    assert resolve_speculation(settings, LLAMA, []).speculative_draft_quantization == expected
+    plain = Settings(model_path=model, device=device, dtype=dtype)
+    assert resolve_speculation(plain, LLAMA, []).speculative_draft_quantization == "none"
 
 
 @pytest.mark.parametrize(
