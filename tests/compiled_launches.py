@@ -81,7 +81,8 @@ class Enough(Exception):
 
 WAIT = "griddepcontrol.wait"
 ACCESS = re.compile(
-    r"\b(ld|st|atom|red|cp)\.(?!global\.cg\.)[\w.:]*global|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)"
+    r"\bld\.(?!global\.cg\.)[\w.:]*global|\b(st|atom|red|cp)\.[\w.:]*global"
+    r"|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)"
 )
 
 

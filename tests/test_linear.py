@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from specserve.layers.decoder import MLP, RMSNorm
 from specserve.layers.linear import Linear, pack_linears
 
 
@@ -52,3 +53,21 @@ def test_shared_and_named_weights_are_kept() -> None:
     assert model["qkv"].weight.numel() == 128
     assert model["out"].weight.numel() == 0
     assert all(model[name].packed is not None for name in ("head", "qkv", "out"))
+
+
+@pytest.mark.gpu
+def test_what_is_trained_on_a_gpu_has_gradients() -> None:
+    """The kernels give none, so the references compute."""
+    mlp = MLP(64, 128).cuda()
+    x = torch.randn(5, 64, device="cuda")
+    RMSNorm(64, 1e-5).cuda()(mlp(x)).square().sum().backward()
+    found = {name: p.grad for name, p in mlp.named_parameters()}
+    assert found.keys() == {"gate_up_proj.weight", "down_proj.weight"}
+    on_cpu = MLP(64, 128)
+    on_cpu.load_state_dict(mlp.state_dict())
+    RMSNorm(64, 1e-5)(on_cpu(x.cpu())).square().sum().backward()
+    for name, p in on_cpu.named_parameters():
+        grad = found[name]
+        assert grad is not None
+        assert p.grad is not None
+        torch.testing.assert_close(grad.cpu(), p.grad, rtol=1e-3, atol=1e-4)

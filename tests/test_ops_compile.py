@@ -90,6 +90,7 @@ def test_code_that_reads_too_early_is_found() -> None:
     assert not waits_first(f"{load}\n{wait}")
     assert not waits_first(f"%1 = load i32, ptr addrspace(1) %0\n{wait}")
     assert waits_first(f'asm "@$3 ld.global.cg.b32 {{ $0 }}, [ $2 ];"\n{wait}\n{load}')
+    assert not waits_first(f'asm "st.global.cg.b32 [ $0 ], {{ $1 }};"\n{wait}\n{load}')
     assert waits_first(load) is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import TypeGuard
 from unittest import mock
 
 import pytest
@@ -72,9 +73,19 @@ def _is_text(line: ast.Expr) -> bool:
 
 
 def test_who_reads_before_it_waits() -> None:
-    """What the docstrings of these say."""
-    early = {name for name, node in kernels().items() if "load_settled" in _calls(node)}
-    assert early == {"_attend_kernel", "_rotary_store_kv_kernel"}
+    """And what: as the docstrings of these say."""
+    early = {
+        name: {ast.unparse(call.args[0]).split(" ")[0] for call in ast.walk(node) if _is_early(call)}
+        for name, node in kernels().items()
+    }
+    assert {name: read for name, read in early.items() if read} == {
+        "_attend_kernel": {"length_B", "q_start"},
+        "_rotary_store_kv_kernel": {"page_ptr", "offset_ptr"},
+    }
+
+
+def _is_early(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "load_settled"
 
 
 def test_the_list_of_those_alone_is_true() -> None:
@@ -117,6 +128,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one() -> None:
     mixes = [draw((heads + 2) * size, hidden) * hidden**-0.5 for _ in range(layers)]
     pages, rope_T2D = torch.arange(4, device="cuda")[None], draw(tokens, 2, size)
     position_T = length + torch.arange(tokens, device="cuda")
+    places = position_T // 16, position_T % 16
     length_B, q_start = (torch.tensor(each, device="cuda") for each in ([length], [0, tokens]))
     mask_T = (2 << torch.arange(tokens, device="cuda")) - 1
     first_cache = draw(4, 2, 16, 1, size)
@@ -130,7 +142,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one() -> None:
         for mix, up, down in zip(mixes, wide, narrow, strict=True):
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
             qkv = torch.nn.functional.linear(x, mix).view(tokens, -1, size)  # not one that overlaps
-            q = rotary_store_kv(qkv, rope_T2D, 1, cache, position_T // 16, position_T % 16)
+            q = rotary_store_kv(qkv, rope_T2D, 1, cache, *places)
             x = attend_nodes(q, cache, pages, length_B, q_start, mask_T, tokens, workspace).flatten(1)
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
             x = quantized_linear(linear_few(x, up, gated=True), *down)

@@ -19,7 +19,10 @@ from specserve_kernels import dequantize, linear, quantize, quantized_linear, si
 from torch import Tensor, nn
 
 _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 row to 512
-FEW_TOKENS = 32  # of a level on an H200: int8 165 us, bf16 198; 64 tokens 346 and 204
+FEW_TOKENS = {
+    torch.int8: 32,
+    torch.float8_e4m3fn: 16,
+}  # of a level on an H200, 32 tokens: 165, 272, bf16 198 us
 
 
 class Linear(nn.Linear):
@@ -60,7 +63,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("factor_OG", factor_OG, persistent=False)
 
     def forward(self, x_TI: Tensor, gated: bool = False) -> Tensor:
-        if len(x_TI) > FEW_TOKENS:
+        if len(x_TI) > FEW_TOKENS[self.weight_OI.dtype]:
             return linear(x_TI, self._plain.weight, self._plain.bias, gated)
         return quantized_linear(x_TI, self.weight_OI, self.factor_OG, self._plain.bias, gated)
 

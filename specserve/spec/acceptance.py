@@ -33,6 +33,7 @@ OWN = 0.5  # of a request's shift that is not counted for what is usual: whole, 
 FIRST_ODDS = 0.4  # of a chain's first level: a chance of 0.6
 CHAIN_PRIOR = 1.0  # information, as of four levels that were tested, that a level is like the one above it
 TREE_PRIOR = 4.0  # that a tree has what its width suggests
+FARTHEST = 2.0  # that a level moves at a step
 MOST = 0.995
 
 
@@ -133,6 +134,7 @@ class _Learned:
 
     def at(self, levels: int, above: float, step: int) -> Floats:
         """``above``: what stands above the first level."""
+        assert levels <= MAX_LEVELS
         kept = IDLE_FORGET ** (step - self.seen)
         surprise, information = (kept * sums[:levels] for sums in (self.surprise, self.information))
         found = np.empty(levels)
@@ -141,14 +143,17 @@ class _Learned:
         return found
 
     def learn(self, believed_S: Floats, surprise_S: Floats, information_S: Floats, step: int) -> None:
-        """``believed_S``: what ``at`` said; levels accepted less those expected of them, and the variance of these."""
+        """``believed_S``: what ``at`` said; levels accepted less those expected of them, and the variance of these.
+        Newton's method overshoots where many requests surprise a level that was nearly certain: see
+        ``FARTHEST``."""
         kept_S = np.full(MAX_LEVELS, IDLE_FORGET ** (step - self.seen))
         levels = len(believed_S)
         kept_S[:levels] *= np.where(information_S > 0, FORGET / IDLE_FORGET, 1)
         self.surprise *= kept_S
         self.information *= kept_S
-        self.surprise[:levels] += surprise_S + information_S * believed_S
         self.information[:levels] += information_S
+        most_S = FARTHEST * (self.information[:levels] + self.prior)
+        self.surprise[:levels] += surprise_S.clip(-most_S, most_S) + information_S * believed_S
         self.seen = step
 
 

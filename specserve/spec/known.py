@@ -18,7 +18,7 @@ from torch import Tensor
 from specserve.core import SamplingParams
 
 UNKNOWN = -1
-_Key = tuple[tuple[int, ...], int | None]
+_Key = tuple[tuple[int, ...], int | None, int]  # prompt; seed, None for greedy ones; which of n answers
 
 
 class KnownTexts:
@@ -29,24 +29,31 @@ class KnownTexts:
         self.tokens_RP = torch.full((rows, end + 1), UNKNOWN, dtype=torch.int64, device=device)
         self._texts: dict[_Key, Tensor] = {}
 
-    def know(self, prompt: Sequence[int], params: SamplingParams, text: Sequence[int]) -> None:
-        """What answers the prompt, in requests that begin from now on; the first text stands. Raises ValueError for
-        params that sample without a seed: each of their answers is another."""
-        if not params.greedy and params.seed is None:
+    def know(
+        self, prompt: Sequence[int], params: SamplingParams, text: Sequence[int], choice: int = 0
+    ) -> None:
+        """What answers the prompt, greedily or with this seed, in requests that begin from now on, whatever else they
+        ask for; the first text stands. Raises ValueError for params that sample without a seed: each of their answers
+        is another."""
+        key = _key(prompt, params, choice)
+        if key is None:
             raise ValueError("seed: a text that is sampled without one can't be known")
-        key = _key(prompt, params)
-        if key not in self._texts:
-            room = max(0, self.tokens_RP.shape[1] - 1 - len(prompt))
-            text_T = torch.tensor(list(text)[:room], dtype=torch.int64)
-            self._texts[key] = text_T.to(self.tokens_RP.device)
+        room = max(0, self.tokens_RP.shape[1] - 1 - len(prompt))
+        self._texts.setdefault(key, torch.tensor(list(text)[:room], dtype=torch.int64))
 
-    def admit(self, row: int, prompt: Sequence[int], params: SamplingParams) -> None:
-        """A request takes a row."""
+    def admit(
+        self, row: int, prompt: Sequence[int], params: SamplingParams, choice: int, output: Sequence[int]
+    ) -> None:
+        """A request takes a row, maybe not its first, with the output that it has."""
         self.tokens_RP[row].fill_(UNKNOWN)
-        text_T = self._texts.get(_key(prompt, params))
-        if text_T is not None:
-            self.tokens_RP[row, len(prompt) : len(prompt) + len(text_T)] = text_T
+        key = _key(prompt, params, choice)
+        text_T = None if key is None else self._texts.get(key)
+        if text_T is not None and text_T[: len(output)].tolist() == list(output)[: len(text_T)]:
+            end = len(prompt) + len(text_T)
+            self.tokens_RP[row, len(prompt) : end] = text_T.to(self.tokens_RP.device, non_blocking=True)
 
 
-def _key(prompt: Sequence[int], params: SamplingParams) -> _Key:
-    return tuple(prompt), None if params.greedy else params.seed
+def _key(prompt: Sequence[int], params: SamplingParams, choice: int) -> _Key | None:
+    if params.greedy:
+        return tuple(prompt), None, choice
+    return None if params.seed is None else (tuple(prompt), params.seed, choice)

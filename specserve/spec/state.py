@@ -152,7 +152,9 @@ class DecodeState:
         self.slots.length[self.dummy] = 1
 
     def know_texts(self, end: int) -> KnownTexts:
-        """Steps that are captured or run from now on write texts that are known, up to position ``end``."""
+        """Steps that are captured or run from now on write texts that are known, up to position ``end``. Once: captured
+        steps keep the table's address."""
+        assert self.known is None
         self.known = KnownTexts(len(self.slots.root), end, self.device)
         return self.known
 
@@ -179,7 +181,7 @@ class DecodeState:
         self._admit_bias(slot, row)
         self._admit_prediction(slot, row)
         if self.known is not None:
-            self.known.admit(slot, row.prompt, params)
+            self.known.admit(slot, row.prompt, params, row.choice, row.output)
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
             counts, in_prompt = sampling.counts[slot].zero_(), sampling.in_prompt[slot].zero_()
             output = self._integers(row.output)

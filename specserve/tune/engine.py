@@ -143,11 +143,15 @@ class TuneEngine:
         policy = DeepShapes(max(levels.values()), max(levels))
         scheduler = self._scheduler(settings, recorder, policy)
         until = time.perf_counter() + seconds
-        for request in self.work.requests(0, self._probed()):
+        texts = {request.rid: (request, list[int]()) for request in self.work.requests(0, self._probed())}
+        for request, _ in texts.values():
             scheduler.submit(request)
         least = LEAST_LOOKS * max(levels.values())
         while scheduler.has_work and (time.perf_counter() < until or recorder.recorded < least):
-            check_answered(scheduler.run_once())
+            for message in check_answered(scheduler.run_once()):
+                texts[message.rid][1].extend(message.token_ids)
+                if message.finish_reason is not None:
+                    self._settle(*texts[message.rid])
         answers = recorder.answers(cut=scheduler.has_work)
         scheduler.close()
         return Replay(answers, levels)

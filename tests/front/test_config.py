@@ -280,7 +280,9 @@ def test_drafts_are_read_in_8_bits_where_that_saves_bytes(
     model: str, device: str, dtype: str, given: str, expected: str
 ) -> None:
     settings = speculative(model, device=device, dtype=dtype, speculative_draft_quantization=given)
-    assert resolve_speculation(settings, LLAMA, []).speculative_draft_quantization == expected
+    notes: list[str] = []
+    assert resolve_speculation(settings, LLAMA, notes).speculative_draft_quantization == expected
+    assert any("speculative_draft_quantization = int8" in note for note in notes) == (expected == "int8")
     plain = Settings(model_path=model, device=device, dtype=dtype)
     assert resolve_speculation(plain, LLAMA, []).speculative_draft_quantization == "none"
 

@@ -359,3 +359,24 @@ def test_a_text_that_grows_easier_under_one_shape_does_so_for_all() -> None:
         step(chain, 0.85)
     found = acceptance.expected(tree, np.array([skill.shift]), np.array([FREE]))
     assert found > 0.7 * sum(0.9775**level for level in range(5))
+
+
+@pytest.mark.parametrize("slots", [1, 16, 64, 256])
+def test_many_surprises_at_once_are_not_exaggerated(slots: int) -> None:
+    """Deep levels that were never tested are believed as good as the sure ones above them, and are a coin's toss."""
+    acceptance, generator = Acceptance(), np.random.default_rng(0)
+    skills = [Skill(FREE) for _ in range(slots)]
+
+    def step(levels: int, chances: Sequence[float]) -> None:
+        draws = generator.random((slots, levels)) < chances
+        accepted = draws.cumprod(1).sum(1).tolist()
+        drafted = [levels] * slots
+        shape = StepShape(slots, slots * (levels + 1), levels, 1)
+        acceptance.observe(shape, skills, Given([1 + n for n in accepted], drafted, drafted, accepted))
+
+    for _ in range(300):
+        step(2, [0.98, 0.98])
+    for _ in range(12 if slots > 1 else 60):
+        step(5, [0.98, 0.98, 0.5, 0.5, 0.5])
+        assert acceptance.levels(CHAIN, 5).min() > 0.1
+    assert acceptance.levels(CHAIN, 3)[2] == pytest.approx(0.5, abs=0.25)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from specserve.core import SamplingParams
+from specserve.spec.known import UNKNOWN, KnownTexts
 from tests.engines import Checkpoints, answer_all, context_of, make_scheduler
 
 PROMPTS = [[5, 6, 7], [9, 10, 4, 4]]
@@ -55,7 +57,23 @@ def test_a_row_forgets_the_text_before(agreeing: Checkpoints) -> None:
     assert found[1].tokens == expected.tokens
 
 
-def test_what_has_no_seed_can_t_be_known(agreeing: Checkpoints) -> None:
-    texts = context_of(make_scheduler(agreeing.target)).state.know_texts(8)
+def test_what_has_no_seed_can_t_be_known() -> None:
+    texts, unseeded = KnownTexts(2, 8, torch.device("cpu")), SamplingParams(temperature=1)
     with pytest.raises(ValueError, match="seed: a text that is sampled without one"):
-        texts.know([1, 2], SamplingParams(temperature=1), [3])
+        texts.know([1, 2], unseeded, [3])
+    texts.know([1, 2], GREEDY, [3])
+    texts.admit(0, [1, 2], unseeded, 0, [])
+    assert (texts.tokens_RP == UNKNOWN).all(), "the greedy text is not its"
+
+
+def test_who_gets_a_text() -> None:
+    """The answer that it was of; and a request that comes back only if it has written nothing else."""
+    texts = KnownTexts(2, 8, torch.device("cpu"))
+    texts.know([1, 2], SAMPLED, [3, 4, 5])
+
+    def row(choice: int, output: list[int]) -> list[int]:
+        texts.admit(1, [1, 2], SAMPLED, choice, output)
+        return texts.tokens_RP[1, 2:5].tolist()
+
+    assert row(0, []) == row(0, [3, 4]) == row(0, [3, 4, 5, 9]) == [3, 4, 5]
+    assert row(1, []) == row(0, [3, 7]) == [UNKNOWN] * 3

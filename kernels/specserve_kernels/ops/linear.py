@@ -18,6 +18,7 @@ from specserve_kernels.ops.device import Limits, limits_of
 from specserve_kernels.ops.overlap import overlap, take_turn
 
 _FEW_TOKENS = 16
+_MOST_OUTPUTS = 1 << 16  # a target's head stays cuBLAS's, which writes where captured steps want it
 _OUTPUTS = 32  # a program's, where the multiprocessors have one or two each
 
 
@@ -32,7 +33,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool =
 
 def serves(tokens: int, outputs: int, limits: Limits) -> bool:
     """Whether the kernel takes less time than cuBLAS."""
-    return tokens <= _FEW_TOKENS and (overlap()["OVERLAP"] or outputs <= limits.processors * _OUTPUTS)
+    most = _MOST_OUTPUTS if overlap()["OVERLAP"] else limits.processors * _OUTPUTS
+    return tokens <= _FEW_TOKENS and outputs <= most
 
 
 def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
