@@ -65,6 +65,10 @@ def _part(kinds: Sequence[str], index: int) -> str:
     behind = [k for k in kinds[index + 1 :] if k not in ("other", "sum")]
     if before in ("attention", "activation"):
         return "o" if before == "attention" else "down"
+    if behind[:2] == ["gemm", "norm"]:  # the activation is inside
+        return "gate, up"
+    if before == "gemm" and behind[:1] == ["norm"]:
+        return "down"
     return NEXT.get(behind[0] if behind else "", "fc")
 
 
@@ -151,6 +155,7 @@ def main() -> None:
     parser.add_argument("--shape", default="3,1,4", help="off, or steps,topk,tokens")
     parser.add_argument("--before", type=Path)
     parser.add_argument("--one-by-one", action="store_true")
+    parser.set_defaults(draft_quantization="none")
     parser.add_argument("--picture", type=Path)
     args = parse_load(parser)
     if not applies(args.model):

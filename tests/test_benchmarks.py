@@ -121,6 +121,25 @@ STEP = [
 ]
 
 
+PARTS = [
+    *("tree", "draft pairs", *(f"draft {part}" for part in LAYER_PARTS[1:]), "draft head"),
+    *(
+        "draft sampling",
+        "draft sampling",
+        "tree",
+        "tree",
+        "other",
+        *LAYER_PARTS,
+        "other",
+        "fc",
+        "head",
+        "sum",
+    ),
+    *("sampling", "sampling", "tree", "store pairs", "store qkv", "store rotary + KV store", "tree"),
+]
+FOLDED = (STEP, ("_silu_and_mul_kernel",)), (PARTS, ("activation", "draft activation"))
+
+
 def events(names: list[str], us: float = 10.0, early: float = 4.0) -> list[Event]:
     """Each begins ``early`` before the one before it ends."""
     return [
@@ -136,22 +155,13 @@ def test_a_kernel_s_time_is_what_it_adds() -> None:
 
 
 def test_the_parts_of_a_step() -> None:
-    assert parts(events(STEP)) == [
-        *("tree", "draft pairs", *(f"draft {part}" for part in LAYER_PARTS[1:]), "draft head"),
-        *(
-            "draft sampling",
-            "draft sampling",
-            "tree",
-            "tree",
-            "other",
-            *LAYER_PARTS,
-            "other",
-            "fc",
-            "head",
-            "sum",
-        ),
-        *("sampling", "sampling", "tree", "store pairs", "store qkv", "store rotary + KV store", "tree"),
-    ]
+    assert parts(events(STEP)) == PARTS
+
+
+def test_projections_that_hold_their_activation() -> None:
+    """Of few tokens: the gate's is followed by the next projection."""
+    step, expected = ([each for each in list_ if each not in without] for list_, without in FOLDED)
+    assert parts(events(step)) == expected
 
 
 def test_bars_add_up_to_the_step(tmp_path: Path) -> None:

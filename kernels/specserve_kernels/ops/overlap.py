@@ -6,8 +6,8 @@ nothing, and read by ``load_settled`` alone. The wait is over when the launch be
 one before it, and so on. Therefore every program waits, those without work, too: a launch that ended sooner than what
 it follows would let the next one in too early.
 
-Asking for weights before the wait, so that they are in the second cache behind it, gains nothing on an H200: the next
-launch begins soon enough, and what is asked for early is read twice (see the log of docs/performance.md).
+Asking for weights before the wait, so that they are in the second cache behind it, gains nothing on an H200, and
+asking for much of them costs time (see the log of docs/performance.md).
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -65,6 +65,6 @@ def load_settled(pointers, mask, other):
 
 @triton.jit
 def take_turn(OVERLAP: tl.constexpr):
-    """Both, for kernels that leave room for others."""
+    """Both: where no launch of many programs follows, which would take room from the running ones."""
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)
