@@ -20,6 +20,7 @@ import specserve.engine.runner
 from benchmarks.lossless import CHOICES, SAMPLING, Models, make_items, run_matrix
 from specserve import SamplingParams
 from specserve.config import make_settings, resolve
+from specserve.layers.rotary import Rope
 from specserve.models.checkpoint import load_target, target_config
 from specserve.models.config import load_model_config
 from specserve.models.registry import ARCHITECTURES
@@ -447,12 +448,12 @@ def test_projected_keys_are_normed_as_attention_norms_them(tmp_path: Path) -> No
     attention = model.layers[1].self_attn
     seen: list[Tensor] = []
 
-    def attend(layer: int, qkv_TND: Tensor, num_kv_heads: int, rope_T2D: Tensor) -> Tensor:
+    def attend(layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
         seen.append(qkv_TND)
         return qkv_TND[:, :-4].flatten(1)
 
     x_TH = torch.randn(5, 32, dtype=torch.float64)
-    attention(x_TH, model.rope_P2D[:5], attend)
+    attention(x_TH, Rope(model.rope_P2D, torch.arange(5)), attend)
     torch.testing.assert_close(attention.project_kv(x_TH), seen[0][:, -4:], rtol=0, atol=1e-12)
 
 

@@ -9,6 +9,7 @@ import torch
 from specserve_kernels import apply_rotary
 from torch import Tensor
 
+from specserve.layers.rotary import Rope
 from specserve.models.draft.base import DraftHead
 from specserve.train.attend import CausalAttend, TestTimeAttend
 from specserve.train.heads import HeadOptions, make_eagle, make_eagle3
@@ -27,9 +28,9 @@ class CacheAttend:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope_T2D: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
         qk, values = qkv_TND[:, :-num_kv_heads], qkv_TND[:, -num_kv_heads:]
-        qk = apply_rotary(qk, rope_T2D)
+        qk = apply_rotary(qk, rope.table_P2D[rope.position_T])
         outs = []
         for query, key, value in zip(qk[:, :-num_kv_heads], qk[:, -num_kv_heads:], values, strict=True):
             self.keys.append(key)

@@ -61,7 +61,7 @@ class Chain:
 
     layers: list[Layer]
     x_TH: Tensor
-    rope_T2D: Tensor
+    rope_P2D: Tensor
     position_T: Tensor
     pages_BM: Tensor
     length_B: Tensor
@@ -75,7 +75,7 @@ class Chain:
         return cls(
             layers,
             draw(tokens, HIDDEN),
-            draw(tokens, 2, HEAD_DIM),
+            draw(context + tokens, 2, HEAD_DIM),
             context + torch.arange(tokens, device=device),
             torch.arange(pages, device=device)[None],
             torch.tensor([context], device=device),
@@ -100,7 +100,7 @@ class Chain:
     def _mixed(
         self, layer: Layer, qkv_TND: Tensor, places: tuple[Tensor, Tensor], workspace: Workspace
     ) -> Tensor:
-        q_TND = rotary_store_kv(qkv_TND, self.rope_T2D, KV_HEADS, layer.cache, *places)
+        q_TND = rotary_store_kv(qkv_TND, self.rope_P2D, self.position_T, KV_HEADS, layer.cache, *places)
         shape = self.pages_BM, self.length_B, self.q_start, self.mask_T, len(q_TND)
         return attend_nodes(q_TND, layer.cache, *shape, workspace)
 

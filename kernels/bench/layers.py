@@ -62,6 +62,7 @@ def make_rotary_store_kv(tokens: int, heads: int = HEADS) -> Callable[[], object
         rotary_store_kv,
         draw(tokens, heads + 2 * KV_HEADS, HEAD_DIM),
         draw(tokens, 2, HEAD_DIM),
+        torch.arange(tokens, device="cuda"),
         KV_HEADS,
         draw(pages, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM),
         slots // PAGE_SIZE,

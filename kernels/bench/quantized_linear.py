@@ -24,19 +24,16 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
 LAYERS = ("draft_qkv", "o", "gate_up", "down", "draft_head")
-TOKENS = (1, 8, 16, 32, 64, 128)
+TOKENS = (1, 8, 16, 32, 64)
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 PIPELINES = {
-    16: [
-        Pipeline(16, o, stages, warps, parts)
-        for o in (32, 64)
+    tokens: [
+        Pipeline(tokens, outputs, stages, warps, parts)
+        for outputs, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
         for stages in (3, 4, 6)
-        for warps in (2, 4)
-        for parts in (1, 2, 4, 8)
-    ],
-    32: [Pipeline(32, o, s, 4, parts) for o in (32, 64) for s in (3, 4, 6) for parts in (1, 2, 4)],
-    64: [Pipeline(64, o, stages, 4) for o in (32, 64, 128) for stages in (3, 4, 6)],
-    128: [Pipeline(t, o, s, w) for t in (64, 128) for o in (64, 128) for s in (3, 4) for w in (4, 8)],
+        for parts in ((1, 2, 4, 8) if tokens <= 32 else (1,))
+    ]
+    for tokens in (8, 16, 32, 64)
 }
 """By the most tokens that they are tried with."""
 

@@ -71,13 +71,13 @@ def test_rotary_store_kv(page_size: int, heads: int, kv_heads: int) -> None:
     qkv = draws(tokens, heads + 2 * kv_heads, size)
     given = qkv.clone()
     table = rotary_table(torch.tensor([1.0, 0.4, 0.1, 0.01], dtype=torch.float64), 50, 1.0, torch.float64)
-    rope = table[torch.tensor([3, 4, 9, 0, 49, 7, 7, 8, 20, 21])]
+    position_T = torch.tensor([3, 4, 9, 0, 49, 7, 7, 8, 20, 21])
     cache = draws(pages, 2, page_size, kv_heads, size, seed=3)
     expected = cache.clone()
     slots = torch.randperm(pages * page_size, generator=torch.Generator().manual_seed(1))[:tokens]
     page_T, offset_T = slots // page_size, slots % page_size
-    q = rotary_store_kv(qkv, rope, kv_heads, cache, page_T, offset_T)
-    turned = apply_rotary(given[:, : heads + kv_heads], rope)
+    q = rotary_store_kv(qkv, table, position_T, kv_heads, cache, page_T, offset_T)
+    turned = apply_rotary(given[:, : heads + kv_heads], table[position_T])
     for i in range(tokens):
         expected[page_T[i], 0, offset_T[i]] = turned[i, heads:]
         expected[page_T[i], 1, offset_T[i]] = given[i, heads + kv_heads :]

@@ -90,14 +90,14 @@ def test_rotary_store_kv(draw, page_size: int, heads: int, kv_heads: int, head_d
     qkv = draw(tokens, (heads + 2 * kv_heads) * head_dim + 16)[:, :-16]
     qkv = qkv.unflatten(1, (heads + 2 * kv_heads, head_dim))
     frequencies = torch.logspace(0, -2, head_dim // 2, dtype=torch.float64)
-    table = reference_rotary.rotary_table(frequencies, 50, 1.3, dtype)
-    rope = table[torch.tensor([0, 49, 7, 7])].to(device)
+    table = reference_rotary.rotary_table(frequencies, 50, 1.3, dtype).to(device)
+    rope = table, torch.tensor([0, 49, 7, 7], device=device)
     slots = torch.tensor([page_size + 3, 190, 1, 77], device=device).clamp(max=pages * page_size - 1)
     page, offset = slots // page_size, slots % page_size
     expected_qkv, expected_cache = qkv.clone(), cache.clone()
-    expected = reference_rotary.rotary_store_kv(expected_qkv, rope, kv_heads, expected_cache, page, offset)
+    expected = reference_rotary.rotary_store_kv(expected_qkv, *rope, kv_heads, expected_cache, page, offset)
     beside = qkv.clone()[:, heads:]
-    found = rotary.rotary_store_kv(qkv, rope, kv_heads, cache, page, offset)
+    found = rotary.rotary_store_kv(qkv, *rope, kv_heads, cache, page, offset)
     assert found.shape == (tokens, heads, head_dim)
     assert found.data_ptr() == qkv.data_ptr() or heads == 0
     assert_close(found, expected)
@@ -110,13 +110,14 @@ def test_rotary_store_kv(draw, page_size: int, heads: int, kv_heads: int, head_d
 
 
 def test_rotary_of_no_tokens_and_of_a_shared_slot(draw) -> None:
-    cache, qkv, rope = draw(3, 2, 4, 2, 32), draw(3, 6, 32), draw(3, 2, 32)
+    cache, qkv, table = draw(3, 2, 4, 2, 32), draw(3, 6, 32), draw(1, 2, 32)
     given = cache.clone()
     zeros = torch.zeros(3, dtype=torch.int64, device=cache.device)
-    expected = reference_rotary.apply_rotary(qkv[:, :2], rope)
-    assert rotary.rotary_store_kv(qkv[:0], rope[:0], 2, cache, zeros[:0], zeros[:0]).shape == (0, 2, 32)
+    expected = reference_rotary.apply_rotary(qkv[:, :2], table[zeros])
+    none = zeros[:0]
+    assert rotary.rotary_store_kv(qkv[:0], table, none, 2, cache, none, none).shape == (0, 2, 32)
     assert torch.equal(cache, given)
-    assert_close(rotary.rotary_store_kv(qkv, rope, 2, cache, zeros, zeros), expected)
+    assert_close(rotary.rotary_store_kv(qkv, table, zeros, 2, cache, zeros, zeros), expected)
     assert torch.equal(cache[1:], given[1:])
     assert torch.equal(cache[0, :, 1:], given[0, :, 1:])
 
@@ -128,11 +129,12 @@ def test_rotary_beyond_two_to_the_31() -> None:
     cache = torch.zeros(pages, 2, page_size, kv_heads, head_dim, dtype=torch.float16, device="cuda")
     assert cache.numel() > 2**31
     qkv = torch.randn(2, 12 + 16, head_dim, dtype=torch.float16, device="cuda")
-    rope = torch.randn(2, 2, head_dim, dtype=torch.float16, device="cuda")
+    table = torch.randn(2, 2, head_dim, dtype=torch.float16, device="cuda")
+    position = torch.arange(2, device="cuda")
     page, offset = torch.tensor([69_999, 65_537], device="cuda"), torch.tensor([15, 3], device="cuda")
-    rotary.rotary_store_kv(qkv, rope, kv_heads, cache, page, offset)
+    rotary.rotary_store_kv(qkv, table, position, kv_heads, cache, page, offset)
     assert torch.equal(cache[page, 1, offset], qkv[:, 20:])
-    assert_close(cache[page, 0, offset], reference_rotary.apply_rotary(qkv[:, 12:20], rope))
+    assert_close(cache[page, 0, offset], reference_rotary.apply_rotary(qkv[:, 12:20], table))
 
 
 @pytest.mark.parametrize("normed", [True, False])

@@ -80,7 +80,7 @@ def test_who_reads_before_it_waits() -> None:
     }
     assert {name: read for name, read in early.items() if read} == {
         "_attend_kernel": {"length_B", "q_start"},
-        "_rotary_store_kv_kernel": {"page_ptr", "offset_ptr"},
+        "_rotary_store_kv_kernel": {"position_ptr", "page_ptr", "offset_ptr"},
     }
 
 
@@ -126,7 +126,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one() -> None:
 
     x_TH, norm_H = draw(tokens, hidden), draw(hidden)
     mixes = [draw((heads + 2) * size, hidden) * hidden**-0.5 for _ in range(layers)]
-    pages, rope_T2D = torch.arange(4, device="cuda")[None], draw(tokens, 2, size)
+    pages, rope_P2D = torch.arange(4, device="cuda")[None], draw(length + tokens, 2, size)
     position_T = length + torch.arange(tokens, device="cuda")
     places = position_T // 16, position_T % 16
     length_B, q_start = (torch.tensor(each, device="cuda") for each in ([length], [0, tokens]))
@@ -142,7 +142,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one() -> None:
         for mix, up, down in zip(mixes, wide, narrow, strict=True):
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
             qkv = torch.nn.functional.linear(x, mix).view(tokens, -1, size)  # not one that overlaps
-            q = rotary_store_kv(qkv, rope_T2D, 1, cache, *places)
+            q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, *places)
             x = attend_nodes(q, cache, pages, length_B, q_start, mask_T, tokens, workspace).flatten(1)
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
             x = quantized_linear(linear_few(x, up, gated=True), *down)

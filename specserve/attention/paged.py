@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specserve.attention.base import Plan
 from specserve.kv.pool import KVPool
+from specserve.layers.rotary import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +21,15 @@ class PagedAttend:
     page_T: Tensor
     offset_T: Tensor
 
-    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope_T2D: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
         cache = self.pool.layers[layer]
-        q_TND = rotary_store_kv(qkv_TND, rope_T2D, num_kv_heads, cache, self.page_T, self.offset_T)
+        q_TND = rotary_store_kv(qkv_TND, *rope, num_kv_heads, cache, self.page_T, self.offset_T)
         return self.plan.run(q_TND, cache).flatten(1)
 
 
 def store_projected(
-    pool: KVPool, layer: int, kv_TND: Tensor, rope_T2D: Tensor, page_T: Tensor, offset_T: Tensor
+    pool: KVPool, layer: int, kv_TND: Tensor, rope: Rope, page_T: Tensor, offset_T: Tensor
 ) -> None:
     """Rotates and stores keys and values ``[T, 2 * kv heads, D]`` of a layer that is not being run. ``kv_TND`` is
     changed in place."""
-    rotary_store_kv(kv_TND, rope_T2D, kv_TND.shape[1] // 2, pool.layers[layer], page_T, offset_T)
+    rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, pool.layers[layer], page_T, offset_T)

@@ -13,12 +13,13 @@ from specserve_kernels import add_rms_norm, rms_norm
 from torch import Tensor, nn
 
 from specserve.layers.linear import Linear, QuantizedLinear
+from specserve.layers.rotary import Rope
 
 
 class Attend(Protocol):
     """Attention as a layer sees it: rotate, remember k and v, attend. Paged when serving, dense when training."""
 
-    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope_T2D: Tensor) -> Tensor:
+    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
         """Returns ``[T, q heads * D]``. May overwrite ``qkv_TND``."""
         ...
 
@@ -84,14 +85,12 @@ class Attention(nn.Module):
             RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None for _ in "qk"
         )
 
-    def forward(
-        self, x_TI: Tensor, rope_T2D: Tensor, attend: Attend, wanted_W: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x_TI: Tensor, rope: Rope, attend: Attend, wanted_W: Tensor | None = None) -> Tensor:
         qkv_TND = self.qkv_proj(x_TI).unflatten(-1, (self.config.qkv_heads, self.config.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
             qkv_TND = torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
-        attended_TI = attend(self.layer, qkv_TND, self.config.num_kv_heads, rope_T2D)
+        attended_TI = attend(self.layer, qkv_TND, self.config.num_kv_heads, rope)
         out: Tensor = self.o_proj(attended_TI if wanted_W is None else attended_TI[wanted_W])
         return out
 
@@ -146,13 +145,13 @@ class DecoderLayer(nn.Module):
         self,
         x_TH: Tensor,
         residual_TH: Tensor,
-        rope_T2D: Tensor,
+        rope: Rope,
         attend: Attend,
         wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Takes what ``enter`` returned; returns the MLP's output and the residual stream before that is added, of
         all rows or of those that are wanted. Keys and values are kept of all."""
-        x_TH = self.self_attn(x_TH, rope_T2D, attend, wanted_W)
+        x_TH = self.self_attn(x_TH, rope, attend, wanted_W)
         residual_TH = residual_TH if wanted_W is None else residual_TH[wanted_W]
         x_TH, residual_TH = self.post_attention_layernorm.add(x_TH, residual_TH)
         return self.mlp(x_TH), residual_TH

@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from specserve_kernels import rotary_table
 from torch import Tensor
+
+
+class Rope(NamedTuple):
+    """How tokens are rotated: the rows of a rotary table ``[P, 2, D]`` that their positions (int64 ``[T]``) name."""
+
+    table_P2D: Tensor
+    position_T: Tensor
 
 
 @dataclass(frozen=True, slots=True)

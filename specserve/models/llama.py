@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from specserve.layers.decoder import Attend, DecoderLayer, LayerConfig, RMSNorm
 from specserve.layers.linear import Linear
-from specserve.layers.rotary import rope_table
+from specserve.layers.rotary import Rope, rope_table
 from specserve.models.config import ModelConfig
 
 
@@ -64,7 +64,7 @@ class LlamaModel(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Returns the hidden states after the final norm ``[T, H]`` and the residual streams at ``taps``. With
         ``wanted_W`` the last layer ends with these rows alone, and so does what comes behind it."""
-        rope_T2D = self.rope_P2D[positions_T]
+        rope = Rope(self.rope_P2D, positions_T)
         x_TH, residual_TH = self.embed_tokens(tokens_T), None
         tapped: dict[int, Tensor] = {}
         last = len(self.layers) - 1
@@ -74,7 +74,7 @@ class LlamaModel(nn.Module):
             if boundary in taps:
                 tapped[boundary] = residual_TH
             wanted = wanted_W if boundary == last else None
-            x_TH, residual_TH = layer(x_TH, residual_TH, rope_T2D, attend, wanted)
+            x_TH, residual_TH = layer(x_TH, residual_TH, rope, attend, wanted)
         assert residual_TH is not None
         hidden_TH, tapped[len(self.layers)] = self.norm.add(x_TH, residual_TH)
         return hidden_TH, [tapped[boundary] for boundary in taps]

@@ -11,6 +11,7 @@ import torch
 from specserve_kernels import apply_rotary
 from torch import Tensor
 
+from specserve.layers.rotary import Rope
 from specserve.train.packed_attention import packed_attention
 
 
@@ -28,10 +29,10 @@ class Packing:
         return torch.bucketize(position, self.cu_seqlens.long(), right=True)
 
 
-def _rotate(qkv_TND: Tensor, num_kv_heads: int, rope_T2D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _rotate(qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries, rotated keys, values, all in the dtype of ``qkv``."""
     qk_TND, v_TKD = torch.split(qkv_TND, [qkv_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
-    qk_TND = apply_rotary(qk_TND, rope_T2D).to(qkv_TND.dtype)
+    qk_TND = apply_rotary(qk_TND, rope.table_P2D[rope.position_T]).to(qkv_TND.dtype)
     q_TND, k_TKD = torch.split(qk_TND, [qk_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
     return q_TND, k_TKD, v_TKD
 
@@ -42,8 +43,8 @@ class CausalAttend:
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
 
-    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope_T2D: Tensor) -> Tensor:
-        q, k, v = _rotate(qkv_TND, num_kv_heads, rope_T2D)
+    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
+        q, k, v = _rotate(qkv_TND, num_kv_heads, rope)
         packing = self.packing
         no_k, no_v = _columns([k]), _columns([v])
         out = packed_attention(q, k, v, no_k, no_v, packing.cu_seqlens, packing.row_length, packing.flash)
@@ -64,8 +65,8 @@ class TestTimeAttend:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope_T2D: Tensor) -> Tensor:
-        q, k, v = _rotate(qkv_TND, num_kv_heads, rope_T2D)
+    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
+        q, k, v = _rotate(qkv_TND, num_kv_heads, rope)
         self.keys.append(k)
         self.values.append(v)
         extra_k, extra_v = (_columns(cache) for cache in (self.keys, self.values))

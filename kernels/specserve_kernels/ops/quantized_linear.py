@@ -1,10 +1,11 @@
-"""A projection by a weight of 8 bits, read once and turned into 16 on its way to the tensor cores. Shapes: T tokens, O
-outputs, I inputs, G groups of inputs.
+"""A projection by a weight of 8 bits, which is read once. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
 
-A draft's levels read its weights for a few tokens, so bytes are what they cost. int8 becomes the inputs' type. FP8
-becomes float16, and bfloat16 inputs with it, clamped to its range, because the processor turns two FP8 numbers into
-float16 by one instruction and has none for bfloat16. A step of a program is one group, so its factors are applied to
-sums rather than to weights.
+A draft's levels read its weights for a few tokens, so bytes are what they cost, and instructions for each number of the
+weight come next. int8 goes to the tensor cores as it is: inputs of 16 bits become integers of two bytes, multiples of a
+unit that each token has in each group, and both bytes are multiplied. FP8 becomes float16, and bfloat16 inputs with
+it, clamped to its range, because the processor turns two FP8 numbers into float16 by one instruction and has none for
+bfloat16. A step of a program is one group, so its factors are applied to sums rather than to weights. Outputs are the
+rows of what tensor cores multiply, of which Hopper's take 64 at least, and tokens the columns, of which 8 are enough.
 
 Few outputs are few programs, with too little of the weight on its way to keep the memory busy. Then several programs
 share the inputs of a tile: each stores its part and takes a ticket, and who takes the last one adds them in their order
@@ -71,6 +72,7 @@ def quantized_linear(
         BLOCK_O=block.outputs,
         GROUP=GROUP,
         PARTS=block.parts,
+        STAGES=block.stages,
         num_warps=block.warps,
         num_stages=block.stages,
         **overlap(),
@@ -79,28 +81,29 @@ def quantized_linear(
 
 
 def pipeline(outputs: int, inputs: int, tokens: int, input_bytes: int, limits: Limits = H200) -> Pipeline:
-    """What to launch for such a weight and so many tokens: up to 64 tokens the weight is read once, and its bytes
-    decide. With less shared memory, fewer stages: one less than there are is held, and the weight in the inputs'
-    type."""
+    """What to launch for such a weight and so many tokens: up to 32 tokens the weight is read once, and its bytes
+    decide. With less shared memory, fewer stages; for inputs of 32 bits, the weight is there in their type, too."""
     chosen = _pipeline(outputs, tokens, input_bytes)
     stage = (chosen.tokens * input_bytes + chosen.outputs) * GROUP
-    room = limits.shared_bytes - chosen.outputs * GROUP * input_bytes
+    room = limits.shared_bytes - (chosen.outputs * GROUP * input_bytes if input_bytes > 2 else 0)
+    chosen = chosen._replace(stages=max(1, min(chosen.stages, room // stage)))
+    if outputs >= _MANY_OUTPUTS:
+        return chosen
     tiles = triton.cdiv(outputs, chosen.outputs) * triton.cdiv(tokens, chosen.tokens)
     programs = limits.processors * next((each for few, each in _PROGRAMS.items() if tokens <= few), 0)
     most = min(programs // max(tiles, 1), triton.cdiv(inputs, GROUP) // _LEAST_GROUPS, _MOST_PARTS)
-    return chosen._replace(stages=max(1, min(chosen.stages, room // stage + 1)), parts=max(1, most))
+    return chosen._replace(parts=max(1, most))
 
 
 def _pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:
     if input_bytes > 2:
         return Pipeline(16 if tokens <= 16 else 32, 32, 3, 4)
-    if tokens <= 16:
-        return Pipeline(16, 64, 4, 4) if outputs >= _MANY_OUTPUTS else Pipeline(16, 64, 3, 2)
-    if tokens <= 32:
-        return Pipeline(32, 64, 3, 4)
-    if tokens <= 64:
-        return Pipeline(64, 64, 4, 4)
-    return Pipeline(128, 128, 3, 8)
+    if tokens > 32:
+        return Pipeline(64, 256, 3, 8)
+    columns = max(8, triton.next_power_of_2(tokens))
+    if outputs < _MANY_OUTPUTS:
+        return Pipeline(columns, 128, 3, 4)
+    return Pipeline(columns, 128, 4, 4) if tokens <= 16 else Pipeline(columns, 256, 4, 8)
 
 
 @triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
@@ -110,7 +113,7 @@ def _quantized_linear_kernel(
     factor_ptr,  # [O, G]
     bias_ptr,  # [O], if BIAS
     out_ptr,  # [T, O], half as wide if GATED
-    part_ptr,  # [tiles, PARTS, BLOCK_T, BLOCK_O] float32, if PARTS > 1
+    part_ptr,  # [tiles, PARTS, BLOCK_O, BLOCK_T] float32, if PARTS > 1
     tickets_ptr,  # [tiles] int32, 0, if PARTS > 1
     tokens,
     stride,
@@ -124,6 +127,7 @@ def _quantized_linear_kernel(
     BLOCK_O: tl.constexpr,
     GROUP: tl.constexpr,
     PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     # Programs of the same outputs follow each other: the second finds the weight in the L2.
@@ -131,38 +135,54 @@ def _quantized_linear_kernel(
     o, inside_o = outputs_of(tl.program_id(1), O, BLOCK_O, GATED)
     i = tl.arange(0, GROUP)
     groups: tl.constexpr = (I + GROUP - 1) // GROUP
-    x_ptrs = x_ptr + t.to(tl.int64)[:, None] * stride + i[None, :]
-    weight_ptrs = weight_ptr + o.to(tl.int64)[None, :] * I + i[:, None]
-    sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+    x_ptrs = x_ptr + t.to(tl.int64)[None, :] * stride + i[:, None]
+    weight_ptrs = weight_ptr + o.to(tl.int64)[:, None] * I + i[None, :]
+    sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     share: tl.constexpr = (groups + PARTS - 1) // PARTS
     begin = tl.program_id(2) * share
     wait_for_inputs(OVERLAP)
     # Behind the gate stands the next projection, whose many programs would take the running ones' room.
     let_next_begin(OVERLAP and not GATED)
-    for group in range(begin, tl.minimum(begin + share, groups)):
+    # Told of its stages here, the loop has the factors on their way early, too, and not the operands alone.
+    for group in tl.range(begin, tl.minimum(begin + share, groups), num_stages=STAGES):
         inside = group * GROUP + i < I
-        x = tl.load(x_ptrs + group * GROUP, mask=(t < tokens)[:, None] & inside[None, :], other=0)
-        weight = tl.load(weight_ptrs + group * GROUP, mask=inside_o[None, :] & inside[:, None], other=0.0)
+        x = tl.load(x_ptrs + group * GROUP, mask=(t < tokens)[None, :] & inside[:, None], other=0)
+        weight = tl.load(weight_ptrs + group * GROUP, mask=inside_o[:, None] & inside[None, :], other=0.0)
         factor = tl.load(factor_ptr + o * factor_stride + group * group_stride, mask=inside_o, other=0)
-        if x_ptr.dtype.element_ty == tl.float32 or weight_ptr.dtype.element_ty == tl.int8:
-            part = tl.dot(x, weight.to(x_ptr.dtype.element_ty), input_precision="ieee")
+        if x_ptr.dtype.element_ty == tl.float32:
+            part = tl.dot(weight.to(tl.float32), x, input_precision="ieee")
+        elif weight_ptr.dtype.element_ty == tl.int8:
+            part = _integer_dot(weight, x)
         else:
             x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
-            part = tl.dot(x, weight.to(tl.float16))
-        sums += part * factor[None, :]
+            part = tl.dot(weight.to(tl.float16), x)
+        sums += part * factor[:, None]
     let_next_begin(OVERLAP and GATED)
     if PARTS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        at = tl.arange(0, BLOCK_T)[:, None] * BLOCK_O + tl.arange(0, BLOCK_O)[None, :]
+        at = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
         parts = part_ptr + tile * (PARTS * BLOCK_T * BLOCK_O) + at
         tl.store(parts + tl.program_id(2) * (BLOCK_T * BLOCK_O), sums)
         tl.debug_barrier()
         if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel", scope="gpu") != PARTS - 1:
             return
         tl.store(tickets_ptr + tile, 0)
-        sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+        sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
         for part in tl.static_range(PARTS):  # past the first cache, which other programs' stores don't update
             sums += tl.load(parts + part * (BLOCK_T * BLOCK_O), cache_modifier=".cg")
     if BIAS:
-        sums += tl.load(bias_ptr + o, mask=inside_o, other=0).to(tl.float32)[None, :]
-    store_outputs(sums, out_ptr, tl.program_id(1), t, tokens, O, GATED)
+        sums += tl.load(bias_ptr + o, mask=inside_o, other=0).to(tl.float32)[:, None]
+    store_outputs(tl.trans(sums), out_ptr, tl.program_id(1), t, tokens, O, GATED)
+
+
+@triton.jit
+def _integer_dot(weight, x):
+    """``weight [O, I] @ x [I, T]`` in float32, of int8 and of 16 bits. A column of x is rounded to multiples of a
+    32,512th of its largest number, by which both of their bytes are in int8's range, and no sum leaves int32's."""
+    x = x.to(tl.float32)
+    unit = tl.maximum(tl.max(tl.abs(x), 0), 1e-30) * (1 / 32512)
+    # A float32 so large that its last bit is 1: the sum's last 16 bits are the rounded number.
+    number = (x * (1 / unit)[None, :] + 12582912.0).to(tl.int32, bitcast=True)
+    high, low = ((number + 128) >> 8).to(tl.int8), number.to(tl.int8)
+    sums = tl.dot(weight, high) * 256 + tl.dot(weight, low)
+    return sums.to(tl.float32) * unit[None, :]

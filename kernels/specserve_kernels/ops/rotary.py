@@ -13,23 +13,31 @@ PER_WARP = 256
 
 
 def rotary_store_kv(
-    qkv_TND: Tensor, rope_T2D: Tensor, num_kv_heads: int, cache: Tensor, page_T: Tensor, offset_T: Tensor
+    qkv_TND: Tensor,
+    rope_P2D: Tensor,
+    position_T: Tensor,
+    num_kv_heads: int,
+    cache: Tensor,
+    page_T: Tensor,
+    offset_T: Tensor,
 ) -> Tensor:
     """As the reference, but ``qkv_TND`` keeps its keys as they were: the rotated ones are in the cache alone.
 
     Tokens may be further apart than N * D; everything else is contiguous. Tokens that share a slot (the dummy page's)
-    leave any one's values there. Pages and offsets are not from the launch right before this one: see ``overlap``.
+    leave any one's values there. Positions, pages and offsets are not from the launch right before this one: see
+    ``overlap``. Nothing checks that positions lie in the table.
     """
     assert qkv_TND.stride(1) == qkv_TND.shape[2]
     assert cache.is_contiguous()
-    assert rope_T2D.is_contiguous()
+    assert rope_P2D.is_contiguous()
     tokens, heads, head_dim = qkv_TND.shape
     half = 1 << (head_dim // 2 - 1).bit_length()
     group = min(1 << (heads - 1).bit_length(), max(TILE // (2 * half), 1))
     _rotary_store_kv_kernel[(tokens * -(-heads // group),)](
         qkv_TND,
-        rope_T2D,
+        rope_P2D,
         cache,
+        position_T,
         page_T,
         offset_T,
         qkv_TND.stride(0),
@@ -45,11 +53,12 @@ def rotary_store_kv(
     return qkv_TND.narrow(1, 0, heads - 2 * num_kv_heads)
 
 
-@triton.jit(do_not_specialize=["page_ptr", "offset_ptr"])
+@triton.jit(do_not_specialize=["position_ptr", "page_ptr", "offset_ptr"])
 def _rotary_store_kv_kernel(
     qkv_ptr,  # [T, Q + 2 * K, D]
-    rope_ptr,  # [T, 2, D]
+    rope_ptr,  # [P, 2, D]
     cache_ptr,  # [pages, 2, PAGE, K, D]
+    position_ptr,  # [T]
     page_ptr,  # [T]
     offset_ptr,  # [T]
     stride,
@@ -67,6 +76,7 @@ def _rotary_store_kv_kernel(
     d = tl.arange(0, HALF)[None, :]
     inside = d < D // 2
 
+    position = load_settled(position_ptr + t, True, 0).to(tl.int64)
     page = load_settled(page_ptr + t, True, 0).to(tl.int64)
     offset = load_settled(offset_ptr + t, True, 0).to(tl.int64)
     to_ptr = cache_ptr + page * (2 * PAGE * K * D) + offset * (K * D)
@@ -76,7 +86,7 @@ def _rotary_store_kv_kernel(
     from_ptr = qkv_ptr + t * stride + head * D + d
     low = tl.load(from_ptr, mask=mask, other=0)
     high = tl.load(from_ptr + D // 2, mask=mask, other=0)
-    rope_ptr += t * (2 * D) + d
+    rope_ptr += position * (2 * D) + d
     rotates = head < Q + K
     turned_low = tl.where(rotates, _turn(low, high, rope_ptr, inside, D), low)
     turned_high = tl.where(rotates, _turn(high, low, rope_ptr + D // 2, inside, D), high)

@@ -32,14 +32,21 @@ def store_kv(cache: Tensor, kv_T2ND: Tensor, page_T: Tensor, offset_T: Tensor) -
 
 
 def rotary_store_kv(
-    qkv_TND: Tensor, rope_T2D: Tensor, num_kv_heads: int, cache: Tensor, page_T: Tensor, offset_T: Tensor
+    qkv_TND: Tensor,
+    rope_P2D: Tensor,
+    position_T: Tensor,
+    num_kv_heads: int,
+    cache: Tensor,
+    page_T: Tensor,
+    offset_T: Tensor,
 ) -> Tensor:
     """Rotates q and k inside the packed heads ``[q..., k..., v...]`` and stores k and v in the cache.
 
+    ``rope_P2D`` is a rotary table, of which each token reads the row of its position (int64).
     ``qkv_TND`` is changed in place. Returns the rotated queries, a view ``[T, q heads, D]``.
     """
     qk_TND = qkv_TND[:, :-num_kv_heads]
-    qk_TND.copy_(apply_rotary(qk_TND, rope_T2D))
+    qk_TND.copy_(apply_rotary(qk_TND, rope_P2D[position_T]))
     kv_TND = qkv_TND[:, -2 * num_kv_heads :]
     store_kv(cache, kv_TND.unflatten(1, (2, num_kv_heads)), page_T, offset_T)
     return qkv_TND[:, : -2 * num_kv_heads]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specserve.layers.decoder import MLP, Attend, Attention, RMSNorm
 from specserve.layers.linear import Linear, quantize_linears
-from specserve.layers.rotary import rope_table
+from specserve.layers.rotary import Rope, rope_table
 from specserve.models.draft.base import DraftConfig
 
 
@@ -65,7 +65,7 @@ class LayerHead(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The MLP's output and the residual stream before that is added."""
         x_NI, residual_NH = self._inputs(tokens_N, features_XH, source_N)
-        a_NH = self.self_attn(x_NI, self.rope_P2D[positions_N], attend)
+        a_NH = self.self_attn(x_NI, Rope(self.rope_P2D, positions_N), attend)
         x_NH, residual_NH = self.post_attention_layernorm.add(a_NH, residual_NH)
         return self.mlp(x_NH), residual_NH
 

@@ -19,6 +19,7 @@ from specserve.engine.sampler import VocabMap
 from specserve.kv.pool import KVGeometry, KVPool
 from specserve.layers.decoder import Attend
 from specserve.layers.linear import pack_linears
+from specserve.layers.rotary import Rope
 from specserve.models.draft.base import DraftHead
 from specserve.models.draft.head import LayerHead
 from specserve.models.draft.load import LoadedDraft, load_draft
@@ -114,8 +115,8 @@ class EagleDrafter:
         address: tuple[Tensor, Tensor],
     ) -> None:
         kv_N = self._head.project_kv(tokens_N, features_XH, source_N)
-        rope_N2D = self._head.rope_P2D[positions_N]
-        store_projected(pool, self._layer, kv_N, rope_N2D, *address)
+        rope = Rope(self._head.rope_P2D, positions_N)
+        store_projected(pool, self._layer, kv_N, rope, *address)
 
 
 def _vocabulary(loaded: LoadedDraft, token_map: Path | MapPlan | None, target: LlamaModel) -> Vocabulary:
