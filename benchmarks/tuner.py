@@ -1,6 +1,7 @@
 """The tuner against exhaustive search, on code and on dialogues: how much of the best shape its pick reaches.
 
-    python -m benchmarks.tuner --model DIR/target --eagle3 DIR/eagle3 [--minutes 2] [--batches 1 16]
+    python -m benchmarks.tuner --model DIR/target --eagle3 DIR/eagle3 [--minutes 2] [--exhaustive-minutes 6]
+        [--batches 1 16] [--workloads code]
 
 Both run as commands of their own, one after the other, over the same shapes. A pick is judged by what the exhaustive
 search measured of it: in tokens a second, relative to plain decoding beside it, against the best of all shapes.
@@ -56,10 +57,13 @@ def shape_of(found: Sequence[int] | None) -> Shape:
     return None if found is None else tuple(found)
 
 
-def compare(given: Sequence[str], minutes: float, directory: Path) -> dict[str, Any]:
+def compare(
+    given: Sequence[str], minutes: float, exhaustive_minutes: float, directory: Path
+) -> dict[str, Any]:
     """One workload: picks, best shapes, and what share of these the picks reach."""
     tuned, overall, seconds = tune([*given, "--minutes", str(minutes)], directory, "tuned")
-    all_, best_overall, _ = tune([*given, "--minutes", str(minutes), "--exhaustive"], directory, "exhaustive")
+    thorough = [*given, "--minutes", str(exhaustive_minutes), "--exhaustive"]
+    all_, best_overall, _ = tune(thorough, directory, "exhaustive")
     rows, shares = [], []
     for ours, theirs in zip(tuned, all_, strict=True):
         ratios, pick = measured(theirs), shape_of(ours["best"])
@@ -95,13 +99,16 @@ def main() -> None:
     parser.add_argument("--model", default=str(BUNDLED_MODEL))
     parser.add_argument("--eagle3", default=str(BUNDLED_DRAFTS["EAGLE3"]))
     parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--exhaustive-minutes", type=float, help="not set: as --minutes")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     for name, values in GRID.items():
         parser.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=int, default=list(values))
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     figures = {}
-    for name, field in WORKLOADS.items():
+    for name in args.workloads:
+        field = WORKLOADS[name]
         with tempfile.TemporaryDirectory() as place:
             prompts = Path(place) / "prompts.jsonl"
             prompts.write_text("".join(json.dumps(row) + "\n" for row in load_prompts() if field in row))
@@ -113,7 +120,7 @@ def main() -> None:
                 **{name: getattr(args, name) for name in GRID},
             }.items():
                 given += [f"--{option.replace('_', '-')}", *map(str, values)]
-            figures[name] = compare(given, args.minutes, Path(place))
+            figures[name] = compare(given, args.minutes, args.exhaustive_minutes or args.minutes, Path(place))
         print("\n".join(lines(name, figures[name])), flush=True)
         written = write_results("tuner", figures, args.output)
     print(written)

@@ -238,10 +238,16 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
         for gated in (False, True):
             linear_few(x_TI, torch.zeros(4096, 4096, dtype=dtype), gated)
     for rounded in (torch.int8, torch.float8_e4m3fn):
-        factor_OG = torch.zeros(4096, 32)
+        factor_OG = torch.zeros(32, 4096).T
         bias_O = torch.zeros(4096, dtype=dtype) if tokens <= 32 else None
         for gated in (False, True):
             quantized_linear(x_TI, torch.zeros(4096, 4096, dtype=rounded), factor_OG, bias_O, gated)
+
+
+def launch_wide(tokens: int) -> None:
+    """A draft's gate in int8, as wide as Llama-3.1-8B's."""
+    weight_OI, factor_OG = torch.zeros(28672, 4096, dtype=torch.int8), torch.zeros(32, 28672).T
+    quantized_linear(torch.zeros(tokens, 4096, dtype=torch.bfloat16), weight_OI, factor_OG, None, True)
 
 
 def main() -> None:
@@ -258,6 +264,8 @@ def main() -> None:
         launch_attention(256, 20, 16)
         launch_linears(8)
         launch_linears(200)
+        for tokens in (8, 32):
+            launch_wide(tokens)
         compiler.whole = False
         launch_attention(128, 1, 4)
         launch_attention(64, 20, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -194,8 +195,10 @@ def test_a_pick_is_judged_by_the_exhaustive_search(tmp_path: Path, monkeypatch: 
     tuned = [board(1, [3, 1, 4]), board(8, None)]
     all_ = [board(1, [5, 1, 6], s3_1_4=2.0, s5_1_6=2.1), board(8, [5, 1, 6], s3_1_4=0.9, s5_1_6=0.8)]
     runs = {"tuned": (tuned, (3, 1, 4), 60.0), "exhaustive": (all_, (5, 1, 6), 200.0)}
-    monkeypatch.setattr(tuner, "tune", lambda given, directory, name: runs[name])
-    found = tuner.compare([], 1.0, tmp_path)
+    asked: list[Sequence[str]] = []
+    monkeypatch.setattr(tuner, "tune", lambda given, directory, name: asked.append(given) or runs[name])
+    found = tuner.compare(["--a"], 1.0, 2.0, tmp_path)
+    assert asked == [["--a", "--minutes", "1.0"], ["--a", "--minutes", "2.0", "--exhaustive"]]
     assert found["share"] == pytest.approx((2.0 / 2.1 * 0.9 / 0.8) ** 0.5)
     small, large = found["batches"]
     assert (small["pick"], small["best"]) == ((3, 1, 4), (5, 1, 6))

@@ -93,7 +93,7 @@ def test_replay_accepts_what_the_engine_accepts(agreeing: Checkpoints, temperatu
     engine = tune_engine(agreeing, [None, *shapes], work)
     replay = engine.probe(shapes, 60.0)
     for shape in shapes:
-        (request,) = work.requests(0, 1)
+        (request,) = work.requests([0])
         usage = answer_one(agreeing.scheduler("EAGLE3", shape), request.token_ids, request.params).usage
         found = replay.tokens_per_step(step_shape(1, shape, 1))
         assert found == pytest.approx(usage.mean_accepted_length, abs=1e-9)
@@ -106,7 +106,24 @@ def test_replay_shares_a_batch_s_nodes(agreeing: Checkpoints) -> None:
     for shape in shapes:
         run = engine.run(shape, 3, 0, 15)
         assert replay.tokens_per_step(step_shape(3, shape, 3)) == pytest.approx(run.accepted_length, rel=0.05)
+        for first in (2, 9):
+            part = engine.run(shape, 3, first, 6).accepted_length
+            assert replay.tokens_per_step(step_shape(3, shape, 3), first, 6) == pytest.approx(part, rel=0.1)
     assert replay.tokens_per_step(StepShape.plain(3)) == 1
+
+
+def test_replay_knows_what_single_requests_accept(agreeing: Checkpoints) -> None:
+    """So a run of a few of them says what all would give. It leaves its first step out, which comes with the prompt."""
+    shapes = [(4, 1, 5), (4, 4, 8)]
+    engine = tune_engine(agreeing, shapes, Work(PROMPTS, 60, 0.0))
+    replay = engine.probe(shapes, 60.0)
+    for shape in shapes:
+        one = step_shape(1, shape, 1)
+        parts = [replay.tokens_per_step(one, first, 1) for first in range(5)]
+        assert max(parts) > 1.1 * min(parts)
+        for first in (0, 3, 11):
+            run = engine.run(shape, 1, first, 1)
+            assert run.accepted_length == pytest.approx(parts[first % 5], rel=0.03)
 
 
 def test_answers_that_time_cut_are_not_taken_for_ended(agreeing: Checkpoints) -> None:
@@ -187,6 +204,7 @@ class Machine:
     error: float = 0.06
     noise: float = 0.004
     drift: float = 0.3  # slower at the end of 100 seconds
+    unequal: float = 0.0  # how much easier than the mean the easiest request is
     now: float = 0.0
     ran: list[tuple[Candidate, int]] = field(default_factory=list)
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -198,12 +216,13 @@ class Machine:
         level = self.level * (1 + 0.02 * shape.branching * shape.slots)
         return (8 + max(0.0, shape.nodes - 24) * self.node + level * shape.levels) / 1e3
 
-    def tokens(self, shape: StepShape) -> float:
+    def tokens(self, shape: StepShape, ease: float = 0.0) -> float:
         """A budget of n nodes a level makes up for a narrow tree, little by little."""
         if not shape.levels:
             return 1.0
         wide = min(shape.branching, shape.nodes / shape.slots / shape.levels)
-        chance = 1 - (1 - self.rank) ** (1 + 0.4 * float(np.log2(max(1.0, wide))))
+        rank = min(1.0, max(0.0, self.rank + ease))
+        chance = 1 - (1 - rank) ** (1 + 0.4 * float(np.log2(max(1.0, wide))))
         return float(sum(chance**level for level in range(shape.levels + 1)))
 
     def rate(self, candidate: Candidate, batch: int) -> float:
@@ -221,8 +240,14 @@ class Machine:
         self.now += seconds
         return self
 
-    def tokens_per_step(self, shape: StepShape) -> float:
-        return 1 + (self.tokens(shape) - 1) * self.wrong(shape)
+    def tokens_per_step(self, shape: StepShape, first: int = 0, count: int | None = None) -> float:
+        return 1 + (self.tokens(shape, self.ease(first, count)) - 1) * self.wrong(shape)
+
+    def ease(self, first: int, count: int | None) -> float:
+        """Of these requests: each is easier or harder to guess than others."""
+        asked = range(REQUESTS) if count is None else range(first, first + count)
+        eases = np.sin(2.4 * np.arange(REQUESTS))
+        return float(np.mean([eases[index % REQUESTS] for index in asked]) - eases.mean()) * self.unequal
 
     def prepare(self, candidates: Sequence[Candidate], batch: int) -> None:
         self.now += 0.01 * len(candidates)
@@ -234,7 +259,7 @@ class Machine:
         self.ran.append((candidate, batch))
         shape, tokens = self.shape(candidate, batch), 30 * count
         slower = 1 + self.drift * self.now / 100 + self.noise * self.generator.standard_normal()
-        steps = tokens / self.tokens(shape) / batch
+        steps = tokens / self.tokens(shape, self.ease(first, count)) / batch
         seconds = steps * self.seconds(shape) * slower
         self.now += seconds * 1.1
         return Run(tokens, seconds, 0.1 * seconds, round(steps), round(steps * batch))
@@ -252,6 +277,7 @@ MACHINES = {
     "a draft of no use": {"rank": 0.02, "level": 0.5, "node": 0.1},
 }
 BATCHES = (1, 4, 16)
+REQUESTS = 20
 
 
 def search(machine: Machine, seconds: float = 100.0, **given: Any) -> list[Board]:
@@ -276,6 +302,18 @@ def test_the_pick_is_within_two_percent_of_the_best(workload: str) -> None:
     picked = pick_overall(boards)
     assert picked is not None
     assert over_all(picked) >= 0.98 * max(map(over_all, candidates))
+
+
+@pytest.mark.parametrize("seconds", [15.0, 100.0])
+def test_few_requests_speak_for_all(seconds: float) -> None:
+    """Though they are far from equal, and a run has a few of them."""
+    machine = Machine(rank=0.5, level=0.5, node=0.1, unequal=0.3, noise=0.001)
+    rates = {candidate: machine.rate(candidate, 1) for candidate in Grid().candidates()}
+    (found,) = Search(machine, list(rates), (1,), seconds, clock=lambda: machine.now).run()
+    assert rates[found.best()] >= 0.98 * max(rates.values())
+    for candidate in filter(found.is_measured, rates):
+        expected = rates[candidate] / rates[None]
+        assert found.ratio(candidate) == pytest.approx(expected, rel=0.02)
 
 
 def test_exhaustive_runs_all_and_agrees() -> None:
@@ -306,6 +344,14 @@ def test_a_tiny_budget_gives_one_repeat() -> None:
         assert len(ran) <= 4 + 3
 
 
+@pytest.mark.parametrize("seconds", [2.0, 5.0, 8.0, 11.0])
+def test_there_is_a_pick_however_short_the_time(seconds: float) -> None:
+    """Of what ran at all batch sizes, though each has another best shape."""
+    boards = search(Machine(**MACHINES["trees pay"], noise=0.1), seconds)
+    assert len({board.best() for board in boards}) > 1
+    assert pick_overall(boards) is not None
+
+
 def test_plain_decoding_wins_over_a_useless_draft() -> None:
     boards = search(Machine(**MACHINES["a draft of no use"]))
     assert pick_overall(boards) is None
@@ -317,11 +363,16 @@ def test_plain_decoding_wins_over_a_useless_draft() -> None:
 # The report.
 
 
+def a_run(rate: float, seconds: float = 1.0) -> Run:
+    """Of ten steps."""
+    return Run(int(rate), seconds, 0.1, 10, 10)
+
+
 def board(batch: int, rates: dict[Candidate, float]) -> Board:
     shapes = {candidate: step_shape(batch, candidate, batch) for candidate in rates}
-    found = Board(batch, shapes, {shape: Estimate(0.01, 1.0 + shape.levels) for shape in shapes.values()})
+    found = Board(batch, shapes, {shape: Estimate(0.01, 10.0) for shape in shapes.values()})
     for candidate, rate in rates.items():
-        found.add(candidate, 0, Run(int(rate), 1.0, 0.1, 10, 10))
+        found.add(candidate, 0, a_run(rate), 10.0)
     return found
 
 
@@ -340,13 +391,13 @@ def test_the_controller_is_named_where_batch_sizes_differ() -> None:
 
 def test_a_controller_that_was_run_is_judged_by_that() -> None:
     boards = [board(1, {None: 100, (1, 1, 2): 200}), board(4, {None: 100, (1, 1, 2): 180})]
-    boards[0].controller[0] = Run(190, 1.0)
+    boards[0].controller[0] = a_run(190)
     assert "The controller" not in "\n".join(verdict(boards))
-    boards[1].controller[0] = Run(170, 1.0)
+    boards[1].controller[0] = a_run(170)
     words = "\n".join(verdict(boards))
     assert "times plain decoding: 1.90 at batch 1, 1.70 at batch 4." in words
     assert "better answer" not in words
-    boards[1].controller[0] = Run(230, 1.0)
+    boards[1].controller[0] = a_run(230)
     assert "better answer" in verdict(boards)[-1]
     assert as_json(boards)["batches"][1]["controller"]["ratio_to_plain"] == 2.3
 
@@ -360,12 +411,12 @@ def test_the_controller_runs_in_the_same_repeats() -> None:
 
 def test_runs_are_compared_within_their_repeats() -> None:
     found = board(1, {None: 100, (1, 1, 2): 150})
-    found.add(None, 1, Run(10, 1.0))  # the machine was busy, and the other shape did not run
-    found.add((1, 1, 2), 2, Run(1, 1.0))
+    found.add(None, 1, a_run(100, 10.0), 10.0)  # the machine was busy, and the other shape did not run
+    found.add((1, 1, 2), 2, a_run(150, 100.0), 10.0)
     assert found.ratio((1, 1, 2)) == pytest.approx(1.5)
-    for repeat, rate in ((3, 160), (4, 10)):  # the second time a pause hit the other shape alone
-        found.add(None, repeat, Run(100, 1.0))
-        found.add((1, 1, 2), repeat, Run(rate, 1.0))
+    for repeat, seconds in ((3, 0.94), (4, 15.0)):  # the second time a pause hit the other shape alone
+        found.add(None, repeat, a_run(100), 10.0)
+        found.add((1, 1, 2), repeat, a_run(150, seconds), 10.0)
     assert found.ratio((1, 1, 2)) == pytest.approx(1.5)
 
 
@@ -373,44 +424,44 @@ def test_an_unsteady_machine_is_told() -> None:
     found = board(1, {None: 100, (1, 1, 2): 150})
     assert "not steady" not in "\n".join(verdict([found]))
     for repeat, rate in enumerate((100, 200, 220), 1):
-        found.add(None, repeat, Run(rate, 1.0))
+        found.add(None, repeat, a_run(rate), 10.0)
     assert "not steady, plain decoding gave 100 to 200 tokens/s" in verdict([found])[-1]
 
 
 def test_luck_in_few_repeats_is_not_the_best() -> None:
     found = board(1, {None: 100, (1, 1, 2): 150, (2, 1, 3): 140})
-    found.add((2, 1, 3), 0, Run(151, 1.0))  # of the same requests
+    found.add((2, 1, 3), 0, a_run(151), 10.0)  # of the same requests
     for repeat in range(1, 4):
-        found.add(None, repeat, Run(100, 1.0))
-        found.add((2, 1, 3), repeat, Run(140, 1.0))
+        found.add(None, repeat, a_run(100), 10.0)
+        found.add((2, 1, 3), repeat, a_run(140), 10.0)
     assert found.best() == (2, 1, 3)
 
 
 def test_who_came_late_is_the_best_where_both_ran() -> None:
     found = board(1, {None: 100, (1, 1, 2): 150, (2, 1, 3): 140})
     for repeat in range(1, 8):
-        found.add(None, repeat, Run(100, 1.0))
-        found.add((1, 1, 2), repeat, Run(150, 1.0))
+        found.add(None, repeat, a_run(100), 10.0)
+        found.add((1, 1, 2), repeat, a_run(150), 10.0)
     assert found.best() == (1, 1, 2)
-    found.add((2, 1, 3), 0, Run(160, 1.0))
+    found.add((2, 1, 3), 0, a_run(160), 10.0)
     assert found.best() == (1, 1, 2)  # one repeat says nothing
-    found.add((2, 1, 3), 4, Run(152, 1.0))
-    found.add((2, 1, 3), 3, Run(152, 1.0))
+    found.add((2, 1, 3), 0, a_run(152), 10.0)
+    found.add((2, 1, 3), 4, a_run(152), 10.0)
     assert found.best() == (1, 1, 2)  # too little of a lead
-    found.add((2, 1, 3), 3, Run(160, 1.0))
+    found.add((2, 1, 3), 3, a_run(160), 10.0)
     assert found.best() == (2, 1, 3)
 
 
 def test_who_came_late_may_be_the_only_one_that_pays() -> None:
     found = board(1, {None: 100, (1, 1, 2): 95, (2, 1, 3): 160})
     for repeat in range(1, 6):
-        found.add(None, repeat, Run(100, 1.0))
-        found.add((1, 1, 2), repeat, Run(95, 1.0))
+        found.add(None, repeat, a_run(100), 10.0)
+        found.add((1, 1, 2), repeat, a_run(95), 10.0)
     assert found.best() is None
-    found.add((2, 1, 3), 1, Run(160, 1.0))
+    found.add((2, 1, 3), 1, a_run(160), 10.0)
     assert found.best() == (2, 1, 3)
-    found.add(None, 2, Run(0, 1.0))  # a run of nothing is left out
-    found.add((2, 1, 3), 2, Run(160, 1.0))
+    found.add(None, 2, a_run(0), 10.0)  # a run of nothing is left out
+    found.add((2, 1, 3), 2, a_run(160), 10.0)
     assert found.best() == (2, 1, 3)
 
 
@@ -537,7 +588,7 @@ def test_a_plot(tmp_path: Path) -> None:
 
 def test_requests_are_the_same_every_time() -> None:
     work = Work(PROMPTS, 8, 0.5)
-    assert work.requests(3, 4) == work.requests(3, 4)
-    (request,) = work.requests(7, 1)
+    assert work.requests([3, 4]) == work.requests([3, 4])
+    (request,) = work.requests([7])
     assert request.token_ids == PROMPTS[2]
     assert request.params == SamplingParams(max_tokens=8, temperature=0.5, seed=7)

@@ -1,4 +1,10 @@
-"""What is known of the candidates at one batch size: predictions, and the runs that replace them."""
+"""What is known of the candidates at one batch size: predictions, and the runs that replace them.
+
+A run answers a few of the requests, and some are far easier to guess than others. What depends on which they were is
+how many tokens a step gives, and what it would give in them is known from recorded drafts, as it is for all requests.
+So a candidate's tokens a step are those recorded of all, times how far its runs were off what was recorded of theirs.
+Only its steps a second, which hardly depend on the requests, are taken from the runs as they are.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +40,7 @@ class Board:
     _overhead: float = 0.0  # seconds of a real step beyond its estimate
     _scale: float = 1.0  # of estimates, where steps were timed on a slower machine than they ran on
     _runs: dict[StepShape, dict[int, Run]] = field(default_factory=dict)
+    _recorded: dict[StepShape, dict[int, float]] = field(default_factory=dict)  # tokens of the same steps
     _correction: float | None = None  # of predicted ratios; None: to be computed again
 
     @property
@@ -41,9 +48,12 @@ class Board:
         """Numbers of repeats used so far."""
         return 1 + max((n for runs in self._runs.values() for n in runs), default=-1)
 
-    def add(self, candidate: Candidate, repeat: int, run: Run) -> None:
-        """Runs of one repeat answered the same requests one after the other: they are compared with each other."""
-        self._runs.setdefault(self.shapes[candidate], {})[repeat] = run
+    def add(self, candidate: Candidate, repeat: int, run: Run, recorded: float) -> None:
+        """Runs of one repeat answered the same requests one after the other: they are compared with each other.
+        ``recorded``: tokens a step that the candidate would have given them."""
+        shape = self.shapes[candidate]
+        self._runs.setdefault(shape, {})[repeat] = run
+        self._recorded.setdefault(shape, {})[repeat] = recorded * run.request_steps
         self._correction = None
 
     def calibrate(self, seconds: float) -> None:
@@ -88,43 +98,54 @@ class Board:
         return sorted(unique.values(), key=lambda candidate: -self.ratio(candidate))
 
     def best(self) -> Candidate:
-        """Of those measured; plain decoding where nothing beats it. Ratios of few repeats may be luck: what ran in
-        fewer than half as many as another must beat it where both ran, on the same requests."""
-        repeats = {c: len(self._paired(self._runs.get(shape, {}))) for c, shape in self.shapes.items()}
+        """Of those measured; plain decoding where nothing beats it. Speeds of few repeats may be luck: what ran in
+        fewer than half as many as another must be clearly better."""
+        repeats = {candidate: len(self._paces(shape)) for candidate, shape in self.shapes.items()}
         most = max((n for candidate, n in repeats.items() if candidate is not None), default=0)
         often = [candidate for candidate, n in repeats.items() if n and 2 * n >= most]
         best = max(often, key=self.ratio, default=None)
         if best is not None and self.ratio(best) <= 1:
             best = None
-        seldom = [candidate for candidate, n in repeats.items() if n and 2 * n < most]
-        against = {candidate: self._against(candidate, best) for candidate in seldom}
-        late = max(seldom, key=lambda candidate: against[candidate], default=None)
-        return best if late is None or against[late] < LATE_MARGIN else late
-
-    def _against(self, candidate: Candidate, other: Candidate) -> float:
-        """The median ratio of their speeds in the repeats that both ran; 0 where these are less than two."""
-        runs, others = (self._runs[self.shapes[each]] for each in (candidate, other))
-        ratios = [runs[n].rate / others[n].rate for n in runs.keys() & others.keys() if others[n].rate]
-        return median(ratios) if len(ratios) > 1 else 0.0
+        seldom = [candidate for candidate, n in repeats.items() if n > 1 and 2 * n < most]
+        late = max(seldom, key=self.ratio, default=None)
+        if late is None or self.ratio(late) < LATE_MARGIN * (1.0 if best is None else self.ratio(best)):
+            return best
+        return late
 
     def plain_rates(self) -> list[float]:
         """Tokens a second of plain decoding in each repeat, ascending."""
         return sorted(run.rate for run in self._runs.get(self.shapes[None], {}).values())
 
     def controller_ratio(self) -> float | None:
-        """The controller's tokens a second to plain decoding's, if it was run."""
-        ratios = self._paired(self.controller)
-        return median(ratios) if ratios else None
+        """The controller's tokens a second to plain decoding's, if it was run: by what ran beside it, the best shape if
+        that did."""
+        for candidate in dict.fromkeys((self.best(), None)):
+            beside = self._runs.get(self.shapes[candidate], {})
+            rates = {n: run.rate for n, run in beside.items() if run.rate}
+            ratios = [run.rate / rates[n] for n, run in self.controller.items() if n in rates]
+            if ratios:
+                return median(ratios) * (1.0 if candidate is None else self.ratio(candidate))
+        return None
 
     def _measured(self, candidate: Candidate) -> float | None:
-        """The median over repeats, as a pause of the machine hits one of them."""
-        ratios = self._paired(self._runs.get(self.shapes[candidate], {}))
-        return median(ratios) if ratios else None
+        shape, plain = self.shapes[candidate], self.shapes[None]
+        paces = self._paces(shape)
+        return median(paces) * self._tokens(shape) / self._tokens(plain) if paces else None
 
-    def _paired(self, runs: Mapping[int, Run]) -> list[float]:
-        """Speed relative to plain decoding's in the repeats that both ran."""
+    def _paces(self, shape: StepShape) -> list[float]:
+        """Steps a second relative to plain decoding's, in each repeat that both ran: the median is taken, as a pause of
+        the machine hits one of them."""
         plain = self._runs.get(self.shapes[None], {})
-        return [run.rate / plain[n].rate for n, run in runs.items() if n in plain and plain[n].rate]
+        runs = self._runs.get(shape, {})
+        return [
+            run.pace / plain[n].pace for n, run in runs.items() if n in plain and plain[n].pace and run.pace
+        ]
+
+    def _tokens(self, shape: StepShape) -> float:
+        """That a step gives a request, over all that was recorded."""
+        found = sum(run.tokens for run in self._runs[shape].values())
+        recorded = sum(self._recorded[shape].values())
+        return self.estimates[shape].tokens * (found / recorded if recorded else 1.0)
 
     def _corrected(self) -> float:
         """Geometric mean of measured to predicted ratios of what drafted."""

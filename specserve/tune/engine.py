@@ -51,13 +51,14 @@ class Work(NamedTuple):
     max_tokens: int
     temperature: float
 
-    def requests(self, first: int, count: int) -> list[Submit]:
-        """The same at every call, so that every shape answers the same and gives the same text."""
-        return [self._request(index) for index in range(first, first + count)]
+    def requests(self, numbers: Sequence[int]) -> list[Submit]:
+        """One for each number, which are the same at every call, so that every shape answers the same and gives the
+        same text."""
+        return [self._request(str(place), number) for place, number in enumerate(numbers)]
 
-    def _request(self, index: int) -> Submit:
-        params = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=index)
-        return Submit(str(index), list(self.prompts[index % len(self.prompts)]), params)
+    def _request(self, rid: str, number: int) -> Submit:
+        params = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=number)
+        return Submit(rid, list(self.prompts[number % len(self.prompts)]), params)
 
     @property
     def mean_context(self) -> int:
@@ -75,6 +76,7 @@ class TuneEngine:
     plan: ShapePlan
     padding: Padding
     work: Work
+    _asked: Sequence[int] = ()  # numbers of the requests that runs answer, again and again
     _graphs: dict[tuple[bool, StepShape], StepGraph] = field(default_factory=dict)
     _controllers: dict[int, ShapePolicy] = field(default_factory=dict)
 
@@ -100,7 +102,7 @@ class TuneEngine:
         padding = Padding(batch_buckets(largest) if largest is not None else ())
         if settings.device == "cuda":
             Runner(context, {}).warm_up()
-        return cls(settings, model, context, plan, padding, work)
+        return cls(settings, model, context, plan, padding, work, range(len(work.prompts)))
 
     @property
     def draft_vocab(self) -> int:
@@ -134,7 +136,8 @@ class TuneEngine:
         return {shape: cost.seconds(shape, shape.slots * self.work.mean_context) for shape in shapes}
 
     def probe(self, candidates: Sequence[Candidate], seconds: float) -> Replay:
-        """Answers some prompts plainly and records what the draft would have said, for ``seconds`` at most."""
+        """Answers some prompts plainly and records what the draft would have said, for ``seconds`` at most. Runs answer
+        these from now on."""
         levels: dict[int, int] = {}
         for steps, topk, _ in (candidate for candidate in candidates if candidate is not None):
             levels[topk] = max(steps, levels.get(topk, 0))
@@ -143,7 +146,7 @@ class TuneEngine:
         policy = DeepShapes(max(levels.values()), max(levels))
         scheduler = self._scheduler(settings, recorder, policy)
         until = time.perf_counter() + seconds
-        texts = {request.rid: (request, list[int]()) for request in self.work.requests(0, self._probed())}
+        texts = {request.rid: (request, list[int]()) for request in self.work.requests(range(self._probed()))}
         for request, _ in texts.values():
             scheduler.submit(request)
         least = LEAST_LOOKS * max(levels.values())
@@ -154,7 +157,9 @@ class TuneEngine:
                     self._settle(*texts[message.rid])
         answers = recorder.answers(cut=scheduler.has_work)
         scheduler.close()
-        return Replay(answers, levels)
+        replay = Replay(answers, levels)
+        self._asked = replay.numbers
+        return replay
 
     def _probed(self) -> int:
         """Answers to record: as many as run at once without one being put back."""
@@ -182,7 +187,7 @@ class TuneEngine:
         self._graphs.clear()
 
     def run(self, candidate: Candidate, batch: int, first: int, count: int) -> Run:
-        """``count`` requests from number ``first`` on through a batch kept full."""
+        """``count`` requests from the ``first`` of those asked on through a batch kept full."""
         policy = StaticShapes(candidate, self._one_bucket(batch))
         return self._run(policy, candidate is not None, batch, first, count)
 
@@ -199,7 +204,8 @@ class TuneEngine:
     def _run(self, policy: ShapePolicy, drafted: bool, batch: int, first: int, count: int) -> Run:
         runner = MeteredRunner(self._context(drafted), self._graphs_of(drafted))
         scheduler = self._scheduler(self.settings, runner, policy)
-        return closed_loop(scheduler, runner, self.work.requests(first, count), batch, self._settle)
+        numbers = [self._asked[index % len(self._asked)] for index in range(first, first + count)]
+        return closed_loop(scheduler, runner, self.work.requests(numbers), batch, self._settle)
 
     def _settle(self, request: Submit, text: Sequence[int]) -> None:
         assert self.context.state.known is not None

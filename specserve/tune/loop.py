@@ -46,6 +46,11 @@ class Run:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
+    def pace(self) -> float:
+        """Steps a second, one of the batch counted once for each request in it."""
+        return self.request_steps / self.seconds if self.seconds else 0.0
+
+    @property
     def accepted_length(self) -> float:
         """Tokens a step gives a request, the bonus included."""
         return self.tokens / self.request_steps if self.request_steps else 0.0

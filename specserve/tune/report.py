@@ -16,7 +16,7 @@ DIFFERENT = 0.97  # a pick that is worse than this over all batch sizes leaves s
 HEADER = f"  {'steps, topk, tokens':20} {'ms/step':>8} {'accepted':>8} {'tokens/s':>9} {'x plain':>8}"
 METRIC = (
     "tokens a second of all requests together, batch kept full, prefill excluded; accepted: tokens a step gives a\n"
-    "request, bonus included; x plain: median over repeats; *: predicted, not run"
+    "request, bonus included; x plain: median over repeats, for all recorded requests; *: predicted, not run"
 )
 
 

@@ -1,11 +1,12 @@
 """The search: predict all candidates, run the promising ones, interleaved, and the better of them again and longer.
 
-1. Answers are recorded with what drafts would have been worth in them: tokens a step of every candidate.
+1. Answers are recorded with what drafts would have been worth in them: tokens a step of every candidate. All runs
+   answer these requests again.
 2. Steps of some shapes are timed: seconds a step of every candidate.
 3. At each batch size the candidates that promise most race against plain decoding: sixteen, then the best five, then
    two, fewer if time is short. In each repeat all that are left answer the same requests, one after the other, in
    another order each time, so that a machine that grows slower or faster does so for all. Repeats are many and short
-   rather than few and long.
+   rather than few and long, and each answers a few of the requests: ``board`` says how they speak for all.
 4. The candidates that are best over all batch sizes are run where they were not yet.
 5. The controller runs beside plain decoding and the best shape of each batch size.
 """
@@ -37,7 +38,9 @@ OVERALL, OVERALL_REPEATS = 3, 3  # candidates that are run at all batch sizes
 class Answers(Protocol):
     """What the probe found."""
 
-    def tokens_per_step(self, shape: StepShape) -> float: ...
+    def tokens_per_step(self, shape: StepShape, first: int = 0, count: int | None = None) -> float:
+        """In ``count`` answers from the ``first`` on, in all if it is None."""
+        ...
 
 
 class Bench(Protocol):
@@ -58,7 +61,7 @@ class Bench(Protocol):
         ...
 
     def run(self, candidate: Candidate, batch: int, first: int, count: int) -> Run:
-        """``count`` requests from number ``first`` on, with the batch kept full."""
+        """``count`` requests from the ``first`` on of those that were probed, with the batch kept full."""
         ...
 
     def run_controller(self, batch: int, first: int, count: int) -> Run: ...
@@ -80,6 +83,7 @@ class Search:
     exhaustive: bool = False
     clock: Callable[[], float] = time.perf_counter
     say: Callable[[str], None] = _silent
+    _answers: Answers | None = None
     _until: float = 0.0
     _pace: dict[int, float] = field(default_factory=dict)  # seconds that plain decoding takes for a request
 
@@ -90,18 +94,19 @@ class Search:
         answers = self.bench.probe(self.candidates, PROBE_SHARE * self.seconds)
         end = self._until
         self._until -= CONTROLLER_SHARE * max(0.0, end - self.clock())
-        boards = [self._board(batch, index, answers) for index, batch in enumerate(self.batches)]
+        self._answers = answers
+        boards = [self._board(batch, index) for index, batch in enumerate(self.batches)]
         if len(boards) > 1 and not self.exhaustive:
             self._run_overall(boards)
         self._until = end
         self._run_controller(boards)
         return boards
 
-    def _board(self, batch: int, index: int, answers: Answers) -> Board:
+    def _board(self, batch: int, index: int) -> Board:
         """All that is done for one batch size alone, in its share of the time."""
         share = RACE_SHARE if len(self.batches) > 1 and not self.exhaustive else 1.0
         until = self.clock() + share * (self._until - self.clock()) / (len(self.batches) - index)
-        board = self._predict(batch, answers)
+        board = self._predict(batch)
         self._calibrate(board)
         if self.exhaustive:
             least, most = EXHAUSTIVE_REPEATS
@@ -112,12 +117,12 @@ class Search:
         self.bench.forget()
         return board
 
-    def _predict(self, batch: int, answers: Answers) -> Board:
+    def _predict(self, batch: int) -> Board:
         self.say(f"batch {batch}: timing steps")
         shapes = {candidate: self.bench.shape(candidate, batch) for candidate in self.candidates}
         unique = list(dict.fromkeys(shapes.values()))
         seconds = fill_in(self.bench.step_seconds(to_measure(unique)), unique)
-        estimates = {shape: Estimate(seconds[shape], answers.tokens_per_step(shape)) for shape in unique}
+        estimates = {shape: Estimate(seconds[shape], self._tokens(shape)) for shape in unique}
         return Board(batch, shapes, estimates)
 
     def _calibrate(self, board: Board) -> None:
@@ -135,6 +140,8 @@ class Search:
         for index, (most, repeats) in enumerate(ROUNDS):
             share = (until - self.clock()) / (len(ROUNDS) - index)
             runs = int(share / self._least(board.batch))
+            if board.repeats and runs < 2:
+                return
             best = [candidate for candidate in board.ranked() if candidate is not None]
             entered = [None, *best[: max(1, min(most, runs - 1))]]
             fit = max(1, min(repeats, runs // len(entered)))
@@ -143,20 +150,30 @@ class Search:
     def _round(
         self, board: Board, entered: Sequence[Candidate], repeats: int, until: float, stop: bool = True
     ) -> None:
-        """``stop``: at the time, once the batch size has a whole repeat."""
+        """``stop``: at the time, behind the first repeat, as runs are compared within repeats."""
         names = "; ".join(name(candidate) for candidate in entered)
         self.say(f"batch {board.batch}: running {names if len(entered) < 12 else f'{len(entered)} shapes'}")
         self.bench.prepare(entered, board.batch)
         count = self._requests(board.batch, (until - self.clock()) / (len(entered) * repeats))
         longest = 0.0
-        for _ in range(repeats):
+        for repeat in range(repeats):
             number = board.repeats
             for candidate in Random(number).sample(entered, len(entered)):
                 begin = self.clock()
-                if stop and number and begin + longest > until:
+                if stop and repeat and begin + longest > until:
                     return
-                board.add(candidate, number, self.bench.run(candidate, board.batch, number * count, count))
+                self._run(board, candidate, number, count)
                 longest = max(longest, self.clock() - begin)
+
+    def _run(self, board: Board, candidate: Candidate, number: int, count: int) -> None:
+        """The candidate's part of a repeat."""
+        first = number * count
+        run = self.bench.run(candidate, board.batch, first, count)
+        board.add(candidate, number, run, self._tokens(board.shapes[candidate], first, count))
+
+    def _tokens(self, shape: StepShape, first: int = 0, count: int | None = None) -> float:
+        assert self._answers is not None
+        return self._answers.tokens_per_step(shape, first, count)
 
     def _least(self, batch: int) -> float:
         """Seconds of the shortest run, of plain decoding."""
@@ -167,18 +184,19 @@ class Search:
         return batch * max(LEAST_REQUESTS, int(seconds / self._pace[batch] / batch))
 
     def _run_overall(self, boards: Sequence[Board]) -> None:
-        """The first of them whatever time that takes, or there might be none to pick."""
+        """The first of them whatever time that takes, or there might be none to pick; others if time is left."""
         ranked = sorted(self.candidates, key=lambda candidate: -overall(boards, candidate))
         wanted = [candidate for candidate in ranked if candidate is not None][:OVERALL]
         for index, board in enumerate(boards):
             left = (self._until - self.clock()) / (len(boards) - index)
-            looked_at = wanted if left > 0 else wanted[:1]
-            missing = [candidate for candidate in looked_at if not board.is_measured(candidate)]
-            if missing:
+            for count in (OVERALL, 1):
+                missing = [each for each in wanted[:count] if not board.is_measured(each)]
                 entered = list(dict.fromkeys([None, board.best(), *missing]))
                 fit = int(left / self._least(board.batch) / len(entered))
-                repeats = max(1, min(OVERALL_REPEATS, fit))
-                self._round(board, entered, repeats, self.clock() + left, stop=left > 0)
+                if fit > 0:
+                    break
+            if missing:
+                self._round(board, entered, max(1, min(OVERALL_REPEATS, fit)), self.clock() + left)
                 self.bench.forget()
 
     def _run_controller(self, boards: Sequence[Board]) -> None:
@@ -195,10 +213,9 @@ class Search:
             self.bench.run_controller(board.batch, 0, count)
             for _ in range(CONTROLLER_REPEATS):
                 number = board.repeats
-                first = number * count
-                board.controller[number] = self.bench.run_controller(board.batch, first, count)
+                board.controller[number] = self.bench.run_controller(board.batch, number * count, count)
                 for candidate in entered:
-                    board.add(candidate, number, self.bench.run(candidate, board.batch, first, count))
+                    self._run(board, candidate, number, count)
             self.bench.forget()
 
 

@@ -58,39 +58,41 @@ class Replay:
         if not (walked > 0).any():
             raise ValueError("--max-tokens: answers end with their first tokens; longer ones are needed")
         begins = lengths.cumsum() - lengths
+        self.numbers: list[int] = np.flatnonzero(walked > 0).tolist()
+        """Of the answers that are replayed, in the order in which they were recorded."""
         self.begins = begins[walked > 0]
         self.ends = (begins + walked)[walked > 0]
         self._stops = (begins + lengths)[walked > 0]
         self._scored = {topk: _score(answers, topk, levels) for topk, levels in topks.items()}
 
-    def tokens_per_step(self, shape: StepShape) -> float:
-        """Tokens that a step of this shape gives a request, the bonus included, with the batch kept full."""
+    def tokens_per_step(self, shape: StepShape, first: int = 0, count: int | None = None) -> float:
+        """Tokens that a step of this shape gives a request, the bonus included, with the batch kept full: in ``count``
+        answers from the ``first`` on, in all if it is None. Behind the last answer follows the first again."""
         if not shape.levels:
             return 1.0
         scored = self._scored[shape.branching]
         scores_NP = scored.scores_NP[:, : shape.pool_size]
         truth_NL = scored.truth_NL[:, : shape.levels]
         tokens = steps = 0
-        for lanes_B in self._lanes(shape.slots):
+        for lanes_B in self._lanes(shape.slots, first, count):
             accepted_B = _accepted(scores_NP[lanes_B.at], truth_NL[lanes_B.at], shape)
             lanes_B.emitted = np.minimum(1 + accepted_B, lanes_B.stop - lanes_B.at)
             tokens, steps = tokens + int(lanes_B.emitted.sum()), steps + len(lanes_B.at)
         return tokens / steps
 
-    def _lanes(self, slots: int) -> Iterator[_Lanes]:
+    def _lanes(self, slots: int, first: int, count: int | None) -> Iterator[_Lanes]:
         """The batch at each of its steps, until no answer is left to replace one that ends."""
-        answers = len(self.ends)
-        starts = max(answers, LEAST_STARTS * slots)
+        starts = max(len(self.ends), LEAST_STARTS * slots) if count is None else count
         lanes, following = _Lanes(np.zeros((3, slots), dtype=np.int64)), slots
         for lane in range(slots):
-            lanes.state[:, lane] = self._answer(lane)
+            lanes.state[:, lane] = self._answer(first + lane)
         while True:
             yield lanes
             lanes.at += lanes.emitted
             for ended in np.flatnonzero(lanes.at >= lanes.end):
                 if following >= starts:
                     return
-                lanes.state[:, ended] = self._answer(following)
+                lanes.state[:, ended] = self._answer(first + following)
                 following += 1
 
     def _answer(self, number: int) -> tuple[int, int, int]:

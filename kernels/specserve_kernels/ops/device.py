@@ -1,5 +1,5 @@
-"""What a device offers its kernels: multiprocessors, shared memory for one program, and tickets for programs that share
-work."""
+"""What a device offers its kernels: multiprocessors, shared memory for one program, its capability, and tickets for
+programs that share work."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def _limits(index: int) -> Limits:
         index
     )  # what Triton itself checks launches against
     return Limits(found["multiprocessor_count"], found["max_shared_mem"])
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability; where Triton is interpreted, an H200's."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 _shared_tickets: dict[torch.device, list[Tensor]] = {}

@@ -2,7 +2,8 @@
 
 A draft's levels read its weights for a few tokens, so bytes are what they cost, and instructions for each number of the
 weight come next. int8 goes to the tensor cores as it is: inputs of 16 bits become integers of two bytes, multiples of a
-unit that each token has in each group, and both bytes are multiplied. FP8 becomes float16, and bfloat16 inputs with
+unit that each token has in each group, and both bytes are multiplied (before Ampere, whose tensor cores Triton gives
+no int8, the weight becomes the inputs' type). FP8 becomes float16, and bfloat16 inputs with
 it, clamped to its range, because the processor turns two FP8 numbers into float16 by one instruction and has none for
 bfloat16. A step of a program is one group, so its factors are applied to sums rather than to weights. Outputs are the
 rows of what tensor cores multiply, of which Hopper's take 64 at least, and tokens the columns, of which 8 are enough.
@@ -14,6 +15,7 @@ share the inputs of a tile: each stores its part and takes a ticket, and who tak
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import H200, Limits, limits_of, tickets
+from specserve_kernels.ops.device import H200, Limits, capability_of, limits_of, tickets
 from specserve_kernels.ops.linear import outputs_of, store_outputs
 from specserve_kernels.ops.overlap import let_next_begin, overlap, wait_for_inputs
 from specserve_kernels.reference.quantized_linear import GROUP
@@ -29,6 +31,7 @@ from specserve_kernels.reference.quantized_linear import GROUP
 _MANY_OUTPUTS = 16384  # from so many on, tiles fill an H200 without sharing their inputs
 _PROGRAMS = {16: 6, 32: 3}  # a multiprocessor, up to so many tokens, if sharing tiles can make as many
 _LEAST_GROUPS, _MOST_PARTS = 4, 8
+_LEAST_STAGES = 3  # two loads on their way while one is multiplied
 
 
 class Pipeline(NamedTuple):
@@ -48,7 +51,10 @@ def quantized_linear(
     tokens, inputs = x_TI.shape
     outputs = len(weight_OI)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
-    block = pipeline(outputs, inputs, tokens, x_TI.element_size(), limits_of(x_TI.device))
+    wide, int8 = x_TI.element_size() > 2, weight_OI.dtype == torch.int8
+    integers = int8 and not wide and _has_integers(x_TI.device)
+    converted = wide or (int8 and not integers)
+    block = pipeline(outputs, inputs, tokens, x_TI.element_size(), limits_of(x_TI.device), converted)
     tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
     shared, tile = block.parts > 1, block.tokens * block.outputs
     part = x_TI.new_empty(tiles[0] * tiles[1] * block.parts * tile if shared else 0, dtype=torch.float32)
@@ -71,6 +77,7 @@ def quantized_linear(
         BLOCK_T=block.tokens,
         BLOCK_O=block.outputs,
         GROUP=GROUP,
+        INTEGERS=integers,
         PARTS=block.parts,
         STAGES=block.stages,
         num_warps=block.warps,
@@ -80,19 +87,40 @@ def quantized_linear(
     return out_TO
 
 
-def pipeline(outputs: int, inputs: int, tokens: int, input_bytes: int, limits: Limits = H200) -> Pipeline:
+def pipeline(
+    outputs: int,
+    inputs: int,
+    tokens: int,
+    input_bytes: int,
+    limits: Limits = H200,
+    converted: bool = False,
+) -> Pipeline:
     """What to launch for such a weight and so many tokens: up to 32 tokens the weight is read once, and its bytes
-    decide. With less shared memory, fewer stages; for inputs of 32 bits, the weight is there in their type, too."""
+    decide. With less shared memory, fewer outputs and stages. ``converted``: the weight is held in the inputs' type,
+    too."""
     chosen = _pipeline(outputs, tokens, input_bytes)
-    stage = (chosen.tokens * input_bytes + chosen.outputs) * GROUP
-    room = limits.shared_bytes - (chosen.outputs * GROUP * input_bytes if input_bytes > 2 else 0)
-    chosen = chosen._replace(stages=max(1, min(chosen.stages, room // stage)))
+    while (stages := _stages(chosen, input_bytes, limits, converted)) < _LEAST_STAGES and chosen.outputs > 32:
+        chosen = chosen._replace(outputs=chosen.outputs // 2, warps=4)
+    chosen = chosen._replace(stages=max(1, min(chosen.stages, stages)))
     if outputs >= _MANY_OUTPUTS:
         return chosen
     tiles = triton.cdiv(outputs, chosen.outputs) * triton.cdiv(tokens, chosen.tokens)
     programs = limits.processors * next((each for few, each in _PROGRAMS.items() if tokens <= few), 0)
     most = min(programs // max(tiles, 1), triton.cdiv(inputs, GROUP) // _LEAST_GROUPS, _MOST_PARTS)
     return chosen._replace(parts=max(1, most))
+
+
+def _stages(block: Pipeline, input_bytes: int, limits: Limits, converted: bool) -> int:
+    """That fit. Hopper holds as many as there are, earlier processors one less; and the bytes of the inputs, and sums
+    on their way to the output."""
+    stage = (block.tokens * input_bytes + block.outputs) * GROUP
+    beside = 2 * block.tokens * GROUP + (block.outputs * GROUP * input_bytes if converted else 0)
+    return (limits.shared_bytes - beside) // stage
+
+
+@cache
+def _has_integers(device: torch.device) -> bool:
+    return capability_of(device) >= (8, 0)
 
 
 def _pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:
@@ -126,6 +154,7 @@ def _quantized_linear_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     GROUP: tl.constexpr,
+    INTEGERS: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -149,10 +178,10 @@ def _quantized_linear_kernel(
         x = tl.load(x_ptrs + group * GROUP, mask=(t < tokens)[None, :] & inside[:, None], other=0)
         weight = tl.load(weight_ptrs + group * GROUP, mask=inside_o[:, None] & inside[None, :], other=0.0)
         factor = tl.load(factor_ptr + o * factor_stride + group * group_stride, mask=inside_o, other=0)
-        if x_ptr.dtype.element_ty == tl.float32:
-            part = tl.dot(weight.to(tl.float32), x, input_precision="ieee")
-        elif weight_ptr.dtype.element_ty == tl.int8:
+        if INTEGERS:
             part = _integer_dot(weight, x)
+        elif x_ptr.dtype.element_ty == tl.float32 or weight_ptr.dtype.element_ty == tl.int8:
+            part = tl.dot(weight.to(x_ptr.dtype.element_ty), x, input_precision="ieee")
         else:
             x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
             part = tl.dot(weight.to(tl.float16), x)
@@ -178,7 +207,8 @@ def _quantized_linear_kernel(
 @triton.jit
 def _integer_dot(weight, x):
     """``weight [O, I] @ x [I, T]`` in float32, of int8 and of 16 bits. A column of x is rounded to multiples of a
-    32,512th of its largest number, by which both of their bytes are in int8's range, and no sum leaves int32's."""
+    32,512th of its largest number, by which both of their bytes are in int8's range, and no sum leaves int32's. Where
+    numbers are not finite, anything may come out."""
     x = x.to(tl.float32)
     unit = tl.maximum(tl.max(tl.abs(x), 0), 1e-30) * (1 / 32512)
     # A float32 so large that its last bit is 1: the sum's last 16 bits are the rounded number.
