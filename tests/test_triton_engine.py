@@ -13,6 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 import specserve_kernels.dispatch
+import specserve_kernels.ops.attention
+from specserve_kernels.ops.device import H200, Limits
 
 import specserve.engine.sampler
 from specserve.attention import ATTENTION
@@ -61,7 +63,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 def on_triton() -> Iterator[None]:
     if torch.cuda.is_available():
         pytest.skip("with a GPU kernels are compiled: tests/test_gpu_step.py")
+    few = Limits(
+        8, H200.shared_bytes
+    )  # multiprocessors: the interpreter runs all programs that would fill them
     with (
+        patch.object(specserve_kernels.ops.attention, "limits_of", lambda _: few),
         patch.object(specserve_kernels.dispatch, "runs_triton", lambda _: True),
         patch.object(specserve.engine.sampler, "runs_triton", lambda _: True),
         patch.dict(ATTENTION, torch=ATTENTION["triton"]),
