@@ -63,9 +63,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 def on_triton() -> Iterator[None]:
     if torch.cuda.is_available():
         pytest.skip("with a GPU kernels are compiled: tests/test_gpu_step.py")
-    few = Limits(
-        8, H200.shared_bytes
-    )  # multiprocessors: the interpreter runs all programs that would fill them
+    # Few multiprocessors: the interpreter runs all programs that would fill them.
+    few = Limits(8, H200.shared_bytes)
     with (
         patch.object(specserve_kernels.ops.attention, "limits_of", lambda _: few),
         patch.object(specserve_kernels.dispatch, "runs_triton", lambda _: True),

@@ -161,13 +161,13 @@ def test_int8_multiplies_inputs_as_integers(draw: Draw, dtype: torch.dtype, toke
 
 
 def check_integers(x: Tensor, weight: Tensor, factor: Tensor) -> None:
-    """Each input is off by no more than half a unit of its token's group, half of that by a sum's chance."""
+    """Inputs are off by half a unit of their token's group at most, and a sum by as many such errors by chance."""
     found = ops.quantized_linear(x, weight, factor).double()
     exact = dequantize(weight, factor).double()
     expected = x.double() @ exact.T
-    groups = -x.shape[1] % 128
-    unit_TG = pad(x.double().abs(), (0, groups)).view(len(x), -1, 128).amax(2) / 32512
-    squares_OG = (pad(exact, (0, groups)).view(len(exact), -1, 128) ** 2).sum(2)
+    missing = -x.shape[1] % 128
+    unit_TG = pad(x.double().abs(), (0, missing)).view(len(x), -1, 128).amax(2) / 32512
+    squares_OG = (pad(exact, (0, missing)).view(len(exact), -1, 128) ** 2).sum(2)
     deviation = (unit_TG**2 @ squares_OG.T / 12).sqrt()
     error = (found - expected).abs()
     assert (error <= 5 * deviation + expected.abs() * torch.finfo(x.dtype).eps).all()
@@ -197,7 +197,7 @@ def test_before_ampere_weights_become_as_the_inputs(draw: Draw) -> None:
     weight, factor = quantize(draw(40, 200).float() / 14, torch.int8)
     x = draw(9, 200).to(torch.float16)
     with (
-        patch.object(ops, "_has_integers", return_value=False),
+        patch.object(ops, "capability_of", return_value=(7, 5)),
         patch.object(ops, "_integer_dot", side_effect=AssertionError),
     ):
         found = ops.quantized_linear(x, weight, factor)

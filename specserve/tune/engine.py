@@ -76,7 +76,7 @@ class TuneEngine:
     plan: ShapePlan
     padding: Padding
     work: Work
-    _asked: Sequence[int] = ()  # numbers of the requests that runs answer, again and again
+    _asked: Sequence[int]  # numbers of the requests that runs answer, again and again
     _graphs: dict[tuple[bool, StepShape], StepGraph] = field(default_factory=dict)
     _controllers: dict[int, ShapePolicy] = field(default_factory=dict)
 

@@ -2,11 +2,11 @@
 
 A draft's levels read its weights for a few tokens, so bytes are what they cost, and instructions for each number of the
 weight come next. int8 goes to the tensor cores as it is: inputs of 16 bits become integers of two bytes, multiples of a
-unit that each token has in each group, and both bytes are multiplied (before Ampere, whose tensor cores Triton gives
-no int8, the weight becomes the inputs' type). FP8 becomes float16, and bfloat16 inputs with
-it, clamped to its range, because the processor turns two FP8 numbers into float16 by one instruction and has none for
-bfloat16. A step of a program is one group, so its factors are applied to sums rather than to weights. Outputs are the
-rows of what tensor cores multiply, of which Hopper's take 64 at least, and tokens the columns, of which 8 are enough.
+unit that each token has in each group, and both bytes are multiplied. Triton multiplies no int8 on tensor cores older
+than Ampere's: there the weight becomes the inputs' type. FP8 becomes float16, and bfloat16 inputs with it, clamped to
+its range, because the processor turns two FP8 numbers into float16 by one instruction and has none for bfloat16. A step
+of a program is one group, so its factors are applied to sums rather than to weights. Outputs are the rows of what
+tensor cores multiply, of which Hopper's take 64 at least, and tokens the columns, of which 8 are enough.
 
 Few outputs are few programs, with too little of the weight on its way to keep the memory busy. Then several programs
 share the inputs of a tile: each stores its part and takes a ticket, and who takes the last one adds them in their order
@@ -15,7 +15,6 @@ share the inputs of a tile: each stores its part and takes a ticket, and who tak
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from specserve_kernels.reference.quantized_linear import GROUP
 _MANY_OUTPUTS = 16384  # from so many on, tiles fill an H200 without sharing their inputs
 _PROGRAMS = {16: 6, 32: 3}  # a multiprocessor, up to so many tokens, if sharing tiles can make as many
 _LEAST_GROUPS, _MOST_PARTS = 4, 8
+_HAS_INTEGERS = (8, 0)  # capability from which on Triton multiplies int8 on tensor cores
 _LEAST_STAGES = 3  # two loads on their way while one is multiplied
 
 
@@ -52,7 +52,7 @@ def quantized_linear(
     outputs = len(weight_OI)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
     wide, int8 = x_TI.element_size() > 2, weight_OI.dtype == torch.int8
-    integers = int8 and not wide and _has_integers(x_TI.device)
+    integers = int8 and not wide and capability_of(x_TI.device) >= _HAS_INTEGERS
     converted = wide or (int8 and not integers)
     block = pipeline(outputs, inputs, tokens, x_TI.element_size(), limits_of(x_TI.device), converted)
     tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
@@ -111,16 +111,10 @@ def pipeline(
 
 
 def _stages(block: Pipeline, input_bytes: int, limits: Limits, converted: bool) -> int:
-    """That fit. Hopper holds as many as there are, earlier processors one less; and the bytes of the inputs, and sums
-    on their way to the output."""
+    """As many as fit beside the bytes of the inputs. Hopper holds each of them, earlier processors one less."""
     stage = (block.tokens * input_bytes + block.outputs) * GROUP
     beside = 2 * block.tokens * GROUP + (block.outputs * GROUP * input_bytes if converted else 0)
     return (limits.shared_bytes - beside) // stage
-
-
-@cache
-def _has_integers(device: torch.device) -> bool:
-    return capability_of(device) >= (8, 0)
 
 
 def _pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:

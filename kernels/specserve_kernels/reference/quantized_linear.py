@@ -3,8 +3,8 @@
 Each row of the weight is stored as int8 or float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433) in groups of 128
 inputs, each with a factor that makes its largest number the format's largest: a head that reads an embedding beside a
 feature has rows of two very different sizes. What is lost is lost at loading: of normal numbers, 0.7% (int8) or 2.6%
-(FP8) of the root mean square. A kernel may round inputs to multiples of a 32,512th of the largest in a group, which is
-less than what their own 16 bits leave open.
+(FP8) of the root mean square. A kernel may round inputs to multiples of a 32,512th of the largest in a group, which
+changes a sum by less than what their own 16 bits leave open.
 """
 
 from __future__ import annotations
