@@ -27,6 +27,7 @@ from specserve_kernels.ops.indexed_linear import indexed_linear
 from specserve_kernels.ops.linear import linear_few
 from specserve_kernels.ops.prefill import attend_chunks
 from specserve_kernels.ops.quantized_linear import quantized_linear
+from specserve_kernels.ops.turned_linear import turned_linear
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
@@ -234,9 +235,12 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Projections of 4096 inputs that are read in other forms than a whole weight of 16 bits."""
     x_TI, ids_R = torch.zeros(tokens, 4096, dtype=dtype), torch.zeros(4096, dtype=torch.int64)
     indexed_linear(x_TI, torch.zeros(8192, 4096, dtype=dtype), ids_R)
-    if tokens <= 32 and dtype.itemsize == 2:
+    if dtype.itemsize == 2:
         for gated in (False, True):
-            linear_few(x_TI, torch.zeros(4096, 4096, dtype=dtype), gated)
+            if tokens <= 16:
+                linear_few(x_TI, torch.zeros(4096, 4096, dtype=dtype), gated)
+            if tokens <= 64:
+                turned_linear(x_TI, torch.zeros(4096, 4096, dtype=dtype), gated)
     for rounded in (torch.int8, torch.float8_e4m3fn):
         factor_OG = torch.zeros(32, 4096).T
         bias_O = torch.zeros(4096, dtype=dtype) if tokens <= 32 else None
@@ -245,9 +249,11 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
 
 
 def launch_wide(tokens: int) -> None:
-    """A draft's gate in int8, as wide as Llama-3.1-8B's."""
+    """Gates as wide as Llama-3.1-8B's: a draft's in int8, and the target's."""
     weight_OI, factor_OG = torch.zeros(28672, 4096, dtype=torch.int8), torch.zeros(32, 28672).T
-    quantized_linear(torch.zeros(tokens, 4096, dtype=torch.bfloat16), weight_OI, factor_OG, None, True)
+    x_TI = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
+    quantized_linear(x_TI, weight_OI, factor_OG, None, True)
+    turned_linear(x_TI, torch.zeros(28672, 4096, dtype=torch.bfloat16), gated=True)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
 """Times the target's layers as a chain, each kernel behind the one that it needs, in a CUDA graph: milliseconds of 32
 layers of Llama-3.1-8B, without embedding and head.
 
-    python kernels/bench/chain.py [--tokens 1 4 8 16 32] [--context 640] [--only NAME ...] [--once]
+    python kernels/bench/chain.py [--tokens 1 4 8 16 32 64] [--context 640] [--only NAME ...] [--once]
 
 Kernels timed alone lie side by side; in a step each waits for the last. The columns: launches one after the other and
-overlapping (``ops/overlap.py``), with projections by cuBLAS and by the Triton kernel, and chains that lack some of
+overlapping (``ops/overlap.py``), with projections by cuBLAS and by our kernels, and chains that lack some of
 their kernels. The floor is the weights' bytes at the device's bandwidth. ``--once`` only compiles.
 """
 
@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from attention import PAGE, PEAK
 from layers import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, draw, graph_seconds, one_by_one
-from specserve_kernels.ops import linear
+from specserve_kernels.ops import linear, turned_linear
 from specserve_kernels.ops.attention import Workspace, attend_nodes
 from specserve_kernels.ops.norm import add_rms_norm
 from specserve_kernels.ops.rotary import rotary_store_kv
@@ -107,7 +107,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Variant:
-    """``served``: projections by the kernel rather than cuBLAS; and what the chain has."""
+    """``served``: projections by our kernels rather than cuBLAS; and what the chain has."""
 
     overlaps: bool = True
     served: bool = True
@@ -119,7 +119,9 @@ class Variant:
         with ExitStack() as stack:
             if not self.overlaps:
                 stack.enter_context(one_by_one())
-            stack.enter_context(mock.patch.object(linear, "serves", return_value=self.served))
+            if not self.served:
+                for module in (linear, turned_linear):
+                    stack.enter_context(mock.patch.object(module, "serves", return_value=False))
             yield
 
 
@@ -143,7 +145,7 @@ def milliseconds(run: Callable[[], Tensor], once: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16, 32])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--once", action="store_true")

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from specserve_kernels.ops import device, linear, prefill
+from specserve_kernels.ops import device, linear, prefill, turned_linear
 from specserve_kernels.ops.cut import Cut
 from specserve_kernels.ops.device import H200, Limits, limits_of
 
@@ -28,28 +28,69 @@ def test_limits_of_a_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "outputs", "tokens", "chosen"),
+    ("limits", "outputs", "chosen"),
     [
-        (H200, 4096, 1, (32, 512, 4)),
-        (H200, 4096, 32, (32, 512, 4)),
-        (H200, 4224, 16, (32, 512, 4)),
-        (H200, 4225, 16, (32, 128, 5)),
-        (H200, 8448, 32, (32, 128, 5)),
-        (H200, 28672, 16, (32, 128, 3)),
-        (H200, 28672, 32, (64, 256, 3)),
-        (A100, 3456, 16, (32, 512, 4)),
-        (A100, 4096, 16, (32, 128, 5)),
-        (RTX5090, 4096, 16, (32, 512, 3)),
-        (RTX5090, 4096, 32, (32, 512, 2)),
-        (L4, 28672, 32, (64, 256, 3)),
-        (T4, 1024, 16, (32, 512, 2)),
-        (T4, 28672, 32, (64, 256, 2)),
-        (Limits(40, 49_152), 1024, 16, (32, 512, 2)),
-        (Limits(40, 49_151), 1024, 16, None),
+        (H200, 4224, (32, 512, 4)),
+        (H200, 4225, (32, 128, 5)),
+        (H200, 8448, (32, 128, 5)),
+        (H200, 28672, (32, 128, 3)),
+        (A100, 3456, (32, 512, 4)),
+        (A100, 4096, (32, 128, 5)),
+        (RTX5090, 4096, (32, 512, 3)),
+        (L4, 28672, (32, 128, 3)),
+        (T4, 1024, (32, 512, 2)),
+        (Limits(40, 49_152), 1024, (32, 512, 2)),
+        (Limits(40, 49_151), 1024, None),
     ],
 )
-def test_linear(limits: Limits, outputs: int, tokens: int, chosen: tuple[int, int, int] | None) -> None:
-    assert linear.pipeline(outputs, tokens, limits) == chosen
+def test_linear(limits: Limits, outputs: int, chosen: tuple[int, int, int] | None) -> None:
+    assert linear.pipeline(outputs, limits) == chosen
+
+
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs", "chosen"),
+    [
+        (9, 28672, 4096, (16, 128, 128, 3, 4, 1)),
+        (17, 28672, 4096, (32, 256, 64, 4, 8, 1)),
+        (64, 128256, 4096, (64, 256, 64, 4, 8, 1)),
+        (32, 6144, 4096, (32, 64, 128, 4, 4, 1)),
+        (32, 4096, 4096, (32, 64, 128, 4, 4, 2)),
+        (64, 4096, 14336, (64, 64, 128, 4, 4, 2)),
+        (32, 1024, 8192, (32, 64, 128, 4, 4, 4)),  # no more parts than four
+        (32, 512, 1024, (32, 64, 128, 4, 4, 1)),  # no part of fewer than eight steps
+    ],
+)
+def test_turned_linear(tokens: int, outputs: int, inputs: int, chosen: tuple[int, ...]) -> None:
+    assert turned_linear.pipeline(outputs, inputs, tokens, False, H200) == chosen
+    assert turned_linear.pipeline(outputs, inputs, tokens, True, H200).parts == 1
+    for shared in (H200.shared_bytes, 101_376):
+        block = turned_linear.pipeline(outputs, inputs, tokens, False, Limits(132, shared))
+        assert block.stages * 2 * (block.tokens + block.outputs) * block.inputs < shared
+
+
+def test_where_the_turned_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def serves(tokens: int, outputs: int, inputs: int) -> bool:
+        x, weight = (
+            torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta") for rows in (tokens, outputs)
+        )
+        return turned_linear.serves(x, weight)
+
+    qkv, o, gate_up, down, head = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
+    assert not any(serves(tokens, *each) for tokens in (1, 8, 65) for each in (qkv, o, gate_up, down, head))
+    for tokens in (9, 16):
+        assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
+            *(False, False, True, False, True)
+        ]
+    assert all(serves(tokens, *each) for tokens in (17, 32) for each in (qkv, o, gate_up, down, head))
+    for tokens in (33, 64):
+        assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
+            *(False, False, True, True, True)
+        ]
+    assert not serves(20, 4096, 100)  # rows that the copy engine can't read
+    x = torch.empty(20, 4097, dtype=torch.bfloat16)
+    assert not turned_linear.serves(x[:, 1:], x)
+    monkeypatch.setattr(turned_linear, "capability_of", lambda _: (10, 0))
+    assert not serves(20, *o)
 
 
 def test_linear_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +106,10 @@ TILES = [
     (H200, 256, 8, (64, 32, 4, 5, 3)),
     (H200, 512, 8, (64, 32, 8, 5, 3)),
     (H200, 1024, 8, (32, 16, 4, 5, 3)),
-    (H200, 128, 1, (16, 64, 4, 5, 3)),
+    (H200, 128, 1, (16, 64, 4, 5, 1)),
     (A100, 512, 8, (64, 32, 8, 5, 3)),
     (L4, 256, 8, (64, 32, 4, 5, 3)),
-    (L4, 256, 1, (16, 32, 4, 5, 3)),
+    (L4, 256, 1, (16, 32, 4, 5, 1)),
     (L4, 512, 8, (64, 32, 8, 3, 2)),
     (L4, 512, 1, (16, 32, 4, 3, 3)),
     (RTX5090, 1024, 8, (32, 16, 4, 3, 2)),
@@ -116,7 +157,8 @@ def test_unequal_trees_have_more_programs() -> None:
     equal, unequal = (Cut.of(16, 56, 4, 8, 256, *H200, ragged=ragged) for ragged in (False, True))
     assert (equal.workers, equal.registers) == (33, None)
     assert (unequal.workers, unequal.registers) == (49, 168)
-    assert Cut.of(16, 4, 4, 8, 256, *H200, ragged=True).registers is None  # chains of few nodes
+    few = Cut.of(16, 4, 4, 8, 256, *H200)
+    assert Cut.of(16, 4, 4, 8, 256, *H200, ragged=True) == few  # chains of few nodes
 
 
 def test_tickets_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from specserve_kernels.ops import activation, linear, norm, pairs, rotary
+from specserve_kernels.ops import activation, linear, norm, pairs, rotary, turned_linear
 from specserve_kernels.reference import activation as reference_activation
 from specserve_kernels.reference import norm as reference_norm
 from specserve_kernels.reference import pairs as reference_pairs
@@ -154,9 +154,7 @@ def test_pair_inputs(draw, width: int, gathered: bool, normed: bool) -> None:
         assert torch.equal(pair, expected[0])
 
 
-@pytest.mark.parametrize(
-    ("tokens", "outputs", "inputs"), [(1, 64, 512), (5, 40, 200), (16, 33, 1024), (32, 96, 96)]
-)
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 64, 512), (5, 40, 200), (16, 33, 1024)])
 def test_linear(draw, tokens: int, outputs: int, inputs: int) -> None:
     x, weight = draw(tokens, inputs + 8)[:, :inputs], draw(outputs, inputs) / inputs**0.5
     if x.dtype == torch.float32:
@@ -164,9 +162,7 @@ def test_linear(draw, tokens: int, outputs: int, inputs: int) -> None:
     assert_close(linear.linear_few(x, weight), torch.nn.functional.linear(x, weight))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "inner", "inputs"), [(1, 64, 512), (5, 20, 200), (16, 33, 1024), (32, 48, 96)]
-)
+@pytest.mark.parametrize(("tokens", "inner", "inputs"), [(1, 64, 512), (5, 20, 200), (16, 33, 1024)])
 def test_gated_linear(draw, tokens: int, inner: int, inputs: int) -> None:
     """The gate and what it lets through meet in one program; their sums are those of the plain projection."""
     x, weight = draw(tokens, inputs), 2 * draw(2 * inner, inputs) / inputs**0.5
@@ -175,3 +171,30 @@ def test_gated_linear(draw, tokens: int, inner: int, inputs: int) -> None:
     found = linear.linear_few(x, weight, gated=True)
     assert_close(found, activation.silu_and_mul(linear.linear_few(x, weight)))
     assert_close(found, linear.linear(x, weight, torch.zeros_like(weight[:, 0]), gated=True))
+
+
+@pytest.mark.parametrize("tokens", [9, 32, 60])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 1024), (200, 2056), (16384 + 24, 72)])
+def test_turned_linear(draw, outputs: int, inputs: int, gated: bool, tokens: int) -> None:
+    """Parts of few outputs meet; ends of tokens, outputs and inputs; a place that is given."""
+    x, weight = draw(tokens, inputs + 16)[:, 8 : inputs + 8], 2 * draw(outputs, inputs) / inputs**0.5
+    if x.dtype == torch.float32:
+        x, weight = x.half(), weight.half()
+    expected = torch.nn.functional.linear(x.float(), weight.float()).to(x.dtype)
+    expected = activation.silu_and_mul(expected) if gated else expected
+    for out in (None, x.new_full((tokens + 1, expected.shape[1]), 7.0)):
+        found = turned_linear.turned_linear(x, weight, gated, None if out is None else out[:tokens])
+        several = 4 * TOLERANCE[found.dtype]  # roundings
+        torch.testing.assert_close(found, expected, atol=several, rtol=several)
+        assert out is None or (out[tokens:] == 7).all()
+
+
+def test_linear_into_a_place(draw) -> None:
+    x, weight = draw(20, 64), draw(72, 64)
+    for tokens in (3, 20):
+        out = x.new_full((tokens + 1, 72), 7.0)
+        found = linear.linear(x[:tokens], weight, None, out_TO=out[:tokens])
+        assert found.data_ptr() == out.data_ptr()
+        assert_close(found, torch.nn.functional.linear(x[:tokens], weight))
+        assert (out[tokens:] == 7).all()

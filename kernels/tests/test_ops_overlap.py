@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from specserve_kernels import quantize
 from specserve_kernels.ops import overlap
 from specserve_kernels.ops.attention import Workspace, attend_nodes
-from specserve_kernels.ops.linear import linear_few
+from specserve_kernels.ops.linear import linear
 from specserve_kernels.ops.norm import add_rms_norm
 from specserve_kernels.ops.quantized_linear import quantized_linear
 from specserve_kernels.ops.rotary import rotary_store_kv
@@ -36,22 +36,26 @@ BEFORE = {
     "maximum",
     "sum",
 }
-BEFORE |= {"max", "cumsum", "outputs_of", "load_settled"}  # compute, or read what is old enough
+BEFORE |= {"max", "cumsum", "outputs_of", "load_settled", "request_of"}  # compute, or read what is old enough
 ALONE = {"_prefill_kernel"}  # never captured, and long
 
 
-def kernels() -> dict[str, ast.FunctionDef]:
-    """What is launched: functions that Triton compiles and no other such function calls."""
+def compiled() -> dict[str, ast.FunctionDef]:
+    """Functions that Triton compiles."""
     trees = [ast.parse(file.read_text()) for file in sorted(OPS.glob("*.py"))]
-    compiled = {
+    return {
         node.name: node
         for tree in trees
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
         and any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
     }
-    called = {name for node in compiled.values() for name in _calls(node)}
-    return {name: node for name, node in compiled.items() if name not in called}
+
+
+def kernels() -> dict[str, ast.FunctionDef]:
+    """What is launched: functions that Triton compiles and no other such function calls."""
+    called = {name for node in compiled().values() for name in _calls(node)}
+    return {name: node for name, node in compiled().items() if name not in called}
 
 
 def _calls(node: ast.AST) -> list[str]:
@@ -76,11 +80,14 @@ def test_who_reads_before_it_waits() -> None:
     """And what: as the docstrings of these say."""
     early = {
         name: {ast.unparse(call.args[0]).split(" ")[0] for call in ast.walk(node) if _is_early(call)}
-        for name, node in kernels().items()
+        for name, node in compiled().items()
     }
     assert {name: read for name, read in early.items() if read} == {
         "_attend_kernel": {"length_B", "q_start"},
         "_rotary_store_kv_kernel": {"position_ptr", "page_ptr", "offset_ptr"},
+        "_grow_kernel": {"length_ptr"},
+        "request_of": {"rows"},
+        "_entry": {"column"},  # of the sampling table, for request_of
     }
 
 
@@ -115,10 +122,11 @@ def test_devices_that_can(
 
 
 @pytest.mark.gpu
-def test_a_chain_gives_what_its_kernels_give_one_by_one() -> None:
+@pytest.mark.parametrize("tokens", [5, 24])
+def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("launches don't overlap here")
-    hidden, inner, tokens, layers = 2048, 4096, 5, 24
+    hidden, inner, layers = 2048, 4096, 24
     heads, size, length = 16, 128, 40
 
     def draw(*shape: int) -> Tensor:
@@ -145,7 +153,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one() -> None:
             q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, *places)
             x = attend_nodes(q, cache, pages, length_B, q_start, mask_T, tokens, workspace).flatten(1)
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
-            x = quantized_linear(linear_few(x, up, gated=True), *down)
+            x = quantized_linear(linear(x, up, None, gated=True), *down)
         return x + residual
 
     def captured() -> tuple[torch.cuda.CUDAGraph, Tensor]:

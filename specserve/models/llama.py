@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
+from specserve_kernels import linear
 from torch import Tensor, nn
 
 from specserve.layers.decoder import Attend, DecoderLayer, LayerConfig, RMSNorm
@@ -82,6 +82,6 @@ class LlamaModel(nn.Module):
     def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores over the vocabulary ``[T, V]`` of hidden states after the final norm, written to ``out`` if given."""
         if out is not None:
-            return torch.mm(hidden_TH, self.lm_head.weight.t(), out=out)
+            return linear(hidden_TH, self.lm_head.weight, None, out_TO=out)
         found: Tensor = self.lm_head(hidden_TH)
         return found

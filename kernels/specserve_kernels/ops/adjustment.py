@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specserve_kernels.ops.overlap import load_settled
 from specserve_kernels.ops.philox import gumbel, words_in_order, words_of
 
 NOTHING = tl.constexpr(-(2**63))  # below every packed score
@@ -61,17 +62,29 @@ def packed_column(packed):
 
 
 @triton.jit
-def request_of(n, rows, position, path, path_size, table, width, entries):
-    """A node's parameters: temperature, and those of penalties, bias, noise and truncation."""
-    r = tl.load(rows + n)
-    at = tl.load(position + n) + 1
+def request_of(n, rows, path, path_size, table, width, entries):
+    """A node's parameters, read before the launch's turn: temperature, those of penalties, bias, noise and truncation.
+    What depends on its position is added by ``placed``."""
+    r = load_settled(rows + n, True, 0)
     history = (table[13] + r * width, table[14] + r * width, path + n.to(tl.int64) * path_size, path_size)
-    penalty = (tl.load(table[4] + r), tl.load(table[5] + r), tl.load(table[6] + r))
+    penalty = (_entry(table[4], r), _entry(table[5], r), _entry(table[6], r))
     lists = (table[9] + r * entries, table[10] + r * entries, table[11] + r * entries)
-    bias = (tl.load(table[12] + r).to(tl.int32), at)
-    noise = (at, tl.load(table[8] + r), tl.load(table[7] + r))
-    cut = (tl.load(table[1] + r), tl.load(table[2] + r), tl.load(table[3] + r))
-    return tl.load(table[0] + r), penalty, history, bias, lists, noise, cut
+    bias = _entry(table[12], r).to(tl.int32)
+    noise = (_entry(table[8], r), _entry(table[7], r))
+    cut = (_entry(table[1], r), _entry(table[2], r), _entry(table[3], r))
+    return _entry(table[0], r), penalty, history, bias, lists, noise, cut
+
+
+@triton.jit
+def _entry(column, r):
+    return load_settled(column + r, True, 0)
+
+
+@triton.jit
+def placed(position, bias, noise):
+    """The parameters of bias and noise of a token behind this position."""
+    at = tl.load(position) + 1
+    return (bias, at), (at, noise[0], noise[1])
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.adjustment import without_nan
-from specserve_kernels.ops.overlap import overlap, take_turn
+from specserve_kernels.ops.overlap import load_settled, overlap, take_turn
 from specserve_kernels.reference.prediction import Prediction
 from specserve_kernels.reference.tree import Level, Pool
 
@@ -228,16 +228,18 @@ def _grow_kernel(
     AP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    take_turn(OVERLAP)
     b = tl.program_id(0).to(tl.int64)
+    length = load_settled(length_ptr + b, True, 0)
+    take_turn(OVERLAP)
     j = tl.arange(0, JP)
     count = width * K
     live = j < count
     parent = j // K
     above = tl.load(score_ptr + b * width + parent, mask=live, other=0.0)
+    pool_index = tl.load(pool_index_ptr + b * width + parent, mask=live, other=0)
+    row = tl.load(rows_ptr + b * width)
     predicted, forced = tl.zeros((), tl.int64), tl.full((), -1, tl.int32)
     trust = tl.zeros((), tl.float32)
-    row = tl.load(rows_ptr + b * width)
     if PREDICTED:
         trust = tl.load(trust_ptr + row)
         place = tl.load(predicted_next_ptr + row)
@@ -256,7 +258,6 @@ def _grow_kernel(
     better = (j == forced) & (trust >= logp)
     score = without_nan(above + tl.where(better, trust, logp))
     token = tl.where(better, predicted, tl.load(token_ptr + b * count + j, mask=live, other=0))
-    pool_index = tl.load(pool_index_ptr + b * width + parent, mask=live, other=0)
     entry = b * size + first + j
     tl.store(pool_tokens_ptr + entry, token, mask=live)
     tl.store(pool_parents_ptr + entry, pool_index, mask=live)
@@ -288,7 +289,6 @@ def _grow_kernel(
                 key = tl.where(best, -(1 << 62), key)
         chosen = live & (rank < K)
         node = b * K + rank
-        length = tl.load(length_ptr + b)
         own = length + 1 + depth * K + rank
         page = tl.load(pages_ptr + b * pages_stride + own // page_size, mask=chosen)
         whole = tl.zeros((JP,), tl.int64)

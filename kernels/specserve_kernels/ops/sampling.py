@@ -36,6 +36,7 @@ from specserve_kernels.ops.adjustment import (
     packed_column,
     packed_value,
     perturbed,
+    placed,
     request_of,
     scaled,
     truncates_row,
@@ -77,7 +78,8 @@ def choose_tokens(
 
     ``logits_NV`` bf16, fp16 or float32; ``rows_N`` int64, the table's row of each node; ``position_N`` int64, the
     node's own position, one before that of the token chosen; ``path_NA`` int64, tokens that count as output too, V
-    marks a hole; None: none.
+    marks a hole; None: none. Rows and the table's numbers are not from the launch right before this one: see
+    ``overlap``.
 
     Raises:
         ValueError: logits or a table that are not of these types, or an input that is not contiguous.
@@ -207,15 +209,16 @@ def _scan(
     logits, rows, position, path, path_size, table, ids, inverse, stats, keys, size, width, entries, branching,
     HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    take_turn(OVERLAP)
     block, n = tl.program_id(0), tl.program_id(1)
     start = block * BLOCK
     column = start + tl.arange(0, BLOCK)
     valid = column < size
-    x = tl.load(logits + n.to(tl.int64) * size + column, mask=valid, other=float("-inf")).to(tl.float32)
     temperature, penalty, history, bias, lists, noise, cut = request_of(
-        n, rows, position, path, path_size, table, width, entries
+        n, rows, path, path_size, table, width, entries
     )
+    take_turn(OVERLAP)
+    x = tl.load(logits + n.to(tl.int64) * size + column, mask=valid, other=float("-inf")).to(tl.float32)
+    bias, noise = placed(position + n, bias, noise)
     x = adjusted(x, column, valid, start, penalty, history, bias, lists, ids, inverse, HAS_MAP, BLOCK)
     part = n.to(tl.int64) * tl.num_programs(0) + block
     stats += part * STATS
@@ -314,11 +317,12 @@ def _finish(
     HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     COLLECTED: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    take_turn(OVERLAP)
     n = tl.program_id(0)
     temperature, penalty, history, bias, lists, noise, cut = request_of(
-        n, rows, position, path, path_size, table, width, entries
+        n, rows, path, path_size, table, width, entries
     )
+    take_turn(OVERLAP)
+    bias, noise = placed(position + n, bias, noise)
     blocks = tl.cdiv(size, BLOCK)
     part = n.to(tl.int64) * blocks
     stats += part * STATS

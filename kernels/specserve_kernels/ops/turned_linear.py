@@ -1,0 +1,161 @@
+"""A projection of 9 to 64 tokens on Hopper, which reads the weight once. Shapes: T tokens, O outputs, I inputs.
+
+Outputs are the rows of what the tensor cores multiply, 64 of them at least, and tokens the columns, of which 8 are
+enough; blocks of both come by the copy engine, which is told their place by descriptors. A gate and what it lets
+through are two products of the same inputs. Few outputs are few programs: then several share the inputs of a tile, as
+in ``quantized_linear``.
+
+Against cuBLAS on an H200 alone: the gate and its activation take 59 µs instead of 64 for 64 tokens, and in a chain of
+kernels it wins wherever ``serves`` says so, since its programs stand ready when the kernel before it ends
+(``kernels/bench/chain.py``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from specserve_kernels.ops.activation import gate_by_silu
+from specserve_kernels.ops.device import Limits, capability_of, limits_of, tickets
+from specserve_kernels.ops.overlap import overlap, take_turn
+
+_MANY_OUTPUTS = 16384  # from so many on, tiles fill an H200 without sharing their inputs
+_LARGE = 50 << 20  # numbers of a weight: what is smaller, cuBLAS reads as fast for more than 32 tokens
+_HOPPER = 9  # its major capability
+_ALIGNED = 16  # bytes, of a row and of where it begins
+_LEAST_STEPS, _MOST_PARTS = 8, 4
+
+
+class Pipeline(NamedTuple):
+    """A program's tokens, outputs and inputs of a step; steps in flight, and warps; how many programs share a tile."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    stages: int
+    warps: int
+    parts: int = 1
+
+
+def serves(x_TI: Tensor, weight_OI: Tensor) -> bool:
+    """Whether it takes less time than others. Both are of 16 bits."""
+    tokens, (outputs, inputs) = len(x_TI), weight_OI.shape
+    if not 8 < tokens <= 64 or capability_of(x_TI.device)[0] != _HOPPER:
+        return False
+    if tokens <= 16:
+        wins = outputs >= _MANY_OUTPUTS
+    else:
+        wins = tokens <= 32 or outputs * inputs >= _LARGE
+    return wins and _copies(x_TI) and _copies(weight_OI)
+
+
+def _copies(x_RI: Tensor) -> bool:
+    """Whether the copy engine can read its rows."""
+    size = x_RI.element_size()
+    return x_RI.stride(1) == 1 and (x_RI.stride(0) * size) % _ALIGNED == 0 and x_RI.data_ptr() % _ALIGNED == 0
+
+
+def turned_linear(
+    x_TI: Tensor, weight_OI: Tensor, gated: bool = False, out_TO: Tensor | None = None
+) -> Tensor:
+    """As the reference, summed in float32. At most 64 tokens, 16 bits, rows of whole 16 bytes. ``out_TO``: contiguous,
+    where it goes."""
+    tokens, (outputs, inputs) = len(x_TI), weight_OI.shape
+    width = outputs // 2 if gated else outputs
+    block = pipeline(outputs, inputs, tokens, gated, limits_of(x_TI.device))
+    rows = block.outputs // 2 if gated else block.outputs
+    tiles, shared = triton.cdiv(width, rows), block.parts > 1
+    out_TO = x_TI.new_empty((tokens, width)) if out_TO is None else out_TO
+    part = x_TI.new_empty(tiles * block.parts * block.tokens * rows if shared else 0, dtype=torch.float32)
+    _turned_linear_kernel[(tiles, block.parts)](
+        TensorDescriptor.from_tensor(x_TI, [block.tokens, block.inputs]),
+        TensorDescriptor.from_tensor(weight_OI, [rows, block.inputs]),
+        out_TO,
+        part,
+        tickets(tiles, x_TI.device) if shared else part,
+        tokens,
+        O=outputs,
+        I=inputs,
+        GATED=gated,
+        BLOCK_T=block.tokens,
+        BLOCK_O=rows,
+        BLOCK_I=block.inputs,
+        PARTS=block.parts,
+        num_warps=block.warps,
+        num_stages=block.stages,
+        **overlap(),
+    )
+    return out_TO
+
+
+def pipeline(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits) -> Pipeline:
+    """From a sweep over the layers of Llama-3.1-8B on an H200. With less shared memory, fewer stages. A gate's two
+    products share a program's outputs, and no tile of theirs is shared."""
+    columns = max(16, triton.next_power_of_2(tokens))
+    if outputs >= _MANY_OUTPUTS:
+        chosen = Pipeline(columns, 128, 128, 3, 4) if tokens <= 16 else Pipeline(columns, 256, 64, 4, 8)
+    elif gated:
+        chosen = Pipeline(columns, 128, 128, 3, 4)
+    else:
+        chosen = Pipeline(columns, 64, 128, 4, 4)
+        tiles, steps = triton.cdiv(outputs, chosen.outputs), triton.cdiv(inputs, chosen.inputs)
+        most = min(limits.processors // tiles, steps // _LEAST_STEPS, _MOST_PARTS)
+        chosen = chosen._replace(parts=max(1, most))
+    stage = 2 * (chosen.tokens + chosen.outputs) * chosen.inputs
+    return chosen._replace(stages=max(1, min(chosen.stages, (limits.shared_bytes - 2048) // stage)))
+
+
+@triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
+def _turned_linear_kernel(
+    x_desc,  # [T, I]
+    weight_desc,  # [O, I]
+    out_ptr,  # [T, O], half as wide if GATED
+    part_ptr,  # [tiles, PARTS, BLOCK_O, BLOCK_T] float32, if PARTS > 1
+    tickets_ptr,  # [tiles] int32, 0, if PARTS > 1
+    tokens,
+    O: tl.constexpr,
+    I: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    WIDTH: tl.constexpr = O // 2 if GATED else O
+    tile = tl.program_id(0)
+    first = tile * BLOCK_O
+    sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    gated = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    steps: tl.constexpr = (I + BLOCK_I - 1) // BLOCK_I
+    share: tl.constexpr = (steps + PARTS - 1) // PARTS
+    begin = tl.program_id(1) * share
+    take_turn(OVERLAP)
+    tl.static_assert(PARTS == 1 or not GATED)
+    for step in range(begin, tl.minimum(begin + share, steps)):
+        x = x_desc.load([0, step * BLOCK_I]).T
+        sums = tl.dot(weight_desc.load([first, step * BLOCK_I]), x, sums)
+        if GATED:
+            gated = tl.dot(weight_desc.load([WIDTH + first, step * BLOCK_I]), x, gated)
+    o, t = tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_T)
+    if PARTS > 1:
+        at = o[:, None] * BLOCK_T + t[None, :]
+        parts = part_ptr + tile * (PARTS * BLOCK_T * BLOCK_O) + at
+        tl.store(parts + tl.program_id(1) * (BLOCK_T * BLOCK_O), sums)
+        tl.debug_barrier()
+        if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel", scope="gpu") != PARTS - 1:
+            return
+        tl.store(tickets_ptr + tile, 0)
+        sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+        for part in tl.static_range(PARTS):  # past the first cache, which other programs' stores don't update
+            sums += tl.load(parts + part * (BLOCK_T * BLOCK_O), cache_modifier=".cg")
+    out = sums.to(out_ptr.dtype.element_ty)
+    if GATED:
+        out = gate_by_silu(out, gated.to(out_ptr.dtype.element_ty))
+    out_ptrs = out_ptr + t.to(tl.int64)[None, :] * WIDTH + (first + o)[:, None]
+    tl.store(out_ptrs, out, mask=(t < tokens)[None, :] & (first + o < WIDTH)[:, None])
