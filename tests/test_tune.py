@@ -93,7 +93,7 @@ def test_replay_accepts_what_the_engine_accepts(agreeing: Checkpoints, temperatu
     engine = tune_engine(agreeing, [None, *shapes], work)
     replay = engine.probe(shapes, 60.0)
     for shape in shapes:
-        (request,) = work.requests([0])
+        (request,) = work.requests([0], {})
         usage = answer_one(agreeing.scheduler("EAGLE3", shape), request.token_ids, request.params).usage
         found = replay.tokens_per_step(step_shape(1, shape, 1))
         assert found == pytest.approx(usage.mean_accepted_length, abs=1e-9)
@@ -130,6 +130,20 @@ def test_answers_that_time_cut_are_not_taken_for_ended(agreeing: Checkpoints) ->
     engine = tune_engine(agreeing, [(4, 1, 5)], Work(PROMPTS, 400, 0.0))
     replay = engine.probe([(4, 1, 5)], 0.0)
     assert (replay.ends - replay.begins).tolist() == [12 - 4] * 5
+    for shape in (None, (4, 1, 5)):
+        run = engine.run(shape, 1, 0, 4)  # as far as they were recorded
+        assert 4 * 8 - 5 <= run.tokens <= 4 * 8
+    assert replay.tokens_per_step(step_shape(1, (4, 1, 5), 1), 0, 4) == pytest.approx(
+        run.accepted_length, rel=0.1
+    )
+
+
+def test_it_says_that_answers_were_cut(agreeing: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    engine = tune_engine(agreeing, [(2, 1, 3)], Work(PROMPTS, 60, 0.0))
+    engine.probe([(2, 1, 3)], 60.0)
+    assert "Time to record" not in caplog.text
+    engine.probe([(2, 1, 3)], 0.0)
+    assert "the beginnings of 5 answers are measured, of 5 tokens on average; --minutes gives" in caplog.text
 
 
 def test_runs_of_a_full_batch(agreeing: Checkpoints) -> None:
@@ -188,6 +202,21 @@ def test_step_times_are_filled_in() -> None:
     assert set(found) == set(shapes)
     for shape, value in found.items():
         assert value == pytest.approx(seconds(shape), rel=0.02)
+
+
+def test_predictions_are_corrected_by_those_alike() -> None:
+    """A branching whose predictions were off says nothing of another that ran."""
+    shapes: dict[Candidate, StepShape] = {
+        candidate: step_shape(1, candidate, 1)
+        for candidate in (None, (2, 1, 3), (4, 1, 5), (2, 4, 8), (4, 4, 8), (2, 8, 8))
+    }
+    board = Board(1, shapes, {shape: Estimate(1.0, 1.0 + shape.levels) for shape in shapes.values()})
+    board.add(None, 0, Run(100, 100.0, 0, 100, 100), 1.0)
+    board.add((2, 1, 3), 0, Run(300, 100.0, 0, 100, 100), 3.0)
+    board.add((2, 4, 8), 0, Run(240, 100.0, 0, 100, 100), 3.0)
+    assert board.ratio((4, 1, 5)) == pytest.approx(5.0)
+    assert board.ratio((4, 4, 8)) == pytest.approx(5.0 * 0.8)
+    assert board.ratio((2, 8, 8)) == pytest.approx(3.0 * 0.8**0.5)  # none of its own: all that drafted
 
 
 # The search, against a machine that is simulated.
@@ -588,7 +617,8 @@ def test_a_plot(tmp_path: Path) -> None:
 
 def test_requests_are_the_same_every_time() -> None:
     work = Work(PROMPTS, 8, 0.5)
-    assert work.requests([3, 4]) == work.requests([3, 4])
-    (request,) = work.requests([7])
-    assert request.token_ids == PROMPTS[2]
-    assert request.params == SamplingParams(max_tokens=8, temperature=0.5, seed=7)
+    assert work.requests([3, 4], {}) == work.requests([3, 4], {})
+    whole, part = work.requests([7, 9], {9: 3})
+    assert whole.token_ids == PROMPTS[2]
+    assert whole.params == SamplingParams(max_tokens=8, temperature=0.5, seed=7)
+    assert part.params.max_tokens == 3

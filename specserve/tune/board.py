@@ -41,7 +41,9 @@ class Board:
     _scale: float = 1.0  # of estimates, where steps were timed on a slower machine than they ran on
     _runs: dict[StepShape, dict[int, Run]] = field(default_factory=dict)
     _recorded: dict[StepShape, dict[int, float]] = field(default_factory=dict)  # tokens of the same steps
-    _correction: float | None = None  # of predicted ratios; None: to be computed again
+    _corrections: dict[int, float] = field(
+        default_factory=dict
+    )  # of predicted ratios by topk, computed when needed
 
     @property
     def repeats(self) -> int:
@@ -54,7 +56,7 @@ class Board:
         shape = self.shapes[candidate]
         self._runs.setdefault(shape, {})[repeat] = run
         self._recorded.setdefault(shape, {})[repeat] = recorded * run.request_steps
-        self._correction = None
+        self._corrections.clear()
 
     def calibrate(self, seconds: float) -> None:
         """What a real step of plain decoding takes: more than its estimate by the host's work, which every shape has,
@@ -70,14 +72,17 @@ class Board:
         return sum(self._runs[self.shapes[candidate]].values(), Run())
 
     def ratio(self, candidate: Candidate) -> float:
-        """To plain decoding's tokens a second, within repeats; else as predicted, corrected by how far predictions were
-        off."""
+        """To plain decoding's tokens a second, within repeats; else as predicted, corrected by how far predictions of
+        that topk were off, or of all if none of it ran."""
+        if candidate is None:
+            return 1.0
         measured = self._measured(candidate)
         if measured is not None:
             return measured
-        if self._correction is None:
-            self._correction = self._corrected()
-        return self.predicted_ratio(candidate) * self._correction
+        topk = self.shapes[candidate].branching
+        if topk not in self._corrections:
+            self._corrections[topk] = self._corrected(topk)
+        return self.predicted_ratio(candidate) * self._corrections[topk]
 
     def predicted_ratio(self, candidate: Candidate) -> float:
         return self.predicted_rate(candidate) / self.predicted_rate(None)
@@ -147,13 +152,15 @@ class Board:
         recorded = sum(self._recorded[shape].values())
         return self.estimates[shape].tokens * (found / recorded if recorded else 1.0)
 
-    def _corrected(self) -> float:
+    def _corrected(self, topk: int) -> float:
         """Geometric mean of measured to predicted ratios of what drafted."""
-        found = [
-            log(measured / self.predicted_ratio(candidate))
+        off = {
+            candidate: log(measured / self.predicted_ratio(candidate))
             for candidate in self.shapes
             if candidate is not None and (measured := self._measured(candidate))
-        ]
+        }
+        alike = [found for candidate, found in off.items() if self.shapes[candidate].branching == topk]
+        found = alike or list(off.values())
         return exp(sum(found) / len(found)) if found else 1.0
 
 

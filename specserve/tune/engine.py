@@ -51,13 +51,16 @@ class Work(NamedTuple):
     max_tokens: int
     temperature: float
 
-    def requests(self, numbers: Sequence[int]) -> list[Submit]:
+    def requests(self, numbers: Sequence[int], limits: Mapping[int, int]) -> list[Submit]:
         """One for each number, which are the same at every call, so that every shape answers the same and gives the
-        same text."""
-        return [self._request(str(place), number) for place, number in enumerate(numbers)]
+        same text. ``limits``: most tokens, by number, where they are less than all."""
+        return [
+            self._request(str(place), number, limits.get(number, self.max_tokens))
+            for place, number in enumerate(numbers)
+        ]
 
-    def _request(self, rid: str, number: int) -> Submit:
-        params = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=number)
+    def _request(self, rid: str, number: int, most: int) -> Submit:
+        params = SamplingParams(max_tokens=most, temperature=self.temperature, seed=number)
         return Submit(rid, list(self.prompts[number % len(self.prompts)]), params)
 
     @property
@@ -77,6 +80,7 @@ class TuneEngine:
     padding: Padding
     work: Work
     _asked: Sequence[int]  # numbers of the requests that runs answer, again and again
+    _limits: Mapping[int, int] = field(default_factory=dict)  # their most tokens, if recording was cut
     _graphs: dict[tuple[bool, StepShape], StepGraph] = field(default_factory=dict)
     _controllers: dict[int, ShapePolicy] = field(default_factory=dict)
 
@@ -137,7 +141,7 @@ class TuneEngine:
 
     def probe(self, candidates: Sequence[Candidate], seconds: float) -> Replay:
         """Answers some prompts plainly and records what the draft would have said, for ``seconds`` at most. Runs answer
-        these from now on."""
+        these from now on, as far as they were recorded."""
         levels: dict[int, int] = {}
         for steps, topk, _ in (candidate for candidate in candidates if candidate is not None):
             levels[topk] = max(steps, levels.get(topk, 0))
@@ -146,19 +150,28 @@ class TuneEngine:
         policy = DeepShapes(max(levels.values()), max(levels))
         scheduler = self._scheduler(settings, recorder, policy)
         until = time.perf_counter() + seconds
-        texts = {request.rid: (request, list[int]()) for request in self.work.requests(range(self._probed()))}
+        asked = self.work.requests(range(self._probed()), {})
+        texts = {request.rid: (request, list[int]()) for request in asked}
         for request, _ in texts.values():
             scheduler.submit(request)
         least = LEAST_LOOKS * max(levels.values())
         while scheduler.has_work and (time.perf_counter() < until or recorder.recorded < least):
             for message in check_answered(scheduler.run_once()):
                 texts[message.rid][1].extend(message.token_ids)
-                if message.finish_reason is not None:
-                    self._settle(*texts[message.rid])
+        for request, text in texts.values():
+            self._settle(request, text)
         answers = recorder.answers(cut=scheduler.has_work)
         scheduler.close()
         replay = Replay(answers, levels)
         self._asked = replay.numbers
+        self._limits = {number: 1 + walked for number, walked in replay.cut.items()}
+        if replay.cut:
+            log.warning(
+                "Time to record answers ended: the beginnings of %d answers are measured, of %d tokens on average; "
+                "--minutes gives more time, --max-tokens makes answers shorter.",
+                len(replay.cut),
+                sum(self._limits.values()) // len(replay.cut),
+            )
         return replay
 
     def _probed(self) -> int:
@@ -205,7 +218,7 @@ class TuneEngine:
         runner = MeteredRunner(self._context(drafted), self._graphs_of(drafted))
         scheduler = self._scheduler(self.settings, runner, policy)
         numbers = [self._asked[index % len(self._asked)] for index in range(first, first + count)]
-        return closed_loop(scheduler, runner, self.work.requests(numbers), batch, self._settle)
+        return closed_loop(scheduler, runner, self.work.requests(numbers, self._limits), batch, self._settle)
 
     def _settle(self, request: Submit, text: Sequence[int]) -> None:
         assert self.context.state.known is not None

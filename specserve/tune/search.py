@@ -6,7 +6,8 @@
 3. At each batch size the candidates that promise most race against plain decoding: sixteen, then the best five, then
    two, fewer if time is short. In each repeat all that are left answer the same requests, one after the other, in
    another order each time, so that a machine that grows slower or faster does so for all. Repeats are many and short
-   rather than few and long, and each answers a few of the requests: ``board`` says how they speak for all.
+   rather than few and long, and each answers a few of the requests: ``board`` says how they speak for all. Plain
+   decoding is the slowest and gives a token a step whatever is asked: it answers the first half of them.
 4. The candidates that are best over all batch sizes are run where they were not yet.
 5. The controller runs beside plain decoding and the best shape of each batch size.
 """
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from specserve.spec.tree import StepShape
 from specserve.tune.board import Board, Estimate, overall
@@ -25,14 +26,14 @@ from specserve.tune.costs import fill_in, to_measure
 from specserve.tune.grid import Candidate, name
 from specserve.tune.loop import Run
 
-PROBE_SHARE = 0.15  # of the budget, at most
+PROBE_SHARE = 0.25  # of the budget, at most: what was not recorded is not known to be alike
 CONTROLLER_SHARE = 0.12  # of what is left then
 RACE_SHARE = 0.8  # of the rest, with several batch sizes; the remainder is for the overall pick
 CONTROLLER_REPEATS = 2
 ROUNDS = ((16, 3), (5, 5), (2, 7))  # most candidates and repeats, in a third of the time each
 EXHAUSTIVE_REPEATS = 3, 9  # least and most
-LEAST_REQUESTS = 2  # times the batch size, in a run
-OVERALL, OVERALL_REPEATS = 3, 3  # candidates that are run at all batch sizes
+LEAST_REQUESTS = 2  # times the batch size, in a run; in one of plain decoding, once
+OVERALL, OVERALL_REPEATS = 6, 3  # most candidates that are run at all batch sizes
 
 
 class Answers(Protocol):
@@ -71,6 +72,13 @@ def _silent(_: str) -> None:
     """Says nothing."""
 
 
+class Pace(NamedTuple):
+    """Seconds that plain decoding takes for a request: of prefill, and of steps, which shapes make fewer."""
+
+    prefill: float
+    steps: float
+
+
 @dataclass(slots=True)
 class Search:
     """``seconds`` bound the whole; each batch size gets one repeat at least, however long that takes. With
@@ -85,7 +93,7 @@ class Search:
     say: Callable[[str], None] = _silent
     _answers: Answers | None = None
     _until: float = 0.0
-    _pace: dict[int, float] = field(default_factory=dict)  # seconds that plain decoding takes for a request
+    _pace: dict[int, Pace] = field(default_factory=dict)  # by batch size
 
     def run(self) -> list[Board]:
         """One board a batch size."""
@@ -110,7 +118,7 @@ class Search:
         self._calibrate(board)
         if self.exhaustive:
             least, most = EXHAUSTIVE_REPEATS
-            fit = int((until - self.clock()) / self._least(batch) / len(self.candidates))
+            fit = int((until - self.clock()) / self._repeat_seconds(board, self.candidates))
             self._round(board, self.candidates, max(least, min(most, fit)), until, stop=False)
         else:
             self._race(board, until)
@@ -132,19 +140,23 @@ class Search:
         self.bench.run(None, board.batch, 0, board.batch)
         begin = self.clock()
         run = self.bench.run(None, board.batch, 0, count)
-        self._pace[board.batch] = (self.clock() - begin) / count
+        whole, prefill = (self.clock() - begin) / count, run.prefill_seconds
+        prefill *= whole / (prefill + run.seconds)
+        self._pace[board.batch] = Pace(prefill, whole - prefill)
         if run.steps:
             board.calibrate(run.seconds / run.steps)
 
     def _race(self, board: Board, until: float) -> None:
         for index, (most, repeats) in enumerate(ROUNDS):
             share = (until - self.clock()) / (len(ROUNDS) - index)
-            runs = int(share / self._least(board.batch))
-            if board.repeats and runs < 2:
+            best = [candidate for candidate in board.ranked() if candidate is not None][:most]
+            fits = [
+                n for n in range(1, len(best) + 1) if self._repeat_seconds(board, [None, *best[:n]]) <= share
+            ]
+            if board.repeats and not fits:
                 return
-            best = [candidate for candidate in board.ranked() if candidate is not None]
-            entered = [None, *best[: max(1, min(most, runs - 1))]]
-            fit = max(1, min(repeats, runs // len(entered)))
+            entered = [None, *best[: max(fits, default=1)]]
+            fit = max(1, min(repeats, int(share / self._repeat_seconds(board, entered))))
             self._round(board, entered, fit, self.clock() + share)
 
     def _round(
@@ -154,7 +166,8 @@ class Search:
         names = "; ".join(name(candidate) for candidate in entered)
         self.say(f"batch {board.batch}: running {names if len(entered) < 12 else f'{len(entered)} shapes'}")
         self.bench.prepare(entered, board.batch)
-        count = self._requests(board.batch, (until - self.clock()) / (len(entered) * repeats))
+        least = repeats * self._repeat_seconds(board, entered)
+        count = self._requests(board.batch, (until - self.clock()) / least)
         longest = 0.0
         for repeat in range(repeats):
             number = board.repeats
@@ -168,6 +181,7 @@ class Search:
     def _run(self, board: Board, candidate: Candidate, number: int, count: int) -> None:
         """The candidate's part of a repeat."""
         first = number * count
+        count = count if candidate is not None else count // LEAST_REQUESTS
         run = self.bench.run(candidate, board.batch, first, count)
         board.add(candidate, number, run, self._tokens(board.shapes[candidate], first, count))
 
@@ -175,13 +189,17 @@ class Search:
         assert self._answers is not None
         return self._answers.tokens_per_step(shape, first, count)
 
-    def _least(self, batch: int) -> float:
-        """Seconds of the shortest run, of plain decoding."""
-        return LEAST_REQUESTS * batch * self._pace[batch]
+    def _repeat_seconds(self, board: Board, entered: Sequence[Candidate]) -> float:
+        """Of the shortest repeat."""
+        pace, sum_ = self._pace[board.batch], 0.0
+        for candidate in entered:
+            requests = board.batch * (1 if candidate is None else LEAST_REQUESTS)
+            sum_ += requests * (pace.prefill + pace.steps / board.ratio(candidate))
+        return sum_
 
-    def _requests(self, batch: int, seconds: float) -> int:
-        """How many take so long: whole batches of them."""
-        return batch * max(LEAST_REQUESTS, int(seconds / self._pace[batch] / batch))
+    def _requests(self, batch: int, times: float) -> int:
+        """Of a repeat that may take so many times the shortest one: whole batches, and an even number."""
+        return batch * LEAST_REQUESTS * max(1, int(times))
 
     def _run_overall(self, boards: Sequence[Board]) -> None:
         """The first of them whatever time that takes, or there might be none to pick; others if time is left."""
@@ -189,10 +207,10 @@ class Search:
         wanted = [candidate for candidate in ranked if candidate is not None][:OVERALL]
         for index, board in enumerate(boards):
             left = (self._until - self.clock()) / (len(boards) - index)
-            for count in (OVERALL, 1):
+            for count in range(OVERALL, 0, -1):
                 missing = [each for each in wanted[:count] if not board.is_measured(each)]
                 entered = list(dict.fromkeys([None, board.best(), *missing]))
-                fit = int(left / self._least(board.batch) / len(entered))
+                fit = int(left / self._repeat_seconds(board, entered))
                 if fit > 0:
                     break
             if missing:
@@ -204,10 +222,11 @@ class Search:
         for index, board in enumerate(boards):
             share = (self._until - self.clock()) / (len(boards) - index)
             entered = list(dict.fromkeys([None, board.best()]))
-            runs = CONTROLLER_REPEATS * (1 + len(entered)) + 1  # the first of which it learns in
-            count = self._requests(board.batch, share / runs)
-            if not self.exhaustive and runs * count * self._pace[board.batch] > share:
+            own, beside = (self._repeat_seconds(board, each) for each in ([board.best()], entered))
+            times = share / (CONTROLLER_REPEATS * (own + beside) + own)  # it learns in a first run
+            if not self.exhaustive and times < 1:
                 continue
+            count = self._requests(board.batch, times)
             self.say(f"batch {board.batch}: running the controller")
             self.bench.prepare(entered, board.batch)
             self.bench.run_controller(board.batch, 0, count)

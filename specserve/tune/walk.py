@@ -62,6 +62,8 @@ class Replay:
         """Of the answers that are replayed, in the order in which they were recorded."""
         self.begins = begins[walked > 0]
         self.ends = (begins + walked)[walked > 0]
+        self.cut = {number: int(walked[number]) for number in self.numbers if answers[number].cut}
+        """Of answers that were cut: how many of their tokens behind the first are walked."""
         self._stops = (begins + lengths)[walked > 0]
         self._scored = {topk: _score(answers, topk, levels) for topk, levels in topks.items()}
 
