@@ -82,50 +82,29 @@ def fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD):
 
 @triton.jit
 def _merge(
-    part, part_lse, worker, pitch, parts, live_R,
-    R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, FOUR: tl.constexpr,
+    part, part_lse, worker, pitch, parts, live_R, R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The sum of normalised parts, weighted by their log-sum-exp: the second of ``worker``, then the first of each of
-    its followers, ``pitch`` programs apart; ``FOUR`` of them are asked for before the first is waited for. Loads pass
-    by the first cache, which other programs' stores don't update.
+    its followers, ``pitch`` programs apart. Loads pass by the first cache, which other programs' stores don't update.
     """
     top_R = tl.full([R], float("-inf"), tl.float32)
     sum_R = tl.zeros([R], tl.float32)
     acc_RD = tl.zeros([R, D], tl.float32)
-    if FOUR:
-        for i in range(0, parts, 4):
-            lse0_R, part0_RD = _read_part(part, part_lse, worker, pitch, i, parts, live_R, R, D)
-            lse1_R, part1_RD = _read_part(part, part_lse, worker, pitch, i + 1, parts, live_R, R, D)
-            lse2_R, part2_RD = _read_part(part, part_lse, worker, pitch, i + 2, parts, live_R, R, D)
-            lse3_R, part3_RD = _read_part(part, part_lse, worker, pitch, i + 3, parts, live_R, R, D)
-            top_R, sum_R, acc_RD = _add_part(lse0_R, part0_RD, top_R, sum_R, acc_RD)
-            top_R, sum_R, acc_RD = _add_part(lse1_R, part1_RD, top_R, sum_R, acc_RD)
-            top_R, sum_R, acc_RD = _add_part(lse2_R, part2_RD, top_R, sum_R, acc_RD)
-            top_R, sum_R, acc_RD = _add_part(lse3_R, part3_RD, top_R, sum_R, acc_RD)
-    else:
-        for i in tl.range(0, parts, num_stages=STAGES):
-            lse_R, part_RD = _read_part(part, part_lse, worker, pitch, i, parts, live_R, R, D)
-            top_R, sum_R, acc_RD = _add_part(lse_R, part_RD, top_R, sum_R, acc_RD)
+    row_R = tl.arange(0, R)
+    column_D = tl.arange(0, D)
+    for i in tl.range(0, parts, num_stages=STAGES):
+        at_R = _part(worker + i * pitch, i, R) + row_R
+        lse_R = tl.load(part_lse + at_R, mask=live_R, other=float("-inf"), cache_modifier=".cg")
+        at_RD = part + at_R[:, None] * D + column_D[None, :]
+        part_RD = tl.load(at_RD, mask=live_R[:, None], other=0.0, cache_modifier=".cg")
+        new_R = tl.maximum(top_R, lse_R)
+        base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
+        shrink_R = tl.exp2(top_R - base_R)
+        weight_R = tl.exp2(lse_R - base_R)
+        sum_R = sum_R * shrink_R + weight_R
+        acc_RD = acc_RD * shrink_R[:, None] + part_RD * weight_R[:, None]
+        top_R = new_R
     return acc_RD / tl.where(sum_R == 0.0, 1.0, sum_R)[:, None]
-
-
-@triton.jit
-def _read_part(part, part_lse, worker, pitch, i, parts, live_R, R: tl.constexpr, D: tl.constexpr):
-    at_R = _part(worker + i * pitch, i, R) + tl.arange(0, R)
-    there_R = live_R & (i < parts)
-    lse_R = tl.load(part_lse + at_R, mask=there_R, other=float("-inf"), cache_modifier=".cg")
-    at_RD = part + at_R[:, None] * D + tl.arange(0, D)[None, :]
-    return lse_R, tl.load(at_RD, mask=there_R[:, None], other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _add_part(lse_R, part_RD, top_R, sum_R, acc_RD):
-    new_R = tl.maximum(top_R, lse_R)
-    base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
-    shrink_R = tl.exp2(top_R - base_R)
-    weight_R = tl.exp2(lse_R - base_R)
-    sum_R = sum_R * shrink_R + weight_R
-    return new_R, sum_R, acc_RD * shrink_R[:, None] + part_RD * weight_R[:, None]
 
 
 @triton.jit
@@ -173,7 +152,6 @@ def _attend_kernel(
     N: tl.constexpr,
     STAGES: tl.constexpr,
     MERGE_STAGES: tl.constexpr,
-    FOUR: tl.constexpr,
     ENTRIES: tl.constexpr,  # a power of two, at least A
     SLOTS: tl.constexpr,  # a power of two, at least B
     OVERLAP: tl.constexpr,
@@ -281,7 +259,7 @@ def _attend_kernel(
             if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == parts - 1:
                 tl.store(ticket, 0)
                 leader = first_worker * HEADS + head
-                merged_RD = _merge(part, part_lse, leader, HEADS, parts, live_R, R, D, MERGE_STAGES, FOUR)
+                merged_RD = _merge(part, part_lse, leader, HEADS, parts, live_R, R, D, MERGE_STAGES)
                 tl.store(out_at_RD, merged_RD.to(out.dtype.element_ty), mask=live_R[:, None])
         at += tl.minimum(pitch - begin, end - at)
     if TAIL == "mask":  # nodes of no slot: nobody reads their output, but it is finite
@@ -446,7 +424,6 @@ def _launch(
         N=cut.block,
         STAGES=cut.stages,
         MERGE_STAGES=cut.merge_stages,
-        FOUR=cut.four,
         ENTRIES=max(8, triton.next_power_of_2(entries)),
         SLOTS=next(size for size in _SLOTS if size >= slots),
         num_warps=cut.warps,

@@ -15,8 +15,8 @@ _ANY_LENGTH = 1 << 30
 class Cut:
     """How the work of a launch is cut. A slot's rows lie in at most ``tiles`` of ``rows``, positions in blocks of
     ``block``. Each key head has ``workers`` programs, which fill the device; ``few`` of them, one a multiprocessor,
-    share work that is short; sharing a tile costs what ``merge`` blocks do, and with ``four`` so many parts are read at a
-    time. ``registers``: the most of a thread, None: what the compiler takes."""
+    share work that is short; sharing a tile costs what ``merge`` blocks do. ``registers``: the most of a thread, None:
+    what the compiler takes."""
 
     rows: int
     tiles: int
@@ -24,7 +24,6 @@ class Cut:
     warps: int
     stages: int
     merge_stages: int
-    four: bool
     workers: int
     few: int
     merge: int
@@ -65,13 +64,9 @@ class Cut:
         resident += crowded + half_empty
         most = slots * tiles * -(-positions // block)
         workers, few = (max(1, min(many * processors // kv_heads, most)) for many in (resident, 1))
-        # Short contexts of few requests are cut into many parts, which small tiles have registers to read at once.
-        four = rows == 16 and row_bytes <= 256 and not crowded
-        merge_stages = 1 if four else merge_stages
         # What four programs of a multiprocessor can have each, or three.
         registers = 128 if crowded else 168 if half_empty else None
-        merge = _MERGE[rows]
-        return cls(rows, tiles, block, warps, stages, merge_stages, four, workers, few, merge, registers)
+        return cls(rows, tiles, block, warps, stages, merge_stages, workers, few, _MERGE[rows], registers)
 
 
 def _fitting(rows: int, block: int, row_bytes: int, shared_bytes: int) -> tuple[int, int, int, int]:
