@@ -63,7 +63,7 @@ def test_what_a_gpu_holds(dtype: torch.dtype, error: float) -> None:
     plain = Linear(40, 12)
     plain.weight = torch.nn.Parameter(torch.randn(12, 40, generator=generator))
     quantized = QuantizedLinear(plain, dtype)
-    many = torch.randn(FEW_TOKENS[dtype] + 1, 40, generator=generator)
+    many = torch.randn(FEW_TOKENS + 1, 40, generator=generator)
     x = many[:3]
     assert torch.equal(quantized(many), plain(many))
     for found, expected in zip(quantized.rows_from(8), plain.rows_from(8), strict=True):
