@@ -270,7 +270,7 @@ def main() -> None:
         launch_attention(256, 20, 16)
         launch_linears(8)
         launch_linears(200)
-        for tokens in (8, 32):
+        for tokens in (8, 32, 64):
             launch_wide(tokens)
         compiler.whole = False
         launch_attention(128, 1, 4)

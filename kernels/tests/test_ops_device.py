@@ -80,7 +80,7 @@ def test_where_the_turned_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None
         x, weight = (
             torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta") for rows in (tokens, outputs)
         )
-        return turned_linear.serves(x, weight)
+        return turned_linear.serves(x, weight, gated=outputs == 28672)
 
     qkv, o, gate_up, down, head = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
     assert not any(serves(tokens, *each) for tokens in (1, 8, 65) for each in (qkv, o, gate_up, down, head))
@@ -93,9 +93,11 @@ def test_where_the_turned_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
             *(False, False, True, True, True)
         ]
+    # A second wave of few programs, or too few for one: 37,888 outputs are 148, 10,240 are 160, 16,384 are 64.
+    assert not any(serves(32, *each) for each in ((37888, 3584), (10240, 8192), (16384, 2048), (512, 1024)))
     assert not serves(20, 4096, 100)  # rows that the copy engine can't read
     x = torch.empty(20, 4097, dtype=torch.bfloat16)
-    assert not turned_linear.serves(x[:, 1:], x)
+    assert not turned_linear.serves(x[:, 1:], x, False)
     monkeypatch.setattr(turned_linear, "capability_of", lambda _: (10, 0))
     assert not serves(20, *o)
 

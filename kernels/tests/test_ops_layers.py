@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from specserve_kernels.ops import activation, linear, norm, pairs, rotary, turned_linear
 from specserve_kernels.reference import activation as reference_activation
+from specserve_kernels.reference import linear as reference_linear
 from specserve_kernels.reference import norm as reference_norm
 from specserve_kernels.reference import pairs as reference_pairs
 from specserve_kernels.reference import rotary as reference_rotary
@@ -191,10 +192,33 @@ def test_turned_linear(draw, outputs: int, inputs: int, gated: bool, tokens: int
 
 
 def test_linear_into_a_place(draw) -> None:
-    x, weight = draw(20, 64), draw(72, 64)
+    """Which one kernel or another writes to: 4,096 outputs fill the device with 20 tokens."""
+    x, weight = draw(20, 2048), draw(4096, 2048) / 2048**0.5
+    if x.dtype == torch.float32:
+        x, weight = x.half(), weight.half()
+    assert turned_linear.serves(x, weight, False)
     for tokens in (3, 20):
-        out = x.new_full((tokens + 1, 72), 7.0)
+        out = x.new_full((tokens + 1, 4096), 7.0)
         found = linear.linear(x[:tokens], weight, None, out_TO=out[:tokens])
         assert found.data_ptr() == out.data_ptr()
-        assert_close(found, torch.nn.functional.linear(x[:tokens], weight))
+        several = 4 * TOLERANCE[found.dtype]
+        expected = torch.nn.functional.linear(x[:tokens].float(), weight.float()).to(x.dtype)
+        torch.testing.assert_close(found, expected, atol=several, rtol=several)
         assert (out[tokens:] == 7).all()
+
+
+def test_a_place_that_is_wrong(draw) -> None:
+    x, weight, bias = draw(3, 64), draw(72, 64), draw(72)
+    out = x.new_empty(3, 72)
+    wrong = [
+        (bias, False, out),
+        (None, True, out),
+        (None, False, out[:2]),
+        (None, False, x.new_empty(72, 3).T),
+    ]
+    for version in (linear.linear, reference_linear.linear):
+        for given, gated, place in wrong:
+            with pytest.raises(ValueError, match="out_TO: without bias and gate, contiguous"):
+                version(x, weight, given, gated, place)
+    with pytest.raises(ValueError, match="at most 16, not 17"):
+        linear.linear_few(draw(17, 64).half(), weight.half())

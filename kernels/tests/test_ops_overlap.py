@@ -19,6 +19,7 @@ from specserve_kernels.ops.linear import linear
 from specserve_kernels.ops.norm import add_rms_norm
 from specserve_kernels.ops.quantized_linear import quantized_linear
 from specserve_kernels.ops.rotary import rotary_store_kv
+from specserve_kernels.ops.turned_linear import turned_linear
 from torch import Tensor
 
 OPS = Path(overlap.__file__).parent
@@ -149,7 +150,9 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
         x, residual = x_TH, torch.zeros_like(x_TH)
         for mix, up, down in zip(mixes, wide, narrow, strict=True):
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
-            qkv = torch.nn.functional.linear(x, mix).view(tokens, -1, size)  # not one that overlaps
+            # Programs that share tiles, or a launch that does not overlap.
+            mixed = turned_linear(x, mix) if tokens > 16 else torch.nn.functional.linear(x, mix)
+            qkv = mixed.view(tokens, -1, size)
             q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, *places)
             x = attend_nodes(q, cache, pages, length_B, q_start, mask_T, tokens, workspace).flatten(1)
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)

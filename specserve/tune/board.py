@@ -8,7 +8,7 @@ Only its steps a second, which hardly depend on the requests, are taken from the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, log
 from statistics import median
@@ -97,10 +97,14 @@ class Board:
 
     def ranked(self) -> list[Candidate]:
         """Best first, a shape once."""
+        return sorted(self.unlike(self.shapes), key=lambda candidate: -self.ratio(candidate))
+
+    def unlike(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """The first of each shape."""
         unique: dict[StepShape, Candidate] = {}
-        for candidate, shape in self.shapes.items():
-            unique.setdefault(shape, candidate)
-        return sorted(unique.values(), key=lambda candidate: -self.ratio(candidate))
+        for candidate in candidates:
+            unique.setdefault(self.shapes[candidate], candidate)
+        return list(unique.values())
 
     def best(self) -> Candidate:
         """Of those measured; plain decoding where nothing beats it. Speeds of few repeats may be luck: what ran in
@@ -119,7 +123,7 @@ class Board:
 
     def plain_rates(self) -> list[float]:
         """Tokens a second of plain decoding in each repeat, ascending."""
-        return sorted(run.rate for run in self._runs.get(self.shapes[None], {}).values())
+        return sorted(run.rate for run in self._runs.get(self.shapes[None], {}).values() if run.steps)
 
     def controller_ratio(self) -> float | None:
         """The controller's tokens a second to plain decoding's, if it was run: by what ran beside it, the best shape if

@@ -63,10 +63,10 @@ class Work(NamedTuple):
         params = SamplingParams(max_tokens=most, temperature=self.temperature, seed=number)
         return Submit(rid, list(self.prompts[number % len(self.prompts)]), params)
 
-    @property
-    def mean_context(self) -> int:
-        """Tokens in a request's cache, on average, if its answer has full length."""
-        return sum(map(len, self.prompts)) // len(self.prompts) + self.max_tokens // 2
+    def mean_context(self, limits: Mapping[int, int]) -> int:
+        """Tokens in a request's cache, on average, if its answer has full length or its limit."""
+        longest = sum(limits.values()) // len(limits) if limits else self.max_tokens
+        return sum(map(len, self.prompts)) // len(self.prompts) + longest // 2
 
 
 @dataclass(slots=True)
@@ -137,7 +137,8 @@ class TuneEngine:
         return found
 
     def _costs(self, cost: CostModel, shapes: Iterable[StepShape]) -> dict[StepShape, float]:
-        return {shape: cost.seconds(shape, shape.slots * self.work.mean_context) for shape in shapes}
+        context = self.work.mean_context(self._limits)
+        return {shape: cost.seconds(shape, shape.slots * context) for shape in shapes}
 
     def probe(self, candidates: Sequence[Candidate], seconds: float) -> Replay:
         """Answers some prompts plainly and records what the draft would have said, for ``seconds`` at most. Runs answer
@@ -167,8 +168,10 @@ class TuneEngine:
         self._limits = {number: 1 + walked for number, walked in replay.cut.items()}
         if replay.cut:
             log.warning(
-                "Time to record answers ended: the beginnings of %d answers are measured, of %d tokens on average; "
-                "--minutes gives more time, --max-tokens makes answers shorter.",
+                "Time to record answers ended: of %d begun, %d are measured, %d of them to their %dth token on "
+                "average; --minutes gives more time, --max-tokens makes answers shorter.",
+                len(answers),
+                len(replay.numbers),
                 len(replay.cut),
                 sum(self._limits.values()) // len(replay.cut),
             )

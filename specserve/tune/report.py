@@ -60,6 +60,8 @@ def _controller(boards: Sequence[Board], pick: Candidate) -> list[str]:
 def _unsteady(boards: Sequence[Board]) -> Iterator[str]:
     for board in boards:
         rates = board.plain_rates()
+        if not rates:
+            continue
         slow, fast = rates[len(rates) // 4], rates[-1 - len(rates) // 4]
         if fast > STEADY * slow:
             yield (

@@ -32,7 +32,8 @@ RACE_SHARE = 0.8  # of the rest, with several batch sizes; the remainder is for 
 CONTROLLER_REPEATS = 2
 ROUNDS = ((16, 3), (5, 5), (2, 7))  # most candidates and repeats, in a third of the time each
 EXHAUSTIVE_REPEATS = 3, 9  # least and most
-LEAST_REQUESTS = 2  # times the batch size, in a run; in one of plain decoding, once
+LEAST_REQUESTS = 2  # times the batch size, in a run; in one of plain decoding, once, if that has
+LEAST_STEPS = 16  # in it
 OVERALL, OVERALL_REPEATS = 6, 3  # most candidates that are run at all batch sizes
 
 
@@ -118,8 +119,9 @@ class Search:
         self._calibrate(board)
         if self.exhaustive:
             least, most = EXHAUSTIVE_REPEATS
-            fit = int((until - self.clock()) / self._repeat_seconds(board, self.candidates))
-            self._round(board, self.candidates, max(least, min(most, fit)), until, stop=False)
+            entered = board.ranked()
+            fit = int((until - self.clock()) / self._repeat_seconds(board, entered))
+            self._round(board, entered, max(least, min(most, fit)), until, stop=False)
         else:
             self._race(board, until)
         self.bench.forget()
@@ -140,9 +142,10 @@ class Search:
         self.bench.run(None, board.batch, 0, board.batch)
         begin = self.clock()
         run = self.bench.run(None, board.batch, 0, count)
-        whole, prefill = (self.clock() - begin) / count, run.prefill_seconds
-        prefill *= whole / (prefill + run.seconds)
-        self._pace[board.batch] = Pace(prefill, whole - prefill)
+        whole, prefill = (self.clock() - begin) / count, run.prefill_seconds / (count - board.batch)
+        self._pace[board.batch] = Pace(
+            prefill, max(0.0, whole - prefill)
+        )  # the first batch's was not counted
         if run.steps:
             board.calibrate(run.seconds / run.steps)
 
@@ -181,8 +184,10 @@ class Search:
     def _run(self, board: Board, candidate: Candidate, number: int, count: int) -> None:
         """The candidate's part of a repeat."""
         first = number * count
-        count = count if candidate is not None else count // LEAST_REQUESTS
-        run = self.bench.run(candidate, board.batch, first, count)
+        asked = count if candidate is not None else count // LEAST_REQUESTS
+        run = self.bench.run(candidate, board.batch, first, asked)
+        if asked < count and run.steps < LEAST_STEPS:  # the first answers ended soon
+            run = self.bench.run(candidate, board.batch, first, count)
         board.add(candidate, number, run, self._tokens(board.shapes[candidate], first, count))
 
     def _tokens(self, shape: StepShape, first: int = 0, count: int | None = None) -> float:
@@ -191,11 +196,15 @@ class Search:
 
     def _repeat_seconds(self, board: Board, entered: Sequence[Candidate]) -> float:
         """Of the shortest repeat."""
-        pace, sum_ = self._pace[board.batch], 0.0
-        for candidate in entered:
-            requests = board.batch * (1 if candidate is None else LEAST_REQUESTS)
-            sum_ += requests * (pace.prefill + pace.steps / board.ratio(candidate))
-        return sum_
+        return sum(
+            (1 if candidate is None else LEAST_REQUESTS) * self._batch_seconds(board, candidate)
+            for candidate in entered
+        )
+
+    def _batch_seconds(self, board: Board, candidate: Candidate) -> float:
+        """Of as many requests as run at a time."""
+        pace = self._pace[board.batch]
+        return board.batch * (pace.prefill + pace.steps / board.ratio(candidate))
 
     def _requests(self, batch: int, times: float) -> int:
         """Of a repeat that may take so many times the shortest one: whole batches, and an even number."""
@@ -208,7 +217,7 @@ class Search:
         for index, board in enumerate(boards):
             left = (self._until - self.clock()) / (len(boards) - index)
             for count in range(OVERALL, 0, -1):
-                missing = [each for each in wanted[:count] if not board.is_measured(each)]
+                missing = board.unlike(each for each in wanted[:count] if not board.is_measured(each))
                 entered = list(dict.fromkeys([None, board.best(), *missing]))
                 fit = int(left / self._repeat_seconds(board, entered))
                 if fit > 0:
@@ -222,7 +231,8 @@ class Search:
         for index, board in enumerate(boards):
             share = (self._until - self.clock()) / (len(boards) - index)
             entered = list(dict.fromkeys([None, board.best()]))
-            own, beside = (self._repeat_seconds(board, each) for each in ([board.best()], entered))
+            own = LEAST_REQUESTS * self._batch_seconds(board, board.best())
+            beside = self._repeat_seconds(board, entered)
             times = share / (CONTROLLER_REPEATS * (own + beside) + own)  # it learns in a first run
             if not self.exhaustive and times < 1:
                 continue

@@ -69,7 +69,8 @@ class Replay:
 
     def tokens_per_step(self, shape: StepShape, first: int = 0, count: int | None = None) -> float:
         """Tokens that a step of this shape gives a request, the bonus included, with the batch kept full: in ``count``
-        answers from the ``first`` on, in all if it is None. Behind the last answer follows the first again."""
+        answers from the ``first`` on, which end where they are walked to, in all if it is None. Behind the last answer
+        follows the first again."""
         if not shape.levels:
             return 1.0
         scored = self._scored[shape.branching]
@@ -78,7 +79,8 @@ class Replay:
         tokens = steps = 0
         for lanes_B in self._lanes(shape.slots, first, count):
             accepted_B = _accepted(scores_NP[lanes_B.at], truth_NL[lanes_B.at], shape)
-            lanes_B.emitted = np.minimum(1 + accepted_B, lanes_B.stop - lanes_B.at)
+            stop_B = lanes_B.stop if count is None else lanes_B.end
+            lanes_B.emitted = np.minimum(1 + accepted_B, stop_B - lanes_B.at)
             tokens, steps = tokens + int(lanes_B.emitted.sum()), steps + len(lanes_B.at)
         return tokens / steps
 

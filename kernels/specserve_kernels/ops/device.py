@@ -40,7 +40,12 @@ def _limits(index: int) -> Limits:
 
 def capability_of(device: torch.device) -> tuple[int, int]:
     """Compute capability; where Triton is interpreted, an H200's."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return _capability(device) if device.type == "cuda" else (9, 0)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 _shared_tickets: dict[torch.device, list[Tensor]] = {}

@@ -19,6 +19,7 @@ from specserve_kernels.ops import turned_linear
 from specserve_kernels.ops.activation import gate_by_silu, silu_and_mul
 from specserve_kernels.ops.device import Limits, limits_of
 from specserve_kernels.ops.overlap import overlap, take_turn
+from specserve_kernels.reference.linear import check_place
 
 _FEW_TOKENS = 16
 _MOST_OUTPUTS = 1 << 16  # not a target's head
@@ -33,8 +34,10 @@ def linear(
     out_TO: Tensor | None = None,
 ) -> Tensor:
     """As the reference; 16-bit numbers are summed in float32. Rows of x may be further apart than I."""
+    if out_TO is not None:
+        check_place(out_TO, x_TI, weight_OI, bias_O, gated)
     plain = bias_O is None and x_TI.dim() == 2 and x_TI.dtype in (torch.bfloat16, torch.float16)
-    if plain and turned_linear.serves(x_TI, weight_OI):
+    if plain and turned_linear.serves(x_TI, weight_OI, gated):
         return turned_linear.turned_linear(x_TI, weight_OI, gated, out_TO)
     if out_TO is not None:
         return torch.mm(x_TI, weight_OI.t(), out=out_TO)
@@ -52,8 +55,10 @@ def serves(tokens: int, outputs: int, limits: Limits) -> bool:
 
 def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
     """The kernel: at most 16 tokens, bf16 or fp16. ``torch.nn.functional.linear`` where the device's shared memory is
-    too small for it."""
+    too small for it. Raises ValueError for more tokens."""
     tokens, inputs = x_TI.shape
+    if tokens > _FEW_TOKENS:
+        raise ValueError(f"tokens: at most {_FEW_TOKENS}, not {tokens}")
     outputs = weight_OI.shape[0]
     chosen = pipeline(outputs, limits_of(x_TI.device))
     if chosen is None:

@@ -1,15 +1,14 @@
 """A projection of 9 to 64 tokens on Hopper, which reads the weight once. Shapes: T tokens, O outputs, I inputs.
 
-Outputs are the rows of what the tensor cores multiply, 64 of them at least, and tokens the columns, of which 8 are
-enough; blocks of both come by the copy engine, which is told their place by descriptors. A gate and what it lets
-through are two products of the same inputs. Few outputs are few programs: then several share the inputs of a tile, as
-in ``quantized_linear``, and each takes most of a multiprocessor's shared memory. Programs that begin while the launch
-before ends go wherever there is room: two that fit into one multiprocessor leave another without work, and took 18 µs
-more for a ``down`` of 32 tokens.
+Outputs are the rows of what the tensor cores multiply, 64 of them at least, and tokens the columns; blocks of both come
+by the copy engine, which is told their place by descriptors. A gate and what it lets through are two products of the
+same inputs. Few outputs are few programs: then several share the inputs of a tile, as in ``quantized_linear``, and each
+takes most of a multiprocessor's shared memory. Programs that begin while the launch before ends go wherever there is
+room: two that fit into one multiprocessor leave another without work, and took 18 µs more for a ``down`` of 32 tokens.
 
-Against cuBLAS on an H200 alone: the gate and its activation take 59 µs instead of 64 for 64 tokens, and in a chain of
-kernels it wins wherever ``serves`` says so, since its programs stand ready when the kernel before it ends
-(``kernels/bench/chain.py``).
+Against cuBLAS on an H200 alone: the gate and its activation take 59 µs instead of 64 for 64 tokens. In a chain of the
+layers of Llama-3.1-8B it wins wherever ``serves`` says so, since its programs stand ready when the kernel before it
+ends (``kernels/bench/chain.py``). Of other weights none is measured: it serves those whose programs fill the device.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from specserve_kernels.ops.activation import gate_by_silu
 from specserve_kernels.ops.device import Limits, capability_of, limits_of, tickets
 from specserve_kernels.ops.overlap import overlap, take_turn
 
-_MANY_OUTPUTS = 16384  # from so many on, tiles fill an H200 without sharing their inputs
+_MANY_OUTPUTS = 16384  # from so many on, tiles are wide and their inputs are not shared
+_FULL = 0.7  # of the multiprocessors' places that programs take, in all the waves that they need
 _LARGE = 50 << 20  # numbers of a weight: what is smaller, cuBLAS reads as fast for more than 32 tokens
 _HOPPER = 9  # its major capability
 _ALIGNED = 16  # bytes, of a row and of where it begins
@@ -43,8 +43,12 @@ class Pipeline(NamedTuple):
     warps: int
     parts: int = 1
 
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * (self.tokens + self.outputs) * self.inputs
 
-def serves(x_TI: Tensor, weight_OI: Tensor) -> bool:
+
+def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
     """Whether it takes less time than others. Both are of 16 bits."""
     tokens, (outputs, inputs) = len(x_TI), weight_OI.shape
     if not 8 < tokens <= 64 or capability_of(x_TI.device)[0] != _HOPPER:
@@ -53,7 +57,16 @@ def serves(x_TI: Tensor, weight_OI: Tensor) -> bool:
         wins = outputs >= _MANY_OUTPUTS
     else:
         wins = tokens <= 32 or outputs * inputs >= _LARGE
-    return wins and _copies(x_TI) and _copies(weight_OI)
+    if not (wins and _copies(x_TI) and _copies(weight_OI)):
+        return False
+    limits = limits_of(x_TI.device)
+    return _fills(pipeline(outputs, inputs, tokens, gated, limits), outputs, limits)
+
+
+def _fills(block: Pipeline, outputs: int, limits: Limits) -> bool:
+    programs = block.parts * triton.cdiv(outputs, block.outputs)
+    places = limits.processors * max(1, limits.shared_bytes // (block.stages * block.stage_bytes))
+    return programs >= _FULL * places * triton.cdiv(programs, places)
 
 
 def _copies(x_RI: Tensor) -> bool:
@@ -96,8 +109,8 @@ def turned_linear(
 
 
 def pipeline(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits) -> Pipeline:
-    """From a sweep over the layers of Llama-3.1-8B on an H200. With less shared memory, fewer stages. A gate's two
-    products share a program's outputs, and no tile of theirs is shared."""
+    """From a sweep over the layers of Llama-3.1-8B on an H200, but for gates of few outputs. With less shared memory,
+    fewer stages. A gate's two products share a program's outputs, and no tile of theirs is shared."""
     columns = max(16, triton.next_power_of_2(tokens))
     if outputs >= _MANY_OUTPUTS:
         chosen = Pipeline(columns, 128, 128, 3, 4) if tokens <= 16 else Pipeline(columns, 256, 64, 4, 8)
@@ -108,8 +121,8 @@ def pipeline(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits
         tiles, steps = triton.cdiv(outputs, chosen.outputs), triton.cdiv(inputs, chosen.inputs)
         most = min(limits.processors // tiles, steps // _LEAST_STEPS, _MOST_PARTS)
         chosen = chosen._replace(parts=max(1, most))
-    stage = 2 * (chosen.tokens + chosen.outputs) * chosen.inputs
-    return chosen._replace(stages=max(1, min(chosen.stages, (limits.shared_bytes - 2048) // stage)))
+    stages = min(chosen.stages, (limits.shared_bytes - 2048) // chosen.stage_bytes)
+    return chosen._replace(stages=max(1, stages))
 
 
 @triton.jit(do_not_specialize=["tokens", "tickets_ptr"])

@@ -49,7 +49,8 @@ def grow_level(
 
     ``token_NC``, ``logp_NC``: each node's candidates, best first; ``prediction``: what is predicted of the texts, as
     ``force_predicted`` puts it among them. The next level's node k writes its cache entry to position
-    ``length + 1 + depth * K + k``, behind those of the levels before; ``source_N`` are rows of this one.
+    ``length + 1 + depth * K + k``, behind those of the levels before; ``source_N`` are rows of this one. On a GPU
+    lengths are not from the launch right before this one: see ``ops/overlap.py``.
     """
     slots, width = level.score_BW.shape
     k = token_NC.shape[1]
