@@ -32,8 +32,8 @@ RACE_SHARE = 0.8  # of the rest, with several batch sizes; the remainder is for 
 CONTROLLER_REPEATS = 2
 ROUNDS = ((16, 3), (5, 5), (2, 7))  # most candidates and repeats, in a third of the time each
 EXHAUSTIVE_REPEATS = 3, 9  # least and most
-LEAST_REQUESTS = 2  # times the batch size, in a run; in one of plain decoding, once, if that has
-LEAST_STEPS = 16  # in it
+LEAST_REQUESTS = 2  # times the batch size, in a run; half of that in one of plain decoding
+LEAST_STEPS = 16  # of a run of plain decoding: with fewer it answers as many requests as others
 OVERALL, OVERALL_REPEATS = 6, 3  # most candidates that are run at all batch sizes
 
 
@@ -142,10 +142,9 @@ class Search:
         self.bench.run(None, board.batch, 0, board.batch)
         begin = self.clock()
         run = self.bench.run(None, board.batch, 0, count)
-        whole, prefill = (self.clock() - begin) / count, run.prefill_seconds / (count - board.batch)
-        self._pace[board.batch] = Pace(
-            prefill, max(0.0, whole - prefill)
-        )  # the first batch's was not counted
+        whole = (self.clock() - begin) / count
+        prefill = run.prefill_seconds / (count - board.batch)  # the run leaves the first batch's out
+        self._pace[board.batch] = Pace(prefill, max(0.0, whole - prefill))
         if run.steps:
             board.calibrate(run.seconds / run.steps)
 

@@ -9,8 +9,7 @@ of a program is one group, so its factors are applied to sums rather than to wei
 tensor cores multiply, of which Hopper's take 64 at least, and tokens the columns, of which 8 are enough.
 
 Few outputs are few programs, with too little of the weight on its way to keep the memory busy. Then several programs
-share the inputs of a tile: each stores its part and takes a ticket, and who takes the last one adds them in their order
-(see ``attention``), so that sums don't depend on who that is.
+share the inputs of a tile: see ``parts``.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch import Tensor
 from specserve_kernels.ops.device import H200, Limits, capability_of, limits_of, tickets
 from specserve_kernels.ops.linear import outputs_of, store_outputs
 from specserve_kernels.ops.overlap import let_next_begin, overlap, wait_for_inputs
+from specserve_kernels.ops.parts import add_up, hand_in
 from specserve_kernels.reference.quantized_linear import GROUP
 
 _MANY_OUTPUTS = 16384  # from so many on, tiles fill an H200 without sharing their inputs
@@ -183,16 +183,9 @@ def _quantized_linear_kernel(
     let_next_begin(OVERLAP and GATED)
     if PARTS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        at = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
-        parts = part_ptr + tile * (PARTS * BLOCK_T * BLOCK_O) + at
-        tl.store(parts + tl.program_id(2) * (BLOCK_T * BLOCK_O), sums)
-        tl.debug_barrier()
-        if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel", scope="gpu") != PARTS - 1:
+        if hand_in(sums, part_ptr, tickets_ptr, tile, tl.program_id(2), PARTS):
             return
-        tl.store(tickets_ptr + tile, 0)
-        sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
-        for part in tl.static_range(PARTS):  # past the first cache, which other programs' stores don't update
-            sums += tl.load(parts + part * (BLOCK_T * BLOCK_O), cache_modifier=".cg")
+        sums = add_up(part_ptr, tickets_ptr, tile, BLOCK_O, BLOCK_T, PARTS)
     if BIAS:
         sums += tl.load(bias_ptr + o, mask=inside_o, other=0).to(tl.float32)[:, None]
     store_outputs(tl.trans(sums), out_ptr, tl.program_id(1), t, tokens, O, GATED)
