@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specserve import LLM, SamplingParams
 from specserve.config import make_settings, resolve
@@ -72,14 +74,38 @@ def test_what_a_step_gives_does_not_depend_on_the_shapes_before() -> None:
         assert check_switching(llm, prompts, shapes, 40) > 25
 
 
+class Operators(TorchDispatchMode):
+    """Counts PyTorch's operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def counted(run: Callable[[], None]) -> float:
+    """A clock that no other work on this machine moves: operators in place of seconds."""
+    with Operators() as operators:
+        run()
+    return operators.count
+
+
 def test_costs_are_measured_at_start() -> None:
     """No shape is given: the controller is on."""
-    with LLM(skip_tokenizer_init=True, speculative_algorithm="EAGLE3", max_running_requests=2) as llm:
+    with (
+        patch("specserve.engine.profile._host_seconds", counted),
+        LLM(skip_tokenizer_init=True, speculative_algorithm="EAGLE3", max_running_requests=2) as llm,
+    ):
         assert llm._engine is not None
         assert llm._engine.info["speculation"] == "adaptive"
-        controller = llm._engine._policy.controller  # type: ignore[attr-defined]
-        plain, deep = StepShape.plain(1), StepShape(1, 9, 8, 1)
-        assert 0 < controller.cost.seconds(plain, 0) < controller.cost.seconds(deep, 0)
+        cost = llm._engine._policy.controller.cost  # type: ignore[attr-defined]
+        plain, one, eight = (
+            cost.seconds(shape, 0)
+            for shape in (StepShape.plain(1), StepShape(1, 2, 1, 1), StepShape(1, 9, 8, 1))
+        )
+        assert 100 < plain < one < eight
+        assert 4 * (one - plain) < eight - plain, "levels were drafted"
 
 
 def test_measuring_leaves_the_padding_row_alone() -> None:

@@ -130,6 +130,9 @@ def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoRet
     try:
         code = _run(settings, build, inbox, outbox)
     finally:
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # it ends already; an exit raised from here on would cut that
         context.destroy(linger=1000)
         if not _parent().is_alive():
             shutil.rmtree(addresses.directory, ignore_errors=True)  # the front can't any more

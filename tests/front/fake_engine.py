@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -139,6 +141,12 @@ def build_slow(settings: Settings) -> Built:
 
     built.engine.run_once = slowly  # type: ignore[method-assign]
     return built
+
+
+def build_told_twice(settings: Settings) -> Built:
+    """Like ``build_echo``, in a process that is told to end once more at its very end."""
+    atexit.register(signal.raise_signal, signal.SIGTERM)
+    return build_echo(settings)
 
 
 def build_once(settings: Settings) -> Built:

@@ -125,6 +125,19 @@ def test_engine_that_dies_and_is_not_replaced(model: Path) -> None:
         assert "Traceback" not in "".join(server.lines)
 
 
+def test_engine_that_is_told_to_end_while_it_ends(model: Path) -> None:
+    """By a front that heard its last words before its process was gone."""
+    with running("build_told_twice", model, "--engine-restarts", "0") as server:
+        server.wait_ready()
+        with (
+            openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client,
+            pytest.raises(openai.APIStatusError, match="the fake engine died"),
+        ):
+            client.completions.create(model="tiny", prompt="a", seed=14)
+        assert server.finish() == 1
+        assert "Exception ignored" not in "".join(server.lines)
+
+
 def test_stop_while_answering(model: Path) -> None:
     """The answer under way is given, then both processes are gone, with their sockets."""
     with running("build_slow", model) as server:
