@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 import yaml
@@ -136,6 +138,44 @@ def test_answers_that_time_cut_are_not_taken_for_ended(agreeing: Checkpoints) ->
     assert replay.tokens_per_step(step_shape(1, (4, 1, 5), 1), 0, 4) == pytest.approx(
         run.accepted_length, rel=0.05
     )
+
+
+@contextmanager
+def changed_request(number: int, **fields: Any) -> Iterator[None]:
+    """``number``'s sampling parameters have ``fields``."""
+    made = Work._request
+
+    def request(work: Work, rid: str, asked: int, most: int) -> Submit:
+        found = made(work, rid, asked, most)
+        if asked != number:
+            return found
+        return msgspec.structs.replace(found, params=msgspec.structs.replace(found.params, **fields))
+
+    with patch.object(Work, "_request", request):
+        yield
+
+
+def test_an_answer_that_ends_in_the_last_recorded_step_is_whole(agreeing: Checkpoints) -> None:
+    engine = tune_engine(agreeing, [(4, 1, 5)], Work(PROMPTS, 400, 0.0))
+    with changed_request(1, max_tokens=1 + 12):
+        replay = engine.probe([(4, 1, 5)], 0.0)
+    assert (replay.ends - replay.begins).tolist() == [8, 12, 8, 8, 8]
+    assert replay.cut == dict.fromkeys((0, 2, 3, 4), 8)
+
+
+def test_an_answer_that_ends_with_its_first_token_is_not_asked_for_again(agreeing: Checkpoints) -> None:
+    """Its slot is the next one's, if prompts do not run together."""
+    shape = (4, 1, 5)
+    engine = tune_engine(agreeing, [shape], Work(PROMPTS, 40, 0.0))
+    engine.settings = replace(engine.settings, chunked_prefill_size=4)
+    with changed_request(1, max_tokens=1):
+        replay = engine.probe([shape], 60.0)
+    assert replay.numbers == [0, 2, 3, 4]
+    assert (replay.ends - replay.begins).tolist() == [39] * 4
+    for first, number in enumerate(replay.numbers):
+        known = tune_engine(agreeing, [shape], Work([PROMPTS[number]], 40, 0.0)).probe([shape], 60.0)
+        one = step_shape(1, shape, 1)
+        assert replay.tokens_per_step(one, first, 1) == known.tokens_per_step(one, 0, 1)
 
 
 def test_it_says_that_answers_were_cut(agreeing: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:

@@ -153,15 +153,18 @@ class TuneEngine:
         until = time.perf_counter() + seconds
         asked = self.work.requests(range(self._probed()), {})
         texts = {request.rid: (request, list[int]()) for request in asked}
+        ended: set[str] = set()
         for request, _ in texts.values():
             scheduler.submit(request)
         least = LEAST_LOOKS * max(levels.values())
         while scheduler.has_work and (time.perf_counter() < until or recorder.recorded < least):
             for message in check_answered(scheduler.run_once()):
                 texts[message.rid][1].extend(message.token_ids)
+                if message.finish_reason is not None:
+                    ended.add(message.rid)
         for request, text in texts.values():
             self._settle(request, text)
-        answers = recorder.answers(cut=scheduler.has_work)
+        answers = recorder.answers([rid in ended for rid in texts])
         scheduler.close()
         replay = Replay(answers, levels)
         self._asked = replay.numbers

@@ -36,6 +36,11 @@ class DraftRecorder(Runner):
         super().__init__(context, {})
         self._levels = levels
         self._steps: list[_Step] = []
+        self._begun: list[tuple[int, int]] = []  # of each answer its slot and the steps before it
+
+    def prefill(self, rows: Sequence[Row]) -> Launch:
+        self._begun += [(row.slot, len(self._steps)) for row in rows if row.final]
+        return super().prefill(rows)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
@@ -56,15 +61,20 @@ class DraftRecorder(Runner):
         """Steps so far."""
         return len(self._steps)
 
-    def answers(self, cut: bool) -> list[Answer]:
-        """One for each slot: requests must have had one each. ``cut``: those in the last step had not ended."""
-        slots = dict.fromkeys(slot for step in self._steps for slot in step.slots)
-        return [self._answer(slot, cut and slot in self._steps[-1].slots) for slot in slots]
+    def answers(self, ended: Sequence[bool]) -> list[Answer]:
+        """In the order in which they were asked for. ``ended``: of all asked for, whether it was answered to its end.
+        Those that had not begun are left out."""
+        ends: dict[int, int] = {}  # of a slot the step that its next answer begins with
+        found: list[Answer] = []
+        for (slot, begin), whole in reversed([*zip(self._begun, ended, strict=False)]):
+            found.append(self._answer(slot, self._steps[begin : ends.get(slot)], not whole))
+            ends[slot] = begin
+        return found[::-1]
 
-    def _answer(self, slot: int, cut: bool) -> Answer:
+    def _answer(self, slot: int, steps: Sequence[_Step], cut: bool) -> Answer:
         tokens: list[int] = []
         pools: dict[int, list[tuple[Array, Array, Array]]] = {topk: [] for topk in self._levels}
-        for step in self._steps:
+        for step in steps:
             if slot not in step.slots:
                 continue
             row = step.slots.index(slot)
@@ -72,7 +82,7 @@ class DraftRecorder(Runner):
             for topk, rows in pools.items():
                 found = step.pools[topk]
                 rows.append((found.tokens[row], found.parents[row], found.scores[row]))
-        return Answer(tokens, {topk: Pools.stacked(rows) for topk, rows in pools.items()}, cut)
+        return Answer(tokens, {topk: Pools.stacked(rows) for topk, rows in pools.items() if rows}, cut)
 
 
 @dataclass(frozen=True, slots=True)
