@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,3 +22,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not HAS_GPU and item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter_replaces_once() -> Iterator[None]:
+    """Triton's interpreter replaces its language's builtins when a kernel is launched, and all over again whenever the
+    kernel calls a function, which takes up to half of its time. Here the latter does it only if the function's module
+    names the language otherwise."""
+    try:
+        from triton import language
+        from triton.runtime import interpreter
+    except ImportError:
+        yield
+        return
+    replace = interpreter._patch_lang
+    replaced: set[int] = set()
+
+    @cache
+    def languages_of(module: str) -> frozenset[int]:
+        named = vars(sys.modules[module]).values()
+        return frozenset(
+            id(each) for each in (language, language.core) if any(each is name for name in named)
+        )
+
+    def replace_once(fn: Any) -> Any:
+        languages = languages_of(fn.__globals__["__name__"])
+        if languages <= replaced:
+            return None  # of a call: only a launch puts anything back
+        is_launch = not replaced
+        replaced.update(languages)
+        scope = replace(fn)
+        if is_launch:
+            restore = scope.restore
+            scope.restore = lambda: (restore(), replaced.clear())
+        return scope
+
+    with patch.object(interpreter, "_patch_lang", replace_once):
+        yield
