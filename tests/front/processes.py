@@ -43,7 +43,7 @@ class Server:
         with self.process.stderr as lines:
             self.lines.extend(iter(lines.readline, ""))
 
-    def wait_ready(self, seconds: float = 60) -> Server:
+    def wait_ready(self, seconds: float = 180) -> Server:
         done = "ready: http"
         wait(lambda: self.process.poll() is not None or any(done in line for line in self.lines), seconds)
         text = "".join(self.lines)

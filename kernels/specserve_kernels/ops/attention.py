@@ -46,6 +46,18 @@ _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
 
 
 @triton.jit
+def _share(tiles_S, blocks_S, longest, workers, few, merge):
+    """Blocks of a worker's share, and whether all tiles count as the longest does, so that no share ends inside one:
+    then none has to be merged."""
+    work = tl.sum(tiles_S * blocks_S, 0)
+    share = tl.cdiv(work, few)
+    share = tl.where(share > SHORT, tl.cdiv(work, workers), share)
+    whole = tl.cdiv(tl.sum(tiles_S, 0), workers) * longest
+    even = whole <= share + tl.maximum(share // SPARE, merge)
+    return tl.where(even, whole, share), even
+
+
+@triton.jit
 def load_block(
     cache,  # at the key head: [pages, 2, PAGE, HEADS, D]
     table,  # at the slot: [M]
@@ -65,6 +77,14 @@ def load_block(
     k_ND = tl.load(at_ND, mask=live_N[:, None], other=0.0)
     v_ND = tl.load(at_ND + kv_stride, mask=live_N[:, None], other=0.0)
     return k_ND, v_ND
+
+
+@triton.jit
+def _bits_of(listed_RA, N: tl.constexpr):
+    """Of positions from 0 to below N, each listed once a row, a bit each."""
+    here_RA = (listed_RA >= 0) & (listed_RA < N)
+    one_RA = tl.full(listed_RA.shape, 1, tl.int64) << tl.where(here_RA, listed_RA, 0)
+    return tl.sum(tl.where(here_RA, one_RA, 0), 1)
 
 
 @triton.jit
@@ -171,13 +191,8 @@ def _attend_kernel(
         tiles_S = tl.full([SLOTS], tl.cdiv(nodes * GROUP, R), tl.int32)
     tiles_S = tl.where(there_S, tiles_S, 0)
     blocks_S = tl.maximum(tl.cdiv(end_S - kv_start, N), 1)
-    work = tl.sum(tiles_S * blocks_S, 0)
-    share = tl.cdiv(work, few)
-    share = tl.where(share > SHORT, tl.cdiv(work, workers), share)
     longest = tl.max(tl.where(there_S, blocks_S, 0), 0)
-    whole = tl.cdiv(tl.sum(tiles_S, 0), workers) * longest  # a share of tiles that none has to merge
-    even = whole <= share + tl.maximum(share // SPARE, merge)
-    share = tl.where(even, whole, share)
+    share, even = _share(tiles_S, blocks_S, longest, workers, few, merge)
     work_S = tiles_S * tl.where(even, longest, blocks_S)
     done_S = tl.cumsum(work_S, 0)
     at = worker * share
@@ -232,11 +247,8 @@ def _attend_kernel(
             elif base + N > prefix:
                 if TAIL == "mask":
                     tail_R, tail_N = bits_R, position_N - prefix
-                else:  # the list as bits of this block
-                    bit_RA = listed_RA - base
-                    here_RA = (bit_RA >= 0) & (bit_RA < N)
-                    one_RA = tl.full([R, ENTRIES], 1, tl.int64) << tl.where(here_RA, bit_RA, 0)
-                    tail_R, tail_N = tl.sum(tl.where(here_RA, one_RA, 0), 1), offset_N
+                else:
+                    tail_R, tail_N = _bits_of(listed_RA - base, N), offset_N
                 shift_N = tl.minimum(tl.maximum(tail_N, 0), 63).to(tl.int64)
                 in_tail_RN = ((tail_R[:, None] >> shift_N[None, :]) & 1) != 0
                 visible_RN = (position_N < prefix)[None, :] | (in_tail_RN & live_N[None, :])

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.adjustment import without_nan
+from specserve_kernels.ops.adjustment import order_of, without_nan
 from specserve_kernels.ops.overlap import load_settled, overlap, take_turn
 from specserve_kernels.reference.prediction import Prediction
 from specserve_kernels.reference.tree import Level, Pool
@@ -73,9 +73,9 @@ def grow_level(
     score = level.score_BW.new_empty(nodes)
     ancestors = token_NC.new_empty(2, nodes, depth + 1)
     padded = triton.next_power_of_2(k * k)
-    predicted = [pages_BM] * 4
+    predicted = (pages_BM,) * 4
     if prediction is not None:
-        predicted = [prediction.tokens_RP, prediction.length_R, prediction.next_R, prediction.trust_R]
+        predicted = (prediction.tokens_RP, prediction.length_R, prediction.next_R, prediction.trust_R)
     _grow_kernel[(slots,)](
         level.score_BW,
         level.pool_BW,
@@ -89,17 +89,10 @@ def grow_level(
         pool.scores_BP,
         length_B,
         pages_BM,
-        token,
-        source,
-        rows,
-        position,
-        page,
-        offset,
-        pool_index,
-        score,
+        (token, source, rows, position, page, offset, pool_index, score),
         ancestors[0],
         ancestors[1],
-        *predicted,
+        predicted,
         predicted[0].shape[1],
         width,
         depth,
@@ -159,6 +152,13 @@ def _root_kernel(
 
 
 @triton.jit
+def store_all(ptrs, at, values, mask):
+    """A number behind each of some pointers, all at the same places."""
+    for i in tl.static_range(len(values)):
+        tl.store(ptrs[i] + at, values[i], mask=mask)
+
+
+@triton.jit
 def _forced_candidate(
     path_ptr,  # [W, depth]
     token_ptr,  # [W, K]
@@ -184,7 +184,7 @@ def _forced_candidate(
     return predicted, tl.where(node >= 0, node * K + column, -1)
 
 
-@triton.jit(do_not_specialize=range(34))
+@triton.jit(do_not_specialize=range(24))
 def _grow_kernel(
     score_ptr,  # [B, W], of the level that was run
     pool_index_ptr,  # [B, W]
@@ -198,20 +198,10 @@ def _grow_kernel(
     pool_scores_ptr,  # [B, P]
     length_ptr,  # [B]
     pages_ptr,  # [B, M]
-    next_token_ptr,  # out [B, K], as all below
-    next_source_ptr,
-    next_rows_ptr,
-    next_position_ptr,
-    next_page_ptr,
-    next_offset_ptr,
-    next_pool_ptr,
-    next_score_ptr,
+    next_ptrs,  # out: token, source, rows, position, page, offset, pool index and score, [B, K] each
     next_scratch_ptr,  # out [B, K, depth + 1]
     next_path_ptr,  # out [B, K, depth + 1]
-    predicted_ptr,  # [R, P] int32, as all of predictions: read if PREDICTED
-    predicted_length_ptr,  # [R]
-    predicted_next_ptr,  # [R]
-    trust_ptr,  # [R] float32
+    predicted_ptrs,  # tokens [R, P] int32, length, next and trust [R]; read if PREDICTED
     predicted_size,  # P
     width,
     depth,
@@ -241,13 +231,13 @@ def _grow_kernel(
     predicted, forced = tl.zeros((), tl.int64), tl.full((), -1, tl.int32)
     trust = tl.zeros((), tl.float32)
     if PREDICTED:
-        trust = tl.load(trust_ptr + row)
-        place = tl.load(predicted_next_ptr + row)
-        if (place >= 0) & (place + depth < tl.load(predicted_length_ptr + row)):
+        trust = tl.load(predicted_ptrs[3] + row)
+        place = tl.load(predicted_ptrs[2] + row)
+        if (place >= 0) & (place + depth < tl.load(predicted_ptrs[1] + row)):
             predicted, forced = _forced_candidate(
                 path_ptr + b * width * depth,
                 token_ptr + b * count,
-                predicted_ptr + row * predicted_size + place,
+                predicted_ptrs[0] + row * predicted_size + place,
                 width,
                 depth,
                 K=K,
@@ -266,40 +256,27 @@ def _grow_kernel(
         if K == 1:
             rank = j
         elif JP <= 256:
-            # How many others come first: by score, then by index.
-            rank = tl.zeros((JP,), tl.int32)
-            for start in range(0, count, CHUNK):
-                i = start + tl.arange(0, CHUNK)
-                inside = i < count
-                rival = tl.load(score_ptr + b * width + i // K, mask=inside, other=0.0)
-                own_logp = tl.load(logp_ptr + b * count + i, mask=inside, other=0.0)
-                rival = without_nan(rival + tl.where((i == forced) & (trust >= own_logp), trust, own_logp))
-                ahead = rival[None, :] > score[:, None]
-                ahead |= (rival[None, :] == score[:, None]) & (i[None, :] < j[:, None])
-                rank += tl.sum((ahead & inside[None, :]).to(tl.int32), axis=1)
+            rank = _rank_by_counting(
+                score, score_ptr + b * width, logp_ptr + b * count, count, forced, trust, K=K, CHUNK=CHUNK
+            )
         else:
-            # K times the best of what is left: order-preserving bits of the score above the falling index.
-            bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-            ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-            key = tl.where(live, ordered * 8192 + (8191 - j), -(1 << 62))
-            rank = tl.full((JP,), K, tl.int32)
-            for turn in range(K):
-                best = key == tl.max(key, axis=0)
-                rank = tl.where(best, turn, rank)
-                key = tl.where(best, -(1 << 62), key)
+            rank = _rank_by_turns(score, live, K=K)
         chosen = live & (rank < K)
         node = b * K + rank
         own = length + 1 + depth * K + rank
         page = tl.load(pages_ptr + b * pages_stride + own // page_size, mask=chosen)
-        whole = tl.zeros((JP,), tl.int64)
-        tl.store(next_token_ptr + node, token, mask=chosen)
-        tl.store(next_source_ptr + node, b * width + parent, mask=chosen)
-        tl.store(next_rows_ptr + node, row + whole, mask=chosen)
-        tl.store(next_position_ptr + node, length + depth + 1 + whole, mask=chosen)
-        tl.store(next_page_ptr + node, page, mask=chosen)
-        tl.store(next_offset_ptr + node, own % page_size, mask=chosen)
-        tl.store(next_pool_ptr + node, first + j + whole, mask=chosen)
-        tl.store(next_score_ptr + node, score, mask=chosen)
+        position, index, whole = length + depth + 1, first + j, tl.zeros((JP,), tl.int64)
+        values = (
+            token,
+            b * width + parent,
+            row + whole,
+            position + whole,
+            page,
+            own % page_size,
+            index + whole,
+            score,
+        )
+        store_all(next_ptrs, node, values, chosen)
         a = tl.arange(0, AP)
         inherited = chosen[:, None] & (a < depth)[None, :]
         source = ((b * width + parent) * depth)[:, None] + a[None, :]
@@ -309,3 +286,34 @@ def _grow_kernel(
         end = node * (depth + 1) + depth
         tl.store(next_scratch_ptr + end, own, mask=chosen)
         tl.store(next_path_ptr + end, token, mask=chosen)
+
+
+@triton.jit
+def _rank_by_counting(score, above_ptr, logp_ptr, count, forced, trust, K: tl.constexpr, CHUNK: tl.constexpr):
+    """How many others of the slot's candidates come first: by score, then by index."""
+    j = tl.arange(0, score.shape[0])
+    rank = tl.zeros(score.shape, tl.int32)
+    for start in range(0, count, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        inside = i < count
+        rival = tl.load(above_ptr + i // K, mask=inside, other=0.0)
+        logp = tl.load(logp_ptr + i, mask=inside, other=0.0)
+        rival = without_nan(rival + tl.where((i == forced) & (trust >= logp), trust, logp))
+        ahead = rival[None, :] > score[:, None]
+        ahead |= (rival[None, :] == score[:, None]) & (i[None, :] < j[:, None])
+        rank += tl.sum((ahead & inside[None, :]).to(tl.int32), axis=1)
+    return rank
+
+
+@triton.jit
+def _rank_by_turns(score, live, K: tl.constexpr):
+    """The same of the first K, K of all others: K times the best of what is left, by order-preserving bits of the score
+    above the falling index."""
+    key = order_of(score).to(tl.int64) * 8192 + (8191 - tl.arange(0, score.shape[0]))
+    key = tl.where(live, key, -(1 << 62))
+    rank = tl.full(score.shape, K, tl.int32)
+    for turn in range(K):
+        best = key == tl.max(key, axis=0)
+        rank = tl.where(best, turn, rank)
+        key = tl.where(best, -(1 << 62), key)
+    return rank

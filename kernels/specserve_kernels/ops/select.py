@@ -11,10 +11,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.adjustment import order_of
+from specserve_kernels.ops.grow import store_all
 from specserve_kernels.ops.overlap import overlap, take_turn
 from specserve_kernels.reference.tree import Pool, Tree
 
 _DEAD = tl.constexpr(-(2**31))  # below every score's key
+_NODE = (
+    "token_T",
+    "parent_T",
+    "slot_T",
+    "rows_T",
+    "local_T",
+    "depth_T",
+    "mask_T",
+    "position_T",
+    "page_T",
+    "offset_T",
+)
+"""What the second launch writes of every node, in this order."""
 
 
 def select_tree(
@@ -54,9 +69,7 @@ def select_tree(
         num_warps=1 if padded <= 64 else 4 if padded <= 2048 else 8,
         **overlap(),
     )
-    token, parent, slot, rows, local, depth, mask, position, page, offset = root_B.new_empty(
-        10, total
-    ).unbind()
+    nodes = root_B.new_empty(10, total).unbind()
     path_TA, q_start = root_B.new_empty(total, levels), root_B.new_empty(slots + 1)
     _pack_kernel[(slots + 1,)](
         pool.tokens_BP,
@@ -68,16 +81,7 @@ def select_tree(
         root_B,
         length_B,
         pages_BM,
-        token,
-        parent,
-        slot,
-        rows,
-        local,
-        depth,
-        mask,
-        position,
-        page,
-        offset,
+        nodes,
         path_TA,
         q_start,
         slots,
@@ -96,19 +100,7 @@ def select_tree(
         **overlap(),
     )
     return Tree(
-        token_T=token,
-        parent_T=parent,
-        slot_T=slot,
-        rows_T=rows,
-        local_T=local,
-        depth_T=depth,
-        mask_T=mask,
-        position_T=position,
-        page_T=page,
-        offset_T=offset,
-        path_TA=path_TA,
-        q_start=q_start,
-        is_chain=branching == 1,
+        **dict(zip(_NODE, nodes, strict=True)), path_TA=path_TA, q_start=q_start, is_chain=branching == 1
     )
 
 
@@ -202,10 +194,8 @@ def _cap_kernel(
     cap = tl.minimum(tl.load(cap_ptr + row), most).to(tl.int32)
     p = tl.arange(0, PP)
     score = tl.load(scores_ptr + b * size + p, mask=p < size, other=float("-inf"))
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     live = (p < size) & (score > float("-inf")) & (_depth_of(p, K) <= room)
-    key = tl.where(live, key, _DEAD)
+    key = tl.where(live, order_of(score), _DEAD)
     bound, ties = tl.full((), _DEAD, tl.int32), cap * 0
     if tl.sum(live.to(tl.int32), axis=0) > cap:
         low = tl.min(tl.where(live, key, 2**31 - 1), axis=0).to(tl.int64)
@@ -238,7 +228,7 @@ def _count_from(key_ptr, head, count, bound, BLOCK: tl.constexpr):
     return tl.sum(found, axis=0)
 
 
-@triton.jit(do_not_specialize=range(29))
+@triton.jit(do_not_specialize=range(20))
 def _pack_kernel(
     tokens_ptr,  # [B, P]
     parents_ptr,  # [B, P]
@@ -249,16 +239,7 @@ def _pack_kernel(
     root_ptr,  # [B]
     length_ptr,  # [B]
     pages_ptr,  # [B, M]
-    token_ptr,  # out [T], as all below
-    parent_ptr,
-    slot_ptr,
-    row_ptr,
-    local_ptr,
-    depth_ptr,
-    mask_ptr,
-    position_ptr,
-    page_ptr,
-    offset_ptr,
+    node_ptrs,  # out, of _NODE: [T] each
     path_ptr,  # out [T, S]
     q_start_ptr,  # out [B + 1]
     slots,
@@ -278,13 +259,33 @@ def _pack_kernel(
     """Program b packs slot b, program B what is left over. Each finds the batch's threshold for itself."""
     take_turn(OVERLAP)
     b = tl.program_id(0).to(tl.int64)
-    count = slots * kept_size
-    budget = total - slots
     i = tl.arange(0, BLOCK)
-    head = tl.load(key_ptr + i, mask=i < count, other=_DEAD)
+    head = tl.load(key_ptr + i, mask=i < slots * kept_size, other=_DEAD)
+    bound, ties = _threshold(key_ptr, head, slots * kept_size, total - slots, BLOCK)
+    before = (tl.minimum(b, slots) * kept_size).to(tl.int32)
+    above, tied = _taken_before(key_ptr, head, before, bound, BLOCK)
+    start_T = b + above + tl.minimum(tied, ties)
+    tl.store(q_start_ptr + b, start_T)
+    if b < slots:
+        own = tokens_ptr + b * size, parents_ptr + b * size, local_of_ptr + b * size
+        kept = key_ptr + b * kept_size, index_ptr + b * kept_size, kept_size
+        root = tl.load(root_ptr + b), tl.load(rows_ptr + b), tl.load(length_ptr + b)
+        pages = pages_ptr + b * pages_stride, page_size
+        cut = bound, tied, ties
+        path = path_ptr, levels, hole
+        _pack_slot(own, kept, root, pages, cut, node_ptrs, path, b, start_T, K, CP, AP)
+    else:
+        last = tl.load(root_ptr), tl.load(rows_ptr + slots - 1), tl.load(length_ptr + slots - 1)
+        _fill_up(last, node_ptrs, path_ptr, slots, start_T, total, levels, page_size, hole, CP, AP)
+
+
+@triton.jit
+def _threshold(key_ptr, head, count, budget, BLOCK: tl.constexpr):
+    """Of ``count`` keys the least that ``budget`` allows, and how many of those equal to it: the first are taken."""
     alive = (head > _DEAD).to(tl.int32)
     lowest = tl.where(head > _DEAD, head, 2**31 - 1)
     highest = head
+    i = tl.arange(0, BLOCK)
     for start in range(BLOCK, count, BLOCK):
         key = tl.load(key_ptr + start + i, mask=start + i < count, other=_DEAD)
         alive += (key > _DEAD).to(tl.int32)
@@ -301,90 +302,109 @@ def _pack_kernel(
             high = tl.where(found == budget, middle + 1, tl.where(found > budget, high, middle))
         bound = low.to(tl.int32)
         ties = budget - _count_from(key_ptr, head, count, bound + 1, BLOCK)
-    # Of the keys equal to the bound, the first ``ties`` are taken.
-    before = (tl.minimum(b, slots) * kept_size).to(tl.int32)
-    above_before = ((head > bound) & (i < before)).to(tl.int32)
-    tied_before = ((head == bound) & (i < before)).to(tl.int32)
-    for start in range(BLOCK, before, BLOCK):
-        key = tl.load(key_ptr + start + i, mask=start + i < before, other=_DEAD)
-        above_before += (key > bound).to(tl.int32)
-        tied_before += ((key == bound) & (start + i < before)).to(tl.int32)
-    tied_before = tl.sum(tied_before, axis=0)
-    start_T = b + tl.sum(above_before, axis=0) + tl.minimum(tied_before, ties)
-    tl.store(q_start_ptr + b, start_T)
-    c = tl.arange(0, CP)
-    s = tl.arange(0, AP)
-    if b < slots:
-        # Lane 0 is the root, lane c the slot's kept candidate c - 1.
-        length = tl.load(length_ptr + b)
-        inside = (c > 0) & (c <= kept_size)
-        key = tl.load(key_ptr + b * kept_size + c - 1, mask=inside, other=_DEAD)
-        tied = (key == bound) & inside
-        rank = tied_before + tl.cumsum(tied.to(tl.int32), axis=0)
-        chosen = (key > bound) | (tied & (rank <= ties)) | (c == 0)
-        local = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        index = tl.load(index_ptr + b * kept_size + c - 1, mask=chosen & (c > 0), other=-1)
-        drafted = index >= 0
-        t = start_T + local
-        base = b * size
-        token = tl.load(tokens_ptr + base + index, mask=drafted, other=0)
-        token = tl.where(drafted, token, tl.load(root_ptr + b))
-        depth = tl.where(drafted, _depth_of(index, K), 0)
-        wide = local.to(tl.int64)
-        own = length + wide
-        page = tl.load(pages_ptr + b * pages_stride + own // page_size, mask=chosen)
-        whole = tl.zeros((CP,), tl.int64)
-        if K == 1:
-            parent = tl.maximum(local - 1, 0)
-            mask = (tl.full((CP,), 2, tl.int64) << wide) - 1
-            back = index[:, None] - s[None, :]
-            column = chosen[:, None] & (s < levels)[None, :]
-            path = tl.load(tokens_ptr + base + back, mask=column & (back >= 0), other=0)
-            path = tl.where(back >= 0, path, hole)
-            tl.store(path_ptr + (t * levels)[:, None] + s[None, :], path, mask=column)
-        else:
-            tl.store(local_of_ptr + base + index, local, mask=drafted)
-            tl.debug_barrier()
-            node = index.to(tl.int64)
-            mask = whole + 1
-            for column in range(levels):
-                below = node >= 0
-                step = tl.load(tokens_ptr + base + node, mask=below, other=0)
-                bit = tl.load(local_of_ptr + base + node, mask=below, other=0).to(tl.int64)
-                mask |= (whole + 1) << bit
-                tl.store(path_ptr + t * levels + column, tl.where(below, step, hole), mask=chosen)
-                node = tl.load(parents_ptr + base + node, mask=below, other=-1)
-            above = tl.load(parents_ptr + base + index, mask=drafted, other=-1)
-            parent = tl.load(local_of_ptr + base + above, mask=above >= 0, other=0)
-        tl.store(token_ptr + t, token, mask=chosen)
-        tl.store(parent_ptr + t, start_T + parent, mask=chosen)
-        tl.store(slot_ptr + t, b + whole, mask=chosen)
-        tl.store(row_ptr + t, tl.load(rows_ptr + b) + whole, mask=chosen)
-        tl.store(local_ptr + t, wide, mask=chosen)
-        tl.store(depth_ptr + t, depth.to(tl.int64), mask=chosen)
-        tl.store(mask_ptr + t, mask, mask=chosen)
-        tl.store(position_ptr + t, length + depth, mask=chosen)
-        tl.store(page_ptr + t, page, mask=chosen)
-        tl.store(offset_ptr + t, own % page_size, mask=chosen)
+    return bound, ties
+
+
+@triton.jit
+def _taken_before(key_ptr, head, count, bound, BLOCK: tl.constexpr):
+    """Of the first ``count`` keys how many are above the bound, and how many equal to it."""
+    i = tl.arange(0, BLOCK)
+    above = ((head > bound) & (i < count)).to(tl.int32)
+    tied = ((head == bound) & (i < count)).to(tl.int32)
+    for start in range(BLOCK, count, BLOCK):
+        key = tl.load(key_ptr + start + i, mask=start + i < count, other=_DEAD)
+        above += (key > bound).to(tl.int32)
+        tied += ((key == bound) & (start + i < count)).to(tl.int32)
+    return tl.sum(above, axis=0), tl.sum(tied, axis=0)
+
+
+@triton.jit
+def _pack_slot(
+    own,
+    kept,
+    root,
+    pages,
+    cut,
+    node_ptrs,
+    path,
+    b,
+    start_T,
+    K: tl.constexpr,
+    CP: tl.constexpr,
+    AP: tl.constexpr,
+):
+    """Lane 0 is the root, lane c the slot's kept candidate c - 1."""
+    tokens_ptr, parents_ptr, local_of_ptr = own
+    key_ptr, index_ptr, kept_size = kept
+    root_token, row, length = root
+    pages_ptr, page_size = pages
+    bound, tied_before, ties = cut
+    path_ptr, levels, hole = path
+    c, s = tl.arange(0, CP), tl.arange(0, AP)
+    inside = (c > 0) & (c <= kept_size)
+    key = tl.load(key_ptr + c - 1, mask=inside, other=_DEAD)
+    tied = (key == bound) & inside
+    rank = tied_before + tl.cumsum(tied.to(tl.int32), axis=0)
+    chosen = (key > bound) | (tied & (rank <= ties)) | (c == 0)
+    local = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    index = tl.load(index_ptr + c - 1, mask=chosen & (c > 0), other=-1)
+    drafted = index >= 0
+    t = start_T + local
+    token = tl.where(drafted, tl.load(tokens_ptr + index, mask=drafted, other=0), root_token)
+    depth = tl.where(drafted, _depth_of(index, K), 0)
+    wide, whole = local.to(tl.int64), tl.zeros((CP,), tl.int64)
+    at = length + wide
+    page = tl.load(pages_ptr + at // page_size, mask=chosen)
+    if K == 1:
+        parent = tl.maximum(local - 1, 0)
+        mask = (tl.full((CP,), 2, tl.int64) << wide) - 1
+        back = index[:, None] - s[None, :]
+        cells = chosen[:, None] & (s < levels)[None, :]
+        above = tl.load(tokens_ptr + back, mask=cells & (back >= 0), other=0)
+        tl.store(path_ptr + (t * levels)[:, None] + s[None, :], tl.where(back >= 0, above, hole), mask=cells)
     else:
-        # Left over: anything valid that is nobody's, and writes to page 0.
-        spare_length = tl.load(length_ptr + slots - 1)
-        spare_token = tl.load(root_ptr)
-        spare_row = tl.load(rows_ptr + slots - 1)
-        zero = tl.zeros((CP,), tl.int64)
-        holes = tl.zeros((CP, AP), tl.int64) + hole
-        for first in range(start_T.to(tl.int32), total, CP):
-            spare_t = first + c
-            spare = spare_t < total
-            tl.store(token_ptr + spare_t, spare_token + zero, mask=spare)
-            tl.store(parent_ptr + spare_t, spare_t + zero, mask=spare)
-            tl.store(slot_ptr + spare_t, slots + zero, mask=spare)
-            tl.store(row_ptr + spare_t, spare_row + zero, mask=spare)
-            tl.store(local_ptr + spare_t, zero, mask=spare)
-            tl.store(depth_ptr + spare_t, zero, mask=spare)
-            tl.store(mask_ptr + spare_t, zero + 1, mask=spare)
-            tl.store(position_ptr + spare_t, spare_length + zero, mask=spare)
-            tl.store(page_ptr + spare_t, zero, mask=spare)
-            tl.store(offset_ptr + spare_t, spare_length % page_size + zero, mask=spare)
-            cells = spare[:, None] & (s < levels)[None, :]
-            tl.store(path_ptr + (spare_t * levels)[:, None] + s[None, :], holes, mask=cells)
+        tl.store(local_of_ptr + index, local, mask=drafted)
+        tl.debug_barrier()
+        node = index.to(tl.int64)
+        mask = whole + 1
+        for column in range(levels):
+            below = node >= 0
+            step = tl.load(tokens_ptr + node, mask=below, other=0)
+            bit = tl.load(local_of_ptr + node, mask=below, other=0).to(tl.int64)
+            mask |= (whole + 1) << bit
+            tl.store(path_ptr + t * levels + column, tl.where(below, step, hole), mask=chosen)
+            node = tl.load(parents_ptr + node, mask=below, other=-1)
+        above = tl.load(parents_ptr + index, mask=drafted, other=-1)
+        parent = tl.load(local_of_ptr + above, mask=above >= 0, other=0)
+    place = length + depth, page, at % page_size
+    node = token, start_T + parent, b + whole, row + whole, wide, depth.to(tl.int64), mask
+    store_all(node_ptrs, t, node + place, chosen)
+
+
+@triton.jit
+def _fill_up(
+    last,
+    node_ptrs,
+    path_ptr,
+    slots,
+    start_T,
+    total,
+    levels,
+    page_size,
+    hole,
+    CP: tl.constexpr,
+    AP: tl.constexpr,
+):
+    """What is left over: anything valid that is nobody's, and writes to page 0."""
+    token, row, length = last
+    c, s = tl.arange(0, CP), tl.arange(0, AP)
+    zero = tl.zeros((CP,), tl.int64)
+    holes = tl.zeros((CP, AP), tl.int64) + hole
+    for first in range(start_T.to(tl.int32), total, CP):
+        t = first + c
+        spare = t < total
+        place = length + zero, zero, length % page_size + zero
+        node = token + zero, t + zero, slots + zero, row + zero, zero, zero, zero + 1
+        store_all(node_ptrs, t, node + place, spare)
+        cells = spare[:, None] & (s < levels)[None, :]
+        tl.store(path_ptr + (t * levels)[:, None] + s[None, :], holes, mask=cells)
