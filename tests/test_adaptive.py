@@ -66,6 +66,18 @@ def test_the_text_of_plain_decoding(level: float) -> None:
     assert (drafted > levels[0]) == (level < 1)
 
 
+def test_nothing_is_drafted_where_a_request_has_one_token_left() -> None:
+    prompts = [[5 + n, 6, 7] for n in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with (
+        priced(0.05),
+        LLM(skip_tokenizer_init=True, max_running_requests=2, speculative_algorithm="EAGLE3") as llm,
+    ):
+        assert {len(output.token_ids) for output in llm.generate(prompts, params)} == {2}
+        assert llm._engine is not None
+        assert list(llm._engine._step_counters.steps) == ["off"]  # type: ignore[attr-defined]
+
+
 def test_what_a_step_gives_does_not_depend_on_the_shapes_before() -> None:
     shapes = [shape for shape in candidate_shapes(1) if shape.levels < 6]
     prompts = [PROMPTS[0], [300, 20, 4, 99], [12, 13, 14, 15, 400]]

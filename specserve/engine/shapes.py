@@ -23,12 +23,11 @@ def batch_buckets(largest: int) -> tuple[int, ...]:
 
 
 def step_shape(slots: int, speculation: Speculation | None, drafting: int) -> StepShape:
-    """The shape of a step of ``slots``, with a budget for ``drafting`` of them."""
-    if speculation is None or not drafting:
+    """The shape of a step of ``slots``, with a budget for ``drafting`` of them; plain where that leaves nothing."""
+    if speculation is None or not drafting or slots >= MAX_STEP_NODES:
         return StepShape.plain(slots)
     steps, topk, tokens = speculation
-    nodes = slots + drafting * (tokens - 1)
-    return StepShape(slots, max(slots, min(nodes, MAX_STEP_NODES)), steps, topk)
+    return StepShape(slots, min(slots + drafting * (tokens - 1), MAX_STEP_NODES), steps, topk)
 
 
 class ShapePolicy(Protocol):
@@ -71,7 +70,7 @@ class StaticShapes:
         return None
 
     def choose(self, batch: Batch) -> StepShape:
-        drafting = sum(skill.cap > 0 for skill in batch.skills)
+        drafting = sum(min(each) > 0 for each in zip((s.cap for s in batch.skills), batch.rooms, strict=True))
         return self.shape(len(batch.skills), drafting)
 
     def shape(self, slots: int, drafting: int) -> StepShape:

@@ -55,6 +55,11 @@ class Request:
         return len(self.prompt) + len(self.output) + self.pending < self.limit
 
     @property
+    def room(self) -> int:
+        """Tokens that a step may give it beyond one: the most levels of its draft that are of use."""
+        return self.limit - len(self.prompt) - len(self.output) - self.pending - 1
+
+    @property
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
 

@@ -278,7 +278,8 @@ class Scheduler:
     def _make_room(self, ready: list[Request]) -> tuple[list[Request], Batch, StepShape]:
         """Sees to the pages of the next step: evicts, then preempts the youngest, then gives up drafting."""
         while True:
-            batch = Batch([r.skill for r in ready], sum(r.computed for r in ready), self._begun)
+            computed = sum(r.computed for r in ready)
+            batch = Batch([r.skill for r in ready], [r.room for r in ready], computed, self._begun)
             if not ready:
                 return [], batch, self._policy.plain(0)
             shape = self._policy.choose(batch)
@@ -364,7 +365,7 @@ class Scheduler:
         """Waits for a launch and hands its tokens out."""
         found = item.launch.read()
         self._pressure.worked()
-        live, before = sum(r.slot >= 0 for r in item.requests), self._counters.generated_tokens
+        live, before, stopped = sum(r.slot >= 0 for r in item.requests), self._counters.generated_tokens, 0
         for request, emitted in zip(item.requests, found, strict=True):
             if request.slot < 0:
                 continue  # ended while this launch was in flight
@@ -378,27 +379,32 @@ class Scheduler:
             if emitted.tokens:
                 if request.skill.predicted:
                     request.skill.follow(len(emitted.predicted), len(emitted.tokens))
-                self._extend(request, emitted, item.shape is not None)
+                stopped += self._extend(request, emitted, item.shape is not None) == "stop"
         if item.shape is not None and item.batch is not None:
+            kept = self._counters.generated_tokens - before
+            given = Given(
+                emitted=[len(each.tokens) for each in found],
+                drafted=[each.drafted for each in found],
+                chains=[each.chain for each in found],
+                firsts=[each.firsts for each in found],
+                guided={
+                    i
+                    for i, r in enumerate(item.requests)
+                    if r.params.prediction and found[i].predicted.start >= 0
+                },
+                kept=kept,
+                stopped=stopped,
+            )
             # Of requests that had all ended, plain decoding would have run a step in vain, too.
-            gained = (self._counters.generated_tokens - before) / live if live else 1.0
-            self._observe(item.launch.seconds, item.shape, item.batch, found, gained)
+            self._observe(item.launch.seconds, item.shape, item.batch, given, kept / live if live else 1.0)
         self._follow(stepped=item.shape is not None)
 
-    def _observe(
-        self, seconds: float, shape: StepShape, batch: Batch, found: list[Emitted], gained: float
-    ) -> None:
+    def _observe(self, seconds: float, shape: StepShape, batch: Batch, given: Given, gained: float) -> None:
         """Counts a step of ``gained`` tokens a request, and tells the policy."""
-        requests, cost = len(found), self._policy.cost
+        requests, cost = len(given.emitted), self._policy.cost
         self._step_counters.ran(shape, requests, seconds)
         if cost is not None:
             self._step_counters.priced(cost, shape, self._policy.plain(requests), batch.kv_tokens, gained)
-        given = Given(
-            emitted=[len(each.tokens) for each in found],
-            drafted=[each.drafted for each in found],
-            chains=[each.chain for each in found],
-            firsts=[each.firsts for each in found],
-        )
         self._policy.observe(shape, batch, given, seconds)
 
     def _count(self, request: Request, emitted: Emitted, shape: StepShape) -> None:
@@ -409,8 +415,8 @@ class Scheduler:
         self._counters.drafted += emitted.drafted
         self._step_counters.drafted(shape, emitted.drafted, len(emitted.tokens) - 1)
 
-    def _extend(self, request: Request, emitted: Emitted, from_step: bool) -> None:
-        """Appends tokens up to the request's end and tells the front."""
+    def _extend(self, request: Request, emitted: Emitted, from_step: bool) -> FinishReason | None:
+        """Appends tokens up to the request's end and tells the front. Returns why it ends, if it does."""
         kept, reason, stopped = self._until_end(request, emitted.tokens)
         request.output += kept
         self._counters.generated_tokens += len(kept)
@@ -440,6 +446,7 @@ class Scheduler:
             )
         )
         request.scores = None
+        return reason
 
     def _follow(self, stepped: bool) -> None:
         """Lets a draft's live map look at the texts. Rows that it wants are queued before whatever is launched next."""

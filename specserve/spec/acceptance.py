@@ -9,7 +9,7 @@ Shapes: R requests of a batch, S draft levels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -46,15 +46,15 @@ class Skill:
     method, a step at a time: ``surprise`` and ``information`` are sums over the levels that were tested.
 
     ``predicted``: it has a predicted text, on which its acceptance depends and not on how good the draft is; of that
-    are ``foretold`` tokens, of as many as it could have foretold.
+    are ``foretold`` tokens, of as many ``tokens`` as it could have foretold. Both begin with a belief, which fades.
     """
 
     cap: int
     predicted: bool = False
     surprise: float = 0.0
     information: float = 0.0
-    foretold: float = 0.0
-    tokens: float = 0.0
+    foretold: float = PREDICTED_TESTS * PRIOR_PREDICTED
+    tokens: float = PREDICTED_TESTS
 
     @property
     def shift(self) -> float:
@@ -63,9 +63,7 @@ class Skill:
     @property
     def floor(self) -> float:
         """The chance that the predicted text is right about the next token; 0 without one."""
-        if not self.predicted:
-            return 0.0
-        return (self.foretold + PREDICTED_TESTS * PRIOR_PREDICTED) / (self.tokens + PREDICTED_TESTS)
+        return self.foretold / self.tokens if self.predicted else 0.0
 
     def observe(self, surprise: float, information: float) -> None:
         """``surprise``: levels accepted less those expected of it, ``information``: the variance of these."""
@@ -86,12 +84,24 @@ class Skill:
 @dataclass(frozen=True, slots=True)
 class Given:
     """What a step gave each request: tokens; nodes it was drafted beside its root; how far its tree held what a chain
-    would have drafted, the first choice of each node; and how many of these were accepted."""
+    would have drafted, the first choice of each node; and how many of these were accepted.
+
+    ``guided``: the requests whose predicted text had a say in their drafts. ``kept``: tokens of all together, without
+    those behind an end, which nobody gets; None: all that were emitted. ``stopped``: requests that a stop token ended.
+    """
 
     emitted: Sequence[int]
     drafted: Sequence[int]
     chains: Sequence[int]
     firsts: Sequence[int]
+    guided: Collection[int] = ()
+    kept: int | None = None
+    stopped: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of use, of all requests together."""
+        return sum(self.emitted) if self.kept is None else self.kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,26 +207,34 @@ class Acceptance:
         tree = self._trees.setdefault(family, _Learned(TREE_PRIOR))
         return np.asarray(chain_S + tree.at(levels, _width_odds(family), self._step))
 
-    def expected(self, shape: StepShape, shifts: Floats, caps: Ints, floors: Floats | float = 0.0) -> float:
+    def expected(
+        self,
+        shape: StepShape,
+        shifts: Floats,
+        caps: Ints,
+        floors: Floats | float = 0.0,
+        ends: float = 0.0,
+    ) -> float:
         """Tokens that a step of ``shape`` gives a batch. Chains share a budget of nodes by select's own rule: the most
-        likely ones of all requests; of trees the estimates hold for the budget they were made with."""
-        slots = len(shifts)
-        if not shape.levels:
+        likely ones of all requests; of trees the estimates hold for the budget they were made with. ``ends``: the
+        chance that a token ends its request, so that nobody gets those behind it."""
+        slots, budget = len(shifts), shape.nodes - shape.slots
+        if not shape.levels or not budget:
             return float(slots)
         odds_S = self._family_odds(family_of(shape), shape.levels)
         each_RS = np.maximum(_chance(odds_S + shifts[:, None]), np.reshape(floors, (-1, 1)))
         reached_RS = np.minimum(each_RS, MOST).cumprod(axis=1)
         depth_S = np.arange(1, shape.levels + 1)
         reached_RS[depth_S > caps[:, None]] = 0
-        if shape.branching > 1 or shape.nodes >= shape.slots * (shape.levels + 1):
-            return slots + float(reached_RS.sum())
-        budget = min(shape.nodes - shape.slots, reached_RS.size)
-        return slots + float(np.partition(reached_RS, -budget, axis=None)[-budget:].sum())
+        kept_RS = reached_RS * (1 - ends) ** depth_S
+        if shape.branching > 1 or budget >= kept_RS.size:
+            return slots + float(kept_RS.sum())
+        return slots + float(np.partition(kept_RS, -budget, axis=None)[-budget:].sum())
 
     def observe(self, shape: StepShape, skills: Sequence[Skill], given: Given) -> None:
-        """Requests with a predicted text are left out: what they accept is no merit of the draft's."""
+        """Requests that a predicted text guided are left out: what they accept is no merit of the draft's."""
         self._step += 1
-        own = [index for index, skill in enumerate(skills) if not skill.predicted]
+        own = [index for index in range(len(skills)) if index not in given.guided]
         for index in own:
             skills[index].forget()
         if not shape.levels or not own:

@@ -15,7 +15,7 @@ from math import exp
 import numpy as np
 
 from specserve.spec.acceptance import Acceptance, Floats, Given, Ints, Skill
-from specserve.spec.cost import CostModel
+from specserve.spec.cost import OUTLIER, CostModel
 from specserve.spec.tree import StepShape
 
 STAY = 1.02  # another shape must promise this much more than the present one
@@ -39,10 +39,12 @@ def _kind(shape: StepShape) -> _Kind:
 
 @dataclass(slots=True)
 class Batch:
-    """What the controller knows of the next step: its requests, the tokens in their caches together, and how many
-    requests began since the step before. ``probed_at``: the best rate when a probe was chosen for it."""
+    """What the controller knows of the next step: its requests, the tokens that each may get beyond one, those in their
+    caches together, and how many requests began since the step before. ``probed_at``: the best rate when a probe was
+    chosen for it."""
 
     skills: Sequence[Skill]
+    rooms: Sequence[int]
     kv_tokens: int
     begun: int = 0
     probed_at: float | None = None
@@ -58,18 +60,18 @@ class _Held:
 
 
 @dataclass(slots=True)
-class _Turnover:
-    """Requests that begin for each token that steps give."""
+class _PerToken:
+    """How often something happens for each token that steps give."""
 
-    _begun: float = 0.0
+    _count: float = 0.0
     _tokens: float = 1.0
 
     @property
     def value(self) -> float:
-        return self._begun / self._tokens
+        return self._count / self._tokens
 
-    def observe(self, begun: int, tokens: int) -> None:
-        self._begun = TURNOVER_FORGET * self._begun + begun
+    def observe(self, count: int, tokens: int) -> None:
+        self._count = TURNOVER_FORGET * self._count + count
         self._tokens = TURNOVER_FORGET * self._tokens + tokens
 
 
@@ -80,7 +82,8 @@ class Controller:
     candidates: Callable[[int], Sequence[StepShape]]
     cost: CostModel
     acceptance: Acceptance = field(default_factory=Acceptance)
-    _turnover: _Turnover = field(default_factory=_Turnover)
+    _turnover: _PerToken = field(default_factory=_PerToken)  # requests that begin
+    _ends: _PerToken = field(default_factory=_PerToken)  # those that stop
     _present: _Kind | None = None
     _held: _Held | None = None
     _allowance: float = 0.0
@@ -101,7 +104,7 @@ class Controller:
     def _decide(self, batch: Batch) -> tuple[StepShape, int]:
         """A shape, and the step at which to think again."""
         shapes = self.candidates(len(batch.skills))
-        caps = np.array([skill.cap for skill in batch.skills])
+        caps = np.minimum([skill.cap for skill in batch.skills], batch.rooms)
         if len(shapes) == 1 or not caps.any():
             return shapes[0], self._step + 1
         shifts = np.array([skill.shift for skill in batch.skills])
@@ -127,7 +130,8 @@ class Controller:
     ) -> tuple[Floats, Floats]:
         """Expected tokens a second of each shape, and seconds, its part in the launches of prompts included: where
         requests end at every step, steps of more tokens need fewer of them."""
-        tokens = np.array([self.acceptance.expected(shape, shifts, caps, floors) for shape in shapes])
+        ends = min(self._ends.value, 1.0)
+        tokens = np.array([self.acceptance.expected(shape, shifts, caps, floors, ends) for shape in shapes])
         seconds = np.array([self.cost.seconds(shape, kv_tokens) for shape in shapes])
         whole = [self._with_prompts(*each) for each in zip(seconds, tokens, strict=True)]
         return tokens / np.array(whole), np.array(whole)
@@ -171,10 +175,13 @@ class Controller:
         return self._step - self._last_run.get(_kind(shape), -limit) >= limit
 
     def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
-        """What a step gave and took. A probe is charged with what it lost, whatever was expected of it."""
-        tokens = sum(given.emitted)
+        """What a step gave and took. A probe is charged with what it lost, whatever was expected of it, but not with
+        a pause, which would have come anyway."""
+        tokens = given.tokens
         if batch.probed_at is not None:
-            self._allowance -= self._with_prompts(seconds, tokens) - tokens / batch.probed_at
+            believed = min(seconds, OUTLIER * self.cost.seconds(shape, batch.kv_tokens))
+            self._allowance -= self._with_prompts(believed, tokens) - tokens / batch.probed_at
         self.acceptance.observe(shape, batch.skills, given)
         self._turnover.observe(batch.begun, tokens)
+        self._ends.observe(given.stopped, tokens)
         self.cost.observe(shape, batch.kv_tokens, seconds)

@@ -31,12 +31,15 @@ def seconds(shape: StepShape) -> float:
 
 @dataclass
 class Device:
-    """``accepts(request)``: the chance that a drafted token is right, at any level."""
+    """``accepts(request)``: the chance that a drafted token is right, at any level. ``room``: tokens that a request may
+    get beyond one. ``stops``: the first token of each step ends its request."""
 
     accepts: Sequence[float]
     caps: Sequence[int] | None = None
     kv_tokens: int = 0
     begun: int = 0
+    room: int = FREE
+    stops: bool = False
     noise: float = 0.02
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
@@ -44,19 +47,19 @@ class Device:
         """Tokens a second over ``steps``."""
         caps = self.caps or [FREE] * len(self.accepts)
         skills = [Skill(cap) for cap in caps]
-        batch, tokens, clock = Batch(skills, self.kv_tokens, self.begun), 0, 0.0
+        batch, tokens, clock = Batch(skills, [self.room] * len(skills), self.kv_tokens, self.begun), 0, 0.0
         for _ in range(steps):
             shape = choose(batch)
             given = self._step(shape, caps)
             took = seconds(shape) + KV_SECONDS * self.kv_tokens
-            tokens, clock = tokens + sum(given.emitted), clock + took
+            tokens, clock = tokens + given.tokens, clock + took
             observe(shape, batch, given, took * (1 + self.noise * self.generator.standard_normal()))
         return tokens / clock
 
     def _step(self, shape: StepShape, caps: Sequence[int]) -> Given:
         share = (shape.nodes - shape.slots) // max(shape.slots, 1)
         drafted_R = np.minimum(caps, share if shape.levels else 0)
-        deepest_R = np.minimum(drafted_R, shape.levels)
+        deepest_R = np.minimum(drafted_R, min(shape.levels, self.room))
         chance_R = np.array(self.accepts)
         hit_R = 1 - (1 - chance_R) ** (1 + 0.5 * np.log2(shape.branching))
         draws_RL = self.generator.random((len(chance_R), shape.levels))
@@ -65,7 +68,8 @@ class Device:
             (draws_RL < each_R[:, None]).cumprod(1).sum(1) for each_R in (hit_R, chance_R)
         )
         found = (1 + accepted_R, drafted_R, deepest_R, firsts_R)
-        return Given(*(each_R.tolist() for each_R in found))
+        stopped = len(chance_R) if self.stops else 0
+        return Given(*(each_R.tolist() for each_R in found), kept=stopped or None, stopped=stopped)
 
 
 def controller() -> Controller:
@@ -161,13 +165,13 @@ def test_long_contexts_pay_for_drafting_where_short_ones_do_not() -> None:
     for context in (0, 8192):
         found = controller()
         Device([0.5] * 256, kv_tokens=256 * context).run(found.choose, found.observe, 300)
-        levels.append(found.choose(Batch([Skill(FREE)] * 256, 256 * context)).levels)
+        levels.append(found.choose(Batch([Skill(FREE)] * 256, [FREE] * 256, 256 * context)).levels)
     assert levels[0] == 0 < levels[1]
 
 
 def test_switched_off_requests_are_not_drafted_for() -> None:
     found = controller()
-    shape = found.choose(Batch([Skill(0)] * 4, 0))
+    shape = found.choose(Batch([Skill(0)] * 4, [FREE] * 4, 0))
     assert shape == StepShape.plain(4)
 
 
@@ -280,7 +284,7 @@ def test_a_predicted_text_says_nothing_of_other_requests() -> None:
     foretold, usual, other = Skill(FREE, predicted=True), Skill(FREE), Skill(FREE)
     assert foretold.floor > 0.7 > usual.floor == 0
     for _ in range(40):
-        acceptance.observe(shape, [foretold, usual], Given([4, 1], [3, 3], [3, 3], [3, 0]))
+        acceptance.observe(shape, [foretold, usual], Given([4, 1], [3, 3], [3, 3], [3, 0], guided={0}))
         foretold.follow(4, 4)
         alone.observe(StepShape(1, 4, 3, 1), [other], Given([1], [3], [3], [0]))
     assert acceptance.levels(CHAIN, 3).tolist() == alone.levels(CHAIN, 3).tolist()
@@ -290,7 +294,76 @@ def test_a_predicted_text_says_nothing_of_other_requests() -> None:
     wrong = Skill(FREE, predicted=True)
     for _ in range(60):
         wrong.follow(0, 1)
-    assert wrong.floor < 0.25, "a wrong one is found out, and plain steps are enough for that"
+    assert wrong.floor < 0.05, "a wrong one is found out, and plain steps are enough for that"
+
+
+def test_where_no_prediction_guides_a_draft_it_tells_of_itself() -> None:
+    """Or a server whose requests all have one would never learn what its draft is worth."""
+    acceptance, skill = Acceptance(), Skill(FREE, predicted=True)
+    for _ in range(100):
+        acceptance.observe(StepShape(1, 4, 3, 1), [skill], Given([1], [3], [3], [0]))
+    assert acceptance.levels(CHAIN, 1)[0] < 0.2
+
+
+@pytest.mark.parametrize("slots", [1, 16, 128])
+def test_what_lies_behind_an_end_is_worth_nothing(slots: int) -> None:
+    """Labels that one token ends: drafts of what would follow may be as right as they like. Then come long answers."""
+    found = controller()
+    labels = Device([0.9] * slots, stops=True)
+    assert labels.run(found.choose, found.observe, 500) > 0.97 * slots / seconds(StepShape.plain(slots))
+    best = max(static_rates(lambda: Device([0.9] * slots), slots, 300).values())
+    Device([0.9] * slots).run(found.choose, found.observe, 1000)
+    assert Device([0.9] * slots).run(found.choose, found.observe, 300) > 0.9 * best
+
+
+def test_nothing_is_drafted_for_tokens_that_nobody_asked_for() -> None:
+    def levels(room: int) -> Counter[int]:
+        found, counted = controller(), Counter[int]()
+
+        def choose(batch: Batch) -> StepShape:
+            counted[(shape := found.choose(batch)).levels] += 1
+            return shape
+
+        Device([0.8] * 4, room=room).run(choose, found.observe, 400)
+        return counted
+
+    assert levels(FREE).most_common(1)[0][0] > 2
+    assert levels(1).most_common(1)[0][0] == 1
+    assert set(levels(0)) == {0}
+
+
+def test_a_shape_without_a_node_to_draft_gives_one_token() -> None:
+    """And is none of the candidates."""
+    nothing = np.zeros(4), np.full(4, FREE)
+    assert Acceptance().expected(StepShape(4, 4, 3, 1), *nothing) == 4
+    for slots in (511, 512, 600):
+        assert all(shape.nodes > slots for shape in candidate_shapes(slots)[1:])
+
+
+@pytest.mark.parametrize("pause", [0.0, 5.0])
+def test_a_pause_is_no_loss_of_the_probe_that_it_meets(pause: float) -> None:
+    found, hard, easy = controller(), Device([0.2] * 64), Device([0.8] * 64)
+    hard.run(found.choose, found.observe, 1000)
+    probes = 0
+
+    def observe(shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
+        nonlocal probes
+        if batch.probed_at is not None:
+            probes += 1
+            seconds += pause * (probes == 1)
+        found.observe(shape, batch, given, seconds)
+        batch.probed_at = None
+
+    hard.run(found.choose, observe, 1500)
+    assert probes
+    levels = list[int]()
+
+    def choose(batch: Batch) -> StepShape:
+        levels.append((shape := found.choose(batch)).levels)
+        return shape
+
+    easy.run(choose, found.observe, 600)
+    assert mode(levels[400:]) > 0
 
 
 def test_a_budget_goes_where_it_is_likely_to_pay() -> None:
