@@ -16,6 +16,8 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, 0, -1))
         self._cached: set[int] = set()
         self.idle = 0  # pages whose only owner is the prefix tree
+        self._watched: set[int] = set()
+        self._idled: list[int] = []  # watched ones that were released since
 
     @property
     def capacity(self) -> int:
@@ -50,6 +52,9 @@ class PageAllocator:
                 self._free.append(page)
             elif self._references[page] == 1 and page in self._cached:
                 self.idle += 1
+                if page in self._watched:
+                    self._watched.remove(page)
+                    self._idled.append(page)
 
     def adopt(self, pages: Iterable[int]) -> None:
         """Makes the prefix tree an owner of pages that a request holds."""
@@ -63,6 +68,15 @@ class PageAllocator:
             self.idle -= self._references[page] == 1
             self._cached.remove(page)
             self.release([page])
+
+    def watch(self, page: int) -> None:
+        """Notes once that the last user of a cached page has released it: nobody has to look again and again."""
+        self._watched.add(page)
+
+    def take_idled(self) -> list[int]:
+        """The watched pages that were released since the last call."""
+        idled, self._idled = self._idled, []
+        return idled
 
     def references(self, page: int) -> int:
         return self._references[page]

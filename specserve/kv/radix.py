@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from specserve.kv.allocator import PageAllocator
 
@@ -23,6 +23,7 @@ class _Node:
     parent: _Node | None
     used: int = 0
     children: dict[Key, _Node] = field(default_factory=dict)  # by the first page's tokens
+    queued: bool = False  # for eviction: among the oldest or the busy
 
 
 class RadixCache:
@@ -33,6 +34,10 @@ class RadixCache:
         self._page_size = page_size
         self._root = _Node([], [], None)
         self._clock = 0
+        # Every leaf is in one of these, once. Its last use as queued may be outdated, and it may have children by now:
+        # eviction sees to that when its turn comes, so that whoever only uses the tree does not pay for the order.
+        self._oldest: list[tuple[int, int, _Node]] = []  # heap of last use, last page, leaf
+        self._busy: dict[int, _Node] = {}  # by last page: leaves in use when their turn came
         self.num_pages = 0
 
     def match(self, tokens: Sequence[int]) -> list[int]:
@@ -53,6 +58,7 @@ class RadixCache:
         if done < len(keys):
             leaf = _Node(keys[done:], list(pages[done : len(keys)]), node, self._tick())
             node.children[leaf.keys[0]] = leaf
+            self._queue(leaf)
             self._allocator.adopt(leaf.pages)
             self.num_pages += len(leaf.pages)
 
@@ -61,18 +67,20 @@ class RadixCache:
 
         Returns how many were freed.
         """
-        heap = [(leaf.used, id(leaf), leaf) for leaf in self._leaves() if self._only_ours(leaf.pages[-1])]
-        heapq.heapify(heap)
+        for page in self._allocator.take_idled():
+            self._queue(self._busy.pop(page))
         freed = 0
-        while heap and freed < count:
-            _, _, leaf = heapq.heappop(heap)
-            taken = min(self._idle_tail(leaf), count - freed)
-            freed += taken
-            self._drop_tail(leaf, taken)
-            parent = leaf.parent
-            bare = not leaf.pages and parent is not None and not parent.children and bool(parent.pages)
-            if bare and parent is not None and self._only_ours(parent.pages[-1]):
-                heapq.heappush(heap, (parent.used, id(parent), parent))
+        while self._oldest and freed < count:
+            used, page, leaf = heapq.heappop(self._oldest)
+            if leaf.children:
+                leaf.queued = False  # until it has none again
+            elif used < leaf.used:
+                self._queue(leaf)
+            elif not self._only_ours(page):
+                self._busy[page] = leaf
+                self._allocator.watch(page)
+            else:
+                freed += self._drop_tail(leaf, count - freed)
         return freed
 
     def clear(self) -> int:
@@ -117,24 +125,29 @@ class RadixCache:
         upper.children[node.keys[0]] = node
         return upper
 
-    def _drop_tail(self, leaf: _Node, count: int) -> None:
-        """Frees the last ``count`` pages of a leaf and unlinks it when it is empty."""
-        first = leaf.keys[0]
+    def _queue(self, leaf: _Node) -> None:
+        leaf.queued = True
+        heapq.heappush(self._oldest, (leaf.used, leaf.pages[-1], leaf))
+
+    def _drop_tail(self, leaf: _Node, most: int) -> int:
+        """Frees up to ``most`` pages at a leaf's end that no request uses, and unlinks it when it is empty. Returns how
+        many."""
+        first, parent = leaf.keys[0], leaf.parent
+        # One that uses a page uses all before it.
+        count = sum(1 for _ in takewhile(self._only_ours, islice(reversed(leaf.pages), most)))
         self._allocator.disown(leaf.pages[-count:])
         del leaf.pages[-count:], leaf.keys[-count:]
         self.num_pages -= count
-        if not leaf.pages and leaf.parent is not None:
-            del leaf.parent.children[first]
-
-    def _idle_tail(self, node: _Node) -> int:
-        """How many of an edge's last pages no request uses: one that uses a page uses all before it."""
-        return sum(1 for _ in takewhile(self._only_ours, reversed(node.pages)))
+        if leaf.pages:
+            self._queue(leaf)
+        elif parent is not None:
+            del parent.children[first]
+            if parent.pages and not parent.children and not parent.queued:
+                self._queue(parent)
+        return count
 
     def _only_ours(self, page: int) -> bool:
         return self._allocator.references(page) == 1
-
-    def _leaves(self) -> Iterator[_Node]:
-        return (node for node in self._nodes() if not node.children)
 
     def _nodes(self) -> Iterator[_Node]:
         stack = list(self._root.children.values())

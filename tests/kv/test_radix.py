@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -94,6 +97,7 @@ def test_random_use(page_size: int, seed: int) -> None:
         assert cache.num_pages == len(model.pages)
         assert allocator.free == allocator.capacity - len(held | set(model.pages.values()))
         assert cache.evictable() == sum(page not in held for page in model.pages.values())
+        assert len(cache._oldest) + len(cache._busy) <= len(list(cache._nodes())), "a node is queued twice"
     assert evicted_total > 50
     for _, pages in running:
         allocator.release(pages)
@@ -109,21 +113,43 @@ def check_eviction(
     allocator: PageAllocator,
     running: list[tuple[Tokens, list[int]]],
 ) -> int:
-    """Frees as many as asked if there are so many, none of them in use, and no page before one that stays."""
+    """Frees as many as asked if there are so many, none of them in use, no page before one that stays, and the right
+    ones."""
     held = {page for _, pages in running for page in pages}
     idle = {page for page in model.pages.values() if page not in held}
     before = set(model.pages.values())
     count = rng.randint(0, 8)
+    expected = victims(cache, allocator, count)
     freed = cache.evict(count)
     assert freed == min(count, len(idle))
     gone = {page for page in before if allocator.references(page) == 0}
     assert len(gone) == freed
     assert gone <= idle
+    assert gone == expected
     stays = {prefix for prefix, page in model.pages.items() if page not in gone}
     model.forget(gone)
     for prefix in stays:
         assert all(shorter in stays for shorter in model.prefixes(prefix))
     return freed
+
+
+def victims(cache: RadixCache, allocator: PageAllocator, count: int) -> set[int]:
+    """One by one the last page of the least recently used leaf whose last page nobody uses."""
+    left = {node: list(node.pages) for node in cache._nodes()}
+    gone: set[int] = set()
+    while len(gone) < count:
+        inner = {node.parent for node, pages in left.items() if pages}
+        leaves = [
+            node
+            for node, pages in left.items()
+            if pages and node not in inner and allocator.references(pages[-1]) == 1
+        ]
+        if not leaves:
+            break
+        oldest = min(leaves, key=lambda node: node.used)
+        assert sum(node.used == oldest.used for node in leaves) == 1, "leaves are never equally old"
+        gone.add(left[oldest].pop())
+    return gone
 
 
 def filled(sequences: list[Tokens], page_size: int = 1) -> tuple[RadixCache, PageAllocator, list[list[int]]]:
@@ -198,3 +224,54 @@ def test_what_is_cached_keeps_its_pages() -> None:
     assert allocator.free == allocator.capacity - 5
     cache.insert((1, 2, 3, 4, 5, 6), own)  # fewer pages than tokens: the last is not whole yet
     assert cache.num_pages == 5
+
+
+@contextmanager
+def count_calls() -> Iterator[list[str]]:
+    """What is called or resumed meanwhile, of Python or of C."""
+    found: list[str] = []
+    sys.setprofile(lambda frame, event, argument: found.append(event) if "call" in event else None)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def test_eviction_looks_at_what_it_evicts_alone() -> None:
+    """One page at a time, as steps do it, and not at all that is cached: other leaves, the old ones that are in use,
+    the rest of a long edge. A use since costs its leaf another turn, but one."""
+    allocator = PageAllocator(8000)
+    cache = RadixCache(allocator, 1)
+
+    def add(tokens: Tokens) -> list[int]:
+        pages = allocator.allocate(len(tokens))
+        cache.insert(tokens, pages)
+        return pages
+
+    for i in range(500):  # run on: the oldest, never to be evicted
+        add((0, i))
+    allocator.release(add(tuple(range(1, 3001))))
+    short = [(5000 + i, 1) for i in range(1000)]
+    for tokens in short:
+        allocator.release(add(tokens))
+    assert cache.evict(1) == 1  # it met all that run
+    with count_calls() as calls:
+        assert sum(cache.evict(1) for _ in range(500)) == 500
+    assert len(calls) < 40 * 500
+    for tokens in short:
+        cache.match(tokens)
+    assert cache.evict(2499) == 2499, "the long one is the oldest"
+    with count_calls() as calls:
+        assert sum(cache.evict(1) for _ in range(2000)) == 2000
+    assert len(calls) < 40 * 2000
+
+
+def test_a_leaf_that_was_in_use_is_evicted_by_its_age() -> None:
+    """Eviction that met a leaf in use hears of its end."""
+    cache, allocator, (old, _, _) = filled([(1, 1), (2, 2), (3, 3)])
+    allocator.share(old)
+    assert cache.evict(2) == 2
+    assert [len(cache.match(t)) for t in [(2, 2), (3, 3)]] == [0, 2]
+    allocator.release(old)
+    assert cache.evict(2) == 2
+    assert [len(cache.match(t)) for t in [(1, 1), (3, 3)]] == [0, 2]
