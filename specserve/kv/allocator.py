@@ -16,6 +16,7 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, 0, -1))
         self._cached: set[int] = set()
         self.idle = 0  # pages whose only owner is the prefix tree
+        self.joined = 0  # how often a page has come to be both in use and the prefix tree's, ever
         self._watched: set[int] = set()
         self._idled: list[int] = []  # watched ones that were released since
 
@@ -41,6 +42,7 @@ class PageAllocator:
             assert self._references[page] > 0, f"page {page} is free and cannot be shared"
             if self._references[page] == 1 and page in self._cached:
                 self.idle -= 1
+                self.joined += 1
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -61,6 +63,7 @@ class PageAllocator:
         for page in pages:
             self.share([page])
             self._cached.add(page)
+            self.joined += 1
 
     def disown(self, pages: Iterable[int]) -> None:
         """Ends the prefix tree's ownership."""

@@ -48,6 +48,18 @@ class Memory:
         """Pages that are free, or cached and used by nobody."""
         return self.allocator.free + self.allocator.idle
 
+    def shortage(self, request: Request, tokens: int) -> int:
+        """How many pages too few there are for the request to hold ``tokens``."""
+        return self.pages_for(tokens) - len(request.pages) - self.available
+
+    @property
+    def prospect(self) -> int:
+        """What a waiting request may hope for: one that lacks n pages lacks some until this has grown by n.
+
+        It does with less only when pages become available, or when pages of its own tokens, which it would share, come
+        to be both cached and in use; those that are cached and idle count as available already."""
+        return self.available + self.allocator.joined
+
     def prepare(self, needs: Iterable[tuple[Request, int]]) -> bool:
         """Frees pages for many requests, each with the tokens it is to hold, in one eviction: ``grow`` follows. Returns
         False, and changes nothing, when there are too few."""

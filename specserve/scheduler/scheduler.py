@@ -81,10 +81,8 @@ class Scheduler:
         self._inflight: deque[_InFlight] = deque()
         self._begun = 0  # requests whose prompts were done since the last step
         self._outbox: list[Tokens | Failed] = []
-        self._refused: tuple[Request | None, int] = (
-            None,
-            0,
-        )  # head of the queue, and the pages that were too few
+        self._refused: Request | None = None  # it was too large when it was the queue's head,
+        self._enough = 0  # and is until the memory's prospect is this
         self._pressure = Pressure(limits.max_running_requests, limits.chunked_prefill_size)
         self._counters = Counters()
         self._step_counters = StepCounters()
@@ -164,18 +162,21 @@ class Scheduler:
         """Gives slots and pages to waiting requests, first come first served, while both last."""
         while self._waiting and self._free_slots:
             request = self._waiting[0]
-            if self._running and self._refused == (request, self.memory.available):
-                return  # nothing was freed since
+            if self._running and self._refused is request and self.memory.prospect < self._enough:
+                return  # a look at a long prompt costs milliseconds
             context = request.tokens
             cached = self.memory.take_prefix(request, request.reusable)
             # Beside others, leave room for its first step, or it would be put back at once.
             headroom = self._limits.headroom if self._running else 0
-            if self.memory.grow(request, len(context) + 1 + headroom) is None:
+            tokens = len(context) + 1 + headroom
+            if self.memory.grow(request, tokens) is None:
                 assert self._running, "an admitted request fits an empty pool"
+                shortage = self.memory.shortage(request, tokens)
                 self.memory.release(request)
-                self._refused = (request, self.memory.available)
+                self._refused, self._enough = request, self.memory.prospect + shortage
                 return
             self._waiting.popleft()
+            self._refused = None
             if request.queued is None:
                 request.queued = time.monotonic() - request.submitted
             request.slot, request.context, request.prefilled = self._free_slots.pop(), context, cached
