@@ -24,12 +24,10 @@ def random_tokens(rng: random.Random, page_size: int) -> Tokens:
 
 @dataclass
 class Model:
-    """Whole-page prefix -> page, and when each was last walked over."""
+    """Whole-page prefix -> page."""
 
     page_size: int
     pages: dict[Tokens, int] = field(default_factory=dict)
-    used: dict[Tokens, int] = field(default_factory=dict)
-    now: int = 0
 
     def prefixes(self, tokens: Tokens) -> list[Tokens]:
         return [
@@ -37,29 +35,25 @@ class Model:
         ]
 
     def match(self, tokens: Tokens) -> list[int]:
-        self.now += 1
         found = []
         for prefix in self.prefixes(tokens):
             if prefix not in self.pages:
                 break
             found.append(self.pages[prefix])
-            self.used[prefix] = self.now
         return found
 
     def insert(self, tokens: Tokens, pages: list[int]) -> list[int]:
         """The pages that are new to the cache."""
-        self.now += 1
         new = []
         for prefix, page in zip(self.prefixes(tokens), pages, strict=False):
             if prefix not in self.pages:
                 self.pages[prefix] = page
                 new.append(page)
-            self.used[prefix] = self.now
         return new
 
     def forget(self, pages: set[int]) -> None:
         for prefix in [prefix for prefix, page in self.pages.items() if page in pages]:
-            del self.pages[prefix], self.used[prefix]
+            del self.pages[prefix]
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16])
