@@ -367,6 +367,7 @@ WRONG_FIELDS: list[tuple[str, Any, str]] = [
     ("rope_scaling", "linear", "must be an object or null"),
     ("rope_parameters", ["linear"], "must be an object or null"),
     ("rope_parameters", {"rope_theta": "big"}, "must be a positive number"),
+    ("rope_scaling", {"rope_theta": "big"}, "must be a positive number"),
     ("tie_word_embeddings", "false", "must be true or false"),
     ("eos_token_id", "</s>", "must be a token id, a list of them or null"),
 ]

@@ -146,6 +146,9 @@ EAGLE3: dict[str, Make] = {
     ),
     "ModelOpt's yarn": of_eagle3(rope_scaling=YARN_ROPE | {"original_max_position_embeddings": 16}),
     "transformers 5 rope": of_eagle3(rope_parameters={"rope_theta": 900.0, "rope_type": "default"}),
+    "yarn beside rope_parameters": of_eagle3(
+        rope_parameters={"rope_theta": 900.0, "rope_type": "default"}, rope_scaling=YARN_ROPE
+    ),
     "speculators": of_eagle3(as_speculators, norm_before_residual=False),
     "speculators, residual normed": of_eagle3(as_speculators, norm_before_residual=True),
     "speculators, boundary 1": of_eagle3(as_speculators, **{AUX: [1, 3, 4]}),
@@ -194,6 +197,11 @@ OVERRIDES: dict[str, tuple[str, Make, dict[str, Any]]] = {
         "EAGLE3",
         of_eagle3(rope_parameters={"rope_theta": 1e6, "rope_type": "default"}),
         {"rope_theta": 10000},
+    ),
+    "rope base of a scaled one": (
+        "EAGLE3",
+        of_eagle3(rope_parameters={"rope_theta": 1e6, "rope_type": "default"}, rope_scaling=YARN_ROPE),
+        {"rope_theta": 900},
     ),
     "rope scaling": ("EAGLE", plain_eagle(), {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "aux layers": ("EAGLE3", of_eagle3(), {AUX: [1, 3, 4]}),

@@ -84,6 +84,29 @@ def test_both_spellings_and_the_reference_agree(kind: str) -> None:
     )
 
 
+BESIDE: list[tuple[dict[str, Any], float, str]] = [
+    ({**YARN, LENGTH: 64}, 10000.0, "yarn"),
+    ({"type": "linear", "factor": 2.0}, 10000.0, "linear"),
+    ({**YARN, LENGTH: 64, "rope_theta": 3e5}, 3e5, "yarn"),
+    ({}, 1e6, "default"),
+]
+
+
+@pytest.mark.parametrize(("scaling", "theta", "kind"), BESIDE, ids=str)
+def test_a_scaling_stands_for_rope_parameters(
+    scaling: dict[str, Any], theta: float, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in transformers, base and all; said where that is another base than was written."""
+    config = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "max_position_embeddings": 4096}
+    theirs = LlamaConfig.from_dict({**config, "rope_scaling": dict(scaling)}).rope_parameters
+    assert (theirs["rope_theta"], theirs["rope_type"]) == (theta, kind)
+    caplog.clear()
+    rope = rope_config({**config, "rope_scaling": scaling}, Path("config.json"))
+    assert (rope.theta, rope.kind) == (theta, kind)
+    warned = [f"the rotary base is {theta:g}, not 1e+06" in record.message for record in caplog.records]
+    assert warned == [True] * (theta != 1e6)
+
+
 def test_a_length_beside_the_scaling_goes_before_that_in_it() -> None:
     found = RopeConfig.from_dict({LENGTH: 100, "rope_scaling": {**YARN, LENGTH: 200}})
     assert found.original_max_position_embeddings == 100

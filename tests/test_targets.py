@@ -46,6 +46,13 @@ PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7]
 TOKENS = PROMPT * 4
 Make = Callable[..., Path]
 
+
+def make_scaled(path: Path, *, added: dict[str, Any], family: str = "Qwen3", **options: Any) -> Path:
+    """A config as transformers 5 writes it, and a scaling that its user added."""
+    change_config(make_llama(path, family=family, **options), rope_scaling=added)
+    return path
+
+
 MAKERS: dict[str, Make] = {
     "LlamaForCausalLM": make_llama,
     "MistralForCausalLM": make_mistral,
@@ -70,6 +77,15 @@ TARGETS: dict[str, tuple[Make, dict[str, Any]]] = {
     "qwen3 with biases": (make_qwen3, {"bias": True}),
     "qwen3, yarn": (make_qwen3, {"rope_scaling": {**YARN_ROPE, "attention_factor": 1.2}}),
     "mimo": (make_mimo, {"rope_theta": 640000.0}),
+    "qwen3, yarn beside rope_parameters": (make_scaled, {"added": YARN_ROPE}),
+    "llama, linear beside rope_parameters": (
+        make_scaled,
+        {"added": {"type": "linear", "factor": 2.0}, "family": "Llama", "rope_theta": 1e6},
+    ),
+    "qwen3, yarn with its base": (
+        make_scaled,
+        {"added": {**YARN_ROPE, "rope_theta": 5e5}, "rope_theta": 1e6},
+    ),
 }
 
 

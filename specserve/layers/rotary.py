@@ -42,10 +42,9 @@ class RopeConfig:
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
         """Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (earlier)."""
-        params = dict(config.get("rope_parameters") or {})
-        scaling = {**(config.get("rope_scaling") or {}), **params}
+        scaling = rope_fields(config)
         kind = _kind(scaling)
-        theta = params.get("rope_theta") or config.get("rope_theta") or default_theta
+        theta = scaling.get("rope_theta") or config.get("rope_theta") or default_theta
         if kind == "default":
             return cls(theta=float(theta))
         scaling |= _lengths(config, scaling)
@@ -82,6 +81,12 @@ NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
+
+
+def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that count. As in transformers 5 a ``rope_scaling``, which users add, stands for all of
+    ``rope_parameters``, which it writes into every config: its base too."""
+    return dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
 
 
 def _kind(scaling: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.rotary import RopeConfig
 from specserve.models.registry import model_class
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,19 @@ def rope_config(config: Mapping[str, Any], source: Path) -> RopeConfig:
     """Reads the rotary embedding. Raises ValueError naming the file when it is of an unknown kind."""
     check_rope_fields(config, source)
     try:
-        return RopeConfig.from_dict(config)
+        rope = RopeConfig.from_dict(config)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
+    written = (config.get("rope_parameters") or {}).get("rope_theta") or rope.theta
+    if config.get("rope_scaling") and written != rope.theta:
+        log.warning(
+            "%s: rope_scaling replaces rope_parameters, as in transformers: the rotary base is %g, not %g. For the "
+            "other, write rope_theta into rope_scaling",
+            source,
+            rope.theta,
+            written,
+        )
+    return rope
 
 
 def check_rope_fields(config: Mapping[str, Any], source: Path) -> None:
@@ -73,7 +86,7 @@ def check_rope_fields(config: Mapping[str, Any], source: Path) -> None:
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(name), dict | None):
             raise ValueError(f"{source}: {name} must be an object or null, found {config[name]!r}")
-    for fields in (config, config.get("rope_parameters") or {}):
+    for fields in (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
         if fields.get("rope_theta") is not None:
             check_number(fields, "rope_theta", source)
 

@@ -35,8 +35,9 @@ def linear(state: State, name: str, x: Tensor) -> Tensor:
 
 
 def rope_settings(config: Config) -> dict[str, Any]:
-    """Both spellings: rope_parameters (transformers 5), rope_theta + rope_scaling. Base 10000 when absent."""
-    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    """Both spellings: rope_parameters (transformers 5), rope_theta + rope_scaling, which goes before. Base 10000 when
+    absent."""
+    settings = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     settings["type"] = settings.get("rope_type", settings.get("type", "default"))
     settings["theta"] = settings.get("rope_theta", config.get("rope_theta") or 10000.0)
     return settings

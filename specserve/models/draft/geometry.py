@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from specserve.layers.decoder import LayerConfig
-from specserve.layers.rotary import RopeConfig
+from specserve.layers.rotary import RopeConfig, rope_fields
 from specserve.models.config import ModelConfig, layer_config, rope_config
 from specserve.models.draft.source import Source
 
@@ -49,7 +49,7 @@ def _note_declared(source: Source, name: str, found: int) -> None:
 def read_rope(source: Source) -> RopeConfig:
     """Base 10000 where the config names none: never the target's, which published drafts were not trained with."""
     rope = rope_config(source.config, source.config_file)
-    named = source.config.get("rope_theta") or (source.config.get("rope_parameters") or {}).get("rope_theta")
+    named = rope_fields(source.config).get("rope_theta") or source.config.get("rope_theta")
     why = source.origin("rope_theta") if named else "its config has no rope_theta"
     scaled = f" ({source.origin('rope_scaling')})" if "rope_scaling" in source.overrides else ""
     source.note(f"rotary base {rope.theta:g} ({why}), scaling {rope.kind}{scaled}")

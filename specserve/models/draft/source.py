@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specserve.layers.rotary import rope_fields
 from specserve.models.checkpoint import TensorFiles
 from specserve.models.config import check_rope_fields, read_json
 
@@ -155,11 +156,9 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
 def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Both spellings of the rotary fields give way to an override of either."""
     rope = {name: overrides[name] for name in ("rope_theta", "rope_scaling") if name in overrides}
-    written = dict(config.get("rope_parameters") or {})
-    if rope and written:
+    if rope and (written := rope_fields(config)):
         config["rope_theta"] = written.pop("rope_theta", config.get("rope_theta"))
-        config["rope_scaling"] = written or config.get("rope_scaling")
-        config["rope_parameters"] = None
+        config["rope_scaling"], config["rope_parameters"] = written, None
     return {**config, **overrides}
 
 
