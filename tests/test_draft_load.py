@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specserve.attention import ATTENTION
 from tests.engines import make_scheduler
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import make_llama
@@ -346,3 +347,20 @@ def test_a_target_without_a_field(field: str, target: Path) -> None:
     change_config(target, without(field))
     with pytest.raises(ValueError, match=rf"target.config\.json: {field} must "):
         make_scheduler(target)
+
+
+def test_heads_that_the_backend_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known when the draft is loaded; here Triton's kernels are what a CPU gets."""
+    target = make_llama(tmp_path / "target", hidden=64, heads=2)
+    draft = make_eagle3(tmp_path / "draft", target, heads=4, kv_heads=4)
+    monkeypatch.setitem(ATTENTION, "torch", ATTENTION["triton"])
+    words = (
+        r"--attention-backend triton cannot serve the draft's .*, head_dim=16\): the head size .*; use torch"
+    )
+    with pytest.raises(ValueError, match=words):
+        make_scheduler(
+            target,
+            dtype="float32",
+            speculative_algorithm="EAGLE3",
+            speculative_draft_model_path=str(draft),
+        )

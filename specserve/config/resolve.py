@@ -69,21 +69,34 @@ def _dtype(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     return replace(settings, dtype=dtype)
 
 
-def _attention(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
+def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     backend, device, dtype = settings.attention_backend, settings.device, settings.dtype
     if backend in ("triton", "flashinfer"):
         if device != "cuda":
             raise ValueError(f"--attention-backend {backend} needs a GPU; on {device} the backend is torch")
         if dtype == "float64":
             raise ValueError(f"--attention-backend {backend} has no float64; use torch")
+        if reason := _unserved(model):
+            raise ValueError(f"--attention-backend {backend}: {reason}; use torch")
     if backend == "flashinfer" and find_spec("flashinfer") is None:
         raise ValueError(
             "--attention-backend flashinfer needs the package flashinfer-python, which is not installed"
         )
     if backend == "auto":
         backend = "triton" if device == "cuda" and dtype != "float64" else "torch"
-        notes.append(f"attention_backend = {backend}: the device is {device}, the dtype {dtype}")
+        why = f"the device is {device}, the dtype {dtype}"
+        if backend == "triton" and (reason := _unserved(model)):
+            backend, why = "torch", reason
+        notes.append(f"attention_backend = {backend}: {why}")
     return replace(settings, attention_backend=backend)
+
+
+def _unserved(model: ModelConfig) -> str | None:
+    """Why Triton's kernels cannot serve the target. Whether they serve the draft is known once that is loaded."""
+    from specserve_kernels.ops.attention import HEAD_DIMS  # imports Triton, which a CPU does without
+
+    size = model.layer.head_dim
+    return None if size in HEAD_DIMS else f"triton has heads of {HEAD_DIMS}, the model's are of {size}"
 
 
 def _context_length(given: int | None, model: ModelConfig, notes: Notes) -> int:

@@ -170,7 +170,8 @@ class Settings:
     )
     attention_backend: str = setting(
         "auto",
-        "Attention implementation. auto: triton on cuda (torch for float64), torch on cpu.",
+        "Attention implementation. auto: triton on cuda (torch for float64 and for heads of other sizes than 32, "
+        "64, 128 and 256), torch on cpu.",
         group=ENGINE,
         choices=("auto", "torch", "triton", "flashinfer"),
     )

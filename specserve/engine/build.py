@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from specserve.attention import ATTENTION
+from specserve.attention import ATTENTION, AttentionBackend
 from specserve.config import Settings
 from specserve.config.token_map import DYNAMIC
 from specserve.core import prediction_limit
@@ -169,12 +169,7 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
         dtype=dtype,
     )
     pages = pool_pages(pool_config, settings.max_total_tokens, settings.mem_fraction_static, device)
-    attention = ATTENTION[settings.attention_backend](settings.page_size, dtype)
-    for geometry in dict.fromkeys([*pool_config.target_layers, *pool_config.draft_layers]):
-        if reasons := attention.unsupported(geometry, settings.page_size):
-            raise ValueError(
-                f"attention backend {attention.name!r} cannot serve {geometry}: {'; '.join(reasons)}"
-            )
+    attention = _attention(settings, pool_config)
     state = DecodeState(
         slots=settings.max_running_requests,
         pages_per_slot=-(-positions // settings.page_size),
@@ -187,6 +182,19 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
     )
     pool = KVPool(pool_config, pages, device)
     return Context(target, drafter, pool, attention, state, model_config.vocab_size)
+
+
+def _attention(settings: Settings, pool: PoolConfig) -> AttentionBackend:
+    """Raises ValueError naming one that serves all layers, where the one of the settings does not."""
+    attention = ATTENTION[settings.attention_backend](pool.page_size, pool.dtype)
+    for whose, layers in {"target": pool.target_layers, "draft": pool.draft_layers}.items():
+        for geometry in dict.fromkeys(layers):
+            if reasons := attention.unsupported(geometry, pool.page_size):
+                raise ValueError(
+                    f"--attention-backend {attention.name} cannot serve the {whose}'s {geometry}: "
+                    f"{'; '.join(reasons)}; use torch, which serves all, without CUDA graphs"
+                )
+    return attention
 
 
 def create_drafter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ LLAMA: Any = SimpleNamespace(
     longest_context=(2048, "max_position_embeddings"),
     dtype="float32",
     vocab_size=100,
+    layer=SimpleNamespace(head_dim=128),
 )
 QWEN: Any = SimpleNamespace(**{**vars(LLAMA), "architecture": "Qwen3ForCausalLM"})
 
@@ -197,6 +199,18 @@ def test_automatic_choices_on_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch)
     )
     half = SimpleNamespace(**{**vars(LLAMA), "dtype": "float16"})
     assert resolve(Settings(model_path=model), half)[0].dtype == "float16"  # type: ignore[arg-type]
+
+
+def test_heads_that_the_kernels_do_not_have(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    wide = SimpleNamespace(**{**vars(LLAMA), "layer": SimpleNamespace(head_dim=80)})
+    found, notes = resolve(Settings(model_path=model), wide)  # type: ignore[arg-type]
+    assert (found.attention_backend, found.disable_cuda_graph) == ("torch", True)
+    why = "triton has heads of (32, 64, 128, 256), the model's are of 80"
+    assert f"attention_backend = torch: {why}" in notes
+    assert "disable_cuda_graph = True: attention backend torch reads host lengths" in notes
+    with pytest.raises(ValueError, match=re.escape(f"--attention-backend triton: {why}; use torch")):
+        resolve(Settings(model_path=model, attention_backend="triton"), wide)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
