@@ -261,10 +261,10 @@ class Settings:
         group=SPECULATION,
     )
     speculative_num_steps: int | None = setting(
-        None, "Draft levels. Give all three of the shape or none.", group=SPECULATION, low=1
+        None, "Draft levels. Give all three of the shape or none.", group=SPECULATION, low=1, high=63
     )
     speculative_eagle_topk: int | None = setting(
-        None, "Candidates of a draft node: 1 drafts a chain.", group=SPECULATION, low=1
+        None, "Candidates of a draft node: 1 drafts a chain.", group=SPECULATION, low=1, high=64
     )
     speculative_num_draft_tokens: int | None = setting(
         None,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 NAIVE = (1, 1, 2)
+MOST_CANDIDATES = 2**15  # of a slot's pool: a kernel looks at all in one program
 RUN_MTP = ("EAGLE", "NEXTN", "MTP", "NAIVE_EAGLE")
 DRAFT = (
     "speculative_draft_model_path",
@@ -123,9 +124,11 @@ def _fit(settings: Settings, notes: list[str]) -> Settings:
             f"--speculative-num-draft-tokens: {steps} steps of topk {topk} draft {pool} candidates, so at "
             f"most {pool + 1} tokens with the root, found {tokens}"
         )
-    if tokens > 64:
+    if pool > MOST_CANDIDATES:
+        deepest = next(n for n in range(steps, 0, -1) if pool_size(n, topk) <= MOST_CANDIDATES)
         raise ValueError(
-            f"--speculative-num-steps: a chain of {steps} has {tokens} nodes, at most 64 fit a step"
+            f"--speculative-num-steps: {steps} steps of topk {topk} draft {pool} candidates, at most "
+            f"{MOST_CANDIDATES} fit a step: with this topk at most {deepest} steps"
         )
     return replace(settings, speculative_num_draft_tokens=tokens)
 

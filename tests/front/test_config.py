@@ -254,6 +254,8 @@ def test_flags_without_effect_are_noted(model: str) -> None:
         ((5, 8, 64), LLAMA, (5, 8, 64)),
         ((3, 1, 9), LLAMA, (3, 1, 4)),
         ((2, 2, 7), LLAMA, (2, 2, 7)),
+        ((63, 1, 2), LLAMA, (63, 1, 64)),
+        ((8, 64, 64), LLAMA, (8, 64, 64)),
     ],
 )
 def test_speculation_shapes(model: str, given: Any, architecture: Any, expected: Any) -> None:
@@ -307,7 +309,11 @@ def test_drafts_are_read_in_8_bits_where_that_saves_bytes(
         ((3, None, None), "--speculative-num-steps is given without --speculative-eagle-topk and"),
         ((3, 2, None), "without --speculative-num-draft-tokens"),
         ((2, 2, 8), "2 steps of topk 2 draft 6 candidates, so at most 7 tokens"),
-        ((64, 1, 2), "a chain of 64 has 65 nodes, at most 64"),
+        (
+            (9, 64, 64),
+            "9 steps of topk 64 draft 32832 candidates, at most 32768 .* this topk at most 8 steps",
+        ),
+        ((63, 24, 64), "with this topk at most 57 steps"),
     ],
 )
 def test_speculation_shapes_that_fit_nothing(model: str, shape: Any, words: str) -> None:
@@ -324,7 +330,7 @@ def test_speculation_shapes_that_fit_nothing(model: str, shape: Any, words: str)
 
 @pytest.mark.parametrize(("name", "value"), [
     ("speculative_num_steps", 0), ("speculative_eagle_topk", 0), ("speculative_num_draft_tokens", 1),
-    ("speculative_num_draft_tokens", 65),
+    ("speculative_num_draft_tokens", 65), ("speculative_num_steps", 64), ("speculative_eagle_topk", 65),
 ])  # fmt: skip
 def test_speculation_bounds(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')}"):
