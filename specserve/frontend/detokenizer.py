@@ -16,6 +16,7 @@ class Detokenizer:
 
     A tokenizer may drop the space before a lone token, so a token is never decoded without the one before it;
     and a character may be split over tokens, so a broken end is held back until it is whole or all is over.
+    ``decode`` may make of bytes only what UTF-8 makes of them in any window: one U+FFFD for a part of a character.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
@@ -31,7 +32,7 @@ class Detokenizer:
         broken = len(text) - len(text.rstrip(_BROKEN))
         garbage = len(self._window) > LONGEST
         if garbage:
-            broken = min(broken, 3)  # a character has 4 bytes: only 3 of them can be waiting for the last
+            broken = min(broken, 1)  # the bytes of a character that is not whole are one U+FFFD
         new = text[self._given : len(text) - broken]
         self._given += len(new)
         if new and not broken:

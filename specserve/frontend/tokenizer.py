@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,10 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
         self._special = frozenset(tokenizer.all_special_ids)
-        self._byte_level = _is_byte_level(tokenizer)
+        decoders = _decoders(tokenizer)
+        self._byte_level = "ByteLevel" in decoders
+        self._byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in decoders else []
+        self._bytes = {token: byte for byte, token in enumerate(self._byte_tokens)}
 
     @classmethod
     def load(cls, path: str, trust_remote_code: bool = False) -> Tokenizer:
@@ -45,9 +49,10 @@ class Tokenizer:
         return list(self._tokenizer.encode(self._template.render(messages), add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        ids = self._valid(token_ids, skip_special_tokens) if self._bytes else list(token_ids)
         return str(
             self._tokenizer.decode(
-                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
 
@@ -71,13 +76,38 @@ class Tokenizer:
             return bytes([int(piece[3:5], 16)])
         return str(piece).replace("▁", " ").encode()
 
+    def _valid(self, token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
+        """The same with byte tokens of U+FFFD where bytes are none of a character.
 
-def _is_byte_level(tokenizer: Any) -> bool:
+        The tokenizer's own decoder destroys a whole run of byte tokens if it is invalid anywhere, so that what it makes
+        of a character would depend on what comes before and behind it.
+        """
+        if skip_special_tokens:  # bytes on both sides of one are a run
+            token_ids = [token for token in token_ids if token not in self._special]
+        found: list[int] = []
+        for is_bytes, run in itertools.groupby(token_ids, self._bytes.__contains__):
+            if is_bytes:
+                text = bytes(self._bytes[token] for token in run).decode(errors="replace")
+                found += (self._byte_tokens[byte] for byte in text.encode())
+            else:
+                found += run
+        return found
+
+
+def _decoders(tokenizer: Any) -> set[str]:
+    """The types of a tokenizer's decoders. Without a backend that says them it may be SentencePiece's own."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return False
+        return {"ByteFallback"}
     decoder = json.loads(backend.to_str()).get("decoder") or {}
-    return any(part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ())))
+    return {part["type"] for part in (decoder, *decoder.get("decoders", ())) if "type" in part}
+
+
+def _byte_tokens(tokenizer: Any) -> list[int]:
+    """The tokens ``<0x00>`` to ``<0xFF>``, none unless all are there."""
+    vocabulary = tokenizer.get_vocab()
+    found = [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
+    return [] if None in found else found
 
 
 def _byte_alphabet() -> dict[str, bytes]:

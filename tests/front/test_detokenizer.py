@@ -30,6 +30,10 @@ def sentence_piece_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
 
 
+def fallback_ids(tokenizer: Tokenizer, raw: bytes) -> list[int]:
+    return [tokenizer._tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in raw]
+
+
 def pieces(tokenizer: Tokenizer, prompt: list[int], tokens: list[int], rng: random.Random) -> list[str]:
     detokenizer, out, at = tokenizer.detokenizer(prompt, True), [], 0
     while at < len(tokens):
@@ -91,6 +95,37 @@ def test_bytes_of_the_fallback_join() -> None:
     tokens = [ids("▁Hello"), *(ids(f"<0x{byte:02X}>") for byte in "é🎉".encode()), ids("!")]
     for seed in range(20):
         assert "".join(pieces(tokenizer, [ids("!")], tokens, random.Random(seed))) == " Helloé🎉!"
+
+
+ANSWERS = [
+    "中".encode() + b"\xff",
+    b"\xf0\x9f\x98" * 50,  # longer than a window, and no character is ever whole
+    b"\xe4\xb8\xff\xc3\xa9\xed\xa0\x80",
+    "日本語 🎉🎉".encode(),
+]
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize("prompt", ["x", "x😀😀", "😀é"])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_bytes_do_not_depend_on_messages_or_prompt(answer: bytes, prompt: str, fallback: bool) -> None:
+    """A context may begin inside a character, and how tokens are grouped depends on speculation."""
+    tokenizer = Tokenizer(sentence_piece_tokenizer() if fallback else byte_tokenizer())
+    before, tokens = (
+        fallback_ids(tokenizer, raw) if fallback else list(raw) for raw in (prompt.encode(), answer + b"!")
+    )
+    for step in (1, 2, 3, len(tokens)):
+        detokenizer = tokenizer.detokenizer(before, True)
+        out = [detokenizer.push(tokens[at : at + step]) for at in range(0, len(tokens), step)]
+        assert "".join([*out, detokenizer.flush()]) == (answer + b"!").decode(errors="replace")
+    assert tokenizer.decode(tokens) == (answer + b"!").decode(errors="replace")
+
+
+def test_bytes_around_a_skipped_token_join() -> None:
+    tokenizer = Tokenizer(sentence_piece_tokenizer())
+    unknown, (first, *others) = 0, fallback_ids(tokenizer, "中".encode())
+    assert tokenizer.decode([first, unknown, *others]) == "中"
+    assert tokenizer.decode([first, unknown, *others], skip_special_tokens=False) == "�<unk>��"
 
 
 def test_special_tokens_are_skipped_or_shown() -> None:
