@@ -13,6 +13,7 @@ import msgspec
 
 from specserve.config import make_settings, resolve, resolve_paths
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
+from specserve.frontend.conversation import plain
 from specserve.frontend.messages import Failed, Submit
 from specserve.frontend.output import OutputProcessor
 from specserve.frontend.tokenizer import Tokenizer
@@ -83,15 +84,17 @@ class LLM:
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, in order, through the model's chat template."""
-        if not messages:
-            raise ValueError("messages must not be empty")
-        one = isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if one else messages
-        tokenizer = self._need_tokenizer("chat")
+        if not isinstance(messages, Sequence):
+            raise ValueError(f"messages must be a list, found {type(messages).__name__}")
+        one = not messages or isinstance(messages[0], Mapping)
+        if one:
+            return self._run([self._encode_chat(messages)], sampling_params, progress)
         prompts = []
-        for conversation in conversations:
-            _check_conversation(conversation)
-            prompts.append(tokenizer.encode_chat(conversation))
+        for index, conversation in enumerate(messages):
+            try:
+                prompts.append(self._encode_chat(conversation))
+            except ValueError as error:
+                raise ValueError(f"conversation {index}: {error}") from None
         return self._run(prompts, sampling_params, progress)
 
     def close(self) -> None:
@@ -120,6 +123,12 @@ class LLM:
         if not ids:
             raise ValueError("a prompt must not be empty")
         return ids
+
+    def _encode_chat(self, messages: object) -> list[int]:
+        tokenizer = self._need_tokenizer("chat")
+        if not (conversation := plain(messages)):
+            raise ValueError("messages must not be empty")
+        return tokenizer.encode_chat(conversation)
 
     def _with_ids(self, params: SamplingParams) -> SamplingParams:
         """The same with the token ids of its prediction."""
@@ -241,14 +250,6 @@ def _params_each(
     if len(params) != count:
         raise ValueError(f"sampling_params must be one or as many as prompts: {count}, found {len(params)}")
     return list(params)
-
-
-def _check_conversation(conversation: Sequence[Message]) -> None:
-    if not conversation:
-        raise ValueError("messages must not be empty")
-    for message in conversation:
-        if not (isinstance(message, Mapping) and {"role", "content"} <= set(message)):
-            raise ValueError(f"messages must hold objects with role and content, found {message!r}")
 
 
 def _progress(ended: Iterator[str], total: int, show: bool) -> Iterator[str]:

@@ -57,6 +57,8 @@ def test_conversations(tmp_path: Path) -> None:
     question, answer = {"role": "user", "content": "qq"}, {"role": "assistant", "content": "xyz"}
     said = lines(tmp_path / "said.jsonl", {"messages": [question, answer, question]})
     assert counted(said) == tally("xyz\n")
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "yz"}]}
+    assert counted(lines(tmp_path / "parts.jsonl", {"messages": [question, parts]})) == tally("xyz\n")
     assert counted(said, template=False) == tally("qqxyzqq")
     assert counted(lines(tmp_path / "asked.jsonl", {"messages": [question, question]})) == tally("qqqq")
     turns = [{"from": "human", "value": "qq"}, {"from": "gpt", "value": "xyz"}]
@@ -69,7 +71,12 @@ def test_conversations(tmp_path: Path) -> None:
         ("[1]", "expected a JSON object, found list"),
         ("{", "line 1: Expecting property name"),
         ('{"answer": "x"}', "expected messages, conversations, or prompt or text as a string, found answer"),
-        ('{"messages": [{"role": "user", "content": null}]}', "expected text, found None"),
+        ('{"messages": [{"role": "user", "content": null}]}', "messages.0.content: this field is"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "file"}]}]}',
+            "messages.0.content.0.type: text",
+        ),
+        ('{"conversations": [{"from": "gpt", "value": null}]}', "conversations.0.value: must be text"),
     ],
 )
 def test_lines_that_are_nothing(line: str, words: str, tmp_path: Path) -> None:

@@ -80,7 +80,43 @@ def test_the_three_forms_of_json_lines(tmp_path: Path) -> None:
     assert texts == ["two<|im_end|>four<|im_end|>"] * 2 + ["plain"]
 
 
-@pytest.mark.parametrize("line", ["[]", "{", '{"a": 1}', '{"conversations": [{"from": "x", "value": "y"}]}'])
+CALL = {"id": "1", "type": "function", "function": {"name": "sum", "arguments": '{"a": 1}'}}
+CALLED = [{"role": "user", "content": "one"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+
+
+def test_calls_are_learned_or_refused(tmp_path: Path) -> None:
+    """A template without calls ends the answer where they should be."""
+    path = tmp_path / "calls.jsonl"
+    path.write_text(json.dumps({"messages": CALLED}))
+    calls = "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    encoder = make_encoder(CHATML.replace("{{ m.content }}", calls))
+    documents = load_sources(path, encoder)["calls"]
+    found = learned(encoder, documents.tokens, documents.mask)
+    assert found == '{"name": "sum", "arguments": {"a": 1}}<|im_end|>'
+    with pytest.raises(ValueError, match=r"line 1: messages\.1\.tool_calls\.0\.function\.name: .*no place"):
+        load_sources(path, make_encoder())
+
+
+def test_parts_of_text_are_joined(tmp_path: Path) -> None:
+    path = tmp_path / "parts.jsonl"
+    parts = [{"type": "text", "text": "t"}, {"type": "text", "text": "wo"}]
+    path.write_text(json.dumps({"messages": [*CALLED[:1], {"role": "assistant", "content": parts}]}))
+    documents = load_sources(path, make_encoder())["parts"]
+    assert learned(make_encoder(), documents.tokens, documents.mask) == "two<|im_end|>"
+
+
+BAD_LINES = [
+    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+    {"messages": [{"role": "assistant", "content": None}]},
+    {"messages": [{"role": "assistant", "content": "x", "weight": 0}]},
+    {"conversations": [{"from": "gpt", "value": None}]},
+]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [*map(json.dumps, BAD_LINES), "[]", "{", '{"a": 1}', '{"conversations": [{"from": "x", "value": "y"}]}'],
+)
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "fine"}\n' + line)

@@ -30,6 +30,7 @@ from specserve.tune.engine import TuneEngine, Work
 from specserve.tune.grid import Candidate, Grid, envelope
 from specserve.tune.loop import Run
 from specserve.tune.output import configuration
+from specserve.tune.prompts import read_prompts
 from specserve.tune.report import as_json, text, verdict
 from specserve.tune.search import Answers, Search, pick_overall
 from tests.engines import Checkpoints, answer_one
@@ -658,6 +659,18 @@ ERRORS = [
 def test_mistakes(pair: Checkpoints, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
     assert main([*flags(pair), *more]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_messages_are_what_requests_may_hold(
+    pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts"
+    text, image = {"type": "text", "text": "hi"}, {"type": "image_url", "image_url": {}}
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": [text]}]}))
+    assert read_prompts(path, tmp_path) == [{"messages": [{"role": "user", "content": "hi"}]}]
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": [image]}]}))
+    assert main([*flags(pair), "--prompts", str(path)]) == 2
+    assert "prompts:1: messages.0.content.0.type: text parts alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"text": "a"}', '{"messages": []}', '{"prompt": ""}', "{"])

@@ -18,6 +18,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from specserve.core import BIAS, RANGES, SamplingParams, Speculation
+from specserve.frontend.conversation import encodable
 from specserve.server.errors import ApiError
 
 MAX_CHOICES = 128
@@ -30,11 +31,8 @@ ListOf = Annotated[list[T], Field(fail_fast=True)]  # says what is wrong with on
 
 
 def _encodable(text: str) -> str:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise PydanticCustomError("text", "Input should be text that UTF-8 can encode") from None
+    if not encodable(text):
+        raise PydanticCustomError("text", "Input should be text that UTF-8 can encode")
     return text
 
 
@@ -120,18 +118,16 @@ class TextPart(Strict):
     text: Text
 
 
-def joined(content: str | list[TextPart]) -> str:
-    """Text parts joined as they are."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
 class PredictionField(Strict):
     type: Literal["content"]
     content: Text | ListOf[TextPart]
 
     @property
     def text(self) -> str:
-        return joined(self.content)
+        """Parts joined as they are."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
 
 
 class SpeculationField(Strict):

@@ -70,8 +70,6 @@ def _record(record: Any, encoder: Encoder) -> list[int]:
 
 
 def _ids(encoder: Encoder, text: str) -> list[int]:
-    if not isinstance(text, str):
-        raise ValueError(f"expected text, found {text!r}")
     return list(encoder.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-Message = dict[str, str]
+from specserve.frontend.template import ChatTemplate
+
+Message = dict[str, Any]
 Document = tuple[list[int], list[bool]]
 
 
@@ -31,6 +33,7 @@ class Encoder:
                 "training data needs a fast tokenizer (tokenizer.json), which reports token positions"
             )
         self.tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
         self._specials = tuple(tokenizer.all_special_tokens)
 
     def text(self, text: str) -> Document:
@@ -45,6 +48,10 @@ class Encoder:
             return []
         if self.tokenizer.chat_template is None:
             raise ValueError("the tokenizer has no chat template")
+        if any(message.get("tool_calls") for message in messages):
+            self._template.render(
+                messages
+            )  # one that writes no calls would teach that the answer ends at once
         full = self._render(messages[: turns[-1] + 1])
         spans = []
         for turn in turns:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from specserve.frontend.conversation import plain
 from specserve.train.chat import Encoder, Message
 from specserve.train.packing import Documents
 
@@ -98,11 +99,14 @@ def _encode(record: Any, encoder: Encoder) -> list[tuple[list[int], list[bool]]]
 def messages(record: dict[str, Any]) -> list[Message]:
     """The messages of an OpenAI (``messages``) or ShareGPT (``conversations``) record, in OpenAI's form."""
     if "messages" in record:
-        return [{"role": m["role"], "content": m["content"]} for m in record["messages"]]
+        return plain(record["messages"])
     if "conversations" not in record:
         raise ValueError(f"expected messages, conversations or text, found {', '.join(record) or 'nothing'}")
     turns = record["conversations"]
     unknown = sorted({t["from"] for t in turns} - set(ROLES))
     if unknown:
         raise ValueError(f"unknown speaker {unknown[0]!r}; known: {', '.join(ROLES)}")
+    for index, turn in enumerate(turns):
+        if not isinstance(turn["value"], str):
+            raise ValueError(f"conversations.{index}.value: must be text, found {turn['value']!r}")
     return [{"role": ROLES[t["from"]], "content": t["value"]} for t in turns]

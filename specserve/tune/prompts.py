@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve.config.paths import BUNDLED_MODEL
+from specserve.frontend.conversation import plain
 from specserve.frontend.tokenizer import Tokenizer
 
 BUNDLED_PROMPTS = Path(__file__).parents[2] / "examples" / "bundled_model" / "prompts.jsonl"
@@ -49,17 +50,15 @@ def _row(line: str, where: str) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where} is no JSON ({error}); accepted is {FORM}") from None
-    if not isinstance(row, dict) or not (_is_dialogue(row.get("messages")) or _is_text(row.get("prompt"))):
+    dialogue = row.get("messages") if isinstance(row, dict) else []
+    if dialogue is None and _is_text(row.get("prompt")):
+        return row  # type: ignore[no-any-return]
+    if not dialogue:
         raise ValueError(f"{where}: accepted is {FORM}")
-    return row
-
-
-def _is_dialogue(found: object) -> bool:
-    return (
-        isinstance(found, list)
-        and bool(found)
-        and all(isinstance(message, dict) and {"role", "content"} <= set(message) for message in found)
-    )
+    try:
+        return {**row, "messages": plain(dialogue)}
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _is_text(found: object) -> bool:

@@ -40,6 +40,9 @@ def _echo(message: Submit) -> list[int]:
     return [*message.token_ids, 256]
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
 def engine_of(llm: LLM) -> FakeEngine:
     assert isinstance(llm._engine, FakeEngine)
     return llm._engine
@@ -71,6 +74,8 @@ def test_params_for_each_prompt(llm: LLM) -> None:
 def test_chat(llm: LLM) -> None:
     one = [{"role": "user", "content": "hi"}]
     assert texts(llm.chat(one)) == ["user:hi\nassistant:"]
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert texts(llm.chat([{"role": "user", "content": parts}])) == ["user:hi\nassistant:"]
     assert texts(llm.chat([one, one], SamplingParams(max_tokens=4), progress=True)) == ["user", "user"]
 
 
@@ -83,7 +88,24 @@ def test_chat(llm: LLM) -> None:
         (lambda llm: llm.generate("a", SamplingParams(seed=13)), "seed: seed 13 is unlucky"),
         (lambda llm: llm.chat([]), "messages must not be empty"),
         (lambda llm: llm.chat([[]]), "messages must not be empty"),
-        (lambda llm: llm.chat([{"role": "user"}]), "role and content"),
+        (lambda llm: llm.chat({"role": "user", "content": "a"}), "messages must be a list, found dict"),
+        (lambda llm: llm.chat([{"role": "user"}]), "messages.0.content: this field is required"),
+        (
+            lambda llm: llm.chat([{"role": "user", "content": [IMAGE]}]),
+            "messages.0.content.0.type: text parts",
+        ),
+        (
+            lambda llm: llm.chat([{"role": "user", "content": "a", "tone": 1}]),
+            "messages.0.tone: unknown field",
+        ),
+        (
+            lambda llm: llm.chat([{"role": "user", "content": "\ud800"}]),
+            "messages.0.content: must be text that",
+        ),
+        (
+            lambda llm: llm.chat([[{"role": "user", "content": "a"}], [7]]),
+            "conversation 1: messages.0: must be an",
+        ),
         (lambda llm: llm.chat([{"role": "user", "content": "boom"}]), "no boom"),
     ],
 )
