@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 
-from specserve.config import make_settings, resolve, resolve_paths
+from specserve.config import SETTINGS, Settings, make_settings, resolve, resolve_paths
+from specserve.config.settings import SERVER
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
-from specserve.frontend.conversation import plain
+from specserve.frontend.conversation import encodable, plain
 from specserve.frontend.messages import Failed, Submit
 from specserve.frontend.output import OutputProcessor
 from specserve.frontend.tokenizer import Tokenizer
@@ -53,6 +54,8 @@ class LLM:
         from specserve.models.config import load_model_config
 
         given, notes = resolve_paths(make_settings(model_path=model_path, **settings))
+        for name in _unread(given):
+            log.warning("%s changes nothing: it is the server's, and LLM is none", name)
         assert given.model_path is not None
         assert given.tokenizer_path is not None
         model_config = load_model_config(Path(given.model_path))
@@ -62,6 +65,7 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         if not given.skip_tokenizer_init:
             self._tokenizer = Tokenizer.load(given.tokenizer_path, given.trust_remote_code)
+        self._vocab_size = model_config.vocab_size
         self._engine: Engine | None = create_scheduler(self.settings, model_config)
         self._calls = 0
 
@@ -73,8 +77,7 @@ class LLM:
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answers one prompt or a list of them, in order. A prompt is text or token ids."""
-        listed = _listed(prompts)
-        return self._run([self._encode(prompt) for prompt in listed], sampling_params, progress)
+        return self._run(self._encode_each(prompts), sampling_params, progress)
 
     def chat(
         self,
@@ -114,15 +117,30 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        ids = (
-            self._need_tokenizer("a prompt of text").encode(prompt)
-            if isinstance(prompt, str)
-            else list(prompt)
-        )
+    def _encode_each(self, prompts: object) -> list[list[int]]:
+        if isinstance(prompts, str) or (_listed(prompts) and prompts and isinstance(prompts[0], int)):
+            return [self._encode(prompts, "the prompt")]
+        if not _listed(prompts):
+            raise ValueError(f"prompts must be text, token ids or a list of them, found {_kind(prompts)}")
+        return [self._encode(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+
+    def _encode(self, prompt: object, where: str) -> list[int]:
+        if isinstance(prompt, str):
+            tokenizer = self._need_tokenizer("a prompt of text")
+            ids = tokenizer.encode(_encodable(prompt, where))
+        elif _listed(prompt):
+            ids = [self._checked(token, where) for token in prompt]
+        else:
+            raise ValueError(f"{where} must be text or token ids, found {_kind(prompt)}")
         if not ids:
-            raise ValueError("a prompt must not be empty")
+            raise ValueError(f"{where} must not be empty")
         return ids
+
+    def _checked(self, token: object, where: str) -> int:
+        last = self._vocab_size - 1
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= last:
+            raise ValueError(f"{where} must hold token ids from 0 to {last}, found {token!r}")
+        return token
 
     def _encode_chat(self, messages: object) -> list[int]:
         tokenizer = self._need_tokenizer("chat")
@@ -130,11 +148,12 @@ class LLM:
             raise ValueError("messages must not be empty")
         return tokenizer.encode_chat(conversation)
 
-    def _with_ids(self, params: SamplingParams) -> SamplingParams:
+    def _with_ids(self, params: SamplingParams, where: str) -> SamplingParams:
         """The same with the token ids of its prediction."""
         if not isinstance(params.prediction, str):
             return params
-        ids = self._need_tokenizer("a prediction of text").encode_answer(params.prediction)
+        tokenizer = self._need_tokenizer("a prediction of text")
+        ids = tokenizer.encode_answer(_encodable(params.prediction, f"{where}.prediction"))
         return msgspec.structs.replace(params, prediction=ids)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
@@ -151,7 +170,7 @@ class LLM:
         engine = self._engine
         if engine is None:
             raise ValueError("this LLM is closed")
-        params_each = [self._with_ids(each) for each in _params_each(params, len(prompts))]
+        params_each = [self._with_ids(each, where) for each, where in _params_each(params, len(prompts))]
         if self._tokenizer is None and any(each.stop for each in params_each):
             raise ValueError("stop needs a tokenizer, and skip_tokenizer_init is set; use stop_token_ids")
         self._calls += 1
@@ -234,22 +253,42 @@ class _Batch:
         return found
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _unread(settings: Settings) -> list[str]:
+    """What was set of the server's own settings. The engine reads one of them."""
+    names = [name for name, declared in SETTINGS.items() if declared.group == SERVER]
+    return [
+        name
+        for name in names
+        if name != "requests_all_greedy" and getattr(settings, name) != SETTINGS[name].default
+    ]
 
 
-def _params_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
+def _listed(given: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
+
+
+def _kind(given: object) -> str:
+    return type(given).__name__
+
+
+def _encodable(text: str, where: str) -> str:
+    if not encodable(text):
+        raise ValueError(f"{where} must be text that UTF-8 can encode")
+    return text
+
+
+def _params_each(params: object, count: int) -> list[tuple[SamplingParams, str]]:
+    """One for each prompt, and what to call it."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [(params or SamplingParams(), "sampling_params")] * count
+    if not _listed(params):
+        raise ValueError(f"sampling_params must be SamplingParams or a list of them, found {_kind(params)}")
     if len(params) != count:
         raise ValueError(f"sampling_params must be one or as many as prompts: {count}, found {len(params)}")
-    return list(params)
+    for index, each in enumerate(params):
+        if not isinstance(each, SamplingParams):
+            raise ValueError(f"sampling_params[{index}] must be SamplingParams, found {_kind(each)}")
+    return [(each, f"sampling_params[{index}]") for index, each in enumerate(params)]
 
 
 def _progress(ended: Iterator[str], total: int, show: bool) -> Iterator[str]:

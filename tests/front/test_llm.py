@@ -83,7 +83,34 @@ def test_chat(llm: LLM) -> None:
     ("call", "words"),
     [
         (lambda llm: llm.generate(""), "prompt must not be empty"),
-        (lambda llm: llm.generate(["a", []]), "prompt must not be empty"),
+        (lambda llm: llm.generate(["a", []]), r"prompts\[1\] must not be empty"),
+        (
+            lambda llm: llm.generate([[-1]]),
+            rf"prompts\[0\] must hold token ids from 0 to {VOCAB - 1}, found -1",
+        ),
+        (lambda llm: llm.generate([[1], [VOCAB]]), rf"prompts\[1\] must hold token ids .*, found {VOCAB}"),
+        (lambda llm: llm.generate([[1.5, 2]]), r"prompts\[0\] must hold token ids .*, found 1.5"),
+        (lambda llm: llm.generate([[True, False]]), r"prompts\[0\] must hold token ids .*, found True"),
+        (lambda llm: llm.generate([True, False]), "the prompt must hold token ids .*, found True"),
+        (lambda llm: llm.generate([1, "a"]), "the prompt must hold token ids .*, found 'a'"),
+        (lambda llm: llm.generate(["a", None]), r"prompts\[1\] must be text or token ids, found NoneType"),
+        (lambda llm: llm.generate([b"ab"]), r"prompts\[0\] must be text or token ids, found bytes"),
+        (lambda llm: llm.generate(None), "prompts must be text, token ids or a list of them, found NoneType"),
+        (lambda llm: llm.generate({"prompt": "a"}), "prompts must be text, .* found dict"),
+        (lambda llm: llm.generate(["a", "\ud800"]), r"prompts\[1\] must be text that UTF-8 can encode"),
+        (
+            lambda llm: llm.generate("a", {"seed": 1}),
+            "sampling_params must be SamplingParams or .* found dict",
+        ),
+        (
+            lambda llm: llm.generate(["a"], [None]),
+            r"sampling_params\[0\] must be SamplingParams, found NoneType",
+        ),
+        (lambda llm: llm.generate(["a"], [{"seed": 1}]), r"sampling_params\[0\] must be .* found dict"),
+        (
+            lambda llm: llm.generate("a", [SamplingParams(prediction="\ud800")]),
+            r"sampling_params\[0\].prediction must be text that",
+        ),
         (lambda llm: llm.generate(["a", "b"], [SamplingParams()]), "as many as prompts: 2, found 1"),
         (lambda llm: llm.generate("a", SamplingParams(seed=13)), "seed: seed 13 is unlucky"),
         (lambda llm: llm.chat([]), "messages must not be empty"),
@@ -114,6 +141,14 @@ def test_errors_name_the_thing(llm: LLM, call: Any, words: str) -> None:
         call(llm)
     assert not engine_of(llm).has_work
     assert texts(llm.generate("still here")) == ["still here"]
+
+
+def test_settings_of_the_server_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, monkeypatch, request_timeout=5, max_body_bytes=9, port=30000, requests_all_greedy=True)
+    said = [record.getMessage() for record in caplog.records if "changes nothing" in record.getMessage()]
+    assert [words.split()[0] for words in said] == ["request_timeout", "max_body_bytes"]
 
 
 def test_a_failure_aborts_the_others(llm: LLM) -> None:
