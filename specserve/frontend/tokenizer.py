@@ -19,7 +19,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._special = frozenset(_special(tokenizer))
         decoders = _decoders(tokenizer)
         self._byte_level = "ByteLevel" in decoders
         self._byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in decoders else []
@@ -92,6 +92,12 @@ class Tokenizer:
             else:
                 found += run
         return found
+
+
+def _special(tokenizer: Any) -> set[int]:
+    """Those with a role of their own, and those that tokenizer.json alone marks: no answer's text holds either."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
 
 
 def _decoders(tokenizer: Any) -> set[str]:

@@ -11,8 +11,10 @@ from starlette.testclient import TestClient
 
 from specserve.core import TokenLogprob
 from specserve.frontend.messages import Failed, Tokens
+from specserve.frontend.tokenizer import Tokenizer
 from specserve.server.logprobs import CompletionLogprobs, text_offsets
 from tests.front.conftest import Serve
+from tests.front.fakes import byte_tokenizer
 from tests.front.test_chat import events
 
 
@@ -66,6 +68,13 @@ def test_offsets_count_characters(serve: Serve) -> None:
     found = post(client, logprobs=0).json()["choices"][0]["logprobs"]
     assert found["tokens"] == ["x", "bytes:\\xc3", "bytes:\\xa9", "y", "<eos>"]
     assert found["text_offset"] == [0, 1, 1, 2, 3]
+
+
+def test_special_tokens_have_no_length() -> None:
+    """Token 257 is marked in tokenizer.json alone, as Llama 3's <|eom_id|> is."""
+    found = CompletionLogprobs(0, Tokenizer(byte_tokenizer()))
+    tokens = [TokenLogprob(token, -0.5, []) for token in (97, 257, 98, 256)]
+    assert found.format(tokens)["text_offset"] == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("max_tokens", [2, 0])
