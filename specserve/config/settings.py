@@ -21,6 +21,10 @@ def _lossless(value: float) -> str | None:
     return None if value == 1 else f"must be 1, as speculation never changes the text here, found {value}"
 
 
+def _not_empty(text: str) -> str | None:
+    return None if text.strip() else "must not be empty; leave it out for a server without a key"
+
+
 def _json_object(text: str) -> str | None:
     try:
         found = json.loads(text)
@@ -90,9 +94,11 @@ class Settings:
     port: int = setting(30000, "Port to listen on; 0 takes any free one.", group=SERVER, low=0, high=65535)
     api_key: str | None = setting(
         None,
-        "Key that requests must carry as `Authorization: Bearer KEY`. /health, /live and /metrics need none.",
+        "Key that requests must carry as `Authorization: Bearer KEY`, not empty. "
+        "/health, /live and /metrics need none.",
         group=SERVER,
         secret=True,
+        check=_not_empty,
     )
     log_level: str = setting(
         "info",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -69,13 +70,21 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        data = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        data, nodes = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:  # its own words quote the line, which may hold a secret
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ValueError(f"--config: {path} can't be read: line {line}: {error.problem}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config: {path} can't be read: {' '.join(str(error).split())}") from None
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ValueError(f"--config: {path} must hold lines of `name: value`")
+    assert nodes is not None
+    counts = Counter(key.value.replace("-", "_") for key, _ in nodes.value)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"{path}: {twice[0]}: given twice")
     given = {key.replace("-", "_"): raw for key, raw in data.items() if raw is not None}
     return _named(given, str(path), lambda name: f"{path}: {name}")
 

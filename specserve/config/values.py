@@ -35,7 +35,8 @@ def check_value(declared: Setting, value: Any, label: str) -> None:
             raise ValueError(f"{label}: needs a value")
         return
     if not _has_kind(value, declared.kind):
-        raise ValueError(f"{label}: must be {_words(declared.kind)}, found {value!r}")
+        found = "a value of another type; in YAML quote it" if declared.secret else repr(value)
+        raise ValueError(f"{label}: must be {_words(declared.kind)}, found {found}")
     if declared.choices and value not in declared.choices:
         raise ValueError(f"{label}: must be one of {', '.join(declared.choices)}, found {value!r}")
     if declared.kind in (int, float) and not declared.low <= value <= declared.high:

@@ -102,6 +102,7 @@ def test_values_of_all_kinds() -> None:
         ("--chunked-prefill-size 0", {}, "must be -1 or at least 1, found 0"),
         ("--max-running-requests -1", {}, "--max-running-requests: must be at least 1, found -1"),
         ("--disable-overlap-schedule --overlap-schedule on", {}, "contradicts"),
+        ("--api-key=", {}, "--api-key: must not be empty"),
         ("--config /nowhere.yaml", {}, "/nowhere.yaml can't be read"),
         ("", {"SPECSERVE_PAGESIZE": "3"}, "unknown setting; the nearest known one is SPECSERVE_PAGE_SIZE"),
         ("", {"SPECSERVE_PORT": "x"}, "SPECSERVE_PORT: must be an integer"),
@@ -125,6 +126,9 @@ def test_errors_name_the_setting(line: str, environ: dict[str, str], words: str)
         ("served_model_name: [1]", "served_model_name: must be names"),
         ("- a", "must hold lines of `name: value`"),
         ("a: [", "can't be read"),
+        ("page-size: 16\npage_size: 32", "page_size: given twice"),
+        ("port: 1\nhost: a\nport: 2", "port: given twice"),
+        ("api_key: ''", "api_key: must not be empty"),
     ],
 )
 def test_yaml_errors(tmp_path: Path, text: str, words: str) -> None:
@@ -147,6 +151,17 @@ def test_settings_are_checked_however_they_are_made() -> None:
 def test_secrets_are_not_shown() -> None:
     assert Settings(api_key="k3y").public()["api_key"] == "(set)"
     assert Settings().public()["api_key"] is None
+
+
+@pytest.mark.parametrize(
+    "line", ["api_key: 271828", "api_key: [271828]", "api_key: '271828", "api_key: 271828: x"]
+)
+def test_secrets_are_not_in_errors(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "conf.yaml"
+    file.write_text(line)
+    with pytest.raises(ValueError, match=r"conf\.yaml") as error:
+        load(f"--config {file}")
+    assert "271828" not in str(error.value)
 
 
 def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
