@@ -138,7 +138,8 @@ class Generation:
         now = time.monotonic()
         if len(self._outputs[index].answer.token_ids) == len(delta.token_ids):
             self._clock.queued(queued)
-            self._clock.first_token(now - self._started[index])
+            if delta.token_ids:  # none where the prompt alone was to be scored
+                self._clock.first_token(now - self._started[index])
         else:
             self._clock.next_tokens(now - self._last[index], len(delta.token_ids))
         self._last[index] = now

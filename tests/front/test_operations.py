@@ -33,6 +33,16 @@ def test_server_info(serve: Serve) -> None:
     assert info["engine"] == {"context_length": 256, "max_total_tokens": 4096, "vocab_size": 260}
 
 
+def test_a_request_without_tokens_has_no_first_one(serve: Serve) -> None:
+    client, _ = serve()
+    scored = {"model": "tiny", "prompt": "a", "max_tokens": 0, "echo": True}
+    assert client.post("/v1/completions", json=scored).json()["choices"][0]["text"] == "a"
+    text = client.get("/metrics").text
+    assert "specserve_time_to_first_token_seconds_count 0.0" in text
+    assert "specserve_queue_seconds_count 1.0" in text
+    assert "specserve_request_seconds_count 1.0" in text
+
+
 def test_metrics(serve: Serve) -> None:
     client, engine = serve("abcdef")
     assert "specserve_running_requests" not in client.get("/metrics").text
