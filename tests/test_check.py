@@ -219,6 +219,7 @@ def test_a_model_that_does_not_fit(
     [
         (["--model-path", "/no/where"], "--model-path: /no/where does not exist"),
         (["--page-sise", "3"], "--page-sise: unknown flag"),
+        (["--max-tokens", "0"], "--max-tokens: must be at least 2, found 0"),
         (["--prompts", "/no/where"], "--prompts: /no/where can't be read"),
     ],
 )

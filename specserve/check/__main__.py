@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nand the server's:\n")
     report = Report()
     try:
+        if options.max_tokens < 2:
+            raise ValueError(
+                f"--max-tokens: must be at least 2, found {options.max_tokens}: the first one is no step's"
+            )
         settings = load_settings(flags)
         configure_logging("warning")
         _check(settings, options, report)
@@ -55,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
     parser.add_argument("--no-run", action="store_true", help="Load, and measure no acceptance.")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="Prompts to measure with, one a line.")
-    parser.add_argument("--max-tokens", type=int, default=64, help="Tokens of each answer (default: 64).")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="Tokens of each answer, from 2 (default: 64)."
+    )
     return parser
 
 
