@@ -109,12 +109,14 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
     if "param" in first.get("ctx", {}):
         param = ".".join(filter(None, (param, first["ctx"]["param"])))
         return ApiError(400, f"{param}: {first['msg']}", param, "unsupported_parameter")
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1]) or '""'  # it may also be called as a member of a union is
+        param = ".".join(filter(None, (_param(first["loc"][:-1]), name)))
+        return ApiError(400, f"{param}: unknown field", param, "unknown_parameter")
     if not param and isinstance(first["input"], str) and first["type"] == "string_unicode":
         return ApiError(400, f"{first['input']}: unknown field", first["input"], "unknown_parameter")
     if not param:
         return ApiError(400, "the body must be a JSON object, sent with content-type application/json")
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{param}: unknown field", param, "unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"{param}: this field is required", param, "missing_required_parameter")
     reasons = dict.fromkeys(error["msg"] for error in errors if _param(error["loc"]) == param)
