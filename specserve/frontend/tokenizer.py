@@ -12,6 +12,12 @@ from specserve.frontend.conversation import Conversation
 from specserve.frontend.detokenizer import Detokenizer
 from specserve.frontend.template import ChatTemplate
 
+CHARACTERS = 16  # a token, at most, of a text that is tokenized at once
+
+
+class TooLong(ValueError):
+    """A text has more tokens than it may, which its beginning alone shows."""
+
 
 class Tokenizer:
     """A Hugging Face tokenizer. ``encode`` and ``encode_chat`` are not for two threads at once."""
@@ -36,17 +42,19 @@ class Tokenizer:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the tokenizer of {path} can't be loaded: {reason}") from None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a plain prompt, with the special tokens that the tokenizer puts around one."""
-        return list(self._tokenizer.encode(text))
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Ids of a plain prompt, with the special tokens that the tokenizer puts around one. Raises TooLong for a text
+        that can't have as few as ``most``, if it is far longer than that."""
+        return self._encode(text, most, True)
 
-    def encode_answer(self, text: str) -> list[int]:
-        """Ids of what a model might write: no special tokens around it."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    def encode_answer(self, text: str, most: int | None = None) -> list[int]:
+        """Ids of what a model might write: no special tokens around it. ``most`` as above."""
+        return self._encode(text, most, False)
 
-    def encode_chat(self, messages: Conversation) -> list[int]:
-        """Ids of a conversation up to where the assistant answers. Raises ValueError with the reason."""
-        return list(self._tokenizer.encode(self._template.render(messages), add_special_tokens=False))
+    def encode_chat(self, messages: Conversation, most: int | None = None) -> list[int]:
+        """Ids of a conversation up to where the assistant answers. Raises ValueError with the reason. ``most`` as
+        above."""
+        return self._encode(self._template.render(messages), most, False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         ids = self._valid(token_ids, skip_special_tokens) if self._bytes else list(token_ids)
@@ -55,6 +63,20 @@ class Tokenizer:
                 ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
+
+    def _encode(self, text: str, most: int | None, special: bool) -> list[int]:
+        """Of a text far longer than ``most`` tokens are, a beginning is tokenized first, then one twice as long: with
+        more than twice ``most``, so many that its cut end can't account for them, the rest is not looked at. Whatever
+        the tokenizer drops, joins or writes shorter it does so in the beginning, too, and a text of few long tokens
+        goes through. One would be refused that fits: more white space than a context has tokens, before an added token
+        that takes all of it (``lstrip``)."""
+        size = len(text) if most is None else CHARACTERS * (most + 1)
+        while most is not None and size < len(text):
+            count = len(self._tokenizer.encode(text[:size], add_special_tokens=False))
+            if count > 2 * most:
+                raise TooLong(f"has {len(text)} characters, of which the first {size} have {count} tokens")
+            size *= 2
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def detokenizer(self, prompt: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
         return Detokenizer(functools.partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)

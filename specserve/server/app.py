@@ -29,6 +29,7 @@ from specserve.server.playground.routes import add_playground
 from specserve.server.report import speculation_report
 from specserve.server.request_ids import HEADER, RequestIds
 from specserve.server.schema import answers
+from specserve.server.streaming import unless_left
 
 
 def create_app(front: Front) -> FastAPI:
@@ -69,11 +70,11 @@ def _add_openai(app: FastAPI, front: Front) -> None:
         responses=answers(schema.ChatCompletion, schema.ChatCompletionChunk),
     )
     async def post_chat(request: ChatRequest, http: Request) -> Response:
-        return await chat(front, request, http)
+        return await unless_left(http, chat(front, request))
 
     @app.post("/v1/completions", response_model=None, responses=answers(schema.Completion, schema.Completion))
     async def post_completions(request: CompletionRequest, http: Request) -> Response:
-        return await complete(front, request, http)
+        return await unless_left(http, complete(front, request))
 
     @app.get("/v1/models", response_model=None, responses=answers(schema.Models))
     async def get_models() -> dict[str, Any]:
@@ -115,12 +116,12 @@ def _add_operations(app: FastAPI, front: Front) -> None:
         }
 
     @app.post("/tokenize", response_model=None, responses=answers(schema.Tokenized))
-    async def post_tokenize(request: TokenizeRequest) -> dict[str, Any]:
-        return await tokenize(front, request)
+    async def post_tokenize(request: TokenizeRequest, http: Request) -> dict[str, Any] | Response:
+        return await unless_left(http, tokenize(front, request))
 
     @app.post("/detokenize", response_model=None, responses=answers(schema.Detokenized))
-    async def post_detokenize(request: DetokenizeRequest) -> dict[str, Any]:
-        return await detokenize(front, request)
+    async def post_detokenize(request: DetokenizeRequest, http: Request) -> dict[str, Any] | Response:
+        return await unless_left(http, detokenize(front, request))
 
     @app.post("/abort_request", response_model=None, responses=answers(schema.Aborted))
     async def post_abort_request(request: AbortRequest) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -17,6 +17,7 @@ from specserve.server.errors import ApiError
 PAUSE = 60.0  # seconds in which some of a body must come
 MAX_DEPTH = 32
 MAX_KEYS = 1024  # more than any field has; each key of an object may be a fault of its own
+_NESTING = frozenset((list, dict))
 
 
 class Turns:
@@ -107,11 +108,15 @@ def _check_shape(value: object) -> None:
     for _ in range(MAX_DEPTH + 1):
         if any(isinstance(item, dict) and len(item) > MAX_KEYS for item in level):
             raise _TOO_WIDE
-        level = [child for item in level for child in _children(item) if isinstance(child, list | dict)]
+        level = [child for item in level for child in _nested(item)]
         if not level:
             return
     raise _TOO_DEEP
 
 
-def _children(value: object) -> Any:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+def _nested(value: object) -> Sequence[object]:
+    """Lists and objects in one. Numbers, of which there may be millions, are not looked at one by one."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if _NESTING.isdisjoint(map(type, items)):
+        return ()
+    return [item for item in items if type(item) in _NESTING]

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -17,12 +16,11 @@ from specserve.frontend.output import Delta
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.logprobs import chat_logprobs, token_bytes
-from specserve.server.messages import Message, conversation
+from specserve.server.messages import Messages, conversation
 from specserve.server.prediction import with_prediction
 from specserve.server.protocol import (
     Count,
     GenerationRequest,
-    ListOf,
     Refusal,
     Strict,
     check_stream_options,
@@ -57,7 +55,7 @@ class ChatRequest(GenerationRequest):
         "prompt_cache_options": Refusal("the prefix cache is shared by all and can't be set by request"),
         "prompt_cache_retention": Refusal("the prefix cache can't be set by request"),
     }
-    messages: Annotated[ListOf[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -66,7 +64,7 @@ class ChatRequest(GenerationRequest):
     prompt_cache_key: str | None = None
 
 
-async def chat(front: Front, request: ChatRequest, http: Request) -> Response:
+async def chat(front: Front, request: ChatRequest) -> Response:
     front.check_call(request.model)
     check_stream_options(request)
     params = _params(front, request)
@@ -78,8 +76,8 @@ async def chat(front: Front, request: ChatRequest, http: Request) -> Response:
         writer = _Writer(front, request, jobs)
         writer.generation.submit()
     if request.stream:
-        return await stream(http, writer.generation, writer.chunks())
-    return await answer(http, writer.generation, writer.body)
+        return await stream(writer.generation, writer.chunks())
+    return await answer(writer.generation, writer.body)
 
 
 def _params(front: Front, request: ChatRequest) -> SamplingParams:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
-from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -58,7 +57,7 @@ class CompletionRequest(GenerationRequest):
         return self.best_of or self.choices
 
 
-async def complete(front: Front, request: CompletionRequest, http: Request) -> Response:
+async def complete(front: Front, request: CompletionRequest) -> Response:
     front.check_call(request.model)
     check_stream_options(request)
     _check_best_of(request)
@@ -70,15 +69,13 @@ async def complete(front: Front, request: CompletionRequest, http: Request) -> R
         message = f"{name}: {len(given)} prompts by {request.candidates} are over {MAX_ANSWERS} answers"
         raise ApiError(400, message, name)
     with front.place(answers, name):
-        prompts = [await _Prompt.of(front, item, request.echo) for item in given]
-        for prompt in prompts:
-            front.check_prompt(prompt.tokens, "prompt", params.min_tokens)
+        prompts = [await _Prompt.of(front, item, request.echo, params.min_tokens) for item in given]
         params = await with_prediction(front, request, params)
         writer = _Writer(front, request, prompts, params)
         writer.generation.submit()
     if request.stream:
-        return await stream(http, writer.generation, writer.chunks())
-    return await answer(http, writer.generation, writer.body)
+        return await stream(writer.generation, writer.chunks())
+    return await answer(writer.generation, writer.body)
 
 
 def _check_best_of(request: CompletionRequest) -> None:
@@ -124,11 +121,15 @@ class _Prompt:
     text: str
 
     @classmethod
-    async def of(cls, front: Front, given: str | list[int], echo: bool | None) -> _Prompt:
+    async def of(cls, front: Front, given: str | list[int], echo: bool | None, min_tokens: int) -> _Prompt:
+        """Raises ApiError unless it leaves room for an answer."""
+        tokens = await front.encode(given) if isinstance(given, str) else given
+        front.check_prompt(tokens, "prompt", min_tokens)
+        if not echo:
+            return cls(tokens, "")
         if isinstance(given, str):
-            return cls(await front.encode(given), given if echo else "")
-        front.check_tokens(given, "prompt")
-        return cls(given, await front.decode(given) if echo and front.has_tokenizer else "")
+            return cls(tokens, given)
+        return cls(tokens, await front.decode(tokens, "prompt") if front.has_tokenizer else "")
 
 
 class _Choice:

@@ -16,9 +16,10 @@ from specserve.frontend.conversation import Conversation, MessageError
 from specserve.frontend.engine_client import EngineClient
 from specserve.frontend.generation import Generation, Job
 from specserve.frontend.token_statistics import TokenStatistics
-from specserve.frontend.tokenizer import Tokenizer
+from specserve.frontend.tokenizer import Tokenizer, TooLong
 from specserve.metrics.front import Metrics
 from specserve.server.errors import ApiError
+from specserve.server.protocol import check_tokens
 
 log = logging.getLogger(__name__)
 
@@ -142,49 +143,62 @@ class Front:
             self._preparing -= answers
 
     def check_prompt(self, prompt: Sequence[int], param: str, min_tokens: int) -> None:
-        """Raises ApiError unless the prompt leaves room for an answer."""
+        """Raises ApiError unless the prompt leaves room for an answer. Of one that does not no token is looked at."""
         if not prompt:
             raise ApiError(400, f"{param}: must not be empty", param)
-        self.check_tokens(prompt, param)
-        pool = int(self.engine.info["max_total_tokens"])
-        room = min(self.context_length, pool) - len(prompt)
+        room = self._limit - len(prompt)
         if room < 1:
-            short = (
-                "the context length" if self.context_length <= pool else "the KV pool (--max-total-tokens)"
-            )
-            limit = min(self.context_length, pool)
-            message = f"{param}: has {len(prompt)} tokens; {short} is {limit}, the answer included"
-            raise ApiError(400, message, param, "context_length_exceeded")
+            raise self._too_long(param, f"has {len(prompt)} tokens")
+        check_tokens(param, prompt, self.vocab_size)
         if min_tokens > room:
             raise ApiError(
                 400, f"min_tokens: there is room for {room} tokens, found {min_tokens}", "min_tokens"
             )
 
-    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raises ApiError unless all are in the vocabulary."""
-        for token in tokens:
-            if not 0 <= token < self.vocab_size:
-                raise ApiError(
-                    400, f"{param}: token ids are from 0 to {self.vocab_size - 1}, found {token}", param
-                )
+    @property
+    def _limit(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return min(self.context_length, int(self.engine.info["max_total_tokens"]))
+
+    def _too_long(self, param: str, has: str) -> ApiError:
+        short = (
+            "the context length" if self.context_length == self._limit else "the KV pool (--max-total-tokens)"
+        )
+        message = f"{param}: {has}; {short} is {self._limit}, the answer included"
+        return ApiError(400, message, param, "context_length_exceeded")
 
     async def encode(self, text: str) -> list[int]:
-        return await self._off_loop(self.tokenizer.encode, text)
+        """Raises ApiError for a text far longer than the context."""
+        try:
+            return await self._off_loop(self.tokenizer.encode, text, self._limit)
+        except TooLong as error:
+            raise self._too_long("prompt", str(error)) from None
 
-    async def encode_answer(self, text: str) -> list[int]:
-        return await self._off_loop(self.tokenizer.encode_answer, text)
+    async def encode_answer(self, text: str, most: int) -> list[int]:
+        """Raises TooLong for a text of far more than ``most`` tokens."""
+        return await self._off_loop(self.tokenizer.encode_answer, text, most)
 
     async def encode_chat(self, messages: Conversation) -> list[int]:
-        """Raises ApiError with the chat template's reason."""
+        """Raises ApiError with the chat template's reason, or as ``encode`` does."""
         try:
-            return await self._off_loop(self.tokenizer.encode_chat, messages)
+            return await self._off_loop(self.tokenizer.encode_chat, messages, self._limit)
+        except TooLong as error:
+            raise self._too_long("messages", str(error)) from None
         except MessageError as error:
             raise ApiError(400, str(error), error.param) from None
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
 
-    async def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
+    async def decode(self, tokens: Sequence[int], param: str) -> str:
+        """The text of tokens, special ones included. Raises ApiError for more than a context has, and for what is in
+        no vocabulary."""
+        if len(tokens) > self.context_length:
+            message = (
+                f"{param}: has {len(tokens)} tokens; at most {self.context_length}, the context length, are "
+                "turned into text"
+            )
+            raise ApiError(400, message, param)
+        check_tokens(param, tokens, self.vocab_size)
         return await self._off_loop(
             functools.partial(self.tokenizer.decode, skip_special_tokens=False), tokens
         )
@@ -202,5 +216,6 @@ class Front:
             timeout=self.settings.request_timeout,
         )
 
-    async def _off_loop(self, work: Callable[..., T], argument: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
+    async def _off_loop(self, work: Callable[..., T], *arguments: object) -> T:
+        """Who is cancelled before its turn leaves the thread to the next."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from specserve.frontend.conversation import REFUSED, MessageError, MissingField, plain
 from specserve.server.errors import ApiError
 from specserve.server.protocol import ListOf, Refusal, Strict, Text, TextPart
+
+MAX_MESSAGES = 16384  # and as many calls of tools in one
 
 
 class FunctionCall(Strict):
@@ -28,8 +32,11 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | ListOf[TextPart] | None = None
     name: Text | None = None
-    tool_calls: ListOf[ToolCall] | None = None
+    tool_calls: Annotated[ListOf[ToolCall], Field(max_length=MAX_MESSAGES)] | None = None
     tool_call_id: Text | None = None
+
+
+Messages = Annotated[ListOf[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:

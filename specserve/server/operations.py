@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from specserve.frontend.engine_client import EngineGone
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
-from specserve.server.messages import Message, conversation
+from specserve.server.messages import Messages, conversation
 from specserve.server.protocol import Int, ListOf, Strict, Text
 
 ABORTED = "the request was ended by POST /abort_request"
@@ -18,7 +16,7 @@ ABORTED = "the request was ended by POST /abort_request"
 class TokenizeRequest(Strict):
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[ListOf[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
 
 
 class DetokenizeRequest(Strict):
@@ -46,8 +44,7 @@ async def tokenize(front: Front, request: TokenizeRequest) -> dict[str, Any]:
 async def detokenize(front: Front, request: DetokenizeRequest) -> dict[str, Any]:
     """The text of token ids, special ones included."""
     front.check_call(request.model)
-    front.check_tokens(request.tokens, "tokens")
-    return {"prompt": await front.decode(request.tokens)}
+    return {"prompt": await front.decode(request.tokens, "tokens")}
 
 
 async def abort_request(front: Front, request: AbortRequest) -> dict[str, Any]:

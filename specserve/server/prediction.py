@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from specserve.core import SamplingParams, prediction_limit
+from specserve.frontend.tokenizer import TooLong
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.protocol import GenerationRequest
@@ -16,8 +17,11 @@ async def with_prediction(front: Front, request: GenerationRequest, params: Samp
         return params
     if not front.has_tokenizer:
         raise ApiError(400, "prediction: this server runs without a tokenizer", "prediction")
-    tokens = await front.encode_answer(request.prediction.text)
     most = prediction_limit(front.context_length)
-    if len(tokens) > most:
-        raise ApiError(400, f"prediction: has {len(tokens)} tokens; it may have {most} at most", "prediction")
+    try:
+        tokens = await front.encode_answer(request.prediction.text, most)
+        if len(tokens) > most:
+            raise TooLong(f"has {len(tokens)} tokens")
+    except TooLong as error:
+        raise ApiError(400, f"prediction: {error}; it may have {most} at most", "prediction") from None
     return msgspec.structs.replace(params, prediction=tokens)

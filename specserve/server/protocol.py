@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -187,6 +187,7 @@ def sampling_params(
     default_temperature: float,
 ) -> SamplingParams:
     """Raises ApiError 400 naming the field."""
+    check_tokens("stop_token_ids", request.stop_token_ids or (), vocab_size)
     given: dict[str, Any] = {
         "max_tokens": max_tokens,
         "logprobs": logprobs,
@@ -202,7 +203,7 @@ def sampling_params(
         "logit_bias": _logit_bias(request.logit_bias, vocab_size),
         "seed": request.seed,
         "stop": [request.stop] if isinstance(request.stop, str) else request.stop,
-        "stop_token_ids": _in_vocabulary("stop_token_ids", request.stop_token_ids, vocab_size),
+        "stop_token_ids": request.stop_token_ids,
         "ignore_eos": request.ignore_eos,
         "speculation": _speculation(request.speculation),
     }
@@ -234,15 +235,15 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
     for token in bias:
         if not (token.isascii() and token.isdigit() and len(token) < 20):
             raise ApiError(400, f"logit_bias: keys are token ids, found {token!r}", "logit_bias")
-    _in_vocabulary("logit_bias", [int(token) for token in bias], vocab_size)
+    check_tokens("logit_bias", [int(token) for token in bias], vocab_size)
     return {int(token): value for token, value in bias.items()}
 
 
-def _in_vocabulary(param: str, tokens: list[int] | None, vocab_size: int) -> list[int] | None:
-    for token in tokens or ():
-        if not 0 <= token < vocab_size:
-            raise ApiError(400, f"{param}: token ids are from 0 to {vocab_size - 1}, found {token}", param)
-    return tokens
+def check_tokens(param: str, tokens: Sequence[int], vocab_size: int) -> None:
+    """Raises ApiError unless all are in the vocabulary."""
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):  # there may be millions
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise ApiError(400, f"{param}: token ids are from 0 to {vocab_size - 1}, found {wrong}", param)
 
 
 def _speculation(field: SpeculationField | None) -> Speculation | None:

@@ -25,24 +25,27 @@ class ClientLeft(Exception):
     """The client closed the connection, or the connection was cut as it reads no more."""
 
 
-async def answer(http: Request, generation: Generation, body: Callable[[], Awaitable[Body]]) -> Response:
-    """Runs to the end and answers with ``body``. Aborts what has not ended when the client leaves."""
+async def unless_left(http: Request, work: Coroutine[Any, Any, T]) -> T | Response:
+    """What ``work`` returns. It is cancelled, wherever it waits, when the client leaves first."""
     try:
-        await _unless_left(http.receive, generation.run())
+        return await _unless_left(http.receive, work)
     except ClientLeft:
         return Response(status_code=CLIENT_LEFT)
+
+
+async def answer(generation: Generation, body: Callable[[], Awaitable[Body]]) -> Response:
+    """Runs to the end and answers with ``body``. Aborts what has not ended when it is cancelled."""
+    try:
+        await generation.run()
     finally:
         generation.close()
     return Response(msgspec.json.encode(await body()), media_type="application/json")
 
 
-async def stream(http: Request, generation: Generation, chunks: AsyncIterator[Body]) -> Response:
+async def stream(generation: Generation, chunks: AsyncIterator[Body]) -> Response:
     """Answers with the chunks. Begins with the first tokens, so that a refusal has its own status."""
     try:
-        await _unless_left(http.receive, generation.start())
-    except ClientLeft:
-        generation.close()
-        return Response(status_code=CLIENT_LEFT)
+        await generation.start()
     except BaseException:
         generation.close()
         raise

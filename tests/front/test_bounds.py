@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,15 +17,18 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
+from tokenizers import Regex, normalizers
 
+from specserve.frontend.tokenizer import Tokenizer
 from specserve.server import connection
 from specserve.server.app import create_app
 from specserve.server.connection import Connection
 from specserve.server.run import _server_class
 from tests.front.fake_engine import FakeEngine, text_reply
-from tests.front.fakes import fake_front
+from tests.front.fakes import byte_tokenizer, fake_front
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LENGTH = "context_length_exceeded"
 MANY = 200_000
 USER = {"role": "user", "content": "a"}
 PROMPT, ASKED = {"model": "tiny", "prompt": "a"}, {"model": "tiny", "messages": [USER]}
@@ -173,20 +177,152 @@ def test_who_reads_slowly_is_not_cut(monkeypatch: pytest.MonkeyPatch, streams: b
     assert asyncio.run(run()) > Large.SIZE
 
 
-def head(length: int) -> bytes:
+class Recording(Tokenizer):
+    """Notes the texts of prompts, and waits before one that is "slow"."""
+
+    def __init__(self) -> None:
+        backend = byte_tokenizer()
+        super().__init__(backend)
+        self.texts: list[str] = []
+        self.release = threading.Event()
+        self._encode_text = backend.encode
+        backend.encode = self._recorded
+
+    def _recorded(self, text: str, **options: Any) -> Any:
+        self.texts.append(text)
+        if text == "slow":
+            assert self.release.wait(60)
+        return self._encode_text(text, **options)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        (COMPLETIONS, {**PROMPT, "prompt": "a" * MANY}, "prompt", LENGTH),
+        (COMPLETIONS, {**PROMPT, "prompt": ["a", "a" * MANY]}, "prompt", LENGTH),
+        (
+            COMPLETIONS,
+            {**PROMPT, "prediction": {"type": "content", "content": "a" * MANY}},
+            "prediction",
+            None,
+        ),
+        (CHAT, {**ASKED, "messages": [{**USER, "content": "a" * MANY}]}, "messages", LENGTH),
+        ("/tokenize", {"prompt": "a" * MANY}, "prompt", LENGTH),
+        ("/tokenize", {"messages": [USER] * 10_000}, "messages", LENGTH),
+    ],
+)
+def test_a_text_that_is_far_too_long_is_not_tokenized(
+    path: str, body: dict[str, Any], param: str, code: str | None
+) -> None:
+    """Its beginning tells."""
+    front, tokenizer = fake_front(FakeEngine(text_reply("a"))), Recording()
+    front.finish_loading(tokenizer)
+    with TestClient(create_app(front)) as client:
+        answer = client.post(path, json=body)
+    front.close()
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
+    assert "characters, of which the first" in error["message"]
+    assert "256" in error["message"]
+    assert sum(map(len, tokenizer.texts)) < 10_000
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        normalizers.Replace(Regex(" +"), " "),
+        normalizers.Strip(),
+        normalizers.Sequence([normalizers.Lowercase(), normalizers.NFKC(), normalizers.Strip()]),
+    ],
+)
+def test_a_long_text_that_fits_is_tokenized(normalizer: Any) -> None:
+    """It has few tokens, for all its characters."""
+    backend = byte_tokenizer()
+    backend.backend_tokenizer.normalizer = normalizer
+    text = " " * MANY + "ab" + " " * MANY
+    tokenizer = Tokenizer(backend)
+    found = tokenizer.encode(text, 8)
+    assert found == tokenizer.encode(text)
+    assert 2 <= len(found) <= 8
+
+
+def test_tokens_of_a_prompt_that_is_too_long_are_not_looked_at() -> None:
+    """The length is at fault, though the tokens are, too."""
+    answer, _ = asyncio.run(longest_stall(COMPLETIONS, {**PROMPT, "prompt": [999] * 300}))
+    error = answer.json()["error"]
+    assert error["code"] == LENGTH
+    assert error["message"] == "prompt: has 300 tokens; the context length is 256, the answer included"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        (CHAT, {**ASKED, "messages": [USER] * 16385}, "messages", "at most 16384 items"),
+        ("/tokenize", {"messages": [USER] * 16385}, "messages", "at most 16384 items"),
+        ("/detokenize", {"tokens": [999] * 257}, "tokens", "has 257 tokens; at most 256, the context length"),
+    ],
+)
+def test_too_many(path: str, body: dict[str, Any], param: str, words: str) -> None:
+    answer, _ = asyncio.run(longest_stall(path, body))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(COMPLETIONS, "prompt"), (CHAT, "messages"), ("/tokenize", "prompt")]
+)
+def test_who_left_is_not_tokenized_for(path: str, field: str) -> None:
+    """Behind a prompt that takes long wait others, one of a client that leaves."""
+    front, tokenizer = fake_front(FakeEngine(text_reply("a"))), Recording()
+    front.finish_loading(tokenizer)
+    value = {"prompt": "gone", "messages": [{**USER, "content": "gone"}]}[field]
+    slow, gone, last = (
+        request(*each)
+        for each in (
+            (COMPLETIONS, {**PROMPT, "prompt": "slow"}),
+            (path, {"model": "tiny", field: value}),
+            (COMPLETIONS, {**PROMPT, "prompt": "last"}),
+        )
+    )
+
+    async def run() -> None:
+        async with listening(create_app(front)) as port, client(port, slow):
+            await until(lambda: tokenizer.texts == ["slow"])
+            async with client(port, gone):
+                await until(lambda: front.calls == 2)
+            await until(lambda: front.calls == 1)
+            async with client(port, last):
+                await until(lambda: front.calls == 2)
+                tokenizer.release.set()
+                await until(lambda: front.calls == 0)
+
+    try:
+        asyncio.run(run())
+    finally:
+        tokenizer.release.set()
+        front.close()
+    assert tokenizer.texts == ["slow", "last"]
+
+
+def request(path: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return head(len(data), path) + data
+
+
+def head(length: int, path: str = COMPLETIONS) -> bytes:
     kind = "content-type: application/json"
-    return f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\n{kind}\r\ncontent-length: {length}\r\n\r\n".encode()
+    return f"POST {path} HTTP/1.1\r\nhost: a\r\n{kind}\r\ncontent-length: {length}\r\n\r\n".encode()
 
 
 @pytest.mark.parametrize("body", [b"", b'{"model": '])
 def test_half_a_body(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     """Its client is told; a server that stops does not wait for it."""
     monkeypatch.setattr("specserve.server.body.PAUSE", 0.1)
-    request = head(99)
 
     async def run() -> bytes:
         front, found = fake_front(FakeEngine(text_reply("a"))), b""
-        async with listening(create_app(front)) as port, client(port, request + body) as reader:
+        async with listening(create_app(front)) as port, client(port, head(99) + body) as reader:
             await until(lambda: connections(port) == 1)
             await asyncio.sleep(0.05)
             assert front.calls == 0
@@ -218,10 +354,9 @@ def test_a_stream_counts_when_it_ends() -> None:
 
     async def run() -> str:
         front = fake_front(FakeEngine(text_reply("a" * 250, end=False), stride=1))
-        data = json.dumps({**PROMPT, "max_tokens": 250, "stream": True}).encode()
-        request = head(len(data)) + data
+        body = {**PROMPT, "max_tokens": 250, "stream": True}
         async with listening(create_app(front)) as port:
-            async with client(port, request) as reader:
+            async with client(port, request(COMPLETIONS, body)) as reader:
                 await asyncio.get_running_loop().sock_recv(reader, 10)
                 assert front.calls == 1
                 assert "status=" not in front.metrics.text().decode()
