@@ -7,9 +7,12 @@ Imported again by the engine's process, so it imports little; the rest comes whi
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from specserve.config import Settings, load_settings, resolve_paths
 from specserve.logs import adopt_loggers, configure_logging
@@ -50,5 +53,16 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
         return 130
 
 
+def end(code: int) -> NoReturn:
+    """Ends the process behind ``main``. The interpreter would wait for a thread that tokenizes or loads, which can't be
+    stopped and whose work nobody needs any more."""
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

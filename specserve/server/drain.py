@@ -61,4 +61,5 @@ class Drain:
 
     def _end(self) -> None:
         self._front.engine.stop()
+        self._front.end()
         self._server.should_exit = True

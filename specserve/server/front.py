@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from specserve.config import Settings, make_settings
 from specserve.frontend.conversation import Conversation, MessageError
@@ -51,15 +51,24 @@ class Front:
         self._resolved: tuple[object, Settings] | None = None  # what the engine said, and the settings of it
         self._loaded = False
         self._tokenizer: Tokenizer | None = None
-        self._thread = ThreadPoolExecutor(1, "tokenizer")  # keeps long prompts off the event loop
+        self.thread = ThreadPoolExecutor(1, "tokenizer")  # keeps long prompts off the event loop
+        self._waiting: set[asyncio.Future[Any]] = set()  # for the thread
+        self._ended = False
 
     def finish_loading(self, tokenizer: Tokenizer | None) -> None:
         """The tokenizer is there, unless there is to be none."""
         self._tokenizer = tokenizer
         self._loaded = True
 
+    def end(self) -> None:
+        """Answers the calls that wait for the tokenizer, and any that come, with an error: there is no engine for them.
+        What the thread is at can't be stopped."""
+        self._ended = True
+        for waiting in self._waiting:
+            waiting.cancel()
+
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.thread.shutdown(wait=False, cancel_futures=True)
 
     @property
     def settings(self) -> Settings:
@@ -217,5 +226,20 @@ class Front:
         )
 
     async def _off_loop(self, work: Callable[..., T], *arguments: object) -> T:
-        """Who is cancelled before its turn leaves the thread to the next."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        """Who is cancelled before its turn leaves the thread to the next. Raises ApiError when the server ends."""
+        if self._ended:
+            raise self._gone
+        waiting = asyncio.get_running_loop().run_in_executor(self.thread, work, *arguments)
+        self._waiting.add(waiting)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if self._ended:
+                raise self._gone from None
+            raise
+        finally:
+            self._waiting.discard(waiting)
+
+    @property
+    def _gone(self) -> ApiError:
+        return ApiError(503, self.engine.words, code="not_ready")

@@ -73,7 +73,12 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
         )
     )
     loading = asyncio.create_task(_load(front, server, listener))
-    keeping.add_done_callback(lambda _: setattr(server, "should_exit", True))
+
+    def end(_: object) -> None:
+        front.end()
+        server.should_exit = True
+
+    keeping.add_done_callback(end)
     try:
         with Drain(front, server).on_signals():
             await server.serve(sockets=[listener])
@@ -94,7 +99,9 @@ async def _load(front: Front, server: Server, listener: socket.socket) -> None:
         tokenizer = None
         if not settings.skip_tokenizer_init:
             assert settings.tokenizer_path is not None
-            tokenizer = await asyncio.to_thread(_load_tokenizer, settings.tokenizer_path, settings)
+            tokenizer = await asyncio.get_running_loop().run_in_executor(
+                front.thread, _load_tokenizer, settings.tokenizer_path, settings
+            )
         front.finish_loading(tokenizer)
     except BaseException:
         server.should_exit = True

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RUN = (
     "import sys; from specserve import launch; from tests.front import fake_engine;"
-    "sys.exit(launch.main(sys.argv[2:], getattr(fake_engine, sys.argv[1])))"
+    "launch.end(launch.main(sys.argv[2:], getattr(fake_engine, sys.argv[1])))"
 )
 
 

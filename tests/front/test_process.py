@@ -13,7 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.front.processes import Server, running, wait
+from tests.front.processes import RUN, Server, running, wait
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -159,6 +159,44 @@ def test_stop_while_answering(model: Path) -> None:
         assert texts == ["a" * 100]
         wait(lambda: not Path(f"/proc/{engine}").exists(), 5)
         assert "Traceback" not in "".join(server.lines)
+
+
+def stuck(method: str) -> str:
+    """What makes a server's tokenizer say that it has begun, and never end."""
+    return (
+        "import sys, threading; from specserve.frontend.tokenizer import Tokenizer;"
+        f"Tokenizer.{method} = lambda *_: (print('begun', file=sys.stderr), threading.Event().wait());"
+    )
+
+
+def test_stop_while_tokenizing(model: Path) -> None:
+    """Who waits for it is told, and the thread that is at it holds nobody up."""
+    arguments = ["build_slow", "--model-path", str(model), "--port", "0", "--drain-timeout", "0.1"]
+    server = Server(["-c", stuck("encode") + RUN, *arguments]).wait_ready()
+    failures: list[openai.APIStatusError] = []
+
+    def ask() -> None:
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
+            try:
+                client.completions.create(model="tiny", prompt=["a", "b"])
+            except openai.APIStatusError as error:
+                failures.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait(lambda: "begun\n" in server.lines, 10)
+    assert server.stop() == 0
+    asking.join(10)
+    assert [(error.status_code, error.code) for error in failures] == [(503, "not_ready")]
+    assert "the server is stopping" in failures[0].message
+    assert "Traceback" not in "".join(server.lines)
+
+
+def test_stop_while_the_tokenizer_loads(model: Path) -> None:
+    server = Server(["-c", stuck("load") + RUN, "build_slow", "--model-path", str(model), "--port", "0"])
+    wait(lambda: "begun\n" in server.lines, 60)
+    assert server.stop() == 0
+    assert "Traceback" not in "".join(server.lines)
 
 
 def test_engine_ends_with_its_parent(model: Path) -> None:
