@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ class Noted:
 
 def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> int:
     """Runs a server until it is stopped. Returns the exit code. ``build`` runs in the engine's process."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is a server to be stopped
     try:
         given = load_settings(sys.argv[1:] if argv is None else argv)
         configure_logging(given.log_level, given.log_format)

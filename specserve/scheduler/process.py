@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -121,6 +122,7 @@ def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoRet
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     configure_logging(settings.log_level, settings.log_format)
+    threading.Thread(target=_end_with_parent, args=(addresses,), daemon=True).start()
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, address in ((inbox, addresses.to_engine), (outbox, addresses.to_front)):
@@ -134,9 +136,17 @@ def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoRet
             signal.SIGTERM, signal.SIG_IGN
         )  # it ends already; an exit raised from here on would cut that
         context.destroy(linger=1000)
-        if not _parent().is_alive():
-            shutil.rmtree(addresses.directory, ignore_errors=True)  # the front can't any more
     sys.exit(code)
+
+
+def _end_with_parent(addresses: Addresses) -> NoReturn:
+    """Whatever this process is at: it may load for minutes, and nobody would end it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    log.warning("the front is gone, the engine ends")
+    shutil.rmtree(addresses.directory, ignore_errors=True)  # the front can't any more
+    os._exit(0)
 
 
 def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
@@ -161,7 +171,6 @@ def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
         return 1
     finally:
         built.engine.close()
-    return 0
 
 
 def keep_what_is_loaded() -> None:
@@ -184,21 +193,15 @@ class _Loop:
         self._engine = engine
         self._inbox = inbox
         self._outbox = outbox
-        self._parent = _parent().sentinel
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
-        self._poller.register(self._parent, zmq.POLLIN)
         self._stats_at = self._check_at = 0.0
 
-    def run(self) -> None:
-        """Works until the parent is gone: never waits for messages while there is work."""
+    def run(self) -> NoReturn:
+        """Never waits for messages while there is work."""
         engine = self._engine
         while True:
-            events = dict(self._poller.poll(0 if engine.has_work else None))
-            if self._parent in events:
-                log.warning("the front is gone, the engine ends")
-                return
-            if self._inbox in events:
+            if self._poller.poll(0 if engine.has_work else None):
                 self._read()
             messages: list[ToFront] = [*engine.run_once()] if engine.has_work else []
             self._add_stats(messages)
@@ -236,12 +239,6 @@ class _Loop:
         if now >= self._check_at and not self._engine.has_work:
             self._engine.check_idle()
             self._check_at = now + CHECK_PERIOD
-
-
-def _parent() -> multiprocessing.process.BaseProcess:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    return parent
 
 
 def _send(outbox: Any, messages: Sequence[ToFront]) -> None:

@@ -1,12 +1,10 @@
-"""How a server ends: kindly after the first signal, at once after the second."""
+"""How a server ends: kindly when first told to, at once the second time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import signal
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,20 +26,8 @@ class Drain:
         self._server = server
         self._task: asyncio.Task[None] | None = None
 
-    @contextlib.contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """Begins with SIGINT or SIGTERM; another one cuts it short."""
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        for number in numbers:
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
-
     def stop(self) -> None:
+        """Begins; once more cuts it short."""
         if self._task is None:
             self._front.stopping = self._front.engine.is_last = True
             self._task = asyncio.create_task(self._drain())

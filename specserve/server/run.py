@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -51,6 +52,13 @@ def _listen(settings: Settings) -> socket.socket:
 async def _serve(settings: Settings, listener: socket.socket, supervisor: Supervisor) -> int:
     keeping = asyncio.create_task(supervisor.run())
     await asyncio.sleep(0)  # the engine is listened to before the imports, which hold the loop
+
+    def stop() -> None:
+        """Called when the loop turns: after the imports, whenever the signal came."""
+        drain.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     # Loading fastapi and pydantic takes a moment: the engine's process uses it.
     import uvicorn
 
@@ -72,6 +80,7 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
             timeout_graceful_shutdown=FAREWELL,
         )
     )
+    drain = Drain(front, server)
     loading = asyncio.create_task(_load(front, server, listener))
 
     def end(_: object) -> None:
@@ -80,8 +89,7 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
 
     keeping.add_done_callback(end)
     try:
-        with Drain(front, server).on_signals():
-            await server.serve(sockets=[listener])
+        await server.serve(sockets=[listener])
         return 0 if front.stopping else _exit_code(keeping)
     finally:
         for task in (loading, keeping):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import signal
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -141,6 +143,13 @@ def build_slow(settings: Settings) -> Built:
 
     built.engine.run_once = slowly  # type: ignore[method-assign]
     return built
+
+
+def build_for_ever(settings: Settings) -> Built:
+    """Says that it has begun, and never ends."""
+    print("building", file=sys.stderr, flush=True)
+    threading.Event().wait()
+    raise AssertionError
 
 
 def build_told_twice(settings: Settings) -> Built:

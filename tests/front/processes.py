@@ -35,7 +35,7 @@ class Server:
         self.process = subprocess.Popen(
             [sys.executable, *arguments], cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True
         )
-        self._reader = threading.Thread(target=self._read)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
@@ -55,7 +55,8 @@ class Server:
     def finish(self) -> int:
         """Returns the exit code of a process that ends by itself."""
         code = self.process.wait(60)
-        self._reader.join()
+        self._reader.join(60)
+        assert not self._reader.is_alive(), "the engine is left: it holds the log"
         return code
 
     def stop(self) -> int:

@@ -208,6 +208,35 @@ def test_engine_ends_with_its_parent(model: Path) -> None:
         wait(lambda: not Path(f"/proc/{engine}").exists(), 10)
 
 
+def test_engine_that_loads_ends_with_its_parent(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with running("build_for_ever", model) as server:
+        wait(lambda: "building\n" in server.lines, 60)
+        engine = server.engine_pid()
+        server.process.kill()
+        try:
+            wait(lambda: not Path(f"/proc/{engine}").exists(), 20)
+        except AssertionError:
+            os.kill(engine, signal.SIGKILL)
+            raise
+    assert not list(tmp_path.glob("specserve-*")), "its sockets"
+
+
+@pytest.mark.parametrize("module", ["specserve.server.run", "uvicorn"])
+def test_stop_in_the_first_seconds(model: Path, module: str) -> None:
+    """While the front imports, before and after the engine's start. The engine is gone when nobody holds the log."""
+    at_import = (
+        "import os, signal, sys, types; sys.meta_path.insert(0, types.SimpleNamespace(find_spec=lambda name, *_:"
+        f"os.kill(os.getpid(), signal.SIGTERM) if name == {module!r} else None));"
+    )
+    arguments = ["build_for_ever", "--model-path", str(model), "--port", "0"]
+    server = Server(["-c", at_import + RUN, *arguments])
+    assert server.finish() == 0
+    assert "Traceback" not in "".join(server.lines)
+
+
 def test_port_in_use(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
