@@ -33,13 +33,9 @@ class EngineProcess:
     def __init__(self, settings: Settings, build: Build) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="specserve-"))
         self.addresses = Addresses(self._directory)
-        self.process = multiprocessing.get_context(
-            "spawn"
-        ).Process(
-            target=engine_main,
-            args=(settings, self.addresses, build),
-            name="specserve-engine",
-            daemon=True,  # ended, not waited for, where a signal ends this process before anybody could close it
+        # A daemon is ended, not waited for, where a signal ends this process before anybody could close it.
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=engine_main, args=(settings, self.addresses, build), name="specserve-engine", daemon=True
         )
         self.process.start()
 

@@ -132,9 +132,8 @@ def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoRet
     try:
         code = _run(settings, build, inbox, outbox)
     finally:
-        signal.signal(
-            signal.SIGTERM, signal.SIG_IGN
-        )  # it ends already; an exit raised from here on would cut that
+        # It ends already: an exit raised from here on would cut that.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         context.destroy(linger=1000)
     sys.exit(code)
 
