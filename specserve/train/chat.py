@@ -49,9 +49,8 @@ class Encoder:
         if self.tokenizer.chat_template is None:
             raise ValueError("the tokenizer has no chat template")
         if any(message.get("tool_calls") for message in messages):
-            self._template.render(
-                messages
-            )  # one that writes no calls would teach that the answer ends at once
+            # Refuses calls that the template does not write: they would teach that the answer ends at once.
+            self._template.render(messages)
         full = self._render(messages[: turns[-1] + 1])
         spans = []
         for turn in turns:

@@ -69,7 +69,8 @@ def grow_level(
     slots, width = level.score_BW.shape
     k = token_NC.shape[1]
     nodes = 0 if last else slots * k
-    token, source, rows, position, page, offset, pool_index = token_NC.new_empty(7, nodes).unbind()
+    numbers = token_NC.new_empty(7, nodes)
+    token, source, rows, position, page, offset, pool_index = numbers.unbind()
     score = level.score_BW.new_empty(nodes)
     ancestors = token_NC.new_empty(2, nodes, depth + 1)
     padded = triton.next_power_of_2(k * k)
@@ -89,7 +90,8 @@ def grow_level(
         pool.scores_BP,
         length_B,
         pages_BM,
-        (token, source, rows, position, page, offset, pool_index, score),
+        numbers,
+        score,
         ancestors[0],
         ancestors[1],
         predicted,
@@ -152,10 +154,11 @@ def _root_kernel(
 
 
 @triton.jit
-def store_all(ptrs, at, values, mask):
-    """A number behind each of some pointers, all at the same places."""
+def store_all(ptr, stride, at, values, mask):
+    """Rows of a table, each at the same places. One pointer: Triton makes variants by the alignment of tuples' members,
+    whatever is said of specializing, and that of rows changes with their length."""
     for i in tl.static_range(len(values)):
-        tl.store(ptrs[i] + at, values[i], mask=mask)
+        tl.store(ptr + i * stride + at, values[i], mask=mask)
 
 
 @triton.jit
@@ -184,7 +187,7 @@ def _forced_candidate(
     return predicted, tl.where(node >= 0, node * K + column, -1)
 
 
-@triton.jit(do_not_specialize=range(24))
+@triton.jit(do_not_specialize=range(25))
 def _grow_kernel(
     score_ptr,  # [B, W], of the level that was run
     pool_index_ptr,  # [B, W]
@@ -198,7 +201,8 @@ def _grow_kernel(
     pool_scores_ptr,  # [B, P]
     length_ptr,  # [B]
     pages_ptr,  # [B, M]
-    next_ptrs,  # out: token, source, rows, position, page, offset, pool index and score, [B, K] each
+    next_ptr,  # out [7, B, K]: token, source, rows, position, page, offset, pool index
+    next_score_ptr,  # out [B, K]
     next_scratch_ptr,  # out [B, K, depth + 1]
     next_path_ptr,  # out [B, K, depth + 1]
     predicted_ptrs,  # tokens [R, P] int32, length, next and trust [R]; read if PREDICTED
@@ -274,9 +278,9 @@ def _grow_kernel(
             page,
             own % page_size,
             index + whole,
-            score,
         )
-        store_all(next_ptrs, node, values, chosen)
+        store_all(next_ptr, tl.num_programs(0) * K, node, values, chosen)
+        tl.store(next_score_ptr + node, score, mask=chosen)
         a = tl.arange(0, AP)
         inherited = chosen[:, None] & (a < depth)[None, :]
         source = ((b * width + parent) * depth)[:, None] + a[None, :]

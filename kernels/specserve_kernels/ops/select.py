@@ -69,7 +69,7 @@ def select_tree(
         num_warps=1 if padded <= 64 else 4 if padded <= 2048 else 8,
         **overlap(),
     )
-    nodes = root_B.new_empty(10, total).unbind()
+    nodes = root_B.new_empty(len(_NODE), total)
     path_TA, q_start = root_B.new_empty(total, levels), root_B.new_empty(slots + 1)
     _pack_kernel[(slots + 1,)](
         pool.tokens_BP,
@@ -100,7 +100,10 @@ def select_tree(
         **overlap(),
     )
     return Tree(
-        **dict(zip(_NODE, nodes, strict=True)), path_TA=path_TA, q_start=q_start, is_chain=branching == 1
+        **dict(zip(_NODE, nodes.unbind(), strict=True)),
+        path_TA=path_TA,
+        q_start=q_start,
+        is_chain=branching == 1,
     )
 
 
@@ -239,7 +242,7 @@ def _pack_kernel(
     root_ptr,  # [B]
     length_ptr,  # [B]
     pages_ptr,  # [B, M]
-    node_ptrs,  # out, of _NODE: [T] each
+    node_ptr,  # out [_NODE, T]
     path_ptr,  # out [T, S]
     q_start_ptr,  # out [B + 1]
     slots,
@@ -273,10 +276,10 @@ def _pack_kernel(
         pages = pages_ptr + b * pages_stride, page_size
         cut = bound, tied, ties
         path = path_ptr, levels, hole
-        _pack_slot(own, kept, root, pages, cut, node_ptrs, path, b, start_T, K, CP, AP)
+        _pack_slot(own, kept, root, pages, cut, (node_ptr, total), path, b, start_T, K, CP, AP)
     else:
         last = tl.load(root_ptr), tl.load(rows_ptr + slots - 1), tl.load(length_ptr + slots - 1)
-        _fill_up(last, node_ptrs, path_ptr, slots, start_T, total, levels, page_size, hole, CP, AP)
+        _fill_up(last, node_ptr, path_ptr, slots, start_T, total, levels, page_size, hole, CP, AP)
 
 
 @triton.jit
@@ -325,7 +328,7 @@ def _pack_slot(
     root,
     pages,
     cut,
-    node_ptrs,
+    nodes,
     path,
     b,
     start_T,
@@ -339,6 +342,7 @@ def _pack_slot(
     root_token, row, length = root
     pages_ptr, page_size = pages
     bound, tied_before, ties = cut
+    node_ptr, total = nodes
     path_ptr, levels, hole = path
     c, s = tl.arange(0, CP), tl.arange(0, AP)
     inside = (c > 0) & (c <= kept_size)
@@ -378,13 +382,13 @@ def _pack_slot(
         parent = tl.load(local_of_ptr + above, mask=above >= 0, other=0)
     place = length + depth, page, at % page_size
     node = token, start_T + parent, b + whole, row + whole, wide, depth.to(tl.int64), mask
-    store_all(node_ptrs, t, node + place, chosen)
+    store_all(node_ptr, total, t, node + place, chosen)
 
 
 @triton.jit
 def _fill_up(
     last,
-    node_ptrs,
+    node_ptr,
     path_ptr,
     slots,
     start_T,
@@ -405,6 +409,6 @@ def _fill_up(
         spare = t < total
         place = length + zero, zero, length % page_size + zero
         node = token + zero, t + zero, slots + zero, row + zero, zero, zero, zero + 1
-        store_all(node_ptrs, t, node + place, spare)
+        store_all(node_ptr, total, t, node + place, spare)
         cells = spare[:, None] & (s < levels)[None, :]
         tl.store(path_ptr + (t * levels)[:, None] + s[None, :], holes, mask=cells)
