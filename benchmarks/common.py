@@ -148,11 +148,12 @@ def parse_load(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def make_prompts(args: argparse.Namespace, count: int) -> list[list[int]]:
-    """Of the kind and length that ``load_options`` were given."""
+def make_prompts(args: argparse.Namespace, count: int, tokens: int | None = None) -> list[list[int]]:
+    """Of the kind that ``load_options`` were given, and the length unless ``tokens`` is another."""
+    tokens = args.prompt_tokens if tokens is None else tokens
     if args.prompts == "heldout":
-        return heldout_prompts(args.model, count, args.prompt_tokens)
-    return random_prompts(load_model_config(Path(args.model)).vocab_size, count, args.prompt_tokens)
+        return heldout_prompts(args.model, count, tokens)
+    return random_prompts(load_model_config(Path(args.model)).vocab_size, count, tokens)
 
 
 def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:

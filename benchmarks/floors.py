@@ -25,7 +25,7 @@ TARGET_MS = {1: 3.98, 2: 4.10, 4: 4.12, 8: 4.14, 16: 4.20, 32: 4.30, 64: 4.40, 1
 DRAFT_LAYER_MS, DRAFT_HEAD_MS, DRAFT_FC_MS = 0.134, 0.068, 0.032
 """EAGLE-3: layer and head of 32,000 rows once a level, fc once a step; flat from 1 to 32 tokens."""
 DRAFT_PARAMETERS = 0.374e9
-LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
+LAYERS, HIDDEN, KV_HEADS, HEAD_DIM = 32, 4096, 8, 128
 KV_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
 """Of one token in the target's cache, keys and values in bfloat16."""
 
@@ -65,9 +65,11 @@ def gemm_ms(tokens: int) -> float:
     return TARGET_MS[below] + slope * (tokens - below)
 
 
-def prefill_ms(tokens: int) -> float:
-    """The layers over all tokens; the head, over the last ones alone, is left out."""
-    return _arithmetic_ms(LAYER_PARAMETERS, tokens)
+def prefill_ms(prompts: int, tokens: int) -> float:
+    """The layers over all tokens of each prompt, and pairs of queries and keys; the head, over last tokens alone, is
+    left out."""
+    pairs = prompts * tokens * (tokens + 1) / 2
+    return _arithmetic_ms(LAYER_PARAMETERS, prompts * tokens) + _arithmetic_ms(2 * LAYERS * HIDDEN, pairs)
 
 
 def kv_ms(context_tokens: int) -> float:
@@ -101,11 +103,11 @@ def applies(model_path: str | Path) -> bool:
         layer.head_dim,
     )
     return (
-        sizes == (LAYERS, 4096, 14336, KV_HEADS, HEAD_DIM)
+        sizes == (LAYERS, HIDDEN, 14336, KV_HEADS, HEAD_DIM)
         and torch.cuda.is_available()
         and "H200" in torch.cuda.get_device_name()
     )
 
 
-def _arithmetic_ms(parameters: float, tokens: int) -> float:
+def _arithmetic_ms(parameters: float, tokens: float) -> float:
     return 2 * parameters * tokens / GEMM_FLOPS * 1e3

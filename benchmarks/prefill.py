@@ -2,8 +2,8 @@
 
     python -m benchmarks.prefill --model DIR/target [--shape 3,1,4 --eagle3 DIR/eagle3] [--quick]
 
-16 prompts of 512 tokens together, and one alone; medians of ``LLM.generate`` with one token out. The floor is the
-arithmetic of the target's matrices.
+16 prompts of 512 tokens together, one alone, and 8 of 2,048; medians of ``LLM.generate`` with one token out. The floor
+is the arithmetic of the target's layers, and so are the operations of TFLOP/s.
 """
 
 from __future__ import annotations
@@ -13,27 +13,31 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import generate_timed, load_options, make_prompts, open_llm, parse_load, write_results
-from benchmarks.floors import Shape, applies, prefill_ms
+from benchmarks.floors import GEMM_FLOPS, Shape, applies, prefill_ms
 from specserve import LLM
 
-BARS_MS = {16: 190.0, 1: 17.0}
-PEERS_MS = {16: {"fastest": 185.0, "slowest": 189.0}, 1: {"vLLM": 16.2, "SGLang": 18.2}}
-"""For 512 tokens a prompt on one H200, Llama-3.1-8B shapes; of the 16 prompts the range of both servers."""
+CASES = ((16, 1), (1, 1), (8, 4))
+"""Prompts, and their length in lengths of ``--prompt-tokens``."""
+BARS_MS = {16: 180.0, 1: 15.0, 8: 383.0}
+"""For 512 tokens of ``--prompt-tokens`` on one H200, Llama-3.1-8B shapes; the last is 620 TFLOP/s."""
+PEERS_MS = {16: {"fastest": 185.0, "slowest": 189.0}, 1: {"vLLM": 16.2, "SGLang": 18.2}, 8: {}}
+"""Of the 16 prompts the range of both servers."""
 COUNTED_PROMPT = 512
 
 
-def measure(llm: LLM, args: argparse.Namespace, batch: int) -> dict[str, Any]:
-    prompts = make_prompts(args, batch)
+def measure(llm: LLM, args: argparse.Namespace, batch: int, tokens: int) -> dict[str, Any]:
+    prompts = make_prompts(args, batch, tokens)
     generate_timed(llm, prompts, 1)
     ms = median(generate_timed(llm, prompts, 1)[0] for _ in range(args.repeats)) * 1e3
     same = applies(args.model) and args.prompt_tokens == COUNTED_PROMPT
-    floor = prefill_ms(batch * args.prompt_tokens) if same else None
+    floor = prefill_ms(batch, tokens) if same else None
     return {
         "batch": batch,
-        "prompt_tokens": args.prompt_tokens,
+        "prompt_tokens": tokens,
         "ms": ms,
         "bar_ms": BARS_MS[batch] if same else None,
         "floor_ms": floor,
+        "tflops": None if floor is None else floor / ms * GEMM_FLOPS * 1e-12,
         "ratio_to_floor": None if floor is None else ms / floor,
         "peers_ms": PEERS_MS[batch] if same else {},
     }
@@ -45,7 +49,7 @@ def line(row: dict[str, Any]) -> str:
         return text
     peers = ", ".join(f"{name} {ms}" for name, ms in row["peers_ms"].items())
     floor = f"{row['floor_ms']:.1f}, ratio {row['ratio_to_floor']:.2f}"
-    return f"{text}; bar {row['bar_ms']}; floor {floor}; peers {peers}"
+    return f"{text}, {row['tflops']:.0f} TFLOP/s; bar {row['bar_ms']}; floor {floor}; peers {peers or 'not measured'}"
 
 
 def shape(text: str) -> Shape:
@@ -62,9 +66,9 @@ def main() -> None:
     args = parse_load(parser)
     rows = []
     with open_llm(args, args.shape, max(BARS_MS)) as llm:
-        for batch in BARS_MS:
+        for batch, lengths in CASES:
             if batch <= max(args.max_batch, 1):
-                rows.append(measure(llm, args, batch))
+                rows.append(measure(llm, args, batch, lengths * args.prompt_tokens))
                 print(line(rows[-1]), flush=True)
     print(write_results("prefill", rows, args.output))
 
