@@ -57,14 +57,15 @@ def test_linear(limits: Limits, outputs: int, chosen: tuple[int, int, int] | Non
         (32, 4096, 4096, (32, 64, 128, 5, 4, 2)),
         (64, 4096, 14336, (64, 64, 128, 4, 4, 2)),
         (32, 1024, 8192, (32, 64, 128, 5, 4, 4)),  # no more parts than four
+        (100, 28672, 4096, (128, 128, 64, 3, 4, 1)),
         (32, 512, 1024, (32, 64, 128, 5, 4, 1)),  # no part of fewer than eight steps
     ],
 )
 def test_turned_linear(tokens: int, outputs: int, inputs: int, chosen: tuple[int, ...]) -> None:
     assert turned_linear.pipeline(outputs, inputs, tokens, False, H200) == chosen
     assert turned_linear.pipeline(outputs, inputs, tokens, True, H200).parts == 1
-    if tokens > 16:  # no two on one multiprocessor
-        assert 2 * held(turned_linear.Pipeline(*chosen)) > H200.shared_bytes
+    if tokens > 16:  # no two on one multiprocessor, but of more tokens
+        assert (2 * held(turned_linear.Pipeline(*chosen)) > H200.shared_bytes) == (tokens <= 64)
     for shared in (H200.shared_bytes, 101_376):
         block = turned_linear.pipeline(outputs, inputs, tokens, False, Limits(132, shared))
         assert held(block) < shared
@@ -80,10 +81,12 @@ def test_where_the_turned_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None
         x, weight = (
             torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta") for rows in (tokens, outputs)
         )
-        return turned_linear.serves(x, weight, gated=outputs == 28672)
+        return turned_linear.serves(x, weight, gated=outputs in (28672, 12288))
 
     qkv, o, gate_up, down, head = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
-    assert not any(serves(tokens, *each) for tokens in (1, 8, 65) for each in (qkv, o, gate_up, down, head))
+    assert not any(
+        serves(tokens, *each) for tokens in (1, 8, 65, 96, 129) for each in (qkv, o, gate_up, down, head)
+    )
     for tokens in (9, 16):
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
             *(False, False, True, False, True)
@@ -93,6 +96,11 @@ def test_where_the_turned_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
             *(False, False, True, True, True)
         ]
+    for tokens in (97, 128):
+        assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
+            *(False, False, True, False, False)
+        ]
+        assert not serves(tokens, 12288, 4096)  # a gate of 96 tiles, for 264 places
     # A second wave of few programs, or too few for one: 37,888 outputs are 148, 10,240 are 160, 16,384 are 64.
     assert not any(serves(32, *each) for each in ((37888, 3584), (10240, 8192), (16384, 2048), (512, 1024)))
     assert not serves(20, 4096, 100)  # rows that the copy engine can't read

@@ -174,7 +174,7 @@ def test_gated_linear(draw, tokens: int, inner: int, inputs: int) -> None:
     assert_close(found, linear.linear(x, weight, torch.zeros_like(weight[:, 0]), gated=True))
 
 
-@pytest.mark.parametrize("tokens", [9, 32, 60])
+@pytest.mark.parametrize("tokens", [9, 32, 60, 100])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 1024), (200, 2056), (512 + 24, 72)])
 def test_turned_linear(

@@ -1,12 +1,14 @@
-"""A projection of 9 to 64 tokens on Hopper, which reads the weight once. Shapes: T tokens, O outputs, I inputs.
+"""A projection of 9 to 128 tokens on Hopper, which reads the weight once. Shapes: T tokens, O outputs, I inputs.
 
 Outputs are the rows of what the tensor cores multiply, 64 of them at least, and tokens the columns; blocks of both come
 by the copy engine, which is told their place by descriptors. A gate and what it lets through are two products of the
 same inputs. Few outputs are few programs: then several share the inputs of a tile, as in ``quantized_linear``, and each
 takes most of a multiprocessor's shared memory. Programs that begin while the launch before ends go wherever there is
-room: two that fit into one multiprocessor leave another without work, and a layer of 32 tokens took 23 µs more.
+room: two that fit into one multiprocessor leave another without work, and a layer of 32 tokens took 23 µs more. Above
+64 tokens two must fit, of which there are more than places: there the next launch is let in by the last of them.
 
-Against cuBLAS on an H200 alone: the gate and its activation take 59 µs instead of 64 for 64 tokens. In a chain of the
+Against cuBLAS on an H200 alone: the gate and its activation take 59 µs instead of 64 for 64 tokens, 64 instead of 70
+for 128. In a chain of the
 layers of Llama-3.1-8B it wins wherever ``serves`` says so, since its programs stand ready when the kernel before it
 ends (``kernels/bench/chain.py``). Of other weights none is measured: it serves those whose programs fill the device.
 """
@@ -23,12 +25,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specserve_kernels.ops.activation import gate_by_silu
 from specserve_kernels.ops.device import Limits, capability_of, limits_of, tickets
-from specserve_kernels.ops.overlap import overlap, take_turn
+from specserve_kernels.ops.overlap import let_next_begin, overlap, wait_for_inputs
 from specserve_kernels.ops.parts import add_up, hand_in
 
 _MANY_OUTPUTS = 16384  # from so many on, tiles are wide and their inputs are not shared
 _FULL = 0.7  # of the multiprocessors' places that programs take, in all the waves that they need
-_LARGE = 50 << 20  # numbers of a weight: what is smaller, cuBLAS reads as fast for more than 32 tokens
+_LARGE = 48 << 20  # numbers of a weight: what is smaller, cuBLAS reads as fast for more than 32 tokens
+_HALF_EMPTY = 96  # tokens, up to which a tile of 128 takes as long as cuBLAS's
 _HOPPER = 9  # its major capability
 _ALIGNED = 16  # bytes, of a row and of where it begins
 _LEAST_STEPS, _MOST_PARTS = 8, 4
@@ -52,12 +55,14 @@ class Pipeline(NamedTuple):
 def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
     """Whether it takes less time than others. Both are of 16 bits."""
     tokens, (outputs, inputs) = len(x_TI), weight_OI.shape
-    if not 8 < tokens <= 64 or capability_of(x_TI.device)[0] != _HOPPER:
+    if not 8 < tokens <= 128 or capability_of(x_TI.device)[0] != _HOPPER:
         return False
     if tokens <= 16:
         wins = outputs >= _MANY_OUTPUTS
-    else:
+    elif tokens <= 64:
         wins = tokens <= 32 or outputs * inputs >= _LARGE
+    else:
+        wins = tokens > _HALF_EMPTY and gated and outputs >= _MANY_OUTPUTS
     if not (wins and _copies(x_TI) and _copies(weight_OI)):
         return False
     limits = limits_of(x_TI.device)
@@ -79,7 +84,7 @@ def _copies(x_RI: Tensor) -> bool:
 def turned_linear(
     x_TI: Tensor, weight_OI: Tensor, gated: bool = False, out_TO: Tensor | None = None
 ) -> Tensor:
-    """As the reference, summed in float32. At most 64 tokens, 16 bits, rows of whole 16 bytes. ``out_TO``: contiguous,
+    """As the reference, summed in float32. At most 128 tokens, 16 bits, rows of whole 16 bytes. ``out_TO``: contiguous,
     where it goes."""
     tokens, (outputs, inputs) = len(x_TI), weight_OI.shape
     width = outputs // 2 if gated else outputs
@@ -102,6 +107,7 @@ def turned_linear(
         BLOCK_O=rows,
         BLOCK_I=block.inputs,
         PARTS=block.parts,
+        LATE=tokens > 64,
         num_warps=block.warps,
         num_stages=block.stages,
         **overlap(),
@@ -113,7 +119,9 @@ def pipeline(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits
     """From a sweep over the layers of Llama-3.1-8B on an H200, but for gates of few outputs. With less shared memory,
     fewer stages. A gate's two products share a program's outputs, and no tile of theirs is shared."""
     columns = max(16, triton.next_power_of_2(tokens))
-    if outputs >= _MANY_OUTPUTS:
+    if tokens > 64:
+        chosen = Pipeline(columns, 128, 64, 3, 4)
+    elif outputs >= _MANY_OUTPUTS:
         chosen = Pipeline(columns, 128, 128, 3, 4) if tokens <= 16 else Pipeline(columns, 256, 64, 4, 8)
     elif gated:
         chosen = Pipeline(columns, 128, 128, 3, 4)
@@ -141,6 +149,7 @@ def _turned_linear_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     PARTS: tl.constexpr,
+    LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     WIDTH: tl.constexpr = O // 2 if GATED else O
@@ -151,13 +160,15 @@ def _turned_linear_kernel(
     steps: tl.constexpr = (I + BLOCK_I - 1) // BLOCK_I
     share: tl.constexpr = (steps + PARTS - 1) // PARTS
     begin = tl.program_id(1) * share
-    take_turn(OVERLAP)
+    wait_for_inputs(OVERLAP)
+    let_next_begin(OVERLAP and not LATE)
     tl.static_assert(PARTS == 1 or not GATED)
     for step in range(begin, tl.minimum(begin + share, steps)):
         x = x_desc.load([0, step * BLOCK_I]).T
         sums = tl.dot(weight_desc.load([first, step * BLOCK_I]), x, sums)
         if GATED:
             gated = tl.dot(weight_desc.load([WIDTH + first, step * BLOCK_I]), x, gated)
+    let_next_begin(OVERLAP and LATE)
     o, t = tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_T)
     if PARTS > 1:
         if hand_in(sums, part_ptr, tickets_ptr, tile, tl.program_id(1), PARTS):
