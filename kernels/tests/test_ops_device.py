@@ -126,7 +126,8 @@ TILES = [
     (H200, 128, 1, (16, 64, 4, 5, 3)),
     (A100, 512, 8, (64, 32, 8, 5, 3)),
     (L4, 256, 8, (64, 32, 4, 5, 3)),
-    (L4, 256, 1, (16, 32, 4, 5, 3)),
+    (L4, 256, 1, (16, 64, 4, 3, 3)),
+    (H200, 256, 1, (16, 64, 4, 5, 3)),
     (L4, 512, 8, (64, 32, 8, 3, 2)),
     (L4, 512, 1, (16, 32, 4, 3, 3)),
     (RTX5090, 1024, 8, (32, 16, 4, 3, 2)),
@@ -154,16 +155,22 @@ def test_prefill() -> None:
 @pytest.mark.parametrize(
     ("slots", "nodes", "positions", "workers", "few"),
     [
-        (1, 1, 1 << 17, 49, 16),
-        (1, 1, 640, 20, 16),  # no more than blocks
-        (1, 1, 320, 10, 10),
+        (1, 1, 1 << 17, 16, 16),  # one a multiprocessor
+        (1, 1, 640, 10, 10),  # no more than blocks
+        (1, 4, 1 << 17, 16, 16),
+        (1, 8, 1 << 17, 49, 16),
+        (1, 8, 320, 20, 16),
+        (1, 16, 1 << 17, 49, 32),  # eight parts of each of four tiles
+        (4, 4, 1 << 17, 49, 32),
+        (8, 4, 1 << 17, 49, 49),
+        (1, 32, 640, 16, 16),  # large tiles, one a multiprocessor
         (1, 64, 640, 33, 16),
-        (49, 1, 1 << 17, 49, 16),
-        (50, 1, 1 << 17, 66, 16),  # with fewer registers
+        (49, 1, 1 << 17, 49, 49),
+        (50, 1, 1 << 17, 66, 66),  # with fewer registers
     ],
 )
 def test_workers(slots: int, nodes: int, positions: int, workers: int, few: int) -> None:
-    """They fill the device, whatever the batch."""
+    """They fill the device, whatever the batch, but where each waits for its keys alone."""
     cut = Cut.of(slots, nodes, 4, 8, 256, *H200, positions=positions)
     assert (cut.workers, cut.few) == (workers, few)
     assert Cut.of(slots, nodes, 1, 1024, 256, *T4, positions=positions).workers == 1

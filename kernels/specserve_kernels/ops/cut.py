@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from specserve_kernels.ops.device import H200
 
-_FEW = 32  # programs, before positions are shared
+_LONE, _FEW = 8, 32  # programs, before positions are shared
+_PARTS = 8  # of a small tile that few programs share
 _MERGE = {16: 8, 32: 10, 64: 12}  # blocks, by rows
 _ANY_LENGTH = 1 << 30
 
@@ -14,9 +15,9 @@ _ANY_LENGTH = 1 << 30
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How the work of a launch is cut. A slot's rows lie in at most ``tiles`` of ``rows``, positions in blocks of
-    ``block``. Each key head has ``workers`` programs, which fill the device; ``few`` of them, one a multiprocessor,
-    share work that is short; sharing a tile costs what ``merge`` blocks do. ``registers``: the most of a thread, None:
-    what the compiler takes."""
+    ``block``. Each key head has ``workers`` programs, which fill the device; ``few`` of them, one a multiprocessor
+    or as many as make eight parts of each small tile, share work that is short; sharing a tile costs what ``merge``
+    blocks do. ``registers``: the most of a thread, None: what the compiler takes."""
 
     rows: int
     tiles: int
@@ -48,22 +49,25 @@ class Cut:
         Tiles of 64 rows, even half empty ones, run on the tensor cores' asynchronous instructions and read a block
         once for all warps, so there is nothing between 16 and 64. Where few programs are, small tiles share the
         merging; what they read several times comes from the second cache. Loads of keys wait for the loads of their
-        pages, which takes stages: 5 have two blocks of keys under way.
+        pages, which takes stages: 5 have two blocks of keys under way. Where programs are so few that each waits for
+        its keys alone, one a multiprocessor with large blocks is best up to contexts of about 16,000 tokens.
         """
         need = group * nodes
-        small = need <= 16 or slots * kv_heads * -(-need // 16) <= _FEW
+        programs = slots * kv_heads * -(-need // 16)
+        small, lone = need <= 16 or programs <= _FEW, programs <= _LONE
         rows = 16 if small else (64 if row_bytes <= 512 else 32)
-        block = 16 if row_bytes > 512 else max(32, min(64, 8192 // row_bytes))
+        block = 16 if row_bytes > 512 else 64 if lone else max(32, min(64, 8192 // row_bytes))
         rows, block, stages, merge_stages = _fitting(rows, block, row_bytes, shared_bytes)
         tiles = -(-need // rows)
-        # Registers; and where programs are few, the time of one.
-        warps = 8 if rows == 64 and (row_bytes > 256 or 2 * slots * kv_heads * tiles <= _FEW) else 4
-        resident = 3 if rows == 16 else 2
+        large = rows == 64 and 2 * slots * kv_heads * tiles <= _FEW  # and few: the time of one counts
+        warps = 8 if large or (rows == 64 and row_bytes > 256) else 4  # for registers
+        resident = 1 if lone or large else 3 if rows == 16 else 2
         crowded = rows == 16 and slots * tiles * kv_heads > resident * processors
         half_empty = ragged and rows == 64 and warps == 4  # a third program computes while two wait for keys
         resident += crowded + half_empty
         most = slots * tiles * -(-positions // block)
-        workers, few = (max(1, min(many * processors // kv_heads, most)) for many in (resident, 1))
+        workers = max(1, min(resident * processors // kv_heads, most))
+        few = min(workers, max(processors // kv_heads, _PARTS * slots * tiles if rows == 16 else 0))
         # What four programs of a multiprocessor can have each, or three.
         registers = 128 if crowded else 168 if half_empty else None
         return cls(rows, tiles, block, warps, stages, merge_stages, workers, few, _MERGE[rows], registers)
