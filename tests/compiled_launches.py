@@ -25,6 +25,7 @@ import torch
 from specserve_kernels.ops.attention import Workspace, attend_frontier, attend_nodes
 from specserve_kernels.ops.indexed_linear import indexed_linear
 from specserve_kernels.ops.linear import linear_few
+from specserve_kernels.ops.norm import rms_norm
 from specserve_kernels.ops.prefill import attend_chunks
 from specserve_kernels.ops.quantized_linear import quantized_linear
 from specserve_kernels.ops.turned_linear import turned_linear
@@ -248,6 +249,11 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
             quantized_linear(x_TI, torch.zeros(4096, 4096, dtype=rounded), factor_OG, bias_O, gated)
 
 
+def launch_norm() -> None:
+    """Of heads, one by one."""
+    rms_norm(torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(128, dtype=torch.bfloat16), 1e-5)
+
+
 def launch_wide(tokens: int) -> None:
     """Gates as wide as Llama-3.1-8B's: a draft's in int8, and the target's."""
     weight_OI, factor_OG = torch.zeros(28672, 4096, dtype=torch.int8), torch.zeros(32, 28672).T
@@ -268,9 +274,10 @@ def main() -> None:
         launch_attention(128, 20, 16)
         launch_attention(128, 400, 1)
         launch_attention(256, 20, 16)
+        launch_norm()
         launch_linears(8)
         launch_linears(200)
-        for tokens in (8, 32, 64):
+        for tokens in (8, 32, 64, 128):
             launch_wide(tokens)
         compiler.whole = False
         launch_attention(128, 1, 4)

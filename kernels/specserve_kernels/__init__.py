@@ -8,6 +8,7 @@ from specserve_kernels.reference import (
     accept,
     activation,
     commit,
+    gather,
     grow,
     norm,
     pairs,
@@ -41,7 +42,9 @@ from specserve_kernels.reference.tree import (
 accept_path = dispatched(accept.accept_path)
 add_rms_norm = dispatched(norm.add_rms_norm)
 advance = dispatched(commit.advance)
+embed_rms_norm = dispatched(norm.embed_rms_norm)
 follow_prediction = dispatched(prediction.follow_prediction)
+gather_slots = dispatched(gather.gather_slots)
 grow_level = dispatched(grow.grow_level)
 indexed_linear = dispatched(_indexed_linear.indexed_linear)
 linear = dispatched(_linear.linear)
@@ -72,7 +75,9 @@ __all__ = [
     "chain_masks",
     "count_tokens",
     "dequantize",
+    "embed_rms_norm",
     "follow_prediction",
+    "gather_slots",
     "group_bias",
     "grow_level",
     "gumbel_noise",

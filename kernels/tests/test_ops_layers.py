@@ -44,6 +44,16 @@ def test_norms(draw, tokens: int, width: int) -> None:
     assert torch.equal(residual, given[1])
 
 
+def test_norms_of_embeddings(draw) -> None:
+    embedding, weight = draw(11, 100), draw(100)
+    tokens = torch.tensor([10, 0, 3, 3], device=weight.device)
+    out, embedded = norm.embed_rms_norm(tokens, embedding, weight, 1e-5)
+    expected, rows = reference_norm.embed_rms_norm(tokens, embedding, weight, 1e-5)
+    assert torch.equal(embedded, rows)
+    assert torch.equal(rows, embedding[tokens])
+    assert_close(out, expected)
+
+
 def test_norms_of_slices(draw) -> None:
     wide, residual, weight = draw(5, 300), draw(5, 128), draw(96)
     x, residual = wide[:, 100:196], residual[:, 32:]

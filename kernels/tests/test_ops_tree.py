@@ -10,13 +10,14 @@ import pytest
 import torch
 from specserve_kernels.reference import accept as accept_reference
 from specserve_kernels.reference import commit as commit_reference
+from specserve_kernels.reference import gather as gather_reference
 from specserve_kernels.reference import grow as grow_reference
 from specserve_kernels.reference import select as select_reference
 from specserve_kernels.reference.tree import Accepted, Level, Pool, Tree
 from torch import Tensor
 
 pytest.importorskip("triton")
-from specserve_kernels.ops import accept, commit, grow, select
+from specserve_kernels.ops import accept, commit, gather, grow, select
 
 VOCAB, NEVER = 40, -torch.inf
 
@@ -340,6 +341,20 @@ def check_advance(
     assert torch.equal(copies[2], before[2]) == (not featured)
 
 
+@pytest.mark.parametrize("pages", [1, 3, 1500])
+def test_gathered_slots(pages: int, device: str) -> None:
+    torch.manual_seed(pages)
+    root_R, length_R = torch.randint(9999, (2, 7), device=device).unbind()
+    pages_RM = torch.randint(9999, (7, pages), device=device)
+    for rows in ([6], [5, 0, 2, 6, 6]):
+        given = torch.tensor(rows, device=device), root_R, length_R, pages_RM
+        found = zip(gather.gather_slots(*given), gather_reference.gather_slots(*given), strict=True)
+        for one, other in found:
+            assert (one.dtype, one.shape) == (other.dtype, other.shape)
+            assert one.is_contiguous()
+            assert torch.equal(one, other)
+
+
 def test_moves_whose_targets_are_sources(device: str) -> None:
     """A path shifts by one: every target but the first is the next one's source."""
     torch.manual_seed(7)
@@ -351,7 +366,7 @@ def test_moves_whose_targets_are_sources(device: str) -> None:
         accepted = Accepted(
             *(zero, zero[:, 0], zero),
             *(page, position % 16, source, (position + 1) % 16),
-            *(zero, zero, zero),
+            *(zero, zero, zero, zero),
         )
         group = torch.randn(2, int(batch.pages_BM.max()) + 1, 2, 16, heads, dim, device=device).to(dtype)
         expected = group.clone()

@@ -37,14 +37,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A step captured for ``shape``; ``rows_B`` is where it reads its slots from."""
+    """A captured step; ``rows_B`` is where it reads its slots from, ``slots`` what was written there last."""
 
     graph: torch.cuda.CUDAGraph
     rows_B: Tensor
     result: StepResult
+    slots: list[int] = field(default_factory=list)
 
     def replay(self, slots: Sequence[int]) -> StepResult:
-        self.rows_B.copy_(torch.tensor(slots, pin_memory=True), non_blocking=True)
+        if self.slots != slots:
+            self.rows_B.copy_(torch.tensor(slots, pin_memory=True), non_blocking=True)
+            self.slots[:] = slots
         self.graph.replay()
         return self.result
 

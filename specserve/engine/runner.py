@@ -225,7 +225,7 @@ class Runner:
             result = step(self.context, self._view(rows, self._tensor(slots)), shape)
         stopwatch.stop()
         accepted = result.accepted
-        logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS.clamp(min=0), accepted.path_BS)
+        logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS, accepted.path_BS)
         packed, predicted_B2 = accepted.packed_BX[: len(rows)], _asked(rows, result.predicted_B2)
         return Launch(packed, logprobs, rows, stopwatch, predicted_B2)
 
@@ -243,15 +243,17 @@ class Runner:
     def _logprobs(
         self, rows: Sequence[Row], logits: Tensor, token_BW: Tensor, index_BW: Tensor
     ) -> Logprobs | None:
-        """Of the rows that ask for them: ``token_BW`` are up to W tokens a row, chosen at rows ``index_BW`` of the
-        logits."""
+        """Of the rows that ask for them: ``token_BW`` are up to W tokens a row, -1 for none, chosen at rows
+        ``index_BW`` of the logits."""
         asking = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
         if not asking:
             return None
         most = max(rows[index].params.logprobs or 0 for index in asking)
         asking_A = self._tensor(asking)
         logits_NV = logits[index_BW[asking_A].flatten()]
-        return token_logprobs(logits_NV, token_BW[asking_A].flatten(), min(most, logits.shape[1]))
+        return token_logprobs(
+            logits_NV, token_BW[asking_A].clamp(min=0).flatten(), min(most, logits.shape[1])
+        )
 
     def _scored(self, rows: Sequence[Row], counts: Sequence[int]) -> Scored | None:
         """What is to be scored of packed runs of ``counts`` tokens."""

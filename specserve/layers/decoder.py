@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from specserve_kernels import add_rms_norm, rms_norm
+from specserve_kernels import add_rms_norm, embed_rms_norm, rms_norm
 from torch import Tensor, nn
 
 from specserve.layers.linear import Linear, QuantizedLinear
@@ -65,6 +65,10 @@ class RMSNorm(nn.Module):
     def heads(self, x_TND: Tensor) -> Tensor:
         """Norms every head by itself."""
         return rms_norm(x_TND.reshape(-1, x_TND.shape[-1]), self.weight, self.eps).view(x_TND.shape)
+
+    def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the norm of the tokens' embeddings and these themselves."""
+        return embed_rms_norm(tokens_T, embedding_VH, self.weight, self.eps)
 
     def add(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the norm of ``x + residual`` and the sum itself."""
@@ -132,13 +136,15 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
-    def enter(self, x_TH: Tensor, residual_TH: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Takes the last block's output and the residual stream before it (None: x is the stream itself).
+    def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``enter``, with the tokens' embeddings as the stream."""
+        return self.input_layernorm.embed(tokens_T, embedding_VH)
+
+    def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes the last block's output and the residual stream before it.
 
         Returns what attention reads, and the residual stream at the layer's boundary.
         """
-        if residual_TH is None:
-            return self.input_layernorm(x_TH), x_TH
         return self.input_layernorm.add(x_TH, residual_TH)
 
     def forward(

@@ -65,17 +65,19 @@ class LlamaModel(nn.Module):
         """Returns the hidden states after the final norm ``[T, H]`` and the residual streams at ``taps``. With
         ``wanted_W`` the last layer ends with these rows alone, and so does what comes behind it."""
         rope = Rope(self.rope_P2D, positions_T)
-        x_TH, residual_TH = self.embed_tokens(tokens_T), None
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        x_TH, residual_TH = first.embed(tokens_T, self.embed_tokens.weight)
         tapped: dict[int, Tensor] = {}
         last = len(self.layers) - 1
         for boundary, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            x_TH, residual_TH = layer.enter(x_TH, residual_TH)
+            if boundary:
+                x_TH, residual_TH = layer.enter(x_TH, residual_TH)
             if boundary in taps:
                 tapped[boundary] = residual_TH
             wanted = wanted_W if boundary == last else None
             x_TH, residual_TH = layer(x_TH, residual_TH, rope, attend, wanted)
-        assert residual_TH is not None
         hidden_TH, tapped[len(self.layers)] = self.norm.add(x_TH, residual_TH)
         return hidden_TH, [tapped[boundary] for boundary in taps]
 

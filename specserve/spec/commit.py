@@ -43,7 +43,7 @@ def _store_draft(context: Context, accepted: Accepted, features_TH: Tensor) -> N
     """The draft's entries for the emitted tokens: each goes with the feature of the token before it."""
     assert context.drafter is not None
     context.drafter.store(
-        accepted.token_BS.clamp(min=0).flatten(),
+        accepted.next_token_BS.flatten(),
         features_TH,
         accepted.path_BS.flatten(),
         accepted.next_position_BS.flatten(),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specserve_kernels import Prediction
+from specserve_kernels import Prediction, gather_slots
 from torch import Tensor
 
 from specserve.attention.base import AttentionBackend
@@ -53,12 +53,13 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The batch's slots, gathered. ``max_length`` bounds every ``length``, and the host knows it. ``logits_XV``: where
-    the target's logits go, None for a place of their own."""
+    """The batch's slots, gathered. ``prefix_B``: lengths with the root. ``max_length`` bounds every ``length``, and the
+    host knows it. ``logits_XV``: where the target's logits go, None for a place of their own."""
 
     rows_B: Tensor
     root_B: Tensor
     length_B: Tensor
+    prefix_B: Tensor
     pages_BM: Tensor
     max_length: int
     needs: Needs
@@ -74,8 +75,8 @@ class View:
         logits_XV: Tensor | None = None,
     ) -> View:
         table = context.state.slots
-        root_B, length_B, pages_BM = (each[rows_B] for each in (table.root, table.length, table.pages))
-        return cls(rows_B, root_B, length_B, pages_BM, max_length, needs, logits_XV)
+        gathered = gather_slots(rows_B, table.root, table.length, table.pages)
+        return cls(rows_B, *gathered, max_length, needs, logits_XV)
 
     def prediction(self, context: Context) -> Prediction | None:
         """The predicted texts, None if no request has one."""

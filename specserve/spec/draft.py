@@ -27,10 +27,10 @@ def draft(context: Context, view: View, shape: StepShape, sampling: Sampling) ->
     prediction = view.prediction(context)
     score_dtype = context.state.sampling.temperature.dtype
     pool = Pool.empty(shape.slots, shape.pool_size, score_dtype, view.rows_B.device)
-    features_XH, prefix_B = context.state.slots.feature, view.length_B + 1
+    features_XH = context.state.slots.feature
     level = root_level(view.rows_B, view.root_B, view.length_B, view.pages_BM, pool, page_size)
     for depth in range(shape.levels):
-        logits_NV, features_XH = _forward(context, view, level, prefix_B, features_XH, depth)
+        logits_NV, features_XH = _forward(context, view, level, features_XH, depth)
         token_NC, logp_NC = sampling.candidates(
             logits_NV, Choices.after_level(level), drafter.vocab, shape.branching
         )
@@ -42,13 +42,13 @@ def draft(context: Context, view: View, shape: StepShape, sampling: Sampling) ->
 
 
 def _forward(
-    context: Context, view: View, level: Level, prefix_B: Tensor, features_XH: Tensor, depth: int
+    context: Context, view: View, level: Level, features_XH: Tensor, depth: int
 ) -> tuple[Tensor, Tensor]:
     """One draft forward. Returns logits over the draft vocabulary ``[N, Vd]`` and the states ``[N, H]``."""
     assert context.drafter is not None
     frontier = Frontier(
         pages_BM=view.pages_BM,
-        prefix_B=prefix_B,
+        prefix_B=view.prefix_B,
         kv_start=1,
         scratch_BKA=level.scratch_BWA,
         max_kv=view.max_length + 1 + depth * level.width,

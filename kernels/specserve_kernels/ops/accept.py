@@ -14,8 +14,9 @@ def accept_path(
     tree: Tree, chosen_T: Tensor, length_B: Tensor, pages_BM: Tensor, levels: int, page_size: int
 ) -> Accepted:
     slots, columns = len(length_B), levels + 1
-    fields = length_B.new_empty(8, slots, columns).unbind()
-    path, page, offset, source_page, source_offset, next_page, next_offset, next_position = fields
+    fields = length_B.new_empty(9, slots, columns).unbind()
+    path, page, offset, source_page, source_offset, *following = fields
+    next_token, next_page, next_offset, next_position = following
     count, packed = length_B.new_empty(slots), length_B.new_empty(slots, columns + 3)
     _accept_kernel[(slots,)](
         tree.token_T,
@@ -33,6 +34,7 @@ def accept_path(
         offset,
         source_page,
         source_offset,
+        next_token,
         next_page,
         next_offset,
         next_position,
@@ -52,13 +54,14 @@ def accept_path(
         offset_BS=offset,
         source_page_BS=source_page,
         source_offset_BS=source_offset,
+        next_token_BS=next_token,
         next_page_BS=next_page,
         next_offset_BS=next_offset,
         next_position_BS=next_position,
     )
 
 
-@triton.jit(do_not_specialize=range(21))
+@triton.jit(do_not_specialize=range(22))
 def _accept_kernel(
     token_ptr,  # [T], as all up to mask_ptr
     chosen_ptr,
@@ -75,6 +78,7 @@ def _accept_kernel(
     offset_ptr,
     source_page_ptr,
     source_offset_ptr,
+    next_token_ptr,
     next_page_ptr,
     next_offset_ptr,
     next_position_ptr,
@@ -134,6 +138,7 @@ def _accept_kernel(
     tl.store(offset_ptr + out, position % page_size, mask=column)
     tl.store(source_page_ptr + out, source_page, mask=column)
     tl.store(source_offset_ptr + out, source % page_size, mask=column)
+    tl.store(next_token_ptr + out, tl.where(live, chosen, 0), mask=column)
     tl.store(next_page_ptr + out, next_page, mask=column)
     tl.store(next_offset_ptr + out, (position + 1) % page_size, mask=column)
     tl.store(next_position_ptr + out, position + 1, mask=column)

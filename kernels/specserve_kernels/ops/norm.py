@@ -1,4 +1,4 @@
-"""Root-mean-square norms on a GPU, one program a row. Shapes: T tokens, H channels.
+"""Root-mean-square norms on a GPU, one program a row. Shapes: T tokens, H channels, V vocabulary.
 
 The number of warps depends on H alone, and with it the order of the sum: a row's result does not depend on the batch.
 Rows may be further apart than they are wide; their elements lie side by side.
@@ -24,6 +24,27 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         x_TH, weight_H, out_TH, x_TH.stride(0), eps, H=width, BLOCK=block, num_warps=warps, **overlap()
     )
     return out_TH
+
+
+def embed_rms_norm(
+    tokens_T: Tensor, embedding_VH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    (tokens,), width = tokens_T.shape, embedding_VH.shape[1]
+    out_TH, embedded_TH = embedding_VH.new_empty(2, tokens, width).unbind()
+    block, warps = row_launch(width)
+    _embed_rms_norm_kernel[(tokens,)](
+        tokens_T,
+        embedding_VH,
+        weight_H,
+        out_TH,
+        embedded_TH,
+        eps,
+        H=width,
+        BLOCK=block,
+        num_warps=warps,
+        **overlap(),
+    )
+    return out_TH, embedded_TH
 
 
 def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -77,6 +98,28 @@ def _rms_norm_kernel(
     h = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)
     weight = tl.load(weight_ptr + h, mask=h < H, other=0)
+    tl.store(out_ptr + t * H + h, normed(x, weight, eps, H), mask=h < H)
+
+
+@triton.jit(do_not_specialize=["tokens_ptr"])
+def _embed_rms_norm_kernel(
+    tokens_ptr,  # [T]
+    embedding_ptr,  # [V, H]
+    weight_ptr,  # [H]
+    out_ptr,  # [T, H]
+    embedded_ptr,  # [T, H]
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    token = tl.load(tokens_ptr + t).to(tl.int64)
+    x = tl.load(embedding_ptr + token * H + h, mask=h < H, other=0)
+    weight = tl.load(weight_ptr + h, mask=h < H, other=0)
+    tl.store(embedded_ptr + t * H + h, x, mask=h < H)
     tl.store(out_ptr + t * H + h, normed(x, weight, eps, H), mask=h < H)
 
 

@@ -50,6 +50,7 @@ def accept_path(
         offset_BS=offset_BS,
         source_page_BS=source_page_BS,
         source_offset_BS=source_offset_BS,
+        next_token_BS=token_BS.clamp(min=0),
         next_page_BS=next_page_BS,
         next_offset_BS=next_offset_BS,
         next_position_BS=position_BS + 1,

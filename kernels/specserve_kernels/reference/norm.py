@@ -1,4 +1,4 @@
-"""Root-mean-square norms. Shapes: T tokens, H channels."""
+"""Root-mean-square norms. Shapes: T tokens, H channels, V vocabulary."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     if x_TH.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
     return F.rms_norm(x_TH.float(), weight_H.shape, None, eps).to(x_TH.dtype) * weight_H
+
+
+def embed_rms_norm(
+    tokens_T: Tensor, embedding_VH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Returns ``(rms_norm(embedding[tokens]), embedding[tokens])``, of the embedding's dtype. Tokens are within it."""
+    embedded_TH = F.embedding(tokens_T, embedding_VH)
+    return rms_norm(embedded_TH, weight_H, eps), embedded_TH
 
 
 def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,8 @@ class Accepted:
     offset_BS: Tensor
     source_page_BS: Tensor  # where verify wrote them
     source_offset_BS: Tensor
-    next_page_BS: Tensor  # where the draft's entries of the emitted tokens belong, one position further
+    next_token_BS: Tensor  # the emitted tokens, 0 beyond the end
+    next_page_BS: Tensor  # where the draft's entries of them belong, one position further
     next_offset_BS: Tensor
     next_position_BS: Tensor
 
