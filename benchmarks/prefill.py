@@ -2,8 +2,8 @@
 
     python -m benchmarks.prefill --model DIR/target [--shape 3,1,4 --eagle3 DIR/eagle3] [--quick]
 
-16 prompts of 512 tokens together, one alone, and 8 of 2,048; medians of ``LLM.generate`` with one token out. The floor
-is the arithmetic of the target's layers, and so are the operations of TFLOP/s.
+16 prompts of 512 tokens together, one alone, and 8 of 2,048 where the context has room; medians of ``LLM.generate``
+with one token out. The floor is the arithmetic of the target's layers, and so are the operations of TFLOP/s.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def main() -> None:
     rows = []
     with open_llm(args, args.shape, max(BARS_MS)) as llm:
         for batch, lengths in CASES:
-            if batch <= max(args.max_batch, 1):
-                rows.append(measure(llm, args, batch, lengths * args.prompt_tokens))
+            tokens = lengths * args.prompt_tokens
+            if batch <= max(args.max_batch, 1) and tokens < llm.settings.context_length:
+                rows.append(measure(llm, args, batch, tokens))
                 print(line(rows[-1]), flush=True)
     print(write_results("prefill", rows, args.output))
 

@@ -273,6 +273,7 @@ def main() -> None:
         compiler.whole = True
         launch_attention(128, 20, 16)
         launch_attention(128, 400, 1)
+        launch_attention(128, 1, 4)
         launch_attention(256, 20, 16)
         launch_norm()
         launch_linears(8)
@@ -280,7 +281,6 @@ def main() -> None:
         for tokens in (8, 32, 64, 128):
             launch_wide(tokens)
         compiler.whole = False
-        launch_attention(128, 1, 4)
         launch_attention(64, 20, 16)
         launch_attention(128, 20, 16, torch.float32)
         for tokens in (32, 64):

@@ -81,7 +81,7 @@ def test_where_the_turned_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None
         x, weight = (
             torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta") for rows in (tokens, outputs)
         )
-        return turned_linear.serves(x, weight, gated=outputs in (28672, 12288))
+        return turned_linear.serves(x, weight, gated=outputs in (28672, 22528))
 
     qkv, o, gate_up, down, head = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
     assert not any(
@@ -96,11 +96,16 @@ def test_where_the_turned_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
             *(False, False, True, True, True)
         ]
+        assert [
+            serves(tokens, *each) for each in ((4096, 12288), (6144, 8192), (4096, 8192))
+        ] == [  # fc, a draft's qkv
+            *(True, False, False)
+        ]
     for tokens in (97, 128):
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
             *(False, False, True, False, False)
         ]
-        assert not serves(tokens, 12288, 4096)  # a gate of 96 tiles, for 264 places
+        assert not serves(tokens, 22528, 4096)  # a gate of 176 tiles, for 264 places
     # A second wave of few programs, or too few for one: 37,888 outputs are 148, 10,240 are 160, 16,384 are 64.
     assert not any(serves(32, *each) for each in ((37888, 3584), (10240, 8192), (16384, 2048), (512, 1024)))
     assert not serves(20, 4096, 100)  # rows that the copy engine can't read
@@ -126,8 +131,9 @@ TILES = [
     (H200, 128, 1, (16, 64, 4, 5, 3)),
     (A100, 512, 8, (64, 32, 8, 5, 3)),
     (L4, 256, 8, (64, 32, 4, 5, 3)),
-    (L4, 256, 1, (16, 64, 4, 3, 3)),
+    (L4, 256, 1, (16, 32, 4, 5, 3)),
     (H200, 256, 1, (16, 64, 4, 5, 3)),
+    (H200, 512, 1, (16, 32, 4, 5, 3)),
     (L4, 512, 8, (64, 32, 8, 3, 2)),
     (L4, 512, 1, (16, 32, 4, 3, 3)),
     (RTX5090, 1024, 8, (32, 16, 4, 3, 2)),
@@ -173,7 +179,11 @@ def test_workers(slots: int, nodes: int, positions: int, workers: int, few: int)
     """They fill the device, whatever the batch, but where each waits for its keys alone."""
     cut = Cut.of(slots, nodes, 4, 8, 256, *H200, positions=positions)
     assert (cut.workers, cut.few) == (workers, few)
-    assert Cut.of(slots, nodes, 1, 1024, 256, *T4, positions=positions).workers == 1
+    many_heads = Cut.of(slots, nodes, 1, 1024, 256, *T4, positions=positions)
+    assert (many_heads.workers, many_heads.few) == (1, 1)
+    assert (
+        Cut.of(2, 40, 1, 32, 256, 24, 101_376).few == 1
+    )  # fewer multiprocessors than heads, tiles of 64 rows
 
 
 def test_unequal_trees_have_more_programs() -> None:

@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 from specserve_kernels import quantize
 from specserve_kernels.ops import overlap
 from specserve_kernels.ops.attention import Workspace, attend_nodes
+from specserve_kernels.ops.gather import gather_slots
 from specserve_kernels.ops.linear import linear
-from specserve_kernels.ops.norm import add_rms_norm
+from specserve_kernels.ops.norm import add_rms_norm, embed_rms_norm
 from specserve_kernels.ops.quantized_linear import quantized_linear
 from specserve_kernels.ops.rotary import rotary_store_kv
 from specserve_kernels.ops.turned_linear import turned_linear
@@ -130,7 +131,7 @@ def test_devices_that_can(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [5, 24])
+@pytest.mark.parametrize("tokens", [5, 24, 100])
 def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("launches don't overlap here")
@@ -140,30 +141,35 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    x_TH, norm_H = draw(tokens, hidden), draw(hidden)
+    slots = 1 + tokens // 64
+    nodes = tokens // slots
+    table_VH, norm_H, ids_T = draw(tokens, hidden), draw(hidden), torch.arange(tokens, device="cuda")
     mixes = [draw((heads + 2) * size, hidden) * hidden**-0.5 for _ in range(layers)]
-    pages, rope_P2D = torch.arange(4, device="cuda")[None], draw(length + tokens, 2, size)
-    position_T = length + torch.arange(tokens, device="cuda")
-    places = position_T // 16, position_T % 16
-    length_B, q_start = (torch.tensor(each, device="cuda") for each in ([length], [0, tokens]))
-    mask_T = (2 << torch.arange(tokens, device="cuda")) - 1
-    first_cache = draw(4, 2, 16, 1, size)
+    pages_RM, rope_P2D = torch.arange(6 * slots, device="cuda").view(slots, 6), draw(length + nodes, 2, size)
+    rows_B, length_R = torch.arange(slots, device="cuda"), torch.full((slots,), length, device="cuda")
+    position_T = length + ids_T % nodes
+    places = ids_T // nodes * 6 + position_T // 16, position_T % 16
+    q_start = torch.arange(0, tokens + 1, nodes, device="cuda")
+    mask_T = (2 << ids_T % nodes) - 1
+    first_cache = draw(6 * slots, 2, 16, 1, size)
     cache = first_cache.clone()
     wide = [draw(2 * inner, hidden) * hidden**-0.5 for _ in range(layers)]
     narrow = [quantize(draw(hidden, inner) * inner**-0.5, torch.int8) for _ in range(layers)]
 
     def chain() -> Tensor:
         workspace = Workspace()
-        x, residual = x_TH, torch.zeros_like(x_TH)
+        _, length_B, _, pages = gather_slots(rows_B, length_R, length_R, pages_RM)
+        x, residual = embed_rms_norm(ids_T, table_VH, norm_H, 1e-5)
         for mix, up, down in zip(mixes, wide, narrow, strict=True):
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
             # Programs that share tiles, or a launch that does not overlap.
-            mixed = turned_linear(x, mix) if tokens > 16 else torch.nn.functional.linear(x, mix)
+            mixed = turned_linear(x, mix) if 16 < tokens <= 64 else torch.nn.functional.linear(x, mix)
             qkv = mixed.view(tokens, -1, size)
             q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, *places)
-            x = attend_nodes(q, cache, pages, length_B, q_start, mask_T, tokens, workspace).flatten(1)
+            x = attend_nodes(q, cache, pages, length_B, q_start, mask_T, nodes, workspace).flatten(1)
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
-            x = quantized_linear(linear(x, up, None, gated=True), *down)
+            gated = turned_linear(x, up, True) if tokens > 64 else linear(x, up, None, gated=True)
+            x = quantized_linear(gated, *down)
         return x + residual
 
     def captured() -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -178,7 +184,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
     with mock.patch.object(overlap, "_overlap", return_value={"OVERLAP": False}):
         one_by_one = captured()
     for _ in range(30):
-        x_TH.copy_(draw(tokens, hidden))
+        table_VH.copy_(draw(tokens, hidden))
         for graph, _ in (overlapping, one_by_one):
             cache.copy_(first_cache)
             graph.replay()

@@ -270,7 +270,7 @@ def accept_both(batch: Batch, tree: Tree, expected_tree: Tree, chosen_T: Tensor,
     for field in dataclasses.fields(expected):
         one, other = getattr(actual, field.name), getattr(expected, field.name)
         assert (one.dtype, one.shape) == (other.dtype, other.shape), field.name
-        if field.name in ("path_BS", "count_B", "packed_BX") or "page" in field.name:
+        if field.name in ("path_BS", "count_B", "packed_BX", "next_token_BS") or "page" in field.name:
             assert torch.equal(one, other), (field.name, one, other)
         else:
             assert torch.equal(one[live_BS], other[live_BS]), (field.name, one, other)

@@ -50,11 +50,17 @@ class Cut:
         once for all warps, so there is nothing between 16 and 64. Where few programs are, small tiles share the
         merging; what they read several times comes from the second cache. Loads of keys wait for the loads of their
         pages, which takes stages: 5 have two blocks of keys under way. Where programs are so few that each waits for
-        its keys alone, one a multiprocessor with large blocks is best up to contexts of about 16,000 tokens.
+        its keys alone, one a multiprocessor with large blocks is best up to contexts of about 16,000 tokens; at 32,000
+        a layer's attention of 4 nodes takes 10 µs more. Not tried with larger heads or fewer stages.
         """
         need = group * nodes
         programs = slots * kv_heads * -(-need // 16)
-        small, lone = need <= 16 or programs <= _FEW, programs <= _LONE
+        small = need <= 16 or programs <= _FEW
+        lone = (
+            programs <= _LONE
+            and row_bytes <= 256
+            and _fitting(16, 64, row_bytes, shared_bytes)[1:3] == (64, 5)
+        )
         rows = 16 if small else (64 if row_bytes <= 512 else 32)
         block = 16 if row_bytes > 512 else 64 if lone else max(32, min(64, 8192 // row_bytes))
         rows, block, stages, merge_stages = _fitting(rows, block, row_bytes, shared_bytes)
@@ -67,9 +73,10 @@ class Cut:
         resident += crowded + half_empty
         most = slots * tiles * -(-positions // block)
         workers = max(1, min(resident * processors // kv_heads, most))
-        few = min(workers, max(processors // kv_heads, _PARTS * slots * tiles if rows == 16 else 0))
+        few = max(processors // kv_heads, _PARTS * slots * tiles if rows == 16 else 1)
         # What four programs of a multiprocessor can have each, or three.
         registers = 128 if crowded else 168 if half_empty else None
+        few = min(few, workers)
         return cls(rows, tiles, block, warps, stages, merge_stages, workers, few, _MERGE[rows], registers)
 
 

@@ -14,6 +14,7 @@ _BLOCK = 1024  # pages of a program
 def gather_slots(
     rows_B: Tensor, root_R: Tensor, length_R: Tensor, pages_RM: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert pages_RM.is_contiguous()
     slots, pages = len(rows_B), pages_RM.shape[1]
     numbers = rows_B.new_empty(3, slots)
     pages_BM = pages_RM.new_empty(slots, pages)

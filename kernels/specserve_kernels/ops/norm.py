@@ -30,7 +30,9 @@ def embed_rms_norm(
     tokens_T: Tensor, embedding_VH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     (tokens,), width = tokens_T.shape, embedding_VH.shape[1]
-    out_TH, embedded_TH = embedding_VH.new_empty(2, tokens, width).unbind()
+    assert tokens_T.is_contiguous()
+    assert embedding_VH.is_contiguous()
+    out_TH, embedded_TH = (embedding_VH.new_empty(tokens, width) for _ in range(2))
     block, warps = row_launch(width)
     _embed_rms_norm_kernel[(tokens,)](
         tokens_T,

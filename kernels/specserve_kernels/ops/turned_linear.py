@@ -5,12 +5,12 @@ by the copy engine, which is told their place by descriptors. A gate and what it
 same inputs. Few outputs are few programs: then several share the inputs of a tile, as in ``quantized_linear``, and each
 takes most of a multiprocessor's shared memory. Programs that begin while the launch before ends go wherever there is
 room: two that fit into one multiprocessor leave another without work, and a layer of 32 tokens took 23 µs more. Above
-64 tokens two must fit, of which there are more than places: there the next launch is let in by the last of them.
+64 tokens two must fit, and all are more than the multiprocessors: there the next launch is let in by the last of them.
 
 Against cuBLAS on an H200 alone: the gate and its activation take 59 µs instead of 64 for 64 tokens, 64 instead of 70
-for 128. In a chain of the
-layers of Llama-3.1-8B it wins wherever ``serves`` says so, since its programs stand ready when the kernel before it
-ends (``kernels/bench/chain.py``). Of other weights none is measured: it serves those whose programs fill the device.
+for 128. In a chain of the layers of Llama-3.1-8B it wins wherever ``serves`` says so, since its programs stand ready
+when the kernel before it ends (``kernels/bench/chain.py``). Of other weights none is measured: it serves those whose
+programs fill the device.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
     if tokens <= 16:
         wins = outputs >= _MANY_OUTPUTS
     elif tokens <= 64:
-        wins = tokens <= 32 or outputs * inputs >= _LARGE
+        long = outputs >= _MANY_OUTPUTS or inputs > 2 * outputs  # as gates and heads, or as fc and down
+        wins = tokens <= 32 or (long and outputs * inputs >= _LARGE)
     else:
-        wins = tokens > _HALF_EMPTY and gated and outputs >= _MANY_OUTPUTS
+        wins = tokens > _HALF_EMPTY and gated
     if not (wins and _copies(x_TI) and _copies(weight_OI)):
         return False
     limits = limits_of(x_TI.device)
