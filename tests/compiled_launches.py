@@ -10,12 +10,13 @@ ptxas. As nothing is computed, what operations allocate is zeros, so that tensor
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -52,13 +53,14 @@ class Compiled:
     """One variant of a kernel: the types of its tensors, its constants and options. ``shared``: bytes of shared memory
     of one program, None where its types alone were checked; ``waits``: whether its code waits for the launch before
     ahead of all that it reads and writes, None where it does not wait or was not made; ``error``: why it did not
-    compile."""
+    compile; ``hasty``: what it reads ahead of its wait though the launch before made it."""
 
     kernel: str
     variant: str
     shared: int | None
     waits: bool | None
     error: str | None
+    hasty: str | None = None
 
 
 class Device:
@@ -80,6 +82,17 @@ class Enough(Exception):
     def __init__(self, shared: int | None, code: str) -> None:
         self.shared, self.code = shared, code
 
+
+READ_EARLY = {
+    "_attend_kernel": {"length_B", "q_start"},
+    "_rotary_store_kv_kernel": {"position_ptr", "page_ptr", "offset_ptr"},
+    "_grow_kernel": {"length_ptr"},
+    "_scan": {"rows", "table"},
+    "_finish": {"rows", "table"},
+}
+"""Arguments that kernels read before they wait: see ``specserve_kernels.ops.overlap``."""
+
+SMALL = 1 << 20  # bytes, of which numbers that are read early take less
 
 WAIT = "griddepcontrol.wait"
 ACCESS = re.compile(
@@ -110,6 +123,9 @@ class Compiler:
         self._add_stages = CUDABackend.add_stages
         self._begun: set[str] = set()
         self._last = ""
+        self._launches = 0
+        self._first: dict[range, int] = {}
+        self._kept: list[Tensor] = []
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """In the place of ``JITFunction.run``."""
@@ -123,7 +139,10 @@ class Compiler:
             for arg, param in zip(args, kernel.params, strict=False)
         ]
         key = f"{name} {types} {variant}"
+        hasty = self._hasty(kernel, args)
         if key in self.found:
+            if hasty:
+                self.found[key] = replace(self.found[key], hasty=hasty)
             return
         self._last = "ptx" if self.whole or name not in self._begun else "ttir"
         self._begun.add(name)
@@ -135,7 +154,29 @@ class Compiler:
             waits = waits_first(enough.code) if shared is not None else None
         except Exception as raised:  # whatever Triton may say: it is reported
             error = f"{type(raised).__name__}: {raised}"
-        self.found[key] = Compiled(name, variant, shared, waits, error)
+        self.found[key] = Compiled(name, variant, shared, waits, error, hasty)
+
+    def _hasty(self, kernel: Any, args: tuple[Any, ...]) -> str | None:
+        """What of all that this launch reads early was first given to the launch before, which therefore made it."""
+        given = {param.name: places_of(arg) for param, arg in zip(kernel.params, args, strict=False)}
+        self._launches += 1
+        hasty = None
+        for name in READ_EARLY.get(kernel.__name__, ()):
+            for place in given.pop(name):
+                first = self._first.setdefault(
+                    self._holder(place) or place, 0
+                )  # what nobody was given is the host's
+                if first == self._launches - 1 > 0:
+                    hasty = name
+        for place in itertools.chain.from_iterable(given.values()):
+            self._first.setdefault(place, self._launches)
+        # Nothing else may come to lie there.
+        self._kept += [arg for arg in args if isinstance(arg, Tensor) and arg.nbytes < SMALL]
+        return hasty
+
+    def _holder(self, place: range) -> range | None:
+        """The first that was given of those that it touches."""
+        return next((other for other in self._first if touch(place, other)), None)
 
     def add_stages(self, backend: Any, stages: dict[str, Any], *rest: Any) -> None:
         """In the place of the backend's: the stage behind the last that is wanted ends the compilation."""
@@ -145,6 +186,20 @@ class Compiler:
             raise Enough(metadata.get("shared"), str(module))
 
         stages[self._last] = end
+
+
+def places_of(arg: object) -> list[range]:
+    """Where in memory a launch's argument lies."""
+    if isinstance(arg, tuple):
+        return [place for member in arg for place in places_of(member)]
+    if not isinstance(arg, Tensor) or not arg.numel():
+        return []
+    last = sum((size - 1) * stride for size, stride in zip(arg.shape, arg.stride(), strict=True))
+    return [range(arg.data_ptr(), arg.data_ptr() + (last + 1) * arg.element_size())]
+
+
+def touch(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
 
 
 def specialized(arg: object, by_value: bool) -> object:

@@ -14,13 +14,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from tests.compiled_launches import waits_first
+from tests.compiled_launches import Compiler, waits_first
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import make_llama
 
@@ -82,6 +84,23 @@ def test_nothing_is_touched_before_the_wait(compiled: list[Compiled]) -> None:
     made = [each for each in compiled if each["shared"] is not None]
     assert {each["kernel"] for each in made if each["waits"] is None} == {"prefill._prefill_kernel"}
     assert not [each["kernel"] for each in made if each["waits"] is False]
+
+
+def test_nothing_is_read_early_that_the_launch_before_writes(compiled: list[Compiled]) -> None:
+    """Of what steps and prefill launch, in their order."""
+    assert not [(each["kernel"], each["hasty"]) for each in compiled if each["hasty"]]
+
+
+def test_what_is_read_too_early_is_found() -> None:
+    compiler, kernel = Compiler(whole=False), SimpleNamespace
+    grow = kernel(__name__="_grow_kernel", params=[kernel(name="length_ptr"), kernel(name="tokens_ptr")])
+    other = kernel(__name__="_other", params=[kernel(name="x"), kernel(name="y")])
+    host, rows, rest = torch.zeros(8), torch.zeros(3, 8), torch.zeros(8)
+    assert compiler._hasty(grow, (host, rest)) is None
+    assert compiler._hasty(other, (rest, (3, rows))) is None
+    assert compiler._hasty(grow, (rows[1, 6:], rest)) == "length_ptr"
+    assert compiler._hasty(grow, (rows[1], rest)) is None
+    assert compiler._hasty(grow, (host, rest)) is None
 
 
 def test_code_that_reads_too_early_is_found() -> None:

@@ -86,7 +86,7 @@ def _is_text(line: ast.Expr) -> bool:
 
 
 def test_who_reads_before_it_waits() -> None:
-    """And what: as the docstrings of these say."""
+    """And what: as the docstrings of these say. ``READ_EARLY`` in ``tests/compiled_launches.py`` names it, too."""
     early = {
         name: {ast.unparse(call.args[0]).split(" ")[0] for call in ast.walk(node) if _is_early(call)}
         for name, node in compiled().items()
