@@ -24,7 +24,7 @@ from specserve.spec.state import Needs, to_device
 from specserve.spec.step import step
 from specserve.spec.tree import StepShape
 
-WARM_UP_TOKENS = 72  # more than the 64 from which on projections take other kernels
+WARM_UP_TOKENS = (72, 128)  # of more than 64 tokens, and of more than 96, projections take other kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +173,12 @@ class Runner:
         self._prompts = prompts or {}
 
     def warm_up(self) -> None:
-        """Runs a prompt on the padding slot, so that no user waits for kernels to compile."""
+        """Runs prompts on the padding slot, so that no user waits for kernels to compile."""
         state = self.context.state
         room = state.slots.pages.shape[1] * self.context.pool.page_size - 1
-        tokens = [0] * min(WARM_UP_TOKENS, room)
-        self.prefill([Row(state.dummy, SamplingParams(), 1 + len(tokens), tokens)]).read()
-        state.slots.length[state.dummy].fill_(1)
+        for count in sorted({min(count, room) for count in WARM_UP_TOKENS}):
+            self.prefill([Row(state.dummy, SamplingParams(), 1 + count, [0] * count)]).read()
+            state.slots.length[state.dummy].fill_(1)
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[Row]) -> Launch:

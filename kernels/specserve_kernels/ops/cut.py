@@ -15,9 +15,9 @@ _ANY_LENGTH = 1 << 30
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How the work of a launch is cut. A slot's rows lie in at most ``tiles`` of ``rows``, positions in blocks of
-    ``block``. Each key head has ``workers`` programs, which fill the device; ``few`` of them, one a multiprocessor
-    or as many as make eight parts of each small tile, share work that is short; sharing a tile costs what ``merge``
-    blocks do. ``registers``: the most of a thread, None: what the compiler takes."""
+    ``block``. Each key head has ``workers`` programs, which fill the device or are one a multiprocessor; ``few`` of
+    them, one a multiprocessor or as many as make eight parts of each small tile, share work that is short; sharing a
+    tile costs what ``merge`` blocks do. ``registers``: the most of a thread, None: what the compiler takes."""
 
     rows: int
     tiles: int
@@ -73,10 +73,9 @@ class Cut:
         resident += crowded + half_empty
         most = slots * tiles * -(-positions // block)
         workers = max(1, min(resident * processors // kv_heads, most))
-        few = max(processors // kv_heads, _PARTS * slots * tiles if rows == 16 else 1)
+        few = min(workers, max(processors // kv_heads, _PARTS * slots * tiles if rows == 16 else 1))
         # What four programs of a multiprocessor can have each, or three.
         registers = 128 if crowded else 168 if half_empty else None
-        few = min(few, workers)
         return cls(rows, tiles, block, warps, stages, merge_stages, workers, few, _MERGE[rows], registers)
 
 

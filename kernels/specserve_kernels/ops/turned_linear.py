@@ -31,6 +31,7 @@ from specserve_kernels.ops.parts import add_up, hand_in
 _MANY_OUTPUTS = 16384  # from so many on, tiles are wide and their inputs are not shared
 _FULL = 0.7  # of the multiprocessors' places that programs take, in all the waves that they need
 _LARGE = 48 << 20  # numbers of a weight: what is smaller, cuBLAS reads as fast for more than 32 tokens
+_LONE = 64  # tokens, up to which a program is alone on its multiprocessor
 _HALF_EMPTY = 96  # tokens, up to which a tile of 128 takes as long as cuBLAS's
 _HOPPER = 9  # its major capability
 _ALIGNED = 16  # bytes, of a row and of where it begins
@@ -59,7 +60,7 @@ def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
         return False
     if tokens <= 16:
         wins = outputs >= _MANY_OUTPUTS
-    elif tokens <= 64:
+    elif tokens <= _LONE:
         long = outputs >= _MANY_OUTPUTS or inputs > 2 * outputs  # as gates and heads, or as fc and down
         wins = tokens <= 32 or (long and outputs * inputs >= _LARGE)
     else:
@@ -108,7 +109,7 @@ def turned_linear(
         BLOCK_O=rows,
         BLOCK_I=block.inputs,
         PARTS=block.parts,
-        LATE=tokens > 64,
+        LATE=tokens > _LONE,
         num_warps=block.warps,
         num_stages=block.stages,
         **overlap(),
@@ -120,7 +121,7 @@ def pipeline(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits
     """From a sweep over the layers of Llama-3.1-8B on an H200, but for gates of few outputs. With less shared memory,
     fewer stages. A gate's two products share a program's outputs, and no tile of theirs is shared."""
     columns = max(16, triton.next_power_of_2(tokens))
-    if tokens > 64:
+    if tokens > _LONE:
         chosen = Pipeline(columns, 128, 64, 3, 4)
     elif outputs >= _MANY_OUTPUTS:
         chosen = Pipeline(columns, 128, 128, 3, 4) if tokens <= 16 else Pipeline(columns, 256, 64, 4, 8)
