@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -202,15 +202,18 @@ class Runner:
 
     def _run_prompts(self, rows: Sequence[Row]) -> PrefillResult:
         counts = [len(row.tokens) for row in rows]
+        starts = list(accumulate(counts, initial=0))
+        numbers = self._tensor([*[row.slot for row in rows], *[row.final for row in rows], *starts])
+        rows_B, final_B, q_start = numbers.split([len(rows), len(rows), len(starts)])
         chunks = PromptChunks(
-            token_T=self._tensor([token for row in rows for token in row.tokens]),
-            slot_T=self._tensor([index for index, count in enumerate(counts) for _ in range(count)]),
-            q_start=self._tensor([sum(counts[:i]) for i in range(len(counts) + 1)]),
-            final_B=self._tensor([row.final for row in rows]).bool(),
+            token_T=self._tensor(list(chain.from_iterable(row.tokens for row in rows))),
+            slot_T=torch.repeat_interleave(q_start.diff(), output_size=starts[-1]),
+            q_start=q_start,
+            final_B=final_B.bool(),
             spans=[(row.length - count, count) for row, count in zip(rows, counts, strict=True)],
             scored=self._scored(rows, counts),
         )
-        return prefill(self.context, self._view(rows, self._tensor([row.slot for row in rows])), chunks)
+        return prefill(self.context, self._view(rows, rows_B), chunks)
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:

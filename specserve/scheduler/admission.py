@@ -93,9 +93,10 @@ class Admission:
             "prediction": predicted,
         }
         for param, tokens in named.items():
-            if bad := [t for t in tokens if not 0 <= t < capacity.vocab_size]:
+            if tokens and not 0 <= min(tokens) <= max(tokens) < capacity.vocab_size:
+                bad = next(token for token in tokens if not 0 <= token < capacity.vocab_size)
                 raise Refused(
-                    f"{param} holds token id {bad[0]}; ids run from 0 to {capacity.vocab_size - 1}", param
+                    f"{param} holds token id {bad}; ids run from 0 to {capacity.vocab_size - 1}", param
                 )
         if capacity.all_greedy and not params.greedy:
             raise Refused(

@@ -185,12 +185,12 @@ class Scheduler:
             self._running.append(request)
             self._running.sort(key=lambda r: r.arrival)
 
-    def _begin(self, request: Request, sharing: Sharing) -> bool:
+    def _begin(self, request: Request, sharing: Sharing) -> RowInit | None:
         """Readies a request for its first chunk, with what was computed of its prompt since it got its slot. Returns
-        False where it is to wait for more: the launch computes so much of it that this is worth another launch."""
+        None where it is to wait for more: the launch computes so much of it that this is worth another launch."""
         request.prefilled = cached = self.memory.take_prefix(request, request.reusable)
         if sharing.should_wait(request):
-            return False
+            return None
         request.begun = True
         if request.scores is not None:
             del request.scores[cached:]  # the others are computed again
@@ -198,8 +198,9 @@ class Scheduler:
             request.cached_tokens = cached
             self._counters.cached_tokens += cached
             self._counters.prompt_tokens += len(request.prompt)
-        state = self._runner.context.state
-        row = RowInit(
+        return RowInit(
+            slot=request.slot,
+            pages=request.pages,
             params=request.params,
             seed=request.seed,
             choice=request.choice,
@@ -211,9 +212,6 @@ class Scheduler:
             cached=cached,
             last_cached_page=request.pages[cached // self.memory.page_size - 1] if cached else 0,
         )
-        state.admit(request.slot, row, self._runner.context.pool.page_feature)
-        state.set_pages(request.slot, 0, request.pages)
-        return True
 
     # Launches.
 
@@ -222,12 +220,15 @@ class Scheduler:
         budget = self._pressure.chunk
         rows: list[Row] = []
         requests: list[Request] = []
+        begun: list[RowInit] = []
         sharing = Sharing(self.memory, budget)
         for request in self._running:
             if not request.prefilling or not budget or len(rows) == self._pressure.prompts:
                 continue
-            if not request.begun and not self._begin(request, sharing):
-                continue
+            if not request.begun:
+                if (row := self._begin(request, sharing)) is None:
+                    continue
+                begun.append(row)
             sharing.add(request)
             end = min(request.prefilled + budget, len(request.context))
             tokens = request.context[request.prefilled : end]
@@ -238,6 +239,8 @@ class Scheduler:
             requests.append(request)
         if not rows:
             return 0
+        if begun:
+            self._runner.context.state.admit(begun, self._runner.context.pool.page_feature)
         chunk = sum(len(row.tokens) for row in rows)
         launch = self._attempt(lambda: self._runner.prefill(rows), requests, chunk)
         if launch is None:
