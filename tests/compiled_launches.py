@@ -273,7 +273,8 @@ def launch_attention(size: int, slots: int, nodes: int, dtype: torch.dtype = tor
     """Trees, frontiers and prompts of Llama-3.1-8B's heads: 32 of queries, 8 of keys."""
     heads, kv_heads, page = 32, 8, 16
     cache = torch.zeros(2, 2, page, kv_heads, size, dtype=dtype)
-    q_TND = torch.zeros(slots * nodes, heads, size, dtype=dtype)
+    qkv_TND = torch.zeros(slots * nodes, heads + 2 * kv_heads, size, dtype=dtype)
+    q_TND, kv_TND = qkv_TND[:, :heads], qkv_TND[:, heads:]
     pages_BM, length_B = torch.zeros(slots, 32, dtype=torch.int64), torch.zeros(slots, dtype=torch.int64)
     shared = q_TND, cache, pages_BM
     q_start, per_node_T = (
@@ -282,6 +283,8 @@ def launch_attention(size: int, slots: int, nodes: int, dtype: torch.dtype = tor
     )
     attend_nodes(*shared, length_B, q_start, per_node_T, nodes, Workspace())
     attend_chunks(*shared, q_start, per_node_T, nodes)
+    for prefix in (False, True):
+        attend_chunks(*shared, q_start, per_node_T, nodes, kv_TND, prefix)
     if nodes > 1:
         scratch_BKA = torch.zeros(slots, nodes, 3, dtype=torch.int64)
         attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace())

@@ -64,10 +64,22 @@ class Case:
         wide[:, :width] = pages.view(slots, width)
         return wide.to(self.device)[:, :width]
 
-    def check(self, method: str, request: object, rows: int, live: int | None = None) -> None:
-        """``live``: the rows whose output means something."""
-        q_TND = self.normal(rows, self.heads + 2 * self.kv_heads, self.head_dim)[:, : self.heads]
-        found = run(TritonAttention(self.page_size, self.dtype), method, request, q_TND, self.cache)
+    def stored(self, chunks: Chunks) -> Tensor:
+        """Keys and values ``[T, 2, Hk, D]`` of the tokens."""
+        page_T = chunks.pages_BM[chunks.slot_T, chunks.positions_T // self.page_size]
+        return self.cache[page_T, :, chunks.positions_T % self.page_size]
+
+    def check(
+        self, method: str, request: object, rows: int, live: int | None = None, own: bool = False
+    ) -> None:
+        """``live``: the rows whose output means something; ``own``: keys and values of chunks stand beside queries."""
+        qkv_TND = self.normal(rows, self.heads + 2 * self.kv_heads, self.head_dim)
+        q_TND, kv_TND = qkv_TND.split([self.heads, 2 * self.kv_heads], 1)
+        if own:
+            assert isinstance(request, Chunks)
+            kv_TND.unflatten(1, (2, -1)).copy_(self.stored(request))
+        backend = TritonAttention(self.page_size, self.dtype)
+        found = run(backend, method, request, q_TND, self.cache, kv_TND if own else None)
         oracle = TorchAttention(self.page_size, torch.float64)
         right = run(oracle, method, request, q_TND.double(), self.cache.double())
         assert found.shape == q_TND.shape
@@ -77,10 +89,17 @@ class Case:
         torch.testing.assert_close(found[:live].double(), right[:live], atol=tolerance, rtol=tolerance)
 
 
-def run(backend: AttentionBackend, method: str, request: object, q_TND: Tensor, cache: Tensor) -> Tensor:
+def run(
+    backend: AttentionBackend,
+    method: str,
+    request: object,
+    q_TND: Tensor,
+    cache: Tensor,
+    kv_TND: Tensor | None = None,
+) -> Tensor:
     plan = getattr(backend, method)(request)
     plan.run(torch.zeros_like(q_TND), cache)  # a layer before: leaves no trace
-    return plan.run(q_TND, cache)
+    return plan.run(q_TND, cache, kv_TND)
 
 
 def ancestors(counts: list[int], generator: torch.Generator) -> list[int]:
@@ -142,9 +161,11 @@ class TestEveryGeometry:
     def test_prefill(
         self, heads: tuple[int, int, int], page_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """A prompt from its start, one behind a cached prefix, and a single token."""
+        """A prompt from its start, one behind a cached prefix, and a single token; then prompts from their start."""
         case = Case(heads, page_size, device, dtype)
         case.check("plan_prefill", chunks(case, [0, 30, 17], [20, 9, 1]), rows=30)
+        case.check("plan_prefill", chunks(case, [0, 30, 17], [20, 9, 1]), rows=30, own=True)
+        case.check("plan_prefill", chunks(case, [0, 0], [9, 37]), rows=46, own=True)
 
 
 def cut_as(of: Callable[..., Cut], *given: Any, workers: int, few: int, **named: Any) -> Cut:
@@ -241,6 +262,21 @@ class TestShapes:
     def test_long_prompt(self, device: torch.device, dtype: torch.dtype) -> None:
         case = Case((2, 1, 32), 16, device, dtype)
         case.check("plan_prefill", chunks(case, [7, 130], [200, 70]), rows=270)
+        case.check("plan_prefill", chunks(case, [7, 130], [200, 70]), rows=270, own=True)
+        case.check("plan_prefill", chunks(case, [0, 0, 0], [65, 200, 64]), rows=329, own=True)
+
+    def test_others_numbers_stay_away(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Whatever stands behind a request's own keys and values."""
+        case = Case((2, 1, 32), 16, device, dtype)
+        both = chunks(case, [0, 0], [70, 1])
+        qkv_TND = case.normal(71, 4, 32)
+        qkv_TND[:, 2:].unflatten(1, (2, -1)).copy_(case.stored(both))
+        backend = TritonAttention(16, dtype)
+        right = run(backend, "plan_prefill", both, qkv_TND[:, :2], case.cache, qkv_TND[:, 2:])
+        qkv_TND[70:, 3] = float("inf")  # the value
+        found = run(backend, "plan_prefill", both, qkv_TND[:, :2], case.cache, qkv_TND[:, 2:])
+        assert torch.equal(found[:70], right[:70])
+        assert found[70:].isinf().all()
 
     def test_same_bits_every_time(self, device: torch.device, dtype: torch.dtype) -> None:
         """Parts merge in their order, not in the order of arrival."""

@@ -56,8 +56,9 @@ class Frontier:
 class Plan(Protocol):
     """A pass over the model, prepared: runs one layer's attention."""
 
-    def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
-        """``cache``: one layer of the pool. Returns ``[T, N, D]``."""
+    def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
+        """``cache``: one layer of the pool; ``kv_TND``: the tokens' own rotated keys, then their values, which the pool
+        holds, too, for whom they are nearer there. Returns ``[T, N, D]``."""
         ...
 
 

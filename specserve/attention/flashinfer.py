@@ -34,7 +34,7 @@ class _Prefill:
     alive: deque[Any]
     wrappers: dict[tuple[int, int, int], Any] = field(default_factory=dict)
 
-    def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
+    def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
         geometry = q_TND.shape[1], cache.shape[3], cache.shape[4]
         if geometry not in self.wrappers:
             self.wrappers[geometry] = self._plan(*geometry, q_TND.dtype)

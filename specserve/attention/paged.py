@@ -24,7 +24,8 @@ class PagedAttend:
     def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
         cache = self.pool.layers[layer]
         q_TND = rotary_store_kv(qkv_TND, *rope, num_kv_heads, cache, self.page_T, self.offset_T)
-        return self.plan.run(q_TND, cache).flatten(1)
+        kv_TND = qkv_TND[:, -2 * num_kv_heads :]
+        return self.plan.run(q_TND, cache, kv_TND).flatten(1)
 
 
 def store_projected(

@@ -25,7 +25,7 @@ class _Plan:
     scatter_T: Tensor | None
     grouped: dict[int, Tensor] = field(default_factory=dict)  # the bias by group size, for all layers of one
 
-    def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
+    def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
         batch, queries, _ = self.bias_BNL.shape
         q = q_TND if self.gather_BN is None else q_TND[self.gather_BN]
         group = q_TND.shape[1] // cache.shape[3]

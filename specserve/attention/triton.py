@@ -24,9 +24,10 @@ _MAX_PAGE = 256
 class _Prefill:
     chunks: Chunks
 
-    def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
+    def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
         c = self.chunks
-        return attend_chunks(q_TND, cache, c.pages_BM, c.q_start, c.positions_T, c.max_tokens)
+        prefix = any(first > 0 for first, _ in c.spans)
+        return attend_chunks(q_TND, cache, c.pages_BM, c.q_start, c.positions_T, c.max_tokens, kv_TND, prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class _Verify:
     nodes: Nodes
     workspace: Workspace = field(default_factory=Workspace)
 
-    def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
+    def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
         n = self.nodes
         return attend_nodes(
             q_TND, cache, n.pages_BM, n.length_B, n.q_start, n.mask_T, n.max_nodes, self.workspace
@@ -46,7 +47,7 @@ class _Draft:
     frontier: Frontier
     workspace: Workspace = field(default_factory=Workspace)
 
-    def run(self, q_TND: Tensor, cache: Tensor) -> Tensor:
+    def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
         f = self.frontier
         return attend_frontier(
             q_TND, cache, f.pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA, self.workspace

@@ -24,7 +24,9 @@ from specserve.spec.state import Needs, to_device
 from specserve.spec.step import step
 from specserve.spec.tree import StepShape
 
-WARM_UP_TOKENS = (72, 128)  # of more than 64 tokens, and of more than 96, projections take other kernels
+# First positions and tokens: of more than 64, and of more than 96, projections take other kernels, and so does
+# attention behind a prefix.
+WARM_UP = ((0, 72), (1, 128))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +178,11 @@ class Runner:
         """Runs prompts on the padding slot, so that no user waits for kernels to compile."""
         state = self.context.state
         room = state.slots.pages.shape[1] * self.context.pool.page_size - 1
-        for count in sorted({min(count, room) for count in WARM_UP_TOKENS}):
-            self.prefill([Row(state.dummy, SamplingParams(), 1 + count, [0] * count)]).read()
-            state.slots.length[state.dummy].fill_(1)
+        for start, tokens in WARM_UP:
+            count = min(tokens, room)
+            state.slots.length[state.dummy].fill_(start)
+            self.prefill([Row(state.dummy, SamplingParams(), start + count, [0] * count)]).read()
+        state.slots.length[state.dummy].fill_(1)
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[Row]) -> Launch:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+HOPPER = 9  # its major capability
 _TICKETS = 1 << 16
+_ALIGNED = 16  # bytes, of a row that the copy engine reads and of where it begins
 
 
 class Limits(NamedTuple):
@@ -46,6 +48,12 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+def copies(x_RI: Tensor) -> bool:
+    """Whether the copy engine can read its rows."""
+    size = x_RI.element_size()
+    return x_RI.stride(1) == 1 and (x_RI.stride(0) * size) % _ALIGNED == 0 and x_RI.data_ptr() % _ALIGNED == 0
 
 
 _shared_tickets: dict[torch.device, list[Tensor]] = {}

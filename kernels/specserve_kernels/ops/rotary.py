@@ -21,11 +21,9 @@ def rotary_store_kv(
     page_T: Tensor,
     offset_T: Tensor,
 ) -> Tensor:
-    """As the reference, but ``qkv_TND`` keeps its keys as they were: the rotated ones are in the cache alone.
-
-    Tokens may be further apart than N * D; everything else is contiguous. Tokens that share a slot (the dummy page's)
-    leave any one's values there. Positions, pages and offsets are not from the launch right before this one: see
-    ``overlap``. Nothing checks that positions lie in the table.
+    """As the reference. Tokens may be further apart than N * D; everything else is contiguous. Tokens that share a slot
+    (the dummy page's) leave any one's values there. Positions, pages and offsets are not from the launch right before
+    this one: see ``overlap``. Nothing checks that positions lie in the table.
     """
     assert qkv_TND.stride(1) == qkv_TND.shape[2]
     assert cache.is_contiguous()
@@ -91,9 +89,8 @@ def _rotary_store_kv_kernel(
     turned_low = tl.where(rotates, _turn(low, high, rope_ptr, inside, D), low)
     turned_high = tl.where(rotates, _turn(high, low, rope_ptr + D // 2, inside, D), high)
 
-    if Q > 0:
-        tl.store(from_ptr, turned_low, mask=mask & (head < Q))
-        tl.store(from_ptr + D // 2, turned_high, mask=mask & (head < Q))
+    tl.store(from_ptr, turned_low, mask=mask & rotates)
+    tl.store(from_ptr + D // 2, turned_high, mask=mask & rotates)
     kv_head = head - Q
     is_value = kv_head >= K
     to_ptr += tl.where(is_value, kv_head - K + PAGE * K, kv_head) * D + d

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specserve_kernels.ops.activation import gate_by_silu
-from specserve_kernels.ops.device import Limits, capability_of, limits_of, tickets
+from specserve_kernels.ops.device import HOPPER, Limits, capability_of, copies, limits_of, tickets
 from specserve_kernels.ops.overlap import let_next_begin, overlap, wait_for_inputs
 from specserve_kernels.ops.parts import add_up, hand_in
 
@@ -33,8 +33,6 @@ _FULL = 0.7  # of the multiprocessors' places that programs take, in all the wav
 _LARGE = 48 << 20  # numbers of a weight: what is smaller, cuBLAS reads as fast for more than 32 tokens
 _LONE = 64  # tokens, up to which a program is alone on its multiprocessor
 _HALF_EMPTY = 96  # tokens, up to which a tile of 128 takes as long as cuBLAS's
-_HOPPER = 9  # its major capability
-_ALIGNED = 16  # bytes, of a row and of where it begins
 _LEAST_STEPS, _MOST_PARTS = 8, 4
 
 
@@ -56,7 +54,7 @@ class Pipeline(NamedTuple):
 def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
     """Whether it takes less time than others. Both are of 16 bits."""
     tokens, (outputs, inputs) = len(x_TI), weight_OI.shape
-    if not 8 < tokens <= 128 or capability_of(x_TI.device)[0] != _HOPPER:
+    if not 8 < tokens <= 128 or capability_of(x_TI.device)[0] != HOPPER:
         return False
     if tokens <= 16:
         wins = outputs >= _MANY_OUTPUTS
@@ -65,7 +63,7 @@ def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
         wins = tokens <= 32 or (long and outputs * inputs >= _LARGE)
     else:
         wins = tokens > _HALF_EMPTY and gated
-    if not (wins and _copies(x_TI) and _copies(weight_OI)):
+    if not (wins and copies(x_TI) and copies(weight_OI)):
         return False
     limits = limits_of(x_TI.device)
     return _fills(pipeline(outputs, inputs, tokens, gated, limits), outputs, limits)
@@ -75,12 +73,6 @@ def _fills(block: Pipeline, outputs: int, limits: Limits) -> bool:
     programs = block.parts * triton.cdiv(outputs, block.outputs)
     places = limits.processors * max(1, limits.shared_bytes // (block.stages * block.stage_bytes))
     return programs >= _FULL * places * triton.cdiv(programs, places)
-
-
-def _copies(x_RI: Tensor) -> bool:
-    """Whether the copy engine can read its rows."""
-    size = x_RI.element_size()
-    return x_RI.stride(1) == 1 and (x_RI.stride(0) * size) % _ALIGNED == 0 and x_RI.data_ptr() % _ALIGNED == 0
 
 
 def turned_linear(
