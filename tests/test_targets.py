@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import specserve.engine.runner
+import specserve.layers.decoder
 from benchmarks.lossless import CHOICES, SAMPLING, Models, make_items, run_matrix
 from specserve import SamplingParams
 from specserve.config import make_settings, resolve
@@ -167,6 +168,26 @@ def test_the_reference_and_transformers_agree_in_float64(target: Path) -> None:
         expected = theirs(torch.tensor([TOKENS]), use_cache=False).logits[0]
     torch.testing.assert_close(reference, expected, rtol=0, atol=1e-10)
     torch.testing.assert_close(our_logits(target, torch.float64), reference, rtol=0, atol=1e-10)
+
+
+def test_projections_may_add_to_the_stream_themselves(target: Path) -> None:
+    """What prompts of many tokens do on a GPU: the same streams, of which those that are tapped stay as they were."""
+    model = load_target(target, torch.float64, CPU, max_positions=len(TOKENS))
+    packing = Packing(torch.tensor([0, len(TOKENS)], dtype=torch.int32), len(TOKENS), flash=False)
+    arguments = torch.tensor(TOKENS), torch.arange(len(TOKENS)), CausalAttend(packing)
+    taps, wanted_W = range(model.config.num_layers + 1), torch.tensor([5, len(TOKENS) - 1])
+
+    def streams(added: bool) -> list[Tensor]:
+        with (
+            torch.no_grad(),
+            patch.object(specserve.layers.decoder, "adds_itself", return_value=added) as asked,
+        ):
+            all_TH, tapped = model(*arguments, taps)
+            wanted_WH, _ = model(*arguments, (), wanted_W)
+        assert asked.called
+        return [all_TH, wanted_WH, *tapped]
+
+    torch.testing.assert_close(streams(True), streams(False), rtol=0, atol=1e-12)
 
 
 @pytest.fixture(scope="module", params=list(MAKERS))

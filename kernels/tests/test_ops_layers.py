@@ -107,6 +107,11 @@ def test_rotary_store_kv(draw, page_size: int, heads: int, kv_heads: int, head_d
     page, offset = slots // page_size, slots % page_size
     expected_qkv, expected_cache = qkv.clone(), cache.clone()
     expected = reference_rotary.rotary_store_kv(expected_qkv, *rope, kv_heads, expected_cache, page, offset)
+    unread, unread_cache = qkv.clone(), cache.clone()
+    found = rotary.rotary_store_kv(unread, *rope, kv_heads, unread_cache, page, offset, keys=False)
+    assert_close(found, expected)
+    assert_close(unread_cache, expected_cache)
+    assert torch.equal(unread[:, heads:], qkv[:, heads:])
     found = rotary.rotary_store_kv(qkv, *rope, kv_heads, cache, page, offset)
     assert found.shape == (tokens, heads, head_dim)
     assert found.data_ptr() == qkv.data_ptr() or heads == 0

@@ -54,11 +54,15 @@ class Frontier:
 
 
 class Plan(Protocol):
-    """A pass over the model, prepared: runs one layer's attention."""
+    """A pass over the model, prepared: runs one layer's attention. ``reads_own``: it may read the tokens' own keys and
+    values from ``kv_TND``."""
+
+    @property
+    def reads_own(self) -> bool: ...
 
     def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
-        """``cache``: one layer of the pool; ``kv_TND``: the tokens' own rotated keys, then their values, which the pool
-        holds, too, for whom they are nearer there. Returns ``[T, N, D]``."""
+        """``cache``: one layer of the pool; ``kv_TND``: the tokens' rotated keys, then their values, which the pool
+        holds, too. Returns ``[T, N, D]``."""
         ...
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 class _Prefill:
     """FlashInfer plans for one geometry at a time; the layers of a pass rarely have more than two."""
 
+    reads_own: ClassVar = False
     chunks: Chunks
     page_size: int
     workspace: Tensor

@@ -23,8 +23,9 @@ class PagedAttend:
 
     def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
         cache = self.pool.layers[layer]
-        q_TND = rotary_store_kv(qkv_TND, *rope, num_kv_heads, cache, self.page_T, self.offset_T)
-        kv_TND = qkv_TND[:, -2 * num_kv_heads :]
+        own = self.plan.reads_own
+        q_TND = rotary_store_kv(qkv_TND, *rope, num_kv_heads, cache, self.page_T, self.offset_T, keys=own)
+        kv_TND = qkv_TND[:, -2 * num_kv_heads :] if own else None
         return self.plan.run(q_TND, cache, kv_TND).flatten(1)
 
 
@@ -33,4 +34,4 @@ def store_projected(
 ) -> None:
     """Rotates and stores keys and values ``[T, 2 * kv heads, D]`` of a layer that is not being run. ``kv_TND`` is
     changed in place."""
-    rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, pool.layers[layer], page_T, offset_T)
+    rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, pool.layers[layer], page_T, offset_T, keys=False)

@@ -6,6 +6,7 @@ Shapes as in ``base``; L = positions of the pages gathered, N = queries a reques
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from specserve_kernels import group_bias, paged_attention, visible_to_bias
@@ -23,6 +24,7 @@ class _Plan:
     bias_BNL: Tensor
     gather_BN: Tensor | None
     scatter_T: Tensor | None
+    reads_own: ClassVar = False
     grouped: dict[int, Tensor] = field(default_factory=dict)  # the bias by group size, for all layers of one
 
     def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:

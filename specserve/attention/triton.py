@@ -7,6 +7,7 @@ its runs may be captured in a CUDA graph that then serves any lengths.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from specserve_kernels.ops.attention import HEAD_DIMS, Workspace, attend_frontier, attend_nodes
@@ -23,6 +24,7 @@ _MAX_PAGE = 256
 @dataclass(frozen=True, slots=True)
 class _Prefill:
     chunks: Chunks
+    reads_own: ClassVar = True
 
     def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
         c = self.chunks
@@ -33,6 +35,7 @@ class _Prefill:
 @dataclass(frozen=True, slots=True)
 class _Verify:
     nodes: Nodes
+    reads_own: ClassVar = False
     workspace: Workspace = field(default_factory=Workspace)
 
     def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
@@ -45,6 +48,7 @@ class _Verify:
 @dataclass(frozen=True, slots=True)
 class _Draft:
     frontier: Frontier
+    reads_own: ClassVar = False
     workspace: Workspace = field(default_factory=Workspace)
 
     def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from specserve.layers.linear import Linear, QuantizedLinear
 from specserve.layers.rotary import Rope
 
+_MANY_TOKENS = 1024
+
 
 class Attend(Protocol):
     """Attention as a layer sees it: rotate, remember k and v, attend. Paged when serving, dense when training."""
@@ -70,9 +72,33 @@ class RMSNorm(nn.Module):
         """Returns the norm of the tokens' embeddings and these themselves."""
         return embed_rms_norm(tokens_T, embedding_VH, self.weight, self.eps)
 
-    def add(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norm of ``x + residual`` and the sum itself."""
+    def add(self, x_TH: Tensor | None, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the norm of ``x + residual`` and the sum itself; None: x is in the stream already."""
+        if x_TH is None:
+            return self(residual_TH), residual_TH
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)
+
+
+def adds_itself(x_TI: Tensor) -> bool:
+    """Whether a projection of so many tokens adds to the residual stream, in place, as it ends: the norm behind it then
+    has half as much to read and write."""
+    return x_TI.is_cuda and x_TI.itemsize == 2 and len(x_TI) >= _MANY_TOKENS and not torch.is_grad_enabled()
+
+
+def kept(residual_TH: Tensor) -> Tensor:
+    """The residual stream as it is now, whatever is added to it."""
+    return residual_TH.clone() if adds_itself(residual_TH) else residual_TH
+
+
+def project(
+    linear: Linear | QuantizedLinear, x_TI: Tensor, residual_TH: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """What a block adds to the residual stream, or None where it has been added, and the stream."""
+    if adds_itself(x_TI):
+        weight_OI, bias_O = linear.rows_from(0)
+        if bias_O is None:
+            return None, residual_TH.addmm_(x_TI, weight_OI.t())
+    return linear(x_TI), residual_TH
 
 
 class Attention(nn.Module):
@@ -89,14 +115,18 @@ class Attention(nn.Module):
             RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None for _ in "qk"
         )
 
-    def forward(self, x_TI: Tensor, rope: Rope, attend: Attend, wanted_W: Tensor | None = None) -> Tensor:
+    def forward(self, x_TI: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        out: Tensor = self.o_proj(self.mix(x_TI, rope, attend))
+        return out
+
+    def mix(self, x_TI: Tensor, rope: Rope, attend: Attend, wanted_W: Tensor | None = None) -> Tensor:
+        """What ``o_proj`` reads: what each token attends to, of all rows or of those that are wanted."""
         qkv_TND = self.qkv_proj(x_TI).unflatten(-1, (self.config.qkv_heads, self.config.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
             qkv_TND = torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
         attended_TI = attend(self.layer, qkv_TND, self.config.num_kv_heads, rope)
-        out: Tensor = self.o_proj(attended_TI if wanted_W is None else attended_TI[wanted_W])
-        return out
+        return attended_TI if wanted_W is None else attended_TI[wanted_W]
 
     @property
     def kv_from(self) -> int:
@@ -140,8 +170,8 @@ class DecoderLayer(nn.Module):
         """As ``enter``, with the tokens' embeddings as the stream."""
         return self.input_layernorm.embed(tokens_T, embedding_VH)
 
-    def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes the last block's output and the residual stream before it.
+    def enter(self, x_TH: Tensor | None, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes the last block's output and the residual stream before it, or None and the stream behind it.
 
         Returns what attention reads, and the residual stream at the layer's boundary.
         """
@@ -154,10 +184,11 @@ class DecoderLayer(nn.Module):
         rope: Rope,
         attend: Attend,
         wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Takes what ``enter`` returned; returns the MLP's output and the residual stream before that is added, of
-        all rows or of those that are wanted. Keys and values are kept of all."""
-        x_TH = self.self_attn(x_TH, rope, attend, wanted_W)
+    ) -> tuple[Tensor | None, Tensor]:
+        """Takes what ``enter`` returned, and returns what it takes, of all rows or of those that are wanted. Keys and
+        values are kept of all."""
+        mixed_TI = self.self_attn.mix(x_TH, rope, attend, wanted_W)
         residual_TH = residual_TH if wanted_W is None else residual_TH[wanted_W]
-        x_TH, residual_TH = self.post_attention_layernorm.add(x_TH, residual_TH)
-        return self.mlp(x_TH), residual_TH
+        stream = project(self.self_attn.o_proj, mixed_TI, residual_TH)
+        x_TH, residual_TH = self.post_attention_layernorm.add(*stream)
+        return project(self.mlp.down_proj, self.mlp.gate_up_proj(x_TH, gated=True), residual_TH)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from specserve_kernels import linear
 from torch import Tensor, nn
 
-from specserve.layers.decoder import Attend, DecoderLayer, LayerConfig, RMSNorm
+from specserve.layers.decoder import Attend, DecoderLayer, LayerConfig, RMSNorm, kept
 from specserve.layers.linear import Linear
 from specserve.layers.rotary import Rope, rope_table
 from specserve.models.config import ModelConfig
@@ -68,17 +68,18 @@ class LlamaModel(nn.Module):
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
         x_TH, residual_TH = first.embed(tokens_T, self.embed_tokens.weight)
+        stream: tuple[Tensor | None, Tensor] = x_TH, residual_TH
         tapped: dict[int, Tensor] = {}
         last = len(self.layers) - 1
         for boundary, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             if boundary:
-                x_TH, residual_TH = layer.enter(x_TH, residual_TH)
+                x_TH, residual_TH = layer.enter(*stream)
             if boundary in taps:
-                tapped[boundary] = residual_TH
+                tapped[boundary] = kept(residual_TH)
             wanted = wanted_W if boundary == last else None
-            x_TH, residual_TH = layer(x_TH, residual_TH, rope, attend, wanted)
-        hidden_TH, tapped[len(self.layers)] = self.norm.add(x_TH, residual_TH)
+            stream = layer(x_TH, residual_TH, rope, attend, wanted)
+        hidden_TH, tapped[len(self.layers)] = self.norm.add(*stream)
         return hidden_TH, [tapped[boundary] for boundary in taps]
 
     def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor:

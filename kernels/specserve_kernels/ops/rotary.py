@@ -20,6 +20,7 @@ def rotary_store_kv(
     cache: Tensor,
     page_T: Tensor,
     offset_T: Tensor,
+    keys: bool = True,
 ) -> Tensor:
     """As the reference. Tokens may be further apart than N * D; everything else is contiguous. Tokens that share a slot
     (the dummy page's) leave any one's values there. Positions, pages and offsets are not from the launch right before
@@ -41,6 +42,7 @@ def rotary_store_kv(
         qkv_TND.stride(0),
         Q=heads - 2 * num_kv_heads,
         K=num_kv_heads,
+        KEYS=keys,
         D=head_dim,
         PAGE=cache.shape[2],
         GROUP=group,
@@ -62,6 +64,7 @@ def _rotary_store_kv_kernel(
     stride,
     Q: tl.constexpr,
     K: tl.constexpr,
+    KEYS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -89,8 +92,10 @@ def _rotary_store_kv_kernel(
     turned_low = tl.where(rotates, _turn(low, high, rope_ptr, inside, D), low)
     turned_high = tl.where(rotates, _turn(high, low, rope_ptr + D // 2, inside, D), high)
 
-    tl.store(from_ptr, turned_low, mask=mask & rotates)
-    tl.store(from_ptr + D // 2, turned_high, mask=mask & rotates)
+    if KEYS or Q > 0:
+        back = head < (Q + K if KEYS else Q)
+        tl.store(from_ptr, turned_low, mask=mask & back)
+        tl.store(from_ptr + D // 2, turned_high, mask=mask & back)
     kv_head = head - Q
     is_value = kv_head >= K
     to_ptr += tl.where(is_value, kv_head - K + PAGE * K, kv_head) * D + d

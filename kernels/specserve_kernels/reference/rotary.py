@@ -39,8 +39,10 @@ def rotary_store_kv(
     cache: Tensor,
     page_T: Tensor,
     offset_T: Tensor,
+    keys: bool = True,
 ) -> Tensor:
-    """Rotates q and k inside the packed heads ``[q..., k..., v...]`` and stores k and v in the cache.
+    """Rotates q and k inside the packed heads ``[q..., k..., v...]`` and stores k and v in the cache. Unless ``keys``,
+    nobody reads k there, and it may stay as it was.
 
     ``rope_P2D`` is a rotary table, of which each token reads the row of its position (int64).
     ``qkv_TND`` is changed in place. Returns the rotated queries, a view ``[T, q heads, D]``.
