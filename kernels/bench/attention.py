@@ -30,7 +30,7 @@ PAGE, HEADS, KV_HEADS, HEAD_DIM = 16, 32, 8, 128
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
 
 BLOCKS = [(64, 4, 5), (64, 8, 5), (32, 4, 5), (32, 8, 5)]
-TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 128, 4, 2)]
+TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 3), (64, 128, 4, 2)]
 RESIDENT = (2, 3, 4)  # programs of a multiprocessor
 FEW = (0.5, 1, 2)  # that share short work
 # positions, warps, stages and rows, positions, warps, stages that --sweep tries
@@ -80,6 +80,7 @@ class Shape:
 
 SHAPES = [
     Shape("verify", 32, 8, 4096),
+    Shape("verify", 64, 8, 4096),
     Shape("verify", 32, 8, 640),
     Shape("verify", 8, 16, 640),
     Shape("verify", 1, 8, 640),
@@ -106,6 +107,7 @@ SHAPES = [
     Shape("draft", 16, 8, 640, 4),
     Shape("draft", 1, 8, 640, 4),
     Shape("prefill", 16, 512, 512),
+    Shape("prefill", 8, 2048, 2048),
     Shape("prefill", 1, 8192, 8192),
 ]
 
@@ -113,6 +115,7 @@ SHAPES = [
 @dataclass(frozen=True)
 class Inputs:
     q_TND: Tensor
+    kv_TND: Tensor
     caches: list[Tensor]
     pages_BM: Tensor
     length_B: Tensor
@@ -133,9 +136,13 @@ class Inputs:
             pages_BM[slot, : len(numbers)] = numbers
         total = shape.slots * shape.nodes
         qkv_TND = torch.randn(total, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
+        if shape.kind == "prefill":  # beside the queries stands what the first cache holds
+            local = torch.arange(shape.nodes, device=DEVICE)
+            stored = caches[0][pages_BM[:, local // PAGE], :, local % PAGE]
+            qkv_TND[:, HEADS:] = stored.view(total, 2 * KV_HEADS, HEAD_DIM)
         length_B = torch.tensor(shape.lengths, device=DEVICE)
         q_start = torch.tensor([0, *accumulate(shape.counts)], device=DEVICE)
-        return cls(qkv_TND[:, :HEADS], caches, pages_BM, length_B, q_start)
+        return cls(qkv_TND[:, :HEADS], qkv_TND[:, HEADS:], caches, pages_BM, length_B, q_start)
 
 
 def chain_masks(shape: Shape) -> Tensor:
@@ -147,7 +154,7 @@ def ours(shape: Shape, x: Inputs) -> Run:
     if shape.kind == "prefill":
         positions_T = torch.arange(shape.nodes, device=DEVICE).repeat(shape.slots)
         return lambda cache: prefill.attend_chunks(
-            x.q_TND, cache, x.pages_BM, x.q_start, positions_T, shape.nodes
+            x.q_TND, cache, x.pages_BM, x.q_start, positions_T, shape.nodes, x.kv_TND, False
         )
     work = Workspace()
     if shape.kind == "draft":
@@ -258,7 +265,8 @@ def sweep(shape: Shape, rows: list[int]) -> None:
 def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
     if shape.kind == "prefill":
         for tile in TILES:
-            yield str(tile), mock.patch.object(prefill, "_tile", lambda *_, tile=tile: tile)
+            chosen = prefill.Tile(*tile)
+            yield str(tile), mock.patch.object(prefill, "_tile_of_own", lambda *_, tile=chosen: tile)
         return
     limits, row_bytes = limits_of(DEVICE), HEAD_DIM * DTYPE.itemsize
     chosen = Cut.of(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from specserve_kernels import add_rms_norm, embed_rms_norm, rms_norm
+from specserve_kernels import add_rms_norm, embed_rms_norm, linear, rms_norm
 from torch import Tensor, nn
 
 from specserve.layers.linear import Linear, QuantizedLinear
@@ -91,14 +91,14 @@ def kept(residual_TH: Tensor) -> Tensor:
 
 
 def project(
-    linear: Linear | QuantizedLinear, x_TI: Tensor, residual_TH: Tensor
+    projection: Linear | QuantizedLinear, x_TI: Tensor, residual_TH: Tensor
 ) -> tuple[Tensor | None, Tensor]:
     """What a block adds to the residual stream, or None where it has been added, and the stream."""
     if adds_itself(x_TI):
-        weight_OI, bias_O = linear.rows_from(0)
+        weight_OI, bias_O = projection.rows_from(0)
         if bias_O is None:
             return None, residual_TH.addmm_(x_TI, weight_OI.t())
-    return linear(x_TI), residual_TH
+    return projection(x_TI), residual_TH
 
 
 class Attention(nn.Module):
@@ -135,7 +135,7 @@ class Attention(nn.Module):
 
     def project_kv(self, x_TI: Tensor) -> Tensor:
         """Keys and values alone, not yet rotated: ``[T, 2 * kv heads, D]``."""
-        kv = nn.functional.linear(x_TI, *self.qkv_proj.rows_from(self.kv_from))
+        kv = linear(x_TI, *self.qkv_proj.rows_from(self.kv_from))
         kv_TND: Tensor = kv.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim))
         if self.k_norm is None:
             return kv_TND

@@ -123,7 +123,7 @@ def _prefill_kernel(
     tl.store(out_at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """Rows, positions of a block, warps, stages of own blocks."""
 
     rows: int
@@ -132,14 +132,14 @@ class _Tile(NamedTuple):
     stages: int
 
 
-def _tile_of_own(wide: bool, prefix: bool) -> _Tile:
+def _tile_of_own(wide: bool, prefix: bool) -> Tile:
     """Where own keys are read by descriptors. ``wide``: float32."""
     if wide:
-        return _Tile(32, 32, 4, 2)
-    return _Tile(128, 64, 4, 2) if prefix else _Tile(64, 64, 4, 3)
+        return Tile(32, 32, 4, 2)
+    return Tile(128, 64, 4, 2) if prefix else Tile(64, 64, 4, 3)
 
 
-def _tile(tokens: int, row_bytes: int, wide: bool, shared_bytes: int) -> _Tile:
+def _tile(tokens: int, row_bytes: int, wide: bool, shared_bytes: int) -> Tile:
     """Where all keys come from pages. Smaller ones where the shared memory does not hold the queries and two blocks of
     keys and of values."""
     if wide:
@@ -148,7 +148,7 @@ def _tile(tokens: int, row_bytes: int, wide: bool, shared_bytes: int) -> _Tile:
         rows, block = 64, (64 if row_bytes <= 256 else 32)
     while (rows + 4 * block) * row_bytes > shared_bytes and (rows > 16 or block > 16):
         rows, block = max(16, rows // 2), max(16, block // 2)
-    return _Tile(rows, block, 4, 2)
+    return Tile(rows, block, 4, 2)
 
 
 def attend_chunks(
