@@ -1,7 +1,8 @@
 """Time of the Triton attention kernels against the time their cache reads take at the device's bandwidth.
 
 ``python kernels/bench/attention.py [--sweep] [--only TEXT]`` on a machine with a GPU. Kernels are replayed in a CUDA
-graph over several caches, together larger than the second cache, as a model's layers are. ``--sweep`` tries other
+graph over several caches, together larger than the second cache, as a model's layers are; a prefill's own keys and
+values are the same ones each time. Prefill is of the last n of a prompt's positions. ``--sweep`` tries other
 ways to cut the work. FlashInfer's masked prefill kernel (FA2) stands beside verify where it is installed.
 
 Shapes: B slots, n nodes a slot, T = B * n, M pages a slot.
@@ -109,6 +110,9 @@ SHAPES = [
     Shape("prefill", 16, 512, 512),
     Shape("prefill", 8, 2048, 2048),
     Shape("prefill", 1, 8192, 8192),
+    Shape("prefill", 1, 4096, 12288),
+    Shape("prefill", 16, 256, 1280),
+    Shape("prefill", 32, 40, 2088),
 ]
 
 
@@ -137,7 +141,7 @@ class Inputs:
         total = shape.slots * shape.nodes
         qkv_TND = torch.randn(total, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
         if shape.kind == "prefill":  # beside the queries stands what the first cache holds
-            local = torch.arange(shape.nodes, device=DEVICE)
+            local = torch.arange(shape.length - shape.nodes, shape.length, device=DEVICE)
             stored = caches[0][pages_BM[:, local // PAGE], :, local % PAGE]
             qkv_TND[:, HEADS:] = stored.view(total, 2 * KV_HEADS, HEAD_DIM)
         length_B = torch.tensor(shape.lengths, device=DEVICE)
@@ -152,9 +156,10 @@ def chain_masks(shape: Shape) -> Tensor:
 
 def ours(shape: Shape, x: Inputs) -> Run:
     if shape.kind == "prefill":
-        positions_T = torch.arange(shape.nodes, device=DEVICE).repeat(shape.slots)
+        start = shape.length - shape.nodes
+        positions_T = torch.arange(start, shape.length, device=DEVICE).repeat(shape.slots)
         return lambda cache: prefill.attend_chunks(
-            x.q_TND, cache, x.pages_BM, x.q_start, positions_T, shape.nodes, x.kv_TND, False
+            x.q_TND, cache, x.pages_BM, x.q_start, positions_T, shape.nodes, x.kv_TND, start > 0
         )
     work = Workspace()
     if shape.kind == "draft":
@@ -229,7 +234,8 @@ def report(
     floor = shape.kv_bytes / PEAK * 1e6
     line = f"{shape!s:46} {us:8.1f} us  floor {floor:7.1f}  {shape.kv_bytes / us / 1e6:5.2f} TB/s {floor / us:5.2f}"
     if shape.kind == "prefill":
-        flops = 2.0 * shape.slots * HEADS * HEAD_DIM * shape.nodes * (shape.nodes + 1)
+        pairs = shape.nodes * (shape.length - shape.nodes) + shape.nodes * (shape.nodes + 1) / 2
+        flops = 4.0 * shape.slots * HEADS * HEAD_DIM * pairs
         line += f"  {flops / us / 1e6:5.0f} TFLOP/s"
     if other is not None:
         line += f"  FlashInfer {other:8.1f} us, difference {error:.4f}"

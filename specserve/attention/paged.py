@@ -32,6 +32,6 @@ class PagedAttend:
 def store_projected(
     pool: KVPool, layer: int, kv_TND: Tensor, rope: Rope, page_T: Tensor, offset_T: Tensor
 ) -> None:
-    """Rotates and stores keys and values ``[T, 2 * kv heads, D]`` of a layer that is not being run. ``kv_TND`` is
-    changed in place."""
+    """Rotates and stores keys and values ``[T, 2 * kv heads, D]`` of a layer that is not being run. ``kv_TND`` may
+    be changed in place."""
     rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, pool.layers[layer], page_T, offset_T, keys=False)

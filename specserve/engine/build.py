@@ -61,8 +61,14 @@ def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler
     policy = shape_policy(plan, context, graphs)
     runner = Runner(context, graphs.steps, graphs.prompts)
     if settings.device == "cuda":
-        runner.warm_up()
+        runner.warm_up(longest_launch(settings))
     return assemble(settings, model_config, plan, runner, policy, graphs)
+
+
+def longest_launch(settings: Settings) -> int:
+    """Most tokens of one prompt that a launch has, where a token is to follow them."""
+    assert settings.chunked_prefill_size and settings.context_length
+    return min(settings.chunked_prefill_size, settings.context_length - 1)
 
 
 def assemble(

@@ -17,6 +17,7 @@ from specserve.core import SamplingParams, TokenLogprob
 from specserve.engine.graphs import PromptGraph, StepGraph
 from specserve.engine.logprobs import Logprobs, token_logprobs
 from specserve.engine.prompts import PromptSize, Run, size_for
+from specserve.layers.decoder import MANY_TOKENS
 from specserve.spec.context import Context, View
 from specserve.spec.live_map import Ints
 from specserve.spec.prefill import PrefillResult, PromptChunks, Scored, prefill
@@ -25,8 +26,8 @@ from specserve.spec.step import step
 from specserve.spec.tree import StepShape
 
 # First positions and tokens: of more than 64, and of more than 96, projections take other kernels, and so does
-# attention behind a prefix.
-WARM_UP = ((0, 72), (1, 128))
+# attention behind a prefix; of many tokens they add to the residual stream, and another norm follows.
+WARM_UP = ((0, 72), (1, 128), (1, MANY_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +175,12 @@ class Runner:
         self._graphs = graphs
         self._prompts = prompts or {}
 
-    def warm_up(self) -> None:
-        """Runs prompts on the padding slot, so that no user waits for kernels to compile."""
+    def warm_up(self, most: int) -> None:
+        """Runs prompts of up to ``most`` tokens, fewer than a context has, on the padding slot, so that no user waits
+        for kernels to compile."""
         state = self.context.state
-        room = state.slots.pages.shape[1] * self.context.pool.page_size - 1
         for start, tokens in WARM_UP:
-            count = min(tokens, room)
+            count = min(tokens, most)
             state.slots.length[state.dummy].fill_(start)
             self.prefill([Row(state.dummy, SamplingParams(), start + count, [0] * count)]).read()
         state.slots.length[state.dummy].fill_(1)

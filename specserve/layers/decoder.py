@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from specserve.layers.linear import Linear, QuantizedLinear
 from specserve.layers.rotary import Rope
 
-_MANY_TOKENS = 1024
+MANY_TOKENS = 1024
 
 
 class Attend(Protocol):
@@ -80,9 +80,9 @@ class RMSNorm(nn.Module):
 
 
 def adds_itself(x_TI: Tensor) -> bool:
-    """Whether a projection of so many tokens adds to the residual stream, in place, as it ends: the norm behind it then
-    has half as much to read and write."""
-    return x_TI.is_cuda and x_TI.itemsize == 2 and len(x_TI) >= _MANY_TOKENS and not torch.is_grad_enabled()
+    """Whether, in a launch of so many tokens, projections add to the residual stream, in place, as they end: the norm
+    behind then has half as much to read and write."""
+    return x_TI.is_cuda and x_TI.itemsize == 2 and len(x_TI) >= MANY_TOKENS and not torch.is_grad_enabled()
 
 
 def kept(residual_TH: Tensor) -> Tensor:
@@ -91,10 +91,10 @@ def kept(residual_TH: Tensor) -> Tensor:
 
 
 def project(
-    projection: Linear | QuantizedLinear, x_TI: Tensor, residual_TH: Tensor
+    projection: Linear | QuantizedLinear, x_TI: Tensor, residual_TH: Tensor, adds: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """What a block adds to the residual stream, or None where it has been added, and the stream."""
-    if adds_itself(x_TI):
+    """What a block adds to the residual stream, or None where ``adds`` and it has been added, and the stream."""
+    if adds:
         weight_OI, bias_O = projection.rows_from(0)
         if bias_O is None:
             return None, residual_TH.addmm_(x_TI, weight_OI.t())
@@ -187,8 +187,9 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor | None, Tensor]:
         """Takes what ``enter`` returned, and returns what it takes, of all rows or of those that are wanted. Keys and
         values are kept of all."""
+        adds = adds_itself(x_TH)  # wanted rows, too, so that they are rounded as all would be
         mixed_TI = self.self_attn.mix(x_TH, rope, attend, wanted_W)
         residual_TH = residual_TH if wanted_W is None else residual_TH[wanted_W]
-        stream = project(self.self_attn.o_proj, mixed_TI, residual_TH)
+        stream = project(self.self_attn.o_proj, mixed_TI, residual_TH, adds)
         x_TH, residual_TH = self.post_attention_layernorm.add(*stream)
-        return project(self.mlp.down_proj, self.mlp.gate_up_proj(x_TH, gated=True), residual_TH)
+        return project(self.mlp.down_proj, self.mlp.gate_up_proj(x_TH, gated=True), residual_TH, adds)

@@ -239,10 +239,8 @@ class Scheduler:
             requests.append(request)
         if not rows:
             return 0
-        if begun:
-            self._runner.context.state.admit(begun, self._runner.context.pool.page_feature)
         chunk = sum(len(row.tokens) for row in rows)
-        launch = self._attempt(lambda: self._runner.prefill(rows), requests, chunk)
+        launch = self._attempt(lambda: self._prefill(begun, rows), requests, chunk)
         if launch is None:
             return 0
         self._inflight.append(_InFlight(launch, requests))
@@ -252,6 +250,12 @@ class Scheduler:
             if self.memory.remember(request):
                 self._runner.context.state.set_pages(request.slot, 0, request.pages)
         return 1
+
+    def _prefill(self, begun: list[RowInit], rows: list[Row]) -> Launch:
+        if begun:
+            context = self._runner.context
+            context.state.admit(begun, context.pool.page_feature)
+        return self._runner.prefill(rows)
 
     def _launch_step(self) -> int:
         """Launches a step of all requests whose prompts are done and whose ends are not certain yet. Returns the number

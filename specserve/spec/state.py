@@ -183,9 +183,13 @@ class DecodeState:
         floats = zip(*(_floats_of(row.params) for row in rows), strict=True)
         floats_CN = to_device(list(chain.from_iterable(floats)), self.device, self._floats_CR.dtype)
         self._floats_CR.index_copy_(1, slots_N, floats_CN.view(-1, len(rows)))
-        most = max(len(row.pages) for row in rows)
-        padded = [page for row in rows for page in (*row.pages, *[0] * (most - len(row.pages)))]
-        self.slots.pages[:, :most].index_copy_(0, slots_N, self._integers(padded).view(len(rows), most))
+        width = self.slots.pages.shape[1]
+        places = chain.from_iterable(
+            range(row.slot * width, row.slot * width + len(row.pages)) for row in rows
+        )
+        pages = chain.from_iterable(row.pages for row in rows)
+        place_X, page_X = self._integers([*places, *pages]).chunk(2)
+        self.slots.pages.view(-1).index_copy_(0, place_X, page_X)
         if any(row.cached for row in rows):
             feature_NH = torch.where(page_N[:, None] > 0, page_feature[page_N], 0)
             self.slots.feature.index_copy_(0, slots_N, feature_NH)
@@ -265,8 +269,7 @@ def _floats_of(params: SamplingParams) -> tuple[float, ...]:
 
 
 def _bias_of(row: RowInit) -> _Bias:
-    """Entries of one token add up, so a ban (-inf) hides a bias beside it until the
-    ban ends."""
+    """Entries of one token add up, so a ban (-inf) hides a bias beside it until the ban ends."""
     biases = [(token, bias, _FOREVER) for token, bias in (row.params.logit_bias or {}).items()]
     return biases + [(token, -torch.inf, row.banned_until) for token in row.banned_ids]
 

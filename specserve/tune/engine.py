@@ -20,7 +20,7 @@ import torch
 from specserve.config import Settings, resolve
 from specserve.config.speculation import NAIVE, SHAPE
 from specserve.core import SamplingParams
-from specserve.engine.build import assemble, create_context, shape_policy
+from specserve.engine.build import assemble, create_context, longest_launch, shape_policy
 from specserve.engine.graphs import Graphs, StepGraph
 from specserve.engine.profile import measure_eager, measure_graphs
 from specserve.engine.runner import Runner
@@ -105,7 +105,7 @@ class TuneEngine:
         largest = settings.cuda_graph_max_bs
         padding = Padding(batch_buckets(largest) if largest is not None else ())
         if settings.device == "cuda":
-            Runner(context, {}).warm_up()
+            Runner(context, {}).warm_up(longest_launch(settings))
         return cls(settings, model, context, plan, padding, work, range(len(work.prompts)))
 
     @property

@@ -132,11 +132,11 @@ class Tile(NamedTuple):
     stages: int
 
 
-def _tile_of_own(wide: bool, prefix: bool) -> Tile:
+def _tile_of_own(tokens: int, wide: bool, prefix: bool) -> Tile:
     """Where own keys are read by descriptors. ``wide``: float32."""
     if wide:
         return Tile(32, 32, 4, 2)
-    return Tile(128, 64, 4, 2) if prefix else Tile(64, 64, 4, 3)
+    return Tile(128, 64, 4, 2) if prefix and tokens > 64 else Tile(64, 64, 4, 3)
 
 
 def _tile(tokens: int, row_bytes: int, wide: bool, shared_bytes: int) -> Tile:
@@ -175,7 +175,7 @@ def attend_chunks(
     q: Any = q_TND
     kv: Any = None
     if kv_TND is not None and _by_descriptors(q_TND, kv_TND, row_bytes):
-        tile = _tile_of_own(wide, prefix)
+        tile = _tile_of_own(max_tokens, wide, prefix)
         q = TensorDescriptor.from_tensor(q_TND.flatten(1), [tile.rows, size])
         kv = TensorDescriptor.from_tensor(kv_TND.flatten(1), [tile.block, size])
     else:
