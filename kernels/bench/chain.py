@@ -100,7 +100,9 @@ class Chain:
     def _mixed(
         self, layer: Layer, qkv_TND: Tensor, places: tuple[Tensor, Tensor], workspace: Workspace
     ) -> Tensor:
-        q_TND = rotary_store_kv(qkv_TND, self.rope_P2D, self.position_T, KV_HEADS, layer.cache, *places)
+        q_TND = rotary_store_kv(
+            qkv_TND, self.rope_P2D, self.position_T, KV_HEADS, layer.cache, *places, keys=False
+        )
         shape = self.pages_BM, self.length_B, self.q_start, self.mask_T, len(q_TND)
         return attend_nodes(q_TND, layer.cache, *shape, workspace)
 

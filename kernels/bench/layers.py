@@ -67,6 +67,7 @@ def make_rotary_store_kv(tokens: int, heads: int = HEADS) -> Callable[[], object
         draw(pages, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM),
         slots // PAGE_SIZE,
         slots % PAGE_SIZE,
+        keys=False,
     )
 
 
