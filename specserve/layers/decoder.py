@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from specserve_kernels import add_rms_norm, embed_rms_norm, linear, rms_norm
+from specserve_kernels import add_rms_norm, embed_rms_norm, rms_norm
 from torch import Tensor, nn
 
 from specserve.layers.linear import Linear, QuantizedLinear
@@ -135,7 +135,7 @@ class Attention(nn.Module):
 
     def project_kv(self, x_TI: Tensor) -> Tensor:
         """Keys and values alone, not yet rotated: ``[T, 2 * kv heads, D]``."""
-        kv = linear(x_TI, *self.qkv_proj.rows_from(self.kv_from))
+        kv = nn.functional.linear(x_TI, *self.qkv_proj.rows_from(self.kv_from))
         kv_TND: Tensor = kv.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim))
         if self.k_norm is None:
             return kv_TND
