@@ -111,7 +111,7 @@ def test_the_list_of_those_alone_is_true() -> None:
 
 
 def test_nothing_overlaps_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap.knobs.runtime, "interpret", True)
+    monkeypatch.setattr(overlap, "_INTERPRETED", True)
     assert overlap.overlap() == {"OVERLAP": False}
 
 

@@ -24,12 +24,13 @@ _MAX_PAGE = 256
 @dataclass(frozen=True, slots=True)
 class _Prefill:
     chunks: Chunks
+    prefix: bool  # some request begins behind position 0
     reads_own: ClassVar = True
 
     def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
         c = self.chunks
-        prefix = any(first > 0 for first, _ in c.spans)
-        return attend_chunks(q_TND, cache, c.pages_BM, c.q_start, c.positions_T, c.max_tokens, kv_TND, prefix)
+        where = c.pages_BM, c.q_start, c.positions_T, c.max_tokens
+        return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class TritonAttention:
         return reasons
 
     def plan_prefill(self, chunks: Chunks) -> _Prefill:
-        return _Prefill(chunks)
+        return _Prefill(chunks, prefix=any(first > 0 for first, _ in chunks.spans))
 
     def plan_verify(self, nodes: Nodes) -> _Verify:
         return _Verify(nodes)

@@ -41,7 +41,7 @@ def linear(
         return turned_linear.turned_linear(x_TI, weight_OI, gated, out_TO)
     if out_TO is not None:
         return torch.mm(x_TI, weight_OI.t(), out=out_TO)
-    if plain and serves(len(x_TI), len(weight_OI), limits_of(x_TI.device)):
+    if plain and serves(x_TI.shape[0], weight_OI.shape[0], limits_of(x_TI.device)):
         return linear_few(x_TI, weight_OI, gated)
     out_TO = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
     return silu_and_mul(out_TO) if gated else out_TO
@@ -49,8 +49,9 @@ def linear(
 
 def serves(tokens: int, outputs: int, limits: Limits) -> bool:
     """Whether the kernel takes less time than cuBLAS."""
-    most = _MOST_OUTPUTS if overlap()["OVERLAP"] else limits.processors * _OUTPUTS
-    return tokens <= _FEW_TOKENS and outputs <= most
+    if tokens > _FEW_TOKENS:
+        return False
+    return outputs <= (_MOST_OUTPUTS if overlap()["OVERLAP"] else limits.processors * _OUTPUTS)
 
 
 def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:

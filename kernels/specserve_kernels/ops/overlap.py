@@ -24,11 +24,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
 _CAPABILITY = 90
+_INTERPRETED = knobs.runtime.interpret  # as kernels were when they were declared
 
 
 def overlap() -> dict[str, Any]:
     """What to launch a kernel with, as keyword arguments: its constant ``OVERLAP``, and Triton's option."""
-    if knobs.runtime.interpret:
+    if _INTERPRETED:
         return {"OVERLAP": False}
     return _overlap(driver.active.get_current_device())
 

@@ -174,7 +174,7 @@ def attend_chunks(
     row_bytes = size * q_TND.element_size()
     q: Any = q_TND
     kv: Any = None
-    if kv_TND is not None and _by_descriptors(q_TND, kv_TND, row_bytes):
+    if kv_TND is not None and row_bytes <= _MOST_ROW_BYTES and _by_descriptors(q_TND, kv_TND):
         tile = _tile_of_own(max_tokens, wide, prefix)
         q = TensorDescriptor.from_tensor(q_TND.flatten(1), [tile.rows, size])
         kv = TensorDescriptor.from_tensor(kv_TND.flatten(1), [tile.block, size])
@@ -209,7 +209,7 @@ def attend_chunks(
     return out
 
 
-def _by_descriptors(q_TND: Tensor, kv_TND: Tensor, row_bytes: int) -> bool:
+def _by_descriptors(q_TND: Tensor, kv_TND: Tensor) -> bool:
     """Whether own keys are read so: where that was measured."""
     hopper = capability_of(q_TND.device)[0] == HOPPER
-    return hopper and row_bytes <= _MOST_ROW_BYTES and copies(q_TND.flatten(1)) and copies(kv_TND.flatten(1))
+    return hopper and copies(q_TND.flatten(1)) and copies(kv_TND.flatten(1))

@@ -53,7 +53,7 @@ class Pipeline(NamedTuple):
 
 def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
     """Whether it takes less time than others. Both are of 16 bits."""
-    tokens, (outputs, inputs) = len(x_TI), weight_OI.shape
+    (tokens, _), (outputs, inputs) = x_TI.shape, weight_OI.shape
     if not 8 < tokens <= 128 or capability_of(x_TI.device)[0] != HOPPER:
         return False
     if tokens <= 16:
