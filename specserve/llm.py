@@ -77,7 +77,7 @@ class LLM:
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answers one prompt or a list of them, in order. A prompt is text or token ids."""
-        return self._run(self._encode_each(prompts), sampling_params, progress)
+        return self._run(self._encode_each(prompts), sampling_params, progress, "prompts[{}]")
 
     def chat(
         self,
@@ -91,14 +91,14 @@ class LLM:
             raise ValueError(f"messages must be a list, found {type(messages).__name__}")
         one = not messages or isinstance(messages[0], Mapping)
         if one:
-            return self._run([self._encode_chat(messages)], sampling_params, progress)
+            return self._run([self._encode_chat(messages)], sampling_params, progress, "conversation {}")
         prompts = []
         for index, conversation in enumerate(messages):
             try:
                 prompts.append(self._encode_chat(conversation))
             except ValueError as error:
                 raise ValueError(f"conversation {index}: {error}") from None
-        return self._run(prompts, sampling_params, progress)
+        return self._run(prompts, sampling_params, progress, "conversation {}")
 
     def close(self) -> None:
         """Frees the engine and its memory. The object is of no use any more."""
@@ -170,7 +170,9 @@ class LLM:
         prompts: list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
+        name: str,
     ) -> list[RequestOutput]:
+        """``name`` says what to call the prompt of an index, where there are several."""
         engine = self._engine
         if engine is None:
             raise ValueError("this LLM is closed")
@@ -178,7 +180,7 @@ class LLM:
         if self._tokenizer is None and any(each.stop for each in params_each):
             raise ValueError("stop needs a tokenizer, and skip_tokenizer_init is set; use stop_token_ids")
         self._calls += 1
-        batch = _Batch(engine, self._tokenizer, f"call{self._calls}", prompts, params_each)
+        batch = _Batch(engine, self._tokenizer, f"call{self._calls}", prompts, params_each, name)
         for _ in _progress(batch.run(), len(prompts), progress):
             pass
         return batch.outputs()
@@ -191,13 +193,15 @@ class _Batch:
         self,
         engine: Engine,
         tokenizer: Tokenizer | None,
-        name: str,
+        call: str,
         prompts: list[list[int]],
         params: list[SamplingParams],
+        name: str,
     ) -> None:
         self._engine = engine
+        self._name = name
         self._requests = {
-            f"{name}-{index}": (prompt, each)
+            f"{call}-{index}": (prompt, each)
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         }
         self._processors = {
@@ -229,7 +233,7 @@ class _Batch:
             if message.rid not in open_rids or message.rid in ended:
                 continue  # said before the engine learned of an abort
             if isinstance(message, Failed):
-                raise ValueError(f"{message.param}: {message.message}" if message.param else message.message)
+                raise ValueError(self._words(message))
             processor = self._processors[message.rid]
             delta = processor.push(message)
             if processor.must_abort:
@@ -237,6 +241,11 @@ class _Batch:
             if delta.finish_reason is not None:
                 ended.append(message.rid)
         return ended
+
+    def _words(self, failed: Failed) -> str:
+        """Where there are several prompts, it names the one."""
+        named = [self._name.format(list(self._requests).index(failed.rid))] if len(self._requests) > 1 else []
+        return ": ".join([*named, *([failed.param] if failed.param else []), failed.message])
 
     def outputs(self) -> list[RequestOutput]:
         found = []

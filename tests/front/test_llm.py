@@ -152,9 +152,18 @@ def test_settings_of_the_server_are_named(
 
 
 def test_a_failure_aborts_the_others(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="unlucky"):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: .*unlucky"):
         llm.generate(["a" * 50, "b"], [SamplingParams(), SamplingParams(seed=13)])
     assert not engine_of(llm).has_work
+
+
+def test_a_failure_says_whose_it_is(llm: LLM) -> None:
+    chat, unlucky = [{"role": "user", "content": "a"}], SamplingParams(seed=13)
+    with pytest.raises(ValueError, match=r"conversation 2: .*unlucky"):
+        llm.chat([chat] * 3, [SamplingParams()] * 2 + [unlucky])
+    with pytest.raises(ValueError, match="unlucky") as alone:
+        llm.generate("b", unlucky)
+    assert "prompts" not in str(alone.value)
 
 
 def test_close(llm: LLM) -> None:
