@@ -26,6 +26,44 @@ from specserve_kernels.ops.device import HOPPER, capability_of, copies, limits_o
 _MOST_ROW_BYTES = 256  # of a head that is read by descriptors
 
 
+@triton.jit
+def _fold_pages(
+    q_RD, top_R, sum_R, acc_RD, scale, at_head, table, begin, stop, end, position_R, page_stride, kv_stride,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over blocks of pages. If ``MASKED``, a row sees positions below ``end`` and up to its own."""
+    offset_N = tl.arange(0, N)
+    for block in tl.range(begin, stop, num_stages=2):
+        position_N = block * N + offset_N
+        live_N = position_N < end if MASKED else offset_N >= 0
+        k_ND, v_ND = load_block(at_head, table, position_N, live_N, page_stride, kv_stride, HEADS, D, PAGE)
+        score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
+        if MASKED:
+            visible_RN = (position_N[None, :] <= position_R[:, None]) & live_N[None, :]
+            score_RN = tl.where(visible_RN, score_RN, float("-inf"))
+        top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
+    return top_R, sum_R, acc_RD
+
+
+@triton.jit
+def _fold_own(
+    q_RD, top_R, sum_R, acc_RD, scale, kv_desc, row, k_at, v_at, begin, stop, local_R, count,
+    N: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """The same over blocks of the chunk itself, which stand from ``row`` on. If ``CAUSAL``, a row sees those up to its
+    own; behind the ``LAST`` one another request's stand, whose values may not be finite."""
+    for block in tl.range(begin, stop, num_stages=STAGES):
+        local_N = block * N + tl.arange(0, N)
+        k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
+        if LAST:
+            v_ND = tl.where((local_N < count)[:, None], v_ND, 0.0)
+        score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
+        if CAUSAL:
+            score_RN = tl.where(local_N[None, :] <= local_R[:, None], score_RN, float("-inf"))
+        top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
+    return top_R, sum_R, acc_RD
+
+
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["pages_BM", "q_start", "positions_T"],
@@ -72,52 +110,37 @@ def _prefill_kernel(
     top_R = tl.full([R], float("-inf"), tl.float32)
     sum_R = tl.zeros([R], tl.float32)
     acc_RD = tl.zeros([R, D], tl.float32)
-    offset_N = tl.arange(0, N)
     if PAGED:
         start = tl.load(positions_T + first).to(tl.int32)
-        table = pages_BM + slot.to(tl.int64) * table_stride
         at_head = cache + (head // GROUP) * D
-        always_N = offset_N >= 0
+        table = pages_BM + slot.to(tl.int64) * table_stride
         # Blocks that the tile's first token sees whole, and the end of what comes from pages.
         whole = (start if OWN else start + tile * R + 1) // N
         end = start if OWN else start + tl.minimum(tile * R + R, count)
-        for block in tl.range(0, whole, num_stages=2):
-            position_N = block * N + offset_N
-            k_ND, v_ND = load_block(
-                at_head, table, position_N, always_N, page_stride, kv_stride, HEADS, D, PAGE
-            )
-            score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
-            top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
-        for block in tl.range(whole, tl.cdiv(end, N), num_stages=2):
-            position_N = block * N + offset_N
-            live_N = position_N < end
-            k_ND, v_ND = load_block(
-                at_head, table, position_N, live_N, page_stride, kv_stride, HEADS, D, PAGE
-            )
-            visible_RN = (position_N[None, :] <= (start + local_R)[:, None]) & live_N[None, :]
-            score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
-            score_RN = tl.where(visible_RN, score_RN, float("-inf"))
-            top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
+        top_R, sum_R, acc_RD = _fold_pages(
+            q_RD, top_R, sum_R, acc_RD, scale, at_head, table, 0, whole, end, start + local_R, page_stride, kv_stride,
+            HEADS, D, PAGE, N, False,
+        )  # fmt: skip
+        top_R, sum_R, acc_RD = _fold_pages(
+            q_RD, top_R, sum_R, acc_RD, scale, at_head, table, whole, tl.cdiv(end, N), end, start + local_R,
+            page_stride, kv_stride, HEADS, D, PAGE, N, True,
+        )  # fmt: skip
     if OWN:
         row, k_at = first.to(tl.int32), (head // GROUP) * D
         v_at = HEADS * D + k_at
-        own_end = tl.minimum(tile * R + R, count)
-        for block in tl.range(0, tile * R // N, num_stages=STAGES):
-            k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
-            score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
-            top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
-        for block in tl.range(tile * R // N, own_end // N, num_stages=STAGES):
-            k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
-            score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
-            score_RN = tl.where((block * N + offset_N)[None, :] <= local_R[:, None], score_RN, float("-inf"))
-            top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
-        for block in tl.range(own_end // N, tl.cdiv(own_end, N), num_stages=1):
-            local_N = block * N + offset_N
-            k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
-            v_ND = tl.where((local_N < count)[:, None], v_ND, 0.0)  # another request's, maybe not finite
-            score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
-            score_RN = tl.where(local_N[None, :] <= local_R[:, None], score_RN, float("-inf"))
-            top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
+        end = tl.minimum(tile * R + R, count)
+        top_R, sum_R, acc_RD = _fold_own(
+            q_RD, top_R, sum_R, acc_RD, scale, kv_desc, row, k_at, v_at, 0, tile * R // N, local_R, count,
+            N, STAGES, False, False,
+        )  # fmt: skip
+        top_R, sum_R, acc_RD = _fold_own(
+            q_RD, top_R, sum_R, acc_RD, scale, kv_desc, row, k_at, v_at, tile * R // N, end // N, local_R, count,
+            N, STAGES, True, False,
+        )  # fmt: skip
+        top_R, sum_R, acc_RD = _fold_own(
+            q_RD, top_R, sum_R, acc_RD, scale, kv_desc, row, k_at, v_at, end // N, tl.cdiv(end, N), local_R, count,
+            N, 1, True, True,
+        )  # fmt: skip
     result_RD = acc_RD / sum_R[:, None]
     out_at_RD = out + (token_R * (HEADS * GROUP * D) + head * D)[:, None] + column_D[None, :]
     tl.store(out_at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
