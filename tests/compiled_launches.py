@@ -283,8 +283,8 @@ def launch_attention(size: int, slots: int, nodes: int, dtype: torch.dtype = tor
     )
     attend_nodes(*shared, length_B, q_start, per_node_T, nodes, Workspace())
     attend_chunks(*shared, q_start, per_node_T, nodes)
-    for prefix in (False, True):
-        attend_chunks(*shared, q_start, per_node_T, nodes, kv_TND, prefix)
+    for prefix, tokens in ((False, nodes), (True, nodes), (True, 65)):  # and where tiles are larger
+        attend_chunks(*shared, q_start, per_node_T, tokens, kv_TND, prefix)
     if nodes > 1:
         scratch_BKA = torch.zeros(slots, nodes, 3, dtype=torch.int64)
         attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace())

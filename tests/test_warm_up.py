@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,7 +12,7 @@ import pytest
 from specserve.config import Settings
 from specserve.core import SamplingParams
 from specserve.engine.build import longest_launch
-from specserve.engine.runner import Runner
+from specserve.engine.runner import WARM_UP, Runner
 from specserve.layers import decoder
 from tests.engines import answer_all, context_of, make_scheduler
 from tests.reference.models import make_llama
@@ -19,10 +21,10 @@ from tests.reference.models import make_llama
 @pytest.mark.parametrize(
     ("chunk", "context_length", "spans"),
     [
-        (8192, 1500, [(0, 72), (1, 128), (1, 1024)]),
-        (8192, 600, [(0, 72), (1, 128), (1, 599)]),
-        (8192, 50, [(0, 49), (1, 49), (1, 49)]),
-        (100, 1500, [(0, 72), (1, 100), (1, 100)]),
+        (8192, 1500, [(0, 72), (1, 64), (1, 128), (1, 1024)]),
+        (8192, 600, [(0, 72), (1, 64), (1, 128), (1, 599)]),
+        (8192, 50, [(0, 49), (1, 49), (1, 49), (1, 49)]),
+        (100, 1500, [(0, 72), (1, 64), (1, 100), (1, 100)]),
     ],
 )
 def test_prompts_of_all_sizes(
@@ -53,3 +55,17 @@ def test_prompts_of_all_sizes(
     params = SamplingParams(temperature=0, max_tokens=8)
     before = answer_all(make_scheduler(target, context_length=context_length), [([3, 1, 4], params)])
     assert answer_all(scheduler, [([3, 1, 4], params)]) == before
+
+
+def test_all_tiles_of_attention() -> None:
+    """Whatever the length of a chunk, behind a prefix or not, its kernel has been compiled."""
+    prefill = pytest.importorskip("specserve_kernels.ops.prefill")
+
+    def variants(chunks: Iterable[tuple[int, int]]) -> set[tuple[object, bool]]:
+        return {
+            (prefill._tile_of_own(tokens, wide, start > 0), start > 0)
+            for start, tokens in chunks
+            for wide in (False, True)
+        }
+
+    assert variants(WARM_UP) == variants(product((0, 1), range(1, 9000)))

@@ -26,8 +26,9 @@ from specserve.spec.step import step
 from specserve.spec.tree import StepShape
 
 # First positions and tokens: of more than 64, and of more than 96, projections take other kernels, and so does
-# attention behind a prefix; of many tokens they add to the residual stream, and another norm follows.
-WARM_UP = ((0, 72), (1, 128), (1, MANY_TOKENS))
+# attention behind a prefix, for more than 64 again; of many tokens projections add to the residual stream, and another
+# norm follows.
+WARM_UP = ((0, 72), (1, 64), (1, 128), (1, MANY_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
