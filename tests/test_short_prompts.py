@@ -65,7 +65,13 @@ def answers(scheduler: Scheduler) -> list[Answer]:
     ("algorithm", "shape"), [("EAGLE", (3, 1, 4)), ("EAGLE3", (3, 2, 7))], ids=["eagle", "eagle3"]
 )
 @pytest.mark.parametrize(
-    "sizes", [PROMPT_SIZES, (PromptSize(2, 12), PromptSize(5, 48))], ids=["ours", "other"]
+    "sizes",
+    [
+        PROMPT_SIZES,
+        (PromptSize(2, 12), PromptSize(5, 48)),
+        (PromptSize(2, 12), PromptSize(4, 120, longest=120)),
+    ],
+    ids=["ours", "other", "long"],
 )
 def test_gives_what_launches_of_any_size_give(
     algorithm: str, shape: tuple[int, int, int], sizes: Sequence[PromptSize], agreeing: Checkpoints
@@ -93,13 +99,20 @@ def test_gives_what_launches_of_any_size_give(
 def test_what_fits() -> None:
     assert size_for([16], PROMPT_SIZES) == PromptSize(1, 16)
     assert size_for([64], PROMPT_SIZES) == PromptSize(1, 64)
-    assert size_for([65], PROMPT_SIZES) is None
+    assert (
+        size_for([65], PROMPT_SIZES) == size_for([100, 20], PROMPT_SIZES) == PromptSize(8, 128, longest=128)
+    )
+    assert size_for([40, 100], PROMPT_SIZES) == PromptSize(8, 256, longest=256)
+    assert size_for([512], PROMPT_SIZES) == size_for([60, *[65] * 5], PROMPT_SIZES) == PROMPT_SIZES[-1]
+    assert size_for([513], PROMPT_SIZES) is None
     assert size_for([20, 30], PROMPT_SIZES) == size_for([16] * 4, PROMPT_SIZES) == PromptSize(4, 64)
     assert size_for([5] * 9, PROMPT_SIZES) == size_for([16] * 16, PROMPT_SIZES) == PromptSize(16, 256)
-    assert size_for([1] * 17, PROMPT_SIZES) is None
+    assert size_for([1] * 17, PROMPT_SIZES) is size_for([65, *[1] * 8], PROMPT_SIZES) is None
     assert sizes_within(40) == [PromptSize(1, 16)]
     assert sizes_within(65) == [PromptSize(1, 16)]
-    assert sizes_within(66) == list(PROMPT_SIZES)
+    assert sizes_within(66) == [size for size in PROMPT_SIZES if size.longest == MAX_NODES]
+    assert sizes_within(130)[-2:] == [PromptSize(8, 128, longest=128), PromptSize(16, 256)]
+    assert sizes_within(514) == list(PROMPT_SIZES)
 
 
 def test_padding_takes_what_is_left() -> None:
@@ -108,17 +121,29 @@ def test_padding_takes_what_is_left() -> None:
     rows_B, chunks = size.unpack(torch.tensor(packed))
     assert rows_B.tolist() == [5, 2, 6, 6]
     assert chunks.final_B.tolist() == [True, False, False, False]
-    assert chunks.q_start.tolist() == [0, 3, 4, 10, 15]
-    assert chunks.slot_T.tolist() == [0, 0, 0, 1, *[2] * 6, *[3] * 5]
-    assert chunks.token_T.tolist() == [7, 8, 9, 4, *[0] * 11]
+    assert chunks.q_start.tolist() == [0, 3, 4, 8, 12]
+    assert chunks.slot_T.tolist() == [0, 0, 0, 1, *[2] * 4, *[3] * 4]
+    assert chunks.token_T.tolist() == [7, 8, 9, 4, *[0] * 8]
+    assert chunks.longest == MAX_NODES
+
+
+def test_padding_is_empty_where_nothing_is_left() -> None:
+    size = PromptSize(2, 4, longest=4)
+    chunks = size.unpack(torch.tensor(size.pack([Run(5, [7, 8, 9, 4], final=True)], dummy=6)))[1]
+    assert chunks.q_start.tolist() == [0, 4, 4, 4]
+    assert chunks.slot_T.tolist() == [0] * 4
+    assert chunks.longest == 4
 
 
 @pytest.mark.parametrize("size", PROMPT_SIZES, ids=str)
-def test_no_run_is_longer_than_a_tree_or_empty(size: PromptSize) -> None:
+def test_runs_fit_and_only_the_last_are_empty(size: PromptSize) -> None:
     """From no prompt at all, as at capture, to as many as fit, short and long."""
     for runs in range(size.runs + 1):
-        for tokens in {1, min(MAX_NODES, size.tokens // max(runs, 1))}:
+        for tokens in {1, min(size.longest, size.tokens // max(runs, 1))}:
             packed = size.pack([Run(0, [5] * tokens, final=True)] * runs, dummy=1)
             starts = size.unpack(torch.tensor(packed))[1].q_start
-            assert 1 <= int(starts.diff().min()) <= int(starts.diff().max()) <= MAX_NODES
-            assert len(starts) - 1 < int(starts[-1]) == size.all_tokens
+            counts = starts.diff()
+            assert len(counts) < size.tokens, "so many nodes are one for each"
+            assert int(counts.max()) <= size.longest
+            assert int(starts[-1]) == size.tokens
+            assert not counts[int((counts > 0).sum()) :].any()

@@ -206,6 +206,13 @@ class TestShapes:
         case.check("plan_verify", tree(case, [1000, 70], [3, 2], max_nodes=4), rows=5)
         case.check("plan_verify", tree(case, [1100], [1], max_nodes=1), rows=1)
 
+    def test_runs_that_are_empty(self, device: torch.device, dtype: torch.dtype) -> None:
+        """As those of a captured launch's padding, behind the others."""
+        case = Case((4, 1, 64), 16, device, dtype)
+        case.check("plan_verify", tree(case, [37, 90, 1, 1], [5, 30, 0, 0], max_nodes=30), rows=35)
+        for own in (False, True):
+            case.check("plan_prefill", chunks(case, [0, 30, 1, 1], [20, 70, 0, 0]), rows=90, own=own)
+
     def test_many_slots(self, device: torch.device, dtype: torch.dtype) -> None:
         """More of them than workers: one has several tiles, and where that is even, whole ones."""
         case = Case((2, 2, 32), 64, device, dtype)

@@ -1,13 +1,14 @@
 """FlashInfer's paged prefill; verify and draft are Triton's.
 
-FlashInfer plans on the host from each request's lengths, which prefill knows exactly. A step's lengths live on the
-device, and its tree masks and ``kv_start`` have no counterpart there, so it never joins a step
-(docs/decisions/0008-attention-backends.md).
+FlashInfer plans on the host from each request's lengths, which prefill knows exactly, unless it is captured: Triton's
+serves there, too. A step's lengths live on the device, and its tree masks and ``kv_start`` have no counterpart there,
+so it never joins a step (docs/decisions/0008-attention-backends.md).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ class _Prefill:
 
     reads_own: ClassVar = False
     chunks: Chunks
+    spans: Sequence[tuple[int, int]]
     page_size: int
     workspace: Tensor
     alive: deque[Any]
@@ -46,13 +48,13 @@ class _Prefill:
     def _plan(self, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> Any:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        ends = [start + count for start, count in self.chunks.spans]
+        ends = [start + count for start, count in self.spans]
         pages = [-(-end // self.page_size) for end in ends]
         last = [end - (count - 1) * self.page_size for end, count in zip(ends, pages, strict=True)]
         rows = zip(self.chunks.pages_BM, pages, strict=True)
         wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
         wrapper.plan(
-            _starts([count for _, count in self.chunks.spans]),
+            _starts([count for _, count in self.spans]),
             _starts(pages),
             torch.cat([row_M[:count] for row_M, count in rows]).int(),
             torch.tensor(last, dtype=torch.int32),
@@ -93,10 +95,12 @@ class FlashInferAttention:
         return reasons
 
     def plan_prefill(self, chunks: Chunks) -> Plan:
+        if chunks.spans is None:
+            return self._triton.plan_prefill(chunks)
         if self._workspace is None:
             device = chunks.pages_BM.device
             self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        return _Prefill(chunks, self.page_size, self._workspace, self._alive)
+        return _Prefill(chunks, chunks.spans, self.page_size, self._workspace, self._alive)
 
     def plan_verify(self, nodes: Nodes) -> Plan:
         return self._triton.plan_verify(nodes)

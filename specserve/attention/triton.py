@@ -79,7 +79,7 @@ class TritonAttention:
         return reasons
 
     def plan_prefill(self, chunks: Chunks) -> _Prefill:
-        return _Prefill(chunks, prefix=any(first > 0 for first, _ in chunks.spans))
+        return _Prefill(chunks, prefix=chunks.spans is None or any(first > 0 for first, _ in chunks.spans))
 
     def plan_verify(self, nodes: Nodes) -> _Verify:
         return _Verify(nodes)

@@ -1,8 +1,9 @@
-"""Short launches of prompts in a few fixed sizes, to be captured: what the tail of a cached prompt needs, and short
-questions.
+"""Short launches of prompts in a few fixed sizes, to be captured: what the tail of a cached prompt needs, and
+questions of up to 512 tokens.
 
-Queued one by one, a launch's hundreds of kernels take the host several times as long as so few tokens take the device;
-captured, they are one call. A launch that is smaller than its size is padded with runs of the dummy row.
+Queued one by one, a launch's hundreds of kernels take the host as long as 512 tokens take the device, or longer;
+captured, they are one call. A launch that is smaller than its size is padded with runs of the dummy row, all behind its
+own, and empty where nothing is left for them.
 
 Shapes: B runs, padding included, T tokens of all.
 """
@@ -32,42 +33,40 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """Holds so many ``runs``, of so many ``tokens`` together, none longer than a tree may be. Behind them stands
-    padding, in more runs where one would be too long."""
+    """Holds so many ``runs``, of so many ``tokens`` together, none longer than ``longest``: what a tree may be, as
+    whose nodes they attend then, or more."""
 
     runs: int
     tokens: int
+    longest: int = MAX_NODES
 
     @property
     def all_runs(self) -> int:
-        return self.runs + self.tokens // MAX_NODES + 1
-
-    @property
-    def all_tokens(self) -> int:
-        """Each run of padding has a token at least, and there is one run at least that is none."""
-        return self.tokens + self.all_runs - 1
+        """With as many of padding as hold all tokens."""
+        return self.runs - (-self.tokens // self.longest)
 
     def holds(self, counts: Sequence[int]) -> bool:
         """Whether runs of so many tokens fit."""
-        return len(counts) <= self.runs and sum(counts) <= self.tokens and max(counts) <= MAX_NODES
+        return len(counts) <= self.runs and sum(counts) <= self.tokens and max(counts) <= self.longest
 
     def pack(self, runs: Sequence[Run], dummy: int) -> list[int]:
         """Rows ``[B]``, which are final ``[B]``, starts ``[B + 1]``, the tokens' runs ``[T]`` and ids ``[T]``."""
         missing = self.all_runs - len(runs)
         tokens = [token for run in runs for token in run.tokens]
-        each, more = divmod(self.all_tokens - len(tokens), missing)
+        left = self.tokens - len(tokens)
+        each, more = divmod(left, missing)
         counts = [len(run.tokens) for run in runs] + [each + (index < more) for index in range(missing)]
         rows = [run.row for run in runs] + [dummy] * missing
         final = [int(run.final) for run in runs] + [0] * missing
         starts = list(accumulate(counts, initial=0))
         owners = [index for index, count in enumerate(counts) for _ in range(count)]
-        return [*rows, *final, *starts, *owners, *tokens, *[0] * (self.all_tokens - len(tokens))]
+        return [*rows, *final, *starts, *owners, *tokens, *[0] * left]
 
     def unpack(self, numbers: Tensor) -> tuple[Tensor, PromptChunks]:
         """The rows, and the launch, as views of what ``pack`` gave."""
-        runs, tokens = self.all_runs, self.all_tokens
+        runs, tokens = self.all_runs, self.tokens
         rows_B, final_B, q_start, slot_T, token_T = numbers.split([runs, runs, runs + 1, tokens, tokens])
-        return rows_B, PromptChunks(token_T, slot_T, q_start, final_B.bool(), spans=None)
+        return rows_B, PromptChunks(token_T, slot_T, q_start, final_B.bool(), self.longest, spans=None)
 
 
 PROMPT_SIZES = (
@@ -75,14 +74,18 @@ PROMPT_SIZES = (
     PromptSize(1, 64),
     PromptSize(4, 64),
     PromptSize(8, 128),
+    PromptSize(8, 128, longest=128),
     PromptSize(16, 256),
+    PromptSize(8, 256, longest=256),
+    PromptSize(8, 384, longest=384),
+    PromptSize(8, 512, longest=512),
 )
 """The cheapest first. Of a cached prompt a page is left, 16 tokens by default, or less."""
 
 
 def sizes_within(context_length: int) -> list[PromptSize]:
     """Those whose padding has room in a context: its runs begin at position 1, and an entry follows them."""
-    return [size for size in PROMPT_SIZES if min(size.all_tokens, MAX_NODES) + 2 <= context_length]
+    return [size for size in PROMPT_SIZES if min(size.tokens, size.longest) + 2 <= context_length]
 
 
 def size_for(counts: Sequence[int], sizes: Sequence[PromptSize]) -> PromptSize | None:

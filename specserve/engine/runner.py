@@ -176,20 +176,24 @@ class Runner:
         self._graphs = graphs
         self._prompts = prompts or {}
 
+    @torch.inference_mode()
     def warm_up(self, most: int) -> None:
         """Runs prompts of up to ``most`` tokens, fewer than a context has, on the padding slot, so that no user waits
-        for kernels to compile."""
+        for kernels to compile. Of no use are captured launches, whose kernels have been."""
         state = self.context.state
         for start, tokens in WARM_UP:
             count = min(tokens, most)
             state.slots.length[state.dummy].fill_(start)
-            self.prefill([Row(state.dummy, SamplingParams(), start + count, [0] * count)]).read()
+            rows = [Row(state.dummy, SamplingParams(), start + count, [0] * count)]
+            self._prefilled(rows, self._run_prompts(rows)).read()
         state.slots.length[state.dummy].fill_(1)
 
     @torch.inference_mode()
     def prefill(self, rows: Sequence[Row]) -> Launch:
         """Runs a chunk of each row's prompt. Rows that are not final emit nothing."""
-        result = self._replay_prompts(rows) or self._run_prompts(rows)
+        return self._prefilled(rows, self._replay_prompts(rows) or self._run_prompts(rows))
+
+    def _prefilled(self, rows: Sequence[Row], result: PrefillResult) -> Launch:
         token_B1 = result.token_B[: len(rows), None]
         packed = torch.where(result.final_B[: len(rows), None], token_B1, -1)
         packed = torch.cat([packed, torch.zeros_like(packed).expand(-1, 3)], dim=1)
@@ -216,6 +220,7 @@ class Runner:
             slot_T=torch.repeat_interleave(q_start.diff(), output_size=starts[-1]),
             q_start=q_start,
             final_B=final_B.bool(),
+            longest=max(counts),
             spans=[(row.length - count, count) for row, count in zip(rows, counts, strict=True)],
             scored=self._scored(rows, counts),
         )

@@ -35,17 +35,19 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class PromptChunks:
-    """Tokens to prefill, packed by request, each run starting at its slot's ``length``.
+    """Tokens to prefill, packed by request, each run starting at its slot's ``length``. The last runs may be empty,
+    where their requests are of no interest.
 
-    ``final_B``: the run reaches the end of what is known of the request, so a token is chosen after it. ``spans``:
-    first position and number of tokens of each run, where the host knows them; runs of a captured launch, None, are as
-    short as trees.
+    ``final_B``: the run reaches the end of what is known of the request, so a token is chosen after it. No run has more
+    than ``longest`` tokens. ``spans``: first position and number of tokens of each run, None in a captured launch,
+    where the host does not know them.
     """
 
     token_T: Tensor
     slot_T: Tensor  # index into the batch
     q_start: Tensor  # [B + 1]
     final_B: Tensor  # bool
+    longest: int
     spans: Sequence[tuple[int, int]] | None
     scored: Scored | None = None
 
@@ -97,15 +99,15 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
 
 
 def _plan(context: Context, view: View, chunks: PromptChunks, position_T: Tensor, local_T: Tensor) -> Plan:
-    """Attention of the runs. Short ones are chains of nodes, each a tree's only path."""
-    if chunks.spans is not None:
+    """Attention of the runs. Short ones of a captured launch are chains of nodes, each a tree's only path."""
+    if chunks.spans is not None or chunks.longest > MAX_NODES:
         return context.attention.plan_prefill(
             Chunks(
                 pages_BM=view.pages_BM,
                 q_start=chunks.q_start,
                 slot_T=chunks.slot_T,
                 positions_T=position_T,
-                max_tokens=max(count for _, count in chunks.spans),
+                max_tokens=chunks.longest,
                 max_kv=view.max_length,
                 spans=chunks.spans,
             )
@@ -118,7 +120,7 @@ def _plan(context: Context, view: View, chunks: PromptChunks, position_T: Tensor
             slot_T=chunks.slot_T,
             local_T=local_T,
             mask_T=chain_masks(local_T)[1],
-            max_nodes=min(len(chunks.token_T), MAX_NODES),
+            max_nodes=min(len(chunks.token_T), chunks.longest),
             max_kv=view.max_length,
         )
     )
@@ -155,7 +157,7 @@ def _store_draft(
     The token at position 0 has none.
     """
     assert context.drafter is not None
-    before_TH = features_TH.roll(1, 0)
-    before_TH[chunks.q_start[:-1]] = context.state.slots.feature[view.rows_B]
+    before_XH = torch.nn.functional.pad(features_TH, (0, 0, 1, 0))  # a row more, for runs that are empty
+    before_XH[chunks.q_start[:-1]] = context.state.slots.feature[view.rows_B]
     page_T = torch.where(position_T > 0, where[0], 0)
-    context.drafter.store(chunks.token_T, before_TH, None, position_T, context.pool, (page_T, where[1]))
+    context.drafter.store(chunks.token_T, before_XH[:-1], None, position_T, context.pool, (page_T, where[1]))

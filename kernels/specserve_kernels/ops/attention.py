@@ -333,9 +333,9 @@ def attend_nodes(
 
     ``q_TND`` ``[T, Hq, D]``, rows may lie further apart than ``Hq * D``; ``cache`` ``[pages, (k, v), page size, Hk,
     D]``, the last three contiguous; both float16, bfloat16 or float32. ``q_start`` ``[B + 1]``: where each slot's
-    nodes begin, at least one and at most ``max_nodes`` (64) a slot; what lies beyond the last gets zeros. Index
-    tensors are int64 or int32, ``mask_T`` int64; lengths and ``q_start`` are not from the launch right before this one:
-    see ``overlap``. Returns ``[T, Hq, D]``, contiguous.
+    nodes begin, at most ``max_nodes`` (64) a slot, none only where T is more than B; what lies beyond the last gets
+    zeros. Index tensors are int64 or int32, ``mask_T`` int64; lengths and ``q_start`` are not from the launch right
+    before this one: see ``overlap``. Returns ``[T, Hq, D]``, contiguous.
     """
     if len(q_TND) == len(length_B):
         return _launch(q_TND, cache, pages_BM, length_B, workspace, nodes=1, ahead=1)

@@ -188,9 +188,9 @@ def attend_chunks(
 
     ``q_TND`` ``[T, Hq, D]``, rows may lie further apart than ``Hq * D``; ``cache`` ``[pages, (k, v), page size, Hk,
     D]``, the last three contiguous; both float16, bfloat16 or float32. ``q_start`` ``[B + 1]`` covers all T tokens, at
-    most ``max_tokens`` a request. Index tensors are int64 or int32. ``kv_TND`` ``[T, 2 * Hk, D]``: the tokens' own
-    rotated keys, then their values, which the cache holds, too. ``prefix``: some request begins behind position 0.
-    Returns ``[T, Hq, D]``, contiguous.
+    most ``max_tokens`` a request, maybe none. Index tensors are int64 or int32. ``kv_TND`` ``[T, 2 * Hk, D]``: the
+    tokens' own rotated keys, then their values, which the cache holds, too. ``prefix``: some request begins behind
+    position 0. Returns ``[T, Hq, D]``, contiguous.
     """
     (_, heads, size), kv_heads = q_TND.shape, cache.shape[3]
     wide = q_TND.element_size() == 4
