@@ -1,7 +1,7 @@
 """Times the target's layers as a chain, each kernel behind the one that it needs, in a CUDA graph: milliseconds of 32
 layers of Llama-3.1-8B, without embedding and head.
 
-    python kernels/bench/chain.py [--tokens 1 4 8 16 32 64] [--context 640] [--only NAME ...] [--once]
+    python kernels/bench/chain.py [--tokens 1 4 8 16 32 64] [--requests 1] [--context 640] [--only NAME ...] [--once]
 
 Kernels timed alone lie side by side; in a step each waits for the last. The columns: launches one after the other and
 overlapping (``ops/overlap.py``), with projections by cuBLAS and by our kernels, and chains that lack some of
@@ -57,53 +57,57 @@ class Layer:
 
 @dataclass(frozen=True)
 class Chain:
-    """One request, whose tokens are a chain behind ``context`` others."""
+    """Requests, whose tokens are each a chain behind ``context`` others."""
 
     layers: list[Layer]
     x_TH: Tensor
     rope_P2D: Tensor
     position_T: Tensor
+    place_T: tuple[Tensor, Tensor]
     pages_BM: Tensor
     length_B: Tensor
     q_start: Tensor
     mask_T: Tensor
 
     @classmethod
-    def of(cls, layers: list[Layer], tokens: int, context: int) -> Chain:
-        pages = -(-(context + tokens) // PAGE)
+    def of(cls, layers: list[Layer], requests: int, tokens: int, context: int) -> Chain:
         device = layers[0].cache.device
+        pages = pages_of(1, tokens, context)
+        local_T = torch.arange(tokens, device=device).repeat(requests)
+        position_T = context + local_T
+        pages_BM = torch.randperm(requests * pages, device=device).view(requests, pages)
+        page_BT = pages_BM.gather(1, (position_T // PAGE).view(requests, tokens))
         return cls(
             layers,
-            draw(tokens, HIDDEN),
+            draw(requests * tokens, HIDDEN),
             draw(context + tokens, 2, HEAD_DIM),
-            context + torch.arange(tokens, device=device),
-            torch.arange(pages, device=device)[None],
-            torch.tensor([context], device=device),
-            torch.tensor([0, tokens], device=device),
-            (2 << torch.arange(tokens, device=device)) - 1,
+            position_T,
+            (page_BT.flatten(), position_T % PAGE),
+            pages_BM,
+            torch.full([requests], context, device=device),
+            tokens * torch.arange(requests + 1, device=device),
+            (2 << local_T) - 1,
         )
 
     def run(self, norms: bool = True, attention: bool = True) -> Tensor:
-        workspace, places = Workspace(), (self.position_T // PAGE, self.position_T % PAGE)
+        workspace = Workspace()
         x_TH, residual_TH = self.x_TH, torch.zeros_like(self.x_TH)
         for layer in self.layers:
             if norms:
                 x_TH, residual_TH = add_rms_norm(x_TH, residual_TH, layer.norms[0], 1e-5)
             qkv_TND = linear.linear(x_TH, layer.qkv, None).view(len(x_TH), -1, HEAD_DIM)
-            mixed_TND = self._mixed(layer, qkv_TND, places, workspace) if attention else qkv_TND[:, :HEADS]
+            mixed_TND = self._mixed(layer, qkv_TND, workspace) if attention else qkv_TND[:, :HEADS]
             x_TH = linear.linear(mixed_TND.flatten(1), layer.o, None)
             if norms:
                 x_TH, residual_TH = add_rms_norm(x_TH, residual_TH, layer.norms[1], 1e-5)
             x_TH = linear.linear(linear.linear(x_TH, layer.gate_up, None, gated=True), layer.down, None)
         return x_TH
 
-    def _mixed(
-        self, layer: Layer, qkv_TND: Tensor, places: tuple[Tensor, Tensor], workspace: Workspace
-    ) -> Tensor:
+    def _mixed(self, layer: Layer, qkv_TND: Tensor, workspace: Workspace) -> Tensor:
         q_TND = rotary_store_kv(
-            qkv_TND, self.rope_P2D, self.position_T, KV_HEADS, layer.cache, *places, keys=False
+            qkv_TND, self.rope_P2D, self.position_T, KV_HEADS, layer.cache, *self.place_T, keys=False
         )
-        shape = self.pages_BM, self.length_B, self.q_start, self.mask_T, len(q_TND)
+        shape = self.pages_BM, self.length_B, self.q_start, self.mask_T, len(q_TND) // len(self.length_B)
         return attend_nodes(q_TND, layer.cache, *shape, workspace)
 
 
@@ -138,6 +142,10 @@ VARIANTS = {
 }
 
 
+def pages_of(requests: int, tokens: int, context: int) -> int:
+    return requests * -(-(context + tokens) // PAGE)
+
+
 def milliseconds(run: Callable[[], Tensor], once: bool) -> float:
     if once:
         run()
@@ -147,17 +155,19 @@ def milliseconds(run: Callable[[], Tensor], once: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], help="of each")
+    parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--once", action="store_true")
     args = parser.parse_args()
-    layers = [Layer.drawn(-(-(args.context + max(args.tokens)) // PAGE)) for _ in range(TIMED)]
+    layers = [Layer.drawn(pages_of(args.requests, max(args.tokens), args.context)) for _ in range(TIMED)]
     floor = 1e3 * LAYERS * WEIGHT_BYTES / PEAK
-    print(f"{torch.cuda.get_device_name()}, bf16: ms of {LAYERS} layers, floor {floor:.3f}")
+    shape = f"{args.requests} requests of {args.context}"
+    print(f"{torch.cuda.get_device_name()}, bf16: ms of {LAYERS} layers, {shape}, floor {floor:.3f}")
     print(f"{'tokens':>6}" + "".join(f"{name:>13}" for name in args.only))
     for tokens in args.tokens:
-        chain = Chain.of(layers, tokens, args.context)
+        chain = Chain.of(layers, args.requests, tokens, args.context)
         row = f"{tokens:6}"
         for each in map(VARIANTS.__getitem__, args.only):
             with each.launched():
