@@ -116,15 +116,15 @@ def test_what_fits() -> None:
 
 
 def test_padding_takes_what_is_left() -> None:
-    size = PromptSize(3, 12)
+    size = PromptSize(3, 12, longest=5)
     packed = size.pack([Run(5, [7, 8, 9], final=True), Run(2, [4], final=False)], dummy=6)
     rows_B, chunks = size.unpack(torch.tensor(packed))
-    assert rows_B.tolist() == [5, 2, 6, 6]
-    assert chunks.final_B.tolist() == [True, False, False, False]
-    assert chunks.q_start.tolist() == [0, 3, 4, 8, 12]
-    assert chunks.slot_T.tolist() == [0, 0, 0, 1, *[2] * 4, *[3] * 4]
+    assert rows_B.tolist() == [5, 2, 6, 6, 6, 6]
+    assert chunks.final_B.tolist() == [True, *[False] * 5]
+    assert chunks.q_start.tolist() == [0, 3, 4, 9, 12, 12, 12]
+    assert chunks.slot_T.tolist() == [0, 0, 0, 1, *[2] * 5, *[3] * 3]
     assert chunks.token_T.tolist() == [7, 8, 9, 4, *[0] * 8]
-    assert chunks.longest == MAX_NODES
+    assert chunks.longest == 5
 
 
 def test_padding_is_empty_where_nothing_is_left() -> None:

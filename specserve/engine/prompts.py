@@ -2,8 +2,8 @@
 questions of up to 512 tokens.
 
 Queued one by one, a launch's hundreds of kernels take the host as long as 512 tokens take the device, or longer;
-captured, they are one call. A launch that is smaller than its size is padded with runs of the dummy row, all behind its
-own, and empty where nothing is left for them.
+captured, they are one call. A launch that is smaller than its size is padded with runs of the dummy row behind its own,
+as few as may be, since each takes tiles of attention; the others are empty.
 
 Shapes: B runs, padding included, T tokens of all.
 """
@@ -54,8 +54,8 @@ class PromptSize:
         missing = self.all_runs - len(runs)
         tokens = [token for run in runs for token in run.tokens]
         left = self.tokens - len(tokens)
-        each, more = divmod(left, missing)
-        counts = [len(run.tokens) for run in runs] + [each + (index < more) for index in range(missing)]
+        counts = [len(run.tokens) for run in runs]
+        counts += [max(0, min(self.longest, left - index * self.longest)) for index in range(missing)]
         rows = [run.row for run in runs] + [dummy] * missing
         final = [int(run.final) for run in runs] + [0] * missing
         starts = list(accumulate(counts, initial=0))
