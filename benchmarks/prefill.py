@@ -1,9 +1,10 @@
 """Seconds from prompts to first tokens, against the floor, the bars and the peers.
 
-    python -m benchmarks.prefill --model DIR/target [--shape 3,1,4 --eagle3 DIR/eagle3] [--quick]
+    python -m benchmarks.prefill --model DIR/target [--shape 3,1,4 --eagle3 DIR/eagle3] [--cases 1x100 4x100] [--quick]
 
-16 prompts of 512 tokens together, one alone, and 8 of 2,048 where the context has room; medians of ``LLM.generate``
-with one token out. The floor is the arithmetic of the target's layers, and so are the operations of TFLOP/s.
+16 prompts of 512 tokens together, one alone, and 8 of 2,048 where the context has room, or the cases given; medians of
+``LLM.generate`` with one token out. The floor is the arithmetic of the target's layers, and so are the operations of
+TFLOP/s.
 """
 
 from __future__ import annotations
@@ -18,28 +19,27 @@ from specserve import LLM
 
 CASES = ((16, 1), (1, 1), (8, 4))
 """Prompts, and their length in lengths of ``--prompt-tokens``."""
-BARS_MS = {16: 180.0, 1: 15.0, 8: 383.0}
-"""For 512 tokens of ``--prompt-tokens`` on one H200, Llama-3.1-8B shapes; the last is 620 TFLOP/s."""
-PEERS_MS = {16: {"fastest": 185.0, "slowest": 189.0}, 1: {"vLLM": 16.2, "SGLang": 18.2}, 8: {}}
+BARS_MS = {(16, 512): 180.0, (1, 512): 15.0, (8, 2048): 383.0}
+"""By prompts and tokens, on one H200, Llama-3.1-8B shapes; the last is 620 TFLOP/s."""
+PEERS_MS = {(16, 512): {"fastest": 185.0, "slowest": 189.0}, (1, 512): {"vLLM": 16.2, "SGLang": 18.2}}
 """Of the 16 prompts the range of both servers."""
-COUNTED_PROMPT = 512
 
 
 def measure(llm: LLM, args: argparse.Namespace, batch: int, tokens: int) -> dict[str, Any]:
     prompts = make_prompts(args, batch, tokens)
     generate_timed(llm, prompts, 1)
     ms = median(generate_timed(llm, prompts, 1)[0] for _ in range(args.repeats)) * 1e3
-    same = applies(args.model) and args.prompt_tokens == COUNTED_PROMPT
+    case, same = (batch, tokens), applies(args.model)
     floor = prefill_ms(batch, tokens) if same else None
     return {
         "batch": batch,
         "prompt_tokens": tokens,
         "ms": ms,
-        "bar_ms": BARS_MS[batch] if same else None,
+        "bar_ms": BARS_MS.get(case) if same else None,
         "floor_ms": floor,
         "tflops": None if floor is None else floor / ms * GEMM_FLOPS * 1e-12,
         "ratio_to_floor": None if floor is None else ms / floor,
-        "peers_ms": PEERS_MS[batch] if same else {},
+        "peers_ms": PEERS_MS.get(case, {}) if same else {},
     }
 
 
@@ -49,7 +49,8 @@ def line(row: dict[str, Any]) -> str:
         return text
     peers = ", ".join(f"{name} {ms}" for name, ms in row["peers_ms"].items())
     floor = f"{row['floor_ms']:.1f}, ratio {row['ratio_to_floor']:.2f}"
-    return f"{text}, {row['tflops']:.0f} TFLOP/s; bar {row['bar_ms']}; floor {floor}; peers {peers or 'not measured'}"
+    bar = "" if row["bar_ms"] is None else f"; bar {row['bar_ms']}"
+    return f"{text}, {row['tflops']:.0f} TFLOP/s{bar}; floor {floor}; peers {peers or 'not measured'}"
 
 
 def shape(text: str) -> Shape:
@@ -57,17 +58,23 @@ def shape(text: str) -> Shape:
     return steps, topk, tokens
 
 
+def case(text: str) -> tuple[int, int]:
+    batch, tokens = map(int, text.split("x"))
+    return batch, tokens
+
+
 def main() -> None:
     parser = load_options(__doc__)
     parser.set_defaults(repeats=10)
+    parser.add_argument("--cases", nargs="+", type=case, help="prompts x tokens of each, as 4x100, instead")
     parser.add_argument(
         "--shape", type=shape, help="steps,topk,tokens of EAGLE-3, whose cache is then filled too"
     )
     args = parse_load(parser)
     rows = []
-    with open_llm(args, args.shape, max(BARS_MS)) as llm:
-        for batch, lengths in CASES:
-            tokens = lengths * args.prompt_tokens
+    cases = args.cases or [(batch, lengths * args.prompt_tokens) for batch, lengths in CASES]
+    with open_llm(args, args.shape, max(batch for batch, _ in cases)) as llm:
+        for batch, tokens in cases:
             if batch <= max(args.max_batch, 1) and tokens < llm.settings.context_length:
                 rows.append(measure(llm, args, batch, tokens))
                 print(line(rows[-1]), flush=True)

@@ -91,16 +91,8 @@ def test_where_the_turned_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
             *(False, False, True, False, True)
         ]
-    assert all(serves(tokens, *each) for tokens in (17, 32) for each in (qkv, o, gate_up, down, head))
-    for tokens in (33, 64):
-        assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
-            *(False, False, True, True, True)
-        ]
-        assert [
-            serves(tokens, *each) for each in ((4096, 12288), (6144, 8192), (4096, 8192))
-        ] == [  # fc, a draft's qkv
-            *(True, False, False)
-        ]
+    assert all(serves(tokens, *each) for tokens in (17, 32, 33, 64) for each in (qkv, o, gate_up, down, head))
+    assert all(serves(tokens, *each) for tokens in (33, 64) for each in ((4096, 12288), (6144, 8192)))
     for tokens in (97, 128):
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
             *(False, False, True, False, False)
@@ -128,14 +120,14 @@ TILES = [
     (H200, 256, 8, (64, 32, 4, 5, 3)),
     (H200, 512, 8, (64, 32, 8, 5, 3)),
     (H200, 1024, 8, (32, 16, 4, 5, 3)),
-    (H200, 128, 1, (16, 64, 4, 5, 3)),
+    (H200, 128, 1, (16, 64, 4, 5, 1)),
     (A100, 512, 8, (64, 32, 8, 5, 3)),
     (L4, 256, 8, (64, 32, 4, 5, 3)),
-    (L4, 256, 1, (16, 32, 4, 5, 3)),
-    (H200, 256, 1, (16, 64, 4, 5, 3)),
-    (H200, 512, 1, (16, 32, 4, 5, 3)),
+    (L4, 256, 1, (16, 32, 4, 5, 1)),
+    (H200, 256, 1, (16, 64, 4, 5, 1)),
+    (H200, 512, 1, (16, 32, 4, 5, 1)),
     (L4, 512, 8, (64, 32, 8, 3, 2)),
-    (L4, 512, 1, (16, 32, 4, 3, 3)),
+    (L4, 512, 1, (16, 32, 4, 3, 1)),
     (RTX5090, 1024, 8, (32, 16, 4, 3, 2)),
     (T4, 256, 8, (64, 32, 4, 5, 2)),
     (T4, 512, 8, (32, 16, 4, 5, 2)),
@@ -164,8 +156,8 @@ def test_prefill() -> None:
         (1, 1, 1 << 17, 16, 16),  # one a multiprocessor
         (1, 1, 640, 10, 10),  # no more than blocks
         (1, 4, 1 << 17, 16, 16),
-        (1, 8, 1 << 17, 49, 16),
-        (1, 8, 320, 20, 16),
+        (1, 8, 1 << 17, 16, 16),
+        (1, 8, 320, 5, 5),
         (1, 16, 1 << 17, 49, 32),  # eight parts of each of four tiles
         (4, 4, 1 << 17, 49, 32),
         (8, 4, 1 << 17, 49, 49),
@@ -193,6 +185,22 @@ def test_unequal_trees_have_more_programs() -> None:
     assert (unequal.workers, unequal.registers) == (49, 168)
     few = Cut.of(16, 4, 4, 8, 256, *H200)
     assert Cut.of(16, 4, 4, 8, 256, *H200, ragged=True) == few  # chains of few nodes
+
+
+def test_one_request_alone() -> None:
+    """Tiles as small as its rows; whoever merges them reads all parts at once, if not more than 16."""
+    cuts = [Cut.of(1, nodes, 4, 8, 256, *H200) for nodes in (1, 2, 4, 5, 8, 9)]
+    assert [cut.rows for cut in cuts] == [16, 16, 16, 32, 32, 16]
+    assert [cut.block for cut in cuts] == [64, 64, 64, 64, 64, 32]
+    assert [(cut.merged_rows, cut.merged) for cut in cuts] == [
+        (4, 16),
+        (8, 16),
+        (16, 8),
+        (32, 4),
+        (32, 4),
+        (16, 2),
+    ]
+    assert Cut.of(1, 8, 4, 8, 256, 142, 101_376).rows == 16, "no room for blocks of 64"
 
 
 def test_tickets_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,29 +102,48 @@ def fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD):
 
 @triton.jit
 def _merge(
-    part, part_lse, worker, pitch, parts, live_R, R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr
+    part, part_lse, worker, pitch, parts, live_R,
+    R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The sum of normalised parts, weighted by their log-sum-exp: the second of ``worker``, then the first of each of
-    its followers, ``pitch`` programs apart. Loads pass by the first cache, which other programs' stores don't update.
+    its followers, ``pitch`` programs apart, ``C`` under way at a time. Loads pass by the first cache, which other
+    programs' stores don't update.
     """
-    top_R = tl.full([R], float("-inf"), tl.float32)
-    sum_R = tl.zeros([R], tl.float32)
-    acc_RD = tl.zeros([R, D], tl.float32)
-    row_R = tl.arange(0, R)
-    column_D = tl.arange(0, D)
-    for i in tl.range(0, parts, num_stages=STAGES):
-        at_R = _part(worker + i * pitch, i, R) + row_R
-        lse_R = tl.load(part_lse + at_R, mask=live_R, other=float("-inf"), cache_modifier=".cg")
-        at_RD = part + at_R[:, None] * D + column_D[None, :]
-        part_RD = tl.load(at_RD, mask=live_R[:, None], other=0.0, cache_modifier=".cg")
-        new_R = tl.maximum(top_R, lse_R)
+    ROWS: tl.constexpr = live_R.shape[0]
+    top_R = tl.full([ROWS], float("-inf"), tl.float32)
+    sum_R = tl.zeros([ROWS], tl.float32)
+    acc_RD = tl.zeros([ROWS, D], tl.float32)
+    row_R1 = tl.arange(0, ROWS)[:, None]
+    for first in tl.range(0, parts, C, num_stages=STAGES):
+        i_C = first + tl.arange(0, C)
+        at_RC = _part(worker + i_C * pitch, i_C, R)[None, :] + row_R1
+        there_RC = (i_C < parts)[None, :] & live_R[:, None]
+        lse_RC = tl.load(part_lse + at_RC, mask=there_RC, other=float("-inf"), cache_modifier=".cg")
+        at_RCD = part + at_RC[:, :, None] * D + tl.arange(0, D)
+        part_RCD = tl.load(at_RCD, mask=there_RC[:, :, None], other=0.0, cache_modifier=".cg")
+        new_R = tl.maximum(top_R, tl.max(lse_RC, 1))
         base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
         shrink_R = tl.exp2(top_R - base_R)
-        weight_R = tl.exp2(lse_R - base_R)
-        sum_R = sum_R * shrink_R + weight_R
-        acc_RD = acc_RD * shrink_R[:, None] + part_RD * weight_R[:, None]
+        weight_RC = tl.exp2(lse_RC - base_R[:, None])
+        sum_R = sum_R * shrink_R + tl.sum(weight_RC, 1)
+        acc_RD = acc_RD * shrink_R[:, None] + tl.sum(part_RCD * weight_RC[:, :, None], 1)
         top_R = new_R
     return acc_RD / tl.where(sum_R == 0.0, 1.0, sum_R)[:, None]
+
+
+@triton.jit
+def _rows_of(start, first, count, head, GROUP: tl.constexpr, R: tl.constexpr):
+    """Nodes and query heads of the rows from ``start`` on of a slot, and which of them there are."""
+    row_R = start + tl.arange(0, R)
+    live_R = row_R // GROUP < count
+    return tl.where(live_R, first + row_R // GROUP, 0).to(tl.int64), head * GROUP + row_R % GROUP, live_R
+
+
+@triton.jit
+def _store_rows(out, result_RD, node_R, head_R, live_R, HEADS: tl.constexpr):
+    D: tl.constexpr = result_RD.shape[1]
+    at_RD = out + (node_R * HEADS + head_R)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
 
 
 @triton.jit
@@ -171,6 +190,8 @@ def _attend_kernel(
     R: tl.constexpr,
     N: tl.constexpr,
     STAGES: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,  # a power of two, at least all rows that a tile has
+    MERGED: tl.constexpr,  # parts that are merged at a time
     MERGE_STAGES: tl.constexpr,
     ENTRIES: tl.constexpr,  # a power of two, at least A
     SLOTS: tl.constexpr,  # a power of two, at least B
@@ -200,28 +221,27 @@ def _attend_kernel(
     row_R, column_D = tl.arange(0, R), tl.arange(0, D)
     offset_N = tl.arange(0, N)
     at_head = cache + head * D
-    take_turn(OVERLAP)
     while at < end:
         slot = tl.sum((done_S <= at).to(tl.int32), 0)
-        before = tl.sum(tl.where(slot_S < slot, work_S, 0), 0)
-        prefix = tl.load(length_B + slot).to(tl.int32) + ahead
+        here_S = slot_S == slot
+        before = tl.sum(tl.where(here_S, done_S - work_S, 0), 0)
+        visible_end = tl.sum(tl.where(here_S, end_S, 0), 0)
         if TAIL == "mask":
-            first = tl.load(q_start + slot).to(tl.int32)
-            count = tl.load(q_start + slot + 1).to(tl.int32) - first
-            visible_end = prefix + count
+            first = tl.sum(tl.where(here_S, first_S, 0), 0)
+            count = tl.sum(tl.where(here_S, count_S, 0), 0)
+            prefix = visible_end - count
         else:
             first = slot * nodes
             count = nodes
-            visible_end = prefix + entries * nodes
+            prefix = visible_end - entries * nodes
         blocks = tl.maximum(tl.cdiv(visible_end - kv_start, N), 1)
         pitch = tl.where(even, longest, blocks)
         tile = (at - before) // pitch
         begin = at - before - tile * pitch
         stop = tl.minimum(blocks, begin + end - at)
-        node_R = (tile * R + row_R) // GROUP
-        live_R = node_R < count
-        node_R = tl.where(live_R, first + node_R, 0).to(tl.int64)
-        head_R = head * GROUP + (tile * R + row_R) % GROUP
+        table = pages_BM + slot.to(tl.int64) * table_stride
+        take_turn(OVERLAP)
+        node_R, head_R, live_R = _rows_of(tile * R, first, count, head, GROUP, R)
         q_at_RD = q + (node_R * q_stride + head_R * D)[:, None] + column_D[None, :]
         q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
         if TAIL == "mask":
@@ -233,7 +253,6 @@ def _attend_kernel(
         top_R = tl.full([R], float("-inf"), tl.float32)
         sum_R = tl.zeros([R], tl.float32)
         acc_RD = tl.zeros([R, D], tl.float32)
-        table = pages_BM + slot.to(tl.int64) * table_stride
         for block in tl.range(begin, stop, num_stages=STAGES):
             base = kv_start + block * N
             position_N = base + offset_N
@@ -256,11 +275,10 @@ def _attend_kernel(
             top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
         divisor_R = tl.where(sum_R == 0.0, 1.0, sum_R)
         result_RD = acc_RD / divisor_R[:, None]
-        out_at_RD = out + (node_R * (HEADS * GROUP) + head_R)[:, None] * D + column_D[None, :]
         first_worker = (at - begin) // share
         parts = (at - begin + pitch - 1) // share - first_worker + 1
         if parts == 1:
-            tl.store(out_at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
+            _store_rows(out, result_RD, node_R, head_R, live_R, HEADS * GROUP)
         else:
             mine_R = _part(tl.program_id(0), begin, R) + row_R
             lse_R = tl.where(sum_R == 0.0, float("-inf"), top_R + tl.log2(divisor_R))
@@ -271,9 +289,11 @@ def _attend_kernel(
             if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == parts - 1:
                 tl.store(ticket, 0)
                 leader = first_worker * HEADS + head
-                merged_RD = _merge(part, part_lse, leader, HEADS, parts, live_R, R, D, MERGE_STAGES)
-                tl.store(out_at_RD, merged_RD.to(out.dtype.element_ty), mask=live_R[:, None])
+                node_X, head_X, live_X = _rows_of(tile * R, first, count, head, GROUP, MERGED_ROWS)
+                merged_XD = _merge(part, part_lse, leader, HEADS, parts, live_X, R, D, MERGED, MERGE_STAGES)
+                _store_rows(out, merged_XD, node_X, head_X, live_X, HEADS * GROUP)
         at += tl.minimum(pitch - begin, end - at)
+    take_turn(OVERLAP)  # of those without work
     if TAIL == "mask":  # nodes of no slot: nobody reads their output, but it is finite
         for spare in range(tl.load(q_start + slots).to(tl.int32) + worker, total, workers):
             for i in range(GROUP):
@@ -436,6 +456,8 @@ def _launch(
         N=cut.block,
         STAGES=cut.stages,
         MERGE_STAGES=cut.merge_stages,
+        MERGED_ROWS=cut.merged_rows,
+        MERGED=cut.merged,
         ENTRIES=max(8, triton.next_power_of_2(entries)),
         SLOTS=next(size for size in _SLOTS if size >= slots),
         num_warps=cut.warps,

@@ -30,7 +30,6 @@ from specserve_kernels.ops.parts import add_up, hand_in
 
 _MANY_OUTPUTS = 16384  # from so many on, tiles are wide and their inputs are not shared
 _FULL = 0.7  # of the multiprocessors' places that programs take, in all the waves that they need
-_LARGE = 48 << 20  # numbers of a weight: what is smaller, cuBLAS reads as fast for more than 32 tokens
 _LONE = 64  # tokens, up to which a program is alone on its multiprocessor
 _HALF_EMPTY = 96  # tokens, up to which a tile of 128 takes as long as cuBLAS's
 _LEAST_STEPS, _MOST_PARTS = 8, 4
@@ -58,11 +57,8 @@ def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
         return False
     if tokens <= 16:
         wins = outputs >= _MANY_OUTPUTS
-    elif tokens <= _LONE:
-        long = outputs >= _MANY_OUTPUTS or inputs > 2 * outputs  # as gates and heads, or as fc and down
-        wins = tokens <= 32 or (long and outputs * inputs >= _LARGE)
     else:
-        wins = tokens > _HALF_EMPTY and gated
+        wins = tokens <= _LONE or (tokens > _HALF_EMPTY and gated)
     if not (wins and copies(x_TI) and copies(weight_OI)):
         return False
     limits = limits_of(x_TI.device)
