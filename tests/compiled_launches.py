@@ -332,6 +332,7 @@ def main() -> None:
         launch_attention(128, 20, 16)
         launch_attention(128, 400, 1)
         launch_attention(128, 1, 4)
+        launch_attention(128, 1, 8)
         launch_attention(256, 20, 16)
         launch_norm()
         launch_linears(8)
