@@ -106,27 +106,39 @@ def _merge(
     R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The sum of normalised parts, weighted by their log-sum-exp: the second of ``worker``, then the first of each of
-    its followers, ``pitch`` programs apart, ``C`` under way at a time. Loads pass by the first cache, which other
-    programs' stores don't update.
+    its followers, ``pitch`` programs apart. Either ``C`` are under way at a time, side by side in registers, or one in
+    each of several stages. Loads pass by the first cache, which other programs' stores don't update.
     """
     ROWS: tl.constexpr = live_R.shape[0]
     top_R = tl.full([ROWS], float("-inf"), tl.float32)
     sum_R = tl.zeros([ROWS], tl.float32)
     acc_RD = tl.zeros([ROWS, D], tl.float32)
-    row_R1 = tl.arange(0, ROWS)[:, None]
+    row_R, column_D = tl.arange(0, ROWS), tl.arange(0, D)
     for first in tl.range(0, parts, C, num_stages=STAGES):
-        i_C = first + tl.arange(0, C)
-        at_RC = _part(worker + i_C * pitch, i_C, R)[None, :] + row_R1
-        there_RC = (i_C < parts)[None, :] & live_R[:, None]
-        lse_RC = tl.load(part_lse + at_RC, mask=there_RC, other=float("-inf"), cache_modifier=".cg")
-        at_RCD = part + at_RC[:, :, None] * D + tl.arange(0, D)
-        part_RCD = tl.load(at_RCD, mask=there_RC[:, :, None], other=0.0, cache_modifier=".cg")
-        new_R = tl.maximum(top_R, tl.max(lse_RC, 1))
-        base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
+        if C == 1:
+            at_R = _part(worker + first * pitch, first, R) + row_R
+            lse_R = tl.load(part_lse + at_R, mask=live_R, other=float("-inf"), cache_modifier=".cg")
+            at_RD = part + at_R[:, None] * D + column_D[None, :]
+            part_RD = tl.load(at_RD, mask=live_R[:, None], other=0.0, cache_modifier=".cg")
+            new_R = tl.maximum(top_R, lse_R)
+            base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
+            weight_R = tl.exp2(lse_R - base_R)
+            part_RD *= weight_R[:, None]
+        else:
+            i_C = first + tl.arange(0, C)
+            at_RC = _part(worker + i_C * pitch, i_C, R)[None, :] + row_R[:, None]
+            there_RC = (i_C < parts)[None, :] & live_R[:, None]
+            lse_RC = tl.load(part_lse + at_RC, mask=there_RC, other=float("-inf"), cache_modifier=".cg")
+            at_RCD = part + at_RC[:, :, None] * D + column_D
+            part_RCD = tl.load(at_RCD, mask=there_RC[:, :, None], other=0.0, cache_modifier=".cg")
+            new_R = tl.maximum(top_R, tl.max(lse_RC, 1))
+            base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
+            weight_RC = tl.exp2(lse_RC - base_R[:, None])
+            part_RD = tl.sum(part_RCD * weight_RC[:, :, None], 1)
+            weight_R = tl.sum(weight_RC, 1)
         shrink_R = tl.exp2(top_R - base_R)
-        weight_RC = tl.exp2(lse_RC - base_R[:, None])
-        sum_R = sum_R * shrink_R + tl.sum(weight_RC, 1)
-        acc_RD = acc_RD * shrink_R[:, None] + tl.sum(part_RCD * weight_RC[:, :, None], 1)
+        sum_R = sum_R * shrink_R + weight_R
+        acc_RD = acc_RD * shrink_R[:, None] + part_RD
         top_R = new_R
     return acc_RD / tl.where(sum_R == 0.0, 1.0, sum_R)[:, None]
 
