@@ -128,6 +128,32 @@ def test_short_prompts_are_captured_and_change_no_text(
         assert replay.call_count > 20
 
 
+@pytest.mark.parametrize("shape", [None, ("EAGLE3", 3, 1, 4), ("EAGLE", 3, 2, 6)], ids=str)
+def test_prompts_of_up_to_512_tokens_are_captured_and_change_no_text(
+    shape: Shape | None, items: list[Item]
+) -> None:
+    """Alone, again behind what the cache has of them, and several together."""
+    joined = [token for item in items for token in item.prompt]
+    lengths = (65, 90, 127, 128, 129, 255, 300, 384, 400, 511, 512)
+    long = [
+        replace(item, prompt=joined[17 * index :][:length])
+        for index, (item, length) in enumerate(zip(items, lengths, strict=False))
+    ]
+    with engine(None, disable_cuda_graph=True, max_running_requests=16) as llm:
+        expected = [texts(llm, [item])[0] for item in long]
+    with (
+        engine(shape, max_running_requests=16) as llm,
+        patch.object(PromptGraph, "replay", autospec=True, side_effect=PromptGraph.replay) as replay,
+    ):
+        for _ in range(2):
+            assert_same([texts(llm, [item])[0] for item in long], expected, long)
+        for start in range(0, len(long), 4):
+            assert_same(
+                texts(llm, long[start : start + 4]), expected[start : start + 4], long[start : start + 4]
+            )
+        assert {call.args[0].size.longest for call in replay.call_args_list} >= {64, 128, 256, 384, 512}
+
+
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_what_a_step_gives_does_not_depend_on_the_shapes_before(overlap: str, items: list[Item]) -> None:
     settings = {"speculative_algorithm": "EAGLE3", "speculative_adaptive": True, "overlap_schedule": overlap}
