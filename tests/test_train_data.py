@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specserve.train.chat import Encoder
@@ -54,6 +54,14 @@ def test_assistant_tokens_are_learned_with_their_end_of_turn() -> None:
     found = encoder.conversation([{"role": r, "content": c} for r, c in TALK])
     assert len(found) == 1
     assert learned(encoder, *found[0]) == "two<|im_end|>four<|im_end|>"
+
+
+def test_an_end_of_turn_that_is_merely_an_added_token_is_one_too() -> None:
+    encoder = make_encoder()
+    encoder.tokenizer.add_tokens([AddedToken("<|eot|>", special=True)])
+    encoder.tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|eot|>")
+    found = Encoder(encoder.tokenizer).conversation([{"role": r, "content": c} for r, c in TALK])
+    assert learned(encoder, *found[0]) == "two<|eot|>four<|eot|>"
 
 
 def test_a_template_that_rewrites_turns_gives_a_document_a_turn() -> None:

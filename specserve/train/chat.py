@@ -34,7 +34,10 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
-        self._specials = tuple(tokenizer.all_special_tokens)
+        added = (
+            tokenizer.added_tokens_decoder.values()
+        )  # more than those that have a name: Llama 3's end of turn
+        self._specials = (*tokenizer.all_special_tokens, *(token.content for token in added if token.special))
 
     def text(self, text: str) -> Document:
         """Plain text, with the tokenizer's own special tokens; all of it is learned."""
