@@ -644,6 +644,10 @@ ERRORS = [
     (["--temperature", "-1"], "--temperature: must be from 0 to 100"),
     (["--draft-tokens", "65"], "--draft-tokens: must be from 2 to 64, found 65"),
     (["--topk", "2", "--steps", "2", "--draft-tokens", "64"], "--draft-tokens: no tree of these"),
+    (
+        ["--topk", "64", "--steps", "1", "9"],
+        "--steps: 9 steps of topk 64 draft 32832 candidates, at most 32768",
+    ),
     (["--output", "/nowhere/tuned.yaml"], "--output: /nowhere is not a directory"),
     (["--speculative-algorithm", "NONE"], "accepted are EAGLE, EAGLE3, NEXTN, MTP"),
     (["--speculative-adaptive"], "--speculative-adaptive: the tuner compares fixed shapes"),

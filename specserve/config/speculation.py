@@ -124,13 +124,19 @@ def _fit(settings: Settings, notes: list[str]) -> Settings:
             f"--speculative-num-draft-tokens: {steps} steps of topk {topk} draft {pool} candidates, so at "
             f"most {pool + 1} tokens with the root, found {tokens}"
         )
+    check_pool("--speculative-num-steps", steps, topk)
+    return replace(settings, speculative_num_draft_tokens=tokens)
+
+
+def check_pool(flag: str, steps: int, topk: int) -> None:
+    """Raises ValueError naming the flag of ``steps`` if a step can't hold so many candidates."""
+    pool = pool_size(steps, topk)
     if pool > MOST_CANDIDATES:
         deepest = next(n for n in range(steps, 0, -1) if pool_size(n, topk) <= MOST_CANDIDATES)
         raise ValueError(
-            f"--speculative-num-steps: {steps} steps of topk {topk} draft {pool} candidates, at most "
+            f"{flag}: {steps} steps of topk {topk} draft {pool} candidates, at most "
             f"{MOST_CANDIDATES} fit a step: with this topk at most {deepest} steps"
         )
-    return replace(settings, speculative_num_draft_tokens=tokens)
 
 
 def _shape(*values: int) -> dict[str, Any]:

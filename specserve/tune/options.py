@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from specserve.config import Settings, resolve
-from specserve.config.speculation import SHAPE
+from specserve.config.speculation import SHAPE, check_pool
 from specserve.models.config import ModelConfig
 from specserve.tune.grid import DRAFT_TOKENS, STEPS, TOPK, Candidate, Grid
 
@@ -149,6 +149,9 @@ def candidates(given: Settings, model: ModelConfig, grid: Grid) -> list[Candidat
             "--draft-tokens: no tree of these --steps and --topk has so many nodes; accepted are steps + 2 to the "
             "candidates that such a tree drafts and its root"
         )
+    for candidate in found:
+        if candidate is not None:
+            check_pool("--steps", *candidate[:2])
     return list(dict.fromkeys(found))
 
 
