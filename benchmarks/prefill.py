@@ -59,23 +59,30 @@ def shape(text: str) -> Shape:
 
 
 def case(text: str) -> tuple[int, int]:
-    batch, tokens = map(int, text.split("x"))
-    return batch, tokens
+    batch, _, tokens = text.partition("x")
+    if not (batch.isdecimal() and tokens.isdecimal() and int(batch) and int(tokens)):
+        raise argparse.ArgumentTypeError(f"must be prompts x tokens, as 4x100, found {text}")
+    return int(batch), int(tokens)
 
 
 def main() -> None:
     parser = load_options(__doc__)
     parser.set_defaults(repeats=10)
-    parser.add_argument("--cases", nargs="+", type=case, help="prompts x tokens of each, as 4x100, instead")
+    parser.add_argument(
+        "--cases", nargs="+", type=case, help="prompts x tokens of each, as 4x100, instead; with --output"
+    )
     parser.add_argument(
         "--shape", type=shape, help="steps,topk,tokens of EAGLE-3, whose cache is then filled too"
     )
     args = parse_load(parser)
+    if args.cases and args.output is None:
+        parser.error("--cases: needs --output, its figures are not those that are published")
     rows = []
-    cases = args.cases or [(batch, lengths * args.prompt_tokens) for batch, lengths in CASES]
+    usual = [(batch, lengths * args.prompt_tokens) for batch, lengths in CASES]
+    cases = args.cases or [(batch, tokens) for batch, tokens in usual if batch <= max(args.max_batch, 1)]
     with open_llm(args, args.shape, max(batch for batch, _ in cases)) as llm:
         for batch, tokens in cases:
-            if batch <= max(args.max_batch, 1) and tokens < llm.settings.context_length:
+            if args.cases or tokens < llm.settings.context_length:
                 rows.append(measure(llm, args, batch, tokens))
                 print(line(rows[-1]), flush=True)
     print(write_results("prefill", rows, args.output))

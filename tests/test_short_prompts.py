@@ -12,9 +12,11 @@ from specserve_kernels import MAX_NODES
 
 from specserve.core import SamplingParams
 from specserve.engine.prompts import PROMPT_SIZES, PromptSize, Run, short_prefill, size_for, sizes_within
+from specserve.engine.runner import Row, Runner
 from specserve.scheduler.scheduler import Scheduler
 from specserve.spec.context import Context
 from specserve.spec.prefill import PrefillResult
+from specserve.spec.state import RowInit
 from tests.engines import Answer, Checkpoints, Client, context_of
 
 SHARED = [(7 * index) % 61 for index in range(40)]
@@ -96,18 +98,67 @@ def test_gives_what_launches_of_any_size_give(
     scheduler.check_idle()
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize(
+    ("size", "counts"),
+    [
+        (PromptSize(1, 16), [16]),
+        (PromptSize(4, 64), [60, 4]),
+        (PromptSize(8, 128, longest=128), [100, 28]),
+        (PromptSize(8, 128, longest=128), [70, 1]),
+    ],
+    ids=str,
+)
+def test_leaves_what_an_ordinary_launch_leaves(
+    algorithm: str, size: PromptSize, counts: list[int], agreeing: Checkpoints
+) -> None:
+    """In all that later steps read, where runs fill a size, too, and all padding is empty; twice, so that the second
+    begins behind the first."""
+    contexts = [context_of(agreeing.scheduler(algorithm, (3, 1, 4), page_size=16)) for _ in range(2)]
+    runners = [Runner(context, {}) for context in contexts]
+    runners[1]._prompts = {size: Eager(contexts[1], size, ran := Counter[PromptSize]())}  # type: ignore[dict-item]
+    prompts = [[(3 + 7 * slot + i) % 61 for i in range(2 * count)] for slot, count in enumerate(counts)]
+    pages = [range(1 + 16 * slot, 17 + 16 * slot) for slot in range(len(counts))]
+    params = SamplingParams(temperature=0, max_tokens=9)
+    for context in contexts:
+        rows = [
+            RowInit(slot, pages[slot], params, 0, 0, prompt, [], len(prompt) + 9, [], 0, 0, 0)
+            for slot, prompt in enumerate(prompts)
+        ]
+        context.state.admit(rows, context.pool.page_feature)
+    for part in range(2):
+        launch = [
+            Row(slot, params, (part + 1) * count, prompts[slot][part * count :][:count], final=part > 0)
+            for slot, count in enumerate(counts)
+        ]
+        expected, found = (
+            [emitted.tokens for emitted in runner.prefill(launch).read()] for runner in runners
+        )
+        assert found == expected
+    assert ran[size] == 2
+    ours, theirs = (context.pool for context in contexts)
+    for layer, other in zip(ours.layers, theirs.layers, strict=True):
+        torch.testing.assert_close(layer[1:], other[1:])
+    torch.testing.assert_close(ours.page_feature[1:], theirs.page_feature[1:])
+    for name in ("root", "length", "feature"):
+        one, other = (getattr(context.state.slots, name)[: len(counts)] for context in contexts)
+        torch.testing.assert_close(one, other)
+
+
 def test_what_fits() -> None:
     assert size_for([16], PROMPT_SIZES) == PromptSize(1, 16)
     assert size_for([64], PROMPT_SIZES) == PromptSize(1, 64)
     assert (
         size_for([65], PROMPT_SIZES) == size_for([100, 20], PROMPT_SIZES) == PromptSize(8, 128, longest=128)
     )
-    assert size_for([40, 100], PROMPT_SIZES) == PromptSize(8, 256, longest=256)
+    assert size_for([40, 100], PROMPT_SIZES) == PromptSize(16, 256, longest=256)
+    assert size_for([65, *[1] * 8], PROMPT_SIZES) == PromptSize(16, 256, longest=256)
+    assert size_for([30] * 9, PROMPT_SIZES) == PromptSize(16, 384, longest=384)
     assert size_for([512], PROMPT_SIZES) == size_for([60, *[65] * 5], PROMPT_SIZES) == PROMPT_SIZES[-1]
     assert size_for([513], PROMPT_SIZES) is None
     assert size_for([20, 30], PROMPT_SIZES) == size_for([16] * 4, PROMPT_SIZES) == PromptSize(4, 64)
     assert size_for([5] * 9, PROMPT_SIZES) == size_for([16] * 16, PROMPT_SIZES) == PromptSize(16, 256)
-    assert size_for([1] * 17, PROMPT_SIZES) is size_for([65, *[1] * 8], PROMPT_SIZES) is None
+    assert size_for([1] * 17, PROMPT_SIZES) is None
     assert sizes_within(40) == [PromptSize(1, 16)]
     assert sizes_within(65) == [PromptSize(1, 16)]
     assert sizes_within(66) == [size for size in PROMPT_SIZES if size.longest == MAX_NODES]

@@ -295,6 +295,8 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
             )
             cut = replace(chosen, rows=rows, tiles=tiles, block=block, warps=warps, stages=stages)
             cut = replace(cut, workers=workers, few=few)
+            if rows != chosen.rows:
+                cut = replace(cut, merged=1, merge_stages=2, registers=None)
             note = f"R={rows} workers={workers} few={few} N={block} w={warps} st={stages}"
             note += " *" * (cut == chosen)
             yield note, mock.patch.object(Cut, "of", lambda *_, cut=cut, **__: cut)

@@ -21,6 +21,7 @@ from specserve_kernels.ops import attention
 from specserve_kernels.ops.cut import Cut
 from specserve_kernels.ops.device import H200, Limits, tickets
 
+from specserve.attention import ATTENTION
 from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes
 from specserve.attention.torch import TorchAttention
 from specserve.attention.triton import TritonAttention
@@ -185,6 +186,15 @@ def chunks(case: Case, before: list[int], counts: list[int]) -> Chunks:
     )
 
 
+def test_flashinfer_leaves_captured_prompts_to_triton() -> None:
+    """Their lengths are not known to the host, which would have to plan."""
+    captured = replace(chunks(Case((2, 1, 64), 16, CPU, torch.float32), [0, 9], [20, 3]), spans=None)
+    found, triton = (
+        ATTENTION[name](16, torch.bfloat16).plan_prefill(captured) for name in ("flashinfer", "triton")
+    )
+    assert type(found) is type(triton)
+
+
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 class TestShapes:
     def test_sixty_four_nodes(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -211,13 +221,24 @@ class TestShapes:
         case = Case((4, 1, 64), 16, device, dtype)
         case.check("plan_verify", tree(case, [37, 90, 1, 1], [5, 30, 0, 0], max_nodes=30), rows=35)
         for own in (False, True):
-            case.check("plan_prefill", chunks(case, [0, 30, 1, 1], [20, 70, 0, 0]), rows=90, own=own)
+            request = chunks(case, [0, 30, 1, 1], [20, 70, 0, 0])
+            case.check("plan_prefill", request, rows=90, own=own)
+            case.check("plan_prefill", replace(request, spans=None), rows=90, own=own)
 
     def test_many_slots(self, device: torch.device, dtype: torch.dtype) -> None:
         """More of them than workers: one has several tiles, and where that is even, whole ones."""
         case = Case((2, 2, 32), 64, device, dtype)
         lengths = [3 * b for b in range(20)]
         case.check("plan_verify", tree(case, lengths, [1 + b % 3 for b in range(20)], 3), rows=39)
+
+    def test_more_slots_than_are_held(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Beyond 256 their numbers are loaded again for each tile."""
+        case = Case((2, 1, 32), 1, device, dtype)
+        lengths, counts = [b % 4 for b in range(260)], [1 + b % 2 for b in range(260)]
+        case.check("plan_verify", tree(case, lengths, counts, 2), rows=390)
+        prefix_B = case.integers(lengths)
+        scratch_BKA = prefix_B[:, None, None] + torch.arange(2, device=device)[:, None]
+        case.check("plan_draft", Frontier(case.table(260, 6), prefix_B, 0, scratch_BKA, 6), rows=520)
 
     def test_one_long_among_short(
         self, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from specserve_kernels.ops import device, linear, prefill, turned_linear
-from specserve_kernels.ops.cut import Cut
+from specserve_kernels.ops.cut import Cut, merged_rows
 from specserve_kernels.ops.device import H200, Limits, limits_of
 
 A100, L4, RTX5090, T4 = Limits(108, 166_912), Limits(58, 101_376), Limits(170, 101_376), Limits(40, 65_536)
@@ -125,9 +125,9 @@ TILES = [
     (L4, 256, 8, (64, 32, 4, 5, 3)),
     (L4, 256, 1, (16, 32, 4, 5, 1)),
     (H200, 256, 1, (16, 64, 4, 5, 1)),
-    (H200, 512, 1, (16, 32, 4, 5, 1)),
+    (H200, 512, 1, (16, 32, 4, 5, 3)),
     (L4, 512, 8, (64, 32, 8, 3, 2)),
-    (L4, 512, 1, (16, 32, 4, 3, 1)),
+    (L4, 512, 1, (16, 32, 4, 3, 3)),
     (RTX5090, 1024, 8, (32, 16, 4, 3, 2)),
     (T4, 256, 8, (64, 32, 4, 5, 2)),
     (T4, 512, 8, (32, 16, 4, 5, 2)),
@@ -188,19 +188,23 @@ def test_unequal_trees_have_more_programs() -> None:
 
 
 def test_one_request_alone() -> None:
-    """Tiles as small as its rows; whoever merges them reads all parts at once, if not more than 16."""
+    """Tiles as small as its rows; whoever merges them reads several parts at once."""
     cuts = [Cut.of(1, nodes, 4, 8, 256, *H200) for nodes in (1, 2, 4, 5, 8, 9)]
     assert [cut.rows for cut in cuts] == [16, 16, 16, 32, 32, 16]
     assert [cut.block for cut in cuts] == [64, 64, 64, 64, 64, 32]
-    assert [(cut.merged_rows, cut.merged) for cut in cuts] == [
-        (4, 16),
-        (8, 16),
-        (16, 8),
-        (32, 4),
-        (32, 4),
-        (16, 2),
-    ]
+    assert [cut.merged for cut in cuts] == [16, 16, 8, 4, 4, 2]
+    rows = [merged_rows(cut.rows, need) for cut, need in zip(cuts, (4, 8, 16, 20, 32, 36), strict=True)]
+    assert rows == [4, 8, 16, 32, 32, 16]
     assert Cut.of(1, 8, 4, 8, 256, 142, 101_376).rows == 16, "no room for blocks of 64"
+    few_heads = Cut.of(1, 8, 7, 2, 256, *H200)
+    assert (few_heads.rows, few_heads.block, few_heads.workers) == (16, 64, 66), "four tiles of both heads"
+
+
+def test_larger_heads_merge_parts_one_by_one() -> None:
+    for nodes in (1, 4):
+        cut = Cut.of(16, nodes, 4, 8, 512, *H200)
+        assert (cut.merged, cut.registers) == (1, None)
+        assert cut.merge_stages > 1
 
 
 def test_tickets_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

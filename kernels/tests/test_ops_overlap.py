@@ -39,7 +39,7 @@ BEFORE = {
     "sum",
 }
 BEFORE |= {"max", "cumsum", "outputs_of", "load_settled", "request_of"}  # compute, or read what is old enough
-ALONE = {"_prefill_kernel"}  # never captured, and long
+ALONE = {"_prefill_kernel"}  # long
 
 
 def compiled() -> dict[str, ast.FunctionDef]:

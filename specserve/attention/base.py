@@ -25,9 +25,8 @@ class Chunks:
     positions_T: Tensor
     max_tokens: int  # of one request, known to the host
     max_kv: int  # positions of one request, chunk included, known to the host
-    spans: (
-        Sequence[tuple[int, int]] | None
-    )  # first position and tokens of each; None: the host doesn't know them
+    # first position and tokens of each request; None: the host doesn't know them
+    spans: Sequence[tuple[int, int]] | None
 
 
 @dataclass(frozen=True, slots=True)

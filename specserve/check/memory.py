@@ -84,7 +84,7 @@ def _files(path: Path, size: int) -> int:
 
 
 def _logits(settings: Settings, node: int) -> int:
-    """Of the largest step that is captured: nearly all that graphs take."""
+    """Of the largest step that is captured: nearly all that graphs take, where steps are large."""
     largest = settings.cuda_graph_max_bs
     if largest is None or settings.disable_cuda_graph:
         return 0

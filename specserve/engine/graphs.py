@@ -82,8 +82,9 @@ class Graphs:
     def capture(
         cls, context: Context, shapes: Sequence[StepShape], sizes: Sequence[PromptSize] = ()
     ) -> Graphs:
-        """Captures steps of ``shapes`` and launches of prompts of ``sizes``, the largest steps first: smaller ones then
-        fit into their memory. What memory or time do not suffice for is left out, with a warning, and runs eagerly."""
+        """Captures steps of ``shapes`` and launches of prompts of ``sizes``, of both the largest first: smaller ones
+        then fit into their memory. What memory or time do not suffice for is left out, with a warning, and runs
+        eagerly."""
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
         maker = _Maker(context, max(shape.nodes for shape in shapes))
@@ -96,9 +97,10 @@ class Graphs:
                     break
                 if (graph := maker.try_capture(shape, maker.step)) is not None:
                     steps[shape] = graph
-            for size in sizes:
+            for size in reversed(sizes):
                 if (made := maker.try_capture(size, maker.prompts)) is not None:
                     prompts[size] = made
+        prompts = {size: prompts[size] for size in sizes if size in prompts}
         if len(steps) < len(shapes):
             left = len(shapes) - len(steps)
             log.warning("%d of %d step shapes have no CUDA graph and run eagerly", left, len(shapes))

@@ -1,5 +1,5 @@
 """Short launches of prompts in a few fixed sizes, to be captured: what the tail of a cached prompt needs, and
-questions of up to 512 tokens.
+questions: up to 16 prompts, of up to 512 tokens together.
 
 Queued one by one, a launch's hundreds of kernels take the host as long as 512 tokens take the device, or longer;
 captured, they are one call. A launch that is smaller than its size is padded with runs of the dummy row behind its own,
@@ -76,9 +76,9 @@ PROMPT_SIZES = (
     PromptSize(8, 128),
     PromptSize(8, 128, longest=128),
     PromptSize(16, 256),
-    PromptSize(8, 256, longest=256),
-    PromptSize(8, 384, longest=384),
-    PromptSize(8, 512, longest=512),
+    PromptSize(16, 256, longest=256),
+    PromptSize(16, 384, longest=384),
+    PromptSize(16, 512, longest=512),
 )
 """The cheapest first. Of a cached prompt a page is left, 16 tokens by default, or less."""
 

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.cut import Cut
+from specserve_kernels.ops.cut import Cut, merged_rows
 from specserve_kernels.ops.device import limits_of, tickets
 from specserve_kernels.ops.overlap import load_settled, overlap, take_turn
 
@@ -43,6 +43,7 @@ LOG2_E = math.log2(math.e)
 SHORT = tl.constexpr(8)  # blocks of a share
 SPARE = tl.constexpr(8)  # tiles stay whole where that makes shares at most an eighth longer
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
+HELD = tl.constexpr(256)  # slots whose numbers a program keeps in registers
 
 
 @triton.jit
@@ -55,6 +56,12 @@ def _share(tiles_S, blocks_S, longest, workers, few, merge):
     whole = tl.cdiv(tl.sum(tiles_S, 0), workers) * longest
     even = whole <= share + tl.maximum(share // SPARE, merge)
     return tl.where(even, whole, share), even
+
+
+@triton.jit
+def _number_of(slot, slot_S, number_S):
+    """One of them, without a load."""
+    return tl.sum(tl.where(slot_S == slot, number_S, 0), 0)
 
 
 @triton.jit
@@ -233,26 +240,29 @@ def _attend_kernel(
     row_R, column_D = tl.arange(0, R), tl.arange(0, D)
     offset_N = tl.arange(0, N)
     at_head = cache + head * D
+    take_turn(OVERLAP)
     while at < end:
         slot = tl.sum((done_S <= at).to(tl.int32), 0)
-        here_S = slot_S == slot
-        before = tl.sum(tl.where(here_S, done_S - work_S, 0), 0)
-        visible_end = tl.sum(tl.where(here_S, end_S, 0), 0)
-        if TAIL == "mask":
-            first = tl.sum(tl.where(here_S, first_S, 0), 0)
-            count = tl.sum(tl.where(here_S, count_S, 0), 0)
-            prefix = visible_end - count
+        before = _number_of(slot, slot_S, done_S - work_S)
+        first = slot * nodes
+        count = nodes
+        if SLOTS <= HELD:
+            visible_end = _number_of(slot, slot_S, end_S)
+            if TAIL == "mask":
+                first, count = _number_of(slot, slot_S, first_S), _number_of(slot, slot_S, count_S)
+            prefix = visible_end - (count if TAIL == "mask" else entries * nodes)
         else:
-            first = slot * nodes
-            count = nodes
-            prefix = visible_end - entries * nodes
+            prefix = tl.load(length_B + slot).to(tl.int32) + ahead
+            if TAIL == "mask":
+                first = tl.load(q_start + slot).to(tl.int32)
+                count = tl.load(q_start + slot + 1).to(tl.int32) - first
+            visible_end = prefix + (count if TAIL == "mask" else entries * nodes)
         blocks = tl.maximum(tl.cdiv(visible_end - kv_start, N), 1)
         pitch = tl.where(even, longest, blocks)
         tile = (at - before) // pitch
         begin = at - before - tile * pitch
         stop = tl.minimum(blocks, begin + end - at)
         table = pages_BM + slot.to(tl.int64) * table_stride
-        take_turn(OVERLAP)
         node_R, head_R, live_R = _rows_of(tile * R, first, count, head, GROUP, R)
         q_at_RD = q + (node_R * q_stride + head_R * D)[:, None] + column_D[None, :]
         q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
@@ -305,7 +315,6 @@ def _attend_kernel(
                 merged_XD = _merge(part, part_lse, leader, HEADS, parts, live_X, R, D, MERGED, MERGE_STAGES)
                 _store_rows(out, merged_XD, node_X, head_X, live_X, HEADS * GROUP)
         at += tl.minimum(pitch - begin, end - at)
-    take_turn(OVERLAP)  # of those without work
     if TAIL == "mask":  # nodes of no slot: nobody reads their output, but it is finite
         for spare in range(tl.load(q_start + slots).to(tl.int32) + worker, total, workers):
             for i in range(GROUP):
@@ -468,7 +477,7 @@ def _launch(
         N=cut.block,
         STAGES=cut.stages,
         MERGE_STAGES=cut.merge_stages,
-        MERGED_ROWS=cut.merged_rows,
+        MERGED_ROWS=merged_rows(cut.rows, nodes * heads // kv_heads),
         MERGED=cut.merged,
         ENTRIES=max(8, triton.next_power_of_2(entries)),
         SLOTS=next(size for size in _SLOTS if size >= slots),

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from specserve_kernels.ops.device import H200
 
-_LONE, _FEW = 8, 32  # programs, before positions are shared
+_LONE, _FEW = 8, 32  # tiles of all key heads
 _PARTS = 8  # of a small tile that few programs share
 _MERGE = {16: 8, 32: 10, 64: 12}  # blocks of 32 keys, by rows
 _MERGE_LONE = 2  # blocks of 64, each of which a program waits for alone
-_MOST_MERGED = 16
+_MERGED_LONE, _MERGED, _MERGED_CROWDED, _MOST_MERGED = 128, 32, 16, 16  # rows of parts, and parts
 _ANY_LENGTH = 1 << 30
 
 
@@ -19,8 +19,8 @@ class Cut:
     """How the work of a launch is cut. A slot's rows lie in at most ``tiles`` of ``rows``, positions in blocks of
     ``block``. Each key head has ``workers`` programs, which fill the device or are one a multiprocessor; ``few`` of
     them, one a multiprocessor or as many as make eight parts of each small tile, share work that is short; sharing a
-    tile costs what ``merge`` blocks do; whoever merges its ``merged_rows`` reads ``merged`` parts at a time, or one, in
-    ``merge_stages``. ``registers``: the most of a thread, None: what the compiler takes."""
+    tile costs what ``merge`` blocks do; who merges it reads ``merged`` parts at a time, or one, in ``merge_stages``.
+    ``registers``: the most of a thread, None: what the compiler takes."""
 
     rows: int
     tiles: int
@@ -30,7 +30,6 @@ class Cut:
     workers: int
     few: int
     merge: int
-    merged_rows: int
     merged: int
     merge_stages: int
     registers: int | None
@@ -52,22 +51,24 @@ class Cut:
         Measured on an H200 by ``kernels/bench/attention.py --sweep``.
 
         Tiles of 64 rows, even half empty ones, run on the tensor cores' asynchronous instructions and read a block
-        once for all warps, so between 16 and 64 there are tiles for one request alone. Where few programs are, small
-        tiles share the merging; what they read several times comes from the second cache. Loads of keys wait for the
-        loads of their pages, which takes stages: 5 have two blocks of keys under way. Where programs are so few that
-        each waits for its keys alone, one a multiprocessor with large blocks is best up to contexts of about 16,000
-        tokens; at 32,000 a layer's attention of 4 nodes takes 10 µs more. Not tried with larger heads.
+        once for all warps; tiles of 32 are for the few that have no more rows and wait for their keys alone. Where few
+        programs are, small tiles share the merging; what they read several times comes from the second cache. Loads of
+        keys wait for the loads of their pages, which takes stages: 5 have two blocks of keys under way. Where programs
+        are so few that each waits for its keys alone, one a multiprocessor with large blocks is best up to contexts of
+        about 16,000 tokens; at 32,000 a layer's attention of 4 nodes takes 10 µs more.
 
-        Parts that are merged at a time are held in registers, which only lone programs have to spare.
+        Parts that are merged at a time are held in registers, which only lone programs have to spare. Neither that nor
+        the limit that leaves room for three programs was tried with larger heads: there parts are merged one by one.
         """
         need = group * nodes
         columns = slots * kv_heads
         small = need <= 16 or columns * -(-need // 16) <= _FEW
-        rows = 16 if small else (64 if row_bytes <= 512 else 32)
-        lone_rows = 16 if need <= 16 else 32
-        lone = columns <= _LONE and need <= 32 and row_bytes <= 256
-        lone = lone and _fitting(lone_rows, 64, row_bytes, shared_bytes)[:3] == (lone_rows, 64, 5)
-        rows = lone_rows if lone else rows
+        usual = row_bytes <= 256
+        rows = 32 if usual and 16 < need <= 32 else 16
+        lone = usual and columns * -(-need // rows) <= _LONE
+        lone = lone and _fitting(rows, 64, row_bytes, shared_bytes)[:3] == (rows, 64, 5)
+        if not lone:
+            rows = 16 if small else (64 if row_bytes <= 512 else 32)
         block = 16 if row_bytes > 512 else 64 if lone else max(32, min(64, 8192 // row_bytes))
         rows, block, stages, merge_stages = _fitting(rows, block, row_bytes, shared_bytes)
         tiles = -(-need // rows)
@@ -83,10 +84,9 @@ class Cut:
         workers = max(1, min(resident * processors // kv_heads, most))
         few = min(workers, max(processors // kv_heads, _PARTS * slots * tiles if rows == 16 else 1))
         # What four programs of a multiprocessor can have each, or three.
-        registers = 128 if crowded else 168 if half_empty or (rows == 16 and not lone) else None
-        merged_rows = min(rows, 1 << (need - 1).bit_length())
-        merged = 1 if rows > 32 else max(1, (128 if lone else 16 if crowded else 32) // merged_rows)
-        merged = min(merged, _MOST_MERGED)
+        registers = 128 if crowded else 168 if half_empty or (rows == 16 and usual and not lone) else None
+        held = _MERGED_LONE if lone else _MERGED_CROWDED if crowded else _MERGED
+        merged = max(1, min(_MOST_MERGED, held // merged_rows(rows, need))) if usual and rows < 64 else 1
         return cls(
             rows,
             tiles,
@@ -96,11 +96,15 @@ class Cut:
             workers,
             few,
             merge=_MERGE_LONE if lone else _MERGE[rows],
-            merged_rows=merged_rows,
             merged=merged,
             merge_stages=merge_stages if merged == 1 else 1,
             registers=registers,
         )
+
+
+def merged_rows(rows: int, need: int) -> int:
+    """Those of a tile that are merged: of a slot's ``need`` rows it may have a few alone."""
+    return min(rows, 1 << (need - 1).bit_length())
 
 
 def _fitting(rows: int, block: int, row_bytes: int, shared_bytes: int) -> tuple[int, int, int, int]:

@@ -8,9 +8,9 @@ room: two that fit into one multiprocessor leave another without work, and a lay
 64 tokens two must fit, and all are more than the multiprocessors: there the next launch is let in by the last of them.
 
 Against cuBLAS on an H200 alone: the gate and its activation take 59 µs instead of 64 for 64 tokens, 64 instead of 70
-for 128. In a chain of the layers of Llama-3.1-8B it wins wherever ``serves`` says so, since its programs stand ready
-when the kernel before it ends (``kernels/bench/chain.py``). Of other weights none is measured: it serves those whose
-programs fill the device.
+for 128. In a chain of the layers of Llama-3.1-8B it loses nowhere that ``serves`` says so, since its programs stand
+ready when the kernel before it ends (``kernels/bench/chain.py``). Of other weights none is measured: it serves those
+whose programs fill the device.
 """
 
 from __future__ import annotations
