@@ -29,17 +29,17 @@ def measure(llm: LLM, args: argparse.Namespace, batch: int, tokens: int) -> dict
     prompts = make_prompts(args, batch, tokens)
     generate_timed(llm, prompts, 1)
     ms = median(generate_timed(llm, prompts, 1)[0] for _ in range(args.repeats)) * 1e3
-    case, same = (batch, tokens), applies(args.model)
+    key, same = (batch, tokens), applies(args.model)
     floor = prefill_ms(batch, tokens) if same else None
     return {
         "batch": batch,
         "prompt_tokens": tokens,
         "ms": ms,
-        "bar_ms": BARS_MS.get(case) if same else None,
+        "bar_ms": BARS_MS.get(key) if same else None,
         "floor_ms": floor,
         "tflops": None if floor is None else floor / ms * GEMM_FLOPS * 1e-12,
         "ratio_to_floor": None if floor is None else ms / floor,
-        "peers_ms": PEERS_MS.get(case, {}) if same else {},
+        "peers_ms": PEERS_MS.get(key, {}) if same else {},
     }
 
 

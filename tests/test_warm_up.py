@@ -50,9 +50,7 @@ def test_prompts_of_all_sizes(
         patch.object(decoder, "rms_norm", wraps=decoder.rms_norm) as norm,
         many,
     ):
-        captured: Any = dict.fromkeys(
-            PROMPT_SIZES
-        )  # whose kernels have been compiled: None of them is replayed
+        captured: Any = dict.fromkeys(PROMPT_SIZES)  # compiled before: no replay, which None does not have
         Runner(context, {}, captured).warm_up(longest_launch(settings))
     assert found == spans
     assert norm.called == (spans[-1][1] >= decoder.MANY_TOKENS)

@@ -231,15 +231,6 @@ class TestShapes:
         lengths = [3 * b for b in range(20)]
         case.check("plan_verify", tree(case, lengths, [1 + b % 3 for b in range(20)], 3), rows=39)
 
-    def test_more_slots_than_are_held(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Beyond 256 their numbers are loaded again for each tile."""
-        case = Case((2, 1, 32), 1, device, dtype)
-        lengths, counts = [b % 4 for b in range(260)], [1 + b % 2 for b in range(260)]
-        case.check("plan_verify", tree(case, lengths, counts, 2), rows=390)
-        prefix_B = case.integers(lengths)
-        scratch_BKA = prefix_B[:, None, None] + torch.arange(2, device=device)[:, None]
-        case.check("plan_draft", Frontier(case.table(260, 6), prefix_B, 0, scratch_BKA, 6), rows=520)
-
     def test_one_long_among_short(
         self, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -39,7 +39,7 @@ BEFORE = {
     "sum",
 }
 BEFORE |= {"max", "cumsum", "outputs_of", "load_settled", "request_of"}  # compute, or read what is old enough
-ALONE = {"_prefill_kernel"}  # long
+ALONE = {"_prefill_kernel"}  # long, and launched as others are, behind all that came before it
 
 
 def compiled() -> dict[str, ast.FunctionDef]:

@@ -30,7 +30,7 @@ class _Prefill:
     """FlashInfer plans for one geometry at a time; the layers of a pass rarely have more than two."""
 
     reads_own: ClassVar = False
-    chunks: Chunks
+    pages_BM: Tensor
     spans: Sequence[tuple[int, int]]
     page_size: int
     workspace: Tensor
@@ -51,7 +51,7 @@ class _Prefill:
         ends = [start + count for start, count in self.spans]
         pages = [-(-end // self.page_size) for end in ends]
         last = [end - (count - 1) * self.page_size for end, count in zip(ends, pages, strict=True)]
-        rows = zip(self.chunks.pages_BM, pages, strict=True)
+        rows = zip(self.pages_BM, pages, strict=True)
         wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
         wrapper.plan(
             _starts([count for _, count in self.spans]),
@@ -100,7 +100,7 @@ class FlashInferAttention:
         if self._workspace is None:
             device = chunks.pages_BM.device
             self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        return _Prefill(chunks, chunks.spans, self.page_size, self._workspace, self._alive)
+        return _Prefill(chunks.pages_BM, chunks.spans, self.page_size, self._workspace, self._alive)
 
     def plan_verify(self, nodes: Nodes) -> Plan:
         return self._triton.plan_verify(nodes)

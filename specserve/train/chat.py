@@ -34,9 +34,8 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
-        added = (
-            tokenizer.added_tokens_decoder.values()
-        )  # more than those that have a name: Llama 3's end of turn
+        # Of those that were added some have no name, as Llama 3's end of turn.
+        added = tokenizer.added_tokens_decoder.values()
         self._specials = (*tokenizer.all_special_tokens, *(token.content for token in added if token.special))
 
     def text(self, text: str) -> Document:

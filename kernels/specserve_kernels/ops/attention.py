@@ -43,7 +43,6 @@ LOG2_E = math.log2(math.e)
 SHORT = tl.constexpr(8)  # blocks of a share
 SPARE = tl.constexpr(8)  # tiles stay whole where that makes shares at most an eighth longer
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
-HELD = tl.constexpr(256)  # slots whose numbers a program keeps in registers
 
 
 @triton.jit
@@ -56,12 +55,6 @@ def _share(tiles_S, blocks_S, longest, workers, few, merge):
     whole = tl.cdiv(tl.sum(tiles_S, 0), workers) * longest
     even = whole <= share + tl.maximum(share // SPARE, merge)
     return tl.where(even, whole, share), even
-
-
-@triton.jit
-def _number_of(slot, slot_S, number_S):
-    """One of them, without a load."""
-    return tl.sum(tl.where(slot_S == slot, number_S, 0), 0)
 
 
 @triton.jit
@@ -243,20 +236,16 @@ def _attend_kernel(
     take_turn(OVERLAP)
     while at < end:
         slot = tl.sum((done_S <= at).to(tl.int32), 0)
-        before = _number_of(slot, slot_S, done_S - work_S)
-        first = slot * nodes
-        count = nodes
-        if SLOTS <= HELD:
-            visible_end = _number_of(slot, slot_S, end_S)
-            if TAIL == "mask":
-                first, count = _number_of(slot, slot_S, first_S), _number_of(slot, slot_S, count_S)
-            prefix = visible_end - (count if TAIL == "mask" else entries * nodes)
+        before = tl.sum(tl.where(slot_S < slot, work_S, 0), 0)
+        prefix = tl.load(length_B + slot).to(tl.int32) + ahead
+        if TAIL == "mask":
+            first = tl.load(q_start + slot).to(tl.int32)
+            count = tl.load(q_start + slot + 1).to(tl.int32) - first
+            visible_end = prefix + count
         else:
-            prefix = tl.load(length_B + slot).to(tl.int32) + ahead
-            if TAIL == "mask":
-                first = tl.load(q_start + slot).to(tl.int32)
-                count = tl.load(q_start + slot + 1).to(tl.int32) - first
-            visible_end = prefix + (count if TAIL == "mask" else entries * nodes)
+            first = slot * nodes
+            count = nodes
+            visible_end = prefix + entries * nodes
         blocks = tl.maximum(tl.cdiv(visible_end - kv_start, N), 1)
         pitch = tl.where(even, longest, blocks)
         tile = (at - before) // pitch

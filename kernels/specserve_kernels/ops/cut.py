@@ -10,7 +10,7 @@ _LONE, _FEW = 8, 32  # tiles of all key heads
 _PARTS = 8  # of a small tile that few programs share
 _MERGE = {16: 8, 32: 10, 64: 12}  # blocks of 32 keys, by rows
 _MERGE_LONE = 2  # blocks of 64, each of which a program waits for alone
-_MERGED_LONE, _MERGED, _MERGED_CROWDED, _MOST_MERGED = 128, 32, 16, 16  # rows of parts, and parts
+_MERGED_ROWS, _MOST_MERGED = 128, 16  # rows of all parts that a lone program merges at a time, and parts
 _ANY_LENGTH = 1 << 30
 
 
@@ -57,15 +57,13 @@ class Cut:
         are so few that each waits for its keys alone, one a multiprocessor with large blocks is best up to contexts of
         about 16,000 tokens; at 32,000 a layer's attention of 4 nodes takes 10 µs more.
 
-        Parts that are merged at a time are held in registers, which only lone programs have to spare. Neither that nor
-        the limit that leaves room for three programs was tried with larger heads: there parts are merged one by one.
+        Parts that are merged at a time are held in registers, which only lone programs have to spare.
         """
         need = group * nodes
         columns = slots * kv_heads
         small = need <= 16 or columns * -(-need // 16) <= _FEW
-        usual = row_bytes <= 256
-        rows = 32 if usual and 16 < need <= 32 else 16
-        lone = usual and columns * -(-need // rows) <= _LONE
+        rows = 32 if 16 < need <= 32 else 16
+        lone = row_bytes <= 256 and columns * -(-need // rows) <= _LONE
         lone = lone and _fitting(rows, 64, row_bytes, shared_bytes)[:3] == (rows, 64, 5)
         if not lone:
             rows = 16 if small else (64 if row_bytes <= 512 else 32)
@@ -84,9 +82,7 @@ class Cut:
         workers = max(1, min(resident * processors // kv_heads, most))
         few = min(workers, max(processors // kv_heads, _PARTS * slots * tiles if rows == 16 else 1))
         # What four programs of a multiprocessor can have each, or three.
-        registers = 128 if crowded else 168 if half_empty or (rows == 16 and usual and not lone) else None
-        held = _MERGED_LONE if lone else _MERGED_CROWDED if crowded else _MERGED
-        merged = max(1, min(_MOST_MERGED, held // merged_rows(rows, need))) if usual and rows < 64 else 1
+        registers = 128 if crowded else 168 if half_empty else None
         return cls(
             rows,
             tiles,
@@ -96,8 +92,8 @@ class Cut:
             workers,
             few,
             merge=_MERGE_LONE if lone else _MERGE[rows],
-            merged=merged,
-            merge_stages=merge_stages if merged == 1 else 1,
+            merged=min(_MOST_MERGED, _MERGED_ROWS // merged_rows(rows, need)) if lone else 1,
+            merge_stages=1 if lone else merge_stages,
             registers=registers,
         )
 
