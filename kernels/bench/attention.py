@@ -30,11 +30,11 @@ L2_BYTES = 60e6
 PAGE, HEADS, KV_HEADS, HEAD_DIM = 16, 32, 8, 128
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
 
-BLOCKS = [(64, 4, 5), (64, 8, 5), (32, 4, 5), (32, 8, 5)]
+BLOCKS = [(64, 4), (64, 8), (32, 4), (32, 8)]
 TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 3), (64, 128, 4, 2)]
 RESIDENT = (2, 3, 4)  # programs of a multiprocessor
 FEW = (0.5, 1, 2)  # that share short work
-# positions, warps, stages and rows, positions, warps, stages that --sweep tries
+# positions, warps and rows, positions, warps, stages that --sweep tries
 
 Run = Callable[[Tensor], Tensor]  # of one cache
 
@@ -288,16 +288,16 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
     need = (shape.most or shape.nodes) * HEADS // KV_HEADS
     for rows in rows_tried:
         tiles = -(-need // rows)
-        for resident, one, (block, warps, stages) in product(RESIDENT, FEW, BLOCKS):
+        for resident, one, (block, warps) in product(RESIDENT, FEW, BLOCKS):
             most = shape.slots * tiles * -(-shape.length // block)
             workers, few = (
                 max(1, min(int(n * limits.processors) // KV_HEADS, most)) for n in (resident, one)
             )
-            cut = replace(chosen, rows=rows, tiles=tiles, block=block, warps=warps, stages=stages)
+            cut = replace(chosen, rows=rows, tiles=tiles, block=block, warps=warps)
             cut = replace(cut, workers=workers, few=few)
             if rows != chosen.rows:
                 cut = replace(cut, merged=1, merge_stages=2, registers=None)
-            note = f"R={rows} workers={workers} few={few} N={block} w={warps} st={stages}"
+            note = f"R={rows} workers={workers} few={few} N={block} w={warps}"
             note += " *" * (cut == chosen)
             yield note, mock.patch.object(Cut, "of", lambda *_, cut=cut, **__: cut)
 

@@ -9,7 +9,7 @@ read the same positions for each head, which lie side by side in memory. Rows of
 head, so that keys and values are read once for a whole group.
 
 A tile that several workers share is merged from their parts by log-sum-exp. A worker has at most two such tiles: one
-that began before its share, and one that goes on behind it.
+that began before its share, and one that goes on behind it. Where tiles are nearly equal, shares end with them.
 
 What is visible: a *prefix*, seen by every row, and right behind it a *tail* whose visibility differs from row to row
 (tree nodes by the ancestor bits of each, draft entries by the list of each).
@@ -41,27 +41,51 @@ from specserve_kernels.ops.overlap import load_settled, overlap, take_turn
 HEAD_DIMS = (32, 64, 128, 256)
 LOG2_E = math.log2(math.e)
 SHORT = tl.constexpr(8)  # blocks of a share
-SPARE = tl.constexpr(8)  # tiles stay whole where that makes shares at most an eighth longer
+SPARE = tl.constexpr(8)  # shares end with tiles where that makes them at most an eighth longer
+STAGES = tl.constexpr(3)  # two blocks of keys and values are under way
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
 
 
 @triton.jit
 def _share(tiles_S, blocks_S, longest, workers, few, merge):
-    """Blocks of a worker's share, and whether all tiles count as the longest does, so that no share ends inside one:
-    then none has to be merged."""
-    work = tl.sum(tiles_S * blocks_S, 0)
+    """Blocks of a worker's share, and as how many each tile counts, 0: as many as it has.
+
+    All count as the longest where shares then end with tiles, each of which is whole or in equal parts: parts of two
+    tiles in a share are two waits for keys.
+    """
+    work, tiles = tl.sum(tiles_S * blocks_S, 0), tl.sum(tiles_S, 0)
     share = tl.cdiv(work, few)
-    share = tl.where(share > SHORT, tl.cdiv(work, workers), share)
-    whole = tl.cdiv(tl.sum(tiles_S, 0), workers) * longest
-    even = whole <= share + tl.maximum(share // SPARE, merge)
-    return tl.where(even, whole, share), even
+    sharing = tl.where(share > SHORT, workers, few)
+    share = tl.cdiv(work, sharing)
+    whole = tl.cdiv(tiles, workers) * longest
+    uncut = whole <= share + tl.maximum(share // SPARE, merge)
+    part = tl.maximum(tl.cdiv(longest, tl.maximum(sharing // tl.maximum(tiles, 1), 1)), 1)
+    equal = (tiles <= sharing) & (part <= share + 1)
+    pitch = tl.where(uncut, longest, tl.where(equal, tl.cdiv(longest, part) * part, 0))
+    return tl.where(uncut, whole, tl.where(equal, part, share)), pitch
+
+
+@triton.jit
+def load_pages(table, first, last, N: tl.constexpr, PAGE: tl.constexpr):
+    """The pages of a block of N positions from ``first``, a multiple of N, on: of each, or by position where they are
+    many. Behind ``last`` that one. ``table``: at the slot, ``[M]``.
+
+    Read a block ahead into registers, they cost a loop less than when they are pipelined as keys are.
+    """
+    if 4 * PAGE < N:
+        pages = (tl.load(table + tl.minimum((first + tl.arange(0, N)) // PAGE, last)),)
+    else:
+        pages = (tl.load(table + tl.minimum(first // PAGE, last)),)
+        for i in tl.static_range(1, N // PAGE):
+            pages += (tl.load(table + tl.minimum(first // PAGE + i, last)),)  # type: ignore[assignment]
+    return pages
 
 
 @triton.jit
 def load_block(
     cache,  # at the key head: [pages, 2, PAGE, HEADS, D]
-    table,  # at the slot: [M]
-    position_N,
+    pages,  # from load_pages, or those of all positions
+    first,
     live_N,
     page_stride,
     kv_stride,
@@ -69,10 +93,13 @@ def load_block(
     D: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Keys and values at these positions, 0 where not live."""
-    unsigned_N = position_N.to(tl.uint32)  # division by a shift; pages of 32 bits for one wide multiplication
-    page_N = tl.load(table + unsigned_N // PAGE, mask=live_N, other=0).to(tl.int32)
-    row_N = page_N.to(tl.int64) * page_stride + (unsigned_N % PAGE).to(tl.int32) * (HEADS * D)
+    """Keys and values at the positions from ``first`` on, 0 where not live."""
+    N: tl.constexpr = live_N.shape[0]
+    offset_N = tl.arange(0, N)
+    page_N = pages[0]
+    for i in tl.static_range(1, len(pages)):  # Triton 3.9 doesn't pipeline a choice of products
+        page_N = tl.where(offset_N // PAGE < i, page_N, pages[i])
+    row_N = page_N.to(tl.int64) * page_stride + (first % PAGE + offset_N % PAGE) * (HEADS * D)
     at_ND = cache + row_N[:, None] + tl.arange(0, D)[None, :]
     k_ND = tl.load(at_ND, mask=live_N[:, None], other=0.0)
     v_ND = tl.load(at_ND + kv_stride, mask=live_N[:, None], other=0.0)
@@ -89,12 +116,16 @@ def _bits_of(listed_RA, N: tl.constexpr):
 
 @triton.jit
 def fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD):
-    """One step of the online softmax, in base 2. Rows that have seen nothing keep a sum of 0."""
+    """One step of the online softmax, in base 2. Rows that have seen nothing keep a sum of 0. Sums are of rows, or by
+    key, ``[R, N]``, to be added up behind the last step."""
     new_R = tl.maximum(top_R, tl.max(score_RN, 1) * scale)
     base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
     weight_RN = tl.exp2(score_RN * scale - base_R[:, None])
     shrink_R = tl.exp2(top_R - base_R)
-    sum_R = sum_R * shrink_R + tl.sum(weight_RN, 1)
+    if len(sum_R.shape) == 2:
+        sum_R = sum_R * shrink_R[:, None] + weight_RN
+    else:
+        sum_R = sum_R * shrink_R + tl.sum(weight_RN, 1)
     acc_RD = acc_RD * shrink_R[:, None]
     acc_RD = tl.dot(weight_RN.to(v_ND.dtype), v_ND, acc_RD, input_precision="ieee")
     return new_R, sum_R, acc_RD
@@ -166,7 +197,7 @@ def _part(program, earlier, R: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "slots", "table_stride", "total", "nodes", "ahead", "kv_start", "entries", "few", "merge"
+        "slots", "table_stride", "total", "nodes", "ahead", "entries", "few", "merge"
     ],
     do_not_specialize_on_alignment=["pages_BM", "length_B", "q_start", "seen", "tickets"],
 )  # fmt: skip
@@ -190,18 +221,17 @@ def _attend_kernel(
     total,  # T
     nodes,  # a slot; its most when TAIL is "mask"
     ahead,  # the prefix ends at length + ahead
-    kv_start,
     entries,  # A
     few,  # workers that share short work
     merge,  # blocks that take as long as sharing a tile
     TAIL: tl.constexpr,
+    KV_START: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
-    STAGES: tl.constexpr,
     MERGED_ROWS: tl.constexpr,  # a power of two, at least all rows that a tile has
     MERGED: tl.constexpr,  # parts that are merged at a time
     MERGE_STAGES: tl.constexpr,
@@ -223,10 +253,11 @@ def _attend_kernel(
         end_S += entries * nodes
         tiles_S = tl.full([SLOTS], tl.cdiv(nodes * GROUP, R), tl.int32)
     tiles_S = tl.where(there_S, tiles_S, 0)
-    blocks_S = tl.maximum(tl.cdiv(end_S - kv_start, N), 1)
+    skipped: tl.constexpr = KV_START // N
+    blocks_S = tl.maximum(tl.cdiv(end_S, N) - skipped, 1)
     longest = tl.max(tl.where(there_S, blocks_S, 0), 0)
-    share, even = _share(tiles_S, blocks_S, longest, workers, few, merge)
-    work_S = tiles_S * tl.where(even, longest, blocks_S)
+    share, common = _share(tiles_S, blocks_S, longest, workers, few, merge)
+    work_S = tiles_S * tl.where(common > 0, common, blocks_S)
     done_S = tl.cumsum(work_S, 0)
     at = worker * share
     end = tl.minimum(at + share, tl.sum(work_S, 0))
@@ -246,12 +277,13 @@ def _attend_kernel(
             first = slot * nodes
             count = nodes
             visible_end = prefix + entries * nodes
-        blocks = tl.maximum(tl.cdiv(visible_end - kv_start, N), 1)
-        pitch = tl.where(even, longest, blocks)
+        blocks = tl.maximum(tl.cdiv(visible_end, N) - skipped, 1)
+        pitch = tl.where(common > 0, common, blocks)
         tile = (at - before) // pitch
         begin = at - before - tile * pitch
         stop = tl.minimum(blocks, begin + end - at)
-        table = pages_BM + slot.to(tl.int64) * table_stride
+        table, last_page = pages_BM + slot.to(tl.int64) * table_stride, tl.maximum(visible_end - 1, 0) // PAGE
+        pages = load_pages(table, (skipped + begin) * N, last_page, N, PAGE)
         node_R, head_R, live_R = _rows_of(tile * R, first, count, head, GROUP, R)
         q_at_RD = q + (node_R * q_stride + head_R * D)[:, None] + column_D[None, :]
         q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
@@ -262,28 +294,32 @@ def _attend_kernel(
             at_RA = seen + node_R[:, None] * entries + entry_A[None, :]
             listed_RA = tl.load(at_RA, mask=live_R[:, None] & (entry_A < entries)[None, :], other=-1)
         top_R = tl.full([R], float("-inf"), tl.float32)
-        sum_R = tl.zeros([R], tl.float32)
+        # Sums by key save small tiles, whose warps share the keys, two meetings a block; large ones lack the registers.
+        sum_R = tl.zeros([R, N] if R < 64 else [R], tl.float32)
         acc_RD = tl.zeros([R, D], tl.float32)
-        for block in tl.range(begin, stop, num_stages=STAGES):
-            base = kv_start + block * N
+        for block in tl.range(skipped + begin, skipped + stop, num_stages=STAGES):
+            base = block * N
             position_N = base + offset_N
             live_N = position_N < visible_end
-            k_ND, v_ND = load_block(
-                at_head, table, position_N, live_N, page_stride, kv_stride, HEADS, D, PAGE
-            )
+            if KV_START > 0:
+                live_N &= position_N >= KV_START
+            k_ND, v_ND = load_block(at_head, pages, base, live_N, page_stride, kv_stride, HEADS, D, PAGE)
+            pages = load_pages(table, base + N, last_page, N, PAGE)
             score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
             if TAIL == "none":
                 score_RN = tl.where(live_N[None, :], score_RN, float("-inf"))
-            elif base + N > prefix:
+            elif (base + N > prefix) | (base < KV_START):
                 if TAIL == "mask":
                     tail_R, tail_N = bits_R, position_N - prefix
                 else:
                     tail_R, tail_N = _bits_of(listed_RA - base, N), offset_N
                 shift_N = tl.minimum(tl.maximum(tail_N, 0), 63).to(tl.int64)
                 in_tail_RN = ((tail_R[:, None] >> shift_N[None, :]) & 1) != 0
-                visible_RN = (position_N < prefix)[None, :] | (in_tail_RN & live_N[None, :])
+                visible_RN = ((position_N < prefix)[None, :] | in_tail_RN) & live_N[None, :]
                 score_RN = tl.where(visible_RN, score_RN, float("-inf"))
             top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
+        if R < 64:
+            sum_R = tl.sum(sum_R, 1)
         divisor_R = tl.where(sum_R == 0.0, 1.0, sum_R)
         result_RD = acc_RD / divisor_R[:, None]
         first_worker = (at - begin) // share
@@ -453,18 +489,17 @@ def _launch(
         total,
         nodes,
         ahead,
-        kv_start,
         entries,
         cut.few,
         cut.merge,
         TAIL=tail,
+        KV_START=kv_start,
         GROUP=heads // kv_heads,
         HEADS=kv_heads,
         D=size,
         PAGE=cache.shape[2],
         R=cut.rows,
         N=cut.block,
-        STAGES=cut.stages,
         MERGE_STAGES=cut.merge_stages,
         MERGED_ROWS=merged_rows(cut.rows, nodes * heads // kv_heads),
         MERGED=cut.merged,

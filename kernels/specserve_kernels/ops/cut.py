@@ -26,7 +26,6 @@ class Cut:
     tiles: int
     block: int
     warps: int
-    stages: int
     workers: int
     few: int
     merge: int
@@ -52,10 +51,9 @@ class Cut:
 
         Tiles of 64 rows, even half empty ones, run on the tensor cores' asynchronous instructions and read a block
         once for all warps; tiles of 32 are for the few that have no more rows and wait for their keys alone. Where few
-        programs are, small tiles share the merging; what they read several times comes from the second cache. Loads of
-        keys wait for the loads of their pages, which takes stages: 5 have two blocks of keys under way. Where programs
-        are so few that each waits for its keys alone, one a multiprocessor with large blocks is best up to contexts of
-        about 16,000 tokens; at 32,000 a layer's attention of 4 nodes takes 10 µs more.
+        programs are, small tiles share the merging; what they read several times comes from the second cache. Where
+        programs are so few that each waits for its keys alone, one a multiprocessor with large blocks is best up to
+        contexts of about 16,000 tokens; at 32,000 a layer's attention of 4 nodes takes 10 µs more.
 
         Parts that are merged at a time are held in registers, which only lone programs have to spare.
         """
@@ -64,16 +62,16 @@ class Cut:
         small = need <= 16 or columns * -(-need // 16) <= _FEW
         rows = 32 if 16 < need <= 32 else 16
         lone = row_bytes <= 256 and columns * -(-need // rows) <= _LONE
-        lone = lone and _fitting(rows, 64, row_bytes, shared_bytes)[:3] == (rows, 64, 5)
+        lone = lone and _fitting(rows, 64, row_bytes, shared_bytes)[:2] == (rows, 64)
         if not lone:
             rows = 16 if small else (64 if row_bytes <= 512 else 32)
         block = 16 if row_bytes > 512 else 64 if lone else max(32, min(64, 8192 // row_bytes))
-        rows, block, stages, merge_stages = _fitting(rows, block, row_bytes, shared_bytes)
+        rows, block, merge_stages = _fitting(rows, block, row_bytes, shared_bytes)
         tiles = -(-need // rows)
         large = rows == 64 and 2 * columns * tiles <= _FEW  # and few: the time of one counts
         warps = 8 if large or (rows == 64 and row_bytes > 256) else 4  # for registers
         if lone and rows == 32:
-            stages, warps = 3, 8
+            warps = 8
         resident = 1 if lone or large else 3 if rows == 16 else 2
         crowded = rows == 16 and columns * tiles > resident * processors
         half_empty = ragged and rows == 64 and warps == 4  # a third program computes while two wait for keys
@@ -88,7 +86,6 @@ class Cut:
             tiles,
             block,
             warps,
-            stages,
             workers,
             few,
             merge=_MERGE_LONE if lone else _MERGE[rows],
@@ -103,24 +100,23 @@ def merged_rows(rows: int, need: int) -> int:
     return min(rows, 1 << (need - 1).bit_length())
 
 
-def _fitting(rows: int, block: int, row_bytes: int, shared_bytes: int) -> tuple[int, int, int, int]:
-    """Rows, positions of a block, stages, and stages of the merge: the largest that the shared memory holds.
+def _fitting(rows: int, block: int, row_bytes: int, shared_bytes: int) -> tuple[int, int, int]:
+    """Rows, positions of a block, and stages of the merge: the largest that the shared memory holds.
 
-    5 stages hold three blocks of keys and three of values, 3 stages two, beside the weights of one. All that a merge
-    holds are its own parts. Compared with what Triton 3.9 allocates for capabilities 7.5 to 12.0.
+    A loop holds the queries, two blocks of keys and two of values, and the weights of one. All that a merge holds are
+    its own parts. Compared with what Triton 3.9 allocates for capabilities 7.5 to 12.0.
     """
 
-    def blocks_fit(stages: int) -> bool:
-        held = 6 if stages == 5 else 4
-        return held * block * row_bytes + rows * (block + 4) * 4 + 2048 <= shared_bytes
+    def blocks_fit() -> bool:
+        return (rows + 4 * block) * row_bytes + rows * (block + 4) * 4 + 2048 <= shared_bytes
 
-    while not blocks_fit(3) and block > 16:
+    while not blocks_fit() and block > 16:
         block //= 2
-    while not blocks_fit(3) and rows > 16:
+    while not blocks_fit() and rows > 16:
         rows //= 2
     part = rows * (2 * row_bytes + 8)  # float32 of 16-bit numbers
     while (
         part > shared_bytes and rows > 16
     ):  # what a program turns round in shared memory when it stores its part
         rows, part = rows // 2, part // 2
-    return rows, block, 5 if blocks_fit(5) else 3, max(1, min(3, shared_bytes // part + 1))
+    return rows, block, max(1, min(3, shared_bytes // part + 1))

@@ -36,7 +36,8 @@ def _fold_pages(
     for block in tl.range(begin, stop, num_stages=2):
         position_N = block * N + offset_N
         live_N = position_N < end if MASKED else offset_N >= 0
-        k_ND, v_ND = load_block(at_head, table, position_N, live_N, page_stride, kv_stride, HEADS, D, PAGE)
+        page_N = tl.load(table + position_N.to(tl.uint32) // PAGE, mask=live_N, other=0).to(tl.int32)
+        k_ND, v_ND = load_block(at_head, (page_N,), block * N, live_N, page_stride, kv_stride, HEADS, D, PAGE)
         score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
         if MASKED:
             visible_RN = (position_N[None, :] <= position_R[:, None]) & live_N[None, :]
