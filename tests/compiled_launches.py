@@ -29,6 +29,7 @@ from specserve_kernels.ops.linear import linear_few
 from specserve_kernels.ops.norm import rms_norm
 from specserve_kernels.ops.prefill import attend_chunks
 from specserve_kernels.ops.quantized_linear import quantized_linear
+from specserve_kernels.ops.sampling import choose_tokens
 from specserve_kernels.ops.turned_linear import turned_linear
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -52,13 +53,15 @@ FORETOLD = SamplingParams(temperature=1, frequency_penalty=1, prediction=[1, 2, 
 class Compiled:
     """One variant of a kernel: the types of its tensors, its constants and options. ``shared``: bytes of shared memory
     of one program, None where its types alone were checked; ``waits``: whether its code waits for the launch before
-    ahead of all that it reads and writes, None where it does not wait or was not made; ``error``: why it did not
-    compile; ``hasty``: what it reads ahead of its wait though the launch before made it."""
+    ahead of all that it reads and writes, None where it does not wait or was not made; ``pipelined``: whether loops of
+    products copy what they read ahead of its use, None where there are none or it was not made; ``error``: why it did
+    not compile; ``hasty``: what it reads ahead of its wait though the launch before made it."""
 
     kernel: str
     variant: str
     shared: int | None
     waits: bool | None
+    pipelined: bool | None
     error: str | None
     hasty: str | None = None
 
@@ -109,6 +112,17 @@ def waits_first(llvm: str) -> bool | None:
     return first is None or llvm.index(WAIT) < first.start()
 
 
+LOOP = re.compile(r"^( *)(?:%\S+ = )?scf\.for .*?^\1}", re.MULTILINE | re.DOTALL)
+PRODUCT = re.compile(r"\b(tt\.dot|ttng\.warp_group_dot) ")
+COPY = re.compile(r"\b(ttg\.async_copy_global_to_local|ttng\.async_tma_copy_global_to_local) ")
+
+
+def loops_pipelined(ttgir: str) -> bool | None:
+    """Of Triton's code for a GPU: such a loop copies blocks into shared memory while it multiplies others."""
+    loops = [found[0] for found in LOOP.finditer(ttgir) if PRODUCT.search(found[0])]
+    return all(COPY.search(loop) for loop in loops) if loops else None
+
+
 class Compiler:
     """Stands for launches: compiles each variant once.
 
@@ -122,7 +136,7 @@ class Compiler:
         self._run = JITFunction.run
         self._add_stages = CUDABackend.add_stages
         self._begun: set[str] = set()
-        self._last = ""
+        self._last = self._ttgir = ""
         self._launches = 0
         self._first: dict[range, int] = {}
         self._kept: list[Tensor] = []
@@ -146,15 +160,16 @@ class Compiler:
             return
         self._last = "ptx" if self.whole or name not in self._begun else "ttir"
         self._begun.add(name)
-        shared = error = waits = None
+        shared = error = waits = pipelined = None
         try:
             self._run(kernel, *args, grid=grid, warmup=True, **options)
         except Enough as enough:
             shared = enough.shared
-            waits = waits_first(enough.code) if shared is not None else None
+            if shared is not None:
+                waits, pipelined = waits_first(enough.code), loops_pipelined(self._ttgir)
         except Exception as raised:  # whatever Triton may say: it is reported
             error = f"{type(raised).__name__}: {raised}"
-        self.found[key] = Compiled(name, variant, shared, waits, error, hasty)
+        self.found[key] = Compiled(name, variant, shared, waits, pipelined, error, hasty)
 
     def _hasty(self, kernel: Any, args: tuple[Any, ...]) -> str | None:
         """What of all that this launch reads early was first given to the launch before, which therefore made it."""
@@ -182,9 +197,17 @@ class Compiler:
         """In the place of the backend's: the stage behind the last that is wanted ends the compilation."""
         self._add_stages(backend, stages, *rest)
 
+        to_ttgir = stages["ttgir"]
+
+        def remember(module: Any, metadata: dict[str, Any]) -> Any:
+            module = to_ttgir(module, metadata)
+            self._ttgir = str(module)
+            return module
+
         def end(module: Any, metadata: dict[str, Any]) -> None:
             raise Enough(metadata.get("shared"), str(module))
 
+        stages["ttgir"] = remember
         stages[self._last] = end
 
 
@@ -245,6 +268,13 @@ def compiled_only() -> Iterator[Compiler]:
 def launch_plain(checkpoints: Checkpoints) -> None:
     scheduler = make_scheduler(checkpoints.target, dtype="bfloat16", page_size=16)
     launch_steps(Runner(context_of(scheduler), {}), [(PLAIN, StepShape.plain(3))])
+
+
+def launch_large_scan(checkpoints: Checkpoints) -> None:
+    """The tokens of more nodes than small models' steps have."""
+    state = context_of(make_scheduler(checkpoints.target, dtype="bfloat16", page_size=16)).state
+    logits_NV, rows_N = torch.zeros(4096, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.int64)
+    choose_tokens(logits_NV, rows_N, torch.zeros_like(rows_N), None, state.sampling)
 
 
 def launch_drafted(
@@ -329,6 +359,7 @@ def main() -> None:
         launch_drafted(checkpoints, "EAGLE", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "EAGLE3", dict.fromkeys((1, 2, 4, 8, 10, 16, 20), both))
         compiler.whole = True
+        launch_large_scan(checkpoints)
         launch_attention(128, 20, 16)
         launch_attention(128, 400, 1)
         launch_attention(128, 1, 4)

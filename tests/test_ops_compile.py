@@ -86,6 +86,13 @@ def test_nothing_is_touched_before_the_wait(compiled: list[Compiled]) -> None:
     assert not [each["kernel"] for each in made if each["waits"] is False]
 
 
+def test_loops_of_products_are_pipelined(compiled: list[Compiled]) -> None:
+    """Else what they read next does not come while they multiply; Triton gives that up in silence."""
+    made = [each for each in compiled if each["pipelined"] is not None]
+    assert {"attention._attend_kernel", "prefill._prefill_kernel"} < {each["kernel"] for each in made}
+    assert not [f"{each['kernel']} {each['variant']}" for each in made if not each["pipelined"]]
+
+
 def test_nothing_is_read_early_that_the_launch_before_writes(compiled: list[Compiled]) -> None:
     """Of what steps and prefill launch, in their order."""
     assert not [(each["kernel"], each["hasty"]) for each in compiled if each["hasty"]]
