@@ -9,6 +9,7 @@ import faulthandler
 import math
 import random
 from dataclasses import dataclass, fields, replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -171,7 +172,10 @@ def on_device(batch: Batch) -> Batch:
 def assert_chosen(batch: Batch) -> None:
     scores = expected_scores(batch)
     there = on_device(batch)
-    found = ops.choose_tokens(there.logits, there.rows, there.position, there.path, there.table).cpu()
+    given = (there.logits, there.rows, there.position, there.path, there.table)
+    found = ops.choose_tokens(*given).cpu()
+    with patch.multiple(ops, LARGE=0, SPAN=2):  # two blocks a program
+        assert torch.equal(ops.choose_tokens(*given).cpu(), found)
     best = scores.topk(2).values
     clear = (best[:, 0] - best[:, 1] > 1e-4) | (batch.table.temperature[batch.rows] == 0)
     assert clear.float().mean() > 0.7
@@ -209,6 +213,21 @@ def test_a_feature_alone(features: set[str]) -> None:
     batch = make_batch(len(features), 170, 170, [features] * 2, path=4)
     assert_chosen(batch)
     assert_candidates(batch, 4)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_a_penalty_alone() -> None:
+    """Each moves the choice of a greedy row, which takes its largest logit as it is without any."""
+    table = blank_table(4, 170)
+    table.counts.zero_()
+    table.in_prompt.zero_()
+    table.counts[:, 100] = 2
+    table.repetition[1], table.frequency[2], table.presence[3] = 2, 1, 1
+    logits = torch.zeros(4, 170)
+    logits[:, 100], logits[:, 140] = 1.0, 0.9
+    batch = Batch(logits, torch.arange(4), torch.arange(4), None, table)
+    assert expected_scores(batch).argmax(-1).tolist() == [100, 140, 140, 140]
+    assert_chosen(batch)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -266,8 +285,10 @@ def test_what_is_kept(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(kept, wanted)
 
 
-def test_ties_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("large", [0, ops.LARGE])
+def test_ties_go_to_the_lowest_id(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "BLOCK", 16)
+    monkeypatch.setattr(ops, "LARGE", large)
     logits = torch.full((3, 50), -1.0)
     logits[0, [40, 33, 7]] = 2.0
     logits[1] = NEVER
@@ -328,11 +349,12 @@ def extreme_batch(vocab: int) -> tuple[Batch, Tensor]:
     return Batch(torch.stack(kinds)[kind], rows, torch.zeros_like(rows) + 3, None, table), kind
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_not_finite(mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mapped", "large"), [(False, ops.LARGE), (True, ops.LARGE), (False, 0)])
+def test_not_finite(mapped: bool, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends, with ids of the vocabulary; values are never NaN, and where all is finite they are the reference's."""
     faulthandler.dump_traceback_later(120, exit=True)  # nothing else ends a kernel that does not
     monkeypatch.setattr(ops, "BLOCK", 16)
+    monkeypatch.setattr(ops, "LARGE", large)
     monkeypatch.setattr(ops, "COLLECTED", 8)
     vocab = 40
     batch, kind = extreme_batch(vocab)

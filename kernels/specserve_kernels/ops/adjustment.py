@@ -21,7 +21,7 @@ _BIAS_CHUNK = tl.constexpr(64)
 
 @triton.jit
 def without_nan(x):
-    return tl.where(x == x, x, float("-inf"))
+    return tl.maximum(x, float("-inf"))  # the larger of the two that is a number
 
 
 @triton.jit
@@ -90,6 +90,12 @@ def placed(position, bias, noise):
 @triton.jit
 def truncates_row(temperature, cut):
     return (temperature > 0) & ((cut[0] > 0) | (cut[1] < 1) | (cut[2] > 0))
+
+
+@triton.jit
+def plain_row(temperature, penalty, bias):
+    """Whether it takes its largest logit as it is."""
+    return (temperature <= 0) & (bias <= 0) & (penalty[0] == 1) & (penalty[1] == 0) & (penalty[2] == 0)
 
 
 @triton.jit

@@ -5,7 +5,8 @@ argmax with ties to the lowest id. What a row needs is read from the table in th
 serves all requests.
 
 ``scan`` works on blocks of the vocabulary: it writes each block's best perturbed scores and, for rows that truncate,
-the block's largest scaled logit, its sum of exponentials, and what lies above each of 16 edges. ``finish`` has one
+the block's largest scaled logit, its sum of exponentials, and what lies above each of 16 edges. A row without
+temperature, penalties and bias is only searched for its largest logit, several blocks as one. ``finish`` has one
 program a row. Most rows only merge. A row that truncates finds its threshold without a sort: the edges bracket it, a
 pass over the blocks that reach the bracket collects what is inside (quartering it where that is too much),
 and bisection over the collected decides. Partition and order of sums depend on V alone, so a row's result does not
@@ -37,14 +38,19 @@ from specserve_kernels.ops.adjustment import (
     packed_value,
     perturbed,
     placed,
+    plain_row,
     request_of,
     scaled,
     truncates_row,
+    without_nan,
 )
-from specserve_kernels.ops.overlap import overlap, take_turn
+from specserve_kernels.ops.device import limits_of
+from specserve_kernels.ops.overlap import let_next_begin, overlap, take_turn, wait_for_inputs
 from specserve_kernels.ops.truncation import STATS, summarize, threshold
 
-BLOCK = 2048  # of the vocabulary a program scans; a multiple of 4
+BLOCK = 2048  # of the vocabulary; a multiple of 4
+SPAN = 4  # blocks of one program of a large scan, whose table and logits it asks for together
+LARGE = 4  # programs a multiprocessor has of it at least
 COLLECTED = 4096  # undecided tokens that the last bisection holds in registers
 SCAN_WARPS = 4
 SCAN_REGISTERS: int | None = 80  # most registers a thread of the scan may take: more programs at a time
@@ -149,10 +155,13 @@ def _launch(
     flags: dict[str, Any] = {"HAS_MAP": vocab is not None, "DRAFT": values is not None, "BLOCK": BLOCK}
     sizes = (size, table.counts.shape[1], table.bias_ids.shape[1], branching)
     rest = (*request, _pointers(table), *ids_inverse, stats, keys, *sizes)
-    _scan[(blocks, nodes)](
+    full = LARGE * limits_of(logits_NV.device).processors
+    span = SPAN if values is None and nodes * blocks >= SPAN * full else 1
+    _scan[(triton.cdiv(blocks, span), nodes)](
         logits_NV,
         *rest,
         **flags,
+        SPAN=span,
         num_warps=SCAN_WARPS,
         maxnreg=SCAN_REGISTERS,
         enable_fp_fusion=False,
@@ -207,22 +216,75 @@ def _emit(y, column, valid, stats, keys, branching, DRAFT: tl.constexpr):
 @triton.jit(do_not_specialize=["path_size", "width", "entries", "branching"])
 def _scan(
     logits, rows, position, path, path_size, table, ids, inverse, stats, keys, size, width, entries, branching,
-    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    block, n = tl.program_id(0), tl.program_id(1)
-    start = block * BLOCK
-    column = start + tl.arange(0, BLOCK)
-    valid = column < size
+    """A program has ``SPAN`` blocks, as one where the row just takes its largest logit. The logits are asked for
+    before the table's numbers are looked at, which are still on their way.
+    """
+    first, n = tl.program_id(0) * SPAN, tl.program_id(1)
+    blocks = tl.cdiv(size, BLOCK)
     temperature, penalty, history, bias, lists, noise, cut = request_of(
         n, rows, path, path_size, table, width, entries
     )
-    take_turn(OVERLAP)
-    x = tl.load(logits + n.to(tl.int64) * size + column, mask=valid, other=float("-inf")).to(tl.float32)
-    bias, noise = placed(position + n, bias, noise)
-    x = adjusted(x, column, valid, start, penalty, history, bias, lists, ids, inverse, HAS_MAP, BLOCK)
-    part = n.to(tl.int64) * tl.num_programs(0) + block
+    wait_for_inputs(OVERLAP)
+    logits += n.to(tl.int64) * size
+    x = (_load_block(logits, first, size, BLOCK),)
+    for i in tl.static_range(1, SPAN):
+        x += (_load_block(logits, first + i, size, BLOCK),)  # type: ignore[assignment]
+    let_next_begin(OVERLAP)
+    part = n.to(tl.int64) * blocks + first
     stats += part * STATS
     keys += part * branching
+    if (DRAFT == 0) & plain_row(temperature, penalty, bias):
+        best, column = _largest(x, first * BLOCK + tl.arange(0, BLOCK))
+        _emit(best, column, column < size, stats, keys, branching, False)
+        for i in tl.static_range(1, SPAN):
+            if first + i < blocks:
+                tl.store(keys + i, NOTHING)
+    else:
+        its_bias, its_noise = placed(position + n, bias, noise)
+        if SPAN == 1:
+            _scan_block(
+                x[0], first, stats, keys, temperature, penalty, history, its_bias, lists, its_noise, cut, ids, inverse,
+                size, branching, HAS_MAP, DRAFT, BLOCK,
+            )  # fmt: skip
+        else:
+            for block in range(first, tl.minimum(first + SPAN, blocks)):
+                _scan_block(
+                    _load_block(logits, block, size, BLOCK), block, stats + (block - first) * STATS,
+                    keys + (block - first) * branching, temperature, penalty, history, its_bias, lists, its_noise, cut,
+                    ids, inverse, size, branching, HAS_MAP, DRAFT, BLOCK,
+                )  # fmt: skip
+
+
+@triton.jit
+def _load_block(logits, block, size, BLOCK: tl.constexpr):
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    return tl.load(logits + column, mask=column < size, other=float("-inf"))
+
+
+@triton.jit
+def _largest(x, column):
+    """The largest of several blocks at each place of a block, and its column. ``column``: of the first."""
+    best = without_nan(x[0].to(tl.float32))
+    its_column = column
+    for i in tl.static_range(1, len(x)):
+        larger = x[i] > best
+        best = tl.where(larger, x[i].to(tl.float32), best)
+        its_column = tl.where(larger, column + i * column.shape[0], its_column)
+    return best, its_column
+
+
+@triton.jit
+def _scan_block(
+    x, block, stats, keys, temperature, penalty, history, bias, lists, noise, cut, ids, inverse, size, branching,
+    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    start = block * BLOCK
+    column = start + tl.arange(0, BLOCK)
+    valid = column < size
+    x = x.to(tl.float32)
+    x = adjusted(x, column, valid, start, penalty, history, bias, lists, ids, inverse, HAS_MAP, BLOCK)
     truncates = truncates_row(temperature, cut)
     if truncates:
         s = scaled(x, temperature)
