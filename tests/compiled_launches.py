@@ -29,7 +29,6 @@ from specserve_kernels.ops.linear import linear_few
 from specserve_kernels.ops.norm import rms_norm
 from specserve_kernels.ops.prefill import attend_chunks
 from specserve_kernels.ops.quantized_linear import quantized_linear
-from specserve_kernels.ops.sampling import choose_tokens
 from specserve_kernels.ops.turned_linear import turned_linear
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -53,15 +52,15 @@ FORETOLD = SamplingParams(temperature=1, frequency_penalty=1, prediction=[1, 2, 
 class Compiled:
     """One variant of a kernel: the types of its tensors, its constants and options. ``shared``: bytes of shared memory
     of one program, None where its types alone were checked; ``waits``: whether its code waits for the launch before
-    ahead of all that it reads and writes, None where it does not wait or was not made; ``pipelined``: whether loops of
-    products copy what they read ahead of its use, None where there are none or it was not made; ``error``: why it did
-    not compile; ``hasty``: what it reads ahead of its wait though the launch before made it."""
+    ahead of all that it reads and writes, None where it does not wait or was not made; ``copied``: how many blocks each
+    of its loops of products copies ahead of their use; ``error``: why it did not compile; ``hasty``: what it reads
+    ahead of its wait though the launch before made it."""
 
     kernel: str
     variant: str
     shared: int | None
     waits: bool | None
-    pipelined: bool | None
+    copied: list[int]
     error: str | None
     hasty: str | None = None
 
@@ -117,10 +116,10 @@ PRODUCT = re.compile(r"\b(tt\.dot|ttng\.warp_group_dot) ")
 COPY = re.compile(r"\b(ttg\.async_copy_global_to_local|ttng\.async_tma_copy_global_to_local) ")
 
 
-def loops_pipelined(ttgir: str) -> bool | None:
-    """Of Triton's code for a GPU: such a loop copies blocks into shared memory while it multiplies others."""
-    loops = [found[0] for found in LOOP.finditer(ttgir) if PRODUCT.search(found[0])]
-    return all(COPY.search(loop) for loop in loops) if loops else None
+def copied_ahead(ttgir: str) -> list[int]:
+    """Of Triton's code for a GPU: a pipelined loop copies blocks into shared memory while it multiplies others."""
+    loops = (found[0] for found in LOOP.finditer(ttgir))
+    return [len(COPY.findall(loop)) for loop in loops if PRODUCT.search(loop)]
 
 
 class Compiler:
@@ -160,16 +159,17 @@ class Compiler:
             return
         self._last = "ptx" if self.whole or name not in self._begun else "ttir"
         self._begun.add(name)
-        shared = error = waits = pipelined = None
+        shared = error = waits = None
+        copied: list[int] = []
         try:
             self._run(kernel, *args, grid=grid, warmup=True, **options)
         except Enough as enough:
             shared = enough.shared
             if shared is not None:
-                waits, pipelined = waits_first(enough.code), loops_pipelined(self._ttgir)
+                waits, copied = waits_first(enough.code), copied_ahead(self._ttgir)
         except Exception as raised:  # whatever Triton may say: it is reported
             error = f"{type(raised).__name__}: {raised}"
-        self.found[key] = Compiled(name, variant, shared, waits, pipelined, error, hasty)
+        self.found[key] = Compiled(name, variant, shared, waits, copied, error, hasty)
 
     def _hasty(self, kernel: Any, args: tuple[Any, ...]) -> str | None:
         """What of all that this launch reads early was first given to the launch before, which therefore made it."""
@@ -270,13 +270,6 @@ def launch_plain(checkpoints: Checkpoints) -> None:
     launch_steps(Runner(context_of(scheduler), {}), [(PLAIN, StepShape.plain(3))])
 
 
-def launch_large_scan(checkpoints: Checkpoints) -> None:
-    """The tokens of more nodes than small models' steps have."""
-    state = context_of(make_scheduler(checkpoints.target, dtype="bfloat16", page_size=16)).state
-    logits_NV, rows_N = torch.zeros(4096, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.int64)
-    choose_tokens(logits_NV, rows_N, torch.zeros_like(rows_N), None, state.sampling)
-
-
 def launch_drafted(
     checkpoints: Checkpoints, algorithm: str, branchings: dict[int, list[SamplingParams]]
 ) -> None:
@@ -359,7 +352,6 @@ def main() -> None:
         launch_drafted(checkpoints, "EAGLE", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "EAGLE3", dict.fromkeys((1, 2, 4, 8, 10, 16, 20), both))
         compiler.whole = True
-        launch_large_scan(checkpoints)
         launch_attention(128, 20, 16)
         launch_attention(128, 400, 1)
         launch_attention(128, 1, 4)

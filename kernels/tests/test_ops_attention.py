@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+from specserve_kernels.ops import attention  # noqa: E402
+from specserve_kernels.ops.cut import Cut  # noqa: E402
+from specserve_kernels.ops.device import H200, Limits, tickets  # noqa: E402
 
-from specserve_kernels.ops import attention
-from specserve_kernels.ops.cut import Cut
-from specserve_kernels.ops.device import H200, Limits, tickets
-
-from specserve.attention import ATTENTION
-from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes
-from specserve.attention.torch import TorchAttention
-from specserve.attention.triton import TritonAttention
-from specserve.kv.pool import KVGeometry
+from specserve.attention import ATTENTION  # noqa: E402
+from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes  # noqa: E402
+from specserve.attention.torch import TorchAttention  # noqa: E402
+from specserve.attention.triton import TritonAttention  # noqa: E402
+from specserve.kv.pool import KVGeometry  # noqa: E402
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 DEVICES = [
@@ -249,6 +250,19 @@ class TestShapes:
                 frontier = Frontier(case.table(5, 342), case.integers(lengths), 1, scratch_BKA, 342)
                 case.check("plan_draft", frontier, rows=10)
 
+    def test_equal_parts(
+        self, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of tiles that differ, or whose blocks the parts don't divide; all tickets are given back."""
+        case = Case((4, 1, 32), 16, device, dtype)
+        for workers, blocks in ((4, [1, 3]), (2, [3]), (3, [2, 1])):
+            cut = Cut(16, 1, 32, 4, workers, workers, 3, 0, 1, 1, None)
+            with monkeypatch.context() as patch:
+                patch.setattr(Cut, "of", lambda *_, cut=cut, **__: cut)
+                nodes = tree(case, [32 * count - 3 for count in blocks], [3] * len(blocks), max_nodes=3)
+                case.check("plan_verify", nodes, rows=3 * len(blocks))
+            assert not tickets(1, device).any()
+
     def test_the_end_of_the_table(self, device: torch.device, dtype: torch.dtype) -> None:
         """The last position is that of the last column's page, and what lies beside the table is no page."""
         for page_size, counts in ((16, [3, 1]), (1, [2, 2]), (64, [1, 1])):
@@ -265,7 +279,8 @@ class TestShapes:
         case = Case((2, 1, 32), 16, device, dtype)
         prefix_B = case.integers([90, 2])
         scratch_BKA = prefix_B.new_empty(2, 1, 0)
-        case.check("plan_draft", Frontier(case.table(2, 90), prefix_B, 1, scratch_BKA, 90), rows=2)
+        for start in (1, 40):
+            case.check("plan_draft", Frontier(case.table(2, 90), prefix_B, start, scratch_BKA, 90), rows=2)
         empty = Frontier(case.table(1, 90), case.integers([1]), 1, prefix_B.new_empty(1, 1, 0), 90)
         q_TND = case.normal(1, 2, 32)
         assert not run(TritonAttention(16, dtype), "plan_draft", empty, q_TND, case.cache).any()
@@ -303,6 +318,70 @@ class TestShapes:
         nodes, q_TND = tree(case, [500], [4], max_nodes=4), case.normal(4, 4, 64)
         outputs = [run(TritonAttention(16, dtype), "plan_verify", nodes, q_TND, case.cache) for _ in range(3)]
         assert all(torch.equal(o, outputs[0]) for o in outputs)
+
+
+@triton.jit
+def _pages_kernel(table, first, last, out, N: tl.constexpr, PAGE: tl.constexpr):
+    pages = attention.load_pages(table, first, last, N, PAGE)
+    for i in tl.static_range(len(pages)):
+        tl.store(out + i * N + tl.arange(0, N), pages[i] + tl.zeros([N], tl.int64))
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64, 128])
+def test_no_page_behind_the_last_is_read(page_size: int) -> None:
+    """Of the block that a loop reads ahead of its end, too: whatever lies there may not be the table's."""
+    device, block, last = GPU if torch.cuda.is_available() else CPU, 32, 5
+    table = torch.arange(100, 200, device=device)
+    table[last + 1 :] = -1
+    for first in range(0, (last + 1) * page_size + block, block):
+        out = torch.full((block, block), -2, device=device)
+        _pages_kernel[(1,)](table, first, last, out, N=block, PAGE=page_size)
+        at = (first + torch.arange(block)) // page_size
+        found = out[0] if 4 * page_size < block else out[torch.arange(block) // page_size].diagonal()
+        assert found.tolist() == (100 + at.clamp(max=last)).tolist()
+
+
+@triton.jit
+def _share_kernel(tiles, blocks, longest, workers, few, merge, out, S: tl.constexpr):
+    slot = tl.arange(0, S)
+    share, pitch = attention._share(
+        tl.load(tiles + slot), tl.load(blocks + slot), longest, workers, few, merge
+    )
+    tl.store(out, share)
+    tl.store(out + 1, pitch)
+
+
+def test_shares_are_all_the_work() -> None:
+    """Every block of every tile is in one share, and none is longer than is said."""
+    device, seen = GPU if torch.cuda.is_available() else CPU, set()
+    random = Random(0)
+    for _ in range(300):
+        slots, workers, most = random.choice([1, 3, 8]), random.randint(1, 40), random.choice([2, 10, 60])
+        few, merge = random.randint(1, workers), random.choice([0, 2, 12])
+        longest = random.randint(1, most)
+        blocks = [max(1, longest - random.randrange(random.choice([2, most]))) for _ in range(slots)]
+        tiles = [random.randint(0, random.choice([1, 4])) for _ in range(slots)]
+        longest = max((count for count, some in zip(blocks, tiles, strict=True) if some), default=0)
+        out = torch.zeros(2, dtype=torch.int32, device=device)
+        padded = [
+            torch.tensor(each + [0] * (8 - slots), dtype=torch.int32).to(device) for each in (tiles, blocks)
+        ]
+        _share_kernel[(1,)](*padded, longest, workers, few, merge, out, S=8)
+        share, pitch = out.tolist()
+        lengths = [count for count, some in zip(blocks, tiles, strict=True) for _ in range(some)]
+        work = [block < length for length in lengths for block in range(pitch or length)]
+        assert sum(work) == sum(lengths)
+        assert len(work) <= share * workers
+        even = -(-sum(lengths) // few)
+        even = -(-sum(lengths) // (workers if even > attention.SHORT.value else few))
+        if pitch:
+            seen.add("parts" if share < pitch else "whole")
+            assert max(share, pitch) % min(share, pitch) == 0
+            assert share <= even + max(even // attention.SPARE.value, merge, 1)
+        else:
+            seen.add("even")
+            assert share == even
+    assert seen == {"even", "whole", "parts"}
 
 
 @pytest.mark.gpu

@@ -180,6 +180,41 @@ def test_workers(slots: int, nodes: int, positions: int, workers: int, few: int)
     )  # fewer multiprocessors than heads, tiles of 64 rows
 
 
+@pytest.mark.parametrize(
+    ("limits", "row_bytes", "nodes", "resident"),
+    [
+        (H200, 256, 4, 3),
+        (H200, 256, 16, 2),
+        (H200, 512, 4, 3),
+        (H200, 512, 16, 1),  # 135,168 bytes each
+        (A100, 256, 4, 3),
+        (A100, 256, 16, 2),
+        (L4, 256, 4, 2),
+        (L4, 256, 16, 1),
+        (L4, 512, 4, 1),  # 74,752 bytes each
+    ],
+)
+def test_no_more_programs_than_have_room(limits: Limits, row_bytes: int, nodes: int, resident: int) -> None:
+    """Those of a multiprocessor share its memory; more would begin when the first end."""
+    cut = Cut.of(4, nodes, 4, 8, row_bytes, *limits)
+    assert cut.workers == resident * limits.processors // 8
+    assert Cut.of(64, nodes, 4, 8, row_bytes, *limits).workers >= cut.workers
+    assert Cut.of(4, 16, 4, 8, 512, *H200, wide=True).workers == 33  # 106,496 bytes each
+
+
+def test_large_tiles_of_several_requests_have_more_stages() -> None:
+    """Where as many programs have room for them."""
+    several, alone, small, unequal, wide = (
+        Cut.of(slots, nodes, 4, 8, 256, *H200, ragged=ragged, wide=wide).stages
+        for slots, nodes, ragged, wide in (
+            *((4, 16, False, False), (1, 32, False, False), (16, 4, False, False)),
+            *((16, 56, True, False), (4, 16, False, True)),
+        )
+    )
+    assert (several, alone, small, unequal, wide) == (5, 3, 3, 3, 3)
+    assert {Cut.of(4, 16, 4, 8, 256, *limits).stages for limits in (A100, L4, RTX5090, T4)} == {3}
+
+
 def test_unequal_trees_have_more_programs() -> None:
     """Where tiles of one fill and of the next are half empty: three a multiprocessor instead of two."""
     equal, unequal = (Cut.of(16, 56, 4, 8, 256, *H200, ragged=ragged) for ragged in (False, True))

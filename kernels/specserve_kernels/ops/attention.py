@@ -41,17 +41,17 @@ from specserve_kernels.ops.overlap import load_settled, overlap, take_turn
 HEAD_DIMS = (32, 64, 128, 256)
 LOG2_E = math.log2(math.e)
 SHORT = tl.constexpr(8)  # blocks of a share
-SPARE = tl.constexpr(8)  # shares end with tiles where that makes them at most an eighth longer
-STAGES = tl.constexpr(3)  # two blocks of keys and values are under way
+SPARE = tl.constexpr(8)  # a share that ends with tiles may be an eighth longer
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
 
 
 @triton.jit
 def _share(tiles_S, blocks_S, longest, workers, few, merge):
-    """Blocks of a worker's share, and as how many each tile counts, 0: as many as it has.
+    """Blocks of a worker's share, and the tiles' pitch: as how many blocks each counts, 0: as many as it has.
 
-    All count as the longest where shares then end with tiles, each of which is whole or in equal parts: parts of two
-    tiles in a share are two waits for keys.
+    With a pitch shares end with tiles, since parts of two tiles in one share are two waits for keys. Either all tiles
+    are whole, where that makes shares at most an eighth longer or by what sharing a tile costs, or each is in equal
+    parts, where that makes them at most a block longer than even shares. ``longest``: blocks of the longest tile.
     """
     work, tiles = tl.sum(tiles_S * blocks_S, 0), tl.sum(tiles_S, 0)
     share = tl.cdiv(work, few)
@@ -67,10 +67,12 @@ def _share(tiles_S, blocks_S, longest, workers, few, merge):
 
 @triton.jit
 def load_pages(table, first, last, N: tl.constexpr, PAGE: tl.constexpr):
-    """The pages of a block of N positions from ``first``, a multiple of N, on: of each, or by position where they are
-    many. Behind ``last`` that one. ``table``: at the slot, ``[M]``.
+    """The pages of a block of N positions from ``first``, a multiple of N, on: a number each, or, where they are more
+    than four, one tensor of each position's, ``([N],)``. Behind the ``last`` page it is that one. ``table``: at the
+    slot, ``[M]``.
 
-    Read a block ahead into registers, they cost a loop less than when they are pipelined as keys are.
+    A loop that takes them a block ahead, as they are loaded, keeps them in registers. Were they cast here, Triton would
+    pipeline them as keys are, by way of shared memory, which costs more.
     """
     if 4 * PAGE < N:
         pages = (tl.load(table + tl.minimum((first + tl.arange(0, N)) // PAGE, last)),)
@@ -84,7 +86,7 @@ def load_pages(table, first, last, N: tl.constexpr, PAGE: tl.constexpr):
 @triton.jit
 def load_block(
     cache,  # at the key head: [pages, 2, PAGE, HEADS, D]
-    pages,  # from load_pages, or those of all positions
+    pages,  # as from load_pages
     first,
     live_N,
     page_stride,
@@ -133,12 +135,12 @@ def fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD):
 
 @triton.jit
 def _merge(
-    part, part_lse, worker, pitch, parts, live_R,
+    part, part_lse, worker, apart, parts, live_R,
     R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
     """The sum of normalised parts, weighted by their log-sum-exp: the second of ``worker``, then the first of each of
-    its followers, ``pitch`` programs apart. Either ``C`` are under way at a time, side by side in registers, or one in
-    each of several stages. Loads pass by the first cache, which other programs' stores don't update.
+    its followers, all ``apart`` programs apart. Either ``C`` are under way at a time, side by side in registers, or one
+    in each of several stages. Loads pass by the first cache, which other programs' stores don't update.
     """
     ROWS: tl.constexpr = live_R.shape[0]
     top_R = tl.full([ROWS], float("-inf"), tl.float32)
@@ -147,7 +149,7 @@ def _merge(
     row_R, column_D = tl.arange(0, ROWS), tl.arange(0, D)
     for first in tl.range(0, parts, C, num_stages=STAGES):
         if C == 1:
-            at_R = _part(worker + first * pitch, first, R) + row_R
+            at_R = _part(worker + first * apart, first, R) + row_R
             lse_R = tl.load(part_lse + at_R, mask=live_R, other=float("-inf"), cache_modifier=".cg")
             at_RD = part + at_R[:, None] * D + column_D[None, :]
             part_RD = tl.load(at_RD, mask=live_R[:, None], other=0.0, cache_modifier=".cg")
@@ -157,7 +159,7 @@ def _merge(
             part_RD *= weight_R[:, None]
         else:
             i_C = first + tl.arange(0, C)
-            at_RC = _part(worker + i_C * pitch, i_C, R)[None, :] + row_R[:, None]
+            at_RC = _part(worker + i_C * apart, i_C, R)[None, :] + row_R[:, None]
             there_RC = (i_C < parts)[None, :] & live_R[:, None]
             lse_RC = tl.load(part_lse + at_RC, mask=there_RC, other=float("-inf"), cache_modifier=".cg")
             at_RCD = part + at_RC[:, :, None] * D + column_D
@@ -232,6 +234,7 @@ def _attend_kernel(
     PAGE: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
+    STAGES: tl.constexpr,
     MERGED_ROWS: tl.constexpr,  # a power of two, at least all rows that a tile has
     MERGED: tl.constexpr,  # parts that are merged at a time
     MERGE_STAGES: tl.constexpr,
@@ -253,11 +256,10 @@ def _attend_kernel(
         end_S += entries * nodes
         tiles_S = tl.full([SLOTS], tl.cdiv(nodes * GROUP, R), tl.int32)
     tiles_S = tl.where(there_S, tiles_S, 0)
-    skipped: tl.constexpr = KV_START // N
-    blocks_S = tl.maximum(tl.cdiv(end_S, N) - skipped, 1)
-    longest = tl.max(tl.where(there_S, blocks_S, 0), 0)
-    share, common = _share(tiles_S, blocks_S, longest, workers, few, merge)
-    work_S = tiles_S * tl.where(common > 0, common, blocks_S)
+    blocks_S = tl.maximum(tl.cdiv(end_S, N), 1)
+    longest = tl.max(tl.where(tiles_S > 0, blocks_S, 0), 0)
+    share, pitch = _share(tiles_S, blocks_S, longest, workers, few, merge)
+    work_S = tiles_S * tl.where(pitch > 0, pitch, blocks_S)
     done_S = tl.cumsum(work_S, 0)
     at = worker * share
     end = tl.minimum(at + share, tl.sum(work_S, 0))
@@ -277,13 +279,13 @@ def _attend_kernel(
             first = slot * nodes
             count = nodes
             visible_end = prefix + entries * nodes
-        blocks = tl.maximum(tl.cdiv(visible_end, N) - skipped, 1)
-        pitch = tl.where(common > 0, common, blocks)
-        tile = (at - before) // pitch
-        begin = at - before - tile * pitch
+        blocks = tl.maximum(tl.cdiv(visible_end, N), 1)
+        its_pitch = tl.where(pitch > 0, pitch, blocks)
+        tile = (at - before) // its_pitch
+        begin = at - before - tile * its_pitch
         stop = tl.minimum(blocks, begin + end - at)
         table, last_page = pages_BM + slot.to(tl.int64) * table_stride, tl.maximum(visible_end - 1, 0) // PAGE
-        pages = load_pages(table, (skipped + begin) * N, last_page, N, PAGE)
+        pages = load_pages(table, begin * N, last_page, N, PAGE)
         node_R, head_R, live_R = _rows_of(tile * R, first, count, head, GROUP, R)
         q_at_RD = q + (node_R * q_stride + head_R * D)[:, None] + column_D[None, :]
         q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
@@ -297,7 +299,7 @@ def _attend_kernel(
         # Sums by key save small tiles, whose warps share the keys, two meetings a block; large ones lack the registers.
         sum_R = tl.zeros([R, N] if R < 64 else [R], tl.float32)
         acc_RD = tl.zeros([R, D], tl.float32)
-        for block in tl.range(skipped + begin, skipped + stop, num_stages=STAGES):
+        for block in tl.range(begin, stop, num_stages=STAGES):
             base = block * N
             position_N = base + offset_N
             live_N = position_N < visible_end
@@ -323,7 +325,7 @@ def _attend_kernel(
         divisor_R = tl.where(sum_R == 0.0, 1.0, sum_R)
         result_RD = acc_RD / divisor_R[:, None]
         first_worker = (at - begin) // share
-        parts = (at - begin + pitch - 1) // share - first_worker + 1
+        parts = (at - begin + its_pitch - 1) // share - first_worker + 1
         if parts == 1:
             _store_rows(out, result_RD, node_R, head_R, live_R, HEADS * GROUP)
         else:
@@ -339,7 +341,7 @@ def _attend_kernel(
                 node_X, head_X, live_X = _rows_of(tile * R, first, count, head, GROUP, MERGED_ROWS)
                 merged_XD = _merge(part, part_lse, leader, HEADS, parts, live_X, R, D, MERGED, MERGE_STAGES)
                 _store_rows(out, merged_XD, node_X, head_X, live_X, HEADS * GROUP)
-        at += tl.minimum(pitch - begin, end - at)
+        at += tl.minimum(its_pitch - begin, end - at)
     if TAIL == "mask":  # nodes of no slot: nobody reads their output, but it is finite
         for spare in range(tl.load(q_start + slots).to(tl.int32) + worker, total, workers):
             for i in range(GROUP):
@@ -378,6 +380,7 @@ class Workspace:
             *limits_of(device),
             positions=positions,
             ragged=len(q_TND) < slots * nodes,
+            wide=q_TND.dtype == torch.float32,
         )
         part = torch.empty(kv_heads * cut.workers, 2, cut.rows, size, dtype=torch.float32, device=device)
         lse = torch.empty(part.shape[:3], dtype=torch.float32, device=device)
@@ -500,6 +503,7 @@ def _launch(
         PAGE=cache.shape[2],
         R=cut.rows,
         N=cut.block,
+        STAGES=cut.stages,
         MERGE_STAGES=cut.merge_stages,
         MERGED_ROWS=merged_rows(cut.rows, nodes * heads // kv_heads),
         MERGED=cut.merged,

@@ -12,15 +12,21 @@ _MERGE = {16: 8, 32: 10, 64: 12}  # blocks of 32 keys, by rows
 _MERGE_LONE = 2  # blocks of 64, each of which a program waits for alone
 _MERGED_ROWS, _MOST_MERGED = 128, 16  # rows of all parts that a lone program merges at a time, and parts
 _ANY_LENGTH = 1 << 30
+_STAGES, _LONG_STAGES = (
+    3,
+    5,
+)  # with five several requests' large tiles take 5% less at 32,000 positions, others more
+_RESERVED = 1024  # bytes of shared memory that each program takes beside its own
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How the work of a launch is cut. A slot's rows lie in at most ``tiles`` of ``rows``, positions in blocks of
     ``block``. Each key head has ``workers`` programs, which fill the device or are one a multiprocessor; ``few`` of
-    them, one a multiprocessor or as many as make eight parts of each small tile, share work that is short; sharing a
-    tile costs what ``merge`` blocks do; who merges it reads ``merged`` parts at a time, or one, in ``merge_stages``.
-    ``registers``: the most of a thread, None: what the compiler takes."""
+    them, one a multiprocessor or as many as make eight parts of each small tile, share work that is short. All but one
+    of ``stages`` blocks of keys and values are on their way while a program computes. Sharing a tile costs what
+    ``merge`` blocks do; who merges it reads ``merged`` parts at a time, or one, in ``merge_stages``. ``registers``: the
+    most of a thread, None: what the compiler takes."""
 
     rows: int
     tiles: int
@@ -28,6 +34,7 @@ class Cut:
     warps: int
     workers: int
     few: int
+    stages: int
     merge: int
     merged: int
     merge_stages: int
@@ -45,9 +52,10 @@ class Cut:
         shared_bytes: int = H200.shared_bytes,
         positions: int = _ANY_LENGTH,
         ragged: bool = False,
+        wide: bool = False,
     ) -> Cut:
-        """``row_bytes``: of one key; ``positions``: no slot has more; ``ragged``: some have fewer than ``nodes``.
-        Measured on an H200 by ``kernels/bench/attention.py --sweep``.
+        """``row_bytes``: of one key; ``positions``: no slot has more; ``ragged``: some have fewer than ``nodes``;
+        ``wide``: float32. Measured on an H200 by ``kernels/bench/attention.py --sweep``.
 
         Tiles of 64 rows, even half empty ones, run on the tensor cores' asynchronous instructions and read a block
         once for all warps; tiles of 32 are for the few that have no more rows and wait for their keys alone. Where few
@@ -73,9 +81,17 @@ class Cut:
         if lone and rows == 32:
             warps = 8
         resident = 1 if lone or large else 3 if rows == 16 else 2
-        crowded = rows == 16 and columns * tiles > resident * processors
-        half_empty = ragged and rows == 64 and warps == 4  # a third program computes while two wait for keys
-        resident += crowded + half_empty
+        asynchronous = rows == 64 and not wide and shared_bytes >= H200.shared_bytes  # as 9.0 and 10.0
+
+        def room(stages: int) -> int:
+            held = _held(rows, block, row_bytes, stages + asynchronous)
+            return (shared_bytes + _RESERVED) // (held + _RESERVED)
+
+        crowded = rows == 16 and columns * tiles > resident * processors and resident < room(_STAGES)
+        # A third program computes while two wait for keys.
+        half_empty = ragged and rows == 64 and warps == 4 and resident < room(_STAGES)
+        resident = min(resident + crowded + half_empty, room(_STAGES))
+        long = asynchronous and not large and resident <= room(_LONG_STAGES)
         most = slots * tiles * -(-positions // block)
         workers = max(1, min(resident * processors // kv_heads, most))
         few = min(workers, max(processors // kv_heads, _PARTS * slots * tiles if rows == 16 else 1))
@@ -88,6 +104,7 @@ class Cut:
             warps,
             workers,
             few,
+            _LONG_STAGES if long else _STAGES,
             merge=_MERGE_LONE if lone else _MERGE[rows],
             merged=min(_MOST_MERGED, _MERGED_ROWS // merged_rows(rows, need)) if lone else 1,
             merge_stages=1 if lone else merge_stages,
@@ -100,11 +117,17 @@ def merged_rows(rows: int, need: int) -> int:
     return min(rows, 1 << (need - 1).bit_length())
 
 
+def _held(rows: int, block: int, row_bytes: int, stages: int) -> int:
+    """Bytes of shared memory that a program's loop holds: queries, keys and values of all stages but one, and weights
+    of 16 bits. Where products are asynchronous, it is one stage more."""
+    return (rows + 2 * (stages - 1) * block) * row_bytes + 2 * rows * block
+
+
 def _fitting(rows: int, block: int, row_bytes: int, shared_bytes: int) -> tuple[int, int, int]:
     """Rows, positions of a block, and stages of the merge: the largest that the shared memory holds.
 
-    A loop holds the queries, two blocks of keys and two of values, and the weights of one. All that a merge holds are
-    its own parts. Compared with what Triton 3.9 allocates for capabilities 7.5 to 12.0.
+    All that a merge holds are its own parts. For capabilities 7.5, 8.0, 8.6, 8.9 and 12.0 no less than what Triton 3.9
+    allocates; 9.0 and 10.0, whose blocks are three, have memory to spare.
     """
 
     def blocks_fit() -> bool:
