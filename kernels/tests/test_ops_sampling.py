@@ -9,7 +9,6 @@ import faulthandler
 import math
 import random
 from dataclasses import dataclass, fields, replace
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -172,10 +171,7 @@ def on_device(batch: Batch) -> Batch:
 def assert_chosen(batch: Batch) -> None:
     scores = expected_scores(batch)
     there = on_device(batch)
-    given = (there.logits, there.rows, there.position, there.path, there.table)
-    found = ops.choose_tokens(*given).cpu()
-    with patch.multiple(ops, LARGE=0, SPAN=2):  # two blocks a program
-        assert torch.equal(ops.choose_tokens(*given).cpu(), found)
+    found = ops.choose_tokens(there.logits, there.rows, there.position, there.path, there.table).cpu()
     best = scores.topk(2).values
     clear = (best[:, 0] - best[:, 1] > 1e-4) | (batch.table.temperature[batch.rows] == 0)
     assert clear.float().mean() > 0.7
@@ -285,10 +281,8 @@ def test_what_is_kept(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(kept, wanted)
 
 
-@pytest.mark.parametrize("large", [0, ops.LARGE])
-def test_ties_go_to_the_lowest_id(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ties_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "BLOCK", 16)
-    monkeypatch.setattr(ops, "LARGE", large)
     logits = torch.full((3, 50), -1.0)
     logits[0, [40, 33, 7]] = 2.0
     logits[1] = NEVER
@@ -349,12 +343,11 @@ def extreme_batch(vocab: int) -> tuple[Batch, Tensor]:
     return Batch(torch.stack(kinds)[kind], rows, torch.zeros_like(rows) + 3, None, table), kind
 
 
-@pytest.mark.parametrize(("mapped", "large"), [(False, ops.LARGE), (True, ops.LARGE), (False, 0)])
-def test_not_finite(mapped: bool, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mapped", [False, True])
+def test_not_finite(mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends, with ids of the vocabulary; values are never NaN, and where all is finite they are the reference's."""
     faulthandler.dump_traceback_later(120, exit=True)  # nothing else ends a kernel that does not
     monkeypatch.setattr(ops, "BLOCK", 16)
-    monkeypatch.setattr(ops, "LARGE", large)
     monkeypatch.setattr(ops, "COLLECTED", 8)
     vocab = 40
     batch, kind = extreme_batch(vocab)

@@ -6,11 +6,10 @@ serves all requests.
 
 ``scan`` works on blocks of the vocabulary: it writes each block's best perturbed scores and, for rows that truncate,
 the block's largest scaled logit, its sum of exponentials, and what lies above each of 16 edges. A row without
-temperature, penalties and bias is only searched for its largest logit, several blocks as one. ``finish`` has one
-program a row. Most rows only merge. A row that truncates finds its threshold without a sort: the edges bracket it, a
-pass over the blocks that reach the bracket collects what is inside (quartering it where that is too much),
-and bisection over the collected decides. Partition and order of sums depend on V alone, so a row's result does not
-depend on the batch.
+temperature, penalties and bias is only searched for its largest logit. ``finish`` has one program a row. Most rows only
+merge. A row that truncates finds its threshold without a sort: the edges bracket it, a pass over the blocks that reach
+the bracket collects what is inside (quartering it where that is too much), and bisection over the collected decides.
+Partition and order of sums depend on V alone, so a row's result does not depend on the batch.
 
 Floats compare as int32 keys of the same order; a score and its token pack into one int64 whose maximum is the argmax.
 A NaN logit counts as -inf. A row of nothing else gives the lowest ids, and every id is one of the vocabulary.
@@ -44,15 +43,14 @@ from specserve_kernels.ops.adjustment import (
     truncates_row,
     without_nan,
 )
-from specserve_kernels.ops.device import limits_of
 from specserve_kernels.ops.overlap import let_next_begin, overlap, take_turn, wait_for_inputs
 from specserve_kernels.ops.truncation import STATS, summarize, threshold
 
-BLOCK = 2048  # of the vocabulary; a multiple of 4
-SPAN = 4  # blocks of one program of a large scan, whose table and logits it asks for together
-LARGE = 4  # programs a multiprocessor has of it at least
+BLOCK = 2048  # of the vocabulary a program scans; a multiple of 4
 COLLECTED = 4096  # undecided tokens that the last bisection holds in registers
 SCAN_WARPS = 4
+SCAN_ROWS = tl.constexpr(SCAN_WARPS)
+ABSENT = tl.constexpr(-(2**31))  # below every key
 SCAN_REGISTERS: int | None = 80  # most registers a thread of the scan may take: more programs at a time
 FINISH_WARPS = 8
 
@@ -153,15 +151,13 @@ def _launch(
     request = (rows_N, position_N, rows_N if path_NA is None else path_NA, path_size)
     ids_inverse = vocab or (rows_N, rows_N)
     flags: dict[str, Any] = {"HAS_MAP": vocab is not None, "DRAFT": values is not None, "BLOCK": BLOCK}
+    flags |= {"WIDTH": triton.next_power_of_2(branching)}
     sizes = (size, table.counts.shape[1], table.bias_ids.shape[1], branching)
     rest = (*request, _pointers(table), *ids_inverse, stats, keys, *sizes)
-    full = LARGE * limits_of(logits_NV.device).processors
-    span = SPAN if values is None and nodes * blocks >= SPAN * full else 1
-    _scan[(triton.cdiv(blocks, span), nodes)](
+    _scan[(blocks, nodes)](
         logits_NV,
         *rest,
         **flags,
-        SPAN=span,
         num_warps=SCAN_WARPS,
         maxnreg=SCAN_REGISTERS,
         enable_fp_fusion=False,
@@ -170,7 +166,6 @@ def _launch(
     collected = torch.empty_like(rows_N[:, None].expand(-1, COLLECTED), dtype=torch.int32)
     values = stats if values is None else values
     flags |= {"BLOCKS": triton.next_power_of_2(blocks), "COLLECTED": COLLECTED}
-    flags |= {"WIDTH": triton.next_power_of_2(branching)}
     _finish[(nodes,)](
         logits_NV,
         *rest,
@@ -195,110 +190,100 @@ def _pointers(table: SamplingTable) -> tuple[Tensor, ...]:
 
 
 @triton.jit
-def _emit(y, column, valid, stats, keys, branching, DRAFT: tl.constexpr):
-    """Writes the block's best scores, for drafts its log-sum-exp too, and returns the best."""
+def _emit_first(y, column, keys):
+    """Writes the block's best score, and returns it."""
     top = tl.max(y, 0)
     first = pack(top, tl.min(tl.where(y == top, column, 2**31 - 1), 0), True)  # absent columns are the last
     tl.store(keys, first)
-    if DRAFT:
-        tl.store(stats + 3, top)
-        tl.store(stats + 4, tl.sum(tl.where(valid & (y > float("-inf")), tl.exp(y - top), 0.0), 0))
-        if branching > 1:
-            packed = pack(y, column, valid)
-            best = first
-            for c in range(1, branching):
-                packed = tl.where(packed == best, NOTHING, packed)
-                best = tl.max(packed, 0)
-                tl.store(keys + c, best)
     return first
+
+
+@triton.jit
+def _emit_candidates(y, column, valid, stats, keys, branching, WIDTH: tl.constexpr):
+    """Writes the block's best scores, and their log-sum-exp."""
+    top = tl.max(y, 0)
+    tl.store(stats + 3, top)
+    tl.store(stats + 4, tl.sum(tl.where(valid & (y > float("-inf")), tl.exp(y - top), 0.0), 0))
+    if WIDTH > 1:
+        key = tl.where(valid, order_of(y), ABSENT)
+        best, rank = _best(key, column, branching, SCAN_ROWS, 256, WIDTH)
+        tl.store(keys + rank, best, mask=rank < branching)
+    else:
+        _emit_first(y, column, keys)
+
+
+@triton.jit
+def _best(key, column, branching, ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """The packed best of int32 keys ``[B]`` and their columns, all different, in no order, and how many are better than
+    each. The first ``branching`` of each row are looked for, then they are compared with each other. Rows of chunks
+    that one warp holds need no meeting of warps."""
+    key_RB, column_RB = _by_row(key, ROWS, CHUNK), _by_row(column, ROWS, CHUNK)
+    # As wide as a warp, so that it is laid out as keys are.
+    WIDE: tl.constexpr = max(WIDTH, 32)
+    best_RL = tl.full([key_RB.shape[0], WIDE], NOTHING, tl.int64)
+    for c in range(branching):
+        top_R = tl.max(key_RB, 1)
+        at_R = tl.min(tl.where(key_RB == top_R[:, None], column_RB, 2**31 - 1), 1)
+        key_RB = tl.where(column_RB == at_R[:, None], ABSENT, key_RB)
+        packed_R = (top_R.to(tl.int64) << 32) | (0xFFFFFFFF - at_R.to(tl.int64))
+        best_RL = tl.where((tl.arange(0, WIDE) == c)[None, :], packed_R[:, None], best_RL)
+    best_RC = tl.max(tl.reshape(best_RL, [best_RL.shape[0], WIDE // WIDTH, WIDTH]), 1)
+    best = tl.reshape(best_RC, [best_RC.shape[0] * WIDTH])
+    here = (best >> 32) > ABSENT
+    best = tl.where(here, best, NOTHING + tl.arange(0, best.shape[0]).to(tl.int64))  # all different
+    return best, tl.sum((best[:, None] > best[None, :]).to(tl.int32), 0)
+
+
+@triton.jit
+def _by_row(x, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """``[ROWS, B / ROWS]``: each ROWS-th chunk is of the same row."""
+    B: tl.constexpr = x.shape[0]
+    if B % (ROWS * CHUNK) == 0:
+        x = tl.permute(tl.reshape(x, [B // (ROWS * CHUNK), ROWS, CHUNK]), (1, 0, 2))
+        x = tl.reshape(x, [ROWS, B // ROWS])
+    else:
+        x = x[None, :]
+    return x
 
 
 @triton.jit(do_not_specialize=["path_size", "width", "entries", "branching"])
 def _scan(
     logits, rows, position, path, path_size, table, ids, inverse, stats, keys, size, width, entries, branching,
-    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program has ``SPAN`` blocks, as one where the row just takes its largest logit. The logits are asked for
-    before the table's numbers are looked at, which are still on their way.
-    """
-    first, n = tl.program_id(0) * SPAN, tl.program_id(1)
-    blocks = tl.cdiv(size, BLOCK)
+    block, n = tl.program_id(0), tl.program_id(1)
+    start = block * BLOCK
+    column = start + tl.arange(0, BLOCK)
+    valid = column < size
     temperature, penalty, history, bias, lists, noise, cut = request_of(
         n, rows, path, path_size, table, width, entries
     )
     wait_for_inputs(OVERLAP)
-    logits += n.to(tl.int64) * size
-    x = (_load_block(logits, first, size, BLOCK),)
-    for i in tl.static_range(1, SPAN):
-        x += (_load_block(logits, first + i, size, BLOCK),)  # type: ignore[assignment]
+    # Asked for before the table's numbers are looked at, which are still on their way.
+    x = tl.load(logits + n.to(tl.int64) * size + column, mask=valid, other=float("-inf")).to(tl.float32)
     let_next_begin(OVERLAP)
-    part = n.to(tl.int64) * blocks + first
+    part = n.to(tl.int64) * tl.num_programs(0) + block
     stats += part * STATS
     keys += part * branching
     if (DRAFT == 0) & plain_row(temperature, penalty, bias):
-        best, column = _largest(x, first * BLOCK + tl.arange(0, BLOCK))
-        _emit(best, column, column < size, stats, keys, branching, False)
-        for i in tl.static_range(1, SPAN):
-            if first + i < blocks:
-                tl.store(keys + i, NOTHING)
+        _emit_first(without_nan(x), column, keys)
     else:
-        its_bias, its_noise = placed(position + n, bias, noise)
-        if SPAN == 1:
-            _scan_block(
-                x[0], first, stats, keys, temperature, penalty, history, its_bias, lists, its_noise, cut, ids, inverse,
-                size, branching, HAS_MAP, DRAFT, BLOCK,
-            )  # fmt: skip
+        bias_at, noise_at = placed(position + n, bias, noise)
+        x = adjusted(x, column, valid, start, penalty, history, bias_at, lists, ids, inverse, HAS_MAP, BLOCK)
+        truncates = truncates_row(temperature, cut)
+        if truncates:
+            s = scaled(x, temperature)
+            summarize(s, cut, stats)
+        if DRAFT:
+            if truncates == 0:  # one that truncates needs its threshold first
+                y = perturbed(x, column, valid, start, temperature, noise_at, ids, HAS_MAP, BLOCK)
+                _emit_candidates(y, column, valid, stats, keys, branching, WIDTH)
         else:
-            for block in range(first, tl.minimum(first + SPAN, blocks)):
-                _scan_block(
-                    _load_block(logits, block, size, BLOCK), block, stats + (block - first) * STATS,
-                    keys + (block - first) * branching, temperature, penalty, history, its_bias, lists, its_noise, cut,
-                    ids, inverse, size, branching, HAS_MAP, DRAFT, BLOCK,
-                )  # fmt: skip
-
-
-@triton.jit
-def _load_block(logits, block, size, BLOCK: tl.constexpr):
-    column = block * BLOCK + tl.arange(0, BLOCK)
-    return tl.load(logits + column, mask=column < size, other=float("-inf"))
-
-
-@triton.jit
-def _largest(x, column):
-    """The largest of several blocks at each place of a block, and its column. ``column``: of the first."""
-    best = without_nan(x[0].to(tl.float32))
-    its_column = column
-    for i in tl.static_range(1, len(x)):
-        larger = x[i] > best
-        best = tl.where(larger, x[i].to(tl.float32), best)
-        its_column = tl.where(larger, column + i * column.shape[0], its_column)
-    return best, its_column
-
-
-@triton.jit
-def _scan_block(
-    x, block, stats, keys, temperature, penalty, history, bias, lists, noise, cut, ids, inverse, size, branching,
-    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    start = block * BLOCK
-    column = start + tl.arange(0, BLOCK)
-    valid = column < size
-    x = x.to(tl.float32)
-    x = adjusted(x, column, valid, start, penalty, history, bias, lists, ids, inverse, HAS_MAP, BLOCK)
-    truncates = truncates_row(temperature, cut)
-    if truncates:
-        s = scaled(x, temperature)
-        summarize(s, cut, stats)
-    if DRAFT:
-        if truncates == 0:  # one that truncates needs its threshold first
-            y = perturbed(x, column, valid, start, temperature, noise, ids, HAS_MAP, BLOCK)
-            _emit(y, column, valid, stats, keys, branching, DRAFT)
-    else:
-        y = perturbed(x, column, valid, start, temperature, noise, ids, HAS_MAP, BLOCK)
-        first = _emit(y, column, valid, stats, keys, branching, DRAFT)
-        if truncates:  # the winner may turn out to be cut off: finish looks at its logit
-            winner = tl.max(tl.where(column == packed_column(first), x, float("-inf")), 0)
-            tl.store(stats + 2, scaled(winner, temperature))
+            y = perturbed(x, column, valid, start, temperature, noise_at, ids, HAS_MAP, BLOCK)
+            first = _emit_first(y, column, keys)
+            if truncates:  # the winner may turn out to be cut off: finish looks at its logit
+                winner = tl.max(tl.where(column == packed_column(first), x, float("-inf")), 0)
+                tl.store(stats + 2, scaled(winner, temperature))
 
 
 @triton.jit
@@ -329,7 +314,7 @@ def _survivor(
 @triton.jit
 def _emit_kept(
     floor, blocks, stats, keys, branching, temperature, noise, logits, size, penalty, history, bias, lists,
-    ids, inverse, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr,
+    ids, inverse, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What the scan writes for rows that don't truncate, with the threshold now known."""
     for block in range(blocks):
@@ -340,7 +325,7 @@ def _emit_kept(
         if tl.sum(keeps.to(tl.int32), 0) > 0:
             x = perturbed(x, column, valid, start, temperature, noise, ids, HAS_MAP, BLOCK)
         y = tl.where(keeps, x, float("-inf"))
-        _emit(y, column, valid, stats + block * STATS, keys + block * branching, branching, True)
+        _emit_candidates(y, column, valid, stats + block * STATS, keys + block * branching, branching, WIDTH)
     tl.debug_barrier()
 
 
@@ -362,14 +347,22 @@ def _merge(
         top_b = tl.load(stats + index * STATS + 3, mask=here, other=float("-inf"))
         sum_b = tl.load(stats + index * STATS + 4, mask=here, other=0.0)
         log_sum = tl.log(tl.sum(tl.where(sum_b > 0, sum_b * tl.exp(top_b - top), 0.0), 0))
-    for c in range(branching):
+    if WIDTH > 1:
+        key, column = (packed >> 32).to(tl.int32), packed_column(packed).to(tl.int32)
+        CHUNK: tl.constexpr = 64 if BLOCKS * WIDTH >= 512 else 32
+        ROWS: tl.constexpr = min(8, max(1, BLOCKS * WIDTH // CHUNK))
+        chosen, rank = _best(key, column, branching, ROWS, CHUNK, WIDTH)
+        kept = rank < branching
+        column = tl.minimum(packed_column(chosen), size - 1)
+        at = n * branching + rank
+        tl.store(tokens + at, tl.load(ids + column, mask=kept, other=0) if HAS_MAP else column, mask=kept)
+        value = packed_value(chosen) - top - log_sum
+        tl.store(values + at, tl.where(tl.abs(top) < float("inf"), value, float("-inf")), mask=kept)
+    else:
         column = tl.minimum(packed_column(best), size - 1)
-        tl.store(tokens + n * branching + c, tl.load(ids + column) if HAS_MAP else column)
+        tl.store(tokens + n, tl.load(ids + column) if HAS_MAP else column)
         if DRAFT:
-            value = tl.where(tl.abs(top) < float("inf"), packed_value(best) - top - log_sum, float("-inf"))
-            tl.store(values + n * branching + c, value)
-        packed = tl.where(packed == best, NOTHING, packed)
-        best = tl.max(packed, 0)
+            tl.store(values + n, tl.where(tl.abs(top) < float("inf"), -log_sum, float("-inf")))
 
 
 @triton.jit(do_not_specialize=["path_size", "width", "entries", "branching"])
@@ -401,7 +394,7 @@ def _finish(
         if DRAFT:
             _emit_kept(
                 floor, blocks, stats, keys, branching, temperature, noise, logits, size, penalty, history, bias,
-                lists, ids, inverse, HAS_MAP, BLOCK,
+                lists, ids, inverse, HAS_MAP, BLOCK, WIDTH,
             )  # fmt: skip
             _merge(
                 n,
