@@ -191,6 +191,8 @@ def test_workers(slots: int, nodes: int, positions: int, workers: int, few: int)
         (A100, 256, 16, 2),
         (L4, 256, 4, 2),
         (L4, 256, 16, 1),
+        (T4, 256, 4, 2),  # 24,576 bytes each
+        (T4, 1024, 4, 1),
         (L4, 512, 4, 1),  # 74,752 bytes each
     ],
 )
@@ -200,6 +202,7 @@ def test_no_more_programs_than_have_room(limits: Limits, row_bytes: int, nodes: 
     assert cut.workers == resident * limits.processors // 8
     assert Cut.of(64, nodes, 4, 8, row_bytes, *limits).workers >= cut.workers
     assert Cut.of(4, 16, 4, 8, 512, *H200, wide=True).workers == 33  # 106,496 bytes each
+    assert Cut.of(16, 56, 4, 8, 256, *A100, ragged=True).workers == 27  # 66,560 bytes each, to merge
 
 
 def test_large_tiles_of_several_requests_have_more_stages() -> None:

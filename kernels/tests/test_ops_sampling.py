@@ -234,6 +234,13 @@ def test_mixed_rows(branching: int) -> None:
     assert_candidates(batch, branching)
 
 
+def test_many_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 15 blocks fill all rows that a merge has, and those of a block are ranked row by row."""
+    monkeypatch.setattr(ops, "BLOCK", 16)
+    batch = make_batch(3, 230, 230, [set(), {"noise"}, {"noise", "top_k"}], path=0)
+    assert_candidates(batch, 20)
+
+
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("branching", [1, 8])
 def test_mapped_vocabulary(branching: int) -> None:
@@ -343,8 +350,8 @@ def extreme_batch(vocab: int) -> tuple[Batch, Tensor]:
     return Batch(torch.stack(kinds)[kind], rows, torch.zeros_like(rows) + 3, None, table), kind
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_not_finite(mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mapped", "branching"), [(False, 4), (True, 4), (True, 1)])
+def test_not_finite(mapped: bool, branching: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends, with ids of the vocabulary; values are never NaN, and where all is finite they are the reference's."""
     faulthandler.dump_traceback_later(120, exit=True)  # nothing else ends a kernel that does not
     monkeypatch.setattr(ops, "BLOCK", 16)
@@ -356,7 +363,7 @@ def test_not_finite(mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(3))
     inverse = torch.cat([ids.argsort(), torch.tensor([vocab])])
     maps = (ids.to(DEVICE), inverse.to(DEVICE)) if mapped else ()
-    tokens, values = (x.cpu() for x in ops.draft_candidates(there.logits, *given, 4, *maps))
+    tokens, values = (x.cpu() for x in ops.draft_candidates(there.logits, *given, branching, *maps))
     chosen = ops.choose_tokens(there.logits, *given).cpu()
     faulthandler.cancel_dump_traceback_later()
     assert bool(((tokens >= 0) & (tokens < vocab)).all())

@@ -12,10 +12,9 @@ _MERGE = {16: 8, 32: 10, 64: 12}  # blocks of 32 keys, by rows
 _MERGE_LONE = 2  # blocks of 64, each of which a program waits for alone
 _MERGED_ROWS, _MOST_MERGED = 128, 16  # rows of all parts that a lone program merges at a time, and parts
 _ANY_LENGTH = 1 << 30
-_STAGES, _LONG_STAGES = (
-    3,
-    5,
-)  # with five several requests' large tiles take 5% less at 32,000 positions, others more
+_STAGES = 3
+_LONG_STAGES = 5  # several requests' large tiles take 5% less with them at 32,000 positions, others more
+_BLOCKING = 65_536  # bytes of shared memory of capability 7.5, which copies nothing ahead
 _RESERVED = 1024  # bytes of shared memory that each program takes beside its own
 
 
@@ -83,9 +82,12 @@ class Cut:
         resident = 1 if lone or large else 3 if rows == 16 else 2
         asynchronous = rows == 64 and not wide and shared_bytes >= H200.shared_bytes  # as 9.0 and 10.0
 
+        blocking = shared_bytes <= _BLOCKING
+
         def room(stages: int) -> int:
-            held = _held(rows, block, row_bytes, stages + asynchronous)
-            return (shared_bytes + _RESERVED) // (held + _RESERVED)
+            held = _held(rows, block, row_bytes, 2 if blocking else stages + asynchronous)
+            held = max(held, (merge_stages - 1) * rows * ((1 if wide else 2) * row_bytes + 8))
+            return max(1, (shared_bytes + _RESERVED) // (held + _RESERVED))
 
         crowded = rows == 16 and columns * tiles > resident * processors and resident < room(_STAGES)
         # A third program computes while two wait for keys.

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.adjustment import (
+    LOWEST,
     NOTHING,
     adjusted,
     block_of,
@@ -49,8 +50,8 @@ from specserve_kernels.ops.truncation import STATS, summarize, threshold
 BLOCK = 2048  # of the vocabulary a program scans; a multiple of 4
 COLLECTED = 4096  # undecided tokens that the last bisection holds in registers
 SCAN_WARPS = 4
-SCAN_ROWS = tl.constexpr(SCAN_WARPS)
 ABSENT = tl.constexpr(-(2**31))  # below every key
+FIRST = tl.constexpr(LOWEST.value << 32)  # the least packed score
 SCAN_REGISTERS: int | None = 80  # most registers a thread of the scan may take: more programs at a time
 FINISH_WARPS = 8
 
@@ -158,6 +159,7 @@ def _launch(
         logits_NV,
         *rest,
         **flags,
+        WARPS=SCAN_WARPS,
         num_warps=SCAN_WARPS,
         maxnreg=SCAN_REGISTERS,
         enable_fp_fusion=False,
@@ -173,6 +175,7 @@ def _launch(
         tokens,
         values,
         **flags,
+        WARPS=FINISH_WARPS,
         num_warps=FINISH_WARPS,
         enable_fp_fusion=False,
         **overlap(),
@@ -199,14 +202,17 @@ def _emit_first(y, column, keys):
 
 
 @triton.jit
-def _emit_candidates(y, column, valid, stats, keys, branching, WIDTH: tl.constexpr):
+def _emit_candidates(
+    y, column, valid, stats, keys, branching, logits, WIDTH: tl.constexpr, WARPS: tl.constexpr
+):  # fmt: skip
     """Writes the block's best scores, and their log-sum-exp."""
     top = tl.max(y, 0)
     tl.store(stats + 3, top)
     tl.store(stats + 4, tl.sum(tl.where(valid & (y > float("-inf")), tl.exp(y - top), 0.0), 0))
     if WIDTH > 1:
         key = tl.where(valid, order_of(y), ABSENT)
-        best, rank = _best(key, column, branching, SCAN_ROWS, 256, WIDTH)
+        CHUNK: tl.constexpr = 32 * 128 // logits.dtype.element_ty.primitive_bitwidth
+        best, rank = _best(key, column, branching, WARPS, CHUNK, WIDTH)
         tl.store(keys + rank, best, mask=rank < branching)
     else:
         _emit_first(y, column, keys)
@@ -216,7 +222,7 @@ def _emit_candidates(y, column, valid, stats, keys, branching, WIDTH: tl.constex
 def _best(key, column, branching, ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     """The packed best of int32 keys ``[B]`` and their columns, all different, in no order, and how many are better than
     each. The first ``branching`` of each row are looked for, then they are compared with each other. Rows of chunks
-    that one warp holds need no meeting of warps."""
+    that one warp holds need no meeting of warps: 16 bytes a thread of what was loaded, or one number."""
     key_RB, column_RB = _by_row(key, ROWS, CHUNK), _by_row(column, ROWS, CHUNK)
     # As wide as a warp, so that it is laid out as keys are.
     WIDE: tl.constexpr = max(WIDTH, 32)
@@ -229,9 +235,22 @@ def _best(key, column, branching, ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH
         best_RL = tl.where((tl.arange(0, WIDE) == c)[None, :], packed_R[:, None], best_RL)
     best_RC = tl.max(tl.reshape(best_RL, [best_RL.shape[0], WIDE // WIDTH, WIDTH]), 1)
     best = tl.reshape(best_RC, [best_RC.shape[0] * WIDTH])
-    here = (best >> 32) > ABSENT
-    best = tl.where(here, best, NOTHING + tl.arange(0, best.shape[0]).to(tl.int64))  # all different
-    return best, tl.sum((best[:, None] > best[None, :]).to(tl.int32), 0)
+    best = tl.where(best >= FIRST, best, NOTHING + tl.arange(0, best.shape[0]).to(tl.int64))  # all different
+    return best, _rank(best, best_RC.shape[0])
+
+
+@triton.jit
+def _rank(best, ROWS: tl.constexpr):
+    """How many are better than each: of all at once, or of row after row, where registers would not do for that."""
+    if best.shape[0] < 128:
+        return tl.sum((best[:, None] > best[None, :]).to(tl.int32), 0)
+    else:
+        best_RC = tl.reshape(best, [ROWS, best.shape[0] // ROWS])
+        rank = tl.zeros([best.shape[0]], tl.int32)
+        for r in range(ROWS):
+            row = tl.max(tl.where((tl.arange(0, ROWS) == r)[:, None], best_RC, NOTHING), 0)
+            rank += tl.sum((row[:, None] > best[None, :]).to(tl.int32), 0)
+        return rank
 
 
 @triton.jit
@@ -249,7 +268,8 @@ def _by_row(x, ROWS: tl.constexpr, CHUNK: tl.constexpr):
 @triton.jit(do_not_specialize=["path_size", "width", "entries", "branching"])
 def _scan(
     logits, rows, position, path, path_size, table, ids, inverse, stats, keys, size, width, entries, branching,
-    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     block, n = tl.program_id(0), tl.program_id(1)
     start = block * BLOCK
@@ -259,16 +279,21 @@ def _scan(
         n, rows, path, path_size, table, width, entries
     )
     wait_for_inputs(OVERLAP)
-    # Asked for before the table's numbers are looked at, which are still on their way.
-    x = tl.load(logits + n.to(tl.int64) * size + column, mask=valid, other=float("-inf")).to(tl.float32)
-    let_next_begin(OVERLAP)
+    if DRAFT:
+        let_next_begin(OVERLAP)
+    bias_at, noise_at = placed(position + n, bias, noise)
+    x = tl.load(logits + n.to(tl.int64) * size + column, mask=valid, other=float("-inf"))
+    if (
+        DRAFT == 0
+    ):  # so that logits are asked for before the table's numbers, still on their way, are looked at
+        let_next_begin(OVERLAP)
+    x = x.to(tl.float32)
     part = n.to(tl.int64) * tl.num_programs(0) + block
     stats += part * STATS
     keys += part * branching
     if (DRAFT == 0) & plain_row(temperature, penalty, bias):
         _emit_first(without_nan(x), column, keys)
     else:
-        bias_at, noise_at = placed(position + n, bias, noise)
         x = adjusted(x, column, valid, start, penalty, history, bias_at, lists, ids, inverse, HAS_MAP, BLOCK)
         truncates = truncates_row(temperature, cut)
         if truncates:
@@ -277,7 +302,7 @@ def _scan(
         if DRAFT:
             if truncates == 0:  # one that truncates needs its threshold first
                 y = perturbed(x, column, valid, start, temperature, noise_at, ids, HAS_MAP, BLOCK)
-                _emit_candidates(y, column, valid, stats, keys, branching, WIDTH)
+                _emit_candidates(y, column, valid, stats, keys, branching, logits, WIDTH, WARPS)
         else:
             y = perturbed(x, column, valid, start, temperature, noise_at, ids, HAS_MAP, BLOCK)
             first = _emit_first(y, column, keys)
@@ -314,7 +339,7 @@ def _survivor(
 @triton.jit
 def _emit_kept(
     floor, blocks, stats, keys, branching, temperature, noise, logits, size, penalty, history, bias, lists,
-    ids, inverse, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    ids, inverse, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """What the scan writes for rows that don't truncate, with the threshold now known."""
     for block in range(blocks):
@@ -325,33 +350,32 @@ def _emit_kept(
         if tl.sum(keeps.to(tl.int32), 0) > 0:
             x = perturbed(x, column, valid, start, temperature, noise, ids, HAS_MAP, BLOCK)
         y = tl.where(keeps, x, float("-inf"))
-        _emit_candidates(y, column, valid, stats + block * STATS, keys + block * branching, branching, WIDTH)
+        _emit_candidates(
+            y, column, valid, stats + block * STATS, keys + block * branching, branching, logits, WIDTH, WARPS
+        )
     tl.debug_barrier()
 
 
 @triton.jit
 def _merge(
     n, blocks, index, stats, keys, size, branching, ids, tokens, values,
-    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Writes a row's best candidates of all blocks' and, for drafts, their log-softmax: -inf for all where the best
     score is not finite, so that nothing is drafted."""
     slot = tl.arange(0, BLOCKS * WIDTH)
     packed = tl.load(keys + slot, mask=slot < blocks * branching, other=NOTHING)
-    best = tl.max(packed, 0)
     log_sum = 0.0
     top = 0.0
     if DRAFT:
-        top = packed_value(best)
         here = index < blocks
         top_b = tl.load(stats + index * STATS + 3, mask=here, other=float("-inf"))
+        top = tl.max(top_b, 0)
         sum_b = tl.load(stats + index * STATS + 4, mask=here, other=0.0)
         log_sum = tl.log(tl.sum(tl.where(sum_b > 0, sum_b * tl.exp(top_b - top), 0.0), 0))
     if WIDTH > 1:
         key, column = (packed >> 32).to(tl.int32), packed_column(packed).to(tl.int32)
-        CHUNK: tl.constexpr = 64 if BLOCKS * WIDTH >= 512 else 32
-        ROWS: tl.constexpr = min(8, max(1, BLOCKS * WIDTH // CHUNK))
-        chosen, rank = _best(key, column, branching, ROWS, CHUNK, WIDTH)
+        chosen, rank = _best(key, column, branching, min(WARPS, max(1, BLOCKS * WIDTH // 32)), 32, WIDTH)
         kept = rank < branching
         column = tl.minimum(packed_column(chosen), size - 1)
         at = n * branching + rank
@@ -359,7 +383,7 @@ def _merge(
         value = packed_value(chosen) - top - log_sum
         tl.store(values + at, tl.where(tl.abs(top) < float("inf"), value, float("-inf")), mask=kept)
     else:
-        column = tl.minimum(packed_column(best), size - 1)
+        column = tl.minimum(packed_column(tl.max(packed, 0)), size - 1)
         tl.store(tokens + n, tl.load(ids + column) if HAS_MAP else column)
         if DRAFT:
             tl.store(values + n, tl.where(tl.abs(top) < float("inf"), -log_sum, float("-inf")))
@@ -370,7 +394,7 @@ def _finish(
     logits, rows, position, path, path_size, table, ids, inverse, stats, keys, size, width, entries, branching,
     collected, tokens, values,
     HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    COLLECTED: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+    COLLECTED: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     temperature, penalty, history, bias, lists, noise, cut = request_of(
@@ -394,7 +418,7 @@ def _finish(
         if DRAFT:
             _emit_kept(
                 floor, blocks, stats, keys, branching, temperature, noise, logits, size, penalty, history, bias,
-                lists, ids, inverse, HAS_MAP, BLOCK, WIDTH,
+                lists, ids, inverse, HAS_MAP, BLOCK, WIDTH, WARPS,
             )  # fmt: skip
             _merge(
                 n,
@@ -411,6 +435,7 @@ def _finish(
                 DRAFT,
                 BLOCKS,
                 WIDTH,
+                WARPS,
             )
         else:
             best = _survivor(
@@ -420,5 +445,6 @@ def _finish(
             tl.store(tokens + n, tl.minimum(packed_column(best), size - 1))
     else:
         _merge(
-            n, blocks, index, stats, keys, size, branching, ids, tokens, values, HAS_MAP, DRAFT, BLOCKS, WIDTH
-        )
+            n, blocks, index, stats, keys, size, branching, ids, tokens, values, HAS_MAP, DRAFT, BLOCKS, WIDTH,
+            WARPS,
+        )  # fmt: skip
