@@ -19,6 +19,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from specserve_kernels.ops import attention  # noqa: E402
+from specserve_kernels.ops.blocks import load_pages  # noqa: E402
 from specserve_kernels.ops.cut import Cut  # noqa: E402
 from specserve_kernels.ops.device import H200, Limits, tickets  # noqa: E402
 
@@ -322,7 +323,7 @@ class TestShapes:
 
 @triton.jit
 def _pages_kernel(table, first, last, out, N: tl.constexpr, PAGE: tl.constexpr):
-    pages = attention.load_pages(table, first, last, N, PAGE)
+    pages = load_pages(table, first, last, N, PAGE)
     for i in tl.static_range(len(pages)):
         tl.store(out + i * N + tl.arange(0, N), pages[i] + tl.zeros([N], tl.int64))
 

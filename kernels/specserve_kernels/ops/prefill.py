@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specserve_kernels.ops.attention import LOG2_E, fold, load_block
+from specserve_kernels.ops.blocks import LOG2_E, fold, load_block
 from specserve_kernels.ops.device import HOPPER, capability_of, copies, limits_of
 
 _MOST_ROW_BYTES = 256  # of a head that is read by descriptors
