@@ -365,12 +365,13 @@ def _merge(
     score is not finite, so that nothing is drafted."""
     slot = tl.arange(0, BLOCKS * WIDTH)
     packed = tl.load(keys + slot, mask=slot < blocks * branching, other=NOTHING)
+    best = tl.max(packed, 0)
     log_sum = 0.0
     top = 0.0
     if DRAFT:
         here = index < blocks
         top_b = tl.load(stats + index * STATS + 3, mask=here, other=float("-inf"))
-        top = tl.max(top_b, 0)
+        top = packed_value(best) if WIDTH == 1 else tl.max(top_b, 0)
         sum_b = tl.load(stats + index * STATS + 4, mask=here, other=0.0)
         log_sum = tl.log(tl.sum(tl.where(sum_b > 0, sum_b * tl.exp(top_b - top), 0.0), 0))
     if WIDTH > 1:
@@ -383,7 +384,7 @@ def _merge(
         value = packed_value(chosen) - top - log_sum
         tl.store(values + at, tl.where(tl.abs(top) < float("inf"), value, float("-inf")), mask=kept)
     else:
-        column = tl.minimum(packed_column(tl.max(packed, 0)), size - 1)
+        column = tl.minimum(packed_column(best), size - 1)
         tl.store(tokens + n, tl.load(ids + column) if HAS_MAP else column)
         if DRAFT:
             tl.store(values + n, tl.where(tl.abs(top) < float("inf"), -log_sum, float("-inf")))
