@@ -26,9 +26,11 @@ import torch
 from specserve_kernels.ops.attention import Workspace, attend_frontier, attend_nodes
 from specserve_kernels.ops.indexed_linear import indexed_linear
 from specserve_kernels.ops.linear import linear_few
-from specserve_kernels.ops.norm import rms_norm
+from specserve_kernels.ops.norm import add_rms_norm_rounded, rms_norm
+from specserve_kernels.ops.pairs import pair_inputs_rounded
 from specserve_kernels.ops.prefill import attend_chunks
 from specserve_kernels.ops.quantized_linear import quantized_linear
+from specserve_kernels.ops.rounding import round_inputs
 from specserve_kernels.ops.turned_linear import turned_linear
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -326,20 +328,25 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     for rounded in (torch.int8, torch.float8_e4m3fn):
         factor_OG = torch.zeros(32, 4096).T
         bias_O = torch.zeros(4096, dtype=dtype) if tokens <= 32 else None
+        read = round_inputs(x_TI) if rounded == torch.int8 and dtype.itemsize == 2 else x_TI
         for gated in (False, True):
-            quantized_linear(x_TI, torch.zeros(4096, 4096, dtype=rounded), factor_OG, bias_O, gated)
+            quantized_linear(read, torch.zeros(4096, 4096, dtype=rounded), factor_OG, bias_O, gated)
 
 
-def launch_norm() -> None:
-    """Of heads, one by one."""
-    rms_norm(torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(128, dtype=torch.bfloat16), 1e-5)
+def launch_norms() -> None:
+    """Of heads, one by one, and those of an int8 draft as wide as Llama-3.1-8B's."""
+    x_TH, weight_H = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((2,), ()))
+    rms_norm(x_TH.view(64, 128), weight_H[:128], 1e-5)
+    add_rms_norm_rounded(x_TH, x_TH, weight_H, 1e-5)
+    tokens_T = torch.zeros(2, dtype=torch.int64)
+    pair_inputs_rounded(tokens_T, x_TH, x_TH, tokens_T, (weight_H, weight_H, 1e-5))
 
 
 def launch_wide(tokens: int) -> None:
     """Gates as wide as Llama-3.1-8B's: a draft's in int8, and the target's."""
     weight_OI, factor_OG = torch.zeros(28672, 4096, dtype=torch.int8), torch.zeros(32, 28672).T
     x_TI = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
-    quantized_linear(x_TI, weight_OI, factor_OG, None, True)
+    quantized_linear(round_inputs(x_TI), weight_OI, factor_OG, None, True)
     turned_linear(x_TI, torch.zeros(28672, 4096, dtype=torch.bfloat16), gated=True)
 
 
@@ -357,7 +364,7 @@ def main() -> None:
         launch_attention(128, 1, 4)
         launch_attention(128, 1, 8)
         launch_attention(256, 20, 16)
-        launch_norm()
+        launch_norms()
         launch_linears(8)
         launch_linears(200)
         for tokens in (8, 32, 64, 128):

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
-from specserve_kernels import dequantize, quantize
+from specserve_kernels import dequantize, linear, quantize, round_inputs
 from torch import Tensor
 
 from specserve.core import SamplingParams
-from specserve.layers.linear import FEW_TOKENS, Linear, QuantizedLinear
+from specserve.layers import decoder
+from specserve.layers import linear as linear_layers
+from specserve.layers.decoder import LayerConfig
+from specserve.layers.linear import (
+    FEW_CONVERTED,
+    FEW_TOKENS,
+    Linear,
+    QuantizedLinear,
+    pack_linears,
+    quantize_linears,
+)
+from specserve.layers.rotary import Rope, RopeConfig
+from specserve.models.draft import eagle3
+from specserve.models.draft.base import DraftConfig
+from specserve.models.draft.eagle3 import Eagle3Head
 from specserve.spec.drafters.eagle import EagleDrafter
 from tests.engines import Checkpoints, answer_all, context_of, make_scheduler
 
@@ -29,18 +47,16 @@ def on_the_grid(weight: Tensor) -> bool:
     return torch.equal(dequantize(*quantize(weight, torch.float8_e4m3fn)).to(weight.dtype), weight)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "left"), [("EAGLE", set[str]()), ("EAGLE3", {"fc"})], ids=["EAGLE", "EAGLE3"]
-)
-def test_what_the_levels_read_is_rounded(random_models: Checkpoints, algorithm: str, left: set[str]) -> None:
-    """EAGLE-3's ``fc``, which reads the target once a step, stays as it is, and so does a head of the target's."""
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+def test_what_a_draft_reads_is_rounded(random_models: Checkpoints, algorithm: str) -> None:
+    """But a head of the target's."""
     plain, rounded = (head_of(random_models, algorithm, each) for each in ("none", "fp8"))
     before = {name: m for name, m in plain.named_modules() if isinstance(m, Linear)}
     after = {name: m for name, m in rounded.named_modules() if isinstance(m, Linear)}
     assert before.keys() == after.keys() >= {"self_attn.qkv_proj", "mlp.down_proj"}
-    for name, linear in after.items():
-        assert torch.equal(linear.weight, before[name].weight) == (name in left)
-        assert on_the_grid(linear.weight) == (name not in left)
+    for name, layer in after.items():
+        assert not torch.equal(layer.weight, before[name].weight)
+        assert on_the_grid(layer.weight)
     target = head_of(random_models, "EAGLE", "fp8")._lm_head[0]  # type: ignore[index]
     assert not on_the_grid(target.weight)
 
@@ -58,19 +74,115 @@ def test_no_text_depends_on_it(agreeing: Checkpoints, algorithm: str, quantizati
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.int8, 0.3), (torch.float8_e4m3fn, 1.0)])
 def test_what_a_gpu_holds(dtype: torch.dtype, error: float) -> None:
-    """Small numbers with factors for few tokens, and the weight as it was for many and for keys and values."""
+    """Small numbers with factors for few tokens, and the weight as it was for many. Float32 is not rounded."""
     generator = torch.Generator().manual_seed(0)
     plain = Linear(40, 12)
     plain.weight = torch.nn.Parameter(torch.randn(12, 40, generator=generator))
     quantized = QuantizedLinear(plain, dtype)
-    many = torch.randn(FEW_TOKENS + 1, 40, generator=generator)
+    many = torch.randn(FEW_CONVERTED + 1, 40, generator=generator)
     x = many[:3]
+    assert not quantized.rounds(1)
     assert torch.equal(quantized(many), plain(many))
     for found, expected in zip(quantized.rows_from(8), plain.rows_from(8), strict=True):
         assert torch.equal(found, expected)
     torch.testing.assert_close(quantized(x), plain(x), rtol=0, atol=error)
     assert not torch.equal(quantized(x), plain(x))
+    torch.testing.assert_close(quantized.outputs_from(8, x), quantized(x)[:, 8:])
     assert {name: tensor.dtype for name, tensor in quantized.named_buffers()} == {
         "weight_OI": dtype,
         "factor_OG": torch.float32,
     }
+
+
+def test_a_cpu_rounds_int8s_inputs_as_well() -> None:
+    layers = torch.nn.ModuleDict({"a": Linear(40, 12), "b": Linear(40, 12)})
+    plain, left = layers["a"].weight.detach().clone(), layers["b"].weight.detach().clone()
+    x = torch.randn(5, 40)
+    quantize_linears(layers, torch.int8, leave=["b"])
+    with torch.inference_mode():
+        bias = layers["a"].bias
+        expected = round_inputs(x).plain_TI @ dequantize(*quantize(plain, torch.int8)).T + bias
+        torch.testing.assert_close(layers["a"](x), expected)
+        torch.testing.assert_close(layers["a"].outputs_from(4, x), expected[:, 4:])
+        pack_linears(layers, keep=["b"])
+        torch.testing.assert_close(layers["a"](x), expected)
+        torch.testing.assert_close(layers["b"](x), x @ left.T + layers["b"].bias)
+        fp8 = torch.nn.ModuleDict({"a": Linear(40, 12)})
+        quantize_linears(fp8, torch.float8_e4m3fn, leave=[])
+        torch.testing.assert_close(fp8["a"](x), x @ fp8["a"].weight.T + fp8["a"].bias)
+
+
+def integer_head(device: str, hidden: int, **choices: Any) -> Eagle3Head:
+    """Random and in bfloat16, multiplied as integers."""
+    torch.manual_seed(0)
+    layer = LayerConfig(hidden, 2 * hidden, 2, 1, 64, 1e-5, input_size=2 * hidden)
+    config = DraftConfig(layer, RopeConfig(1e4), hidden, 50, 50, taps=(1, 2, 3), **choices)
+    head = Eagle3Head(config, 0, 64, torch.nn.Embedding(50, hidden))
+    head.to(device, torch.bfloat16).requires_grad_(False)
+    head._embed[0].to(device, torch.bfloat16)
+    for name, child in list(head.named_modules()):
+        if isinstance(child, Linear):
+            with patch.object(linear_layers, "_multiplies_integers", return_value=True):
+                head.set_submodule(name, QuantizedLinear(child, torch.int8))
+    return head
+
+
+def mixed(layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
+    return qkv_TND[:, :2].flatten(1)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("hidden", "choices", "pairs", "norms"),
+    [
+        (128, {}, 2, 2),
+        (192, {}, 0, 2),  # groups that would have numbers of two halves
+        (128, {"residual_normed": True}, 0, 2),  # the norm is the residual stream, too
+        (128, {"recycle_normed": True}, 2, 1),  # the norm is the next feature, too
+    ],
+    ids=["as in the paper", "broken groups", "residual_normed", "recycle_normed"],
+)
+def test_who_writes_inputs_rounds_them(
+    device: str, hidden: int, choices: dict[str, bool], pairs: int, norms: int
+) -> None:
+    """And gives what a launch of its own gives."""
+    head = integer_head(device, hidden, **choices)
+    tokens, positions = torch.arange(5, device=device), torch.arange(5, device=device)
+    states = [torch.randn(5, hidden, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    features = head.fuse(states[0], states)
+    both = []
+    calls = {}
+    for alone in (False, True):
+        with (
+            patch.object(decoder, "add_rms_norm_rounded", wraps=decoder.add_rms_norm_rounded) as norm,
+            patch.object(eagle3, "pair_inputs_rounded", wraps=eagle3.pair_inputs_rounded) as pair,
+            ExitStack() as stack,
+        ):
+            for module in (decoder, eagle3) if alone else ():
+                stack.enter_context(patch.object(module, "rounds", return_value=False))
+            drafted = head.draft(tokens, features, positions, mixed)
+            stored = head.project_kv(tokens, features)
+            both.append((*drafted, stored))
+            calls[alone] = pair.call_count, norm.call_count
+    assert calls == {False: (pairs, norms), True: (0, 0)}
+    for found, expected in zip(*both, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_tokens_take_the_weight_as_it_was(device: str) -> None:
+    head = integer_head(device, 128)
+    projection = head.mlp.down_proj
+    assert isinstance(projection, QuantizedLinear)
+    assert projection.rounds(FEW_TOKENS)
+    assert not projection.rounds(FEW_TOKENS + 1)
+    x = torch.randn(FEW_TOKENS + 1, 256, device=device, dtype=torch.bfloat16)
+    assert torch.equal(projection(x), linear(x, *projection.rows_from(0)))
+    assert torch.equal(projection.outputs_from(32, x), linear(x, *projection.rows_from(32)))
+    few = projection(x[:-1])
+    torch.testing.assert_close(few, projection(x)[:-1], rtol=0, atol=0.05)
+    assert not torch.equal(few, projection(x)[:-1])
+    assert torch.equal(projection.outputs_from(32, x[:-1]), few[:, 32:])

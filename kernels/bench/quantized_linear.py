@@ -2,8 +2,9 @@
 
     python kernels/bench/quantized_linear.py [--only down draft_head] [--sweep] [--once]
 
-Calls take turns over distinct weights that together exceed the L2 cache, as a model's layers do. ``--sweep`` tries
-other pipelines; ``--once`` only compiles what would be timed.
+Calls take turns over distinct weights that together exceed the L2 cache, as a model's layers do. int8 multiplies inputs
+that are rounded; in brackets, a launch that rounds them before each. ``--sweep`` tries other pipelines; ``--once`` only
+compiles what would be timed.
 """
 
 from __future__ import annotations
@@ -16,54 +17,71 @@ from unittest import mock
 import torch
 from layers import draw, graph_seconds
 from linear import SHAPES, WEIGHTS
-from specserve_kernels import dequantize, quantize
-from specserve_kernels.ops import quantized_linear as ops
-from specserve_kernels.ops.quantized_linear import Pipeline
+from specserve_kernels import Rounded, dequantize, quantize
+from specserve_kernels.ops import integer_linear, quantized_linear
+from specserve_kernels.ops.rounding import round_inputs
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
-LAYERS = ("draft_qkv", "o", "gate_up", "down", "draft_head")
-TOKENS = (1, 8, 16, 32, 64)
+LAYERS = ("draft_fc", "draft_qkv", "o", "gate_up", "down", "draft_head")
+TOKENS = (1, 8, 16, 32, 64, 128)
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-PIPELINES = {
-    tokens: [
-        Pipeline(tokens, outputs, stages, warps, parts)
-        for outputs, warps in ((64, 4), (128, 4), (128, 8), (256, 8))
-        for stages in (3, 4, 6)
-        for parts in ((1, 2, 4, 8) if tokens <= 32 else (1,))
-    ]
-    for tokens in (8, 16, 32, 64)
-}
-"""By the most tokens that they are tried with."""
+MOST_FP8 = 32  # tokens: with more, nothing multiplies by it
+OUTPUTS, STAGES, PARTS = (32, 64, 128, 256), (3, 4, 5), (1, 2, 3, 4, 6)
 
 Quantized = tuple[Tensor, Tensor]
+Inputs = Tensor | Rounded
 
 
-def check(x: Tensor, weight: Quantized) -> None:
-    expected = F.linear(x.float(), dequantize(*weight))
-    error = float((ops.quantized_linear(x, *weight).float() - expected).norm() / expected.norm())
-    assert error < 6e-3, (x.shape, weight[0].shape, error)
+def pipelines(kind: str, tokens: int) -> list[integer_linear.Pipeline | quantized_linear.Pipeline]:
+    columns = min(max(8, 1 << (tokens - 1).bit_length()), 64)
+    cut = [(outputs, stages, parts) for outputs in OUTPUTS for stages in STAGES for parts in PARTS]
+    if kind == "int8":
+        return [integer_linear.Pipeline(columns, *each) for each in cut]
+    return [
+        quantized_linear.Pipeline(columns, outputs, stages, 4 if outputs < 256 else 8, parts)
+        for outputs, stages, parts in cut
+    ]
 
 
-def microseconds(calls: list[Callable[[], Tensor]]) -> float:
+def read_as(kind: str, x: Tensor) -> Inputs:
+    return round_inputs(x) if kind == "int8" else x
+
+
+def check(x: Inputs, weight: Quantized) -> None:
+    plain = x.plain_TI if isinstance(x, Rounded) else x.float()
+    expected = F.linear(plain, dequantize(*weight))
+    error = float((quantized_linear.quantized_linear(x, *weight).float() - expected).norm() / expected.norm())
+    assert error < 6e-3, (len(plain), weight[0].shape, error)
+
+
+def microseconds(calls: list[Callable[[], object]]) -> float:
     return 1e6 * graph_seconds(calls * max(1, 16 // len(calls)), 7)
 
 
-def ours(x: Tensor, weights: list[Quantized]) -> float:
-    return microseconds([partial(ops.quantized_linear, x, *weight) for weight in weights])
+def ours(x: Inputs, weights: list[Quantized]) -> float:
+    return microseconds([partial(quantized_linear.quantized_linear, x, *weight) for weight in weights])
 
 
-def swept(x: Tensor, weights: list[Quantized], once: bool) -> str:
+def with_rounding(x: Tensor, weights: list[Quantized]) -> float:
+    def call(weight: Quantized) -> None:
+        quantized_linear.quantized_linear(round_inputs(x), *weight)
+
+    return microseconds([partial(call, weight) for weight in weights])
+
+
+def swept(kind: str, x: Tensor, weights: list[Quantized], once: bool) -> str:
     """The fastest three pipelines."""
-    found = []
-    for chosen in next(each for most, each in PIPELINES.items() if len(x) <= most):
-        with mock.patch.object(ops, "pipeline", return_value=chosen):
+    found, read = [], read_as(kind, x)
+    module = integer_linear if kind == "int8" else quantized_linear
+    for chosen in pipelines(kind, len(x)):
+        with mock.patch.object(module, "pipeline", return_value=chosen):
             try:
-                check(x, weights[0])
+                check(read, weights[0])
             except OutOfResources:
                 continue
-            found.append((0.0 if once else ours(x, weights), tuple(chosen)))
+            found.append((0.0 if once else ours(read, weights), tuple(chosen)))
     return ", ".join(f"{time:.1f} {chosen}" for time, chosen in sorted(found)[:3])
 
 
@@ -81,19 +99,23 @@ def main() -> None:
         weights = {kind: [quantize(weight, dtype) for weight in plain] for kind, dtype in KINDS.items()}
         for tokens in TOKENS:
             x = draw(tokens, inputs)
+            kinds = [kind for kind in KINDS if kind == "int8" or tokens <= MOST_FP8]
             if args.sweep:
-                for kind, each in weights.items():
-                    print(f"{name:<11} M={tokens:<4} {kind:5} {swept(x, each, args.once)}", flush=True)
+                for kind in kinds:
+                    found = swept(kind, x, weights[kind], args.once)
+                    print(f"{name:<11} M={tokens:<4} {kind:5} {found}", flush=True)
                 continue
-            for each in weights.values():
-                check(x, each[0])
+            for kind in kinds:
+                check(read_as(kind, x), weights[kind][0])
             if args.once:
                 continue
             row = f"{name:<11} {outputs:>6}x{inputs:<5} M={tokens:<4}"
             row += f" cuBLAS bf16 {microseconds([partial(F.linear, x, weight) for weight in plain]):7.1f}"
-            for kind, each in weights.items():
-                time = ours(x, each)
+            for kind in kinds:
+                time = ours(read_as(kind, x), weights[kind])
                 row += f"   {kind} {time:7.1f}, {outputs * inputs / time / 1e6:.2f}"
+                if kind == "int8":
+                    row += f" ({with_rounding(x, weights[kind]):.1f})"
             print(row, flush=True)
 
 

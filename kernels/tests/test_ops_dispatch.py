@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
+from inspect import signature
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import specserve_kernels
 import torch
 from specserve_kernels import dispatch
 from torch import Tensor
@@ -47,3 +50,16 @@ def test_what_is_trained_takes_the_reference() -> None:
     assert not dispatch.runs_triton([cast(Tensor, trained)])
     with torch.no_grad():
         assert dispatch.runs_triton([cast(Tensor, trained)])
+
+
+def test_every_operation_has_both_versions() -> None:
+    """With the same parameters."""
+    pytest.importorskip("triton")
+    references = [
+        each.__wrapped__ for each in vars(specserve_kernels).values() if hasattr(each, "__wrapped__")
+    ]
+    assert len(references) > 20
+    for reference in references:
+        module = import_module(reference.__module__.replace(".reference.", ".ops."))
+        found = getattr(module, reference.__name__)
+        assert signature(found).parameters.keys() == signature(reference).parameters.keys()

@@ -1,5 +1,5 @@
-"""The projection by 8 bits: rounding, and the kernel against its reference, in float32 under the interpreter, in all
-types on a GPU."""
+"""The projection by 8 bits of inputs that are not rounded: its weight, and the kernel against its reference, in float32
+under the interpreter, in all types on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from specserve_kernels.ops import quantized_linear as ops
 from specserve_kernels.ops.device import Limits, tickets
 from specserve_kernels.reference import quantized_linear as reference
 from torch import Tensor
-from torch.nn.functional import pad
 
 GPU = torch.cuda.is_available()
 
@@ -144,64 +143,6 @@ def test_int8_rounds_to_the_nearest_of_255(draw: Draw) -> None:
         assert (values[:, inside].abs().amax(1) == 127).all()
         error = dequantize(values, factor)[:, inside] - weight[:, inside]
         assert (error.abs() <= factor[:, group, None] * 0.5001).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 8, 9, 32, 40])
-def test_int8_multiplies_inputs_as_integers(draw: Draw, dtype: torch.dtype, tokens: int) -> None:
-    """Tokens and groups of very different sizes, single inputs that are far larger than the rest, and a token of
-    zeros."""
-    sizes = 10 ** torch.linspace(-1, 1, 300, device=draw(1).device)
-    x_TI = draw(tokens, 300).float() * sizes
-    x_TI[:, 200] = 1000 * x_TI[:, 200].sign()
-    x_TI *= 10 ** torch.linspace(0, -3, tokens, device=sizes.device)[:, None]
-    x_TI[1:2] = 0
-    weight, factor = quantize(draw(70, 300).float() / sizes / 100, torch.int8)
-    check_integers(x_TI.to(dtype), weight, factor)
-
-
-def check_integers(x: Tensor, weight: Tensor, factor: Tensor) -> None:
-    """Inputs are off by half a unit of their token's group at most, and a sum by as many such errors by chance."""
-    found = ops.quantized_linear(x, weight, factor).double()
-    exact = dequantize(weight, factor).double()
-    expected = x.double() @ exact.T
-    missing = -x.shape[1] % 128
-    unit_TG = pad(x.double().abs(), (0, missing)).view(len(x), -1, 128).amax(2) / 32512
-    squares_OG = (pad(exact, (0, missing)).view(len(exact), -1, 128) ** 2).sum(2)
-    deviation = (unit_TG**2 @ squares_OG.T / 12).sqrt()
-    error = (found - expected).abs()
-    assert (error <= 5 * deviation + expected.abs() * torch.finfo(x.dtype).eps).all()
-
-
-@pytest.mark.parametrize("size", [1e-6, 1e-25])
-def test_int8_multiplies_small_inputs(draw: Draw, size: float) -> None:
-    weight, factor = quantize(draw(40, 200).float(), torch.int8)
-    check_integers((draw(3, 200).float() * size).to(torch.bfloat16), weight, factor)
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_integers_with_a_bias_shared_and_gated(draw: Draw, parts: int) -> None:
-    weight, factor = quantize(2 * draw(70, 7 * 128 + 24).float() / 30, torch.int8)
-    x, bias = draw(5, 7 * 128 + 24).to(torch.float16), draw(70).to(torch.float16)
-    with patch.object(ops, "pipeline", return_value=ops.Pipeline(8, 32, 3, 4, parts)):
-        for gated in (False, True):
-            found = ops.quantized_linear(x, weight, factor, bias, gated)
-            expected = reference.quantized_linear(x, weight, factor, bias, gated)
-            torch.testing.assert_close(found, expected, atol=0.004, rtol=0.004)
-    assert not tickets(64, weight.device).any()
-
-
-@pytest.mark.skipif(GPU, reason="a kernel that is compiled calls what it was compiled with")
-def test_before_ampere_weights_become_as_the_inputs(draw: Draw) -> None:
-    """Triton has no integers for the tensor cores of 7.5."""
-    weight, factor = quantize(draw(40, 200).float() / 14, torch.int8)
-    x = draw(9, 200).to(torch.float16)
-    with (
-        patch.object(ops, "capability_of", return_value=(7, 5)),
-        patch.object(ops, "_integer_dot", side_effect=AssertionError),
-    ):
-        found = ops.quantized_linear(x, weight, factor)
-    torch.testing.assert_close(found, reference.quantized_linear(x, weight, factor), atol=0.004, rtol=0.004)
 
 
 @pytest.mark.gpu

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from specserve_kernels import add_rms_norm, embed_rms_norm, rms_norm
+from specserve_kernels import Rounded, add_rms_norm, add_rms_norm_rounded, embed_rms_norm, rms_norm
 from torch import Tensor, nn
 
-from specserve.layers.linear import Linear, QuantizedLinear
+from specserve.layers.linear import Linear, QuantizedLinear, rounds
 from specserve.layers.rotary import Rope
 
 MANY_TOKENS = 1024
@@ -78,6 +78,12 @@ class RMSNorm(nn.Module):
             return self(residual_TH), residual_TH
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)
 
+    def add_for(self, reader: object, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
+        """As ``add``, the norm rounded where ``reader`` multiplies it as integers."""
+        if rounds(reader, len(x_TH)):
+            return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps)
+        return self.add(x_TH, residual_TH)
+
 
 def adds_itself(x_TI: Tensor) -> bool:
     """Whether, in a launch of so many tokens, projections add to the residual stream, in place, as they end: the norm
@@ -115,11 +121,13 @@ class Attention(nn.Module):
             RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None for _ in "qk"
         )
 
-    def forward(self, x_TI: Tensor, rope: Rope, attend: Attend) -> Tensor:
+    def forward(self, x_TI: Tensor | Rounded, rope: Rope, attend: Attend) -> Tensor:
         out: Tensor = self.o_proj(self.mix(x_TI, rope, attend))
         return out
 
-    def mix(self, x_TI: Tensor, rope: Rope, attend: Attend, wanted_W: Tensor | None = None) -> Tensor:
+    def mix(
+        self, x_TI: Tensor | Rounded, rope: Rope, attend: Attend, wanted_W: Tensor | None = None
+    ) -> Tensor:
         """What ``o_proj`` reads: what each token attends to, of all rows or of those that are wanted."""
         qkv_TND = self.qkv_proj(x_TI).unflatten(-1, (self.config.qkv_heads, self.config.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
@@ -133,9 +141,9 @@ class Attention(nn.Module):
         """The first of the projection's outputs that are keys or values."""
         return self.config.num_heads * self.config.head_dim
 
-    def project_kv(self, x_TI: Tensor) -> Tensor:
+    def project_kv(self, x_TI: Tensor | Rounded) -> Tensor:
         """Keys and values alone, not yet rotated: ``[T, 2 * kv heads, D]``."""
-        kv = nn.functional.linear(x_TI, *self.qkv_proj.rows_from(self.kv_from))
+        kv = self.qkv_proj.outputs_from(self.kv_from, x_TI)
         kv_TND: Tensor = kv.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim))
         if self.k_norm is None:
             return kv_TND
@@ -151,7 +159,7 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
-    def forward(self, x_TH: Tensor) -> Tensor:
+    def forward(self, x_TH: Tensor | Rounded) -> Tensor:
         out: Tensor = self.down_proj(self.gate_up_proj(x_TH, gated=True))
         return out
 

@@ -5,8 +5,8 @@ the few rows of a decode step. oneDNN, which PyTorch carries too, takes weights 
 docs/decisions/0007-packed-cpu-weights.md. On a GPU ``specserve_kernels.linear`` chooses.
 
 Weights may be rounded to 8 bits. On a GPU few tokens are then multiplied by those, which halves the bytes that they
-read; more tokens, whose time would go into turning numbers from one form to another, by the weights as they were, which
-are kept beside them. On a CPU they are rounded alone, and computed with as before.
+read, inputs rounded as well where the weights are int8; more tokens by the weights as they were, which are kept beside
+them. On a CPU both are rounded alone, and computed with as before: what is drafted is what a GPU drafts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,22 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 import torch
-from specserve_kernels import dequantize, linear, quantize, quantized_linear, silu_and_mul
+from specserve_kernels import (
+    Rounded,
+    dequantize,
+    linear,
+    quantize,
+    quantized_linear,
+    round_inputs,
+    silu_and_mul,
+)
 from torch import Tensor, nn
 
 _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 row to 512
-FEW_TOKENS = 32
-"""With so many a level's projections take about 149 us in int8 on an H200, 181 in FP8, 196 in bfloat16."""
+FEW_TOKENS, FEW_CONVERTED = 128, 32
+"""As integers, and otherwise. With so many a level's projections take TODO"""
+MULTIPLIES_INTEGERS = (8, 0)
+"""Compute capability from which on Triton multiplies int8 on tensor cores."""
 
 
 class Linear(nn.Linear):
@@ -28,8 +38,10 @@ class Linear(nn.Linear):
     oneDNN's layout alone."""
 
     packed: Tensor | None = None
+    rounds_inputs = False
 
     def forward(self, x_TI: Tensor, gated: bool = False) -> Tensor:
+        x_TI = self._read(x_TI)
         if self.packed is None:
             return linear(x_TI, self.weight, self.bias, gated)
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, self.packed, self.bias, "none", [], "")
@@ -38,6 +50,14 @@ class Linear(nn.Linear):
     def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the outputs from ``start`` on."""
         return self.weight[start:], None if self.bias is None else self.bias[start:]
+
+    def outputs_from(self, start: int, x_TI: Tensor | Rounded) -> Tensor:
+        """The outputs from ``start`` on alone. x is what ``rounds`` says it may be, here a tensor."""
+        assert isinstance(x_TI, Tensor)
+        return nn.functional.linear(self._read(x_TI), *self.rows_from(start))
+
+    def _read(self, x_TI: Tensor) -> Tensor:
+        return round_inputs(x_TI).plain_TI.to(x_TI.dtype) if self.rounds_inputs else x_TI
 
     def pack(self, keep_weight: bool) -> None:
         """Packs the weight and, unless others read it, lets the plain one go."""
@@ -59,15 +79,42 @@ class QuantizedLinear(nn.Module):
         weight_OI, factor_OG = quantize(plain.weight.detach(), dtype)
         self.register_buffer("weight_OI", weight_OI, persistent=False)
         self.register_buffer("factor_OG", factor_OG, persistent=False)
+        self._integers = dtype == torch.int8 and _multiplies_integers(plain.weight)
+        self._few = FEW_TOKENS if self._integers else FEW_CONVERTED
 
-    def forward(self, x_TI: Tensor, gated: bool = False) -> Tensor:
-        if len(x_TI) > FEW_TOKENS:
-            return linear(x_TI, self._plain.weight, self._plain.bias, gated)
-        return quantized_linear(x_TI, self.weight_OI, self.factor_OG, self._plain.bias, gated)
+    def rounds(self, tokens: int) -> bool:
+        """Whether it multiplies integers for so many tokens, so that what writes its inputs may round them."""
+        return self._integers and tokens <= self._few
+
+    def forward(self, x_TI: Tensor | Rounded, gated: bool = False) -> Tensor:
+        return self._multiply(0, x_TI, gated)
 
     def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
         """As ``Linear``'s."""
         return self._plain.rows_from(start)
+
+    def outputs_from(self, start: int, x_TI: Tensor | Rounded) -> Tensor:
+        """As ``Linear``'s."""
+        return self._multiply(start, x_TI, False)
+
+    def _multiply(self, start: int, x_TI: Tensor | Rounded, gated: bool) -> Tensor:
+        plain_OI, bias_O = self.rows_from(start)
+        if isinstance(x_TI, Tensor):
+            if len(x_TI) > self._few:
+                return linear(x_TI, plain_OI, bias_O, gated)
+            x_TI = round_inputs(x_TI) if self._integers else x_TI
+        return quantized_linear(x_TI, self.weight_OI[start:], self.factor_OG[start:], bias_O, gated)
+
+
+def _multiplies_integers(weight_OI: Tensor) -> bool:
+    if not weight_OI.is_cuda or weight_OI.itemsize > 2:
+        return False
+    return torch.cuda.get_device_capability(weight_OI.device) >= MULTIPLIES_INTEGERS
+
+
+def rounds(reader: object, tokens: int) -> bool:
+    """Whether ``reader`` is a ``QuantizedLinear`` that multiplies integers for so many tokens."""
+    return isinstance(reader, QuantizedLinear) and reader.rounds(tokens)
 
 
 @torch.no_grad()
@@ -81,6 +128,7 @@ def quantize_linears(module: nn.Module, dtype: torch.dtype, leave: Collection[st
             module.set_submodule(name, QuantizedLinear(child, dtype))
         else:
             child.weight.copy_(dequantize(*quantize(child.weight, dtype)))
+            child.rounds_inputs = dtype == torch.int8
 
 
 def pack_linears(module: nn.Module, keep: Sequence[str] = ()) -> None:

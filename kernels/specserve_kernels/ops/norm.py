@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.overlap import overlap, take_turn
+from specserve_kernels.ops.rounding import empty_rounded, store_rounded
+from specserve_kernels.reference.rounding import GROUP, Rounded
 
 PER_WARP = 512  # elements of a row that a warp holds: two 16-byte loads a thread in 16 bits
 
@@ -50,24 +52,41 @@ def embed_rms_norm(
 
 
 def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out_TH, total_TH = torch.empty_like(x_TH), torch.empty_like(x_TH)
-    tokens, width = x_TH.shape
+    out_TH = torch.empty_like(x_TH)
+    return out_TH, _add_rms_norm(x_TH, residual_TH, weight_H, eps, out_TH, out_TH)
+
+
+def add_rms_norm_rounded(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Rounded, Tensor]:
+    out = empty_rounded(x_TH.shape[0], x_TH.shape[1], x_TH)
+    return out, _add_rms_norm(x_TH, residual_TH, weight_H, eps, out.values_TI, out.unit_GT)
+
+
+def _add_rms_norm(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, out_TH: Tensor, unit_GT: Tensor
+) -> Tensor:
+    """Writes the norm of the sum, rounded where ``out_TH`` is int8, and returns the sum."""
+    total_TH, (tokens, width) = torch.empty_like(x_TH), x_TH.shape
     block, warps = row_launch(width)
     _add_rms_norm_kernel[(tokens,)](
         x_TH,
         residual_TH,
         weight_H,
         out_TH,
+        unit_GT,
         total_TH,
         x_TH.stride(0),
         residual_TH.stride(0),
+        tokens,
         eps,
         H=width,
-        BLOCK=block,
+        BLOCK=max(block, GROUP),
+        ROUNDED=out_TH.dtype == torch.int8,
         num_warps=warps,
         **overlap(),
     )
-    return out_TH, total_TH
+    return total_TH
 
 
 def row_launch(width: int) -> tuple[int, int]:
@@ -125,18 +144,21 @@ def _embed_rms_norm_kernel(
     tl.store(out_ptr + t * H + h, normed(x, weight, eps, H), mask=h < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _add_rms_norm_kernel(
     x_ptr,  # [T, H]
     residual_ptr,  # [T, H]
     weight_ptr,  # [H]
-    out_ptr,  # [T, H]
+    out_ptr,  # [T, H], int8 if ROUNDED
+    unit_ptr,  # [G, T] float32, if ROUNDED
     total_ptr,  # [T, H]
     x_stride,
     residual_stride,
+    tokens,
     eps,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     take_turn(OVERLAP)
@@ -147,4 +169,8 @@ def _add_rms_norm_kernel(
     weight = tl.load(weight_ptr + h, mask=h < H, other=0)
     total = x + residual
     tl.store(total_ptr + t * H + h, total, mask=h < H)
-    tl.store(out_ptr + t * H + h, normed(total, weight, eps, H), mask=h < H)
+    out = normed(total, weight, eps, H)
+    if ROUNDED:
+        store_rounded(out, out_ptr + t * H, unit_ptr + t, tokens, H)
+    else:
+        tl.store(out_ptr + t * H + h, out, mask=h < H)

@@ -1,15 +1,10 @@
 """A projection by a weight of 8 bits, which is read once. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
 
-A draft's levels read its weights for a few tokens, so bytes are what they cost, and instructions for each number of the
-weight come next. int8 goes to the tensor cores as it is: inputs of 16 bits become integers of two bytes, multiples of a
-unit that each token has in each group, and both bytes are multiplied. Triton multiplies no int8 on tensor cores older
-than Ampere's: there the weight becomes the inputs' type. FP8 becomes float16, and bfloat16 inputs with it, clamped to
-its range, because the processor turns two FP8 numbers into float16 by one instruction and has none for bfloat16. A step
-of a program is one group, so its factors are applied to sums rather than to weights. Outputs are the rows of what
-tensor cores multiply, of which Hopper's take 64 at least, and tokens the columns, of which 8 are enough.
-
-Few outputs are few programs, with too little of the weight on its way to keep the memory busy. Then several programs
-share the inputs of a tile: see ``parts``.
+Rounded inputs are multiplied by ``integer_linear``. This is for others, whose weight becomes of another type on its
+way to the tensor cores: int8 the inputs' type, where those are wider than 16 bits or the tensor cores older than
+Ampere's, on which Triton multiplies no int8; FP8 float16, and bfloat16 inputs with it, clamped to its range, because
+the processor turns two FP8 numbers into float16 by one instruction and has none for bfloat16. Tiles, groups and parts
+are as there.
 """
 
 from __future__ import annotations
@@ -21,16 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import H200, Limits, capability_of, limits_of, tickets
+from specserve_kernels.ops.device import H200, Limits, limits_of, tickets
+from specserve_kernels.ops.integer_linear import integer_linear
 from specserve_kernels.ops.linear import outputs_of, store_outputs
 from specserve_kernels.ops.overlap import let_next_begin, overlap, wait_for_inputs
 from specserve_kernels.ops.parts import add_up, hand_in
-from specserve_kernels.reference.quantized_linear import GROUP
+from specserve_kernels.reference.rounding import GROUP, Rounded
 
 _MANY_OUTPUTS = 16384  # from so many on, tiles fill an H200 without sharing their inputs
 _PROGRAMS = {16: 6, 32: 3}  # a multiprocessor, up to so many tokens, if sharing tiles can make as many
 _LEAST_GROUPS, _MOST_PARTS = 4, 8
-_HAS_INTEGERS = (8, 0)  # capability from which on Triton multiplies int8 on tensor cores
 _LEAST_STAGES = 3  # two loads on their way while one is multiplied
 
 
@@ -45,15 +40,19 @@ class Pipeline(NamedTuple):
 
 
 def quantized_linear(
-    x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
+    x_TI: Tensor | Rounded,
+    weight_OI: Tensor,
+    factor_OG: Tensor,
+    bias_O: Tensor | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """As the reference; rows of x may be further apart than I."""
+    if isinstance(x_TI, Rounded):
+        return integer_linear(x_TI, weight_OI, factor_OG, bias_O, gated)
     tokens, inputs = x_TI.shape
     outputs = len(weight_OI)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
-    wide, int8 = x_TI.element_size() > 2, weight_OI.dtype == torch.int8
-    integers = int8 and not wide and capability_of(x_TI.device) >= _HAS_INTEGERS
-    converted = wide or (int8 and not integers)
+    converted = x_TI.element_size() > 2 or weight_OI.dtype == torch.int8
     block = pipeline(outputs, inputs, tokens, x_TI.element_size(), limits_of(x_TI.device), converted)
     tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
     shared, tile = block.parts > 1, block.tokens * block.outputs
@@ -77,7 +76,6 @@ def quantized_linear(
         BLOCK_T=block.tokens,
         BLOCK_O=block.outputs,
         GROUP=GROUP,
-        INTEGERS=integers,
         PARTS=block.parts,
         STAGES=block.stages,
         num_warps=block.warps,
@@ -148,7 +146,6 @@ def _quantized_linear_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     GROUP: tl.constexpr,
-    INTEGERS: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -172,9 +169,7 @@ def _quantized_linear_kernel(
         x = tl.load(x_ptrs + group * GROUP, mask=(t < tokens)[None, :] & inside[:, None], other=0)
         weight = tl.load(weight_ptrs + group * GROUP, mask=inside_o[:, None] & inside[None, :], other=0.0)
         factor = tl.load(factor_ptr + o * factor_stride + group * group_stride, mask=inside_o, other=0)
-        if INTEGERS:
-            part = _integer_dot(weight, x)
-        elif x_ptr.dtype.element_ty == tl.float32 or weight_ptr.dtype.element_ty == tl.int8:
+        if x_ptr.dtype.element_ty == tl.float32 or weight_ptr.dtype.element_ty == tl.int8:
             part = tl.dot(weight.to(x_ptr.dtype.element_ty), x, input_precision="ieee")
         else:
             x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
@@ -189,17 +184,3 @@ def _quantized_linear_kernel(
     if BIAS:
         sums += tl.load(bias_ptr + o, mask=inside_o, other=0).to(tl.float32)[:, None]
     store_outputs(tl.trans(sums), out_ptr, tl.program_id(1), t, tokens, O, GATED)
-
-
-@triton.jit
-def _integer_dot(weight, x):
-    """``weight [O, I] @ x [I, T]`` in float32, of int8 and of 16 bits. A column of x is rounded to multiples of a
-    32,512th of its largest number, by which both of their bytes are in int8's range, and no sum leaves int32's. Where
-    numbers are not finite, anything may come out."""
-    x = x.to(tl.float32)
-    unit = tl.maximum(tl.max(tl.abs(x), 0), 1e-30) * (1 / 32512)
-    # A float32 so large that its last bit is 1: the sum's last 16 bits are the rounded number.
-    number = (x * (1 / unit)[None, :] + 12582912.0).to(tl.int32, bitcast=True)
-    high, low = ((number + 128) >> 8).to(tl.int8), number.to(tl.int8)
-    sums = tl.dot(weight, high) * 256 + tl.dot(weight, low)
-    return sums.to(tl.float32) * unit[None, :]

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specserve_kernels.reference.rounding import Rounded, round_inputs
+
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32 for 16-bit inputs.
@@ -32,3 +34,11 @@ def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
     """
     residual_TH = x_TH + residual_TH
     return rms_norm(residual_TH, weight_H, eps), residual_TH
+
+
+def add_rms_norm_rounded(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Rounded, Tensor]:
+    """``add_rms_norm`` with the norm as ``round_inputs`` rounds it."""
+    normed_TH, total_TH = add_rms_norm(x_TH, residual_TH, weight_H, eps)
+    return round_inputs(normed_TH), total_TH

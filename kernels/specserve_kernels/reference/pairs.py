@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.reference.norm import rms_norm
+from specserve_kernels.reference.rounding import Rounded, round_inputs
 
 
 def pair_inputs(
@@ -30,3 +31,15 @@ def pair_inputs(
     embedding_norm_H, feature_norm_H, eps = norms
     pair = rms_norm(embedded_NH, embedding_norm_H, eps), rms_norm(features_NH, feature_norm_H, eps)
     return torch.cat(pair, dim=-1), features_NH
+
+
+def pair_inputs_rounded(
+    tokens_N: Tensor,
+    embedding_VH: Tensor,
+    features_XH: Tensor,
+    source_N: Tensor | None,
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> tuple[Rounded, Tensor]:
+    """``pair_inputs`` with the pairs as ``round_inputs`` rounds them. H is a multiple of 128."""
+    pair_N2H, features_NH = pair_inputs(tokens_N, embedding_VH, features_XH, source_N, norms)
+    return round_inputs(pair_N2H), features_NH

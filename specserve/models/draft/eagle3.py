@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specserve_kernels import pair_inputs
+from specserve_kernels import GROUP, Rounded, pair_inputs, pair_inputs_rounded
 from torch import Tensor, nn
 
 from specserve.layers.decoder import RMSNorm
-from specserve.layers.linear import Linear
+from specserve.layers.linear import Linear, rounds
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.head import LayerHead
 
@@ -22,8 +22,6 @@ from specserve.models.draft.head import LayerHead
 class Eagle3Head(LayerHead):
     """One decoder layer of double input width and a head of ``draft_vocab_size`` rows: ``lm_head`` if it is given, the
     embedding if the configuration says ``tied``, else its own."""
-
-    once_a_step = ("fc",)
 
     def __init__(
         self,
@@ -64,10 +62,18 @@ class Eagle3Head(LayerHead):
 
     def _inputs(
         self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | Rounded, Tensor]:
         """``[norm(embedding); norm(feature)]``, and the features alone, before or after their norm."""
         norms = self.input_layernorm.weight, self.hidden_norm.weight, self.hidden_norm.eps
-        pairs_N2H, features_NH = pair_inputs(tokens_N, self._embed[0].weight, features_XH, source_N, norms)
+        inputs = tokens_N, self._embed[0].weight, features_XH, source_N, norms
+        whole_groups = features_XH.shape[-1] % GROUP == 0
+        if (
+            whole_groups
+            and not self.config.residual_normed
+            and rounds(self.self_attn.qkv_proj, len(tokens_N))
+        ):
+            return pair_inputs_rounded(*inputs)
+        pairs_N2H, features_NH = pair_inputs(*inputs)
         if self.config.residual_normed:
             features_NH = pairs_N2H[:, features_NH.shape[-1] :]
         return pairs_N2H, features_NH

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from specserve_kernels import Rounded
 from torch import Tensor, nn
 
 from specserve.layers.decoder import MLP, Attend, Attention, RMSNorm
@@ -23,7 +24,6 @@ class LayerHead(nn.Module):
     tuples: used, but not registered as the head's own.
     """
 
-    once_a_step: tuple[str, ...] = ()  # layers that read all nodes of a step, instead of a few a level
     norm: RMSNorm | None
     lm_head: Linear  # the head's own, where ``_lm_head`` is None
     rope_P2D: Tensor
@@ -51,7 +51,7 @@ class LayerHead(nn.Module):
 
     def _inputs(
         self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | Rounded, Tensor]:
         """What the attention reads ``[N, I]``, and the residual stream it adds to ``[N, H]``."""
         raise NotImplementedError
 
@@ -66,7 +66,7 @@ class LayerHead(nn.Module):
         """The MLP's output and the residual stream before that is added."""
         x_NI, residual_NH = self._inputs(tokens_N, features_XH, source_N)
         a_NH = self.self_attn(x_NI, Rope(self.rope_P2D, positions_N), attend)
-        x_NH, residual_NH = self.post_attention_layernorm.add(a_NH, residual_NH)
+        x_NH, residual_NH = self.post_attention_layernorm.add_for(self.mlp.gate_up_proj, a_NH, residual_NH)
         return self.mlp(x_NH), residual_NH
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -82,8 +82,11 @@ class LayerHead(nn.Module):
         if norm is None:
             states_NH = residual_NH + mlp_NH
             return self._scores(states_NH), states_NH
-        normed_NH, states_NH = norm.add(mlp_NH, residual_NH)
-        return self._scores(normed_NH), normed_NH if self.config.recycle_normed else states_NH
+        if self.config.recycle_normed:
+            normed_NH, _ = norm.add(mlp_NH, residual_NH)
+            return self._scores(normed_NH), normed_NH
+        read_NH, states_NH = norm.add_for(self._reader, mlp_NH, residual_NH)
+        return self._scores(read_NH), states_NH
 
     def logits(self, states_NH: Tensor) -> Tensor:
         norm = self._final_norm
@@ -93,15 +96,17 @@ class LayerHead(nn.Module):
     def _final_norm(self) -> RMSNorm | None:
         return None if self.config.final_norm is False else self.norm
 
-    def _scores(self, read_NH: Tensor) -> Tensor:
-        lm_head = self.lm_head if self._lm_head is None else self._lm_head[0]
-        out: Tensor = lm_head(read_NH)
+    @property
+    def _reader(self) -> nn.Module:
+        return self.lm_head if self._lm_head is None else self._lm_head[0]
+
+    def _scores(self, read_NH: Tensor | Rounded) -> Tensor:
+        out: Tensor = self._reader(read_NH)
         return out
 
     def quantize(self, dtype: torch.dtype) -> None:
-        """Rounds what its levels read to int8 or FP8. What it scores by stays as it is unless it is its own."""
-        scores = () if self._lm_head is None else ("lm_head",)
-        quantize_linears(self, dtype, (*self.once_a_step, *scores))
+        """Rounds its weights to int8 or FP8. What it scores by stays as it is unless it is its own."""
+        quantize_linears(self, dtype, leave=() if self._lm_head is None else ("lm_head",))
 
     def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:
         return self.self_attn.project_kv(self._inputs(tokens_N, features_XH, source_N)[0])
