@@ -25,6 +25,7 @@ import specserve_kernels.dispatch
 import torch
 from specserve_kernels.ops.attention import Workspace, attend_frontier, attend_nodes
 from specserve_kernels.ops.indexed_linear import indexed_linear
+from specserve_kernels.ops.integer_linear import integer_linear
 from specserve_kernels.ops.linear import linear_few
 from specserve_kernels.ops.norm import add_rms_norm_rounded, rms_norm
 from specserve_kernels.ops.pairs import pair_inputs_rounded
@@ -328,9 +329,9 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     for rounded in (torch.int8, torch.float8_e4m3fn):
         factor_OG = torch.zeros(32, 4096).T
         bias_O = torch.zeros(4096, dtype=dtype) if tokens <= 32 else None
-        read = round_inputs(x_TI) if rounded == torch.int8 and dtype.itemsize == 2 else x_TI
+        multiply = integer_linear if rounded == torch.int8 and dtype.itemsize == 2 else quantized_linear
         for gated in (False, True):
-            quantized_linear(read, torch.zeros(4096, 4096, dtype=rounded), factor_OG, bias_O, gated)
+            multiply(x_TI, torch.zeros(4096, 4096, dtype=rounded), factor_OG, bias_O, gated)
 
 
 def launch_norms() -> None:
@@ -346,7 +347,7 @@ def launch_wide(tokens: int) -> None:
     """Gates as wide as Llama-3.1-8B's: a draft's in int8, and the target's."""
     weight_OI, factor_OG = torch.zeros(28672, 4096, dtype=torch.int8), torch.zeros(32, 28672).T
     x_TI = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
-    quantized_linear(round_inputs(x_TI), weight_OI, factor_OG, None, True)
+    integer_linear(round_inputs(x_TI), weight_OI, factor_OG, None, True)
     turned_linear(x_TI, torch.zeros(28672, 4096, dtype=torch.bfloat16), gated=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,9 +25,12 @@ from specserve.layers.linear import (
     quantize_linears,
 )
 from specserve.layers.rotary import Rope, RopeConfig
-from specserve.models.draft import eagle3
+from specserve.models.draft import head as draft_head
 from specserve.models.draft.base import DraftConfig
+from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
+from specserve.models.draft.head import LayerHead
+from specserve.models.draft.mtp import MTPHead
 from specserve.spec.drafters.eagle import EagleDrafter
 from tests.engines import Checkpoints, answer_all, context_of, make_scheduler
 
@@ -112,14 +116,18 @@ def test_a_cpu_rounds_int8s_inputs_as_well() -> None:
         torch.testing.assert_close(fp8["a"](x), x @ fp8["a"].weight.T + fp8["a"].bias)
 
 
-def integer_head(device: str, hidden: int, **choices: Any) -> Eagle3Head:
+def integer_head(device: str, kind: type[LayerHead], hidden: int, **choices: Any) -> LayerHead:
     """Random and in bfloat16, multiplied as integers."""
     torch.manual_seed(0)
-    layer = LayerConfig(hidden, 2 * hidden, 2, 1, 64, 1e-5, input_size=2 * hidden)
-    config = DraftConfig(layer, RopeConfig(1e4), hidden, 50, 50, taps=(1, 2, 3), **choices)
-    head = Eagle3Head(config, 0, 64, torch.nn.Embedding(50, hidden))
+    of_eagle3 = kind is Eagle3Head
+    layer = LayerConfig(hidden, 2 * hidden, 2, 1, 64, 1e-5, input_size=(1 + of_eagle3) * hidden)
+    taps = (1, 2, 3) if of_eagle3 else ()
+    config = DraftConfig(layer, RopeConfig(1e4), hidden, 50, 50, taps, **choices)
+    shared = torch.nn.Embedding(50, hidden), *(() if of_eagle3 else (Linear(hidden, 50, bias=False),))
+    for module in shared:
+        module.to(device, torch.bfloat16)
+    head = kind(config, 0, 64, *shared)
     head.to(device, torch.bfloat16).requires_grad_(False)
-    head._embed[0].to(device, torch.bfloat16)
     for name, child in list(head.named_modules()):
         if isinstance(child, Linear):
             with patch.object(linear_layers, "_multiplies_integers", return_value=True):
@@ -136,20 +144,27 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("hidden", "choices", "pairs", "norms"),
+    ("kind", "hidden", "choices", "pairs", "norms"),
     [
-        (128, {}, 2, 2),
-        (192, {}, 0, 2),  # groups that would have numbers of two halves
-        (128, {"residual_normed": True}, 0, 2),  # the norm is the residual stream, too
-        (128, {"recycle_normed": True}, 2, 1),  # the norm is the next feature, too
+        (Eagle3Head, 128, {}, 2, 2),
+        (Eagle3Head, 192, {}, 0, 2),  # groups that would have numbers of two halves
+        (Eagle3Head, 128, {"residual_normed": True}, 0, 2),  # the norm is the residual stream, too
+        (Eagle3Head, 128, {"recycle_normed": True}, 2, 1),  # the norm is the next feature, too
+        (Eagle3Head, 128, {"tied": True}, 2, 1),  # a head that is not rounded reads it
+        (EagleHead, 128, {}, 2, 1),
+        (EagleHead, 128, {"feature_norm": True}, 0, 1),
+        (EagleHead, 128, {"final_norm": True}, 2, 1),
+        (MTPHead, 128, {}, 2, 1),
     ],
-    ids=["as in the paper", "broken groups", "residual_normed", "recycle_normed"],
+    ids=lambda each: (
+        each.__name__ if isinstance(each, type) else "".join(each) if isinstance(each, dict) else None
+    ),
 )
 def test_who_writes_inputs_rounds_them(
-    device: str, hidden: int, choices: dict[str, bool], pairs: int, norms: int
+    device: str, kind: type[LayerHead], hidden: int, choices: dict[str, bool], pairs: int, norms: int
 ) -> None:
     """And gives what a launch of its own gives."""
-    head = integer_head(device, hidden, **choices)
+    head = integer_head(device, kind, hidden, **choices)
     tokens, positions = torch.arange(5, device=device), torch.arange(5, device=device)
     states = [torch.randn(5, hidden, device=device, dtype=torch.bfloat16) for _ in range(3)]
     features = head.fuse(states[0], states)
@@ -158,10 +173,10 @@ def test_who_writes_inputs_rounds_them(
     for alone in (False, True):
         with (
             patch.object(decoder, "add_rms_norm_rounded", wraps=decoder.add_rms_norm_rounded) as norm,
-            patch.object(eagle3, "pair_inputs_rounded", wraps=eagle3.pair_inputs_rounded) as pair,
+            patch.object(draft_head, "pair_inputs_rounded", wraps=draft_head.pair_inputs_rounded) as pair,
             ExitStack() as stack,
         ):
-            for module in (decoder, eagle3) if alone else ():
+            for module in (decoder, draft_head) if alone else ():
                 stack.enter_context(patch.object(module, "rounds", return_value=False))
             drafted = head.draft(tokens, features, positions, mixed)
             stored = head.project_kv(tokens, features)
@@ -174,7 +189,7 @@ def test_who_writes_inputs_rounds_them(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_more_tokens_take_the_weight_as_it_was(device: str) -> None:
-    head = integer_head(device, 128)
+    head = integer_head(device, Eagle3Head, 128)
     projection = head.mlp.down_proj
     assert isinstance(projection, QuantizedLinear)
     assert projection.rounds(FEW_TOKENS)
@@ -186,3 +201,42 @@ def test_more_tokens_take_the_weight_as_it_was(device: str) -> None:
     torch.testing.assert_close(few, projection(x)[:-1], rtol=0, atol=0.05)
     assert not torch.equal(few, projection(x)[:-1])
     assert torch.equal(projection.outputs_from(32, x[:-1]), few[:, 32:])
+    gate, y = head.mlp.gate_up_proj, x[:, :128].contiguous()
+    assert isinstance(gate, QuantizedLinear)
+    assert torch.equal(gate(y, gated=True), linear(y, *gate.rows_from(0), gated=True))
+    torch.testing.assert_close(gate(y[:-1], gated=True), gate(y, gated=True)[:-1], rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        ((7, 5), torch.float16, False),
+        ((8, 0), torch.float16, True),
+        ((9, 0), torch.bfloat16, True),
+        ((9, 0), torch.float32, False),
+    ],
+    ids=str,
+)
+def test_who_multiplies_integers(capability: tuple[int, int], dtype: torch.dtype, expected: bool) -> None:
+    """Tensor cores from Ampere's on, numbers of 16 bits. Others' inputs stay as they are."""
+    weight = SimpleNamespace(is_cuda=True, itemsize=dtype.itemsize, device=torch.device("cuda"))
+    with patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        assert linear_layers._multiplies_integers(weight) == expected  # type: ignore[arg-type]
+    assert not linear_layers._multiplies_integers(torch.zeros(1, dtype=torch.float16))
+    plain, x = Linear(256, 8, bias=False), torch.randn(3, 256)
+    with patch.object(linear_layers, "_multiplies_integers", return_value=expected):
+        quantized = QuantizedLinear(plain, torch.int8)
+    read = round_inputs(x).plain_TI if expected else x
+    torch.testing.assert_close(quantized(x), read @ dequantize(*quantize(plain.weight, torch.int8)).T)
+
+
+def test_a_head_that_is_not_read_is_not_rounded() -> None:
+    head = integer_head("cpu", Eagle3Head, 128)
+    head.lm_head = Linear(128, 50, bias=False)
+    before = head.lm_head.weight.detach().clone()
+    head._lm_head = (Linear(128, 50, bias=False),)
+    head.quantize(torch.int8)
+    assert torch.equal(head.lm_head.weight, before)
+    head._lm_head = None
+    head.quantize(torch.int8)
+    assert not torch.equal(head.lm_head.weight, before)

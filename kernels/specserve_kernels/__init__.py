@@ -18,6 +18,7 @@ from specserve_kernels.reference import (
     select,
 )
 from specserve_kernels.reference import indexed_linear as _indexed_linear
+from specserve_kernels.reference import integer_linear as _integer_linear
 from specserve_kernels.reference import linear as _linear
 from specserve_kernels.reference import quantized_linear as _quantized_linear
 from specserve_kernels.reference.accept import accept_walk
@@ -50,6 +51,7 @@ follow_prediction = dispatched(prediction.follow_prediction)
 gather_slots = dispatched(gather.gather_slots)
 grow_level = dispatched(grow.grow_level)
 indexed_linear = dispatched(_indexed_linear.indexed_linear)
+integer_linear = dispatched(_integer_linear.integer_linear)
 linear = dispatched(_linear.linear)
 move_kv = dispatched(commit.move_kv)
 pair_inputs = dispatched(pairs.pair_inputs)
@@ -90,6 +92,7 @@ __all__ = [
     "grow_level",
     "gumbel_noise",
     "indexed_linear",
+    "integer_linear",
     "linear",
     "move_kv",
     "paged_attention",

@@ -15,10 +15,10 @@ from specserve_kernels.ops import integer_linear as ops
 from specserve_kernels.ops.device import Limits, tickets
 from specserve_kernels.ops.norm import add_rms_norm, add_rms_norm_rounded
 from specserve_kernels.ops.pairs import pair_inputs, pair_inputs_rounded
-from specserve_kernels.ops.quantized_linear import quantized_linear
 from specserve_kernels.ops.rounding import round_inputs
-from specserve_kernels.reference import quantized_linear as reference
+from specserve_kernels.reference import integer_linear as reference
 from specserve_kernels.reference import rounding
+from specserve_kernels.reference.quantized_linear import dequantize
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -96,9 +96,9 @@ def test_pairs_of_broken_groups_are_refused(draw: Draw) -> None:
 
 def check(x: Rounded, weight: Tensor, factor: Tensor, bias: Tensor | None = None) -> None:
     """Integers are summed as they are: against float64 a sum is off by the roundings of a float32 for each group."""
-    found = quantized_linear(x, weight, factor, bias)
+    found = ops.integer_linear(x, weight, factor, bias)
     assert found.dtype == x.dtype
-    exact = reference.dequantize(weight, factor).double()
+    exact = dequantize(weight, factor).double()
     expected = x.plain_TI.double() @ exact.T + (0 if bias is None else bias.double())
     size = x.plain_TI.double().abs() @ exact.abs().T + (0 if bias is None else bias.double().abs())
     error = (found.double() - expected).abs()
@@ -128,12 +128,24 @@ def test_small_inputs(draw: Draw, size: float) -> None:
     check(round_inputs(draw(3, 200).float() * size), weight, factor)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 5, 8, 9, 40])
+def test_inputs_that_are_not_rounded_yet(draw: Draw, tokens: int) -> None:
+    """Give the same: rounded as they are read, or before. Rows that are further apart, too."""
+    weight, factor = quantize(draw(67, 328) / 328**0.5, torch.int8)
+    x_TI = sized(draw, tokens, 336)[:, :328]
+    for bias in (None, draw(67)):
+        with patch.object(ops, "round_inputs", wraps=round_inputs) as launched:
+            found = ops.integer_linear(x_TI, weight, factor, bias)
+        assert launched.called == (tokens > 8)
+        assert torch.equal(found, ops.integer_linear(round_inputs(x_TI), weight, factor, bias))
+
+
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (7, 33), (20, 100), (70, 40)])
 def test_gated(draw: Draw, tokens: int, inner: int) -> None:
     weight, factor = quantize(2 * draw(2 * inner, 300).float() / 300**0.5, torch.int8)
     x, bias = round_inputs(draw(tokens, 300)), draw(2 * inner)
-    found = quantized_linear(x, weight, factor, bias, gated=True)
-    expected = reference.quantized_linear(x, weight, factor, bias, gated=True)
+    found = ops.integer_linear(x, weight, factor, bias, gated=True)
+    expected = reference.integer_linear(x, weight, factor, bias, gated=True)
     tolerance = max(2e-5, 2 * torch.finfo(found.dtype).eps)  # two sums are rounded ahead of their product
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
@@ -165,6 +177,8 @@ def test_few_outputs_are_shared_by_many_programs() -> None:
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 65])
 def test_every_shared_memory_holds_it(tokens: int, shared_bytes: int) -> None:
     for outputs in (4096, 32000):
-        block = ops.pipeline(outputs, 4096, tokens, Limits(132, shared_bytes))
-        assert block.stages * (block.tokens + block.outputs) * 128 <= shared_bytes
+        block = ops.pipeline(outputs, 4096, tokens, limits=Limits(132, shared_bytes))
+        assert (
+            block.stages * (block.tokens + block.outputs) * (128 + 4) <= shared_bytes
+        )  # units and factors, too
         assert block.stages > 1

@@ -145,6 +145,27 @@ def test_int8_rounds_to_the_nearest_of_255(draw: Draw) -> None:
         assert (error.abs() <= factor[:, group, None] * 0.5001).all()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kind", "converted"),
+    [
+        (torch.float32, torch.int8, True),
+        (torch.float32, torch.float8_e4m3fn, True),
+        (torch.float16, torch.int8, True),
+        (torch.float16, torch.float8_e4m3fn, False),
+    ],
+    ids=str,
+)
+def test_a_weight_in_the_inputs_type_has_room(
+    draw: Draw, dtype: torch.dtype, kind: torch.dtype, converted: bool
+) -> None:
+    weight, factor = quantize(draw(40, 200).float() / 14, kind)
+    x = draw(9, 200).to(dtype)
+    with patch.object(ops, "pipeline", wraps=ops.pipeline) as cut:
+        found = ops.quantized_linear(x, weight, factor)
+    assert cut.call_args.args[-1] == converted
+    torch.testing.assert_close(found, reference.quantized_linear(x, weight, factor), atol=0.004, rtol=0.004)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_inputs_beyond_float16_are_clamped() -> None:

@@ -6,7 +6,8 @@ docs/decisions/0007-packed-cpu-weights.md. On a GPU ``specserve_kernels.linear``
 
 Weights may be rounded to 8 bits. On a GPU few tokens are then multiplied by those, which halves the bytes that they
 read, inputs rounded as well where the weights are int8; more tokens by the weights as they were, which are kept beside
-them. On a CPU both are rounded alone, and computed with as before: what is drafted is what a GPU drafts.
+them. On a CPU all weights, and inputs of few tokens, are rounded alone and computed with as before, so that drafts
+guess about as well as on a GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from specserve_kernels import (
     Rounded,
     dequantize,
+    integer_linear,
     linear,
     quantize,
     quantized_linear,
@@ -57,7 +59,9 @@ class Linear(nn.Linear):
         return nn.functional.linear(self._read(x_TI), *self.rows_from(start))
 
     def _read(self, x_TI: Tensor) -> Tensor:
-        return round_inputs(x_TI).plain_TI.to(x_TI.dtype) if self.rounds_inputs else x_TI
+        if self.rounds_inputs and len(x_TI) <= FEW_TOKENS:
+            return round_inputs(x_TI).plain_TI.to(x_TI.dtype)
+        return x_TI
 
     def pack(self, keep_weight: bool) -> None:
         """Packs the weight and, unless others read it, lets the plain one go."""
@@ -99,11 +103,13 @@ class QuantizedLinear(nn.Module):
 
     def _multiply(self, start: int, x_TI: Tensor | Rounded, gated: bool) -> Tensor:
         plain_OI, bias_O = self.rows_from(start)
+        rows = self.weight_OI[start:], self.factor_OG[start:]
         if isinstance(x_TI, Tensor):
             if len(x_TI) > self._few:
                 return linear(x_TI, plain_OI, bias_O, gated)
-            x_TI = round_inputs(x_TI) if self._integers else x_TI
-        return quantized_linear(x_TI, self.weight_OI[start:], self.factor_OG[start:], bias_O, gated)
+            if not self._integers:
+                return quantized_linear(x_TI, *rows, bias_O, gated)
+        return integer_linear(x_TI, *rows, bias_O, gated)
 
 
 def _multiplies_integers(weight_OI: Tensor) -> bool:

@@ -23,7 +23,7 @@ from specserve.spec.live_map import LiveMap, MapPlan
 class DraftOptions:
     """What a user may say of a draft. It drafts the tokens that the file ``token_map`` lists alone, or those that a
     plan's live map chooses; ``config_override``: a JSON object that goes before its config; ``rounded_to``: its
-    weights are, int8 or float8_e4m3fn."""
+    weights are, int8 (with what they multiply) or float8_e4m3fn."""
 
     token_map: Path | MapPlan | None = None
     config_override: str | None = None

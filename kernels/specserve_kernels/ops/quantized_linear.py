@@ -1,7 +1,7 @@
 """A projection by a weight of 8 bits, which is read once. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
 
-Rounded inputs are multiplied by ``integer_linear``. This is for others, whose weight becomes of another type on its
-way to the tensor cores: int8 the inputs' type, where those are wider than 16 bits or the tensor cores older than
+Inputs that are rounded are multiplied by ``integer_linear``. Here the weight becomes of another type on its way to the
+tensor cores: int8 the inputs' type, where those are wider than 16 bits or the tensor cores older than
 Ampere's, on which Triton multiplies no int8; FP8 float16, and bfloat16 inputs with it, clamped to its range, because
 the processor turns two FP8 numbers into float16 by one instruction and has none for bfloat16. Tiles, groups and parts
 are as there.
@@ -17,11 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import H200, Limits, limits_of, tickets
-from specserve_kernels.ops.integer_linear import integer_linear
 from specserve_kernels.ops.linear import outputs_of, store_outputs
 from specserve_kernels.ops.overlap import let_next_begin, overlap, wait_for_inputs
 from specserve_kernels.ops.parts import add_up, hand_in
-from specserve_kernels.reference.rounding import GROUP, Rounded
+from specserve_kernels.reference.rounding import GROUP
 
 _MANY_OUTPUTS = 16384  # from so many on, tiles fill an H200 without sharing their inputs
 _PROGRAMS = {16: 6, 32: 3}  # a multiprocessor, up to so many tokens, if sharing tiles can make as many
@@ -40,15 +39,9 @@ class Pipeline(NamedTuple):
 
 
 def quantized_linear(
-    x_TI: Tensor | Rounded,
-    weight_OI: Tensor,
-    factor_OG: Tensor,
-    bias_O: Tensor | None = None,
-    gated: bool = False,
+    x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """As the reference; rows of x may be further apart than I."""
-    if isinstance(x_TI, Rounded):
-        return integer_linear(x_TI, weight_OI, factor_OG, bias_O, gated)
     tokens, inputs = x_TI.shape
     outputs = len(weight_OI)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))

@@ -3,8 +3,8 @@
 Each row of the weight is stored as int8 or float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433) in groups of 128
 inputs, each with a factor that makes its largest number the format's largest: a head that reads an embedding beside a
 feature has rows of two very different sizes. What is lost is lost at loading: of normal numbers, 0.7% (int8) or 2.6%
-(FP8) of the root mean square. Inputs may be rounded, too (see ``rounding``), each token's by the same groups: integers
-are then multiplied by integers.
+(FP8) of the root mean square. Where inputs are rounded, too, each token's by the same groups, integers are
+multiplied by integers: see ``integer_linear``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specserve_kernels.reference.activation import silu_and_mul
-from specserve_kernels.reference.rounding import GROUP, Rounded
+from specserve_kernels.reference.rounding import GROUP
 
 SLICE = 1 << 24  # numbers that are rounded at a time: their float32 copies are small beside the weight
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
@@ -43,17 +43,11 @@ def dequantize(weight_OI: Tensor, factor_OG: Tensor) -> Tensor:
 
 
 def quantized_linear(
-    x_TI: Tensor | Rounded,
-    weight_OI: Tensor,
-    factor_OG: Tensor,
-    bias_O: Tensor | None = None,
-    gated: bool = False,
+    x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """``x @ dequantize(weight, factor).T + bias``, summed in float32 at least, in the type of x; and
-    ``silu_and_mul`` of that if it is gated: half as wide. Rounded inputs go with weights in int8."""
-    dtype = x_TI.dtype
-    x_TI = x_TI.plain_TI if isinstance(x_TI, Rounded) else x_TI
-    wide = torch.promote_types(dtype, torch.float32)
+    ``silu_and_mul`` of that if it is gated: half as wide."""
+    wide = torch.promote_types(x_TI.dtype, torch.float32)
     out_TO = x_TI.to(wide) @ dequantize(weight_OI, factor_OG).to(wide).T
-    out_TO = (out_TO if bias_O is None else out_TO + bias_O).to(dtype)
+    out_TO = (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)
     return silu_and_mul(out_TO) if gated else out_TO

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specserve_kernels import pair_inputs
+from specserve_kernels import Rounded, pair_inputs
 from torch import Tensor, nn
 
 from specserve.layers.linear import Linear
@@ -40,14 +40,14 @@ class EagleHead(LayerHead):
     def _inputs(
         self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        u_NH = self.fc(self._pairs(tokens_N, features_XH, source_N))
+        u_NH = self.fc(self._read(tokens_N, features_XH, source_N))
         return (u_NH if self.input_layernorm is None else self.input_layernorm(u_NH)), u_NH
 
-    def _pairs(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None) -> Tensor:
+    def _read(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None) -> Tensor | Rounded:
         """[embedding; feature], each normed where the head has a norm for it."""
-        pairs_N2H, _ = pair_inputs(tokens_N, self._embed[0].weight, features_XH, source_N, None)
         norms = self.embedding_layernorm, self.hidden_states_layernorm
         if norms == (None, None):
-            return pairs_N2H
+            return self._pairs(self.fc, tokens_N, features_XH, source_N, None)[0]
+        pairs_N2H, _ = pair_inputs(tokens_N, self._embed[0].weight, features_XH, source_N, None)
         halves = pairs_N2H.chunk(2, -1)
         return torch.cat([h if norm is None else norm(h) for norm, h in zip(norms, halves, strict=True)], -1)

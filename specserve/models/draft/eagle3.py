@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specserve_kernels import GROUP, Rounded, pair_inputs, pair_inputs_rounded
+from specserve_kernels import Rounded, pair_inputs
 from torch import Tensor, nn
 
 from specserve.layers.decoder import RMSNorm
-from specserve.layers.linear import Linear, rounds
+from specserve.layers.linear import Linear
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.head import LayerHead
 
@@ -65,18 +65,10 @@ class Eagle3Head(LayerHead):
     ) -> tuple[Tensor | Rounded, Tensor]:
         """``[norm(embedding); norm(feature)]``, and the features alone, before or after their norm."""
         norms = self.input_layernorm.weight, self.hidden_norm.weight, self.hidden_norm.eps
-        inputs = tokens_N, self._embed[0].weight, features_XH, source_N, norms
-        whole_groups = features_XH.shape[-1] % GROUP == 0
-        if (
-            whole_groups
-            and not self.config.residual_normed
-            and rounds(self.self_attn.qkv_proj, len(tokens_N))
-        ):
-            return pair_inputs_rounded(*inputs)
-        pairs_N2H, features_NH = pair_inputs(*inputs)
-        if self.config.residual_normed:
-            features_NH = pairs_N2H[:, features_NH.shape[-1] :]
-        return pairs_N2H, features_NH
+        if not self.config.residual_normed:
+            return self._pairs(self.self_attn.qkv_proj, tokens_N, features_XH, source_N, norms)
+        pairs_N2H, _ = pair_inputs(tokens_N, self._embed[0].weight, features_XH, source_N, norms)
+        return pairs_N2H, pairs_N2H[:, features_XH.shape[-1] :]
 
 
 def _scores_of(embed: nn.Embedding) -> Linear:

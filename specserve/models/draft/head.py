@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from specserve_kernels import Rounded
+from specserve_kernels import GROUP, Rounded, pair_inputs, pair_inputs_rounded
 from torch import Tensor, nn
 
 from specserve.layers.decoder import MLP, Attend, Attention, RMSNorm
-from specserve.layers.linear import Linear, quantize_linears
+from specserve.layers.linear import Linear, quantize_linears, rounds
 from specserve.layers.rotary import Rope, rope_table
 from specserve.models.draft.base import DraftConfig
 
@@ -54,6 +54,19 @@ class LayerHead(nn.Module):
     ) -> tuple[Tensor | Rounded, Tensor]:
         """What the attention reads ``[N, I]``, and the residual stream it adds to ``[N, H]``."""
         raise NotImplementedError
+
+    def _pairs(
+        self,
+        reader: nn.Module,
+        tokens_N: Tensor,
+        features_XH: Tensor,
+        source_N: Tensor | None,
+        norms: tuple[Tensor, Tensor, float] | None,
+    ) -> tuple[Tensor | Rounded, Tensor]:
+        """``pair_inputs``, the pairs rounded where ``reader`` multiplies them as integers."""
+        whole_groups = features_XH.shape[-1] % GROUP == 0
+        make = pair_inputs_rounded if whole_groups and rounds(reader, len(tokens_N)) else pair_inputs
+        return make(tokens_N, self._embed[0].weight, features_XH, source_N, norms)
 
     def _layer(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from specserve_kernels import pair_inputs
 from torch import Tensor, nn
 
 from specserve.layers.decoder import RMSNorm
@@ -49,6 +48,6 @@ class MTPHead(LayerHead):
         self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         norms = self.token_layernorm.weight, self.hidden_layernorm.weight, self.hidden_layernorm.eps
-        pairs_N2H, _ = pair_inputs(tokens_N, self._embed[0].weight, features_XH, source_N, norms)
+        pairs_N2H, _ = self._pairs(self.input_proj, tokens_N, features_XH, source_N, norms)
         u_NH = self.input_proj(pairs_N2H)
         return self.input_layernorm(u_NH), u_NH
