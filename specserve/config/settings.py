@@ -325,9 +325,10 @@ class Settings:
     speculative_draft_quantization: str = setting(
         "auto",
         "The draft's weights as they are (none) or rounded to 8 bits, by 128 inputs a factor: int8, which is more "
-        "exact and rounds inputs too, or float8_e4m3fn (fp8, on GPUs of compute capability 8.9 or more). On a GPU up to 128 tokens at a time "
-        "(fp8: 32) read half the bytes, from copies beside the weights; on a CPU all are rounded and no bytes saved. "
-        "What is drafted changes, never the text. auto: int8 on a GPU in 16 bits, else none.",
+        "exact and rounds inputs too, or float8_e4m3fn (fp8, on GPUs of compute capability 8.9 or more). On a GPU up "
+        "to 128 tokens at a time (fp8: 32) read half the bytes, from copies beside the weights; on a CPU all are "
+        "rounded and no bytes saved. What is drafted changes, never the text. auto: int8 on a GPU in 16 bits, else "
+        "none.",
         group=SPECULATION,
         choices=("auto", "none", "int8", "fp8"),
     )
