@@ -128,15 +128,13 @@ def test_small_inputs(draw: Draw, size: float) -> None:
     check(round_inputs(draw(3, 200).float() * size), weight, factor)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 5, 8, 9, 40])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
 def test_inputs_that_are_not_rounded_yet(draw: Draw, tokens: int) -> None:
-    """Give the same: rounded as they are read, or before. Rows that are further apart, too."""
+    """Give the same, rows that are further apart, too."""
     weight, factor = quantize(draw(67, 328) / 328**0.5, torch.int8)
     x_TI = sized(draw, tokens, 336)[:, :328]
     for bias in (None, draw(67)):
-        with patch.object(ops, "round_inputs", wraps=round_inputs) as launched:
-            found = ops.integer_linear(x_TI, weight, factor, bias)
-        assert launched.called == (tokens > 8)
+        found = ops.integer_linear(x_TI, weight, factor, bias)
         assert torch.equal(found, ops.integer_linear(round_inputs(x_TI), weight, factor, bias))
 
 
@@ -177,7 +175,7 @@ def test_few_outputs_are_shared_by_many_programs() -> None:
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 65])
 def test_every_shared_memory_holds_it(tokens: int, shared_bytes: int) -> None:
     for outputs in (4096, 32000):
-        block = ops.pipeline(outputs, 4096, tokens, limits=Limits(132, shared_bytes))
+        block = ops.pipeline(outputs, 4096, tokens, Limits(132, shared_bytes))
         assert (
             block.stages * (block.tokens + block.outputs) * (128 + 4) <= shared_bytes
         )  # units and factors, too

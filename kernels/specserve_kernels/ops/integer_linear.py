@@ -5,10 +5,9 @@ Shapes: T tokens, O outputs, I inputs, G groups of inputs.
 A draft's levels read its weights for a few tokens, so bytes are what they cost, and instructions for each number come
 next. Here no number of a weight is turned into another type: integers go to the tensor cores as they lie in memory, and
 a step of a program is one group, so that units and factors are applied to its sums. Inputs that are not rounded yet are
-rounded by a launch of their own, or, where they are so few that each program can, as they are read. Outputs are the
-rows of what the tensor cores multiply, of which Hopper's take 64 at least, and tokens the columns, of which 8 are
-enough. Few outputs are few programs, with too little of the weight on its way to keep the memory busy. Then several
-share the inputs of a tile: see ``parts``.
+rounded by a launch of their own. Outputs are the rows of what the tensor cores multiply, of which Hopper's take 64 at
+least, and tokens the columns, of which 8 are enough. Few outputs are few programs, with too little of the weight on its
+way to keep the memory busy. Then several share the inputs of a tile: see ``parts``.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from specserve_kernels.ops.device import H200, Limits, limits_of, tickets
 from specserve_kernels.ops.linear import outputs_of, store_outputs
 from specserve_kernels.ops.overlap import overlap, take_turn
 from specserve_kernels.ops.parts import add_up, hand_in
-from specserve_kernels.ops.rounding import round_inputs, rounded
+from specserve_kernels.ops.rounding import round_inputs
 from specserve_kernels.reference.rounding import GROUP, Rounded
 
 _PROGRAMS = {32: 3, 64: 2}  # a multiprocessor, by a program's tokens, if sharing tiles can make as many
 _LEAST_GROUPS, _MOST_PARTS = 4, 4
 _STAGES, _LEAST_STAGES = 5, 3  # where tiles are shared, and where they are not
 _MOST_TOKENS = 64  # of a program
-_ROUNDED_HERE = 8  # tokens
+_SCALE_BYTES = 4  # beside each row of a group: its unit or factor
 
 
 class Pipeline(NamedTuple):
@@ -50,19 +49,16 @@ def integer_linear(
     gated: bool = False,
 ) -> Tensor:
     """As the reference; rows of x may be further apart than I."""
-    if isinstance(x_TI, Tensor) and len(x_TI) > _ROUNDED_HERE:
-        x_TI = round_inputs(x_TI)
-    here, dtype = isinstance(x_TI, Tensor), x_TI.dtype
-    x_TI, unit_GT = (x_TI, factor_OG) if isinstance(x_TI, Tensor) else x_TI[:2]
-    (tokens, inputs), outputs, device = x_TI.shape, len(weight_OI), weight_OI.device
-    out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs), dtype=dtype)
-    block = pipeline(outputs, inputs, tokens, x_TI.element_size(), limits_of(device))
+    x = round_inputs(x_TI) if isinstance(x_TI, Tensor) else x_TI
+    (tokens, inputs), outputs, device = x.values_TI.shape, len(weight_OI), weight_OI.device
+    out_TO = weight_OI.new_empty((tokens, outputs // 2 if gated else outputs), dtype=x.dtype)
+    block = pipeline(outputs, inputs, tokens, limits_of(device))
     tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
     shared, tile = block.parts > 1, block.tokens * block.outputs
     part = factor_OG.new_empty(tiles[0] * tiles[1] * block.parts * tile if shared else 0)
     _integer_linear_kernel[(*tiles, block.parts)](
-        x_TI,
-        unit_GT,
+        x.values_TI,
+        x.unit_GT,
         weight_OI,
         factor_OG,
         bias_O if bias_O is not None else factor_OG,
@@ -70,14 +66,12 @@ def integer_linear(
         part,
         tickets(tiles[0] * tiles[1], device) if shared else part,
         tokens,
-        x_TI.stride(0),
         factor_OG.stride(0),
         factor_OG.stride(1),
         O=outputs,
         I=inputs,
         BIAS=bias_O is not None,
         GATED=gated,
-        ROUND=here,
         BLOCK_T=block.tokens,
         BLOCK_O=block.outputs,
         GROUP=GROUP,
@@ -90,7 +84,7 @@ def integer_linear(
     return out_TO
 
 
-def pipeline(outputs: int, inputs: int, tokens: int, input_bytes: int = 1, limits: Limits = H200) -> Pipeline:
+def pipeline(outputs: int, inputs: int, tokens: int, limits: Limits = H200) -> Pipeline:
     """From a sweep over the layers of Llama-3.1-8B's draft on an H200. Programs that share tiles have as many stages as
     let all of them run at once, but three if there is room for those. With less shared memory, fewer."""
     columns = min(max(8, triton.next_power_of_2(tokens)), _MOST_TOKENS)
@@ -99,7 +93,7 @@ def pipeline(outputs: int, inputs: int, tokens: int, input_bytes: int = 1, limit
     programs = limits.processors * next(each for most, each in _PROGRAMS.items() if columns <= most)
     most = min(programs // tiles, triton.cdiv(inputs, GROUP) // _LEAST_GROUPS)
     parts = max(1, min(most, _MOST_PARTS))
-    room = limits.shared_bytes // (columns * input_bytes * GROUP + rows * GROUP + 4 * (columns + rows))
+    room = limits.shared_bytes // ((columns + rows) * (GROUP + _SCALE_BYTES))
     stages = _LEAST_STAGES
     if parts > 1:
         stages = max(stages, min(_STAGES, room // triton.cdiv(tiles * parts, limits.processors)))
@@ -108,8 +102,8 @@ def pipeline(outputs: int, inputs: int, tokens: int, input_bytes: int = 1, limit
 
 @triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
 def _integer_linear_kernel(
-    x_ptr,  # [T, I] int8, or not, if ROUND
-    unit_ptr,  # [G, T] float32, if not ROUND
+    x_ptr,  # [T, I] int8
+    unit_ptr,  # [G, T] float32
     weight_ptr,  # [O, I] int8
     factor_ptr,  # [O, G] float32
     bias_ptr,  # [O], if BIAS
@@ -117,14 +111,12 @@ def _integer_linear_kernel(
     part_ptr,  # [tiles, PARTS, BLOCK_O, BLOCK_T] float32, if PARTS > 1
     tickets_ptr,  # [tiles] int32, 0, if PARTS > 1
     tokens,
-    stride,
     factor_stride,
     group_stride,
     O: tl.constexpr,
     I: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
-    ROUND: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     GROUP: tl.constexpr,
@@ -137,7 +129,7 @@ def _integer_linear_kernel(
     o, inside_o = outputs_of(tl.program_id(1), O, BLOCK_O, GATED)
     i = tl.arange(0, GROUP)
     groups: tl.constexpr = (I + GROUP - 1) // GROUP
-    x_ptrs = x_ptr + t.to(tl.int64)[None, :] * stride + i[:, None]
+    x_ptrs = x_ptr + t.to(tl.int64)[None, :] * I + i[:, None]
     weight_ptrs = weight_ptr + o.to(tl.int64)[:, None] * I + i[None, :]
     sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     share: tl.constexpr = (groups + PARTS - 1) // PARTS
@@ -148,10 +140,7 @@ def _integer_linear_kernel(
         inside = group * GROUP + i < I
         x = tl.load(x_ptrs + group * GROUP, mask=(t < tokens)[None, :] & inside[:, None], other=0)
         weight = tl.load(weight_ptrs + group * GROUP, mask=inside_o[:, None] & inside[None, :], other=0)
-        if ROUND:
-            x, unit = rounded(x, 0)
-        else:
-            unit = tl.load(unit_ptr + group * tokens + t, mask=t < tokens, other=0)
+        unit = tl.load(unit_ptr + group * tokens + t, mask=t < tokens, other=0)
         factor = tl.load(factor_ptr + o * factor_stride + group * group_stride, mask=inside_o, other=0)
         sums += tl.dot(weight, x).to(tl.float32) * (factor[:, None] * unit[None, :])
     if PARTS > 1:

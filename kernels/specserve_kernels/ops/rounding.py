@@ -68,19 +68,11 @@ def _round_kernel(
 def store_rounded(x, values_ptr, unit_ptr, unit_stride, width):
     """Rounds whole groups, zeros from ``width`` on, which are not stored. Units are ``unit_stride`` apart."""
     GROUPS: tl.constexpr = x.shape[0] // _SIZE
-    x = tl.reshape(x, (GROUPS, _SIZE))
-    number, unit = rounded(x, 1)
+    x = tl.reshape(x.to(tl.float32), (GROUPS, _SIZE))
+    unit = tl.maximum(tl.max(tl.abs(x), 1) * _UNIT, _LEAST)
+    # A float32 so large that its last bit is 1: the sum's last bits are the rounded number.
+    number = (x * (1 / unit)[:, None] + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     g = tl.arange(0, GROUPS)
     i = g[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
     tl.store(values_ptr + i, number, mask=i < width)
     tl.store(unit_ptr + g * unit_stride, unit, mask=g * _SIZE < width)
-
-
-@triton.jit
-def rounded(x, axis: tl.constexpr):
-    """Groups along ``axis`` in int8, and each one's unit."""
-    x = x.to(tl.float32)
-    unit = tl.maximum(tl.max(tl.abs(x), axis) * _UNIT, _LEAST)
-    # A float32 so large that its last bit is 1: the sum's last bits are the rounded number.
-    number = x * tl.expand_dims(1 / unit, axis) + 12582912.0
-    return number.to(tl.int32, bitcast=True).to(tl.int8), unit
