@@ -2,7 +2,9 @@
 
 Shared by ``single_stream.py`` and ``throughput.py``. The time of a run to one token is taken off the time of a run to
 the end, and what is left is divided by the steps of the request that took most of them. Prompts of one batch that are
-prefilled in several chunks begin to decode one after the other, so ``engine_steps`` can be larger.
+prefilled in several chunks begin to decode one after the other, so ``engine_steps`` can be larger: ``full_ms_per_step``
+takes off the time of a run to an eighth of the tokens instead, which begins and ends with the same steps of fewer
+requests, so that steps of all of them are left, at positions a little further on.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from benchmarks.floors import PEERS_MS, Shape, applies, step_ms
 from specserve import LLM
 
 HEADER = (
-    f"{'shape':11} {'batch':>5} {'ms/step':>8} {'bar':>6} {'floor':>6} {'ratio':>6} {'tok/s':>8} {'accepted':>8}"
-    "  peers"
+    f"{'shape':11} {'batch':>5} {'ms/step':>8} {'full':>6} {'bar':>6} {'floor':>6} {'ratio':>6} {'tok/s':>8} "
+    f"{'accepted':>8}  peers"
 )
 
 
@@ -31,13 +33,16 @@ def measure(llm: LLM, prompts: list[list[int]], new_tokens: int, repeats: int) -
 
 def _once(llm: LLM, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
     prefill, _ = generate_timed(llm, prompts, 1)
+    begun, first = generate_timed(llm, prompts, max(1, new_tokens // 8))
     before = _engine_steps(llm)
     whole, outputs = generate_timed(llm, prompts, new_tokens)
     each = [output.speculation for output in outputs]
     steps, emitted = sum(s.steps for s in each), sum(s.steps + s.accepted for s in each)
     most, seconds = max(s.steps for s in each), whole - prefill
+    between = most - max(output.speculation.steps for output in first)
     return {
         "ms_per_step": seconds / most * 1e3,
+        "full_ms_per_step": (whole - begun) / max(between, 1) * 1e3,
         "tokens_per_second": emitted / seconds,
         "accepted_length": emitted / steps,
         "steps": most,
@@ -86,7 +91,8 @@ def line(found: dict[str, Any]) -> str:
     name = "off" if found["shape"] is None else str(found["shape"])
     peers = ", ".join(f"{peer} {ms}" for peer, ms in found["peers_ms"].items())
     return (
-        f"{name:11} {found['batch']:5} {found['ms_per_step']:8.2f} {_or_dash(found['bar_ms'])} "
+        f"{name:11} {found['batch']:5} {found['ms_per_step']:8.2f} "
+        f"{found['full_ms_per_step']:6.2f} {_or_dash(found['bar_ms'])} "
         f"{_or_dash(found['floor_ms'])} {_or_dash(found['ratio_to_floor'])} "
         f"{found['tokens_per_second']:8.0f} {found['accepted_length']:8.2f}  {peers}"
     )

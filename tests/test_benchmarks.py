@@ -1,4 +1,4 @@
-"""The benchmarks of the controller: what they force, and that they run."""
+"""The benchmarks: what those of the controller force, what a step takes, and that they run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from benchmarks import tuner
+from benchmarks import stepping, tuner
 from benchmarks.forced import NONE, forced_levels
 from benchmarks.step_trace import Event, own_times
 from benchmarks.waterfall import bars, lines, parts, picture
@@ -33,6 +34,31 @@ def test_three_tokens_a_step_are_forced(
             force(2)
             found = answer_all(scheduler, [(prompt, GREEDY) for prompt in PROMPTS])
         assert [answer.runs for answer in found] == [[1] + [3] * 6] * 3
+
+
+def test_steps_of_all_requests_are_told_from_those_of_fewer() -> None:
+    """Three chunks of two prompts take 100 ms each, a step 10 ms and as much again for every request."""
+
+    def generate(
+        llm: object, prompts: list[list[int]], new_tokens: int
+    ) -> tuple[float, list[SimpleNamespace]]:
+        left, seconds = [new_tokens - 1] * len(prompts), 0.0
+        for launch in range(3 + new_tokens):
+            begun = min(2 + 2 * launch, 6)
+            seconds += 0.1 * (launch < 3)
+            active = [n for n in range(begun) if left[n]]
+            seconds += 0.01 * (1 + len(active)) if active else 0.0
+            for n in active:
+                left[n] -= 1
+        taken = SimpleNamespace(speculation=SimpleNamespace(steps=new_tokens - 1, accepted=0))
+        return seconds, [taken] * len(prompts)
+
+    engine = SimpleNamespace(stats=lambda: SimpleNamespace(steps=0))
+    llm: Any = SimpleNamespace(_engine=engine)
+    with patch.object(stepping, "generate_timed", generate):
+        found = stepping.measure(llm, [[1]] * 6, 80, 1)
+    assert found["full_ms_per_step"] == pytest.approx(70)
+    assert found["ms_per_step"] == pytest.approx((77 * 70 + 2 * 30 + 2 * 50) / 79)
 
 
 def test_bonus_tokens_stay_the_target_s_own(random_models: Checkpoints) -> None:
