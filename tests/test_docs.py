@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,3 +129,14 @@ def test_folders_import_in_one_direction() -> None:
             assert there != "train" or home in ("train", "token_map"), f"{inside} imports training code"
             assert there != "tune" or home == "tune", f"{inside} imports the tuner"
     assert against == AGAINST
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_tables_have_as_many_columns_as_their_heads(page: Path) -> None:
+    """Else they are shown as text."""
+    rule = re.compile(r"\|(:?-+:?\|)+")
+    lines = [re.sub(r"`[^`]*`|\\\|", "", line).strip() for line in page.read_text().splitlines()]
+    for index, line in enumerate(lines):
+        if rule.fullmatch(line.replace(" ", "")):
+            table = itertools.takewhile(lambda row: row.startswith("|"), lines[index - 1 :])
+            assert {row.count("|") for row in table} == {line.count("|")}, lines[index - 1]

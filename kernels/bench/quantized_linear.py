@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import torch
@@ -19,6 +20,7 @@ from layers import draw, graph_seconds
 from linear import SHAPES, WEIGHTS
 from specserve_kernels import Rounded, dequantize, quantize
 from specserve_kernels.ops import integer_linear, quantized_linear
+from specserve_kernels.ops.quantized_linear import Pipeline
 from specserve_kernels.ops.rounding import round_inputs
 from torch import Tensor
 from torch.nn import functional as F
@@ -34,14 +36,11 @@ Quantized = tuple[Tensor, Tensor]
 Inputs = Tensor | Rounded
 
 
-def pipelines(kind: str, tokens: int) -> list[integer_linear.Pipeline | quantized_linear.Pipeline]:
+def pipelines(tokens: int) -> list[Pipeline]:
     columns = min(max(8, 1 << (tokens - 1).bit_length()), 64)
-    cut = [(outputs, stages, parts) for outputs in OUTPUTS for stages in STAGES for parts in PARTS]
-    if kind == "int8":
-        return [integer_linear.Pipeline(columns, *each) for each in cut]
     return [
-        quantized_linear.Pipeline(columns, outputs, stages, 4 if outputs < 256 else 8, parts)
-        for outputs, stages, parts in cut
+        Pipeline(columns, outputs, stages, 4 if outputs < 256 else 8, parts)
+        for outputs, stages, parts in product(OUTPUTS, STAGES, PARTS)
     ]
 
 
@@ -75,7 +74,7 @@ def swept(kind: str, x: Tensor, weights: list[Quantized], once: bool) -> str:
     """The fastest three pipelines."""
     found, read = [], read_as(kind, x)
     module = integer_linear if kind == "int8" else quantized_linear
-    for chosen in pipelines(kind, len(x)):
+    for chosen in pipelines(len(x)):
         with mock.patch.object(module, "pipeline", return_value=chosen):
             try:
                 check(read, weights[0])

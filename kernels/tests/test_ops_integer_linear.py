@@ -154,7 +154,7 @@ def test_shared_tiles(draw: Draw, parts: int, kept: str) -> None:
     """Also where the last program has fewer groups, or none, and of rows from the middle of a weight on."""
     weight, factor = quantize(draw(70, 7 * 128 + 24).float() / 30, torch.int8)
     factor = factor.contiguous() if kept == "rows" else factor
-    with patch.object(ops, "pipeline", return_value=ops.Pipeline(16, 32, 3, parts)):
+    with patch.object(ops, "pipeline", return_value=ops.Pipeline(16, 32, 3, 4, parts)):
         for tokens in (1, 20):
             x = round_inputs(draw(tokens, 7 * 128 + 24))
             check(x, weight, factor, draw(70))

@@ -1,10 +1,15 @@
 """A projection by a weight of 8 bits, which is read once. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
 
-Inputs that are rounded are multiplied by ``integer_linear``. Here the weight becomes of another type on its way to the
-tensor cores: int8 the inputs' type, where those are wider than 16 bits or the tensor cores older than
-Ampere's, on which Triton multiplies no int8; FP8 float16, and bfloat16 inputs with it, clamped to its range, because
-the processor turns two FP8 numbers into float16 by one instruction and has none for bfloat16. Tiles, groups and parts
-are as there.
+A draft's levels read its weights for a few tokens, so bytes are what they cost, and instructions for each number of the
+weight come next. Rounded inputs (``integer_linear``) are multiplied as they are. For others the weight becomes of
+another type on its way to the tensor cores: int8 the inputs' type, where those are wider than 16 bits or the tensor
+cores older than Ampere's, on which Triton multiplies no int8; FP8 float16, and bfloat16 inputs with it, clamped to its
+range, because the processor turns two FP8 numbers into float16 by one instruction and has none for bfloat16. A step of
+a program is one group, so its factors, and units of rounded inputs, are applied to sums. Outputs are the rows of what
+tensor cores multiply, of which Hopper's take 64 at least, and tokens the columns, of which 8 are enough.
+
+Few outputs are few programs, with too little of the weight on its way to keep the memory busy. Then several programs
+share the inputs of a tile: see ``parts``.
 """
 
 from __future__ import annotations
@@ -42,16 +47,31 @@ def quantized_linear(
     x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """As the reference; rows of x may be further apart than I."""
-    tokens, inputs = x_TI.shape
+    (tokens, inputs), size = x_TI.shape, x_TI.element_size()
+    converted = size > 2 or weight_OI.dtype == torch.int8
+    block = pipeline(len(weight_OI), inputs, tokens, size, limits_of(x_TI.device), converted)
+    return multiply(x_TI, None, x_TI.dtype, (weight_OI, factor_OG), bias_O, gated, block)
+
+
+def multiply(
+    x_TI: Tensor,
+    unit_GT: Tensor | None,
+    dtype: torch.dtype,
+    weight: tuple[Tensor, Tensor],
+    bias_O: Tensor | None,
+    gated: bool,
+    block: Pipeline,
+) -> Tensor:
+    """The product in ``dtype``. ``unit_GT``: of rounded inputs, None for others; ``weight``: numbers and factors."""
+    (tokens, inputs), (weight_OI, factor_OG) = x_TI.shape, weight
     outputs = len(weight_OI)
-    out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
-    converted = x_TI.element_size() > 2 or weight_OI.dtype == torch.int8
-    block = pipeline(outputs, inputs, tokens, x_TI.element_size(), limits_of(x_TI.device), converted)
+    out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs), dtype=dtype)
     tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
     shared, tile = block.parts > 1, block.tokens * block.outputs
     part = x_TI.new_empty(tiles[0] * tiles[1] * block.parts * tile if shared else 0, dtype=torch.float32)
     _quantized_linear_kernel[(*tiles, block.parts)](
         x_TI,
+        factor_OG if unit_GT is None else unit_GT,
         weight_OI,
         factor_OG,
         bias_O if bias_O is not None else factor_OG,
@@ -66,6 +86,7 @@ def quantized_linear(
         I=inputs,
         BIAS=bias_O is not None,
         GATED=gated,
+        ROUNDED=unit_GT is not None,
         BLOCK_T=block.tokens,
         BLOCK_O=block.outputs,
         GROUP=GROUP,
@@ -121,7 +142,8 @@ def _pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:
 
 @triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
 def _quantized_linear_kernel(
-    x_ptr,  # [T, I]
+    x_ptr,  # [T, I], int8 if ROUNDED
+    unit_ptr,  # [G, T] float32, if ROUNDED
     weight_ptr,  # [O, I]
     factor_ptr,  # [O, G]
     bias_ptr,  # [O], if BIAS
@@ -136,6 +158,7 @@ def _quantized_linear_kernel(
     I: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     GROUP: tl.constexpr,
@@ -153,22 +176,23 @@ def _quantized_linear_kernel(
     sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     share: tl.constexpr = (groups + PARTS - 1) // PARTS
     begin = tl.program_id(2) * share
+    # Behind a gate stands the next projection, whose many programs would take the running ones' room, or, where inputs
+    # are rounded, what rounds them for it.
+    LATE: tl.constexpr = GATED and not ROUNDED
     wait_for_inputs(OVERLAP)
-    # Behind the gate stands the next projection, whose many programs would take the running ones' room.
-    let_next_begin(OVERLAP and not GATED)
-    # Told of its stages here, the loop has the factors on their way early, too, and not the operands alone.
+    let_next_begin(OVERLAP and not LATE)
+    # Told of its stages here, the loop has units and factors on their way early, too, and not the operands alone.
     for group in tl.range(begin, tl.minimum(begin + share, groups), num_stages=STAGES):
         inside = group * GROUP + i < I
         x = tl.load(x_ptrs + group * GROUP, mask=(t < tokens)[None, :] & inside[:, None], other=0)
         weight = tl.load(weight_ptrs + group * GROUP, mask=inside_o[:, None] & inside[None, :], other=0.0)
         factor = tl.load(factor_ptr + o * factor_stride + group * group_stride, mask=inside_o, other=0)
-        if x_ptr.dtype.element_ty == tl.float32 or weight_ptr.dtype.element_ty == tl.int8:
-            part = tl.dot(weight.to(x_ptr.dtype.element_ty), x, input_precision="ieee")
+        if ROUNDED:
+            unit = tl.load(unit_ptr + group * tokens + t, mask=t < tokens, other=0)
+            sums += tl.dot(weight, x).to(tl.float32) * (factor[:, None] * unit[None, :])
         else:
-            x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
-            part = tl.dot(weight.to(tl.float16), x)
-        sums += part * factor[:, None]
-    let_next_begin(OVERLAP and GATED)
+            sums += _converted_dot(weight, x) * factor[:, None]
+    let_next_begin(OVERLAP and LATE)
     if PARTS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if hand_in(sums, part_ptr, tickets_ptr, tile, tl.program_id(2), PARTS):
@@ -177,3 +201,13 @@ def _quantized_linear_kernel(
     if BIAS:
         sums += tl.load(bias_ptr + o, mask=inside_o, other=0).to(tl.float32)[:, None]
     store_outputs(tl.trans(sums), out_ptr, tl.program_id(1), t, tokens, O, GATED)
+
+
+@triton.jit
+def _converted_dot(weight, x):
+    """``weight [O, I] @ x [I, T]`` in float32, the weight in a type that the inputs can be multiplied in."""
+    if x.dtype == tl.float32 or weight.dtype == tl.int8:
+        return tl.dot(weight.to(x.dtype), x, input_precision="ieee")
+    else:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+        return tl.dot(weight.to(tl.float16), x)

@@ -283,9 +283,8 @@ def _scan(
         let_next_begin(OVERLAP)
     bias_at, noise_at = placed(position + n, bias, noise)
     x = tl.load(logits + n.to(tl.int64) * size + column, mask=valid, other=float("-inf"))
-    if (
-        DRAFT == 0
-    ):  # so that logits are asked for before the table's numbers, still on their way, are looked at
+    # Here logits are asked for before the table's numbers, which are still on their way, are looked at.
+    if DRAFT == 0:
         let_next_begin(OVERLAP)
     x = x.to(tl.float32)
     part = n.to(tl.int64) * tl.num_programs(0) + block

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specserve_kernels.reference.activation import silu_and_mul
-from specserve_kernels.reference.quantized_linear import dequantize
+from specserve_kernels.reference.quantized_linear import quantized_linear
 from specserve_kernels.reference.rounding import Rounded, round_inputs
 
 
@@ -18,6 +17,4 @@ def integer_linear(
 ) -> Tensor:
     """As ``quantized_linear`` by a weight in int8, of inputs as ``round_inputs`` rounds them, if they are not yet."""
     x = round_inputs(x_TI) if isinstance(x_TI, Tensor) else x_TI
-    out_TO = x.plain_TI @ dequantize(weight_OI, factor_OG).T
-    out_TO = (out_TO if bias_O is None else out_TO + bias_O).to(x.dtype)
-    return silu_and_mul(out_TO) if gated else out_TO
+    return quantized_linear(x.plain_TI, weight_OI, factor_OG, bias_O, gated).to(x.dtype)
