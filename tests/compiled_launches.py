@@ -45,7 +45,7 @@ from specserve.core import SamplingParams
 from specserve.engine.prompts import PROMPT_SIZES, short_prefill
 from specserve.engine.runner import Row, Runner
 from specserve.spec.tree import StepShape
-from tests.engines import Checkpoints, context_of, make_scheduler
+from tests.engines import Checkpoints, context_of, head_of, make_scheduler, multiply_integers
 
 PLAIN = SamplingParams(temperature=0)
 FORETOLD = SamplingParams(temperature=1, frequency_penalty=1, prediction=[1, 2, 3])
@@ -274,10 +274,16 @@ def launch_plain(checkpoints: Checkpoints) -> None:
 
 
 def launch_drafted(
-    checkpoints: Checkpoints, algorithm: str, branchings: dict[int, list[SamplingParams]]
+    checkpoints: Checkpoints,
+    algorithm: str,
+    branchings: dict[int, list[SamplingParams]],
+    integers: bool = False,
 ) -> None:
-    """Steps of two levels, for each branching with and without what some request asks for."""
+    """Steps of two levels, for each branching with and without what some request asks for. ``integers``: by a draft in
+    int8."""
     scheduler = checkpoints.scheduler(algorithm, (2, 1, 3), dtype="bfloat16", page_size=16)
+    if integers:
+        multiply_integers(head_of(scheduler))
     steps = [
         (each, StepShape(slots=2, nodes=2 * min(3 * branching, 24), levels=2, branching=branching))
         for branching, params in branchings.items()
@@ -359,6 +365,8 @@ def main() -> None:
         launch_plain(checkpoints)
         launch_drafted(checkpoints, "EAGLE", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "EAGLE3", dict.fromkeys((1, 2, 4, 8, 10, 16, 20), both))
+        for algorithm in ("EAGLE", "EAGLE3"):
+            launch_drafted(checkpoints, algorithm, {1: [PLAIN], 8: [PLAIN]}, integers=True)
         compiler.whole = True
         launch_attention(128, 20, 16)
         launch_attention(128, 400, 1)

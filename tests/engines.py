@@ -20,12 +20,15 @@ from specserve.config import make_settings, resolve, resolve_paths
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.engine.build import create_scheduler
 from specserve.frontend.messages import Failed, Submit
+from specserve.layers import linear
 from specserve.models.config import load_model_config
+from specserve.models.draft.head import LayerHead
 from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler
 from specserve.spec.acceptance import Given
 from specserve.spec.adaptive import Batch
 from specserve.spec.context import Context, View
+from specserve.spec.drafters.eagle import EagleDrafter
 from specserve.spec.tree import StepShape
 
 Shape = tuple[int, int, int]  # steps, topk, verified tokens
@@ -65,6 +68,22 @@ def make_scheduler(model: Path, **settings: Any) -> Scheduler:
 
 def context_of(scheduler: Scheduler) -> Context:
     return scheduler._runner.context
+
+
+def head_of(scheduler: Scheduler) -> LayerHead:
+    drafter = context_of(scheduler).drafter
+    assert isinstance(drafter, EagleDrafter)
+    head = drafter._head
+    assert isinstance(head, LayerHead)
+    return head
+
+
+def multiply_integers(module: torch.nn.Module) -> None:
+    """Makes each ``Linear`` what one in 16 bits is in an int8 draft on a GPU, wherever it is."""
+    with patch.object(linear, "_multiplies_integers", return_value=True):
+        for name, child in list(module.named_modules()):
+            if isinstance(child, linear.Linear):
+                module.set_submodule(name, linear.QuantizedLinear(child, torch.int8))
 
 
 def requests_of(scheduler: Scheduler) -> list[Request]:

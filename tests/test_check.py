@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,14 +16,16 @@ from specserve.check.measure import USELESS
 from specserve.check.memory import _count, _tensors, expected_memory, memory_needed
 from specserve.check.report import Acceptance, Memory, Report
 from specserve.config import make_settings
+from specserve.config.paths import resolve_paths
 from specserve.layers.linear import Linear, QuantizedLinear
 from specserve.models.config import load_model_config
 from specserve.scheduler.process import build_scheduler
-from tests.engines import Checkpoints
+from specserve.scheduler.scheduler import Scheduler
+from tests.engines import Checkpoints, head_of
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
 from tests.reference.draft_models import make_eagle, make_eagle3
-from tests.reference.models import make_llama
+from tests.reference.models import make_llama, make_mimo
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ["--dtype", "float64", "--device", "cpu", "--max-tokens", "24"]
@@ -193,16 +197,36 @@ def test_a_target_with_problems(
     assert any("served as float16: values over 65504" in remark for remark in report["remarks"])
 
 
-def test_expected_memory_is_near_what_is_loaded(pair: Checkpoints) -> None:
-    names = {"dtype": "float32", "device": "cpu", "speculative_draft_model_path": str(pair.eagle)}
-    given = make_settings(model_path=str(pair.target), speculative_algorithm="EAGLE", **names)
-    built = build_scheduler(given)
-    expected = expected_memory(built.settings, load_model_config(pair.target))
-    loaded = memory_needed(built)
+@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE", "EAGLE3", "MTP"])
+def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, algorithm: str) -> None:
+    """MTP's draft lies in the model's own files."""
+    target = make_mimo(tmp_path, vocab=VOCAB) if algorithm == "MTP" else pair.target
+    given = {"model_path": str(target), "dtype": "float64", "device": "cpu", "skip_tokenizer_init": True}
+    if algorithm.startswith("EAGLE"):
+        given["speculative_draft_model_path"] = str(pair.draft(algorithm))
+    settings, _ = resolve_paths(make_settings(speculative_algorithm=algorithm, **given))
+    built = build_scheduler(settings)
+    expected, loaded = expected_memory(built.settings, load_model_config(target)), memory_needed(built)
     built.engine.close()
-    assert 0.5 < expected.weights / loaded.weights < 2
-    assert expected.kv_per_token == pytest.approx(loaded.kv_per_token, rel=0.2)
+    assert expected.weights == loaded.weights
+    assert expected.draft == loaded.draft
+    assert (expected.draft > 0) == (algorithm != "NONE")
+    assert expected.kv_per_token == loaded.kv_per_token
     assert expected.pool_tokens == pytest.approx(loaded.pool_tokens, abs=16)
+    if algorithm == "NONE":
+        return
+    on_gpu = replace(built.settings, max_total_tokens=4096, device="cuda", dtype="bfloat16")
+    none, int8, fp8 = (
+        expected_memory(replace(on_gpu, speculative_draft_quantization=each), load_model_config(target)).draft
+        for each in ("none", "int8", "fp8")
+    )
+    layers = [
+        child for child in head_of(cast(Scheduler, built.engine)).modules() if isinstance(child, Linear)
+    ]
+    copies = [
+        layer.out_features * (layer.in_features + 4 * ceil(layer.in_features / 128)) for layer in layers
+    ]
+    assert int8 - none == fp8 - none == sum(copies) > 0
 
 
 def test_a_model_that_does_not_fit(

@@ -12,7 +12,9 @@ import torch
 from specserve_kernels import dequantize, linear, quantize, round_inputs
 from torch import Tensor
 
+from specserve.config import make_settings
 from specserve.core import SamplingParams
+from specserve.engine import build
 from specserve.layers import decoder
 from specserve.layers import linear as linear_layers
 from specserve.layers.decoder import LayerConfig
@@ -31,38 +33,72 @@ from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
 from specserve.models.draft.head import LayerHead
 from specserve.models.draft.mtp import MTPHead
-from specserve.spec.drafters.eagle import EagleDrafter
-from tests.engines import Checkpoints, answer_all, context_of, make_scheduler
+from tests.engines import Checkpoints, answer_all, head_of, make_scheduler, multiply_integers
 
 PROMPTS = [[5, 17, 3, 40, 8], [9, 2, 31, 31, 7, 12]]
 SAMPLING = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
 
 
-def head_of(models: Checkpoints, algorithm: str, quantization: str) -> torch.nn.Module:
-    scheduler = models.scheduler(
-        algorithm, (3, 1, 4), speculative_draft_quantization=quantization, dtype="bfloat16"
-    )
-    drafter = context_of(scheduler).drafter
-    assert isinstance(drafter, EagleDrafter)
-    return drafter._head  # type: ignore[return-value]
+GRIDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-def on_the_grid(weight: Tensor) -> bool:
-    return torch.equal(dequantize(*quantize(weight, torch.float8_e4m3fn)).to(weight.dtype), weight)
+def head_rounded_to(quantization: str, models: Checkpoints, algorithm: str) -> LayerHead:
+    return head_of(models.scheduler(algorithm, (3, 1, 4), speculative_draft_quantization=quantization))
 
 
+def grids_of(weight: Tensor) -> list[str]:
+    """What a weight was rounded to, for all that can be seen."""
+    return [
+        name
+        for name, dtype in GRIDS.items()
+        if torch.allclose(dequantize(*quantize(weight, dtype)), weight.float(), rtol=1e-6, atol=0)
+    ]
+
+
+@pytest.mark.parametrize("quantization", GRIDS)
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
-def test_what_a_draft_reads_is_rounded(random_models: Checkpoints, algorithm: str) -> None:
+def test_what_a_draft_reads_is_rounded(random_models: Checkpoints, algorithm: str, quantization: str) -> None:
     """But a head of the target's."""
-    plain, rounded = (head_of(random_models, algorithm, each) for each in ("none", "fp8"))
+    plain, rounded = (head_rounded_to(each, random_models, algorithm) for each in ("none", quantization))
     before = {name: m for name, m in plain.named_modules() if isinstance(m, Linear)}
     after = {name: m for name, m in rounded.named_modules() if isinstance(m, Linear)}
     assert before.keys() == after.keys() >= {"self_attn.qkv_proj", "mlp.down_proj"}
     for name, layer in after.items():
-        assert not torch.equal(layer.weight, before[name].weight)
-        assert on_the_grid(layer.weight)
-    target = head_of(random_models, "EAGLE", "fp8")._lm_head[0]  # type: ignore[index]
-    assert not on_the_grid(target.weight)
+        assert grids_of(before[name].weight) == []
+        assert grids_of(layer.weight) == [quantization]
+        assert layer.rounds_inputs == (quantization == "int8")
+    target = head_rounded_to(quantization, random_models, "EAGLE")._lm_head[0]  # type: ignore[index]
+    assert grids_of(target.weight) == []
+
+
+@pytest.mark.parametrize(
+    ("quantization", "capability", "refused"),
+    [("fp8", (8, 6), True), ("fp8", (8, 9), False), ("int8", (7, 5), False), ("none", (7, 5), False)],
+)
+def test_fp8_needs_a_gpu_that_has_such_numbers(
+    quantization: str, capability: tuple[int, int], refused: bool
+) -> None:
+    settings = make_settings(speculative_draft_quantization=quantization)
+    target = SimpleNamespace(lm_head=SimpleNamespace(weight=SimpleNamespace(is_cuda=True)))
+    with patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        if refused:
+            with pytest.raises(
+                ValueError, match=r"quantization fp8 needs .* 8\.9 or more, this one has 8\.6"
+            ):
+                build._rounding(settings, target)  # type: ignore[arg-type]
+        else:
+            assert build._rounding(settings, target) == {"none": None, **GRIDS}[quantization]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "held"), [(torch.bfloat16, True), (torch.float32, True), (torch.float64, False)]
+)
+def test_float64_is_rounded_where_it_lies(dtype: torch.dtype, held: bool) -> None:
+    """On a GPU, too: no kernel multiplies it by numbers of 8 bits. ``meta`` stands for one."""
+    layers = torch.nn.ModuleDict({"a": Linear(40, 12, device="meta", dtype=dtype)})
+    quantize_linears(layers, torch.int8, leave=[])
+    assert isinstance(layers["a"], QuantizedLinear) == held
+    assert isinstance(layers["a"], Linear) == (not held)
 
 
 @pytest.mark.parametrize(("algorithm", "quantization"), [("EAGLE", "int8"), ("EAGLE3", "fp8")])
@@ -105,7 +141,13 @@ def test_a_cpu_rounds_int8s_inputs_as_well() -> None:
     quantize_linears(layers, torch.int8, leave=["b"])
     with torch.inference_mode():
         bias = layers["a"].bias
-        expected = round_inputs(x).plain_TI @ dequantize(*quantize(plain, torch.int8)).T + bias
+        weight = dequantize(*quantize(plain, torch.int8))
+        expected = round_inputs(x).plain_TI @ weight.T + bias
+        many = torch.randn(FEW_TOKENS + 1, 40)
+        torch.testing.assert_close(layers["a"](many), many @ weight.T + bias)
+        few = round_inputs(many[1:]).plain_TI @ weight.T + bias
+        torch.testing.assert_close(layers["a"](many[1:]), few)
+        assert not torch.allclose(layers["a"](many)[1:], few)
         torch.testing.assert_close(layers["a"](x), expected)
         torch.testing.assert_close(layers["a"].outputs_from(4, x), expected[:, 4:])
         pack_linears(layers, keep=["b"])
@@ -128,10 +170,7 @@ def integer_head(device: str, kind: type[LayerHead], hidden: int, **choices: Any
         module.to(device, torch.bfloat16)
     head = kind(config, 0, 64, *shared)
     head.to(device, torch.bfloat16).requires_grad_(False)
-    for name, child in list(head.named_modules()):
-        if isinstance(child, Linear):
-            with patch.object(linear_layers, "_multiplies_integers", return_value=True):
-                head.set_submodule(name, QuantizedLinear(child, torch.int8))
+    multiply_integers(head)
     return head
 
 

@@ -20,7 +20,8 @@ from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.engine.graphs import PromptGraph
 from specserve.engine.shapes import candidate_shapes
 from specserve.frontend.messages import Submit
-from tests.engines import check_switching
+from specserve.layers import linear
+from tests.engines import check_switching, head_of
 
 pytestmark = pytest.mark.gpu
 
@@ -87,6 +88,41 @@ def test_speculation_changes_no_text(
         assert llm._engine.info["cuda_graphs"]["count"] > 0  # type: ignore[index]
         assert_same(texts(llm, items[chosen]), expected[chosen], items[chosen])
         assert llm._engine.stats().accepted > 0
+
+
+@pytest.mark.parametrize("integers", [False, True])
+@pytest.mark.parametrize("shape", [("EAGLE3", 3, 1, 4), ("EAGLE3", 4, 4, 16), ("EAGLE", 5, 2, 12)], ids=str)
+def test_a_draft_in_int8_changes_no_text(
+    shape: Shape, integers: bool, items: list[Item], expected: list[list[int]]
+) -> None:
+    """Neither by kernels that convert its weights nor by those that multiply integers, which models in 16 bits take
+    and whose texts can't be held against each other as strictly."""
+    with (
+        patch.object(linear, "_multiplies_integers", return_value=integers),
+        engine(shape, max_running_requests=32, speculative_draft_quantization="int8") as llm,
+    ):
+        assert llm._engine is not None
+        projection = head_of(llm._engine).mlp.down_proj
+        assert isinstance(projection, linear.QuantizedLinear)
+        assert projection.rounds(1) == integers
+        assert_same(texts(llm, items), expected, items)
+        assert llm._engine.stats().accepted > 0
+
+
+def test_in_16_bits_a_draft_is_in_int8_and_guesses_as_well(items: list[Item]) -> None:
+    lengths = {}
+    for rounding in ("none", "auto"):
+        settings = {"dtype": "bfloat16", "speculative_draft_quantization": rounding}
+        with engine(("EAGLE3", 5, 1, 6), max_running_requests=32, **settings) as llm:
+            assert llm._engine is not None
+            projection = head_of(llm._engine).mlp.down_proj
+            assert (isinstance(projection, linear.QuantizedLinear) and projection.rounds(1)) == (
+                rounding == "auto"
+            )
+            texts(llm, items)
+            stats = llm._engine.stats()
+            lengths[rounding] = stats.accepted / stats.steps
+    assert lengths["auto"] == pytest.approx(lengths["none"], rel=0.05)
 
 
 @pytest.mark.parametrize("shape", [("EAGLE3", 3, 1, 4), ("EAGLE3", 4, 4, 16)], ids=str)

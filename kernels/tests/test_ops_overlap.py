@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeGuard
 from unittest import mock
@@ -83,6 +84,17 @@ def test_every_program_waits_first(name: str) -> None:
 
 def _is_text(line: ast.Expr) -> bool:
     return isinstance(line.value, ast.Constant)
+
+
+def test_parts_are_stored_before_a_ticket_says_so() -> None:
+    """By all threads of the program: a barrier stands right before each ticket."""
+    found = [
+        (name, before.strip())
+        for name, node in compiled().items()
+        for before, line in pairwise(ast.unparse(node).splitlines())
+        if "sem='acq_rel'" in line
+    ]
+    assert sorted(found) == [("_attend_kernel", "tl.debug_barrier()"), ("hand_in", "tl.debug_barrier()")]
 
 
 def test_who_reads_before_it_waits() -> None:

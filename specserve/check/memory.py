@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,13 +13,19 @@ from torch import Tensor, nn
 
 from specserve.check.report import Memory
 from specserve.config import Settings
+from specserve.engine.build import ROUNDINGS, shape_plan
 from specserve.engine.shapes import MAX_STEP_NODES
-from specserve.models.config import ModelConfig, read_json
+from specserve.kv.pool import KVGeometry, PoolConfig
+from specserve.models.checkpoint import DTYPES, build_target
+from specserve.models.config import ModelConfig
+from specserve.models.draft.load import Head, Place, build_draft
+from specserve.models.draft.override import parse_overrides
+from specserve.models.draft.source import open_source
+from specserve.models.llama import LlamaModel
 from specserve.scheduler.process import Built
 from specserve.scheduler.scheduler import Scheduler
 from specserve.spec.context import Context
 
-_ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 _SAMPLER = 8  # bytes of a logit in the sampler: scores and noise in float32
 
 
@@ -40,18 +47,23 @@ def memory_needed(built: Built) -> Memory:
 
 
 def expected_memory(settings: Settings, model: ModelConfig) -> Memory:
-    """For resolved settings. The draft's KV is counted as one more layer of the target's."""
+    """For resolved settings: of the modules that would be loaded, made without numbers. A draft that is refused counts
+    nothing; what follows a token map is left out."""
     assert settings.model_path is not None
-    size, draft = _ITEM[settings.dtype], settings.speculative_draft_model_path
+    dtype = DTYPES[settings.dtype]
     assert settings.context_length is not None
-    tables = 2 * model.layer.head_dim * size * settings.context_length
-    weights = _files(Path(settings.model_path), size) + tables  # of rotary angles
-    inside = draft is None or Path(draft) == Path(settings.model_path)
-    drafts = 0 if draft is None or inside else _files(Path(draft), size)
-    if settings.device == "cuda" and settings.speculative_draft_quantization in ("int8", "fp8"):
-        drafts += drafts // size  # beside the weights as they are
-    layers = model.num_layers + (draft is not None)
-    per_token = 2 * model.layer.num_kv_heads * model.layer.head_dim * layers * size
+    positions = settings.context_length + shape_plan(settings).margin
+    target, _ = build_target(Path(settings.model_path), dtype, torch.device("meta"), positions)
+    seen = set[int]()
+    weights = _count(_tensors([target]), seen)
+    layers = [KVGeometry(model.layer.num_kv_heads, model.layer.head_dim)] * model.num_layers
+    pool = PoolConfig(layers, [], 0, settings.page_size, dtype)
+    drafts = 0
+    if (head := _draft(settings, target, dtype, positions)) is not None:
+        drafts, own = _count(_tensors([head]), seen), head.config.layer
+        kv = [KVGeometry(own.num_kv_heads, own.head_dim)]
+        pool = replace(pool, draft_layers=kv, feature_size=own.hidden_size)
+    per_token = pool.page_bytes() // pool.page_size
     tokens = settings.max_total_tokens
     if tokens is None:
         room = settings.mem_fraction_static * device_memory(settings.device) - weights - drafts
@@ -64,7 +76,7 @@ def expected_memory(settings: Settings, model: ModelConfig) -> Memory:
         kv_per_token=per_token,
         pool_tokens=tokens,
         pool=tokens * per_token,
-        graphs=_logits(settings, model.vocab_size * (size + _SAMPLER)),
+        graphs=_logits(settings, model.vocab_size * (dtype.itemsize + _SAMPLER)),
     )
 
 
@@ -75,12 +87,21 @@ def device_memory(device: str) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _files(path: Path, size: int) -> int:
-    """Bytes of the weights, as if the files held numbers of ``size`` bytes."""
-    files = list(path.glob("*.safetensors")) or list(path.glob("pytorch_model*.bin"))
-    config = read_json(path / "config.json") if (path / "config.json").exists() else {}
-    stored = _ITEM.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
-    return sum(file.stat().st_size for file in files) * size // stored
+def _draft(settings: Settings, target: LlamaModel, dtype: torch.dtype, positions: int) -> Head | None:
+    """The draft as it would be loaded beside ``target``, rounded as it would be."""
+    path = settings.speculative_draft_model_path
+    if path is None:
+        return None
+    place = Place(target, target.config.num_layers, positions)
+    try:
+        source = open_source(Path(path), parse_overrides(settings.speculative_draft_config_override))
+        head, _ = build_draft(source, settings.speculative_algorithm, place, dtype)
+    except ValueError:  # told where drafts are looked at
+        return None
+    rounding = ROUNDINGS[settings.speculative_draft_quantization]
+    if settings.device == "cuda" and rounding is not None:
+        head.quantize(rounding)
+    return head
 
 
 def _logits(settings: Settings, node: int) -> int:

@@ -5,9 +5,9 @@ the few rows of a decode step. oneDNN, which PyTorch carries too, takes weights 
 docs/decisions/0007-packed-cpu-weights.md. On a GPU ``specserve_kernels.linear`` chooses.
 
 Weights may be rounded to 8 bits. On a GPU few tokens are then multiplied by those, which halves the bytes that they
-read, inputs rounded as well where the weights are int8; more tokens by the weights as they were, which are kept beside
-them. On a CPU all weights, and inputs of few tokens, are rounded alone and computed with as before, so that drafts
-guess about as well as on a GPU.
+read; more tokens by the weights as they were, which are kept beside them. Where the weights are int8, the inputs of 16
+bits and the tensor cores Ampere's or later, inputs are rounded, too. On a CPU, and in float64, all weights, and with
+int8 inputs of few tokens, are rounded alone and computed with as before: drafts guess about as well as on a GPU then.
 """
 
 from __future__ import annotations
@@ -126,12 +126,12 @@ def rounds(reader: object, tokens: int) -> bool:
 
 @torch.no_grad()
 def quantize_linears(module: nn.Module, dtype: torch.dtype, leave: Collection[str]) -> None:
-    """Rounds every ``Linear`` of a module to ``dtype``, but those named in ``leave``. On a GPU they become
-    ``QuantizedLinear``s."""
+    """Rounds every ``Linear`` of a module to ``dtype``, but those named in ``leave``. On a GPU, and where numbers have
+    no place (``meta``), they become ``QuantizedLinear``s, unless they are float64, which no kernel multiplies."""
     for name, child in list(module.named_modules()):
         if not isinstance(child, Linear) or name in leave:
             continue
-        if child.weight.is_cuda:
+        if not child.weight.is_cpu and child.weight.dtype != torch.float64:
             module.set_submodule(name, QuantizedLinear(child, dtype))
         else:
             child.weight.copy_(dequantize(*quantize(child.weight, dtype)))

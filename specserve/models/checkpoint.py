@@ -220,16 +220,22 @@ def load_target(
     model_path: Path, dtype: torch.dtype, device: torch.device, max_positions: int | None = None
 ) -> LlamaModel:
     """Loads a target model from a Hugging Face directory. Raises ValueError saying what does not fit."""
+    model, files = build_target(model_path, dtype, device, max_positions)
+    load_parameters(model, files)
+    _warn_of_unread(model, files)
+    return model
+
+
+def build_target(
+    model_path: Path, dtype: torch.dtype, device: torch.device, max_positions: int | None = None
+) -> tuple[LlamaModel, TensorFiles]:
+    """A target model whose weights are not loaded yet, and the files to load them from."""
     config, files = load_model_config(model_path), TensorFiles(model_path)
     if "lm_head.weight" not in files and not config.tie_word_embeddings:
         config = _tied(config, model_path, files)
     with building(dtype, device):
-        model = model_class(config.architecture, model_path)(
-            config, max_positions or config.max_position_embeddings
-        )
-    load_parameters(model, files)
-    _warn_of_unread(model, files)
-    return model
+        positions = max_positions or config.max_position_embeddings
+        return model_class(config.architecture, model_path)(config, positions), files
 
 
 def _tied(config: ModelConfig, model_path: Path, files: TensorFiles) -> ModelConfig:

@@ -118,7 +118,8 @@ class LayerHead(nn.Module):
         return out
 
     def quantize(self, dtype: torch.dtype) -> None:
-        """Rounds its weights to int8 or FP8. What it scores by stays as it is unless it is its own."""
+        """Rounds its weights to int8 or FP8. What it scores by stays as it is unless it is a head of its own that reads
+        all its rows."""
         quantize_linears(self, dtype, leave=() if self._lm_head is None else ("lm_head",))
 
     def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:

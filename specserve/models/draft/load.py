@@ -85,15 +85,22 @@ def load_draft(
     """Loads the head at ``path`` for ``algorithm``, to run as pool layer ``layer``; ``overrides`` go before fields of
     its config."""
     source = open_source(path, overrides or {})
-    kind = head_kind(source, algorithm)
-    check_kind(source.overrides, kind)
-    with building(dtype, target.lm_head.weight.device):
-        head, ids = _BUILDERS[kind](source, Place(target, layer, max_positions))
+    head, ids = build_draft(source, algorithm, Place(target, layer, max_positions), dtype)
     load_parameters(head, source.files, source.stored)
     source.note_unread(file_tensors(head))
     if isinstance(head, MTPHead):
         head.read_embedding_first()
     return LoadedDraft(head, None if ids is None else ids.to(target.lm_head.weight.device), source.notes)
+
+
+def build_draft(
+    source: Source, algorithm: str, place: Place, dtype: torch.dtype
+) -> tuple[Head, Tensor | None]:
+    """A head whose weights are not loaded yet, on its target's device, and what its tokens are called there."""
+    kind = head_kind(source, algorithm)
+    check_kind(source.overrides, kind)
+    with building(dtype, place.target.lm_head.weight.device):
+        return _BUILDERS[kind](source, place)
 
 
 def head_kind(source: Source, algorithm: str) -> str:

@@ -8,7 +8,6 @@ kept.
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +19,14 @@ from specserve.layers.linear import Linear, pack_linears
 from specserve.models.draft.head import LayerHead
 
 _EXPECTED = "expected a list of token ids: torch.save of ints, a JSON list, or a text of one id a line"
+
+
+def read_named_map(flag: str, file: Path, vocab_size: int) -> Tensor:
+    """``read_token_map`` of what a flag names, which its errors name, too."""
+    try:
+        return read_token_map(file, vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
 
 
 def read_token_map(file: Path, vocab_size: int) -> Tensor:
@@ -42,7 +49,7 @@ def _read_torch(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # the unpickler raises nearly everything
-        why = "can't be read as plain data" if isinstance(error, pickle.UnpicklingError) else _line(error)
+        why = _line(error) if isinstance(error, OSError) else "can't be read as plain data"
         raise ValueError(f"{file} is no token map ({why}); {_EXPECTED}") from None
 
 
