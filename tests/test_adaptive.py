@@ -129,12 +129,13 @@ def test_measuring_leaves_the_padding_row_alone() -> None:
         assert [int(c[state.dummy]) for c in (slots.limit, slots.draft_cap, slots.length)] == [0, 0, 1]
 
 
-def test_a_short_context() -> None:
+@pytest.mark.parametrize(("context", "page"), [(64, 16), (17, 16), (2, 16), (2, 1)])
+def test_a_short_context(context: int, page: int) -> None:
     """Costs are measured behind as many tokens as there may be."""
-    with LLM(
-        skip_tokenizer_init=True, speculative_algorithm="EAGLE3", max_running_requests=2, context_length=64
-    ) as llm:
-        assert len(llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=20))[0].token_ids) <= 20
+    settings: dict[str, Any] = {"context_length": context, "page_size": page, "max_running_requests": 2}
+    with LLM(skip_tokenizer_init=True, speculative_algorithm="EAGLE3", **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=min(20, context - 1), ignore_eos=True)
+        assert len(llm.generate([[5]], params)[0].token_ids) == params.max_tokens
 
 
 def test_a_shape_and_the_controller_exclude_each_other() -> None:

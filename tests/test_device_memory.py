@@ -15,7 +15,7 @@ from specserve.core import SamplingParams
 from specserve.engine.runner import Row
 from specserve.scheduler.pressure import CALM, LEAST_CHUNK, Pressure
 from specserve.scheduler.scheduler import Scheduler
-from tests.engines import Checkpoints, Client, answer_all, requests_of
+from tests.engines import Checkpoints, Client, answer_all, make_scheduler, requests_of
 
 WORK = [
     ([token, 3, 5, *range(token % 7)], SamplingParams(max_tokens=24, temperature=0)) for token in range(6)
@@ -134,3 +134,10 @@ def test_wrong_books_are_loud(scheduler: Scheduler, caplog: pytest.LogCaptureFix
     assert scheduler.stats().violations == 3
     for words in ("pages leaked", f"still in use, page {page} among", "free slots are"):
         assert words in caplog.text
+
+
+def test_a_pool_that_the_memory_does_not_hold(random_models: Checkpoints) -> None:
+    with pytest.raises(
+        ValueError, match=r"^--max-total-tokens: a KV pool of 9007199254740992 tokens takes .* GiB"
+    ):
+        make_scheduler(random_models.target, max_total_tokens=2**53 - 16)

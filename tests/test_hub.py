@@ -152,9 +152,14 @@ def test_model_draft_tokenizer_and_map(fake: FakeHub, tmp_path: Path) -> None:
     assert resolve_paths(found) == (found, []), "what is local is not asked for again"
 
 
-def test_a_revision_of_a_directory(tmp_path: Path) -> None:
-    found, notes = resolve_paths(Settings(model_path=str(tmp_path), revision="main"))
-    assert notes == [f"--revision changes nothing: {tmp_path} is a directory, not the hub's"]
+def test_flags_of_the_hub_where_all_is_local(tmp_path: Path) -> None:
+    unread = {"download_dir": "/cache", "speculative_draft_model_revision": "v1"}
+    found, notes = resolve_paths(Settings(model_path=str(tmp_path), revision="main", **unread))
+    assert notes == [
+        f"--revision changes nothing: {tmp_path} is a directory, not the hub's",
+        "--speculative-draft-model-revision changes nothing: no draft of the hub is named",
+        "--download-dir changes nothing: all files are local",
+    ]
     assert resolve_paths(found) == (found, [])
 
 

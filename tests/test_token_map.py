@@ -187,6 +187,28 @@ def test_a_head_with_rows_of_its_own_is_refused(agreeing: Checkpoints, kept_file
         )
 
 
+@pytest.mark.parametrize(
+    ("flag", "settings"),
+    [
+        ("--speculative-token-map", {"speculative_token_map": "NONE"}),
+        (
+            "--speculative-token-map-start",
+            {"speculative_token_map": "dynamic", "speculative_token_map_start": "NONE"},
+        ),
+    ],
+)
+def test_a_file_that_is_no_map_is_told_by_its_flag(
+    agreeing: Checkpoints, tmp_path: Path, flag: str, settings: dict[str, str]
+) -> None:
+    file = tmp_path / "passwd"
+    file.write_text("root:x:0:0\n")
+    given = {name: str(file) if value == "NONE" else value for name, value in settings.items()}
+    with pytest.raises(
+        ValueError, match=rf"^{flag}: .*passwd is no token map \(can't be read as plain data\)"
+    ):
+        agreeing.scheduler("EAGLE", (3, 1, 4), **given)
+
+
 def test_topk_above_the_map(agreeing: Checkpoints, tmp_path: Path) -> None:
     few = save(tmp_path / "few.pt", [4, 9, 4])
     with pytest.raises(ValueError, match=r"--speculative-eagle-topk: .* has 2 tokens, found 3"):

@@ -30,7 +30,7 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
     Does nothing to a copy it has made. Raises ValueError naming the flag, the path and what to do.
     """
     settings, notes = _without_tokenizer_code(settings)
-    places = _Places(settings, notes)
+    places = _Places(settings, notes, [])
     model = settings.model_path
     if model is None:
         model = str(BUNDLED_MODEL)
@@ -40,6 +40,7 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
         settings,
         model_path=str(model_path),
         revision=None,
+        download_dir=None,
         tokenizer_path=_tokenizer(settings, model_path, places),
         served_model_name=settings.served_model_name or _names(model, model_path),
         speculative_draft_model_path=_draft(settings, model_path, places),
@@ -47,7 +48,9 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
         speculative_token_map=_token_map("speculative_token_map", settings, places),
         speculative_token_map_start=_token_map("speculative_token_map_start", settings, places),
     )
-    return resolved, places.notes
+    if settings.download_dir is not None and not places.downloads:
+        notes.append("--download-dir changes nothing: all files are local")
+    return resolved, notes
 
 
 def _without_tokenizer_code(settings: Settings) -> tuple[Settings, list[str]]:
@@ -78,11 +81,13 @@ def _tokenizer(settings: Settings, model_path: Path, places: _Places) -> str:
 
 def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
     draft, algorithm = settings.speculative_draft_model_path, settings.speculative_algorithm
+    revision = settings.speculative_draft_model_revision
+    if draft is not None and algorithm != "NONE":
+        return str(places.model(_DRAFT_FLAG, draft, revision, _DRAFT_REVISION))
+    if revision is not None:
+        places.notes.append(f"{_DRAFT_REVISION} changes nothing: no draft of the hub is named")
     if algorithm == "NONE":
         return draft
-    if draft is not None:
-        revision = settings.speculative_draft_model_revision
-        return str(places.model(_DRAFT_FLAG, draft, revision, _DRAFT_REVISION))
     if carries_draft(algorithm, model_path):
         places.notes.append(
             f"speculative_draft_model_path = {model_path}: the model's checkpoint has a draft head"
@@ -110,6 +115,7 @@ def _token_map(name: str, settings: Settings, places: _Places) -> str | None:
     if path.exists() or len(parts) < 3 or not hub.is_id("/".join(parts[:2])):
         raise ValueError(f"{flag}: {given} is no file, nor a file of the hub like org/name/freq_32768.pt")
     repo = hub.Repo(flag, "/".join(parts[:2]), cache=settings.download_dir)
+    places.downloads.append(str(repo))
     found = hub.fetch_file(repo, parts[2])
     places.notes.append(f"{name} = {found}: {parts[2]} of the hub's {repo}")
     return str(found)
@@ -117,10 +123,12 @@ def _token_map(name: str, settings: Settings, places: _Places) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Turns what flags name into directories; ``notes`` collects what came from where."""
+    """Turns what flags name into directories; ``notes`` collects what came from where, ``downloads`` what of the
+    hub."""
 
     settings: Settings
     notes: list[str]
+    downloads: list[str]
 
     def model(self, flag: str, given: str, revision: str | None, revision_flag: str = "--revision") -> Path:
         return self._directory(
@@ -144,6 +152,7 @@ class _Places:
             raise ValueError(f"{repo.flag}: {repo.name} is not a directory")
         if not hub.is_id(repo.name):
             raise ValueError(f"{repo.flag}: {repo.name} does not exist")
+        self.downloads.append(str(repo))
         found = hub.fetch(repo, kind, code=self.settings.trust_remote_code)
         self.notes.append(f"{repo.flag[2:].replace('-', '_')} = {found}: the hub's {repo}")
         return found

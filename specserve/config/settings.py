@@ -6,13 +6,17 @@ The command line, the environment, the YAML file, docs/settings.md and /server_i
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from dataclasses import dataclass, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 from specserve.config.declare import power_of_two, setting, settings_of
 from specserve.config.values import check_value
 
 MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
+MAX_SLOTS = 65536
 ALGORITHMS = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "MTP", "NAIVE_EAGLE")
 
 
@@ -21,8 +25,34 @@ def _lossless(value: float) -> str | None:
     return None if value == 1 else f"must be 1, as speculation never changes the text here, found {value}"
 
 
-def _not_empty(text: str) -> str | None:
-    return None if text.strip() else "must not be empty; leave it out for a server without a key"
+def _sendable(key: str) -> str | None:
+    """What stands in a header arrives as it was sent if it is ASCII."""
+    if not key.strip():
+        return "must not be empty; leave it out for a server without a key"
+    return (
+        None if key.isascii() and key.isprintable() else "must be printable ASCII, as it is sent in a header"
+    )
+
+
+def _origins(given: tuple[str, ...]) -> str | None:
+    """As browsers write them: nothing behind host and port."""
+    for origin in given:
+        parts = urlsplit(origin)
+        if (origin not in ("*", "null") and origin != f"{parts.scheme}://{parts.netloc}") or origin == "://":
+            return f"must be * or like https://example.com:8443, without a path, found {origin!r}"
+    return None
+
+
+def _once(names: tuple[str, ...]) -> str | None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    return f"must name each model once, found {twice[0]!r} again" if twice else None
+
+
+def _cores(threads: int) -> str | None:
+    cores = os.cpu_count() or threads
+    return (
+        None if threads <= cores else f"must be at most {cores}, the cores of this machine, found {threads}"
+    )
 
 
 def _json_object(text: str) -> str | None:
@@ -74,6 +104,7 @@ class Settings:
         "Names that requests may use as `model`, with or without an organisation. Not set: the last part of the "
         "model path, for a model of the hub its id too, and `specserve-chat` for the bundled model.",
         group=MODEL,
+        check=_once,
     )
     context_length: int | None = setting(
         None,
@@ -98,7 +129,7 @@ class Settings:
         "/health, /live and /metrics need none.",
         group=SERVER,
         secret=True,
-        check=_not_empty,
+        check=_sendable,
     )
     log_level: str = setting(
         "info",
@@ -117,6 +148,7 @@ class Settings:
         (),
         "Origins whose pages browsers let call this server, `*` for any. Not set: none.",
         group=SERVER,
+        check=_origins,
     )
     max_queued_requests: int = setting(
         2048,
@@ -173,6 +205,7 @@ class Settings:
         "its front; `LLM` takes PyTorch's own number.",
         group=ENGINE,
         low=1,
+        check=_cores,
     )
     attention_backend: str = setting(
         "auto",
@@ -182,7 +215,7 @@ class Settings:
         choices=("auto", "torch", "triton", "flashinfer"),
     )
     max_running_requests: int | None = setting(
-        None, "Requests in one batch. Not set: 16 on cpu, 256 on cuda.", group=ENGINE, low=1
+        None, "Requests in one batch. Not set: 16 on cpu, 256 on cuda.", group=ENGINE, low=1, high=MAX_SLOTS
     )
     max_total_tokens: int | None = setting(
         None,
@@ -326,9 +359,9 @@ class Settings:
         "auto",
         "The draft's weights as they are (none) or rounded to 8 bits, by 128 inputs a factor: int8, which is more "
         "exact and rounds inputs too, or float8_e4m3fn (fp8, on GPUs of compute capability 8.9 or more). On a GPU up "
-        "to 128 tokens at a time (fp8: 32) read half the bytes, from copies beside the weights; on a CPU all are "
-        "rounded and no bytes saved. What is drafted changes, never the text. auto: int8 on a GPU in 16 bits, else "
-        "none.",
+        "to 128 tokens at a time read half the bytes, from copies beside the weights (fp8, int8 in float32 or below "
+        "compute capability 8.0: 32, inputs as they are); on a CPU and in float64 all are rounded and no bytes saved. "
+        "What is drafted changes, never the text. auto: int8 on a GPU in 16 bits, else none.",
         group=SPECULATION,
         choices=("auto", "none", "int8", "fp8"),
     )

@@ -28,7 +28,7 @@ from specserve.kv.pool import KVGeometry, KVPool, PoolConfig
 from specserve.layers.linear import pack_linears
 from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.config import ModelConfig
-from specserve.models.draft.token_map import read_token_map
+from specserve.models.draft.token_map import read_named_map
 from specserve.models.llama import LlamaModel
 from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.admission import Admission, Capacity
@@ -186,8 +186,20 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
         device=device,
         prediction_size=prediction_limit(settings.context_length) if drafter is not None else 0,
     )
-    pool = KVPool(pool_config, pages, device)
+    pool = _pool(pool_config, pages, device)
     return Context(target, drafter, pool, attention, state, model_config.vocab_size)
+
+
+def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
+    """Raises ValueError where the device has not so much memory."""
+    try:
+        return KVPool(config, pages, device)
+    except (RuntimeError, MemoryError):  # PyTorch's, of a CPU and of a GPU
+        tokens, size = pages * config.page_size, pages * config.page_bytes() / 2**30
+        raise ValueError(
+            f"--max-total-tokens: a KV pool of {tokens} tokens takes {size:.1f} GiB, which the {device.type} does not "
+            "have; expected fewer tokens"
+        ) from None
 
 
 def _attention(settings: Settings, pool: PoolConfig) -> AttentionBackend:
@@ -249,9 +261,12 @@ def _token_map(settings: Settings, config: ModelConfig) -> Path | MapPlan | None
     if given != DYNAMIC:
         return None if given is None else Path(given)
     assert settings.speculative_token_map_interval and settings.model_path
+    first: list[int] = []
+    if start is not None:
+        first = read_named_map("--speculative-token-map-start", Path(start), config.vocab_size).tolist()
     return MapPlan(
         size=settings.speculative_token_map_size,
         interval=settings.speculative_token_map_interval,
-        start=() if start is None else read_token_map(Path(start), config.vocab_size).tolist(),
+        start=first,
         kept=special_tokens(Path(settings.tokenizer_path or settings.model_path), config),
     )

@@ -50,7 +50,7 @@ def measure_eager(context: Context, most_slots: int, candidates: Candidates) -> 
     shapes = dict.fromkeys(shape for size in sizes for shape in candidates(size))
     cost = CostModel()
     room = context.state.slots.pages.shape[1] * context.pool.page_size
-    behind = min(_EAGER_CONTEXT, room // 2)
+    behind = min(_EAGER_CONTEXT, room - max(shape.reserve for shape in shapes))
     with _drafted_for(context):
         for shape in shapes:
             short, long = (_eager_seconds(context, shape, length) for length in (1, behind))

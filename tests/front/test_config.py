@@ -100,9 +100,16 @@ def test_values_of_all_kinds() -> None:
         ("--tp 2", {}, "--tensor-parallel-size: must be 1 in this version (one device), found 2"),
         ("--speculative-accept-threshold-single 0.9", {}, "must be 1, as speculation never changes the text"),
         ("--chunked-prefill-size 0", {}, "must be -1 or at least 1, found 0"),
-        ("--max-running-requests -1", {}, "--max-running-requests: must be at least 1, found -1"),
+        ("--max-running-requests -1", {}, "--max-running-requests: must be from 1 to 65536, found -1"),
         ("--disable-overlap-schedule --overlap-schedule on", {}, "contradicts"),
         ("--api-key=", {}, "--api-key: must not be empty"),
+        ("--api-key=schlüssel", {}, "--api-key: must be printable ASCII, as it is sent in a header"),
+        ("", {"SPECSERVE_API_KEY": "a\nb"}, "SPECSERVE_API_KEY: must be printable ASCII"),
+        ("--cors-origin foo", {}, "--cors-origin: must be * or like https://example.com:8443, without a path"),
+        ("--cors-origin http://a.com http://b.com/", {}, "without a path, found 'http://b.com/'"),
+        ("--served-model-name a b a", {}, "--served-model-name: must name each model once, found 'a' again"),
+        ("--cpu-threads 100000", {}, "the cores of this machine, found 100000"),
+        ("--max-running-requests 65537", {}, "--max-running-requests: must be from 1 to 65536, found 65537"),
         ("--config /nowhere.yaml", {}, "/nowhere.yaml can't be read"),
         ("", {"SPECSERVE_PAGESIZE": "3"}, "unknown setting; the nearest known one is SPECSERVE_PAGE_SIZE"),
         ("", {"SPECSERVE_PORT": "x"}, "SPECSERVE_PORT: must be an integer"),
@@ -146,6 +153,11 @@ def test_settings_are_checked_however_they_are_made() -> None:
         Settings(device=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="modle_path: unknown setting; the nearest known one is model_path"):
         make_settings(modle_path="x")
+
+
+def test_origins_as_browsers_write_them() -> None:
+    given = ("*", "null", "http://a.com", "https://b.com:8443")
+    assert Settings(cors_origin=given).cors_origin == given
 
 
 def test_secrets_are_not_shown() -> None:

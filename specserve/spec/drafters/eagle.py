@@ -24,7 +24,7 @@ from specserve.models.draft.base import DraftHead
 from specserve.models.draft.head import LayerHead
 from specserve.models.draft.load import LoadedDraft, load_draft
 from specserve.models.draft.override import parse_overrides
-from specserve.models.draft.token_map import PickedRows, read_token_map, score_by, truncate
+from specserve.models.draft.token_map import PickedRows, read_named_map, score_by, truncate
 from specserve.models.llama import LlamaModel
 from specserve.spec.drafter import DraftOptions
 from specserve.spec.live_map import LiveMap, MapPlan
@@ -140,7 +140,8 @@ def _follow(loaded: LoadedDraft, plan: MapPlan, target: LlamaModel) -> Vocabular
 def _truncate(head: LayerHead, token_map: Path, target: LlamaModel) -> Tensor:
     """Makes ``head`` draft the map's tokens alone. Their ids, ascending: in every order of the file the same are
     drafted, and rows that lie near each other are read together."""
-    ids = read_token_map(token_map, target.config.vocab_size).sort().values.to(target.lm_head.weight.device)
+    ids = read_named_map("--speculative-token-map", token_map, target.config.vocab_size)
+    ids = ids.sort().values.to(target.lm_head.weight.device)
     truncate(head, target.lm_head, ids)
     log.info("the draft reads %d of the head's %d rows: %s", len(ids), target.config.vocab_size, token_map)
     return ids
