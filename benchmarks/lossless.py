@@ -5,7 +5,8 @@
 Each configuration answers its share of the requests, whose sampling differs (greedy, nucleus, top-k, min-p,
 penalties, bias, all at once) within every batch. Each answer is compared, token for token, with the one that plain
 decoding gives with a large pool and no prefix cache. At float64 none may differ. At lower precision each first
-difference comes with its gap: by how much the plain run preferred its token there, in perturbed logits.
+difference comes with its gap: by how much the plain run preferred its token there, in perturbed logits; and with
+whether plain decoding in the same batches, chunks and pages differs, too, as launches of other sizes round differently.
 """
 
 from __future__ import annotations
@@ -103,12 +104,14 @@ class Item:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that differs. ``gap``: the plain run's best perturbed logit less its second there."""
+    """The first token that differs. ``gap``: the plain run's best perturbed logit less its second there.
+    ``speculation``: whether plain decoding in the same batches, chunks and pages gives the expected text."""
 
     configuration: int
     sampling: str
     index: int
     gap: float
+    speculation: bool
 
 
 @dataclass
@@ -222,15 +225,21 @@ def run_configuration(
             msgspec.structs.replace(each, speculation=TOGGLES[index % len(TOGGLES)])
             for index, each in enumerate(params)
         ]
+    prompts = [item.prompt for item in items]
     with open_llm(models, **settings_of(models, configuration, items)) as llm:
-        outputs = llm.generate([item.prompt for item in items], params)
+        outputs = llm.generate(prompts, params)
         assert llm._engine is not None
         preemptions = llm._engine.stats().preemptions
+    differing = [i for i, output in enumerate(outputs) if output.token_ids != texts[i]]
     differences = []
-    for item, output, text in zip(items, outputs, texts, strict=True):
-        if output.token_ids != text:
-            index = first_difference(output.token_ids, text)
-            differences.append(Difference(number, item.sampling, index, tie_gap(models, item, index)))
+    if differing:
+        plain = settings_of(models, {**configuration, "speculation": "off"}, items)
+        with open_llm(models, **plain) as llm:
+            without = llm.generate(prompts, [item.params for item in items])
+        for i in differing:
+            item, index = items[i], first_difference(outputs[i].token_ids, texts[i])
+            gap, same = tie_gap(models, item, index), without[i].token_ids == texts[i]
+            differences.append(Difference(number, item.sampling, index, gap, same))
     usage = [output.speculation for output in outputs]
     steps = sum(each.steps for each in usage)
     row = Row(
@@ -312,9 +321,11 @@ def row_line(number: int, row: Row) -> str:
 
 def summary_lines(report: Report, dtype: str) -> list[str]:
     ties = sum(each.gap < TIES[dtype] for each in report.differences)
+    drafted = sum(each.speculation for each in report.differences)
     lines = [
         f"texts {report.texts}, identical {report.identical}, preemptions {report.preemptions}",
-        f"first differences {len(report.differences)}, of them with a gap below {TIES[dtype]:g}: {ties}",
+        f"first differences {len(report.differences)}, of them with a gap below {TIES[dtype]:g}: {ties}, "
+        f"with speculation alone: {drafted}",
     ]
     return lines + [f"  {each}" for each in report.differences]
 

@@ -100,8 +100,13 @@ def test_a_wrong_token_is_noticed(models: Models) -> None:
         assert difference.configuration == 3
         assert 1 <= difference.index < 12
         assert difference.gap > 1e-4, "these are no ties"
+        assert difference.speculation
     sound, none = run_configuration(models, 3, configuration, items, expected)
     assert (sound.identical, none) == (len(items), [])
+    other = [text[:-1] for text in expected]
+    _, differences = run_configuration(models, 3, configuration, items, other)
+    assert len(differences) == len(items)
+    assert not any(difference.speculation for difference in differences), "plain decoding gives them, too"
 
 
 def test_the_gap_is_that_of_the_two_best_scores(models: Models) -> None:
@@ -126,7 +131,8 @@ def test_first_difference() -> None:
 def test_ties_are_counted() -> None:
     from benchmarks.lossless import Difference, Report
 
-    differences = [Difference(0, "greedy", 3, 5e-5), Difference(1, "top_k", 0, 0.2)]
+    differences = [Difference(0, "greedy", 3, 5e-5, False), Difference(1, "top_k", 0, 0.2, True)]
+    differences += [Difference(1, "top_k", 5, 0.3, True)]
     lines = summary_lines(Report([], differences), "float32")
-    assert "first differences 2, of them with a gap below 0.0001: 1" in lines
-    assert len(lines) == 4
+    assert "first differences 3, of them with a gap below 0.0001: 1, with speculation alone: 2" in lines
+    assert len(lines) == 5
