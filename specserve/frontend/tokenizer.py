@@ -72,11 +72,15 @@ class Tokenizer:
         that takes all of it (``lstrip``)."""
         size = len(text) if most is None else CHARACTERS * (most + 1)
         while most is not None and size < len(text):
-            count = len(self._tokenizer.encode(text[:size], add_special_tokens=False))
+            count = len(self._ids(text[:size], False))
             if count > 2 * most:
                 raise TooLong(f"has {len(text)} characters, of which the first {size} have {count} tokens")
             size *= 2
-        return list(self._tokenizer.encode(text, add_special_tokens=special))
+        return self._ids(text, special)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        """The library would warn of more than the model's length (``verbose``), which is for others to judge."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
     def detokenizer(self, prompt: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
         return Detokenizer(functools.partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)

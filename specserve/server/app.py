@@ -91,12 +91,14 @@ def _add_openai(app: FastAPI, front: Front) -> None:
 
 
 def _add_operations(app: FastAPI, front: Front) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=None, responses=answers(schema.Health))
     async def get_health() -> Response:
         if front.unready is None:
             return JSONResponse({"status": "ok"})
         return ApiError(503, front.unready, code="not_ready").response
 
+    @app.head("/live", include_in_schema=False)
     @app.get("/live", response_model=None, responses=answers(schema.Live))
     async def get_live() -> dict[str, Any]:
         """200 as long as this process answers, loading and draining included: when it does not, restart it."""

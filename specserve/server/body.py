@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.server.errors import ApiError
+from specserve.server.errors import BodyError
 
 PAUSE = 60.0  # seconds in which some of a body must come
 MAX_DEPTH = 32
@@ -33,8 +35,8 @@ class Turns:
 
 
 class LimitBody:
-    """Refuses bodies of more than ``most`` bytes, before or while they are read: 413. And those of which nothing comes
-    for ``PAUSE`` seconds: 408."""
+    """Refuses bodies of more than ``most`` bytes, when a route begins to read them or while it does: 413. And those of
+    which nothing comes for ``PAUSE`` seconds: 408."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app = app
@@ -44,22 +46,22 @@ class LimitBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
-        error = ApiError(413, f"the body is larger than {self._most} bytes (--max-body-bytes)")
-        if announced.isdigit() and int(announced) > self._most:
-            await error.response(scope, receive, send)
-            return
+        length = dict(scope["headers"]).get(b"content-length", b"")
+        announced = int(length) if length.isdigit() else 0
+        too_large = HTTPException(413, f"the body is larger than {self._most} bytes (--max-body-bytes)")
         seen, complete = 0, False
 
         async def counted() -> Message:
             nonlocal seen, complete
             if complete:
                 return await receive()
+            if announced > self._most:
+                raise too_large
             message = await _soon(receive)
             complete = not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self._most:
-                raise HTTPException(error.status, str(error))
+                raise too_large
             return message
 
         await self._app(scope, counted, send)
@@ -89,12 +91,22 @@ class BoundedRoute(APIRoute):
 class _BoundedRequest(Request):
     async def json(self) -> Any:
         await self.app.state.turns.wait()
+        body = await self.body()
         try:
-            found = await super().json()
+            found = json.loads(body, object_pairs_hook=_object)
         except RecursionError:  # deeper than the parser goes
             raise _TOO_DEEP from None
         _check_shape(found)
         return found
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises BodyError for a key that is there twice: no reader could know which is meant."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise BodyError(f"{twice}: more than once in one object", twice)
+    return found
 
 
 _TOO_DEEP = HTTPException(400, f"the body is JSON that nests deeper than {MAX_DEPTH}")

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from pydantic import Field
@@ -21,7 +21,6 @@ from specserve.server.front import Front
 from specserve.server.logprobs import CompletionLogprobs, joined
 from specserve.server.prediction import with_prediction
 from specserve.server.protocol import (
-    INT64,
     MAX_CHOICES,
     GenerationRequest,
     Int,
@@ -49,7 +48,7 @@ class CompletionRequest(GenerationRequest):
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    max_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
 
     @property
     def candidates(self) -> int:
@@ -69,7 +68,10 @@ async def complete(front: Front, request: CompletionRequest) -> Response:
         message = f"{name}: {len(given)} prompts by {request.candidates} are over {MAX_ANSWERS} answers"
         raise ApiError(400, message, name)
     with front.place(answers, name):
-        prompts = [await _Prompt.of(front, item, request.echo, params.min_tokens) for item in given]
+        prompts = [
+            await _Prompt.of(front, item, param, request.echo, params.min_tokens)
+            for param, item in given.items()
+        ]
         params = await with_prediction(front, request, params)
         writer = _Writer(front, request, prompts, params)
         writer.generation.submit()
@@ -100,17 +102,17 @@ def _params(front: Front, request: CompletionRequest) -> SamplingParams:
     )
 
 
-def _prompts(request: CompletionRequest) -> Sequence[str | list[int]]:
-    """One prompt or several, each text or token ids. Raises ApiError for an empty one."""
+def _prompts(request: CompletionRequest) -> dict[str, str | list[int]]:
+    """One prompt or several, each text or token ids, by what to call them. Raises ApiError for an empty one."""
     prompt = request.prompt
-    several = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
-    if not several or not all(several):
-        raise ApiError(400, "prompt: must not be empty", "prompt")
-    return several  # type: ignore[return-value]
-
-
-def _are_ids(prompt: Sequence[object]) -> bool:
-    return bool(prompt) and isinstance(prompt[0], int)
+    one = not prompt or isinstance(prompt, str) or isinstance(prompt[0], int)
+    several: dict[str, Any] = (
+        {"prompt": prompt} if one else {f"prompt.{i}": item for i, item in enumerate(prompt)}
+    )
+    for param, item in several.items():
+        if not item:
+            raise ApiError(400, f"{param}: must not be empty", param)
+    return several
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +123,17 @@ class _Prompt:
     text: str
 
     @classmethod
-    async def of(cls, front: Front, given: str | list[int], echo: bool | None, min_tokens: int) -> _Prompt:
-        """Raises ApiError unless it leaves room for an answer."""
-        tokens = await front.encode(given) if isinstance(given, str) else given
-        front.check_prompt(tokens, "prompt", min_tokens)
+    async def of(
+        cls, front: Front, given: str | list[int], param: str, echo: bool | None, min_tokens: int
+    ) -> _Prompt:
+        """Raises ApiError naming ``param`` unless it leaves room for an answer."""
+        tokens = await front.encode(given, param) if isinstance(given, str) else given
+        front.check_prompt(tokens, param, min_tokens)
         if not echo:
             return cls(tokens, "")
         if isinstance(given, str):
             return cls(tokens, given)
-        return cls(tokens, await front.decode(tokens, "prompt") if front.has_tokenizer else "")
+        return cls(tokens, await front.decode(tokens, param) if front.has_tokenizer else "")
 
 
 class _Choice:
@@ -171,7 +175,7 @@ def _logprobs(front: Front, request: CompletionRequest, prompt: _Prompt) -> Comp
     if request.logprobs is None:
         return None
     tokenizer = front.tokenizer if front.has_tokenizer else None
-    return CompletionLogprobs(request.logprobs, tokenizer, len(prompt.text))
+    return CompletionLogprobs(request.logprobs, tokenizer, len(prompt.text), prompt.tokens)
 
 
 def _after(before: Body, found: Body) -> Body:

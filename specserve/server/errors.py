@@ -47,6 +47,14 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
+class BodyError(HTTPException):
+    """A field that is refused while the body is read: FastAPI lets no other exception through there."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(400, message)
+        self.param = param
+
+
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
@@ -97,7 +105,8 @@ def _encodable(text: str | None) -> Any:
 def _from_http(request: Request, error: HTTPException) -> ApiError:
     asked = f"{request.method} {request.url.path}"
     messages = {404: f"unknown route: {asked}", 405: f"method not allowed: {asked}"}
-    return ApiError(error.status_code, messages.get(error.status_code, str(error.detail)))
+    param = error.param if isinstance(error, BodyError) else None
+    return ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), param)
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
@@ -124,13 +133,18 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _deepest(errors: Sequence[Any]) -> Any:
-    """The first error, or one further inside the same field: a list that is no text may be a wrong list. What is too
-    long was right up to there."""
+    """The first error, or the one furthest inside the same field: a list that is no text may be a wrong list, of what
+    it begins with. What is too long was right up to there."""
     first, param = errors[0], _param(errors[0]["loc"])
     if any(error["type"] == "too_long" and _param(error["loc"]) == param for error in errors):
         return first
     inside = [error for error in errors if _param(error["loc"]).startswith(param + ".")]
-    return max(inside, key=lambda error: len(error["loc"]), default=first)
+    return max(inside, key=lambda error: _depth(error["loc"]), default=first)
+
+
+def _depth(location: Sequence[Any]) -> tuple[list[int], int]:
+    """How much of a value was right before the error: elements of lists first, then fields."""
+    return [part for part in location if isinstance(part, int)], len(location)
 
 
 def _param(location: Sequence[Any]) -> str:

@@ -24,6 +24,7 @@ from specserve.server.protocol import check_tokens
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_WITHOUT = "this server runs without a tokenizer (--skip-tokenizer-init)"
 
 
 def is_served(model: str, names: Sequence[str]) -> bool:
@@ -107,12 +108,14 @@ class Front:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises ApiError when the server runs without one."""
-        if self._tokenizer is None:
-            raise ApiError(
-                400, "this server runs without a tokenizer (--skip-tokenizer-init): token ids alone"
-            )
+        assert self._tokenizer is not None, "calls that need one were checked"
         return self._tokenizer
+
+    def _check_text(self, param: str) -> None:
+        """Raises ApiError for text where there is no tokenizer."""
+        if not self.has_tokenizer:
+            message = f"{param}: {_WITHOUT}; the prompt of /v1/completions may be token ids"
+            raise ApiError(400, message, param)
 
     def check_call(self, model: str | None) -> None:
         """Raises ApiError unless a request for ``model``, None for whichever there is, would be served now."""
@@ -176,12 +179,13 @@ class Front:
         message = f"{param}: {has}; {short} is {self._limit}, the answer included"
         return ApiError(400, message, param, "context_length_exceeded")
 
-    async def encode(self, text: str) -> list[int]:
-        """Raises ApiError for a text far longer than the context."""
+    async def encode(self, text: str, param: str) -> list[int]:
+        """Raises ApiError naming ``param`` for a text far longer than the context."""
+        self._check_text(param)
         try:
             return await self._off_loop(self.tokenizer.encode, text, self._limit)
         except TooLong as error:
-            raise self._too_long("prompt", str(error)) from None
+            raise self._too_long(param, str(error)) from None
 
     async def encode_answer(self, text: str, most: int) -> list[int]:
         """Raises TooLong for a text of far more than ``most`` tokens."""
@@ -189,6 +193,7 @@ class Front:
 
     async def encode_chat(self, messages: Conversation) -> list[int]:
         """Raises ApiError with the chat template's reason, or as ``encode`` does."""
+        self._check_text("messages")
         try:
             return await self._off_loop(self.tokenizer.encode_chat, messages, self._limit)
         except TooLong as error:
@@ -199,8 +204,10 @@ class Front:
             raise ApiError(400, str(error), "messages") from None
 
     async def decode(self, tokens: Sequence[int], param: str) -> str:
-        """The text of tokens, special ones included. Raises ApiError for more than a context has, and for what is in
-        no vocabulary."""
+        """The text of tokens, special ones included. Raises ApiError for more than a context has, for what is in no
+        vocabulary, and without a tokenizer."""
+        if not self.has_tokenizer:
+            raise ApiError(400, f"{param}: {_WITHOUT}, so they can't be turned into text", param)
         if len(tokens) > self.context_length:
             message = (
                 f"{param}: has {len(tokens)} tokens; at most {self.context_length}, the context length, are "

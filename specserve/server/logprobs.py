@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 
 from specserve.core import TokenLogprob
+from specserve.frontend.detokenizer import CONTEXT
 from specserve.frontend.tokenizer import Tokenizer
 
 TokenBytes = Callable[[int], bytes]
-SKIPPED = 16  # bytes of a prompt's text that a tokenizer may have changed between two tokens
+SKIPPED = 16  # characters of a prompt's text that a tokenizer may have changed between two tokens
 LOWEST = -9999.0  # OpenAI's stand-in for what JSON can't say
 
 
@@ -36,15 +37,20 @@ def chat_logprobs(found: Sequence[TokenLogprob], top: int, to_bytes: TokenBytes)
 
 class CompletionLogprobs:
     """``choice.logprobs`` of completions, piece by piece: offsets go on where the last piece ended, the first begins at
-    ``offset``."""
+    ``offset``. ``prompt``: tokens before the answer, which may end in a part of a character."""
 
-    def __init__(self, top: int, tokenizer: Tokenizer | None, offset: int = 0) -> None:
+    def __init__(
+        self, top: int, tokenizer: Tokenizer | None, offset: int = 0, prompt: Sequence[int] = ()
+    ) -> None:
         self._top = top
         self._to_bytes = to_bytes = token_bytes(tokenizer)
         self._name = functools.cache(lambda token: _name(to_bytes(token)))
         self._tokenizer = tokenizer
-        self._characters = _characters()
-        self._offset = offset
+        self._characters = _Characters()
+        self._first = offset
+        for token in prompt[-CONTEXT:]:
+            self._add(token)
+        self._offset = offset - self._characters.partial  # the part is a character of the prompt's text
 
     def prompt(self, text: str, tokens: Sequence[int], found: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Of a prompt, whose first token nothing precedes. The alternatives are JSON already: each of the prompt's
@@ -67,10 +73,15 @@ class CompletionLogprobs:
 
     def _advance(self, token: int) -> int:
         """Where a token's text begins: a character belongs to the token that completes it."""
-        offset = self._offset
-        if self._tokenizer is None or not self._tokenizer.is_special(token):
-            self._offset += len(self._characters.decode(self._to_bytes(token)))
-        return offset
+        broken, text = self._add(token)
+        begin = self._offset + len(broken)
+        self._offset = begin + len(text)
+        return max(self._first, begin)
+
+    def _add(self, token: int) -> tuple[str, str]:
+        if self._tokenizer is not None and self._tokenizer.is_special(token):
+            return "", ""
+        return self._characters.add(self._to_bytes(token))
 
     def _alternatives(self, item: TokenLogprob) -> dict[str, float]:
         """The most likely tokens, and the chosen one if it is not among them."""
@@ -93,30 +104,51 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
     """Where in a prompt's text, in characters, each token begins. What a tokenizer puts around a text has no length
-    there, nor has a space that it puts before one; a few bytes may differ, as in another Unicode form."""
-    raw, characters = text.encode(), _characters()
-    at = offset = 0
-    offsets = []
+    there, nor has a space that it puts before one; a few characters may differ, as in another Unicode form."""
+    characters, at, offsets = _Characters(), 0, []
     for piece in pieces:
-        start, end = _place(raw, at, piece)
-        offset += len(characters.decode(raw[at:start]))
-        offsets.append(offset)
-        offset += len(characters.decode(raw[start:end]))
-        at = end
+        broken, own = characters.add(piece)
+        _, at = _place(text, at, broken)
+        start, at = _place(text, at, own)
+        offsets.append(start)
     return offsets
 
 
-def _place(raw: bytes, at: int, piece: bytes) -> tuple[int, int]:
-    """Where a token's bytes begin and end in a text, from ``at`` on; nowhere: at ``at``."""
-    bare = piece.removeprefix(b" ")
-    if bare and raw.startswith(bare, at):
+def _place(text: str, at: int, own: str) -> tuple[int, int]:
+    """Where a token's characters begin and end in a text, from ``at`` on; nowhere: at ``at``."""
+    bare = own.removeprefix(" ")
+    if bare and text.startswith(bare, at):
         return at, at + len(bare)
-    start = raw.find(piece, at, at + len(piece) + SKIPPED)
-    return (at, at) if start < 0 else (start, start + len(piece))
+    start = text.find(own, at, at + len(own) + SKIPPED)
+    return (at, at) if start < 0 else (start, start + len(own))
 
 
-def _characters() -> codecs.IncrementalDecoder:
-    return codecs.getincrementaldecoder("utf-8")("ignore")
+class _Characters:
+    """The characters of bytes that come in pieces, U+FFFD for a part of one, as in the text."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def partial(self) -> bool:
+        """Whether the bytes so far end in a part of a character, which the next ones may complete."""
+        return bool(self._part)
+
+    def add(self, piece: bytes) -> tuple[str, str]:
+        """The part of a character before the piece that it does not go on with, and the characters that end in it."""
+        broken = _shown(self._part + piece[:1]) > 1
+        text = self._decoder.decode(piece)
+        if _shown(self._part) > 1:  # of a surrogate, which the decoder waits for
+            text += self._decoder.decode(b"", final=True)
+        return text[:broken], text[broken:]
+
+    @property
+    def _part(self) -> bytes:
+        return self._decoder.getstate()[0]
+
+
+def _shown(raw: bytes) -> int:
+    return len(raw.decode(errors="replace"))
 
 
 def _named(token: int, logprob: float, to_bytes: TokenBytes) -> dict[str, Any]:

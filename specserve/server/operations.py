@@ -37,7 +37,7 @@ async def tokenize(front: Front, request: TokenizeRequest) -> dict[str, Any]:
     if request.messages is not None:
         tokens = await front.encode_chat(conversation(request.messages))
     else:
-        tokens = await front.encode(request.prompt or "")
+        tokens = await front.encode(request.prompt or "", "prompt")
     return {"tokens": tokens, "count": len(tokens), "max_model_len": front.context_length}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -17,14 +18,16 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from specserve.core import BIAS, RANGES, SamplingParams, Speculation
+from specserve.core import BIAS, MAX_BIAS, MAX_COUNT, RANGES, SamplingParams, Speculation
 from specserve.frontend.conversation import encodable
 from specserve.server.errors import ApiError
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_NODES = 64
+MAX_ENTRIES = MAX_BIAS - 16  # of logit_bias and stop_token_ids; the rest is for the model's end tokens
 INT64 = 2**63
+TOKEN_ID = "0|[1-9][0-9]{0,18}"  # as a key of logit_bias: one for each
 
 T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]  # says what is wrong with one element, not with a million
@@ -38,7 +41,7 @@ def _encodable(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
-Count = Annotated[int, Field(ge=1, lt=INT64)]
+Count = Annotated[int, Field(ge=1)]
 
 
 def _bounded(name: str) -> WithJsonSchema:
@@ -54,7 +57,7 @@ Bias = Annotated[
     WithJsonSchema(
         {
             "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+            "propertyNames": {"pattern": f"^({TOKEN_ID})$"},
             "additionalProperties": {"type": "number", "minimum": -BIAS, "maximum": BIAS},
         }
     ),
@@ -188,8 +191,9 @@ def sampling_params(
 ) -> SamplingParams:
     """Raises ApiError 400 naming the field."""
     check_tokens("stop_token_ids", request.stop_token_ids or (), vocab_size)
+    _check_entries(request)
     given: dict[str, Any] = {
-        "max_tokens": max_tokens,
+        "max_tokens": None if max_tokens is None else min(max_tokens, MAX_COUNT),
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
         "temperature": default_temperature if request.temperature is None else request.temperature,
@@ -213,6 +217,16 @@ def sampling_params(
         raise ApiError(400, str(error), _named(str(error))) from None
 
 
+def _check_entries(request: GenerationRequest) -> None:
+    """Raises ApiError for more than a request has room for in the engine, naming the fields that were sent."""
+    fields = {"logit_bias": request.logit_bias, "stop_token_ids": request.stop_token_ids}
+    sent = {name: len(value) for name, value in fields.items() if value}
+    if (found := sum(sent.values())) > MAX_ENTRIES:
+        names, together = " and ".join(sent), " together" if len(sent) > 1 else ""
+        message = f"{names}: at most {MAX_ENTRIES} entries{together}, found {found}"
+        raise ApiError(400, message, next(iter(sent)))
+
+
 def check_stream_options(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: only with stream: true", "stream_options")
@@ -233,8 +247,9 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
     if bias is None:
         return None
     for token in bias:
-        if not (token.isascii() and token.isdigit() and len(token) < 20):
-            raise ApiError(400, f"logit_bias: keys are token ids, found {token!r}", "logit_bias")
+        if not re.fullmatch(TOKEN_ID, token):
+            message = f"logit_bias: keys are token ids without leading zeros, found {token!r}"
+            raise ApiError(400, message, "logit_bias")
     check_tokens("logit_bias", [int(token) for token in bias], vocab_size)
     return {int(token): value for token, value in bias.items()}
 

@@ -40,11 +40,19 @@ BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "min_tokens must be in [0, 8]"),
     ({"min_tokens": 400, "max_tokens": 500}, "min_tokens", "there is room for"),
-    ({"logit_bias": {"a": 1}}, "logit_bias", "keys are token ids, found 'a'"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "keys are token ids without leading zeros, found 'a'"),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "keys are token ids"),
     ({"logit_bias": {"260": 1}}, "logit_bias", "from 0 to 259, found 260"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias[5] must be in"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "from 0 to 259, found -1"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "token ids without leading zeros, found '05'"),
+    ({"logit_bias": {"5\n": 1}}, "logit_bias", "keys are token ids"),
+    ({"stop_token_ids": [1] * 497}, "stop_token_ids", "stop_token_ids: at most 496 entries, found 497"),
+    (
+        {"stop_token_ids": [1] * 300, "logit_bias": {str(token): 1 for token in range(197)}},
+        "logit_bias",
+        "logit_bias and stop_token_ids: at most 496 entries together, found 497",
+    ),
     ({"stop": ["a"] * 17}, "stop", "at most 16"),
     ({"stop": [""]}, "stop", "empty string"),
     ({"stop": 5}, "stop", "valid string or Input should be a valid list"),
@@ -163,8 +171,20 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "differs from max_tokens"),
     (COMPLETIONS, {"prompt": ""}, "prompt", "must not be empty"),
     (COMPLETIONS, {"prompt": []}, "prompt", "must not be empty"),
-    (COMPLETIONS, {"prompt": ["a", ""]}, "prompt", "must not be empty"),
-    (COMPLETIONS, {"prompt": [[1], []]}, "prompt", "must not be empty"),
+    (COMPLETIONS, {"prompt": ["a", ""]}, "prompt.1", "prompt.1: must not be empty"),
+    (COMPLETIONS, {"prompt": [[1], []]}, "prompt.1", "prompt.1: must not be empty"),
+    (COMPLETIONS, {"prompt": [[1], [260]]}, "prompt.1", "prompt.1: token ids are from 0 to 259, found 260"),
+    (COMPLETIONS, {"prompt": ["a", LONG]}, "prompt.1", "prompt.1: has 300 tokens"),
+    (COMPLETIONS, {"prompt": ["a", None]}, "prompt.1", "Input should be a valid string, found None"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "prompt.1", "Input should be a valid integer, found 'a'"),
+    (COMPLETIONS, {"prompt": [[1], "a"]}, "prompt.1", "Input should be a valid list, found 'a'"),
+    (COMPLETIONS, {"prompt": [[1], [2, None]]}, "prompt.1.1", "Input should be a valid integer, found None"),
+    (
+        COMPLETIONS,
+        {"prompt": [None, "a"]},
+        "prompt.0",
+        "valid string or Input should be a valid list, found None",
+    ),
     (COMPLETIONS, {"prompt": [1, 260]}, "prompt", "from 0 to 259, found 260"),
     (COMPLETIONS, {"prompt": [1, -5]}, "prompt", "found -5"),
     (COMPLETIONS, {"prompt": LONG}, "prompt", "300 tokens; the context length is 256"),
@@ -209,6 +229,8 @@ def check(response: Any, status: int) -> dict[str, Any]:
         (b"[1]", "must be a JSON object"),
         (b'"x"', "must be a JSON object"),
         (b"\xff\xfe", "body"),
+        (b'{"model": "tiny", "prompt": "a", "max_tokens": 1, "max_tokens": 5}', "max_tokens: more than once"),
+        (b'{"model": "tiny", "prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "5: more than once"),
         (b"", "must be a JSON object"),
         (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature must be"),
         (b'{"model": "tiny", "prompt": "a", "top_p": Infinity}', "top_p must be"),
@@ -227,6 +249,15 @@ def test_bad_body(serve: Serve, body: bytes, words: str) -> None:
     client, engine = serve()
     response = client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert words in check(response, 400)["message"]
+    assert engine.submitted == []
+
+
+def test_a_key_that_is_there_twice(serve: Serve) -> None:
+    """Found at once among as many as a body may hold."""
+    client, engine = serve()
+    keys = ", ".join(f'"{key}": 1' for key in [*range(100_000), "n", "n"])
+    error = check(client.post(CHAT, content=f"{{{keys}}}", headers={"content-type": "application/json"}), 400)
+    assert (error["message"], error["param"]) == ("n: more than once in one object", "n")
     assert engine.submitted == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import threading
 import time
@@ -199,7 +200,7 @@ class Recording(Tokenizer):
     ("path", "body", "param", "code"),
     [
         (COMPLETIONS, {**PROMPT, "prompt": "a" * MANY}, "prompt", LENGTH),
-        (COMPLETIONS, {**PROMPT, "prompt": ["a", "a" * MANY]}, "prompt", LENGTH),
+        (COMPLETIONS, {**PROMPT, "prompt": ["a", "a" * MANY]}, "prompt.1", LENGTH),
         (
             COMPLETIONS,
             {**PROMPT, "prediction": {"type": "content", "content": "a" * MANY}},
@@ -244,6 +245,18 @@ def test_a_long_text_that_fits_is_tokenized(normalizer: Any) -> None:
     found = tokenizer.encode(text, 8)
     assert found == tokenizer.encode(text)
     assert 2 <= len(found) <= 8
+
+
+def test_the_library_does_not_judge_lengths(caplog: pytest.LogCaptureFixture) -> None:
+    backend = byte_tokenizer()
+    backend.model_max_length = 8
+    library = logging.getLogger("transformers")
+    library.addHandler(caplog.handler)
+    try:
+        assert len(Tokenizer(backend).encode("a" * 9)) == 9
+    finally:
+        library.removeHandler(caplog.handler)
+    assert caplog.messages == []
 
 
 def test_tokens_of_a_prompt_that_is_too_long_are_not_looked_at() -> None:

@@ -132,6 +132,15 @@ def test_length(serve: Serve) -> None:
     assert (choice["message"]["content"], choice["finish_reason"]) == ("abcd", "length")
 
 
+@pytest.mark.parametrize("field", ["max_completion_tokens", "max_tokens"])
+@pytest.mark.parametrize("most", [2**62 + 1, 2**63 - 1, 10**30])
+def test_more_tokens_than_fit(serve: Serve, field: str, most: int) -> None:
+    client, _ = serve("x" * 300)
+    body = post(client, **{field: most}).json()
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["total_tokens"] == 256
+
+
 def test_speculation_is_reported(serve: Serve) -> None:
     client, _ = serve("abcdefgh", stride=3, end=False)  # 3 + 3 + 2 tokens
     usage = post(client, return_speculation=True).json()["usage"]

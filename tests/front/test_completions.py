@@ -70,6 +70,34 @@ def test_offsets_count_characters(serve: Serve) -> None:
     assert found["text_offset"] == [0, 1, 1, 2, 3]
 
 
+@pytest.mark.parametrize("stride", [1, 3])
+def test_offsets_of_bytes_that_are_no_text(serve: Serve, stride: int) -> None:
+    """Each is U+FFFD in the text, and so is a part of a character, by whatever token it is shown to be one."""
+    client, engine = serve(stride=stride)
+    engine._reply = lambda _: list(b"\xa1\xa1\xc3x\xe2\x82\xc3\xa9\xed\xa0y\xf0")
+    for prompt in ([97], [97, 0xF4]):
+        choice = post(client, prompt=prompt, logprobs=0, max_tokens=12).json()["choices"][0]
+        assert choice["text"] == "���x�é��y�"
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 4, 5, 5, 6, 7, 8, 9]
+
+
+def test_offsets_behind_a_part_of_a_character(serve: Serve) -> None:
+    """The prompt's text has U+FFFD for it: what completes it adds nothing."""
+    client, engine = serve()
+    engine._reply = lambda _: list("é".encode()[1:] + b"x")
+    for echo, text, offsets in ((False, "x", [0, 0]), (True, "a�x", [0, 1, 2, 2])):
+        asked = {"prompt": [97, 0xC3], "max_tokens": 2, "logprobs": 0, "echo": echo}
+        choice = post(client, **asked).json()["choices"][0]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
+
+
+def test_offsets_of_a_prompt_that_is_no_text(serve: Serve) -> None:
+    client, _ = serve()
+    asked = {"prompt": [97, 0xA1, 0xA1, 0xC3, 0xA9, 0xE2, 98], "max_tokens": 0, "logprobs": 0, "echo": True}
+    choice = post(client, **asked).json()["choices"][0]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("a��é�b", [0, 1, 2, 3, 3, 4, 5])
+
+
 def test_special_tokens_have_no_length() -> None:
     """Token 257 is marked in tokenizer.json alone, as Llama 3's <|eom_id|> is."""
     found = CompletionLogprobs(0, Tokenizer(byte_tokenizer()))
@@ -239,12 +267,17 @@ def test_without_a_tokenizer(serve: Serve) -> None:
     assert choice["logprobs"]["tokens"][0] == "token_id:120"
     chunks = events(post(client, prompt=[1, 2], stream=True))
     assert [c["choices"][0]["token_ids"] for c in chunks] == [[120, 121, 256]]
-    for response in (
-        post(client),
-        post(client, prompt=[1], stop="x"),
-        client.post(
-            "/v1/chat/completions", json={"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
-        ),
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    for response, param, words in (
+        (post(client), "prompt", "may be token ids"),
+        (post(client, prompt=["a"]), "prompt.0", "may be token ids"),
+        (post(client, prompt=[1], stop="x"), "stop", "use stop_token_ids"),
+        (client.post("/v1/chat/completions", json=asked), "messages", "may be token ids"),
+        (client.post("/tokenize", json={"prompt": "a"}), "prompt", "may be token ids"),
+        (client.post("/detokenize", json={"tokens": [1]}), "tokens", "can't be turned into text"),
     ):
         assert response.status_code == 400
-        assert "without a tokenizer" in response.json()["error"]["message"]
+        error = response.json()["error"]
+        assert error["param"] == param
+        assert error["message"].startswith(f"{param}: this server runs without a tokenizer")
+        assert words in error["message"]

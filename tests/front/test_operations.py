@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from starlette.testclient import TestClient
 
 from specserve.config import SETTINGS, Settings
@@ -59,6 +60,14 @@ def test_metrics(serve: Serve) -> None:
     assert engine.submitted
 
 
+def test_a_body_that_is_too_large_counts_where_it_was_sent(serve: Serve) -> None:
+    client, _ = serve(max_body_bytes=99)
+    answer = client.post("/v1/chat/completions", content=b" " * 100)
+    assert answer.status_code == 413
+    counted = 'specserve_requests_total{endpoint="/v1/chat/completions",status="413"} 1.0'
+    assert counted in client.get("/metrics").text
+
+
 def test_metrics_of_the_engine() -> None:
     client = EngineClient(lambda _: None)
     front = Front(Settings(), client)
@@ -90,12 +99,13 @@ def test_nothing_is_served_while_loading() -> None:
     front.close()
 
 
-def test_a_stopping_server_is_not_healthy(serve: Serve) -> None:
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_a_stopping_server_is_not_healthy(serve: Serve, method: str) -> None:
     client, _ = serve()
-    assert client.get("/health").status_code == 200
+    assert client.request(method, "/health").status_code == 200
     client.app.state.front.stopping = True  # type: ignore[attr-defined]
-    assert client.get("/health").status_code == 503
-    assert client.get("/live").status_code == 200
+    assert client.request(method, "/health").status_code == 503
+    assert client.request(method, "/live").status_code == 200
 
 
 def submit(rid: str) -> Submit:

@@ -36,7 +36,7 @@ TEXT = {**MODEL, "prompt": SECRET, "max_tokens": 20}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Logs all it can, and so does its tokenizer: prompts are longer than it likes."""
+    """Logs all it can. Prompts are longer than its tokenizer likes."""
     model = tmp_path_factory.mktemp("models") / "tiny"
     tokenizer = byte_tokenizer()
     tokenizer.model_max_length = 40
@@ -99,8 +99,7 @@ def test_log_holds_ids_and_no_secrets(server: Server) -> None:
     for secret in (KEY, WRONG, SECRET, IDS, "boom"):
         assert secret not in text
     lines = [json.loads(line) for line in server.lines]
-    (long,) = [line for line in lines if "sequence length is longer" in line["message"]]
-    assert (long["level"], long["module"].split(".")[0]) == ("warning", "transformers")
+    assert not any("sequence length is longer" in line["message"] for line in lines)
     assert all({"time", "level", "module", "message"} <= set(line) for line in lines)
     assert any("RuntimeError" in line.get("exception", "") for line in lines)
     named = [line["message"] for line in lines if line.get("request_id") == "client:1"]
