@@ -6,6 +6,7 @@ Imported again by the engine's process, so it imports little; the rest comes whi
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -63,6 +64,7 @@ def end(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    gc.unfreeze()  # what a server took out of garbage collection, extensions would report as leaked
     sys.exit(code)
 
 

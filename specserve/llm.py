@@ -76,7 +76,12 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answers one prompt or a list of them, in order. A prompt is text or token ids."""
+        """Answers one prompt or a list of them, in order. A prompt is text or token ids, and never empty.
+
+        Without ``sampling_params`` those of ``SamplingParams()`` hold, with a temperature of 0 where
+        ``requests_all_greedy`` is set. Parameters that are given are taken as they are: with that setting they must
+        say ``temperature=0``.
+        """
         return self._run(self._encode_each(prompts), sampling_params, progress, "prompts[{}]")
 
     def chat(
@@ -86,7 +91,10 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answers one conversation or a list of them, in order, through the model's chat template."""
+        """Answers one conversation or a list of them, in order, through the model's chat template.
+
+        ``sampling_params`` as for ``generate``.
+        """
         if not isinstance(messages, Sequence):
             raise ValueError(f"messages must be a list, found {type(messages).__name__}")
         one = not messages or isinstance(messages[0], Mapping)
@@ -127,7 +135,8 @@ class LLM:
     def _encode(self, prompt: object, where: str) -> list[int]:
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt of text")
-            ids = tokenizer.encode(_encodable(prompt, where))
+            # Of an empty text a tokenizer may make its BOS token, from which a model would say anything.
+            ids = tokenizer.encode(_encodable(prompt, where)) if prompt else []
         elif _listed(prompt):
             ids = list(prompt)
             self._check(ids, where)
@@ -176,6 +185,8 @@ class LLM:
         engine = self._engine
         if engine is None:
             raise ValueError("this LLM is closed")
+        if params is None:
+            params = SamplingParams(temperature=0) if self.settings.requests_all_greedy else SamplingParams()
         params_each = [self._with_ids(each, where) for each, where in _params_each(params, len(prompts))]
         if self._tokenizer is None and any(each.stop for each in params_each):
             raise ValueError("stop needs a tokenizer, and skip_tokenizer_init is set; use stop_token_ids")
@@ -292,8 +303,8 @@ def _encodable(text: str, where: str) -> str:
 
 def _params_each(params: object, count: int) -> list[tuple[SamplingParams, str]]:
     """One for each prompt, and what to call it."""
-    if params is None or isinstance(params, SamplingParams):
-        return [(params or SamplingParams(), "sampling_params")] * count
+    if isinstance(params, SamplingParams):
+        return [(params, "sampling_params")] * count
     if not _listed(params):
         raise ValueError(f"sampling_params must be SamplingParams or a list of them, found {_kind(params)}")
     if len(params) != count:

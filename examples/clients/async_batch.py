@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 
-from examples.clients.server import connection
+from examples.clients.server import connection, reached
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -21,7 +21,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--at-once", type=int, default=8)
     args = parser.parse_args(argv)
-    asyncio.run(run(args.requests, args.at_once))
+    if min(args.requests, args.at_once) < 1:
+        parser.error("--requests and --at-once must be at least 1")
+    with reached():
+        asyncio.run(run(args.requests, args.at_once))
 
 
 async def run(requests: int, at_once: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from openai import OpenAI
 
-from examples.clients.server import connection
+from examples.clients.server import connection, reached
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args(argv)
     messages = []
-    with OpenAI(**connection()) as client:
+    with reached(), OpenAI(**connection()) as client:
         model = client.models.list().data[0].id
         for question in args.questions:
             messages.append({"role": "user", "content": question})

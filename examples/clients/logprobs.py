@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from openai import OpenAI
 
-from examples.clients.server import connection
+from examples.clients.server import connection, reached
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("question", metavar="QUESTION")
     parser.add_argument("--alternatives", type=int, default=3)
     args = parser.parse_args(argv)
-    with OpenAI(**connection()) as client:
+    with reached(), OpenAI(**connection()) as client:
         found = client.chat.completions.create(
             model=client.models.list().data[0].id,
             messages=[{"role": "user", "content": args.question}],

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+
+from openai import APIConnectionError
 
 
 def connection() -> dict[str, str]:
@@ -11,3 +15,12 @@ def connection() -> dict[str, str]:
         "base_url": os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:30000/v1"),
         "api_key": os.environ.get("OPENAI_API_KEY", "none"),
     }
+
+
+@contextlib.contextmanager
+def reached() -> Iterator[None]:
+    """Ends the program with a line, where there is no server."""
+    try:
+        yield
+    except APIConnectionError as error:
+        raise SystemExit(f"no server answers at {connection()['base_url']}: {error}") from None

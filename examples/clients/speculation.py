@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from openai import OpenAI
 
-from examples.clients.server import connection
+from examples.clients.server import connection, reached
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.max_draft_tokens is not None:
         extensions["speculation"] = {"max_draft_tokens": args.max_draft_tokens}
     usage = None
-    with OpenAI(**connection()) as client:
+    with reached(), OpenAI(**connection()) as client:
         stream = client.chat.completions.create(
             model=client.models.list().data[0].id,
             messages=[{"role": "user", "content": args.question}],

@@ -24,7 +24,8 @@ _HEAD = """# Fields of HTTP requests
 
 Written by `make docs` from the models in `specserve/server/`, which check every request; change them, or
 `specserve/reference/meanings.py`, instead. [api.md](api.md) explains requests, answers, errors and the other routes. A
-running server describes the same at `/openapi.json`.
+running server describes the same at `/openapi.json`, and as pages at `/docs` and `/redoc`, for which a browser loads
+scripts from `cdn.jsdelivr.net`.
 
 A field that is not listed is an error, and so is a value of another type: `"1"` is no number, 1 no boolean. `null` is
 the default where there is one. `a.b` is a field of the object `a`, `a[].b` one of each object in the list `a`.

@@ -5,6 +5,8 @@ A field is named by its path (see ``schema``). Words in a field's own descriptio
 
 from __future__ import annotations
 
+from specserve.server.completions import MAX_ANSWERS
+
 MEANINGS = {
     "model": "One of the served names.",
     "messages": "The conversation, for the model's chat template.",
@@ -21,8 +23,8 @@ MEANINGS = {
     "messages[].tool_calls[].function.arguments": "The text of a JSON object.",
     "messages[].tool_call_id": "In a tool's message, and required there: the call that it answers.",
     "prompt": "A prompt or several, as text or token ids; none empty.",
-    "n": "Answers to each prompt.",
-    "best_of": "So many answers are made, and the `n` best sent; at least `n`, in a stream `n`.",
+    "n": f"Answers to each prompt; to all prompts of a call {MAX_ANSWERS} at most.",
+    "best_of": "So many answers are made, and the `n` best sent; at least `n`, in a stream `n`. Bounded as `n` is.",
     "echo": "The answer begins with the prompt.",
     "max_tokens": "Most tokens of an answer. Not set: in chat up to the context length, for completions 16.",
     "max_completion_tokens": "The newer name of `max_tokens`; both only if equal.",

@@ -16,7 +16,9 @@ _HEAD = f"""# Python API
 
 Written by `make docs` from the code; change the docstrings instead. [api.md](api.md#python) has an example. `LLM`,
 `SamplingParams`, `Speculation` and `RequestOutput` are imported from `specserve`. `LLM` takes every
-[setting](settings.md) by its name, and any mistake is a `ValueError` that names the setting, prompt or parameter.
+[setting](settings.md) by its name. A wrong value, and a name that is no setting, is a `ValueError` that names the
+setting, prompt or parameter; a call that Python itself can't make, such as `SamplingParams(5)` (parameters go by their
+names) or `SamplingParams(foo=1)`, is a `TypeError`.
 `Prompt` is `{Prompt}`, `Message` is `{Message}`.
 """
 

@@ -66,6 +66,22 @@ def test_prints_what_its_page_says(command: str, capsys: pytest.CaptureFixture[s
     assert VARIES.sub("#", printed) == VARIES.sub("#", shown)
 
 
+@pytest.mark.parametrize("command", ["chat a", "async_batch --requests 1", "logprobs a", "speculation a"])
+def test_says_what_it_can_not_reach(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = "http://127.0.0.1:9/v1"
+    monkeypatch.setenv("OPENAI_BASE_URL", nobody)
+    module, *arguments = command.split()
+    with pytest.raises(SystemExit, match=f"^no server answers at {nobody}: Connection error.$"):
+        import_module(f"examples.clients.{module}").main(arguments)
+
+
+@pytest.mark.parametrize("argument", ["--at-once=0", "--requests=0", "--at-once=-1"])
+def test_batch_of_none(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        import_module("examples.clients.async_batch").main([argument])
+    assert "--requests and --at-once must be at least 1" in capsys.readouterr().err
+
+
 def test_snippets(server: Live, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(SNIPPETS) == 3
     for code, shown in SNIPPETS:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 import specserve.engine.build
 import specserve.models.config
@@ -69,6 +70,35 @@ def test_params_for_each_prompt(llm: LLM) -> None:
     assert (second.text, second.finish_reason, second.token_ids) == ("ef", "stop", list(b"efg"))
     assert second.logprobs is None
     assert len(engine_of(llm).aborted) == 1
+
+
+@pytest.mark.parametrize(("greedy", "temperature"), [(True, 0.0), (False, 1.0)])
+def test_temperature_without_params(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, greedy: bool, temperature: float
+) -> None:
+    llm = make(tmp_path, monkeypatch, requests_all_greedy=greedy)
+    found: list[float] = []
+    submit = engine_of(llm).submit
+
+    def keep(message: Submit) -> None:
+        found.append(message.params.temperature)
+        submit(message)
+
+    monkeypatch.setattr(engine_of(llm), "submit", keep)
+    llm.generate(["a", "b"])
+    llm.chat([{"role": "user", "content": "hi"}])
+    llm.generate("a", SamplingParams(temperature=0.5))
+    assert found == [*[temperature] * 3, 0.5]
+
+
+def test_empty_text_that_the_tokenizer_would_begin(llm: LLM) -> None:
+    begins = TemplateProcessing(single="<sep> $A", special_tokens=[("<sep>", 257)])
+    llm._need_tokenizer("")._tokenizer.backend_tokenizer.post_processor = begins
+    assert llm.generate("a")[0].prompt_token_ids == [257, 97]
+    with pytest.raises(ValueError, match="the prompt must not be empty"):
+        llm.generate("")
+    with pytest.raises(ValueError, match=r"prompts\[1\] must not be empty"):
+        llm.generate(["a", ""])
 
 
 def test_chat(llm: LLM) -> None:
