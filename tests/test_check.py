@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specserve.check.__main__ import main
 from specserve.check.measure import USELESS
@@ -129,6 +130,20 @@ def test_mismatches_are_told_before_loading_fails(
     assert not report["memory"]["loaded"]
     assert any("made for another tokenizer" in problem for problem in report["problems"])
     assert any("resolve to [2, 20, 37]; expected" in problem for problem in report["problems"])
+
+
+def test_a_draft_is_looked_at_beside_a_target_that_cannot_be_loaded(
+    pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = edit(pair.target, tmp_path / "headless", tie_word_embeddings=False)
+    weights = load_file(target / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, target / "model.safetensors")
+    draft = edit(pair.eagle3, tmp_path / "draft", vocab_size=64)
+    code, report = check(capsys, target, draft, algorithm="EAGLE3")
+    assert (code, report["memory"]) == (2, None)
+    assert "has no tensor lm_head.weight" in report["error"]
+    assert any("made for another tokenizer" in problem for problem in report["problems"])
 
 
 @pytest.mark.parametrize(

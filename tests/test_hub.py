@@ -157,7 +157,7 @@ def test_flags_of_the_hub_where_all_is_local(tmp_path: Path) -> None:
     found, notes = resolve_paths(Settings(model_path=str(tmp_path), revision="main", **unread))
     assert notes == [
         f"--revision changes nothing: {tmp_path} is a directory, not the hub's",
-        "--speculative-draft-model-revision changes nothing: no draft of the hub is named",
+        "--speculative-draft-model-revision changes nothing: no draft is downloaded",
         "--download-dir changes nothing: all files are local",
     ]
     assert resolve_paths(found) == (found, [])

@@ -60,7 +60,10 @@ def _ends(model: ModelConfig, report: Report) -> None:
 
 
 def _memory(settings: Settings, model: ModelConfig, report: Report) -> None:
-    report.memory = found = expected_memory(settings, model)
+    try:
+        report.memory = found = expected_memory(settings, model)
+    except ValueError:  # told by loading, which does not get further either
+        return
     there, context = device_memory(settings.device), settings.context_length
     tokens, wanted = found.pool_tokens, found.weights + found.draft
     if settings.max_total_tokens is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the device: measured when ``loaded``, else expected by the files' sizes."""
+    """Bytes on the device: measured when ``loaded``, else expected by the shapes of the weights."""
 
     device: str
     loaded: bool
@@ -78,7 +78,7 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 
 def _memory(found: Memory) -> Iterator[str]:
-    yield f"on {found.device}, " + ("as loaded" if found.loaded else "expected by the sizes of the files")
+    yield f"on {found.device}, " + ("as loaded" if found.loaded else "expected by the shapes of the weights")
     yield f"weights       {_size(found.weights)}"
     if found.draft:
         yield f"draft         {_size(found.draft)}, without what it shares with the target"

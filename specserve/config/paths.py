@@ -85,7 +85,7 @@ def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
     if draft is not None and algorithm != "NONE":
         return str(places.model(_DRAFT_FLAG, draft, revision, _DRAFT_REVISION))
     if revision is not None:
-        places.notes.append(f"{_DRAFT_REVISION} changes nothing: no draft of the hub is named")
+        places.notes.append(f"{_DRAFT_REVISION} changes nothing: no draft is downloaded")
     if algorithm == "NONE":
         return draft
     if carries_draft(algorithm, model_path):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass, fields
 from typing import Any
-from urllib.parse import urlsplit
 
 from specserve.config.declare import power_of_two, setting, settings_of
 from specserve.config.values import check_value
@@ -34,12 +34,19 @@ def _sendable(key: str) -> str | None:
     )
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")
+_DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
+
+
 def _origins(given: tuple[str, ...]) -> str | None:
-    """As browsers write them: nothing behind host and port."""
+    """Others than browsers write would match none."""
     for origin in given:
-        parts = urlsplit(origin)
-        if (origin not in ("*", "null") and origin != f"{parts.scheme}://{parts.netloc}") or origin == "://":
-            return f"must be * or like https://example.com:8443, without a path, found {origin!r}"
+        sent = _ORIGIN.fullmatch(origin) and not _DEFAULT_PORT.fullmatch(origin)
+        if not sent and origin not in ("*", "null"):
+            return (
+                "must be * or what browsers send, like https://example.com:8443: in lower case, without a path, a user "
+                f"or the scheme's own port, found {origin!r}"
+            )
     return None
 
 

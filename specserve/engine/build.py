@@ -194,7 +194,9 @@ def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
     """Raises ValueError where the device has not so much memory."""
     try:
         return KVPool(config, pages, device)
-    except (RuntimeError, MemoryError):  # PyTorch's, of a CPU and of a GPU
+    except RuntimeError as error:
+        if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
+            raise
         tokens, size = pages * config.page_size, pages * config.page_bytes() / 2**30
         raise ValueError(
             f"--max-total-tokens: a KV pool of {tokens} tokens takes {size:.1f} GiB, which the {device.type} does not "

@@ -221,6 +221,10 @@ def load_target(
 ) -> LlamaModel:
     """Loads a target model from a Hugging Face directory. Raises ValueError saying what does not fit."""
     model, files = build_target(model_path, dtype, device, max_positions)
+    if model.config.tie_word_embeddings and not load_model_config(model_path).tie_word_embeddings:
+        log.warning(
+            "%s has no lm_head.weight and its config does not tie it: the embedding's is taken", model_path
+        )
     load_parameters(model, files)
     _warn_of_unread(model, files)
     return model
@@ -246,9 +250,6 @@ def _tied(config: ModelConfig, model_path: Path, files: TensorFiles) -> ModelCon
             f"{model_path} has no tensor lm_head.weight: expected in {files.where}, since {source.name} has "
             "tie_word_embeddings false"
         )
-    log.warning(
-        "%s has no lm_head.weight and its config does not tie it: the embedding's is taken", model_path
-    )
     return replace(config, tie_word_embeddings=True)
 
 

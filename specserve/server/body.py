@@ -105,7 +105,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise BodyError(f"{twice}: more than once in one object", twice)
+        raise BodyError(f"{twice or repr(twice)}: more than once in one object", twice or repr(twice))
     return found
 
 

@@ -105,8 +105,13 @@ def test_values_of_all_kinds() -> None:
         ("--api-key=", {}, "--api-key: must not be empty"),
         ("--api-key=schlüssel", {}, "--api-key: must be printable ASCII, as it is sent in a header"),
         ("", {"SPECSERVE_API_KEY": "a\nb"}, "SPECSERVE_API_KEY: must be printable ASCII"),
-        ("--cors-origin foo", {}, "--cors-origin: must be * or like https://example.com:8443, without a path"),
-        ("--cors-origin http://a.com http://b.com/", {}, "without a path, found 'http://b.com/'"),
+        ("--cors-origin foo", {}, "--cors-origin: must be * or what browsers send, like https://example.com:8443"),
+        ("--cors-origin http://a.com http://b.com/", {}, "found 'http://b.com/'"),
+        ("--cors-origin http://[::1", {}, "--cors-origin: must be * or what browsers send"),
+        ("--cors-origin https://Example.com", {}, "in lower case"),
+        ("--cors-origin https://*.a.com", {}, "found 'https://*.a.com'"),
+        ("--cors-origin https://a.com:443", {}, "or the scheme's own port"),
+        ("--cors-origin https://", {}, "found 'https://'"),
         ("--served-model-name a b a", {}, "--served-model-name: must name each model once, found 'a' again"),
         ("--cpu-threads 100000", {}, "the cores of this machine, found 100000"),
         ("--max-running-requests 65537", {}, "--max-running-requests: must be from 1 to 65536, found 65537"),
@@ -156,7 +161,7 @@ def test_settings_are_checked_however_they_are_made() -> None:
 
 
 def test_origins_as_browsers_write_them() -> None:
-    given = ("*", "null", "http://a.com", "https://b.com:8443")
+    given = ("*", "null", "http://a.com", "https://b.com:8443", "http://[::1]:3000", "chrome-extension://abc")
     assert Settings(cors_origin=given).cors_origin == given
 
 
