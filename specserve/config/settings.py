@@ -16,7 +16,7 @@ from specserve.config.declare import power_of_two, setting, settings_of
 from specserve.config.values import check_value
 
 MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
-MAX_SLOTS = 65536
+MAX_SLOTS = 65536  # what attention's kernels look requests up among at most
 ALGORITHMS = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "MTP", "NAIVE_EAGLE")
 
 
