@@ -30,7 +30,7 @@ check: $(test_ready)
 
 docs: $(serve_ready)
 	$(python) -m specserve.config > docs/settings.md
-	$(python) -m specserve.reference docs
+	$(python) -m specserve.tools.reference docs
 
 clean:
 	rm -rf $(VENV)

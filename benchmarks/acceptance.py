@@ -17,11 +17,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import specserve.spec.step
+import specserve.speculation.step
 from benchmarks.common import load_prompts, run_prompts, write_results
 from specserve import LLM
 from specserve.llm import RequestOutput
-from specserve.spec.draft import draft
+from specserve.speculation.draft import draft
 
 SHAPES = [
     ("EAGLE3", (5, 1, 6)),
@@ -39,11 +39,11 @@ def drafting(coupled: bool) -> Iterator[None]:
     def without_noise(context: Any, view: Any, shape: Any, sampling: Any) -> Any:
         return draft(context, view, shape, sampling if coupled else replace(sampling, noise_BDV=None))
 
-    specserve.spec.step.draft = without_noise  # type: ignore[assignment]
+    specserve.speculation.step.draft = without_noise  # type: ignore[assignment]
     try:
         yield
     finally:
-        specserve.spec.step.draft = draft
+        specserve.speculation.step.draft = draft
 
 
 def tokens_per_step(outputs: Sequence[RequestOutput]) -> float:

@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import specserve.engine.build
+import specserve.process.assemble
 from benchmarks.closed_loop import ClosedLoop, Step, endless
 from benchmarks.common import load_options, make_prompts, parse_load, write_results
 from specserve import LLM, SamplingParams
 from specserve.engine.shapes import ShapePlan, ShapePolicy, Speculation, StaticShapes, step_shape
-from specserve.scheduler.process import keep_what_is_loaded
-from specserve.spec.context import Context
-from specserve.spec.known import KnownTexts
-from specserve.spec.tree import StepShape
-from specserve.tune.loop import MeteredRunner
+from specserve.process.worker import keep_what_is_loaded
+from specserve.speculation.context import Context
+from specserve.speculation.known import KnownTexts
+from specserve.speculation.shape import StepShape
+from specserve.tools.tune.loop import MeteredRunner
 
 STATIC: tuple[Speculation, ...] = ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 6), (4, 4, 16), (5, 8, 32))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -64,7 +64,7 @@ def adaptive_llm(
     """An engine under the controller, and all policies that its scheduler may be given: plain decoding, the ``fixed``
     shapes, which batches smaller than ``smallest`` run without graphs, and the controller."""
     made: list[WiderPlan] = []
-    plan_of = specserve.engine.build.shape_plan
+    plan_of = specserve.process.assemble.shape_plan
 
     def wider(settings: Any) -> WiderPlan:
         plan = plan_of(settings)
@@ -81,8 +81,8 @@ def adaptive_llm(
         "speculative_adaptive": True,
     }
     with (
-        patch.object(specserve.engine.build, "shape_plan", wider),
-        patch.object(specserve.engine.build, "Runner", MeteredRunner),
+        patch.object(specserve.process.assemble, "shape_plan", wider),
+        patch.object(specserve.process.assemble, "Runner", MeteredRunner),
         LLM(args.model, **given | settings) as llm,
     ):
         assert llm._engine is not None
@@ -194,14 +194,14 @@ def write_texts(
 def knowing_texts(end: int) -> Iterator[list[KnownTexts]]:
     """Engines that are built inside can be told texts, up to position ``end``; the list has what each is told by."""
     made: list[KnownTexts] = []
-    create = specserve.engine.build.create_context
+    create = specserve.process.assemble.create_context
 
     def created(*args: Any) -> Context:
         context = create(*args)
         made.append(context.state.know_texts(end))
         return context
 
-    with patch.object(specserve.engine.build, "create_context", created):
+    with patch.object(specserve.process.assemble, "create_context", created):
         yield made
 
 

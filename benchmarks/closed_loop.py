@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specserve import SamplingParams
 from specserve.engine.shapes import ShapePolicy
-from specserve.frontend.messages import Failed, Submit, Tokens
-from specserve.spec.acceptance import Given
-from specserve.spec.adaptive import Batch
-from specserve.spec.cost import CostModel
-from specserve.spec.tree import StepShape
+from specserve.messages import Failed, Submit, Tokens
+from specserve.speculation.control.acceptance import Given
+from specserve.speculation.control.adaptive import Batch
+from specserve.speculation.control.cost import CostModel
+from specserve.speculation.shape import StepShape
 
 if TYPE_CHECKING:
     from specserve.scheduler.scheduler import Scheduler

@@ -35,8 +35,8 @@ from specserve.llm import RequestOutput
 from specserve.models.config import load_model_config
 from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.scheduler import Scheduler
-from specserve.token_map.ranking import Ranking
-from specserve.token_map.write import write_map
+from specserve.tools.token_map.ranking import Ranking
+from specserve.tools.token_map.write import write_map
 
 Rows = list[dict[str, Any]]
 NAMES = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")

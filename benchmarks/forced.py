@@ -15,9 +15,9 @@ import torch
 from specserve_kernels import Accepted, Tree
 from torch import Tensor
 
-import specserve.spec.step
-from specserve.spec.context import Context, View
-from specserve.spec.tree import StepShape
+import specserve.speculation.step
+from specserve.speculation.context import Context, View
+from specserve.speculation.shape import StepShape
 
 NONE = -1
 
@@ -40,7 +40,7 @@ def force(tree: Tree, chosen_T: Tensor, levels: Tensor) -> tuple[Tree, Tensor]:
 def forced_levels() -> Iterator[Callable[[int], None]]:
     """Engines built inside, their captured steps included, accept what the given function says: so many levels of each
     draft, or ``NONE``, at first, for what the target accepts by itself."""
-    accept = specserve.spec.step.accept
+    accept = specserve.speculation.step.accept
     tables: dict[torch.device, Tensor] = {}
     current = NONE
 
@@ -59,6 +59,6 @@ def forced_levels() -> Iterator[Callable[[int], None]]:
             for table in tables.values():
                 table.fill_(levels)
 
-    step: Any = specserve.spec.step
+    step: Any = specserve.speculation.step
     with patch.object(step, "accept", patched):
         yield say

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import msgspec
 from torch import Tensor
 
-import specserve.engine.sampler
+import specserve.speculation.sampler
 from benchmarks.common import PROMPTS, write_results
 from benchmarks.pairwise import Configuration, pairwise
 from specserve import LLM, SamplingParams
@@ -272,15 +272,15 @@ def tie_gap(models: Models, item: Item, index: int) -> float:
 def recorded_scores() -> Iterator[list[Tensor]]:
     """The scores ``[V]`` each token of a single plain request is chosen from."""
     found: list[Tensor] = []
-    best: Callable[[Tensor], Tensor] = specserve.engine.sampler.best
+    best: Callable[[Tensor], Tensor] = specserve.speculation.sampler.best
 
     def recording(scores_NV: Tensor) -> Tensor:
         found.append(scores_NV[0].clone())
         return best(scores_NV)
 
     with (
-        patch.object(specserve.engine.sampler, "best", recording),
-        patch.object(specserve.engine.sampler, "runs_triton", lambda _: False),
+        patch.object(specserve.speculation.sampler, "best", recording),
+        patch.object(specserve.speculation.sampler, "runs_triton", lambda _: False),
     ):
         yield found
 

@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from specserve.core import SpeculationUsage
-from specserve.frontend.messages import ToFront, Tokens, decode_to_front, encode
+from specserve.messages import ToFront, Tokens, decode_to_front, encode
 
 decode_one = msgspec.msgpack.Decoder(ToFront).decode
 PROCESSES = multiprocessing.get_context("spawn")

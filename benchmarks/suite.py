@@ -32,7 +32,7 @@ import benchmarks.step_trace
 import benchmarks.throughput
 import benchmarks.tuner
 import benchmarks.waterfall
-import specserve.engine.build
+import specserve.process.assemble
 from benchmarks.common import write_results
 from benchmarks.cost_faithful import RANDOM, USELESS
 
@@ -44,7 +44,7 @@ LONGEST = 16384  # positions: ``long_context`` goes past what the target was mad
 @contextmanager
 def weights_kept() -> Iterator[None]:
     """Targets are loaded once; engines that come one after another share them."""
-    load: Callable[..., Any] = specserve.engine.build.load_target
+    load: Callable[..., Any] = specserve.process.assemble.load_target
     loaded: dict[Any, Any] = {}
 
     def keep(path: Path, dtype: Any, device: Any, max_positions: int) -> Any:
@@ -54,7 +54,7 @@ def weights_kept() -> Iterator[None]:
             loaded[key] = load(path, dtype, device, max_positions=positions)
         return loaded[key]
 
-    with patch.object(specserve.engine.build, "load_target", keep):
+    with patch.object(specserve.process.assemble, "load_target", keep):
         yield
 
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from specserve.config import Settings, load_settings, resolve_paths
 from specserve.logs import adopt_loggers, configure_logging
-from specserve.scheduler.process import Build, Built, build_scheduler
+from specserve.process.worker import Build, Built, build_scheduler
 
 log = logging.getLogger("specserve.launch")
 

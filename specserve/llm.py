@@ -15,12 +15,12 @@ from specserve.config import SETTINGS, Settings, make_settings, resolve, resolve
 from specserve.config.settings import SERVER
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.frontend.conversation import encodable, plain
-from specserve.frontend.messages import Failed, Submit
 from specserve.frontend.output import OutputProcessor
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.messages import Failed, Submit
 
 if TYPE_CHECKING:
-    from specserve.scheduler.process import Engine
+    from specserve.process.worker import Engine
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class LLM:
     """
 
     def __init__(self, model_path: str | None = None, **settings: Any) -> None:
-        from specserve.engine.build import create_scheduler
         from specserve.models.config import load_model_config
+        from specserve.process.assemble import create_scheduler
 
         given, notes = resolve_paths(make_settings(model_path=model_path, **settings))
         for name in _unread(given):

@@ -39,12 +39,12 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-import specserve.engine.sampler
+import specserve.speculation.sampler
 from specserve.attention import ATTENTION
 from specserve.core import SamplingParams
 from specserve.engine.prompts import PROMPT_SIZES, short_prefill
 from specserve.engine.runner import Row, Runner
-from specserve.spec.tree import StepShape
+from specserve.speculation.shape import StepShape
 from tests.engines import Checkpoints, context_of, head_of, make_scheduler, multiply_integers
 
 PLAIN = SamplingParams(temperature=0)
@@ -263,7 +263,7 @@ def compiled_only() -> Iterator[Compiler]:
         stack.enter_context(patch.object(torch, "empty_like", zeros_like))
         stack.enter_context(patch.object(Tensor, "new_empty", new_zeros))
         stack.enter_context(patch.object(specserve_kernels.dispatch, "runs_triton", lambda _: True))
-        stack.enter_context(patch.object(specserve.engine.sampler, "runs_triton", lambda _: True))
+        stack.enter_context(patch.object(specserve.speculation.sampler, "runs_triton", lambda _: True))
         stack.enter_context(patch.dict(ATTENTION, torch=ATTENTION["triton"]))
         yield compiler
 

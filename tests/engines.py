@@ -14,22 +14,22 @@ import torch
 from specserve_kernels import Pool, Tree
 from torch import Tensor
 
-import specserve.spec.step
+import specserve.speculation.step
 from specserve import LLM
 from specserve.config import make_settings, resolve, resolve_paths
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
-from specserve.engine.build import create_scheduler
-from specserve.frontend.messages import Failed, Submit
 from specserve.layers import linear
+from specserve.messages import Failed, Submit
 from specserve.models.config import load_model_config
 from specserve.models.draft.head import LayerHead
+from specserve.process.assemble import create_scheduler
 from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler
-from specserve.spec.acceptance import Given
-from specserve.spec.adaptive import Batch
-from specserve.spec.context import Context, View
-from specserve.spec.drafters.eagle import EagleDrafter
-from specserve.spec.tree import StepShape
+from specserve.speculation.context import Context, View
+from specserve.speculation.control.acceptance import Given
+from specserve.speculation.control.adaptive import Batch
+from specserve.speculation.drafters.eagle import EagleDrafter
+from specserve.speculation.shape import StepShape
 
 Shape = tuple[int, int, int]  # steps, topk, verified tokens
 
@@ -173,7 +173,7 @@ class Drafted:
 def record_drafts() -> Iterator[list[Drafted]]:
     """Every step's pool and trees, in order."""
     found: list[Drafted] = []
-    select = specserve.spec.step.select
+    select = specserve.speculation.step.select
 
     def recording(context: Context, view: View, pool: Pool, shape: StepShape) -> Tree:
         tree = select(context, view, pool, shape)
@@ -181,7 +181,7 @@ def record_drafts() -> Iterator[list[Drafted]]:
         found.append(Drafted(pool, tree, room_B))
         return tree
 
-    with patch.object(specserve.spec.step, "select", recording):
+    with patch.object(specserve.speculation.step, "select", recording):
         yield found
 
 

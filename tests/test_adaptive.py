@@ -14,9 +14,9 @@ from specserve import LLM, SamplingParams
 from specserve.config import make_settings, resolve
 from specserve.core import Speculation
 from specserve.engine.shapes import AdaptiveShapes, candidate_shapes
-from specserve.spec.adaptive import Batch
-from specserve.spec.cost import CostModel
-from specserve.spec.tree import StepShape
+from specserve.speculation.control.adaptive import Batch
+from specserve.speculation.control.cost import CostModel
+from specserve.speculation.shape import StepShape
 from tests.engines import check_switching
 
 PROMPTS = [[5, 6, 7, 300], [9, 1000, 4], [77, 12, 90, 90, 8]]
@@ -53,7 +53,7 @@ def priced(level: float) -> Any:
         shapes = [shape for slots in range(1, most + 1) for shape in candidates(slots)]
         return CostModel({shape: 1 + level * shape.levels for shape in shapes})
 
-    return patch("specserve.engine.build.measure_eager", measure)
+    return patch("specserve.process.assemble.measure_eager", measure)
 
 
 @pytest.mark.parametrize("level", [0.05, 50.0], ids=["cheap", "dear"])

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specserve.check.__main__ import main
-from specserve.check.measure import USELESS
-from specserve.check.memory import _count, _tensors, expected_memory, memory_needed
-from specserve.check.report import Acceptance, Memory, Report
 from specserve.config import make_settings
 from specserve.config.paths import resolve_paths
 from specserve.layers.linear import Linear, QuantizedLinear
 from specserve.models.config import load_model_config
-from specserve.scheduler.process import build_scheduler
+from specserve.process.worker import build_scheduler
 from specserve.scheduler.scheduler import Scheduler
+from specserve.tools.check.__main__ import main
+from specserve.tools.check.measure import USELESS
+from specserve.tools.check.memory import _count, _tensors, expected_memory, memory_needed
+from specserve.tools.check.report import Acceptance, Memory, Report
 from tests.engines import Checkpoints, head_of
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
@@ -247,7 +247,7 @@ def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, al
 def test_a_model_that_does_not_fit(
     pair: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specserve.check.mismatches.device_memory", lambda _: 2**16)
+    monkeypatch.setattr("specserve.tools.check.mismatches.device_memory", lambda _: 2**16)
     code, report = check(capsys, pair.target, pair.eagle, "--no-run")
     assert code == 1
     assert "cpu has 0.0 GiB" in report["problems"][0]

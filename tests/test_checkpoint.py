@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specserve.models.checkpoint import TensorFiles, load_target, save_target
-from specserve.train.attend import CausalAttend
+from specserve.tools.train.attend import CausalAttend
 from tests.train_models import tiny_batch, tiny_config, tiny_target
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from specserve.models.draft.choices import read_taps
 from specserve.models.draft.load import KINDS, LoadedDraft, load_draft
 from specserve.models.draft.override import FIELDS, parse_overrides
 from specserve.models.draft.source import Source
-from specserve.spec.drafters import DRAFTERS
+from specserve.speculation.drafters import DRAFTERS
 from tests.engines import make_scheduler
 from tests.reference.draft_dialects import AUX, as_speculators, eagle, eagle3, save, with_embedding
 from tests.reference.models import load_checkpoint, make_llama, make_mimo, save_checkpoint

@@ -20,8 +20,8 @@ from tests.reference import draft_dialects as dialects
 from tests.reference.decode import Request
 from tests.reference.draft_dialects import AUX, as_speculators, eagle3, save, with_norms, without
 from tests.reference.models import YARN_ROPE, load_checkpoint, make_llama, make_mimo, save_checkpoint
-from tests.spec.oracle import SAMPLING, Oracle, reference_params
-from tests.spec.test_drafted_tree import check_step, check_steps
+from tests.speculation.oracle import SAMPLING, Oracle, reference_params
+from tests.speculation.test_drafted_tree import check_step, check_steps
 
 PROMPT = [(7 * i + i * i) % 64 for i in range(37)]
 CHUNK = 16

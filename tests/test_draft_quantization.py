@@ -14,7 +14,6 @@ from torch import Tensor
 
 from specserve.config import make_settings
 from specserve.core import SamplingParams
-from specserve.engine import build
 from specserve.layers import decoder
 from specserve.layers import linear as linear_layers
 from specserve.layers.decoder import LayerConfig
@@ -33,6 +32,7 @@ from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
 from specserve.models.draft.head import LayerHead
 from specserve.models.draft.mtp import MTPHead
+from specserve.process import assemble as build
 from tests.engines import Checkpoints, answer_all, head_of, make_scheduler, multiply_integers
 
 PROMPTS = [[5, 17, 3, 40, 8], [9, 2, 31, 31, 7, 12]]

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import specserve.spec.step
+import specserve.speculation.step
 from specserve import LLM, SamplingParams
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.paths import BUNDLED_MODEL
-from specserve.engine.sampler import VocabMap
 from specserve.layers.linear import Linear, pack_linears
 from specserve.models.config import load_model_config
 from specserve.models.draft.token_map import CopiedRows, IndexedHead
 from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.scheduler import Scheduler
-from specserve.spec.drafters.eagle import EagleDrafter
-from specserve.spec.live_map import LiveMap, MapPlan, default_size
+from specserve.speculation.drafters.eagle import EagleDrafter
+from specserve.speculation.dynamic_map import LiveMap, MapPlan, default_size
+from specserve.speculation.sampler import VocabMap
 from tests.engines import Checkpoints, answer_all, answer_one, context_of, make_scheduler
 from tests.test_token_map import PROMPT, VOCAB, save, work
 
@@ -90,7 +90,7 @@ def test_what_was_said_stays_for_a_while() -> None:
 
 def test_little_gain_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than a thousandth of the text."""
-    monkeypatch.setattr("specserve.spec.live_map.HALF_LIFE", 1e9)
+    monkeypatch.setattr("specserve.speculation.dynamic_map.HALF_LIFE", 1e9)
     found = live(plan(size=2))
     found.observe([40] * 5000 + [41] * 2)
     assert found.look(stepped=True) is not None
@@ -169,7 +169,7 @@ def drafter_of(scheduler: Scheduler) -> EagleDrafter:
 def check_guesses(scheduler: Scheduler) -> Iterator[list[int]]:
     """Every step guesses tokens of the map of its moment alone. The sizes of the maps' changes."""
     drafter, changes = drafter_of(scheduler), []
-    select, pick = specserve.spec.step.select, drafter.pick
+    select, pick = specserve.speculation.step.select, drafter.pick
     assert drafter.live_map is not None
     assert drafter.vocab is not None
 
@@ -189,7 +189,7 @@ def check_guesses(scheduler: Scheduler) -> Iterator[list[int]]:
         pick(rows)
         changes.append(len(set(drafter.vocab.ids.tolist()) - before))
 
-    with patch.object(specserve.spec.step, "select", checked), patch.object(drafter, "pick", noted):
+    with patch.object(specserve.speculation.step, "select", checked), patch.object(drafter, "pick", noted):
         yield changes
 
 

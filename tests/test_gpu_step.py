@@ -19,8 +19,8 @@ from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.engine.graphs import PromptGraph
 from specserve.engine.shapes import candidate_shapes
-from specserve.frontend.messages import Submit
 from specserve.layers import linear
+from specserve.messages import Submit
 from tests.engines import check_switching, head_of
 
 pytestmark = pytest.mark.gpu

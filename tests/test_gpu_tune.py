@@ -10,9 +10,9 @@ import pytest
 from specserve.config import make_settings, resolve_paths
 from specserve.engine.shapes import step_shape
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.tune.__main__ import main
-from specserve.tune.engine import TuneEngine, Work
-from specserve.tune.prompts import encode, read_prompts
+from specserve.tools.tune.__main__ import main
+from specserve.tools.tune.engine import TuneEngine, Work
+from specserve.tools.tune.prompts import encode, read_prompts
 
 pytestmark = pytest.mark.gpu
 

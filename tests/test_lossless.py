@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import specserve.spec.step
+import specserve.speculation.step
 from benchmarks.lossless import (
     CHOICES,
     SAMPLING,
@@ -83,7 +83,7 @@ def test_a_wrong_token_is_noticed(models: Models) -> None:
         "toggled": False,
         "speculation": "EAGLE chain",
     }
-    accept = specserve.spec.step.accept
+    accept = specserve.speculation.step.accept
 
     def generous(context: Any, view: Any, shape: Any, tree: Any, chosen_T: Tensor) -> Any:
         """Takes every root's child for what the target chose."""
@@ -92,7 +92,7 @@ def test_a_wrong_token_is_noticed(models: Models) -> None:
         chosen_T = torch.where((tree.local_T == 0) & has_child, children, chosen_T)
         return accept(context, view, shape, tree, chosen_T)
 
-    with patch.object(specserve.spec.step, "accept", generous):
+    with patch.object(specserve.speculation.step, "accept", generous):
         row, differences = run_configuration(models, 3, configuration, items, expected)
     assert row.identical < row.texts == len(items)
     assert len(differences) == row.texts - row.identical

@@ -10,7 +10,7 @@ import torch
 
 from specserve import LLM, SamplingParams
 from specserve.core import TokenLogprob
-from specserve.engine import logprobs
+from specserve.speculation import logprobs
 from tests.engines import Checkpoints, Client, answer_all, answer_one
 
 PROMPT = [3, 9, 27, 17, 51, 25, 11, 33, 35, 41, 59, 49, 19, 57, 43, 1, 3, 9, 27, 17]

@@ -12,10 +12,10 @@ import pytest
 from specserve import LLM, SamplingParams
 from specserve.core import Speculation
 from specserve.frontend.generation import Generation, Job
-from specserve.frontend.messages import Tokens
+from specserve.messages import Tokens
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.request import Request
-from specserve.spec.acceptance import Skill
+from specserve.speculation.control.acceptance import Skill
 from tests.front.fakes import byte_tokenizer
 
 

@@ -14,9 +14,9 @@ from specserve.core import SamplingParams
 from specserve.engine.prompts import PROMPT_SIZES, PromptSize, Run, short_prefill, size_for, sizes_within
 from specserve.engine.runner import Row, Runner
 from specserve.scheduler.scheduler import Scheduler
-from specserve.spec.context import Context
-from specserve.spec.prefill import PrefillResult
-from specserve.spec.state import RowInit
+from specserve.speculation.context import Context
+from specserve.speculation.prefill import PrefillResult
+from specserve.speculation.state import RowInit
 from tests.engines import Answer, Checkpoints, Client, context_of
 
 SHARED = [(7 * index) % 61 for index in range(40)]

@@ -13,11 +13,11 @@ import pytest
 
 from specserve.core import SamplingParams, Speculation
 from specserve.engine.runner import Emitted
-from specserve.frontend.messages import LevelTotals
+from specserve.messages import LevelTotals
 from specserve.scheduler.counters import StepCounters
 from specserve.scheduler.scheduler import Scheduler
-from specserve.spec.cost import CostModel
-from specserve.spec.tree import StepShape
+from specserve.speculation.control.cost import CostModel
+from specserve.speculation.shape import StepShape
 from tests.engines import Checkpoints, Client, Drafted, Shape, make_scheduler, record_drafts
 
 ABORTED = {4: "2", 12: "5"}  # rid by iteration
@@ -163,7 +163,7 @@ def priced(_: Any, most: int, candidates: Any) -> CostModel:
 
 def test_with_the_controller(agreeing: Checkpoints) -> None:
     with (
-        patch("specserve.engine.build.measure_eager", priced),
+        patch("specserve.process.assemble.measure_eager", priced),
         patch.object(CostModel, "observe", lambda *_: None),
         record_steps() as recorded,
     ):

@@ -25,7 +25,7 @@ from specserve.layers.rotary import Rope
 from specserve.models.checkpoint import load_target, target_config
 from specserve.models.config import load_model_config
 from specserve.models.registry import ARCHITECTURES
-from specserve.train.attend import CausalAttend, Packing
+from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import answer_all, make_scheduler
 from tests.reference import llama
 from tests.reference.doubles import float32_means_float64

@@ -33,8 +33,8 @@ from tests.engines import (
 from tests.reference import eagle
 from tests.reference.decode import Request
 from tests.reference.models import make_mimo
-from tests.spec.oracle import SAMPLING, Oracle, reference_params
-from tests.spec.test_drafted_tree import check_steps
+from tests.speculation.oracle import SAMPLING, Oracle, reference_params
+from tests.speculation.test_drafted_tree import check_steps
 
 VOCAB = 64
 PROMPT = [1, 5, 9, 33, 60]

@@ -15,10 +15,10 @@ from specserve.config.paths import BUNDLED_MODEL
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.models.draft.token_map import read_token_map
-from specserve.token_map.__main__ import main
-from specserve.token_map.count import count_files, count_server
-from specserve.token_map.ranking import Ranking
-from specserve.train.chat import Encoder
+from specserve.tools.token_map.__main__ import main
+from specserve.tools.token_map.count import count_files, count_server
+from specserve.tools.token_map.ranking import Ranking
+from specserve.tools.train.chat import Encoder
 from tests.front.conftest import Serve, serve
 from tests.front.fakes import byte_tokenizer
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from specserve.layers.rotary import Rope
 from specserve.models.draft.base import DraftHead
-from specserve.train.attend import CausalAttend, TestTimeAttend
-from specserve.train.heads import HeadOptions, make_eagle, make_eagle3
-from specserve.train.packed_attention import packed_attention
-from specserve.train.windows import Windows
+from specserve.tools.train.attend import CausalAttend, TestTimeAttend
+from specserve.tools.train.heads import HeadOptions, make_eagle, make_eagle3
+from specserve.tools.train.packed_attention import packed_attention
+from specserve.tools.train.windows import Windows
 from tests.train_models import tiny_batch, tiny_target
 
 LEVELS = 4

@@ -11,10 +11,10 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specserve.train.chat import Encoder
-from specserve.train.data import load_sources, load_tokens
-from specserve.train.packing import RowSampler, pack
-from specserve.train.vocab import draft_vocabulary, membership, offsets
+from specserve.tools.train.chat import Encoder
+from specserve.tools.train.data import load_sources, load_tokens
+from specserve.tools.train.packing import RowSampler, pack
+from specserve.tools.train.vocab import draft_vocabulary, membership, offsets
 from tests.train_models import tiny_documents, tiny_rows
 
 CHATML = (

@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from specserve.models.checkpoint import TensorFiles, load_parameters
-from specserve.train import export
-from specserve.train.eagle import EagleTrainer
-from specserve.train.eagle3 import Eagle3Trainer
-from specserve.train.heads import HeadOptions, make_eagle, make_eagle3
-from specserve.train.level import Level, Levels
-from specserve.train.loop import Loop, LoopConfig
-from specserve.train.optim import build_optimizers
-from specserve.train.packing import RowSampler
-from specserve.train.report import CHAIN, Acceptance, measure, table
-from specserve.train.windows import Windows
+from specserve.tools.train import export
+from specserve.tools.train.eagle import EagleTrainer
+from specserve.tools.train.eagle3 import Eagle3Trainer
+from specserve.tools.train.heads import HeadOptions, make_eagle, make_eagle3
+from specserve.tools.train.level import Level, Levels
+from specserve.tools.train.loop import Loop, LoopConfig
+from specserve.tools.train.optim import build_optimizers
+from specserve.tools.train.packing import RowSampler
+from specserve.tools.train.report import CHAIN, Acceptance, measure, table
+from specserve.tools.train.windows import Windows
 from tests.train_models import tiny_batch, tiny_rows, tiny_target
 
 TAPS = (0, 2, 4)

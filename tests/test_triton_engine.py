@@ -16,11 +16,11 @@ import specserve_kernels.dispatch
 import specserve_kernels.ops.attention
 from specserve_kernels.ops.device import H200, Limits
 
-import specserve.engine.sampler
+import specserve.speculation.sampler
 from specserve.attention import ATTENTION
 from specserve.attention.triton import TritonAttention
 from specserve.core import SamplingParams
-from specserve.engine.sampler import TritonSampling
+from specserve.speculation.sampler import TritonSampling
 from tests.engines import Answer, Checkpoints, answer_all
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import make_llama
@@ -68,7 +68,7 @@ def on_triton() -> Iterator[None]:
     with (
         patch.object(specserve_kernels.ops.attention, "limits_of", lambda _: few),
         patch.object(specserve_kernels.dispatch, "runs_triton", lambda _: True),
-        patch.object(specserve.engine.sampler, "runs_triton", lambda _: True),
+        patch.object(specserve.speculation.sampler, "runs_triton", lambda _: True),
         patch.dict(ATTENTION, torch=ATTENTION["triton"]),
     ):
         yield

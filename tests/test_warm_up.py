@@ -12,10 +12,10 @@ import pytest
 
 from specserve.config import Settings
 from specserve.core import SamplingParams
-from specserve.engine.build import longest_launch
 from specserve.engine.prompts import PROMPT_SIZES
 from specserve.engine.runner import WARM_UP, Runner
 from specserve.layers import decoder
+from specserve.process.assemble import longest_launch
 from tests.engines import answer_all, context_of, make_scheduler
 from tests.reference.models import make_llama
 

@@ -9,7 +9,7 @@ from specserve.layers.decoder import LayerConfig
 from specserve.layers.rotary import RopeConfig
 from specserve.models.config import ModelConfig
 from specserve.models.llama import LlamaModel
-from specserve.train.packing import Batch, Documents, Rows, make_batch, pack
+from specserve.tools.train.packing import Batch, Documents, Rows, make_batch, pack
 
 VOCAB = 40
 

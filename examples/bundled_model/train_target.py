@@ -23,11 +23,11 @@ from specserve.layers.rotary import RopeConfig
 from specserve.models.checkpoint import load_target, save_target
 from specserve.models.config import ModelConfig
 from specserve.models.llama import LlamaModel
-from specserve.train.attend import CausalAttend
-from specserve.train.data import load_tokens
-from specserve.train.loop import Loop, LoopConfig, Metrics
-from specserve.train.optim import OPTIMIZERS, SCHEDULES, build_optimizers
-from specserve.train.packing import Batch, Rows, RowSampler, make_batch, pack
+from specserve.tools.train.attend import CausalAttend
+from specserve.tools.train.data import load_tokens
+from specserve.tools.train.loop import Loop, LoopConfig, Metrics
+from specserve.tools.train.optim import OPTIMIZERS, SCHEDULES, build_optimizers
+from specserve.tools.train.packing import Batch, Rows, RowSampler, make_batch, pack
 
 BOS, EOS = 0, 1
 CONTEXT_WEIGHT = 0.3  # of a token that the assistant did not write

@@ -20,11 +20,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specserve.engine.prompts import PromptSize, Run, short_prefill
-from specserve.spec.context import Context, View
-from specserve.spec.prefill import PrefillResult
-from specserve.spec.state import Needs, to_device
-from specserve.spec.step import StepResult, step
-from specserve.spec.tree import StepShape
+from specserve.speculation.context import Context, View
+from specserve.speculation.prefill import PrefillResult
+from specserve.speculation.shape import StepShape
+from specserve.speculation.state import Needs, to_device
+from specserve.speculation.step import StepResult, step
 
 log = logging.getLogger(__name__)
 

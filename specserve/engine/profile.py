@@ -11,11 +11,11 @@ from statistics import median
 import torch
 
 from specserve.engine.graphs import StepGraph
-from specserve.spec.context import Context, View
-from specserve.spec.cost import CostModel
-from specserve.spec.state import Needs, to_device
-from specserve.spec.step import step
-from specserve.spec.tree import StepShape
+from specserve.speculation.context import Context, View
+from specserve.speculation.control.cost import CostModel
+from specserve.speculation.shape import StepShape
+from specserve.speculation.state import Needs, to_device
+from specserve.speculation.step import step
 
 REPEATS = 3
 _EAGER_SIZES = (1, 4, 16, 64)

@@ -17,9 +17,9 @@ from itertools import accumulate
 from specserve_kernels import MAX_NODES
 from torch import Tensor
 
-from specserve.spec.context import Context, View
-from specserve.spec.prefill import PrefillResult, PromptChunks, prefill
-from specserve.spec.state import Needs
+from specserve.speculation.context import Context, View
+from specserve.speculation.prefill import PrefillResult, PromptChunks, prefill
+from specserve.speculation.state import Needs
 
 
 @dataclass(frozen=True, slots=True)

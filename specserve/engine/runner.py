@@ -15,15 +15,15 @@ from torch import Tensor
 
 from specserve.core import SamplingParams, TokenLogprob
 from specserve.engine.graphs import PromptGraph, StepGraph
-from specserve.engine.logprobs import Logprobs, token_logprobs
 from specserve.engine.prompts import PromptSize, Run, size_for
 from specserve.layers.decoder import MANY_TOKENS
-from specserve.spec.context import Context, View
-from specserve.spec.live_map import Ints
-from specserve.spec.prefill import PrefillResult, PromptChunks, Scored, prefill
-from specserve.spec.state import Needs, to_device
-from specserve.spec.step import step
-from specserve.spec.tree import StepShape
+from specserve.speculation.context import Context, View
+from specserve.speculation.dynamic_map import Ints
+from specserve.speculation.logprobs import Logprobs, token_logprobs
+from specserve.speculation.prefill import PrefillResult, PromptChunks, Scored, prefill
+from specserve.speculation.shape import StepShape
+from specserve.speculation.state import Needs, to_device
+from specserve.speculation.step import step
 
 # First positions and tokens: of more than 64, and of more than 96, projections take other kernels, and so does
 # attention behind a prefix, for more than 64 again; of many tokens projections add to the residual stream, and another

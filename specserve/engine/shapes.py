@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from specserve.spec.acceptance import Given
-from specserve.spec.adaptive import Batch, Controller
-from specserve.spec.cost import CostModel
-from specserve.spec.tree import StepShape
+from specserve.speculation.control.acceptance import Given
+from specserve.speculation.control.adaptive import Batch, Controller
+from specserve.speculation.control.cost import CostModel
+from specserve.speculation.shape import StepShape
 
 MAX_STEP_NODES = 512  # with 128k tokens of vocabulary, the logits of so many nodes are 131 MB in bf16
 _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specserve.core import SamplingParams, SpeculationUsage
-from specserve.frontend.engine_client import EngineClient, Inbox
-from specserve.frontend.messages import Failed, Submit, Tokens
 from specserve.frontend.output import Answer, Delta, OutputProcessor
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.messages import Failed, Submit, Tokens
+from specserve.process.client import EngineClient, Inbox
 
 
 class RequestFailed(Exception):

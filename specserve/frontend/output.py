@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.frontend.detokenizer import Detokenizer
-from specserve.frontend.messages import FinishReason, Tokens
 from specserve.frontend.stopping import StopFinder
+from specserve.messages import FinishReason, Tokens
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from specserve.frontend.messages import CostTotals, Stats, StepTotals
+from specserve.messages import CostTotals, Stats, StepTotals
 
 
 class EngineCollector(Collector):

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from specserve.core import SpeculationUsage
-from specserve.frontend.messages import Stats
+from specserve.messages import Stats
 from specserve.metrics.engine import EngineCollector
 
 _SHORT = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4)

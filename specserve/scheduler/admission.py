@@ -7,10 +7,10 @@ import random
 from dataclasses import dataclass
 
 from specserve.core import MAX_SEED, prediction_limit
-from specserve.frontend.messages import Submit
+from specserve.messages import Submit
 from specserve.scheduler.request import Request
-from specserve.spec.acceptance import Skill
-from specserve.spec.state import draft_cap
+from specserve.speculation.control.acceptance import Skill
+from specserve.speculation.state import draft_cap
 
 
 class Refused(Exception):

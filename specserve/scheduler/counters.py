@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 
-from specserve.frontend.messages import CostTotals, LevelTotals, ShapeTotals, Stats, StepTotals
-from specserve.spec.cost import CostModel
-from specserve.spec.tree import StepShape
+from specserve.messages import CostTotals, LevelTotals, ShapeTotals, Stats, StepTotals
+from specserve.speculation.control.cost import CostModel
+from specserve.speculation.shape import StepShape
 
 BATCH_BUCKETS = 11  # up to 1, 2, 4, .. 512 requests, and any number
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
-from specserve.spec.acceptance import Skill
+from specserve.speculation.control.acceptance import Skill
 
 
 @dataclass(slots=True, eq=False)

@@ -18,17 +18,17 @@ from torch import OutOfMemoryError
 
 from specserve.engine.runner import Emitted, Launch, Row, Runner
 from specserve.engine.shapes import ShapePolicy
-from specserve.frontend.messages import Failed, FinishReason, Stats, Submit, Tokens
+from specserve.messages import Failed, FinishReason, Stats, Submit, Tokens
 from specserve.scheduler.admission import Admission, Refused
 from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.pressure import ATTEMPTS, Pressure
 from specserve.scheduler.request import Request
 from specserve.scheduler.sharing import Sharing
-from specserve.spec.acceptance import Given
-from specserve.spec.adaptive import Batch
-from specserve.spec.state import RowInit
-from specserve.spec.tree import StepShape
+from specserve.speculation.control.acceptance import Given
+from specserve.speculation.control.adaptive import Batch
+from specserve.speculation.shape import StepShape
+from specserve.speculation.state import RowInit
 
 log = logging.getLogger(__name__)
 

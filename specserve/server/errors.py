@@ -12,8 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from specserve.frontend.generation import RequestFailed
-from specserve.frontend.messages import Fault
 from specserve.logs import REQUEST_ID
+from specserve.messages import Fault
 from specserve.server.request_ids import HEADER
 
 _UNION_TAGS = ("str", "int", "list")

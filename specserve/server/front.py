@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from specserve.config import Settings, make_settings
 from specserve.frontend.conversation import Conversation, MessageError
-from specserve.frontend.engine_client import EngineClient
 from specserve.frontend.generation import Generation, Job
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer, TooLong
 from specserve.metrics.front import Metrics
+from specserve.process.client import EngineClient
 from specserve.server.errors import ApiError
 from specserve.server.protocol import check_tokens
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specserve.frontend.engine_client import EngineGone
+from specserve.process.client import EngineGone
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.messages import Messages, conversation

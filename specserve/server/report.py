@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specserve.frontend.messages import CostTotals, Stats, StepTotals
+from specserve.messages import CostTotals, Stats, StepTotals
 
 
 def speculation_report(stats: Stats | None) -> dict[str, Any] | None:

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from specserve.config import Settings, resolve_paths
-from specserve.frontend.messages import Broken
 from specserve.logs import adopt_loggers
-from specserve.scheduler.process import Build, keep_what_is_loaded
-from specserve.server.supervisor import Supervisor
+from specserve.messages import Broken
+from specserve.process.supervisor import Supervisor
+from specserve.process.worker import Build, keep_what_is_loaded
 
 if TYPE_CHECKING:
     from uvicorn import Server

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from specserve.config import Settings, resolve_paths
 from specserve.core import SpeculationUsage, TokenLogprob
-from specserve.frontend.messages import Failed, Stats, Submit, Tokens
-from specserve.scheduler.process import Built
+from specserve.messages import Failed, Stats, Submit, Tokens
+from specserve.process.worker import Built
 
 CONTEXT = 256
 EOS = 256

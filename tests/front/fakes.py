@@ -10,9 +10,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from specserve.config import Settings
-from specserve.frontend.engine_client import EngineClient
-from specserve.frontend.messages import Abort, Flush, Flushed, Ready, ToEngine
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.messages import Abort, Flush, Flushed, Ready, ToEngine
+from specserve.process.client import EngineClient
 from specserve.server.front import Front
 from tests.front.fake_engine import CONTEXT, FakeEngine
 

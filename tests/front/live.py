@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import uvicorn
 
 from specserve.config import load_settings
-from specserve.frontend.engine_client import EngineClient
-from specserve.frontend.messages import Abort, Flush, Flushed, Ready, ToEngine
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.scheduler.process import Built, Engine, _info, build_scheduler
+from specserve.messages import Abort, Flush, Flushed, Ready, ToEngine
+from specserve.process.client import EngineClient
+from specserve.process.worker import Built, Engine, _info, build_scheduler
 from specserve.server.app import create_app
 from specserve.server.front import Front
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import zmq
 
-from specserve.frontend.engine_link import _Outbox
-from specserve.frontend.messages import Abort, decode_to_engine
+from specserve.messages import Abort, decode_to_engine
+from specserve.process.link import _Outbox
 from specserve.server.body import Turns
 
 

@@ -10,8 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from specserve.core import TokenLogprob
-from specserve.frontend.messages import Failed, Tokens
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.messages import Failed, Tokens
 from specserve.server.logprobs import CompletionLogprobs, text_offsets
 from tests.front.conftest import Serve
 from tests.front.fakes import byte_tokenizer

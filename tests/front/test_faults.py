@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from specserve.server.supervisor import PAUSE
+from specserve.process.supervisor import PAUSE
 from tests.front.processes import Server, running, wait
 
 LONG = {"model": "tiny", "prompt": "aaa", "max_tokens": 250}  # 125 messages of 20 ms

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-import specserve.engine.build
 import specserve.models.config
+import specserve.process.assemble
 from specserve import LLM, RequestOutput, SamplingParams
-from specserve.frontend.messages import Submit
+from specserve.messages import Submit
 from tests.front.fake_engine import CONTEXT, VOCAB, FakeEngine
 from tests.front.fakes import byte_tokenizer
 
@@ -33,7 +33,7 @@ def make(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLM:
     """An LLM whose engine repeats the prompt; long prompts end later than short ones that came after them."""
     byte_tokenizer().save_pretrained(path)
     monkeypatch.setattr(specserve.models.config, "load_model_config", lambda _: MODEL_CONFIG)
-    monkeypatch.setattr(specserve.engine.build, "create_scheduler", lambda *_: FakeEngine(_echo))
+    monkeypatch.setattr(specserve.process.assemble, "create_scheduler", lambda *_: FakeEngine(_echo))
     return LLM(str(path), device="cpu", **settings)
 
 

@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from specserve.core import SamplingParams, SpeculationUsage
-from specserve.frontend.messages import (
+from specserve.messages import (
     CostTotals,
     LevelTotals,
     ShapeTotals,

@@ -9,8 +9,8 @@ from starlette.testclient import TestClient
 
 from specserve.config import SETTINGS, Settings
 from specserve.core import SamplingParams
-from specserve.frontend.engine_client import EngineClient
-from specserve.frontend.messages import Abort, Broken, Failed, Stats, Submit, ToEngine, Tokens
+from specserve.messages import Abort, Broken, Failed, Stats, Submit, ToEngine, Tokens
+from specserve.process.client import EngineClient
 from specserve.server.app import create_app
 from specserve.server.front import Front
 from tests.front.conftest import Serve

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
-from specserve.frontend.messages import FinishReason, Tokens
 from specserve.frontend.output import OutputProcessor
 from specserve.frontend.stopping import StopFinder
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.messages import FinishReason, Tokens
 from tests.front.fake_engine import EOS
 from tests.front.fakes import byte_tokenizer
 

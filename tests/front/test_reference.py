@@ -7,11 +7,11 @@ from typing import Literal
 
 import pytest
 
-from specserve.reference.http import REQUESTS
-from specserve.reference.meanings import MEANINGS
-from specserve.reference.pages import PAGES
-from specserve.reference.schema import fields, refusals
 from specserve.server.protocol import Count, Refusal, Strict
+from specserve.tools.reference.http import REQUESTS
+from specserve.tools.reference.meanings import MEANINGS
+from specserve.tools.reference.pages import PAGES
+from specserve.tools.reference.schema import fields, refusals
 
 DOCS = Path(__file__).parents[2] / "docs"
 

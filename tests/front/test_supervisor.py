@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from specserve.config import make_settings
-from specserve.frontend.engine_client import EngineClient
-from specserve.frontend.messages import Broken, Ready
-from specserve.scheduler.process import build_scheduler
-from specserve.server import supervisor
-from specserve.server.supervisor import LONGEST_PAUSE, Supervisor
+from specserve.messages import Broken, Ready
+from specserve.process import supervisor
+from specserve.process.client import EngineClient
+from specserve.process.supervisor import LONGEST_PAUSE, Supervisor
+from specserve.process.worker import build_scheduler
 
 LOAD = 700.0  # seconds that an engine loads: longer than the period in which restarts are counted
 

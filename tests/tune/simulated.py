@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from specserve.engine.shapes import step_shape
-from specserve.spec.tree import StepShape
-from specserve.tune.board import Board
-from specserve.tune.grid import Candidate, Grid
-from specserve.tune.loop import Run
-from specserve.tune.search import Answers, Search
+from specserve.speculation.shape import StepShape
+from specserve.tools.tune.board import Board
+from specserve.tools.tune.grid import Candidate, Grid
+from specserve.tools.tune.loop import Run
+from specserve.tools.tune.search import Answers, Search
 
 
 @dataclass

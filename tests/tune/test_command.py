@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from specserve.config import load_settings
-from specserve.scheduler.process import build_scheduler
-from specserve.tune.__main__ import main
-from specserve.tune.output import configuration
-from specserve.tune.prompts import read_prompts
+from specserve.process.worker import build_scheduler
+from specserve.tools.tune.__main__ import main
+from specserve.tools.tune.output import configuration
+from specserve.tools.tune.prompts import read_prompts
 from tests.engines import Checkpoints
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
@@ -133,6 +133,6 @@ def test_prompts_of_another_form(
 def test_plots_need_matplotlib(
     pair: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("specserve.tune.plot.find_spec", lambda _: None)
+    monkeypatch.setattr("specserve.tools.tune.plot.find_spec", lambda _: None)
     assert main([*flags(pair), "--plot", "x.png"]) == 2
     assert "--plot needs the package matplotlib" in capsys.readouterr().err

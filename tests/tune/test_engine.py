@@ -15,11 +15,11 @@ from specserve.config import make_settings, resolve, resolve_paths
 from specserve.config.speculation import SHAPE
 from specserve.core import SamplingParams
 from specserve.engine.shapes import MAX_STEP_NODES, step_shape
-from specserve.frontend.messages import Submit
+from specserve.messages import Submit
 from specserve.models.config import load_model_config
-from specserve.spec.tree import StepShape
-from specserve.tune.engine import TuneEngine, Work
-from specserve.tune.grid import Candidate, Grid, envelope
+from specserve.speculation.shape import StepShape
+from specserve.tools.tune.engine import TuneEngine, Work
+from specserve.tools.tune.grid import Candidate, Grid, envelope
 from tests.engines import Checkpoints, answer_one
 
 PROMPTS = [[3, 4, 5], [9, 1, 2, 40], [7], [21, 22, 23, 24, 25, 26], [50, 3]]

@@ -9,12 +9,12 @@ import pytest
 from specserve.config import Settings
 from specserve.config.speculation import SHAPE
 from specserve.engine.shapes import step_shape
-from specserve.tune.board import Board, Estimate, overall
-from specserve.tune.grid import Candidate
-from specserve.tune.loop import Run
-from specserve.tune.output import configuration
-from specserve.tune.report import as_json, text, verdict
-from specserve.tune.search import pick_overall
+from specserve.tools.tune.board import Board, Estimate, overall
+from specserve.tools.tune.grid import Candidate
+from specserve.tools.tune.loop import Run
+from specserve.tools.tune.output import configuration
+from specserve.tools.tune.report import as_json, text, verdict
+from specserve.tools.tune.search import pick_overall
 from tests.tune.simulated import MACHINES, Machine, search
 
 
@@ -130,7 +130,7 @@ def test_what_the_file_holds() -> None:
 
 def test_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from specserve.tune.plot import plot
+    from specserve.tools.tune.plot import plot
 
     plot([board(1, {None: 100, (1, 1, 2): 150}), board(4, {None: 100})], tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from specserve.engine.shapes import step_shape
-from specserve.spec.tree import StepShape
-from specserve.tune.board import Board, Estimate
-from specserve.tune.costs import fill_in, to_measure
-from specserve.tune.grid import Candidate, Grid
-from specserve.tune.loop import Run
-from specserve.tune.report import as_json, text, verdict
-from specserve.tune.search import Search, pick_overall
+from specserve.speculation.shape import StepShape
+from specserve.tools.tune.board import Board, Estimate
+from specserve.tools.tune.costs import fill_in, to_measure
+from specserve.tools.tune.grid import Candidate, Grid
+from specserve.tools.tune.loop import Run
+from specserve.tools.tune.report import as_json, text, verdict
+from specserve.tools.tune.search import Search, pick_overall
 from tests.tune.simulated import BATCHES, MACHINES, Machine, search
 
 

@@ -57,7 +57,7 @@ FINISH_WARPS = 8
 
 
 class SamplingTable(Protocol):
-    """How each row's tokens are chosen; floats are float32. ``specserve.spec.state.SamplingState`` is one."""
+    """How each row's tokens are chosen; floats are float32. ``specserve.speculation.state.SamplingState`` is one."""
 
     temperature: Tensor  # [R], 0: greedy
     top_k: Tensor  # [R] int64, 0 or less: off

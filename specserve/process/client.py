@@ -1,0 +1,209 @@
+"""The front's side of the engine: hands requests over, hands messages to whoever waits for them.
+
+Knows no sockets: ``engine_link`` moves the messages. Everything runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from specserve.messages import (
+    Abort,
+    Broken,
+    Failed,
+    Fault,
+    Flush,
+    Flushed,
+    Ready,
+    Stats,
+    Submit,
+    ToEngine,
+    ToFront,
+    Tokens,
+)
+
+State = Literal["loading", "ready", "broken", "stopped"]
+Send = Callable[[ToEngine], None]
+
+
+class EngineGone(Exception):
+    """There is no engine that could answer."""
+
+
+class Inbox:
+    """What the engine says about the requests of one call, in the order in which it says it."""
+
+    def __init__(self, client: EngineClient, name: str, requests: Sequence[Submit]) -> None:
+        self.name = name
+        self.open = {request.rid for request in requests}
+        self._client = client
+        self._messages: asyncio.Queue[Tokens | Failed] = asyncio.Queue()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, message: Tokens | Failed) -> None:
+        self._messages.put_nowait(message)
+
+    async def get(self) -> Tokens | Failed:
+        return await self._messages.get()
+
+    def expire_in(self, seconds: float) -> None:
+        """Ends what is open by then."""
+        message = f"the request had not ended after {seconds:g} seconds (--request-timeout)"
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.end, message, "timeout")
+
+    def end(self, message: str, fault: Fault) -> None:
+        """Aborts the requests that have not ended; each is told ``message``."""
+        for rid in sorted(self.open):
+            self._client.abort(rid)
+            self.put(Failed(rid, message, fault=fault))
+
+    def close(self) -> None:
+        """Aborts the requests that have not ended; nobody reads here any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for rid in sorted(self.open):
+            self._client.abort(rid)
+
+
+class EngineClient:
+    """State of the engine and a route for each open request. ``send`` takes messages to the engine, if there is one
+    already.
+
+    One client lasts as long as the server: ``connect`` gives it the engine that follows one that broke.
+    """
+
+    def __init__(self, send: Send | None = None) -> None:
+        self.state: State = "loading"
+        self.info: dict[str, Any] = {}
+        self.stats: Stats | None = None
+        self.failure = Broken("")  # of the latest engine that broke
+        self.restarts = 0
+        self.is_last = False  # the engine is not replaced when it ends
+        self.settled = asyncio.Event()  # the state is not "loading"
+        self.gone = asyncio.Event()  # the state is "broken" or "stopped"
+        self._send = send
+        self._inboxes: dict[str, Inbox] = {}
+        self._flushes: deque[asyncio.Future[int | None]] = deque()
+
+    @property
+    def open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._inboxes)
+
+    @property
+    def without_engine(self) -> bool:
+        return self.state in ("broken", "stopped")
+
+    def connect(self, send: Send) -> None:
+        """Talks to a new engine from now on, which loads."""
+        if self.state == "stopped":
+            return
+        self.restarts += self.state == "broken"
+        self.state, self._send = "loading", send
+        self.settled.clear()
+        self.gone.clear()
+
+    def submit(self, requests: Sequence[Submit], name: str = "") -> Inbox:
+        """Hands the requests of a call over. The caller closes the inbox. Without an engine each gets Failed."""
+        inbox = Inbox(self, name, requests)
+        for request in requests:
+            self._inboxes[request.rid] = inbox
+            if self.without_engine:
+                self._fail(request.rid)
+            else:
+                self._tell(request)
+        return inbox
+
+    def abort(self, rid: str) -> None:
+        """Ends an open request; nothing follows."""
+        inbox = self._inboxes.pop(rid, None)
+        if inbox is not None:
+            inbox.open.discard(rid)
+            if not self.without_engine:
+                self._tell(Abort(rid))
+
+    def end_calls(self, name: str | None, message: str) -> int:
+        """Ends the open requests of a call, or of all for None, and tells them so. Returns how many there were."""
+        inboxes = [box for box in dict.fromkeys(self._inboxes.values()) if name in (None, box.name)]
+        ended = sum(len(inbox.open) for inbox in inboxes)
+        for inbox in inboxes:
+            inbox.end(message, "aborted")
+        return ended
+
+    async def flush_cache(self) -> int | None:
+        """Empties the prefix cache. Returns the pages freed, None if requests run. Raises EngineGone."""
+        if self.state != "ready":
+            raise EngineGone(self.words)
+        done: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+        self._flushes.append(done)
+        self._tell(Flush())
+        return await done
+
+    def receive(self, message: ToFront) -> None:
+        """Takes a message of the engine."""
+        match message:
+            case Tokens() | Failed():
+                self._route(message)
+            case Stats():
+                self.stats = message
+            case Flushed():
+                done = self._flushes.popleft()
+                if not done.done():
+                    done.set_result(message.pages)
+            case Ready() if self.state == "loading":
+                self.info = message.info
+                self.state = "ready"
+                self.settled.set()
+            case Broken():
+                self.fail(message)
+
+    def fail(self, reason: Broken) -> None:
+        """The engine is gone: every open request is answered with an error. Only the first reason counts."""
+        if not self.without_engine:
+            self.failure = reason
+            self._end("broken")
+
+    def stop(self) -> None:
+        """The server ends: open requests, and any that come, are answered with an error."""
+        if self.state != "stopped":
+            self._end("stopped")
+
+    @property
+    def words(self) -> str:
+        """Why there is no engine now."""
+        if self.state == "stopped":
+            return "the server is stopping"
+        if not self.failure.message:
+            return "the model is loading"
+        more = "; another one is loading" if self.state == "loading" else ""
+        return f"the engine is gone: {self.failure.message}{more}"
+
+    def _end(self, state: State) -> None:
+        self.state, self.stats = state, None
+        self.settled.set()
+        self.gone.set()
+        for rid in list(self._inboxes):
+            self._fail(rid)
+        while self._flushes:
+            done = self._flushes.popleft()
+            if not done.done():
+                done.set_exception(EngineGone(self.words))
+
+    def _tell(self, message: ToEngine) -> None:
+        assert self._send is not None, "nothing is sent before there is an engine"
+        self._send(message)
+
+    def _fail(self, rid: str) -> None:
+        self._route(Failed(rid, self.words, fault="unavailable"))
+
+    def _route(self, message: Tokens | Failed) -> None:
+        inbox = self._inboxes.get(message.rid)
+        if inbox is None:
+            return  # aborted while the message was on its way
+        if isinstance(message, Failed) or message.finish_reason is not None:
+            del self._inboxes[message.rid]
+            inbox.open.discard(message.rid)
+        inbox.put(message)

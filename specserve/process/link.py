@@ -1,0 +1,121 @@
+"""Starts the engine process and moves messages between it and an ``EngineClient``, by ZeroMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from specserve.config import Settings
+from specserve.messages import Broken, ToEngine, decode_to_front, encode
+from specserve.process.client import EngineClient
+from specserve.process.worker import Addresses, Build, engine_main
+
+log = logging.getLogger(__name__)
+
+GRACE = 5.0  # seconds that the engine has to end before it is killed
+RETRY = 0.01  # seconds
+LAST_WORDS = 0.3  # seconds after its end in which its last messages are read
+
+
+class EngineProcess:
+    """The engine's process and the directory of its sockets. It begins to load at once."""
+
+    def __init__(self, settings: Settings, build: Build) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="specserve-"))
+        self.addresses = Addresses(self._directory)
+        # A daemon is ended, not waited for, where a signal ends this process before anybody could close it.
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=engine_main, args=(settings, self.addresses, build), name="specserve-engine", daemon=True
+        )
+        self.process.start()
+
+    def close(self) -> None:
+        """Ends the process, kindly first, and removes its sockets."""
+        self.process.terminate()
+        self.process.join(GRACE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[None]:
+    """Lets a client talk to the engine, and hear of its end, until the context is left."""
+    context = zmq.Context()
+    to_engine = context.socket(zmq.PUSH)
+    from_engine: Any = zmq.asyncio.Socket(context, zmq.PULL)
+    for socket in (to_engine, from_engine):
+        socket.set_hwm(0)
+        socket.linger = 0
+    to_engine.bind(engine.addresses.to_engine)
+    from_engine.bind(engine.addresses.to_front)
+    outbox = _Outbox(to_engine)
+    client.connect(outbox.put)
+    tasks = [asyncio.create_task(_receive(from_engine, client)), asyncio.create_task(_watch(engine, client))]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for socket in (to_engine, from_engine):
+            socket.close()
+        context.term()
+
+
+class _Outbox:
+    """Messages to the engine: what is said in one turn of the event loop leaves in one frame."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self._messages: list[ToEngine] = []
+
+    def put(self, message: ToEngine) -> None:
+        if not self._messages:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._messages.append(message)
+
+    def _send(self) -> None:
+        if self._socket.closed:
+            return
+        try:
+            self._socket.send(encode(self._messages), zmq.NOBLOCK)
+        except zmq.Again:  # the engine has not connected this socket yet, or it is gone
+            asyncio.get_running_loop().call_later(RETRY, self._send)
+        else:
+            self._messages.clear()
+
+
+async def _receive(socket: Any, client: EngineClient) -> None:
+    try:
+        while True:
+            for message in decode_to_front(await socket.recv()):
+                client.receive(message)
+    except Exception as error:  # nobody else would hear of it, and every request would wait for ever
+        log.exception("the engine's messages can't be read")
+        client.fail(Broken(f"its messages can't be read: {type(error).__name__}"))
+
+
+async def _watch(engine: EngineProcess, client: EngineClient) -> None:
+    """Tells the client when the process ends, after its last messages have been read."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(engine.process.sentinel, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(engine.process.sentinel)
+    await asyncio.sleep(LAST_WORDS)
+    engine.process.join()
+    client.fail(Broken(f"its process ended with code {engine.process.exitcode}"))

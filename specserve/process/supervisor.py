@@ -1,0 +1,73 @@
+"""Keeps an engine: one that dies after it has served is replaced, a few times."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+
+from specserve.config import Settings
+from specserve.messages import Broken
+from specserve.process.client import EngineClient
+from specserve.process.link import EngineProcess, connect
+from specserve.process.worker import Build
+
+log = logging.getLogger(__name__)
+
+PERIOD = 600.0  # seconds in which ``engine_restarts`` are allowed
+PAUSE = 1.0  # seconds before the engine that follows one which died while it loaded; doubled for each more
+LONGEST_PAUSE = 60.0  # seconds
+
+
+class Supervisor:
+    """Owns the engine's process, which begins to load at once. Each process has sockets of its own, so that nothing a
+    dead one said or was told reaches the next."""
+
+    def __init__(self, settings: Settings, build: Build) -> None:
+        self.client = EngineClient()
+        self._settings = settings
+        self._build = build
+        self._restarts: deque[float] = deque()
+        self._never_served = 0  # engines in a row that died while they loaded
+        self._process = EngineProcess(settings, build)
+
+    async def run(self) -> Broken:
+        """Replaces engines that die. Returns why there is none any more: the last one's end."""
+        while await self._serve() and self._may_restart():
+            pause = min(PAUSE * 2 ** (self._never_served - 1), LONGEST_PAUSE) if self._never_served else 0.0
+            reason = self.client.failure.message
+            log.error("the engine is gone, another one is started in %g seconds: %s", pause, reason)
+            await asyncio.to_thread(self._process.close)
+            await asyncio.sleep(pause)
+            if self.client.is_last:
+                break  # the server was told to stop meanwhile
+            self._process = EngineProcess(self._settings, self._build)
+        return self.client.failure
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.close()
+
+    async def _serve(self) -> bool:
+        """Waits for the engine's end. Returns whether another one may fare better."""
+        client = self.client
+        async with connect(self._process, client):
+            await client.settled.wait()
+            served = client.state == "ready"
+            self._never_served = 0 if served else self._never_served + 1
+            if served and client.restarts:
+                log.info("the new engine serves")
+            await client.gone.wait()
+        again = served or bool(client.restarts)
+        return client.state == "broken" and again and not (client.failure.user_error or client.is_last)
+
+    def _may_restart(self) -> bool:
+        """Counts a restart, unless there were too many of late, or too many engines in a row that never served."""
+        now, most = time.monotonic(), self._settings.engine_restarts
+        while self._restarts and self._restarts[0] < now - PERIOD:
+            self._restarts.popleft()
+        if max(len(self._restarts), self._never_served) >= most:
+            return False
+        self._restarts.append(now)
+        return True

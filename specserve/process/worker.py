@@ -1,0 +1,249 @@
+"""The engine's process: builds the scheduler, then reads messages, runs iterations and sends what they give.
+
+Ends when told to (SIGTERM), when its parent is gone, or with Broken as its last message when something fails.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import zmq
+
+from specserve.config import Settings, resolve
+from specserve.logs import adopt_loggers, configure_logging
+from specserve.messages import (
+    Abort,
+    Broken,
+    Failed,
+    Flush,
+    Flushed,
+    Ready,
+    Stats,
+    Submit,
+    ToEngine,
+    ToFront,
+    Tokens,
+    decode_to_engine,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+STATS_PERIOD = 1.0  # seconds
+CHECK_PERIOD = 10.0  # seconds, at least, between looks at the books of an idle engine
+
+
+class Addresses(NamedTuple):
+    """The sockets that the front binds, in a directory of their own."""
+
+    directory: Path
+
+    @property
+    def to_engine(self) -> str:
+        return f"ipc://{self.directory / 'to-engine'}"
+
+    @property
+    def to_front(self) -> str:
+        return f"ipc://{self.directory / 'to-front'}"
+
+
+class Engine(Protocol):
+    """What this process needs of a scheduler."""
+
+    @property
+    def info(self) -> dict[str, object]: ...
+    @property
+    def has_work(self) -> bool: ...
+    def submit(self, message: Submit) -> None: ...
+    def abort(self, rid: str) -> None: ...
+    def flush_cache(self) -> int | None: ...
+    def check_idle(self) -> None: ...
+    def run_once(self) -> list[Tokens | Failed]: ...
+    def stats(self) -> Stats: ...
+    def close(self) -> None: ...
+
+
+class Built(NamedTuple):
+    """A scheduler, the settings it resolved, and the reasons for what was chosen automatically.
+
+    ``engine.info`` holds ``context_length``, ``max_total_tokens`` and ``vocab_size``: the front needs them.
+    """
+
+    engine: Engine
+    settings: Settings
+    notes: list[str]
+
+
+Build = Callable[[Settings], Built]
+
+
+def build_scheduler(settings: Settings) -> Built:
+    """Resolves the settings and loads the model. Raises ValueError for a user's mistake."""
+    from specserve.config import resolve_paths
+    from specserve.models.config import load_model_config
+    from specserve.process.assemble import create_scheduler
+
+    settings, notes = resolve_paths(settings)
+    assert settings.model_path is not None
+    model_config = load_model_config(Path(settings.model_path))
+    settings, more = resolve(settings, model_config)
+    notes += more
+    settings = with_threads(settings, notes)
+    for note in notes:
+        log.info("%s", note)
+    return Built(create_scheduler(settings, model_config), settings, notes)
+
+
+def with_threads(settings: Settings, notes: list[str]) -> Settings:
+    """Leaves a core to the front: OpenMP's threads spin at barriers, and one that is pushed off its core holds up
+    all (docs/decisions/0006-engine-threads.md)."""
+    if settings.device != "cpu" or settings.cpu_threads is not None:
+        return settings
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores - 1)
+    notes.append(f"cpu_threads = {threads}: of {cores} cores, one is left to the front")
+    return replace(settings, cpu_threads=threads)
+
+
+def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoReturn:
+    """Entry of the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    configure_logging(settings.log_level, settings.log_format)
+    threading.Thread(target=_end_with_parent, args=(addresses,), daemon=True).start()
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, address in ((inbox, addresses.to_engine), (outbox, addresses.to_front)):
+        socket.set_hwm(0)
+        socket.connect(address)
+    code = 1
+    try:
+        code = _run(settings, build, inbox, outbox)
+    finally:
+        # It ends already: an exit raised from here on would cut that.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        context.destroy(linger=1000)
+    sys.exit(code)
+
+
+def _end_with_parent(addresses: Addresses) -> NoReturn:
+    """Whatever this process is at: it may load for minutes, and nobody would end it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    log.warning("the front is gone, the engine ends")
+    shutil.rmtree(addresses.directory, ignore_errors=True)  # the front can't any more
+    os._exit(0)
+
+
+def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
+    """Returns the exit code."""
+    try:
+        built = build(settings)
+    except ValueError as error:
+        _send(outbox, [Broken(str(error), user_error=True)])
+        return 2
+    except Exception as error:
+        log.exception("the engine can't start")
+        _send(outbox, [Broken(f"the engine can't start: {_words(error)}")])
+        return 1
+    adopt_loggers()
+    keep_what_is_loaded()
+    try:
+        _send(outbox, [Ready(_info(built)), built.engine.stats()])
+        _Loop(built.engine, inbox, outbox).run()
+    except Exception as error:
+        log.exception("the engine failed")
+        _send(outbox, [Broken(_words(error))])
+        return 1
+    finally:
+        built.engine.close()
+
+
+def keep_what_is_loaded() -> None:
+    """Takes what there is now out of garbage collection: looking through all that was imported and loaded would hold a
+    serving process up for tenths of a second, again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def _info(built: Built) -> dict[str, Any]:
+    return {
+        **built.engine.info,
+        "settings": {name: getattr(built.settings, name) for name in built.settings.public()},
+        "notes": built.notes,
+    }
+
+
+class _Loop:
+    def __init__(self, engine: Engine, inbox: Any, outbox: Any) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self._outbox = outbox
+        self._poller = zmq.Poller()
+        self._poller.register(inbox, zmq.POLLIN)
+        self._stats_at = self._check_at = 0.0
+
+    def run(self) -> NoReturn:
+        """Never waits for messages while there is work."""
+        engine = self._engine
+        while True:
+            if self._poller.poll(0 if engine.has_work else None):
+                self._read()
+            messages: list[ToFront] = [*engine.run_once()] if engine.has_work else []
+            self._add_stats(messages)
+            _send(self._outbox, messages)
+            self._check_idle()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                messages = decode_to_engine(self._inbox.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            for message in messages:
+                self._take(message)
+
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                self._engine.submit(message)
+            case Abort():
+                self._engine.abort(message.rid)
+            case Flush():
+                _send(self._outbox, [Flushed(self._engine.flush_cache())])
+
+    def _add_stats(self, messages: list[ToFront]) -> None:
+        """About once a second, and when work runs out, so that an idle server shows itself idle."""
+        now = time.monotonic()
+        if now >= self._stats_at or not self._engine.has_work:
+            messages.append(self._engine.stats())
+            self._stats_at = now + STATS_PERIOD
+
+    def _check_idle(self) -> None:
+        """Behind the last messages: it walks over all pages."""
+        now = time.monotonic()
+        if now >= self._check_at and not self._engine.has_work:
+            self._engine.check_idle()
+            self._check_at = now + CHECK_PERIOD
+
+
+def _send(outbox: Any, messages: Sequence[ToFront]) -> None:
+    if messages:
+        outbox.send(encode(messages))
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error} (process {os.getpid()})"

@@ -1,1 +1,0 @@
-"""The pages of docs/ that are written from the code: ``python -m specserve.reference``."""

@@ -1,0 +1,262 @@
+"""How many tokens a step will give: acceptance by level and request, estimated from what steps gave.
+
+A level is *tested* when everything above it was accepted and it had a node; what lies below a rejected node was never
+tested and counts for nothing, or deep levels would look worse the worse the shallow ones are. Trees test chains, too,
+as far as they hold the best child of each node: how far a chain would have got is how far these were accepted.
+
+Shapes: R requests of a batch, S draft levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specserve.speculation.shape import StepShape
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Family = tuple[int, int]  # branching; nodes a slot for trees, 0 for chains
+CHAIN: Family = (1, 0)
+
+MAX_LEVELS = 64
+FORGET = 0.995  # of what is known of a level, at each step that tests it
+IDLE_FORGET = 0.999  # at each step that does not
+SKILL_FORGET = 0.97  # of a request's counts, at each of its steps
+SKILL_PRIOR = 2.0  # information, as of eight levels that were tested, that a request is like the others
+PRIOR_PREDICTED = 0.8  # belief that a predicted text is right
+PREDICTED_TESTS = 10.0  # and tests that it is worth
+OWN = 0.5  # of a request's shift that is not counted for what is usual: whole, nothing would say what that is
+FIRST_ODDS = 0.4  # of a chain's first level: a chance of 0.6
+CHAIN_PRIOR = 1.0  # information, as of four levels that were tested, that a level is like the one above it
+TREE_PRIOR = 4.0  # that a tree has what its width suggests
+FARTHEST = 2.0  # that a level moves at a step
+MOST = 0.995
+
+
+@dataclass(slots=True)
+class Skill:
+    """How much better or worse than the others a request accepts. ``cap``: most nodes drafted for it in a step.
+
+    ``shift`` is added to the log-odds of every level, as in a test of items and persons (Rasch 1960): what is nearly
+    certain stays so, and a tree's second choices help a hard text more than an easy one. It is estimated by Newton's
+    method, a step at a time: ``surprise`` and ``information`` are sums over the levels that were tested.
+
+    ``predicted``: it has a predicted text, on which its acceptance depends and not on how good the draft is; of that
+    are ``foretold`` tokens, of as many ``tokens`` as it could have foretold. Both begin with a belief, which fades.
+    """
+
+    cap: int
+    predicted: bool = False
+    surprise: float = 0.0
+    information: float = 0.0
+    foretold: float = PREDICTED_TESTS * PRIOR_PREDICTED
+    tokens: float = PREDICTED_TESTS
+
+    @property
+    def shift(self) -> float:
+        return self.surprise / (self.information + SKILL_PRIOR)
+
+    @property
+    def floor(self) -> float:
+        """The chance that the predicted text is right about the next token; 0 without one."""
+        return self.foretold / self.tokens if self.predicted else 0.0
+
+    def observe(self, surprise: float, information: float) -> None:
+        """``surprise``: levels accepted less those expected of it, ``information``: the variance of these."""
+        self.surprise += surprise + information * self.shift
+        self.information += information
+
+    def follow(self, foretold: int, emitted: int) -> None:
+        """A step, drafted or not, of ``emitted`` tokens, of which the first ones were foretold."""
+        self.foretold = SKILL_FORGET * self.foretold + foretold
+        self.tokens = SKILL_FORGET * self.tokens + min(foretold + 1, emitted)
+
+    def forget(self) -> None:
+        """A step passed; without new evidence a request becomes like the others again."""
+        self.surprise *= SKILL_FORGET
+        self.information *= SKILL_FORGET
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a step gave each request: tokens; nodes it was drafted beside its root; how far its tree held what a chain
+    would have drafted, the first choice of each node; and how many of these were accepted.
+
+    ``guided``: the requests whose predicted text had a say in their drafts. ``kept``: tokens of all together, without
+    those behind an end, which nobody gets; None: all that were emitted. ``stopped``: requests that a stop token ended.
+    """
+
+    emitted: Sequence[int]
+    drafted: Sequence[int]
+    chains: Sequence[int]
+    firsts: Sequence[int]
+    guided: Collection[int] = ()
+    kept: int | None = None
+    stopped: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of use, of all requests together."""
+        return sum(self.emitted) if self.kept is None else self.kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Tests:
+    """The levels of a step that were tested, with what result, and the chance that each had."""
+
+    met_RS: NDArray[np.bool_]
+    hit_RS: NDArray[np.bool_]
+    chance_RS: Floats
+
+    @classmethod
+    def of(cls, odds_S: Floats, shift_R: Floats, accepted_R: Ints, offered_R: Ints) -> _Tests:
+        level_S = np.arange(len(odds_S))
+        met_RS = np.minimum(accepted_R + 1, offered_R)[:, None] > level_S
+        hit_RS = met_RS & (accepted_R[:, None] > level_S)
+        return cls(met_RS, hit_RS, _chance(odds_S + shift_R[:, None]))
+
+    def of_shift(self, odds_S: Floats, shift_R: Floats) -> _Tests:
+        """The same, had the requests been of these shifts."""
+        return replace(self, chance_RS=_chance(odds_S + shift_R[:, None]))
+
+    @property
+    def surprise_RS(self) -> Floats:
+        return np.asarray(self.hit_RS - self.met_RS * self.chance_RS)
+
+    @property
+    def information_RS(self) -> Floats:
+        return np.asarray(self.met_RS * self.chance_RS * (1 - self.chance_RS))
+
+
+@dataclass(slots=True)
+class _Learned:
+    """Log-odds of levels, estimated as a request's shift is, but from what the level above has instead of from 0;
+    ``prior``: the information that a level is like that one."""
+
+    prior: float
+    surprise: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
+    information: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
+    seen: int = 0  # the step that tested it last
+
+    def at(self, levels: int, above: float, step: int) -> Floats:
+        """``above``: what stands above the first level."""
+        assert levels <= MAX_LEVELS
+        kept = IDLE_FORGET ** (step - self.seen)
+        surprise, information = (kept * sums[:levels] for sums in (self.surprise, self.information))
+        found = np.empty(levels)
+        for level, (said, known) in enumerate(zip(surprise.tolist(), information.tolist(), strict=True)):
+            found[level] = above = (said + self.prior * above) / (known + self.prior)
+        return found
+
+    def learn(self, believed_S: Floats, surprise_S: Floats, information_S: Floats, step: int) -> None:
+        """``believed_S``: what ``at`` said; levels accepted less those expected of them, and the variance of these.
+        Newton's method overshoots where many requests surprise a level that was nearly certain: see
+        ``FARTHEST``."""
+        kept_S = np.full(MAX_LEVELS, IDLE_FORGET ** (step - self.seen))
+        levels = len(believed_S)
+        kept_S[:levels] *= np.where(information_S > 0, FORGET / IDLE_FORGET, 1)
+        self.surprise *= kept_S
+        self.information *= kept_S
+        self.information[:levels] += information_S
+        most_S = FARTHEST * (self.information[:levels] + self.prior)
+        self.surprise[:levels] += surprise_S.clip(-most_S, most_S) + information_S * believed_S
+        self.seen = step
+
+
+def _chance(odds: Floats) -> Floats:
+    return np.asarray(1 / (1 + np.exp(-odds)))
+
+
+def family_of(shape: StepShape) -> Family:
+    """Shapes of one family share their estimates: all chains do, and trees of equal width and size."""
+    return CHAIN if shape.branching == 1 else (shape.branching, shape.nodes // shape.slots)
+
+
+def _width_odds(family: Family) -> float:
+    """What K candidates have beyond one, as far as trees of the bundled drafts tell."""
+    return 0.4 + 0.2 * float(np.log2(family[0]))
+
+
+class Acceptance:
+    """Estimates for all families, as log-odds of each level that add up: a chain's, what a tree has beyond that, and
+    the request's own shift. So a text that grows easier under one shape is known to be easier for all of them.
+
+    A tree is first taken for what its width suggests. What it is told then is how much better or worse than expected
+    it did than the chain inside it, for most of the luck is that of both."""
+
+    def __init__(self) -> None:
+        self._chain = _Learned(CHAIN_PRIOR)
+        self._trees: dict[Family, _Learned] = {}
+        self._step = 0
+
+    def levels(self, family: Family, levels: int) -> Floats:
+        """``P(level l is accepted | level l - 1 is)`` of an average request, for l = 1 .. ``levels``."""
+        return _chance(self._family_odds(family, levels))
+
+    def _chain_odds(self, levels: int) -> Floats:
+        return self._chain.at(levels, FIRST_ODDS, self._step)
+
+    def _family_odds(self, family: Family, levels: int) -> Floats:
+        chain_S = self._chain_odds(levels)
+        if family == CHAIN:
+            return chain_S
+        tree = self._trees.setdefault(family, _Learned(TREE_PRIOR))
+        return np.asarray(chain_S + tree.at(levels, _width_odds(family), self._step))
+
+    def expected(
+        self,
+        shape: StepShape,
+        shifts: Floats,
+        caps: Ints,
+        floors: Floats | float = 0.0,
+        ends: float = 0.0,
+    ) -> float:
+        """Tokens that a step of ``shape`` gives a batch. Chains share a budget of nodes by select's own rule: the most
+        likely ones of all requests; of trees the estimates hold for the budget they were made with. ``ends``: the
+        chance that a token ends its request, so that nobody gets those behind it."""
+        slots, budget = len(shifts), shape.nodes - shape.slots
+        if not shape.levels or not budget:
+            return float(slots)
+        odds_S = self._family_odds(family_of(shape), shape.levels)
+        each_RS = np.maximum(_chance(odds_S + shifts[:, None]), np.reshape(floors, (-1, 1)))
+        reached_RS = np.minimum(each_RS, MOST).cumprod(axis=1)
+        depth_S = np.arange(1, shape.levels + 1)
+        reached_RS[depth_S > caps[:, None]] = 0
+        kept_RS = reached_RS * (1 - ends) ** depth_S
+        if shape.branching > 1 or budget >= kept_RS.size:
+            return slots + float(kept_RS.sum())
+        return slots + float(np.partition(kept_RS, -budget, axis=None)[-budget:].sum())
+
+    def observe(self, shape: StepShape, skills: Sequence[Skill], given: Given) -> None:
+        """Requests that a predicted text guided are left out: what they accept is no merit of the draft's."""
+        self._step += 1
+        own = [index for index in range(len(skills)) if index not in given.guided]
+        for index in own:
+            skills[index].forget()
+        if not shape.levels or not own:
+            return
+        shift_R = np.array([skills[index].shift for index in own])
+        accepted_R = np.array(given.emitted)[own] - 1
+        offered_R = np.minimum(shape.levels, np.array(given.drafted)[own])  # exact for chains
+        family, chain_S = family_of(shape), self._chain_odds(shape.levels)
+        if family == CHAIN:
+            chain = tests = _Tests.of(chain_S, shift_R, accepted_R, offered_R)
+        else:
+            odds_S = self._family_odds(family, shape.levels)
+            tests = _Tests.of(odds_S, shift_R, accepted_R, offered_R)
+            chain = _Tests.of(chain_S, shift_R, np.array(given.firsts)[own], np.array(given.chains)[own])
+            self._learn_tree(family, tests, chain)
+        usual = chain.of_shift(chain_S, OWN * shift_R)
+        self._chain.learn(chain_S, usual.surprise_RS.sum(0), usual.information_RS.sum(0), self._step)
+        learned = tests.surprise_RS.sum(1).tolist(), tests.information_RS.sum(1).tolist()
+        for index, surprise, information in zip(own, *learned, strict=True):
+            skills[index].observe(surprise, information)
+
+    def _learn_tree(self, family: Family, tests: _Tests, chain: _Tests) -> None:
+        tree, beyond_S = self._trees[family], (tests.surprise_RS - chain.surprise_RS).sum(0)
+        believed_S = tree.at(len(beyond_S), _width_odds(family), self._step)
+        tree.learn(believed_S, beyond_S, tests.information_RS.sum(0), self._step)

@@ -1,0 +1,147 @@
+"""EAGLE, EAGLE-2, EAGLE-3 and MiMo's MTP: one decoder layer that is run autoregressively over features.
+
+Because the head has a single layer, its keys and values depend on the (feature, token) pair alone: storing an
+entry is fc, norms and two projections, and prefill needs no attention at all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specserve.attention.paged import store_projected
+from specserve.kv.pool import KVGeometry, KVPool
+from specserve.layers.decoder import Attend
+from specserve.layers.linear import pack_linears
+from specserve.layers.rotary import Rope
+from specserve.models.draft.base import DraftHead
+from specserve.models.draft.head import LayerHead
+from specserve.models.draft.load import LoadedDraft, load_draft
+from specserve.models.draft.override import parse_overrides
+from specserve.models.draft.token_map import PickedRows, read_named_map, score_by, truncate
+from specserve.models.llama import LlamaModel
+from specserve.speculation.drafter import DraftOptions
+from specserve.speculation.dynamic_map import LiveMap, MapPlan
+from specserve.speculation.sampler import VocabMap
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a head drafts. With a live map ``rows`` are the head's that are read, and ``ids_O`` what each of all its
+    rows stands for."""
+
+    vocab: VocabMap | None
+    live_map: LiveMap | None = None
+    rows: PickedRows | None = None
+    ids_O: Tensor | None = None
+
+    def pick(self, rows_R: Tensor) -> None:
+        assert self.rows is not None and self.vocab is not None and self.ids_O is not None
+        self.rows.pick(rows_R)
+        self.vocab.exchange(self.ids_O[rows_R])
+
+
+class EagleDrafter:
+    """Serves any ``DraftHead``; the heads differ, the drafting does not."""
+
+    needs_tokens = False
+
+    def __init__(self, name: str, head: DraftHead, layer: int, vocabulary: Vocabulary) -> None:
+        self.name = name
+        self.vocab = vocabulary.vocab
+        self.live_map = vocabulary.live_map
+        self._vocabulary = vocabulary
+        self._head = head
+        self._layer = layer
+        self.taps = head.config.taps
+        self.reads_last_layer = not self.taps or self.taps[-1] == layer  # its own layer follows the target's
+        self.feature_size = head.config.layer.hidden_size
+        self.kv_layers: Sequence[KVGeometry] = [
+            KVGeometry(head.config.layer.num_kv_heads, head.config.layer.head_dim)
+        ]
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        path: Path,
+        target: LlamaModel,
+        layer: int,
+        max_positions: int,
+        dtype: torch.dtype,
+        options: DraftOptions,
+    ) -> EagleDrafter:
+        """Loads the head at ``path`` to run as pool layer ``layer``. Raises ValueError for one that does not fit."""
+        overrides = parse_overrides(options.config_override)
+        loaded = load_draft(path, name, target, layer, max_positions, dtype, overrides)
+        for note in loaded.notes:
+            log.info("%s", note)
+        # First, as it may pick rows of the plain head.
+        vocabulary = _vocabulary(loaded, options.token_map, target)
+        if options.rounded_to is not None:
+            loaded.head.quantize(options.rounded_to)
+        pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
+        return cls(name, loaded.head, layer, vocabulary)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._head.config.draft_vocab_size if self.vocab is None else len(self.vocab.ids)
+
+    def pick(self, rows_R: Tensor) -> None:
+        self._vocabulary.pick(rows_R)
+
+    def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        return self._head.fuse(hidden_TH, tapped)
+
+    def forward(
+        self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor, positions_N: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        return self._head.draft(tokens_N, features_XH, positions_N, attend, source_N)
+
+    def store(
+        self,
+        tokens_N: Tensor,
+        features_XH: Tensor,
+        source_N: Tensor | None,
+        positions_N: Tensor,
+        pool: KVPool,
+        address: tuple[Tensor, Tensor],
+    ) -> None:
+        kv_N = self._head.project_kv(tokens_N, features_XH, source_N)
+        rope = Rope(self._head.rope_P2D, positions_N)
+        store_projected(pool, self._layer, kv_N, rope, *address)
+
+
+def _vocabulary(loaded: LoadedDraft, token_map: Path | MapPlan | None, target: LlamaModel) -> Vocabulary:
+    if isinstance(token_map, MapPlan):
+        return _follow(loaded, token_map, target)
+    ids = loaded.ids if token_map is None else _truncate(loaded.head, token_map, target)
+    return Vocabulary(None if ids is None else VocabMap.of(ids, target.config.vocab_size))
+
+
+def _follow(loaded: LoadedDraft, plan: MapPlan, target: LlamaModel) -> Vocabulary:
+    """Makes the head draft what a live map says, among the tokens that it scores."""
+    size, device = target.config.vocab_size, target.lm_head.weight.device
+    ids_O = torch.arange(size, device=device) if loaded.ids is None else loaded.ids
+    live_map = LiveMap(plan, ids_O.cpu().numpy(), size)
+    rows_R = torch.from_numpy(live_map.rows_R).to(device)
+    rows = score_by(loaded.head, rows_R)
+    log.info("the draft reads %d of its %d rows, chosen by a live map", len(rows_R), len(ids_O))
+    return Vocabulary(VocabMap.of(ids_O[rows_R], size), live_map, rows, ids_O)
+
+
+def _truncate(head: LayerHead, token_map: Path, target: LlamaModel) -> Tensor:
+    """Makes ``head`` draft the map's tokens alone. Their ids, ascending: in every order of the file the same are
+    drafted, and rows that lie near each other are read together."""
+    ids = read_named_map("--speculative-token-map", token_map, target.config.vocab_size)
+    ids = ids.sort().values.to(target.lm_head.weight.device)
+    truncate(head, target.lm_head, ids)
+    log.info("the draft reads %d of the head's %d rows: %s", len(ids), target.config.vocab_size, token_map)
+    return ids

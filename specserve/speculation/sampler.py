@@ -1,0 +1,232 @@
+"""The sampler: position-keyed, so that no drafter can change a token.
+
+The token at absolute position p of a request is ``argmax(l' + t * g(seed, choice, p, token))``: l' the logits after
+penalties, bias and truncation, t the temperature, g Gumbel noise. Drafting runs the same rule over the draft's
+logits, with the noise of the target's ids.
+
+Shapes: B slots of a batch, N rows (nodes or prompts' ends), V vocabulary of the logits (the draft's when a map is
+given), A path tokens, C candidates a row, D positions ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from specserve_kernels import Level, Tree, add_bias, gumbel_noise, penalize, perturb, runs_triton, truncate
+from torch import Tensor
+
+from specserve.speculation.known import UNKNOWN
+from specserve.speculation.state import DecodeState, Needs, SamplingState
+
+
+@dataclass(frozen=True, slots=True)
+class VocabMap:
+    """A draft vocabulary: ``ids`` [Vd] target ids; ``inverse`` [V + 1] draft ids, Vd for tokens outside and holes."""
+
+    ids: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, vocab_size: int) -> VocabMap:
+        inverse = torch.full((vocab_size + 1,), len(ids), dtype=torch.int64, device=ids.device)
+        inverse[ids] = torch.arange(len(ids), device=ids.device)
+        return cls(ids, inverse)
+
+    def exchange(self, ids: Tensor) -> None:
+        """Other target ids, as many, int64 on the same device; in place, for captured steps read both tables by
+        their addresses."""
+        self.ids.copy_(ids)
+        self.inverse.fill_(len(ids)).scatter_(0, ids, torch.arange(len(ids), device=ids.device))
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The nodes after which N tokens are chosen: state row, own position (the token's is one further), the tokens
+    after the root on the path to the node (V for holes), and the slot (None: equally many nodes a slot, in order)."""
+
+    rows_N: Tensor
+    position_N: Tensor
+    path_NA: Tensor
+    slot_N: Tensor | None
+
+    @classmethod
+    def after_nodes(cls, tree: Tree) -> Choices:
+        return cls(tree.rows_T, tree.position_T, tree.path_TA, tree.slot_T)
+
+    @classmethod
+    def after_level(cls, level: Level) -> Choices:
+        return cls(level.rows_N, level.position_N, level.path_NA, None)
+
+    @classmethod
+    def after_prompts(cls, rows_B: Tensor, position_B: Tensor) -> Choices:
+        return cls(rows_B, position_B, rows_B[:, None][:, :0], None)
+
+
+class Sampling(Protocol):
+    """The sampler of one launch."""
+
+    def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
+        """The target's token after each node; ties go to the lowest id."""
+        ...
+
+    def candidates(
+        self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Each node's ``count`` best drafts: target token ids ``[N, C]``, best first, and the log-softmax of the
+        scores that the target's choice will be made with."""
+        ...
+
+
+def open_sampling(state: DecodeState, rows_B: Tensor, length_B: Tensor, ahead: int, needs: Needs) -> Sampling:
+    """The sampler of a launch that chooses tokens at positions ``length + 1`` .. ``length + ahead``."""
+    table = state.sampling
+    found: Sampling
+    if runs_triton([table.temperature]):
+        found = TritonSampling(table)
+    else:
+        found = TorchSampling.of(table, rows_B, length_B, ahead, needs)
+    return found if state.known is None else KnownSampling(found, state.known.tokens_RP)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSampling:
+    """Chooses what is known, and ``other`` what is not: see ``KnownTexts``."""
+
+    other: Sampling
+    tokens_RP: Tensor
+
+    def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
+        chosen_N = self.other.choose(logits_NV, choices)
+        at_N = (choices.position_N + 1).clamp(max=self.tokens_RP.shape[1] - 1)
+        known_N = self.tokens_RP[choices.rows_N, at_N]
+        return torch.where(known_N == UNKNOWN, chosen_N, known_N.to(chosen_N.dtype))
+
+    def candidates(
+        self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        return self.other.candidates(logits_NV, choices, vocab, count)
+
+
+@dataclass(frozen=True, slots=True)
+class TritonSampling:
+    """Fused kernels that read each row's features on the device, so that one graph serves every mixture."""
+
+    table: SamplingState
+
+    def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
+        from specserve_kernels.ops.sampling import choose_tokens
+
+        return choose_tokens(logits_NV, choices.rows_N, choices.position_N, choices.path_NA, self.table)
+
+    def candidates(
+        self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        from specserve_kernels.ops.sampling import draft_candidates
+
+        ids_V, inverse_V = (None, None) if vocab is None else (vocab.ids, vocab.inverse)
+        return draft_candidates(
+            logits_NV,
+            choices.rows_N,
+            choices.position_N,
+            choices.path_NA,
+            self.table,
+            count,
+            ids_V,
+            inverse_V,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TorchSampling:
+    """PyTorch, for CPUs and float64. ``noise_BDV`` is drawn once a launch: all nodes of a depth share a row."""
+
+    table: SamplingState
+    needs: Needs
+    length_B: Tensor
+    noise_BDV: Tensor | None
+
+    @classmethod
+    def of(
+        cls, table: SamplingState, rows_B: Tensor, length_B: Tensor, ahead: int, needs: Needs
+    ) -> TorchSampling:
+        if not needs.noise:
+            return cls(table, needs, length_B, None)
+        position_BD = length_B[:, None] + length_B.new_ones(ahead).cumsum(0)
+        vocab_size, dtype = table.counts.shape[1], table.temperature.dtype
+        noise_BDV = gumbel_noise(table.seed[rows_B], table.choice[rows_B], position_BD, vocab_size, dtype)
+        return cls(table, needs, length_B, noise_BDV)
+
+    def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
+        return best(score(logits_NV, choices, self._noise(choices, None), self.table, self.needs))
+
+    def candidates(
+        self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        noise_NV = self._noise(choices, vocab)
+        scores_NV = score(logits_NV, choices, noise_NV, self.table, self.needs, vocab)
+        top = scores_NV.log_softmax(-1).topk(count, dim=-1)
+        return top.indices if vocab is None else vocab.ids[top.indices], top.values
+
+    def _noise(self, choices: Choices, vocab: VocabMap | None) -> Tensor | None:
+        if self.noise_BDV is None:
+            return None
+        slots, size = len(self.length_B), len(choices.rows_N)
+        slot_N = choices.slot_N
+        if slot_N is None:
+            slot_N = torch.arange(size, device=choices.rows_N.device) // (size // slots)
+        slot_N = slot_N.clamp(max=slots - 1)
+        noise_NV = self.noise_BDV[slot_N, choices.position_N - self.length_B[slot_N]]
+        return noise_NV if vocab is None else noise_NV[:, vocab.ids]
+
+
+def score(
+    logits_NV: Tensor,
+    choices: Choices,
+    noise_NV: Tensor | None,
+    table: SamplingState,
+    needs: Needs,
+    vocab: VocabMap | None = None,
+) -> Tensor:
+    """The scores whose argmax is the token: ``l' + t * g``, in the sampler's dtype."""
+    logits_NV, rows_N = logits_NV.to(table.temperature.dtype), choices.rows_N
+    if needs.penalties:
+        counts_NV, in_prompt_NV = _history(choices, table, vocab)
+        logits_NV = penalize(
+            logits_NV,
+            counts_NV,
+            in_prompt_NV | (counts_NV > 0),
+            table.repetition[rows_N],
+            table.frequency[rows_N],
+            table.presence[rows_N],
+        )
+    if needs.bias:
+        ids_NE = table.bias_ids[rows_N] if vocab is None else vocab.inverse[table.bias_ids[rows_N]]
+        values_NE, until_NE = table.bias_values[rows_N], table.bias_until[rows_N]
+        logits_NV = add_bias(logits_NV, ids_NE, values_NE, until_NE, choices.position_N + 1)
+    temperature_N = table.temperature[rows_N]
+    if needs.truncation:
+        logits_NV = truncate(
+            logits_NV, temperature_N, table.top_k[rows_N], table.top_p[rows_N], table.min_p[rows_N]
+        )
+    if noise_NV is not None:
+        logits_NV = perturb(logits_NV, noise_NV, temperature_N)
+    return logits_NV
+
+
+def _history(choices: Choices, table: SamplingState, vocab: VocabMap | None) -> tuple[Tensor, Tensor]:
+    """Occurrences in the output up to each row, path included, and presence in the prompt: ``[N, V]`` each."""
+    counts_NV, in_prompt_NV = table.counts[choices.rows_N], table.in_prompt[choices.rows_N]
+    if choices.path_NA.shape[1]:
+        padded = torch.nn.functional.pad(counts_NV, (0, 1))
+        ones = torch.ones_like(choices.path_NA, dtype=padded.dtype)
+        counts_NV = padded.scatter_add_(1, choices.path_NA, ones)[:, :-1]
+    if vocab is not None:
+        counts_NV, in_prompt_NV = counts_NV[:, vocab.ids], in_prompt_NV[:, vocab.ids]
+    return counts_NV, in_prompt_NV
+
+
+def best(scores_NV: Tensor) -> Tensor:
+    """The token of each row; ties go to the lowest id."""
+    return scores_NV.argmax(dim=-1)

@@ -1,0 +1,300 @@
+"""The device state of running requests, one row a slot, and its gathered view for one batch.
+
+Shapes: R rows (slots and a dummy one for padding, the last), B slots of a batch, H feature size, M pages a slot,
+V vocabulary, E bias entries.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from specserve_kernels import Prediction, follow_prediction
+from torch import Tensor
+
+from specserve.core import MAX_BIAS, SamplingParams
+from specserve.speculation.known import KnownTexts
+
+
+@dataclass(slots=True)
+class SlotState:
+    """Where a request stands. ``root``: the token sampled last, whose K and V are not computed yet, at position
+    ``length``; ``feature``: the fused feature that predicted it, of the token before."""
+
+    root: Tensor  # [R] int64
+    length: Tensor  # [R] int64, tokens whose K and V are in the pool
+    feature: Tensor  # [R, H]
+    pages: Tensor  # [R, M] int64
+    limit: Tensor  # [R] int64, most tokens the request may have, prompt included
+    draft_cap: Tensor  # [R] int64, most nodes drafted for it in a step
+
+
+@dataclass(slots=True)
+class SamplingState:
+    """How a request's tokens are chosen. Floats are in the sampler's dtype."""
+
+    temperature: Tensor  # [R]
+    top_k: Tensor  # [R] int64, 0: off
+    top_p: Tensor  # [R]
+    min_p: Tensor  # [R]
+    repetition: Tensor  # [R]
+    frequency: Tensor  # [R]
+    presence: Tensor  # [R]
+    seed: Tensor  # [R] int64
+    choice: Tensor  # [R] int64
+    bias_ids: Tensor  # [R, E] int64, holes hold V
+    bias_values: Tensor  # [R, E]
+    bias_until: Tensor  # [R, E] int64, first position at which the entry no longer counts
+    bias_count: Tensor  # [R] int64, entries in use
+    counts: Tensor  # [R, V] int32, occurrences in the output so far
+    in_prompt: Tensor  # [R, V] bool
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What some request of the batch asks for, known to the host, so that a CPU skips the rest.
+
+    A captured graph does all and reads the rows.
+    """
+
+    noise: bool = True
+    penalties: bool = True
+    bias: bool = True
+    truncation: bool = True
+    prediction: bool = True
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> Needs:
+        sampled = [p for p in params if not p.greedy]
+        return cls(
+            noise=bool(sampled),
+            penalties=any(
+                p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1 for p in params
+            ),
+            bias=any(p.logit_bias or p.min_tokens for p in params),
+            truncation=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in sampled),
+            prediction=any(p.prediction for p in params),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowInit:
+    """What the scheduler knows of a request that takes a slot. ``banned_ids``: impossible before ``banned_until``."""
+
+    slot: int
+    pages: Sequence[int]
+    params: SamplingParams
+    seed: int
+    choice: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+    limit: int
+    banned_ids: Sequence[int]
+    banned_until: int
+    cached: int  # tokens of the prefix found in the cache, whole pages
+    last_cached_page: int
+
+
+class DecodeState:
+    """Owns the tables. ``admit`` and ``set_pages`` are the host's only writes; steps and prefill make the others. What
+    ``admit`` writes of every request lies in two tensors of rows side by side, so that few launches write it.
+
+    ``prediction_size``: tokens of the longest predicted text, 0 where nothing is drafted: then there is no table.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        pages_per_slot: int,
+        feature_size: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        sampler_dtype: torch.dtype,
+        device: torch.device,
+        prediction_size: int = 0,
+    ) -> None:
+        rows = slots + 1
+        self.dummy = slots
+        self.device = device
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=torch.int64, device=device)
+
+        def columns(count: int, column_dtype: torch.dtype) -> Tensor:
+            aligned = -(-rows // _ALIGNED) * _ALIGNED
+            return torch.zeros(count, aligned, dtype=column_dtype, device=device)[:, :rows]
+
+        self._integers_CR = columns(8, torch.int64)
+        self._floats_CR = columns(6, sampler_dtype)
+        root, length, limit, draft_cap_, top_k, seed, choice, bias_count = self._integers_CR
+        temperature, top_p, min_p, repetition, frequency, presence = self._floats_CR
+        self.slots = SlotState(
+            root=root,
+            length=length,
+            feature=torch.zeros(rows, feature_size, dtype=dtype, device=device),
+            pages=integers(pages_per_slot),
+            limit=limit,
+            draft_cap=draft_cap_,
+        )
+        self.sampling = SamplingState(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p.fill_(1),
+            min_p=min_p,
+            repetition=repetition.fill_(1),
+            frequency=frequency,
+            presence=presence,
+            seed=seed,
+            choice=choice,
+            bias_ids=integers(MAX_BIAS) + vocab_size,
+            bias_values=torch.zeros(rows, MAX_BIAS, dtype=sampler_dtype, device=device),
+            bias_until=integers(MAX_BIAS),
+            bias_count=bias_count,
+            counts=torch.zeros(rows, vocab_size, dtype=torch.int32, device=device),
+            in_prompt=torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
+        )
+        self.prediction = Prediction.empty(rows, prediction_size, device) if prediction_size else None
+        self.known: KnownTexts | None = None
+        # The dummy row attends to its own position 1: a draft row must see an entry, and slot 0 has none.
+        self.slots.length[self.dummy] = 1
+
+    def know_texts(self, end: int) -> KnownTexts:
+        """Steps that are captured or run from now on write texts that are known, up to position ``end``. Once: captured
+        steps keep the table's address."""
+        assert self.known is None
+        self.known = KnownTexts(len(self.slots.root), end, self.device)
+        return self.known
+
+    def admit(self, rows: Sequence[RowInit], page_feature: Tensor) -> None:
+        """Writes the rows of requests that take their slots."""
+        biases, predicted = [_bias_of(row) for row in rows], [_prediction_of(row) for row in rows]
+        columns = [
+            [row.slot for row in rows],
+            [row.last_cached_page for row in rows],
+            [len(text) for text in predicted],
+            *zip(*map(_integers_of, rows, biases), strict=True),
+        ]
+        packed_CN = self._integers(list(chain.from_iterable(columns))).view(len(columns), len(rows))
+        slots_N, page_N, predicted_N = packed_CN[:3]
+        self._integers_CR.index_copy_(1, slots_N, packed_CN[3:])
+        floats = zip(*(_floats_of(row.params) for row in rows), strict=True)
+        floats_CN = to_device(list(chain.from_iterable(floats)), self.device, self._floats_CR.dtype)
+        self._floats_CR.index_copy_(1, slots_N, floats_CN.view(-1, len(rows)))
+        width = self.slots.pages.shape[1]
+        places = chain.from_iterable(
+            range(row.slot * width, row.slot * width + len(row.pages)) for row in rows
+        )
+        pages = chain.from_iterable(row.pages for row in rows)
+        place_X, page_X = self._integers([*places, *pages]).chunk(2)
+        self.slots.pages.view(-1).index_copy_(0, place_X, page_X)
+        if any(row.cached for row in rows):
+            feature_NH = torch.where(page_N[:, None] > 0, page_feature[page_N], 0)
+            self.slots.feature.index_copy_(0, slots_N, feature_NH)
+        else:
+            self.slots.feature.index_fill_(0, slots_N, 0)  # read, though of no use, and must be finite
+        self.sampling.bias_ids.index_fill_(0, slots_N, self.sampling.counts.shape[1])
+        if self.prediction is not None:
+            self.prediction.length_R.index_copy_(0, slots_N, predicted_N)
+        for row, bias, text in zip(rows, biases, predicted, strict=True):
+            self._admit_rest(row, bias, text)
+
+    def _admit_rest(self, row: RowInit, bias: _Bias, predicted: Sequence[int]) -> None:
+        """What few requests have."""
+        params, slot, sampling = row.params, row.slot, self.sampling
+        if bias:
+            ids, values, until = zip(*bias, strict=True)
+            sampling.bias_ids[slot, : len(bias)] = self._integers(ids)
+            sampling.bias_values[slot, : len(bias)] = to_device(
+                values, self.device, sampling.bias_values.dtype
+            )
+            sampling.bias_until[slot, : len(bias)] = self._integers(until)
+        if predicted and self.prediction is not None:
+            self._admit_prediction(self.prediction, row, predicted)
+        if self.known is not None:
+            self.known.admit(slot, row.prompt, params, row.choice, row.output)
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
+            counts, in_prompt = sampling.counts[slot].zero_(), sampling.in_prompt[slot].zero_()
+            output = self._integers(row.output)
+            counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+            in_prompt.index_fill_(0, self._integers(row.prompt), True)
+
+    def _admit_prediction(self, prediction: Prediction, row: RowInit, given: Sequence[int]) -> None:
+        """Its place is found as a step would find it that had emitted all the output."""
+        host = Prediction.empty(1, len(given), torch.device("cpu"))
+        host.tokens_RP[0] = torch.tensor(given, dtype=torch.int32)
+        host.length_R.fill_(len(given))
+        output_1S, count_1 = torch.tensor([[*row.output, -1]]), torch.tensor([len(row.output)])
+        follow_prediction(host, torch.tensor([0]), output_1S, count_1)
+        prediction.tokens_RP[row.slot, : len(given)] = to_device(given, self.device, torch.int32)
+        prediction.recent_RN[row.slot] = self._integers(host.recent_RN[0].tolist())
+        prediction.next_R[row.slot].fill_(int(host.next_R))
+        prediction.counts_R2[row.slot] = to_device(host.counts_R2[0].tolist(), self.device, torch.float32)
+        prediction.trust_R[row.slot].fill_(float(host.trust_R))
+
+    def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
+        """Writes part of a slot's page table, from entry ``start`` on."""
+        self.slots.pages[slot, start : start + len(pages)] = self._integers(pages)
+
+    def _integers(self, values: Sequence[int]) -> Tensor:
+        return to_device(values, self.device)
+
+
+_FOREVER = 2**62
+_ALIGNED = 16  # entries
+
+
+_Bias = list[tuple[int, float, int]]  # tokens, what is added, and until when
+
+
+def _integers_of(row: RowInit, bias: _Bias) -> tuple[int, ...]:
+    """In the order of their table."""
+    params = row.params
+    root, top_k = 0, max(params.top_k, 0)
+    return root, row.cached, row.limit, draft_cap(params), top_k, row.seed, row.choice, len(bias)
+
+
+def _floats_of(params: SamplingParams) -> tuple[float, ...]:
+    """In the order of their table."""
+    return (
+        0.0 if params.greedy else params.temperature,
+        params.top_p,
+        params.min_p,
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+    )
+
+
+def _bias_of(row: RowInit) -> _Bias:
+    """Entries of one token add up, so a ban (-inf) hides a bias beside it until the ban ends."""
+    biases = [(token, bias, _FOREVER) for token, bias in (row.params.logit_bias or {}).items()]
+    return biases + [(token, -torch.inf, row.banned_until) for token in row.banned_ids]
+
+
+def _prediction_of(row: RowInit) -> Sequence[int]:
+    given = row.params.prediction if draft_cap(row.params) else None
+    assert not isinstance(given, str), "the front tokenizes predictions"
+    return given or ()
+
+
+def to_device(
+    values: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Copies numbers to the device without waiting for what is queued there: from pinned memory."""
+    if not values:
+        return torch.empty(0, dtype=dtype, device=device)
+    # By way of an array in a quarter of the time that a tensor of a list takes.
+    kind, wide = ("d", torch.float64) if dtype.is_floating_point else ("q", torch.int64)
+    host = torch.frombuffer(array(kind, values), dtype=wide).to(dtype)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def draft_cap(params: SamplingParams) -> int:
+    """Most nodes that may be drafted for a request in one step."""
+    speculation = params.speculation
+    if not speculation.enabled:
+        return 0
+    return _FOREVER if speculation.max_draft_tokens is None else speculation.max_draft_tokens

@@ -1,0 +1,1 @@
+"""Offline tools: they may import anything, and nothing imports them."""

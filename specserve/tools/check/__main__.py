@@ -1,0 +1,115 @@
+"""``python -m specserve.check``: loads what the server's flags name and reports on it.
+
+Exit codes: 0 fine, 1 problems, 2 it can't be loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from specserve.config import Settings, load_settings, resolve_paths
+from specserve.config.speculation import SHAPE
+from specserve.logs import configure_logging
+from specserve.process.worker import build_scheduler
+from specserve.tools.check.measure import measure, read_prompts
+from specserve.tools.check.memory import memory_needed
+from specserve.tools.check.mismatches import find_mismatches
+from specserve.tools.check.report import Report
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "python -m specserve.check"
+MEASURED_SHAPE = (5, 4, 8)  # where the controller would choose: acceptance by position needs one
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report. Returns the exit code."""
+    parser = _parser()
+    options, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(flags):
+        parser.print_help()
+        print("\nand the server's:\n")
+    report = Report()
+    try:
+        if options.max_tokens < 2:
+            raise ValueError(
+                f"--max-tokens: must be at least 2, found {options.max_tokens}: the first one is no step's"
+            )
+        settings = load_settings(flags)
+        configure_logging("warning")
+        _check(settings, options, report)
+    except ValueError as error:
+        report.error = str(error)
+    except (RuntimeError, OSError, MemoryError) as error:  # torch's own, out of memory included
+        report.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    print(report.json() if options.json else report.text())
+    return report.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, add_help=False, allow_abbrev=False, description=__doc__, usage=f"{PROGRAM} [--json] ..."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
+    parser.add_argument("--no-run", action="store_true", help="Load, and measure no acceptance.")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="Prompts to measure with, one a line.")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="Tokens of each answer, from 2 (default: 64)."
+    )
+    return parser
+
+
+def _check(given: Settings, options: argparse.Namespace, report: Report) -> None:
+    """Fills the report as far as it gets. Raises ValueError for what can't be loaded."""
+    prompts = read_prompts(options.prompts)
+    settings, notes = resolve_paths(given)
+    report.choices += notes
+    find_mismatches(settings, report)
+    with _heard() as said:
+        try:
+            built = build_scheduler(_with_shape(settings))
+        finally:
+            report.choices += said
+    try:
+        report.memory = memory_needed(built)
+        if not options.no_run:
+            measure(built, prompts, options.max_tokens, report)
+    finally:
+        built.engine.close()
+
+
+def _with_shape(settings: Settings) -> Settings:
+    shape = dict(zip(SHAPE, MEASURED_SHAPE, strict=True))
+    fixed = settings.speculative_algorithm in ("NONE", "NAIVE_EAGLE")
+    if fixed or any(getattr(settings, name) is not None for name in SHAPE):
+        return settings
+    log.info("speculation of %s (steps, topk, tokens): what acceptance is measured with", MEASURED_SHAPE)
+    return replace(settings, speculative_adaptive=False, **shape)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[list[str]]:
+    """What the package logs meanwhile: the settings' and the draft's notes."""
+    said: list[str] = []
+    logger, handler = logging.getLogger("specserve"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level, logger.propagate
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Acceptance on a few prompts, and that drafting changes no text: the engine runs them with drafts and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specserve.config import Settings
+from specserve.core import SamplingParams, Speculation, SpeculationUsage
+from specserve.frontend.tokenizer import Tokenizer
+from specserve.messages import Failed, Submit
+from specserve.process.worker import Built, Engine
+from specserve.tools.check.report import Acceptance, Report
+
+PROMPTS = (
+    "List 3 countries and their capitals.",
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "What is 17 times 23? Think step by step.",
+    "Translate into French: Where is the next railway station?",
+    "Summarize: The meeting was moved from Monday to Wednesday because the room is painted on Monday.",
+)
+USELESS = 1.1  # tokens a step below which drafting costs more than it gives
+
+
+@dataclass(slots=True)
+class Answer:
+    """``runs``: tokens of each step, behind the first token, which comes with the prompt."""
+
+    tokens: list[int] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
+    usage: SpeculationUsage = field(default_factory=SpeculationUsage)
+
+
+def read_prompts(path: Path | None) -> list[str]:
+    """Raises ValueError naming the file."""
+    if path is None:
+        return list(PROMPTS)
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts: {path} can't be read: {error}") from None
+    if not lines:
+        raise ValueError(f"--prompts: {path} holds no prompt")
+    return lines
+
+
+def measure(built: Built, prompts: Sequence[str], max_tokens: int, report: Report) -> None:
+    """Adds acceptance and its problems to the report. Raises ValueError for a prompt that can't be answered."""
+    encoded = _encode(built, prompts)
+    with_drafts = _answers(built.engine, encoded, max_tokens, drafting=True)
+    without = _answers(built.engine, encoded, max_tokens, drafting=False)
+    same = sum(one.tokens == other.tokens for one, other in zip(with_drafts, without, strict=True))
+    report.acceptance = found = _summary(with_drafts, same)
+    if built.settings.speculative_algorithm != "NONE" and found.tokens_per_step < USELESS:
+        report.problems.append(
+            f"{found.tokens_per_step:.2f} tokens a step: the draft does not fit the model or these prompts, drafting "
+            "costs time for nothing"
+        )
+    _compare(built.settings, found, report)
+
+
+def _compare(settings: Settings, found: Acceptance, report: Report) -> None:
+    differ = found.prompts - found.same_texts
+    if not differ:
+        return
+    said = f"{differ} of {found.prompts} texts differ without drafting"
+    if settings.dtype == "float64":
+        report.problems.append(f"{said}, in float64: that is a fault of the server, please report it")
+    else:
+        report.remarks.append(
+            f"{said}: in {settings.dtype} rounding decides between nearly equal logits; --dtype float64 tells"
+        )
+
+
+def _encode(built: Built, prompts: Sequence[str]) -> list[list[int]]:
+    """Through the chat template where there is one; without a tokenizer, ids that follow no text."""
+    settings, vocab = built.settings, int(str(built.engine.info["vocab_size"]))
+    assert settings.tokenizer_path is not None
+    assert settings.context_length is not None
+    longest = max(1, settings.context_length // 2)
+    if settings.skip_tokenizer_init:
+        return [[(7 * i + 11 * k + 1) % vocab for k in range(min(16, longest))] for i in range(len(prompts))]
+    tokenizer = Tokenizer.load(settings.tokenizer_path, settings.trust_remote_code)
+    return [_ids(tokenizer, prompt)[-longest:] for prompt in prompts]
+
+
+def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    try:
+        return tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    except ValueError:
+        return tokenizer.encode(prompt)
+
+
+def _answers(
+    engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, drafting: bool
+) -> list[Answer]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, speculation=Speculation(enabled=drafting))
+    answers = {f"{drafting}-{index}": Answer() for index in range(len(prompts))}
+    for rid, prompt in zip(answers, prompts, strict=True):
+        engine.submit(Submit(rid, list(prompt), params))
+    while engine.has_work:
+        for message in engine.run_once():
+            if isinstance(message, Failed):
+                raise ValueError(f"a prompt can't be answered: {message.message}")
+            answer = answers[message.rid]
+            answer.tokens += message.token_ids
+            answer.runs += message.runs
+            answer.usage = message.speculation or answer.usage
+    return list(answers.values())
+
+
+def _summary(answers: Sequence[Answer], same: int) -> Acceptance:
+    runs = [run for answer in answers for run in answer.runs[1:]]
+    steps, accepted = (sum(getattr(a.usage, name) for a in answers) for name in ("steps", "accepted"))
+    return Acceptance(
+        prompts=len(answers),
+        steps=steps,
+        drafted=sum(answer.usage.drafted for answer in answers),
+        accepted=accepted,
+        tokens_per_step=(accepted + steps) / steps if steps else 1.0,
+        by_position=[sum(run > k for run in runs) / len(runs) for k in range(1, max(runs, default=0))],
+        same_texts=same,
+    )

@@ -1,0 +1,86 @@
+"""``python -m specserve.token_map``: a map for ``--speculative-token-map``, counted on your own text or traffic.
+
+Exit codes: 0 written, 2 a user's mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from specserve.config import make_settings, resolve_paths
+from specserve.models.config import load_model_config
+from specserve.models.draft.token_map import read_token_map
+from specserve.models.special_tokens import special_tokens
+from specserve.speculation.dynamic_map import default_size
+from specserve.tools.token_map.cli import parse_args
+from specserve.tools.token_map.count import Counts, count_files, count_server
+from specserve.tools.token_map.ranking import Ranking
+from specserve.tools.token_map.write import write_map
+from specserve.tools.train.chat import Encoder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the map and prints what it covers. Returns the exit code."""
+    args = parse_args(argv)
+    try:
+        model_path = _model_path(args)
+        ranking = _ranking(args, model_path)
+        size = default_size(len(ranking.counts_V)) if args.size is None else args.size
+        write_map(args.output, ranking.best(size))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.output}: {size} of {len(ranking.counts_V)} ids, {len(ranking.kept)} of them special")
+    print(_coverage(ranking, size))
+    return 0
+
+
+def _model_path(args: argparse.Namespace) -> Path:
+    settings, _ = resolve_paths(make_settings(model_path=args.model_path, revision=args.revision))
+    assert settings.model_path is not None
+    return Path(settings.model_path)
+
+
+def _ranking(args: argparse.Namespace, model_path: Path) -> Ranking:
+    config = load_model_config(model_path)
+    counts_V: Counts = np.zeros(config.vocab_size, np.int64)
+    if args.data:
+        counts_V += count_files(args.data, _encoder(model_path), config.vocab_size)
+    for url in args.server:
+        counts_V += count_server(url, args.api_key, config.vocab_size)
+    ranks = [read_token_map(path, config.vocab_size).tolist() for path in args.map]
+    if not ranks and not counts_V.any():
+        raise ValueError(f"no token was counted in {', '.join(map(str, [*args.data, *args.server]))}")
+    return Ranking(counts_V, ranks, special_tokens(model_path, config))
+
+
+def _encoder(model_path: Path) -> Encoder:
+    from transformers import AutoTokenizer
+
+    try:
+        return Encoder(AutoTokenizer.from_pretrained(str(model_path)))
+    except Exception as error:  # the library raises nearly everything
+        raise ValueError(f"--model-path: no tokenizer of {model_path} for --data: {error}") from None
+
+
+def _coverage(ranking: Ranking, size: int) -> str:
+    """A line a size: ids, their part of the vocabulary, and the share of the counted tokens that they hold."""
+    vocab_size, total = len(ranking.counts_V), int(ranking.counts_V.sum())
+    if not total:
+        return "no tokens were counted: ranks alone say nothing of coverage"
+    sizes = {size, *(vocab_size // part for part in (32, 16, 8, 4, 2))}
+    lines = [
+        f"{each:8d} ids {each / vocab_size:8.2%} {ranking.coverage(each):10.2%}{'  <- written' * (each == size)}"
+        for each in sorted(sizes)
+        if each > len(ranking.kept)
+    ]
+    return "\n".join([f"coverage of {total} counted tokens:", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

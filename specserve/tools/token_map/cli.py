@@ -1,0 +1,57 @@
+"""The command line of the token-map tool."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from specserve.tools.token_map.write import FORMATS
+
+DESCRIPTION = """\
+Counts target token ids and writes a map for --speculative-token-map: ids, the most frequent first.
+
+What is counted:
+  --data FILE.jsonl   JSON lines. {"messages": [...]}: what the assistant said, found by the model's chat template,
+                      end-of-turn tokens included; all messages where it said nothing or the model has no template.
+                      {"conversations": [...]}: the same. {"prompt": "..."} and {"text": "..."}: all of it.
+  --data FILE         any other file: plain text, all of it.
+  --server URL        every token that a server with --token-statistics has generated since its start.
+  --map FILE          an FR-Spec file (.pt, .json, .txt) counts no tokens: its order is taken as a frequency rank, the
+                      token of rank r weighing 1/r, all of a file's together as much as all counted tokens.
+
+Special tokens and those that end answers are always in the map; ids that were never counted fill it up, the lowest
+first. Coverage is the share of the counted tokens that a map holds."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Exits with code 2 and the flag's name for a mistake."""
+    parser = argparse.ArgumentParser(
+        prog="python -m specserve.token_map",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model-path", help="the target: directory or hub id (default: the bundled model)")
+    add("--revision", help="of a model of the hub")
+    add("--data", type=Path, nargs="+", default=[], metavar="FILE", help="JSON lines or plain text")
+    add("--server", nargs="+", default=[], metavar="URL", help="like http://127.0.0.1:30000")
+    add("--api-key", help="of the servers")
+    add("--map", type=Path, nargs="+", default=[], metavar="FILE", help="FR-Spec files")
+    add(
+        "--size", type=int, help="ids in the map (default: a quarter of the vocabulary, at least 1024 or all)"
+    )
+    add("--output", type=_output, required=True, metavar="FILE", help=f"ends in {', '.join(FORMATS)}")
+    args = parser.parse_args(argv)
+    if not (args.data or args.server or args.map):
+        parser.error("nothing to count: expected one or more of --data, --server and --map")
+    return args
+
+
+def _output(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in FORMATS:
+        raise argparse.ArgumentTypeError(f"must end in {', '.join(FORMATS)}, found {text}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path.parent} is no directory")
+    return path

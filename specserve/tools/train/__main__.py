@@ -1,0 +1,202 @@
+"""``python -m specserve.train``: train a draft, write it in the published format, report its acceptance."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from specserve.models.checkpoint import DTYPES, load_target
+from specserve.models.llama import LlamaModel
+from specserve.tools.train import export, report
+from specserve.tools.train.chat import Encoder
+from specserve.tools.train.cli import parse_args
+from specserve.tools.train.data import load_sources
+from specserve.tools.train.eagle import EagleTrainer
+from specserve.tools.train.eagle3 import Eagle3Trainer
+from specserve.tools.train.heads import HeadOptions, make_eagle, make_eagle3
+from specserve.tools.train.loop import Loop, LoopConfig
+from specserve.tools.train.optim import build_optimizers
+from specserve.tools.train.packing import Documents, Rows, RowSampler, pack
+from specserve.tools.train.vocab import draft_vocabulary
+
+log = logging.getLogger("specserve.tools.train")
+HELDOUT_SHARE, HELDOUT_MOST = 0.02, 512  # of the documents of a source, when no held-out file is given
+# What a resumed run must have in common with the one that wrote the checkpoint.
+FIXED = [
+    "algorithm",
+    "max_length",
+    "batch_tokens",
+    "accumulate",
+    "optimizer",
+    "lr",
+    "weight_decay",
+    "seed",
+    "shares",
+    "ttt_length",
+    "ttt_decay",
+    "draft_vocab_size",
+    "draft_intermediate_size",
+    "draft_num_heads",
+    "draft_num_kv_heads",
+    "rope_theta",
+    "aux_layers",
+    "feature_weight",
+    "ce_weight",
+]
+
+Trainer = EagleTrainer | Eagle3Trainer
+
+
+def load_data(args: argparse.Namespace) -> tuple[dict[str, Documents], dict[str, Documents]]:
+    """Training and held-out documents by source."""
+    paths = [*args.data, *(args.heldout or [])]
+    encoder = None
+    if any(path.suffix != ".npz" for path in paths):
+        encoder = Encoder(AutoTokenizer.from_pretrained(args.model_path))
+    train = _sources(args.data, encoder)
+    if args.heldout:
+        return train, _sources(args.heldout, encoder)
+    pairs = {n: docs.split(HELDOUT_SHARE, HELDOUT_MOST, args.seed) for n, docs in train.items()}
+    return {n: rest for n, (rest, _) in pairs.items()}, {n: aside for n, (_, aside) in pairs.items()}
+
+
+def _sources(paths: list[Path], encoder: Encoder | None) -> dict[str, Documents]:
+    found: dict[str, Documents] = {}
+    for path in paths:
+        for name, documents in load_sources(path, encoder).items():
+            found[name if name not in found else f"{name}-{len(found)}"] = documents
+    return found
+
+
+def make_trainer(args: argparse.Namespace, target: LlamaModel, train: Mapping[str, Documents]) -> Trainer:
+    """The draft with its loss, on the target's device."""
+    options = HeadOptions(
+        intermediate_size=args.draft_intermediate_size,
+        num_heads=args.draft_num_heads,
+        num_kv_heads=args.draft_num_kv_heads,
+        rope_theta=args.rope_theta,
+        taps=tuple(args.aux_layers) if args.aux_layers else None,
+    )
+    levels = args.ttt_length or (7 if args.algorithm == "EAGLE3" else 3)
+    positions = args.max_length + max(levels, report.CHAIN)
+    torch.manual_seed(args.seed)
+    if args.algorithm == "EAGLE":
+        draft = make_eagle(target, options, positions)
+        return EagleTrainer(target, draft, levels, args.ttt_decay, args.feature_weight, args.ce_weight)
+    vocab = target.config.vocab_size
+    size = args.draft_vocab_size or min(32000, vocab)
+    ids = draft_vocabulary(list(train.values()), vocab, size).to(target.lm_head.weight.device)
+    return Eagle3Trainer(target, make_eagle3(target, options, positions, ids), ids, levels, args.ttt_decay)
+
+
+def loop_config(args: argparse.Namespace, rows: int, batch_rows: int, amp: bool) -> LoopConfig:
+    """The end of the run: ``--steps``, else ``--epochs``, else the clock alone, else 10 epochs."""
+    epochs = args.epochs or (None if args.time_limit else 10.0)
+    steps = args.steps or (math.ceil(rows * epochs / (batch_rows * args.accumulate)) if epochs else None)
+    return LoopConfig(
+        output=args.output,
+        steps=steps,
+        time_limit=args.time_limit,
+        warmup=args.warmup,
+        schedule=args.schedule,
+        clip=args.clip,
+        accumulate=args.accumulate,
+        log_every=args.log_every,
+        save_every=args.save_every,
+        amp=amp,
+        compile=args.compile,
+        settings={name: getattr(args, name) for name in FIXED},
+    )
+
+
+def write_draft(args: argparse.Namespace, trainer: Trainer, target: LlamaModel) -> None:
+    """Exports the draft in its published format."""
+    dtype = DTYPES[args.export_dtype]
+    if isinstance(trainer, EagleTrainer):
+        tensors = export.eagle_tensors(trainer.draft, target)
+        config = export.eagle_config(trainer.draft.config, target.config, dtype)
+    else:
+        tensors = export.eagle3_tensors(trainer.draft, trainer.draft_ids)
+        config = export.eagle3_config(trainer.draft.config, target.config, dtype)
+    export.write(tensors, config, args.output, dtype, args.format)
+
+
+def write_report(
+    loop: Loop, trainer: Trainer, rows: Mapping[str, Rows], output: Path, batch_rows: int, flash: bool
+) -> None:
+    """Measures, prints and saves the acceptance on held-out rows."""
+    trainer.eval()
+    with loop.autocast():
+        results = {
+            name: report.measure(trainer.unroll, packed, batch_rows, loop.device, flash)
+            for name, packed in rows.items()
+        }
+    results["all"] = report.total(list(results.values()))
+    report.save(results, output / "acceptance.json")
+    print(report.table(results))
+
+
+def heldout_rows(documents: Documents, length: int, most: int, seed: int) -> Rows:
+    packed = pack(documents, length, seed)
+    return Rows(packed.tokens[:most], packed.mask[:most], packed.starts[:most])
+
+
+def train(args: argparse.Namespace) -> None:
+    """The whole run: data, target, training, export, report."""
+    device = torch.device(args.device)
+    auto = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = DTYPES[auto if args.dtype == "auto" else args.dtype]
+    half = dtype in (torch.bfloat16, torch.float16)
+    flash = device.type == "cuda" and half and not args.dense_attention
+    train_documents, heldout = load_data(args)
+    rows = {name: pack(documents, args.max_length, args.seed) for name, documents in train_documents.items()}
+    for name, documents in train_documents.items():
+        learned = int(documents.mask.sum())
+        log.info(
+            "%s: %d documents, %d tokens (%d learned), %d rows, %d documents held out",
+            *(
+                name,
+                len(documents),
+                len(documents.tokens),
+                learned,
+                len(rows[name]),
+                len(heldout.get(name, [])),
+            ),
+        )
+    target = load_target(args.model_path, dtype, device, args.max_length)
+    target.requires_grad_(False)
+    trainer = make_trainer(args, target, train_documents)
+    batch_rows = max(1, args.batch_tokens // args.max_length)
+    loop = Loop(
+        loop_config(args, sum(len(r) for r in rows.values()), batch_rows, half),
+        trainer,
+        build_optimizers(trainer, args.optimizer, args.lr, args.weight_decay),
+        trainer.loss,
+        RowSampler(list(rows.values()), args.shares, batch_rows, args.seed, device, flash),
+    )
+    if args.restart:
+        loop.forget()
+    loop.run()
+    write_draft(args, trainer, target)
+    aside = {n: heldout_rows(d, args.max_length, args.report_rows, args.seed) for n, d in heldout.items()}
+    write_report(loop, trainer, aside, args.output, max(1, batch_rows // 2), flash)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    torch.set_float32_matmul_precision("high")
+    try:
+        train(parse_args())
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

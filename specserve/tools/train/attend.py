@@ -1,0 +1,90 @@
+"""The attention that a model sees while training: dense over packed rows, rotary included.
+
+Shapes: T tokens (rows times row length), N heads (q, then k, then v), D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from specserve_kernels import apply_rotary
+from torch import Tensor
+
+from specserve.layers.rotary import Rope
+from specserve.tools.train.packed_attention import packed_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How documents lie in the rows: ``cu_seqlens`` int32 ``[documents + 1]`` over the flattened tokens."""
+
+    cu_seqlens: Tensor
+    row_length: int
+    flash: bool
+
+    def documents(self, tokens: int) -> Tensor:
+        """The document number of every token, int64 ``[tokens]``."""
+        position = torch.arange(tokens, device=self.cu_seqlens.device)
+        return torch.bucketize(position, self.cu_seqlens.long(), right=True)
+
+
+def _rotate(qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries, rotated keys, values, all in the dtype of ``qkv``."""
+    qk_TND, v_TKD = torch.split(qkv_TND, [qkv_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
+    qk_TND = apply_rotary(qk_TND, rope.table_P2D[rope.position_T]).to(qkv_TND.dtype)
+    q_TND, k_TKD = torch.split(qk_TND, [qk_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
+    return q_TND, k_TKD, v_TKD
+
+
+class CausalAttend:
+    """Every token attends to its own document's tokens up to itself."""
+
+    def __init__(self, packing: Packing) -> None:
+        self.packing = packing
+
+    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
+        q, k, v = _rotate(qkv_TND, num_kv_heads, rope)
+        packing = self.packing
+        no_k, no_v = _columns([k]), _columns([v])
+        out = packed_attention(q, k, v, no_k, no_v, packing.cu_seqlens, packing.row_length, packing.flash)
+        return out.flatten(1)
+
+
+class TestTimeAttend:
+    """Training-time test of a one-layer draft: call i is drafting level i at every column at once.
+
+    A query of level i at column t attends to level 0's keys at columns <= t of its document (the committed
+    prefix) and to the keys of levels 1..i at column t (its own drafted ancestors and itself), as in drafting.
+    """
+
+    __test__ = False  # not a test class, whatever its name
+
+    def __init__(self, packing: Packing) -> None:
+        self.packing = packing
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
+        q, k, v = _rotate(qkv_TND, num_kv_heads, rope)
+        self.keys.append(k)
+        self.values.append(v)
+        extra_k, extra_v = (_columns(cache) for cache in (self.keys, self.values))
+        out = packed_attention(
+            q,
+            self.keys[0],
+            self.values[0],
+            extra_k,
+            extra_v,
+            self.packing.cu_seqlens,
+            self.packing.row_length,
+            self.packing.flash,
+        )
+        return out.flatten(1)
+
+
+def _columns(cache: list[Tensor]) -> Tensor:
+    """The entries of levels 1 and deeper as ``[T, levels, K, D]``."""
+    if len(cache) == 1:
+        return cache[0].new_empty((cache[0].shape[0], 0, *cache[0].shape[1:]))
+    return torch.stack(cache[1:], dim=1)

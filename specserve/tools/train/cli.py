@@ -1,0 +1,104 @@
+"""The command line of draft training."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from specserve.models.checkpoint import DTYPES
+from specserve.tools.train.export import FORMATS
+from specserve.tools.train.optim import OPTIMIZERS, SCHEDULES
+
+ALGORITHMS = ("EAGLE", "EAGLE3")
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, found {value}")
+    return value
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m specserve.train", description="Train an EAGLE or EAGLE-3 draft for a target model."
+    )
+    _add_main(parser)
+    _add_schedule(parser)
+    _add_draft(parser)
+    return parser.parse_args(argv)
+
+
+def _add_main(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what")
+    group.add_argument("--algorithm", choices=ALGORITHMS, required=True)
+    group.add_argument("--model-path", type=Path, required=True, help="the target, a Hugging Face directory")
+    group.add_argument(
+        "--data", type=Path, nargs="+", required=True, help=".jsonl (messages, conversations or text) or .npz"
+    )
+    group.add_argument("--heldout", type=Path, nargs="+", help="data for the report (default: 2%% of --data)")
+    group.add_argument("--shares", type=float, nargs="+", help="share of each source (default: by its size)")
+    group.add_argument("--output", type=Path, required=True)
+    group.add_argument("--format", choices=FORMATS, default="safetensors")
+    group.add_argument("--export-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    group.add_argument("--restart", action="store_true", help="begin anew although --output has a checkpoint")
+    group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    group.add_argument(
+        "--dtype", choices=("auto", *DTYPES), default="auto", help="the target's (auto: bfloat16 on a GPU)"
+    )
+    group.add_argument("--compile", action="store_true", help="torch.compile: faster steps, a slow first one")
+    group.add_argument("--dense-attention", action="store_true", help="no flash attention (slower)")
+    group.add_argument("--report-rows", type=positive, default=256, help="most held-out rows of a source")
+
+
+def _add_schedule(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how long and how fast")
+    group.add_argument(
+        "--epochs", type=float, help="passes over the data (default: 10 without another limit)"
+    )
+    group.add_argument("--steps", type=positive)
+    group.add_argument(
+        "--time-limit",
+        type=float,
+        help="seconds; the learning rate falls by the clock, so the run ends annealed",
+    )
+    group.add_argument(
+        "--max-length", type=positive, default=2048, help="tokens in a row; longer text is cut"
+    )
+    group.add_argument("--batch-tokens", type=positive, default=8192)
+    group.add_argument("--accumulate", type=positive, default=1, help="batches a step")
+    group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    group.add_argument("--lr", type=float, default=1e-4)
+    group.add_argument("--weight-decay", type=float, default=0.0)
+    group.add_argument("--warmup", type=int, default=100, help="steps")
+    group.add_argument("--schedule", choices=sorted(SCHEDULES), default="cosine")
+    group.add_argument("--clip", type=float, default=0.5, help="largest gradient norm")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--log-every", type=positive, default=10, help="steps")
+    group.add_argument("--save-every", type=float, default=300.0, help="seconds between checkpoints")
+
+
+def _add_draft(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the draft")
+    group.add_argument("--ttt-length", type=positive, help="levels trained (default: EAGLE3 7, EAGLE 3)")
+    group.add_argument(
+        "--ttt-decay", type=float, default=0.8, help="weight of a level against the one before"
+    )
+    group.add_argument(
+        "--draft-vocab-size", type=positive, help="EAGLE3 (default: 32000, at most the target's)"
+    )
+    group.add_argument("--draft-intermediate-size", type=positive, help="default: the target's")
+    group.add_argument("--draft-num-heads", type=positive, help="default: the target's")
+    group.add_argument("--draft-num-kv-heads", type=positive, help="default: the target's")
+    group.add_argument("--rope-theta", type=float, help="default: the target's, without its scaling")
+    group.add_argument(
+        "--aux-layers",
+        type=int,
+        nargs=3,
+        help="EAGLE3: boundaries, k is what enters layer k (default: 2 N/2 N-3)",
+    )
+    group.add_argument("--feature-weight", type=float, default=1.0, help="EAGLE: weight of the feature loss")
+    group.add_argument("--ce-weight", type=float, default=0.1, help="EAGLE: weight of the cross-entropy")

@@ -1,0 +1,102 @@
+"""Trained drafts in the published file formats, which this server and others load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from specserve.models.checkpoint import file_tensors
+from specserve.models.config import ModelConfig
+from specserve.models.draft.base import DraftConfig
+from specserve.models.draft.eagle import EagleHead
+from specserve.models.draft.eagle3 import Eagle3Head
+from specserve.models.llama import LlamaModel
+from specserve.tools.train.vocab import membership, offsets
+
+FORMATS = ("safetensors", "bin")
+OUTER = ("fc.", "norm.", "lm_head.")  # tensors that do not belong to the decoder layer
+
+
+def eagle_tensors(draft: EagleHead, target: LlamaModel) -> dict[str, Tensor]:
+    """EAGLE's tensors: ``fc``, ``layers.0`` without an input norm, a copy of the target's embedding."""
+    tensors = {_inside(name, "layers.0."): tensor for name, tensor in file_tensors(draft).items()}
+    return {"embed_tokens.weight": target.embed_tokens.weight.detach(), **tensors}
+
+
+def eagle3_tensors(draft: Eagle3Head, draft_ids: Tensor) -> dict[str, Tensor]:
+    """EAGLE-3's tensors: ``fc``, ``midlayer``, ``norm``, ``lm_head``, the offsets ``d2t`` and the mask
+    ``t2d``.
+    """
+    tensors = {_inside(name, "midlayer."): tensor for name, tensor in file_tensors(draft).items()}
+    tensors["d2t"] = offsets(draft_ids)
+    tensors["t2d"] = membership(draft_ids, draft.config.target_vocab_size)
+    return tensors
+
+
+def _inside(name: str, prefix: str) -> str:
+    return name if name.startswith(OUTER) else prefix + name
+
+
+def _common_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    layer = config.layer
+    return {
+        "model_type": "llama",
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": layer.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": None,
+        "max_position_embeddings": target.max_position_embeddings,
+        "vocab_size": target.vocab_size,
+        "tie_word_embeddings": False,
+        "bias": config.fc_bias,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": target.bos_token_id,
+        "eos_token_id": list(target.eos_token_ids),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def eagle_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {"architectures": ["LlamaForCausalLMEagle"], **_common_config(config, target, dtype)}
+
+
+def eagle3_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Names the aux layers as boundaries of the residual stream: id k is what enters layer k."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_common_config(config, target, dtype),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        },
+    }
+
+
+def write(
+    tensors: dict[str, Tensor], config: dict[str, Any], path: Path, dtype: torch.dtype, form: str
+) -> None:
+    """Writes ``config.json`` and the weights, floating-point tensors in ``dtype``, all else as it is."""
+    path.mkdir(parents=True, exist_ok=True)
+    ready = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous().clone()
+        for name, tensor in tensors.items()
+    }
+    if form == "bin":
+        torch.save(ready, path / "pytorch_model.bin")
+    else:
+        (path / "model.safetensors").write_bytes(save(ready, metadata={"format": "pt"}))
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")

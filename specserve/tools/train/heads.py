@@ -1,0 +1,80 @@
+"""Fresh draft heads for a target, ready to train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specserve.layers.rotary import RopeConfig
+from specserve.models.config import ModelConfig
+from specserve.models.draft.base import DraftConfig
+from specserve.models.draft.eagle import EagleHead
+from specserve.models.draft.eagle3 import Eagle3Head
+from specserve.models.llama import LlamaModel
+from specserve.tools.train.target import check_taps, default_taps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOptions:
+    """How a draft may differ from one layer of its target; None is as in the target."""
+
+    intermediate_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    rope_theta: float | None = None
+    taps: tuple[int, ...] | None = None
+
+
+def draft_config(
+    target: ModelConfig, options: HeadOptions, input_layers: int, draft_vocab: int
+) -> DraftConfig:
+    """A draft's configuration. Its rotary embedding is the target's base without scaling."""
+    layer = target.layer
+    heads = options.num_heads or layer.num_heads
+    kv_heads = options.num_kv_heads or min(heads, layer.num_kv_heads)
+    if heads % kv_heads:
+        raise ValueError(f"--draft-num-heads {heads} is not a multiple of --draft-num-kv-heads {kv_heads}")
+    layer = replace(
+        layer,
+        intermediate_size=options.intermediate_size or layer.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        input_size=input_layers * layer.hidden_size,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+    )
+    return DraftConfig(
+        layer=layer,
+        rope=RopeConfig(theta=options.rope_theta or target.rope.theta),
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab,
+    )
+
+
+def make_eagle(target: LlamaModel, options: HeadOptions, max_positions: int) -> EagleHead:
+    """A random EAGLE head on the target's device, in float32."""
+    config = draft_config(target.config, options, 1, target.config.vocab_size)
+    with target.lm_head.weight.device:
+        return EagleHead(config, 0, max_positions, target.embed_tokens, target.lm_head)
+
+
+@torch.no_grad()
+def make_eagle3(
+    target: LlamaModel, options: HeadOptions, max_positions: int, draft_ids: Tensor
+) -> Eagle3Head:
+    """An EAGLE-3 head on the target's device, in float32; norm and head begin as the target's, the rest
+    random.
+    """
+    taps = options.taps or default_taps(target.config.num_layers)
+    check_taps(taps, target.config.num_layers)
+    config = replace(draft_config(target.config, options, 2, len(draft_ids)), taps=taps)
+    with target.lm_head.weight.device:
+        head = Eagle3Head(config, 0, max_positions, target.embed_tokens)
+    head.norm.weight.copy_(target.norm.weight)
+    head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
+    return head

@@ -1,0 +1,84 @@
+"""How well a trained draft guesses its target on held-out rows: a quick estimate of what serving will accept.
+
+A greedy chain of drafts is followed from every column where drafting can stand. Rate a_i is the share of
+chains that reach level i in which the draft's greedy token there is the target's. A chain reaches level i + 1
+when level i was right and the text's own token is that token too, since levels read the text's tokens. Then a
+step of a chain of n levels emits ``1 + a_1 + a_1 a_2 + ... + a_1 ... a_n`` tokens on average, the bonus token
+included. Serving differs in that there the text is the target's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from specserve.tools.train.level import Levels
+from specserve.tools.train.packing import Batch, Rows, make_batch
+
+CHAIN = 5  # levels that are reported
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Chains that reach each level and chains that it continues, on one source."""
+
+    reached: list[int]
+    kept: list[int]
+
+    @property
+    def rates(self) -> list[float]:
+        return [k / r if r else 0.0 for k, r in zip(self.kept, self.reached, strict=True)]
+
+    @property
+    def tokens_per_step(self) -> float:
+        return 1.0 + float(np.cumprod(self.rates).sum())
+
+
+@torch.no_grad()
+def measure(
+    unroll: Callable[[Batch, int], Levels], rows: Rows, batch_rows: int, device: torch.device, flash: bool
+) -> Acceptance:
+    """Follows chains over all ``rows``."""
+    reached, kept = np.zeros(CHAIN, np.int64), np.zeros(CHAIN, np.int64)
+    for start in range(0, len(rows), batch_rows):
+        chosen = np.arange(start, min(start + batch_rows, len(rows)))
+        found = unroll(make_batch([(rows, chosen)], device, flash), CHAIN).accepted()
+        reached += torch.stack(found[0]).cpu().numpy()
+        kept += torch.stack(found[1]).cpu().numpy()
+    return Acceptance(reached.tolist(), kept.tolist())
+
+
+def table(results: dict[str, Acceptance]) -> str:
+    """The results as text, a line a source."""
+    width = max(len("held-out"), *(len(name) for name in results))
+    heads = "".join(f"{f'a_{i + 1}':>8}" for i in range(CHAIN))
+    lines = [f"{'held-out':<{width}}{heads}{'tokens/step':>13}{'chains':>10}"]
+    for name, found in results.items():
+        rates = "".join(f"{rate:8.3f}" for rate in found.rates)
+        lines.append(f"{name:<{width}}{rates}{found.tokens_per_step:13.2f}{found.reached[0]:10d}")
+    return "\n".join(lines)
+
+
+def save(results: dict[str, Acceptance], path: Path) -> None:
+    """Writes the results as JSON."""
+    data = {
+        name: {
+            "rates": [round(rate, 4) for rate in found.rates],
+            "tokens_per_step": round(found.tokens_per_step, 3),
+            "chains": found.reached[0],
+        }
+        for name, found in results.items()
+    }
+    path.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def total(results: Sequence[Acceptance]) -> Acceptance:
+    """The counts of several sources together."""
+    reached = np.sum([found.reached for found in results], axis=0)
+    kept = np.sum([found.kept for found in results], axis=0)
+    return Acceptance(reached.tolist(), kept.tolist())

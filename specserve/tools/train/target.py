@@ -1,0 +1,53 @@
+"""The frozen target: what a draft learns from.
+
+Shapes: T tokens of all rows flattened, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specserve.models.llama import LlamaModel
+from specserve.tools.train.attend import CausalAttend
+from specserve.tools.train.packing import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStates:
+    """The target's hidden states after its final norm ``[T, H]`` and its residual streams at the taps."""
+
+    hidden_TH: Tensor
+    tapped: list[Tensor]
+
+
+@torch.no_grad()
+def run_target(model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> TargetStates:
+    """Runs the frozen target over a batch, in the dtype of its weights whatever the autocast state."""
+    with torch.autocast(batch.tokens_T.device.type, enabled=False):
+        hidden_TH, tapped = model(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), taps)
+    return TargetStates(hidden_TH, tapped)
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's boundaries 2, N/2, N - 3, moved apart where the target is too shallow for that."""
+    if num_layers < 4:
+        raise ValueError(f"a target of {num_layers} layers has no default taps; give --aux-layers")
+    middle = max(3, num_layers // 2)
+    return 2, middle, max(middle + 1, num_layers - 3)
+
+
+def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    """Raises ValueError for boundaries that the target lacks or that readers of the file would take
+    otherwise.
+    """
+    if len(taps) != 3 or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
+        raise ValueError(
+            f"--aux-layers must be 3 rising boundaries from 0 to {num_layers}, found {list(taps)}"
+        )
+    if taps[0] == 1:
+        raise ValueError(
+            "--aux-layers must not begin with 1: servers read such a list as layer outputs and add 1"
+        )

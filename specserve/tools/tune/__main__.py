@@ -1,0 +1,87 @@
+"""``python -m specserve.tune``: finds the best speculation shape for the server's flags and the user's prompts.
+
+Exit codes: 0 found, 2 a user's mistake, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from specserve.config import Settings, load_settings, resolve_paths
+from specserve.frontend.tokenizer import Tokenizer
+from specserve.logs import configure_logging
+from specserve.models.config import load_model_config
+from specserve.tools.tune.board import Board
+from specserve.tools.tune.engine import TuneEngine, Work
+from specserve.tools.tune.options import Options, candidates, check_settings, parser, read_options, with_room
+from specserve.tools.tune.output import write, write_configuration
+from specserve.tools.tune.plot import check_plot, plot
+from specserve.tools.tune.prompts import encode, read_prompts
+from specserve.tools.tune.report import as_json, text, verdict
+from specserve.tools.tune.search import Search, pick_overall
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints and writes. Returns the exit code."""
+    own = parser()
+    try:
+        found, flags = own.parse_known_args(sys.argv[1:] if argv is None else argv)
+        if {"-h", "--help"} & set(flags):
+            own.print_help()
+            print("\nand the server's:\n")
+        given, options = load_settings(flags), read_options(found)
+        configure_logging("warning")
+        tune(given, options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def tune(given: Settings, options: Options) -> None:
+    """Raises ValueError for what can't be tuned."""
+    if options.plot is not None:
+        check_plot()
+    check_settings(given)
+    local = resolve_paths(given)[0]
+    assert local.model_path is not None
+    model = load_model_config(Path(local.model_path))
+    given, local = (with_room(each, model, max(options.batch_sizes)) for each in (given, local))
+    wanted = candidates(local, model, options.grid)
+    engine = TuneEngine.load(local, wanted, _work(local, options))
+    search = Search(
+        bench=engine,
+        candidates=[c for c in wanted if c is None or c[1] <= engine.draft_vocab],
+        batches=options.batch_sizes,
+        seconds=60 * options.minutes,
+        exhaustive=options.exhaustive,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    _tell(search.run(), given, options)
+
+
+def _tell(boards: Sequence[Board], given: Settings, options: Options) -> None:
+    print(text(boards))
+    write_configuration(options.output, given, pick_overall(boards), verdict(boards))
+    print(f"\n{options.output}: python -m specserve.launch --config {options.output}")
+    if options.json is not None:
+        write(options.json, "--json", json.dumps(as_json(boards), indent=1) + "\n")
+    if options.plot is not None:
+        plot(boards, options.plot)
+
+
+def _work(local: Settings, options: Options) -> Work:
+    assert local.model_path is not None
+    assert local.tokenizer_path is not None
+    rows = read_prompts(options.prompts, Path(local.model_path))
+    tokenizer = Tokenizer.load(local.tokenizer_path, local.trust_remote_code)
+    return Work(encode(rows, tokenizer), options.max_tokens, options.temperature)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""A closed loop over the engine: as a request ends the next one starts, so that the batch stays full.
+
+What is counted lies between the moment when every request of the first batch has its first token and the end of the
+first request that has no successor. The device's time in prefill is taken off and reported apart: prompts cost the same
+whatever the shape, and how many there are for each token is not the shape's merit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from specserve.engine.runner import Launch, Row, Runner, Stopwatch
+from specserve.messages import Failed, Submit, Tokens
+from specserve.scheduler.scheduler import Scheduler
+from specserve.speculation.shape import StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a batch kept full gave. ``seconds`` have no prefill in them; ``request_steps`` counts a step of the batch
+    once for each request in it."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    steps: int = 0
+    request_steps: int = 0
+
+    def __add__(self, other: Run) -> Run:
+        return Run(
+            self.tokens + other.tokens,
+            self.seconds + other.seconds,
+            self.prefill_seconds + other.prefill_seconds,
+            self.steps + other.steps,
+            self.request_steps + other.request_steps,
+        )
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second of all requests together."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def pace(self) -> float:
+        """Steps a second, one of the batch counted once for each request in it."""
+        return self.request_steps / self.seconds if self.seconds else 0.0
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens a step gives a request, the bonus included."""
+        return self.tokens / self.request_steps if self.request_steps else 0.0
+
+    @property
+    def step_ms(self) -> float:
+        return self.seconds / self.steps * 1e3 if self.steps else 0.0
+
+
+class MeteredRunner(Runner):
+    """Counts steps, and times prefill on the device's own clock."""
+
+    steps = 0
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self.prefills: list[Stopwatch] = []
+
+    def prefill(self, rows: Sequence[Row]) -> Launch:
+        watch = Stopwatch(self.context.state.device)
+        launch = super().prefill(rows)
+        self.prefills.append(watch.stop())
+        return launch
+
+    def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
+        self.steps += 1
+        return super().step(rows, shape)
+
+
+@dataclass(slots=True)
+class _Window:
+    """The counted part of a run."""
+
+    runner: MeteredRunner
+    begin: float = field(default_factory=time.perf_counter)
+    tokens: int = 0
+    request_steps: int = 0
+    _steps: int = 0
+    _prefills: int = 0
+
+    def __post_init__(self) -> None:
+        self._steps, self._prefills = self.runner.steps, len(self.runner.prefills)
+
+    def count(self, message: Tokens) -> None:
+        if message.speculation is not None and message.speculation.steps:  # else its first token: prefill's
+            self.tokens += len(message.token_ids)
+            self.request_steps += 1
+
+    def close(self) -> Run:
+        elapsed = time.perf_counter() - self.begin
+        steps = self.runner.steps - self._steps
+        if self.runner.context.state.device.type == "cuda":
+            torch.cuda.synchronize()  # the last stopwatches may still run
+        prefill = sum(watch.seconds for watch in self.runner.prefills[self._prefills :])
+        return Run(self.tokens, max(elapsed - prefill, 1e-9), prefill, steps, self.request_steps)
+
+
+def check_answered(messages: Sequence[Tokens | Failed]) -> list[Tokens]:
+    """Raises ValueError for a request that was refused."""
+    for message in messages:
+        if isinstance(message, Failed):
+            raise ValueError(f"--prompts: a prompt can't be answered: {message.message}")
+    return [message for message in messages if isinstance(message, Tokens)]
+
+
+def closed_loop(
+    scheduler: Scheduler,
+    runner: MeteredRunner,
+    requests: Sequence[Submit],
+    batch: int,
+    ended_with: Callable[[Submit, list[int]], None],
+) -> Run:
+    """Keeps ``batch`` of the requests running, in their order, and tells the text of each that ends. Leaves none
+    behind. Raises ValueError for one that can't be answered."""
+    queue, open_rids, window = deque(requests), set[str](), None
+    started, texts = set[str](), {request.rid: (request, list[int]()) for request in requests}
+    try:
+        while True:
+            while queue and len(open_rids) < batch:
+                open_rids.add(queue[0].rid)
+                scheduler.submit(queue.popleft())
+            ended = False
+            for message in check_answered(scheduler.run_once()):
+                started.add(message.rid)
+                texts[message.rid][1].extend(message.token_ids)
+                if window is not None:
+                    window.count(message)
+                if message.finish_reason is not None:
+                    open_rids.discard(message.rid)
+                    ended_with(*texts[message.rid])
+                    ended = True
+            if window is None and len(started) >= batch:
+                window = _Window(runner)
+            if ended and not queue:
+                return (window or _Window(runner)).close()
+    finally:
+        for rid in open_rids:
+            scheduler.abort(rid)
+        while scheduler.has_work:  # launches in flight
+            scheduler.run_once()
