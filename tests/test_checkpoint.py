@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from specserve.layers.batch import TokenBatch
 from specserve.models.checkpoint import TensorFiles, load_target, save_target
 from specserve.tools.train.attend import CausalAttend
 from tests.train_models import tiny_batch, tiny_config, tiny_target
@@ -26,7 +27,7 @@ def test_a_saved_target_computes_what_transformers_computes(tmp_path: Path, tied
     for name, parameter in target.named_parameters():
         torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=0, atol=0)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
-    hidden, _ = loaded(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing))
+    hidden, _ = loaded(TokenBatch(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing)))
     bounds = batch.packing.cu_seqlens.tolist()
     for begin, end in pairwise(bounds):
         expected = theirs(batch.tokens_T[None, begin:end]).logits[0]

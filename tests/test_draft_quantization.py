@@ -16,6 +16,7 @@ from specserve.config import make_settings
 from specserve.core import SamplingParams
 from specserve.layers import decoder
 from specserve.layers import linear as linear_layers
+from specserve.layers.batch import AttentionInputs
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.linear import (
     FEW_CONVERTED,
@@ -25,7 +26,7 @@ from specserve.layers.linear import (
     pack_linears,
     quantize_linears,
 )
-from specserve.layers.rotary import Rope, RopeConfig
+from specserve.layers.rotary import RopeConfig
 from specserve.models.draft import head as draft_head
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.eagle import EagleHead
@@ -174,8 +175,8 @@ def integer_head(device: str, kind: type[LayerHead], hidden: int, **choices: Any
     return head
 
 
-def mixed(layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
-    return qkv_TND[:, :2].flatten(1)
+def mixed(inputs: AttentionInputs) -> Tensor:
+    return inputs.qkv_TND[:, :2].flatten(1)
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -7,7 +7,7 @@ import torch
 
 from specserve.attention import ATTENTION
 from specserve.attention.base import Chunks
-from specserve.kv.pool import KVGeometry
+from specserve.kv.spec import HeadKV
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +49,6 @@ def test_prefill(page_size: int, dtype: torch.dtype) -> None:
 
 def test_says_what_it_cannot_serve() -> None:
     backend = ATTENTION["flashinfer"](16, torch.float32)
-    reasons = " ".join(backend.unsupported(KVGeometry(2, 32), 16))
+    reasons = " ".join(backend.unsupported(HeadKV(2, 32, torch.bfloat16), 16))
     assert "head size 32" in reasons
     assert "float32" in reasons

@@ -21,6 +21,7 @@ import specserve.layers.decoder
 from benchmarks.lossless import CHOICES, SAMPLING, Models, make_items, run_matrix
 from specserve import SamplingParams
 from specserve.config import make_settings, resolve
+from specserve.layers.batch import AttentionInputs, TokenBatch
 from specserve.layers.rotary import Rope
 from specserve.models.checkpoint import load_target, target_config
 from specserve.models.config import load_model_config
@@ -143,7 +144,7 @@ def our_logits(path: Path, dtype: torch.dtype) -> Tensor:
     model = load_target(path, dtype, CPU, max_positions=len(TOKENS))
     packing = Packing(torch.tensor([0, len(TOKENS)], dtype=torch.int32), len(TOKENS), flash=False)
     with torch.no_grad():
-        hidden, _ = model(torch.tensor(TOKENS), torch.arange(len(TOKENS)), CausalAttend(packing))
+        hidden, _ = model(TokenBatch(torch.tensor(TOKENS), torch.arange(len(TOKENS)), CausalAttend(packing)))
         return model.logits(hidden)
 
 
@@ -182,8 +183,8 @@ def test_projections_may_add_to_the_stream_themselves(target: Path) -> None:
             torch.no_grad(),
             patch.object(specserve.layers.decoder, "adds_itself", return_value=added) as asked,
         ):
-            all_TH, tapped = model(*arguments, taps)
-            wanted_WH, _ = model(*arguments, (), wanted_W)
+            all_TH, tapped = model(TokenBatch(*arguments, taps))
+            wanted_WH, _ = model(TokenBatch(*arguments, (), wanted_W))
         assert asked.called
         return [all_TH, wanted_WH, *tapped]
 
@@ -207,8 +208,8 @@ def test_on_a_gpu_they_do_from_many_tokens_on(dtype: torch.dtype, tmp_path: Path
         arguments = tokens, torch.arange(count, device=gpu), CausalAttend(packing)
         wanted_W = torch.tensor([7, count - 1], device=gpu)
         with torch.no_grad(), patch.object(decoder, "rms_norm", wraps=decoder.rms_norm) as normed:
-            all_TH, tapped = model(*arguments, range(model.config.num_layers + 1))
-            wanted_WH, _ = model(*arguments, (), wanted_W)
+            all_TH, tapped = model(TokenBatch(*arguments, range(model.config.num_layers + 1)))
+            wanted_WH, _ = model(TokenBatch(*arguments, (), wanted_W))
         torch.testing.assert_close(wanted_WH, all_TH[wanted_W], rtol=0.02, atol=0.02)
         return [all_TH, *tapped], normed.call_count
 
@@ -522,9 +523,9 @@ def test_projected_keys_are_normed_as_attention_norms_them(tmp_path: Path) -> No
     attention = model.layers[1].self_attn
     seen: list[Tensor] = []
 
-    def attend(layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
-        seen.append(qkv_TND)
-        return qkv_TND[:, :-4].flatten(1)
+    def attend(inputs: AttentionInputs) -> Tensor:
+        seen.append(inputs.qkv_TND)
+        return inputs.qkv_TND[:, :-4].flatten(1)
 
     x_TH = torch.randn(5, 32, dtype=torch.float64)
     attention(x_TH, Rope(model.rope_P2D, torch.arange(5)), attend)

@@ -9,7 +9,7 @@ import torch
 from specserve_kernels import apply_rotary
 from torch import Tensor
 
-from specserve.layers.rotary import Rope
+from specserve.layers.batch import AttentionInputs, TokenBatch
 from specserve.models.draft.base import DraftHead
 from specserve.tools.train.attend import CausalAttend, TestTimeAttend
 from specserve.tools.train.heads import HeadOptions, make_eagle, make_eagle3
@@ -28,7 +28,8 @@ class CacheAttend:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        qkv_TND, num_kv_heads, rope = inputs.qkv_TND, inputs.num_kv_heads, inputs.rope
         qk, values = qkv_TND[:, :-num_kv_heads], qkv_TND[:, -num_kv_heads:]
         qk = apply_rotary(qk, rope.table_P2D[rope.position_T])
         outs = []
@@ -67,7 +68,9 @@ def test_levels_equal_drafting_token_by_token(kind: str) -> None:
     )
     batch = tiny_batch()
     windows, attend = Windows(batch), TestTimeAttend(batch.packing)
-    hidden, tapped = target(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), (0, 2, 4))
+    hidden, tapped = target(
+        TokenBatch(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), (0, 2, 4))
+    )
     features = draft.fuse(hidden, tapped)
     states, unrolled = features, []
     for level in range(LEVELS):
@@ -87,17 +90,21 @@ def test_levels_equal_drafting_token_by_token(kind: str) -> None:
 
 def test_causal_attend_of_packed_documents_equals_each_alone() -> None:
     target, batch = tiny_target(torch.float64), tiny_batch()
-    hidden, tapped = target(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), (2, 4))
+    hidden, tapped = target(
+        TokenBatch(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), (2, 4))
+    )
     bounds = batch.packing.cu_seqlens.tolist()
     for begin, end in pairwise(bounds):
-        alone, taps = target(batch.tokens_T[begin:end], torch.arange(end - begin), _layered(), (2, 4))
+        alone, taps = target(
+            TokenBatch(batch.tokens_T[begin:end], torch.arange(end - begin), _layered(), (2, 4))
+        )
         torch.testing.assert_close(hidden[begin:end], alone, **CLOSE)
         torch.testing.assert_close(tapped[0][begin:end], taps[0], **CLOSE)
 
 
 def _layered() -> object:
     caches = [CacheAttend() for _ in range(4)]
-    return lambda layer, *args: caches[layer](layer, *args)
+    return lambda inputs: caches[inputs.layer](inputs)
 
 
 def test_packed_attention_gradients() -> None:

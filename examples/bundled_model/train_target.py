@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specserve.layers.batch import TokenBatch
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.rotary import RopeConfig
 from specserve.models.checkpoint import load_target, save_target
@@ -93,7 +94,7 @@ class NextToken:
         """Per token: its loss, whether the assistant wrote the next one, whether that is in the same
         document.
         """
-        hidden_TH, _ = self.model(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing))
+        hidden_TH, _ = self.model(TokenBatch(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing)))
         labels_T = batch.tokens_T.roll(-1)
         losses_T = F.cross_entropy(self.model.logits(hidden_TH).float(), labels_T, reduction="none")
         document_T = batch.packing.documents(labels_T.shape[0])

@@ -27,7 +27,7 @@ from specserve.attention import ATTENTION  # noqa: E402
 from specserve.attention.base import AttentionBackend, Chunks, Frontier, Nodes  # noqa: E402
 from specserve.attention.torch import TorchAttention  # noqa: E402
 from specserve.attention.triton import TritonAttention  # noqa: E402
-from specserve.kv.pool import KVGeometry  # noqa: E402
+from specserve.kv.spec import HeadKV  # noqa: E402
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 DEVICES = [
@@ -449,8 +449,8 @@ def test_the_last_to_arrive_merges(slots: int, length: int) -> None:
 
 def test_reasons() -> None:
     backend = TritonAttention(16, torch.bfloat16)
-    assert backend.unsupported(KVGeometry(8, 128), 16) == []
-    assert "head size" in backend.unsupported(KVGeometry(8, 80), 16)[0]
-    assert "page size" in backend.unsupported(KVGeometry(8, 128), 24)[0]
-    assert "page size" in backend.unsupported(KVGeometry(8, 128), 512)[0]
-    assert "float64" in TritonAttention(16, torch.float64).unsupported(KVGeometry(8, 128), 16)[0]
+    assert backend.unsupported(HeadKV(8, 128, torch.bfloat16), 16) == []
+    assert "head size" in backend.unsupported(HeadKV(8, 80, torch.bfloat16), 16)[0]
+    assert "page size" in backend.unsupported(HeadKV(8, 128, torch.bfloat16), 24)[0]
+    assert "page size" in backend.unsupported(HeadKV(8, 128, torch.bfloat16), 512)[0]
+    assert "float64" in TritonAttention(16, torch.float64).unsupported(HeadKV(8, 128, torch.bfloat16), 16)[0]

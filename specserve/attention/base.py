@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specserve.kv.pool import KVGeometry
+from specserve.kv.spec import KVSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class Plan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Makes plans. ``unsupported`` gives the reasons why it cannot serve a geometry; none means that it can."""
+    """Makes plans. ``unsupported`` gives the reasons why it cannot serve a layer; none means that it can."""
 
     name: str
 
-    def unsupported(self, geometry: KVGeometry, page_size: int) -> list[str]: ...
+    def unsupported(self, spec: KVSpec, page_size: int) -> list[str]: ...
 
     def plan_prefill(self, chunks: Chunks) -> Plan: ...
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes, Plan
 from specserve.attention.triton import TritonAttention
-from specserve.kv.pool import KVGeometry
+from specserve.kv.spec import HeadKV, KVSpec
 
 _WORKSPACE_BYTES = 256 * 2**20
 _KEPT_PLANS = 16
@@ -86,10 +86,10 @@ class FlashInferAttention:
         # A wrapper's plan is copied from its pinned memory when the device gets there: some launches later at most.
         self._alive: deque[Any] = deque(maxlen=_KEPT_PLANS)
 
-    def unsupported(self, geometry: KVGeometry, page_size: int) -> list[str]:
-        reasons = self._triton.unsupported(geometry, page_size)
-        if geometry.head_dim not in _HEAD_SIZES:
-            reasons.append(f"head size {geometry.head_dim}: FlashInfer has {_HEAD_SIZES}")
+    def unsupported(self, spec: KVSpec, page_size: int) -> list[str]:
+        reasons = self._triton.unsupported(spec, page_size)
+        if isinstance(spec, HeadKV) and spec.head_dim not in _HEAD_SIZES:
+            reasons.append(f"head size {spec.head_dim}: FlashInfer has {_HEAD_SIZES}")
         if self.dtype not in _DTYPES:
             reasons.append(f"dtype {self.dtype}: FlashInfer has bfloat16 and float16")
         return reasons

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specserve.attention.base import Plan
 from specserve.kv.pool import KVPool
+from specserve.layers.batch import AttentionInputs
 from specserve.layers.rotary import Rope
 
 
@@ -21,11 +22,11 @@ class PagedAttend:
     page_T: Tensor
     offset_T: Tensor
 
-    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
-        cache = self.pool.layers[layer]
-        own = self.plan.reads_own
-        q_TND = rotary_store_kv(qkv_TND, *rope, num_kv_heads, cache, self.page_T, self.offset_T, keys=own)
-        kv_TND = qkv_TND[:, -2 * num_kv_heads :] if own else None
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        qkv_TND, heads = inputs.qkv_TND, inputs.num_kv_heads
+        cache, own = self.pool.layers[inputs.layer], self.plan.reads_own
+        q_TND = rotary_store_kv(qkv_TND, *inputs.rope, heads, cache, self.page_T, self.offset_T, keys=own)
+        kv_TND = qkv_TND[:, -2 * heads :] if own else None
         return self.plan.run(q_TND, cache, kv_TND).flatten(1)
 
 

@@ -1,4 +1,4 @@
-"""The reference backend: gathers pages and lets PyTorch attend. It serves every geometry on every device.
+"""The reference backend: gathers pages and lets PyTorch attend. It serves every head size on every device.
 
 Shapes as in ``base``; L = positions of the pages gathered, N = queries a request after padding.
 """
@@ -13,7 +13,7 @@ from specserve_kernels import group_bias, paged_attention, visible_to_bias
 from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes
-from specserve.kv.pool import KVGeometry
+from specserve.kv.spec import HeadKV, KVSpec
 
 
 @dataclass(slots=True)
@@ -47,8 +47,8 @@ class TorchAttention:
         self.page_size = page_size
         self.dtype = dtype
 
-    def unsupported(self, geometry: KVGeometry, page_size: int) -> list[str]:
-        return []
+    def unsupported(self, spec: KVSpec, page_size: int) -> list[str]:
+        return [] if isinstance(spec, HeadKV) else [f"it reads keys and values by head, not {spec}"]
 
     def plan_prefill(self, chunks: Chunks) -> _Plan:
         pages_BM, position_L = self._columns(chunks.pages_BM, chunks.max_kv)

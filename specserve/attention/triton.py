@@ -15,7 +15,7 @@ from specserve_kernels.ops.prefill import attend_chunks
 from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes
-from specserve.kv.pool import KVGeometry
+from specserve.kv.spec import HeadKV, KVSpec
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_PAGE = 256
@@ -68,12 +68,14 @@ class TritonAttention:
         self.page_size = page_size
         self.dtype = dtype
 
-    def unsupported(self, geometry: KVGeometry, page_size: int) -> list[str]:
+    def unsupported(self, spec: KVSpec, page_size: int) -> list[str]:
         reasons = []
         if self.dtype not in _DTYPES:
             reasons.append(f"it computes in float16, bfloat16 or float32, not in {self.dtype}")
-        if geometry.head_dim not in HEAD_DIMS:
-            reasons.append(f"the head size must be one of {HEAD_DIMS}, not {geometry.head_dim}")
+        if not isinstance(spec, HeadKV):
+            reasons.append(f"it reads keys and values by head, not {spec}")
+        elif spec.head_dim not in HEAD_DIMS:
+            reasons.append(f"the head size must be one of {HEAD_DIMS}, not {spec.head_dim}")
         if page_size.bit_count() != 1 or page_size > _MAX_PAGE:
             reasons.append(f"the page size must be a power of two up to {_MAX_PAGE}, not {page_size}")
         return reasons

@@ -27,7 +27,7 @@ def pool_pages(
     return_memory()  # what loading and rounding used for a while
     free, total = torch.cuda.mem_get_info(device)
     budget = int(total * mem_fraction) - (total - free)
-    pages = budget // config.page_bytes()
+    pages = budget // config.page_bytes
     if pages < 2:
         raise ValueError(
             f"mem_fraction_static {mem_fraction} of {total / 2**30:.1f} GiB leaves no room for a KV pool beside the "

@@ -132,9 +132,7 @@ def _device_seconds(run: Callable[[], object]) -> float:
 
 def _kv_bytes(context: Context) -> int:
     """Of one token, in the target's layers."""
-    config = context.pool.config
-    numbers = sum(2 * g.num_kv_heads * g.head_dim for g in config.target_layers)
-    return numbers * config.dtype.itemsize
+    return sum(spec.token_bytes for spec in context.pool.config.target)
 
 
 def _read_speed(device: torch.device) -> float:

@@ -1,7 +1,8 @@
 """KV storage: a list of layers, target first and draft after, under one page table.
 
 A draft layer's entry lies at the slot of its *input token*, so an entry at slot n depends on tokens <= n only and a
-cached prefix is right for the draft too (slot 0 has no draft entry). Page 0 is nobody's: writes of padding go there.
+cached prefix is right for the draft as well (slot 0 has no draft entry). Page 0 belongs to no request: padding writes
+there.
 """
 
 from __future__ import annotations
@@ -13,66 +14,44 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class KVGeometry:
-    """What one layer keeps of a token: ``2 * num_kv_heads * head_dim`` numbers."""
-
-    num_kv_heads: int
-    head_dim: int
+from specserve.kv.spec import KVSpec
 
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """``feature_size`` 0 means that no draft needs page-end features."""
+    """``feature_size`` 0 means that no drafter needs the features of page ends, which have the model's ``dtype``."""
 
-    target_layers: Sequence[KVGeometry]
-    draft_layers: Sequence[KVGeometry]
+    target: Sequence[KVSpec]
+    draft: Sequence[KVSpec]
     feature_size: int
     page_size: int
     dtype: torch.dtype
 
+    @property
     def page_bytes(self) -> int:
         """Memory of one page: all layers, and the feature of its last token."""
-        numbers = sum(2 * g.num_kv_heads * g.head_dim for g in (*self.target_layers, *self.draft_layers))
-        return (numbers * self.page_size + self.feature_size) * self.dtype.itemsize
+        token_bytes = sum(spec.token_bytes for spec in (*self.target, *self.draft))
+        return token_bytes * self.page_size + self.feature_size * self.dtype.itemsize
 
 
 class KVPool:
-    """Owns the cache tensors. Neighbouring layers of equal geometry lie in one tensor, so that commit moves them
-    at once.
+    """Owns the cache tensors. Neighbouring layers of equal specs lie in one tensor, so that one launch moves them all.
 
-    ``layers[i]``: ``[pages, (k, v), page size, kv heads, head size]``; ``target_groups``: the same memory as
-    ``[layers, pages, (k, v), page size, kv heads, head size]``. ``page_feature``: ``[pages, feature size]``, the fused
-    feature of each page's last token, from which drafting resumes after a prefix hit.
+    ``layers[i]``: layer i's entries ``[pages, parts, page size, ...]``; ``target_groups``: the target's memory as
+    ``[layers, pages, parts, page size, ...]``. ``page_feature``: ``[pages, feature size]``, the fused feature of each
+    page's last token, from which drafting resumes after a prefix hit.
     """
 
     def __init__(self, config: PoolConfig, num_pages: int, device: torch.device) -> None:
         self.config = config
         self.num_pages = num_pages
         self.page_size = config.page_size
-        # Zeros, not empty: a masked position still multiplies its value by a weight of 0, and 0 * NaN is NaN.
-        self.target_groups = [
-            torch.zeros(
-                (count, num_pages, 2, config.page_size, geometry.num_kv_heads, geometry.head_dim),
-                dtype=config.dtype,
-                device=device,
-            )
-            for geometry, count in _runs(config.target_layers)
-        ]
-        draft = [
-            torch.zeros(
-                (num_pages, 2, config.page_size, geometry.num_kv_heads, geometry.head_dim),
-                dtype=config.dtype,
-                device=device,
-            )
-            for geometry in config.draft_layers
-        ]
-        self.layers: list[Tensor] = [
-            layer for group in self.target_groups for layer in group.unbind(0)
-        ] + draft
+
+        def allocate(specs: Sequence[KVSpec]) -> list[Tensor]:
+            runs = [(spec, len(list(run))) for spec, run in groupby(specs)]
+            return [spec.allocate(count, num_pages, config.page_size, device) for spec, count in runs]
+
+        self.target_groups = allocate(config.target)
+        groups = [*self.target_groups, *allocate(config.draft)]
+        self.layers: list[Tensor] = [layer for group in groups for layer in group.unbind(0)]
         self.page_feature = torch.zeros(num_pages, config.feature_size, dtype=config.dtype, device=device)
-
-
-def _runs(layers: Sequence[KVGeometry]) -> list[tuple[KVGeometry, int]]:
-    return [(geometry, len(list(run))) for geometry, run in groupby(layers)]

@@ -6,24 +6,16 @@ Shapes: T tokens (of all requests, packed), H hidden size, N heads (q, then k, t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from specserve_kernels import Rounded, add_rms_norm, add_rms_norm_rounded, embed_rms_norm, rms_norm
 from torch import Tensor, nn
 
+from specserve.layers.batch import Attend, AttentionInputs
 from specserve.layers.linear import Linear, QuantizedLinear, rounds
 from specserve.layers.rotary import Rope
 
 MANY_TOKENS = 1024
-
-
-class Attend(Protocol):
-    """Attention as a layer sees it: rotate, remember k and v, attend. Paged when serving, dense when training."""
-
-    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
-        """Returns ``[T, q heads * D]``. May overwrite ``qkv_TND``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +125,7 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
             qkv_TND = torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
-        attended_TI = attend(self.layer, qkv_TND, self.config.num_kv_heads, rope)
+        attended_TI = attend(AttentionInputs(self.layer, qkv_TND, self.config.num_kv_heads, rope))
         return attended_TI if wanted_W is None else attended_TI[wanted_W]
 
     @property

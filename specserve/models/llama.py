@@ -5,14 +5,15 @@ Shapes: T tokens packed over requests, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from specserve_kernels import linear
 from torch import Tensor, nn
 
-from specserve.layers.decoder import Attend, DecoderLayer, LayerConfig, RMSNorm, kept
+from specserve.layers.batch import TokenBatch
+from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm, kept
 from specserve.layers.linear import Linear
 from specserve.layers.rotary import Rope, rope_table
 from specserve.models.config import ModelConfig
@@ -20,9 +21,6 @@ from specserve.models.config import ModelConfig
 
 class LlamaModel(nn.Module):
     """A decoder-only model whose attention is the caller's.
-
-    ``taps`` names boundaries of the residual stream: boundary L is what enters layer L (0: the embedding,
-    number of layers: the last layer's output before the final norm).
 
     A subclass says how its ``config.json`` is read: ``defaults`` stand for absent fields, ``read_layer`` completes the
     geometry, ``read_window`` is how far back attention sees (None: to the beginning). ``unread`` are parts of names:
@@ -56,18 +54,14 @@ class LlamaModel(nn.Module):
 
     def forward(
         self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        attend: Attend,
-        taps: Sequence[int] = (),
-        wanted_W: Tensor | None = None,
+        batch: TokenBatch,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Returns the hidden states after the final norm ``[T, H]`` and the residual streams at ``taps``. With
-        ``wanted_W`` the last layer ends with these rows alone, and so does what comes behind it."""
-        rope = Rope(self.rope_P2D, positions_T)
+        """Return the hidden states after the final norm ``[T, H]``, or of the wanted rows ``[W, H]``, and the residual
+        streams at ``batch.taps``."""
+        rope = Rope(self.rope_P2D, batch.positions_T)
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
-        x_TH, residual_TH = first.embed(tokens_T, self.embed_tokens.weight)
+        x_TH, residual_TH = first.embed(batch.tokens_T, self.embed_tokens.weight)
         stream: tuple[Tensor | None, Tensor] = x_TH, residual_TH
         tapped: dict[int, Tensor] = {}
         last = len(self.layers) - 1
@@ -75,12 +69,12 @@ class LlamaModel(nn.Module):
             assert isinstance(layer, DecoderLayer)
             if boundary:
                 x_TH, residual_TH = layer.enter(*stream)
-            if boundary in taps:
+            if boundary in batch.taps:
                 tapped[boundary] = kept(residual_TH)
-            wanted = wanted_W if boundary == last else None
-            stream = layer(x_TH, residual_TH, rope, attend, wanted)
+            wanted = batch.wanted_W if boundary == last else None
+            stream = layer(x_TH, residual_TH, rope, batch.attend, wanted)
         hidden_TH, tapped[len(self.layers)] = self.norm.add(*stream)
-        return hidden_TH, [tapped[boundary] for boundary in taps]
+        return hidden_TH, [tapped[boundary] for boundary in batch.taps]
 
     def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores over the vocabulary ``[T, V]`` of hidden states after the final norm, written to ``out`` if given."""

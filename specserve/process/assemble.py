@@ -24,7 +24,8 @@ from specserve.engine.shapes import (
     StaticShapes,
     batch_buckets,
 )
-from specserve.kv.pool import KVGeometry, KVPool, PoolConfig
+from specserve.kv.pool import KVPool, PoolConfig
+from specserve.kv.spec import HeadKV
 from specserve.layers.linear import pack_linears
 from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.config import ModelConfig
@@ -166,10 +167,10 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
     target = load_target(Path(settings.model_path), dtype, device, max_positions=positions)
     drafter = create_drafter(settings, target, positions, dtype)
     pack_linears(target)  # last: a draft may pick rows of the plain head
-    target_layers = [KVGeometry(model_config.layer.num_kv_heads, model_config.layer.head_dim)]
+    layer = model_config.layer
     pool_config = PoolConfig(
-        target_layers=target_layers * model_config.num_layers,
-        draft_layers=drafter.kv_layers if drafter is not None else [],
+        target=[HeadKV(layer.num_kv_heads, layer.head_dim, dtype)] * model_config.num_layers,
+        draft=drafter.kv if drafter is not None else [],
         feature_size=drafter.feature_size if drafter is not None else 0,
         page_size=settings.page_size,
         dtype=dtype,
@@ -197,7 +198,7 @@ def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
     except RuntimeError as error:
         if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
             raise
-        tokens, size = pages * config.page_size, pages * config.page_bytes() / 2**30
+        tokens, size = pages * config.page_size, pages * config.page_bytes / 2**30
         raise ValueError(
             f"--max-total-tokens: a KV pool of {tokens} tokens takes {size:.1f} GiB, which the {device.type} does not "
             "have; expected fewer tokens"
@@ -207,11 +208,11 @@ def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
 def _attention(settings: Settings, pool: PoolConfig) -> AttentionBackend:
     """Raises ValueError naming one that serves all layers, where the one of the settings does not."""
     attention = ATTENTION[settings.attention_backend](pool.page_size, pool.dtype)
-    for whose, layers in {"target": pool.target_layers, "draft": pool.draft_layers}.items():
-        for geometry in dict.fromkeys(layers):
-            if reasons := attention.unsupported(geometry, pool.page_size):
+    for whose, specs in {"target": pool.target, "draft": pool.draft}.items():
+        for spec in dict.fromkeys(specs):
+            if reasons := attention.unsupported(spec, pool.page_size):
                 raise ValueError(
-                    f"--attention-backend {attention.name} cannot serve the {whose}'s {geometry}: "
+                    f"--attention-backend {attention.name} cannot serve the {whose}'s {spec}: "
                     f"{'; '.join(reasons)}; use torch, which serves all, without CUDA graphs"
                 )
     return attention

@@ -5,7 +5,6 @@ Shapes: B slots of the batch, M pages a slot, S draft levels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from specserve.attention.base import AttentionBackend
 from specserve.kv.pool import KVPool
-from specserve.layers.decoder import Attend
+from specserve.layers.batch import TokenBatch
 from specserve.speculation.drafter import Drafter
 from specserve.speculation.sampler import Sampling, open_sampling
 from specserve.speculation.state import DecodeState, Needs
@@ -23,14 +22,7 @@ from specserve.speculation.state import DecodeState, Needs
 class Target(Protocol):
     """A target model: see ``models.llama.LlamaModel``."""
 
-    def __call__(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        attend: Attend,
-        taps: Sequence[int] = (),
-        wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor, list[Tensor]]: ...
+    def __call__(self, batch: TokenBatch) -> tuple[Tensor, list[Tensor]]: ...
 
     def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor: ...
 

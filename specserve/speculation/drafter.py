@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specserve.kv.pool import KVGeometry, KVPool
-from specserve.layers.decoder import Attend
+from specserve.kv.pool import KVPool
+from specserve.kv.spec import KVSpec
+from specserve.layers.batch import Attend
 from specserve.speculation.dynamic_map import LiveMap, MapPlan
 from specserve.speculation.sampler import VocabMap
 
@@ -38,7 +39,7 @@ class Drafter(Protocol):
     taps: tuple[int, ...]  # boundaries of the target's residual stream it reads
     reads_last_layer: bool  # wants what comes behind the target's last layer, of every token
     feature_size: int
-    kv_layers: Sequence[KVGeometry]
+    kv: Sequence[KVSpec]
     vocab: VocabMap | None  # None: the target's vocabulary
     live_map: LiveMap | None  # chooses the vocabulary while serving; None: it stays
 

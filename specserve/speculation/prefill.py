@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specserve.attention.base import Chunks, Nodes, Plan
 from specserve.attention.paged import PagedAttend
+from specserve.layers.batch import TokenBatch
 from specserve.speculation.commit import follow
 from specserve.speculation.context import Context, View
 from specserve.speculation.logprobs import Logprobs, prompt_logprobs
@@ -75,9 +76,8 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     last_B = chunks.q_start[1:] - 1
     scored = chunks.scored
     every = scored is not None or (context.drafter is not None and context.drafter.reads_last_layer)
-    hidden_XH, tapped = context.target(
-        chunks.token_T, position_T, attend, context.taps, None if every else last_B
-    )
+    wanted = None if every else last_B
+    hidden_XH, tapped = context.target(TokenBatch(chunks.token_T, position_T, attend, context.taps, wanted))
     end_B = position_T[last_B] + 1
     logits_BV = context.target.logits(hidden_XH[last_B] if every else hidden_XH)
     token_B = _first_tokens(context, view, logits_BV, end_B, chunks.final_B)

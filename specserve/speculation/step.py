@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specserve.attention.base import Nodes
 from specserve.attention.paged import PagedAttend
+from specserve.layers.batch import TokenBatch
 from specserve.speculation.commit import commit, follow
 from specserve.speculation.context import Context, View
 from specserve.speculation.draft import draft
@@ -65,7 +66,7 @@ def verify(context: Context, view: View, shape: StepShape, tree: Tree) -> tuple[
         max_kv=view.max_length + shape.max_nodes,
     )
     attend = PagedAttend(context.pool, context.attention.plan_verify(nodes), tree.page_T, tree.offset_T)
-    hidden_TH, tapped = context.target(tree.token_T, tree.position_T, attend, context.taps)
+    hidden_TH, tapped = context.target(TokenBatch(tree.token_T, tree.position_T, attend, context.taps))
     features_TH = context.drafter.fuse(hidden_TH, tapped) if context.drafter is not None else None
     out_TV = None if view.logits_XV is None else view.logits_XV[: shape.nodes]
     return context.target.logits(hidden_TH, out_TV), features_TH

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from specserve.layers.decoder import Attend, LayerConfig
+from specserve.layers.batch import Attend
+from specserve.layers.decoder import LayerConfig
 from specserve.layers.rotary import RopeConfig
 
 

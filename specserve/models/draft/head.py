@@ -11,7 +11,8 @@ import torch
 from specserve_kernels import GROUP, Rounded, pair_inputs, pair_inputs_rounded
 from torch import Tensor, nn
 
-from specserve.layers.decoder import MLP, Attend, Attention, RMSNorm
+from specserve.layers.batch import Attend
+from specserve.layers.decoder import MLP, Attention, RMSNorm
 from specserve.layers.linear import Linear, quantize_linears, rounds
 from specserve.layers.rotary import Rope, rope_table
 from specserve.models.draft.base import DraftConfig

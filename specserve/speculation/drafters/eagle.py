@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from specserve.attention.paged import store_projected
-from specserve.kv.pool import KVGeometry, KVPool
-from specserve.layers.decoder import Attend
+from specserve.kv.pool import KVPool
+from specserve.kv.spec import HeadKV, KVSpec
+from specserve.layers.batch import Attend
 from specserve.layers.linear import pack_linears
 from specserve.layers.rotary import Rope
 from specserve.models.draft.base import DraftHead
@@ -53,7 +54,9 @@ class EagleDrafter:
 
     needs_tokens = False
 
-    def __init__(self, name: str, head: DraftHead, layer: int, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, name: str, head: DraftHead, layer: int, dtype: torch.dtype, vocabulary: Vocabulary
+    ) -> None:
         self.name = name
         self.vocab = vocabulary.vocab
         self.live_map = vocabulary.live_map
@@ -63,9 +66,8 @@ class EagleDrafter:
         self.taps = head.config.taps
         self.reads_last_layer = not self.taps or self.taps[-1] == layer  # its own layer follows the target's
         self.feature_size = head.config.layer.hidden_size
-        self.kv_layers: Sequence[KVGeometry] = [
-            KVGeometry(head.config.layer.num_kv_heads, head.config.layer.head_dim)
-        ]
+        own = head.config.layer
+        self.kv: Sequence[KVSpec] = [HeadKV(own.num_kv_heads, own.head_dim, dtype)]
 
     @classmethod
     def load(
@@ -88,7 +90,7 @@ class EagleDrafter:
         if options.rounded_to is not None:
             loaded.head.quantize(options.rounded_to)
         pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
-        return cls(name, loaded.head, layer, vocabulary)
+        return cls(name, loaded.head, layer, dtype, vocabulary)
 
     @property
     def vocab_size(self) -> int:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from specserve.config import Settings
 from specserve.engine.shapes import MAX_STEP_NODES
-from specserve.kv.pool import KVGeometry, PoolConfig
+from specserve.kv.pool import PoolConfig
+from specserve.kv.spec import HeadKV
 from specserve.models.checkpoint import DTYPES, build_target
 from specserve.models.config import ModelConfig
 from specserve.models.draft.load import Head, Place, build_draft
@@ -32,7 +33,7 @@ _SAMPLER = 8  # bytes of a logit in the sampler: scores and noise in float32
 def memory_needed(built: Built) -> Memory:
     context = cast(Scheduler, built.engine)._runner.context
     pool, seen = context.pool, set[int]()
-    page = pool.config.page_bytes()
+    page = pool.config.page_bytes
     graphs = cast(dict[str, Any], built.engine.info.get("cuda_graphs") or {})
     return Memory(
         device=str(context.state.device),
@@ -56,14 +57,14 @@ def expected_memory(settings: Settings, model: ModelConfig) -> Memory:
     target, _ = build_target(Path(settings.model_path), dtype, torch.device("meta"), positions)
     seen = set[int]()
     weights = _count(_tensors([target]), seen)
-    layers = [KVGeometry(model.layer.num_kv_heads, model.layer.head_dim)] * model.num_layers
+    layers = [HeadKV(model.layer.num_kv_heads, model.layer.head_dim, dtype)] * model.num_layers
     pool = PoolConfig(layers, [], 0, settings.page_size, dtype)
     drafts = 0
     if (head := _draft(settings, target, dtype, positions)) is not None:
         drafts, own = _count(_tensors([head]), seen), head.config.layer
-        kv = [KVGeometry(own.num_kv_heads, own.head_dim)]
-        pool = replace(pool, draft_layers=kv, feature_size=own.hidden_size)
-    per_token = pool.page_bytes() // pool.page_size
+        kv = [HeadKV(own.num_kv_heads, own.head_dim, dtype)]
+        pool = replace(pool, draft=kv, feature_size=own.hidden_size)
+    per_token = pool.page_bytes // pool.page_size
     tokens = settings.max_total_tokens
     if tokens is None:
         room = settings.mem_fraction_static * device_memory(settings.device) - weights - drafts

@@ -11,6 +11,7 @@ import torch
 from specserve_kernels import apply_rotary
 from torch import Tensor
 
+from specserve.layers.batch import AttentionInputs
 from specserve.layers.rotary import Rope
 from specserve.tools.train.packed_attention import packed_attention
 
@@ -43,8 +44,8 @@ class CausalAttend:
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
 
-    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
-        q, k, v = _rotate(qkv_TND, num_kv_heads, rope)
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        q, k, v = _rotate(inputs.qkv_TND, inputs.num_kv_heads, inputs.rope)
         packing = self.packing
         no_k, no_v = _columns([k]), _columns([v])
         out = packed_attention(q, k, v, no_k, no_v, packing.cu_seqlens, packing.row_length, packing.flash)
@@ -65,8 +66,8 @@ class TestTimeAttend:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def __call__(self, layer: int, qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> Tensor:
-        q, k, v = _rotate(qkv_TND, num_kv_heads, rope)
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        q, k, v = _rotate(inputs.qkv_TND, inputs.num_kv_heads, inputs.rope)
         self.keys.append(k)
         self.values.append(v)
         extra_k, extra_v = (_columns(cache) for cache in (self.keys, self.values))

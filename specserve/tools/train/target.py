@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specserve.layers.batch import TokenBatch
 from specserve.models.llama import LlamaModel
 from specserve.tools.train.attend import CausalAttend
 from specserve.tools.train.packing import Batch
@@ -27,7 +28,9 @@ class TargetStates:
 def run_target(model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> TargetStates:
     """Runs the frozen target over a batch, in the dtype of its weights whatever the autocast state."""
     with torch.autocast(batch.tokens_T.device.type, enabled=False):
-        hidden_TH, tapped = model(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), taps)
+        hidden_TH, tapped = model(
+            TokenBatch(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), taps)
+        )
     return TargetStates(hidden_TH, tapped)
 
 

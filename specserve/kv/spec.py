@@ -1,0 +1,41 @@
+"""What a layer keeps of a token: its bytes, its tensor, its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class KVSpec(Protocol):
+    """One layer's cache layout. Equal specs of neighbouring layers share a tensor."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Memory of one token."""
+        ...
+
+    def allocate(self, layers: int, pages: int, page_size: int, device: torch.device) -> Tensor:
+        """Return zeros ``[layers, pages, parts, page size, ...]``: each part of a page holds one row a token."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadKV:
+    """Keys and values of every KV head (multi-head, grouped-query and multi-query attention):
+    ``[layers, pages, (k, v), page size, kv heads, head size]``."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, layers: int, pages: int, page_size: int, device: torch.device) -> Tensor:
+        shape = (layers, pages, 2, page_size, self.num_kv_heads, self.head_dim)
+        # Zeros, not empty: a masked position still multiplies its value by a weight of 0, and 0 * NaN is NaN.
+        return torch.zeros(shape, dtype=self.dtype, device=device)

@@ -1,0 +1,45 @@
+"""What one forward reads, and what it asks of attention. Shapes: T tokens, N heads (q, then k, then v), D head size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from specserve.layers.rotary import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """One layer's projections. ``layer`` is its index in the KV pool; ``qkv_TND`` is not yet rotated."""
+
+    layer: int
+    qkv_TND: Tensor
+    num_kv_heads: int
+    rope: Rope
+
+
+class Attend(Protocol):
+    """Attention as a layer sees it: rotate, remember k and v, attend. Paged when serving, dense when training."""
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        """Return ``[T, q heads * D]``. May overwrite ``inputs.qkv_TND``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Packed tokens of all requests, one forward's only argument.
+
+    ``taps``: boundaries of the residual stream to return (L: what enters layer L, 0: the embedding, number of layers:
+    the last layer's output before the final norm). ``wanted_W``: the rows that are read after the last layer, which
+    computes no others; None: all.
+    """
+
+    tokens_T: Tensor  # int64
+    positions_T: Tensor  # int64
+    attend: Attend
+    taps: Sequence[int] = ()
+    wanted_W: Tensor | None = None
