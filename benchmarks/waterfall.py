@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
-from specserve_kernels.ops import overlap
+from specserve_kernels.ops import pdl as overlap
 
 from benchmarks.common import load_options, make_prompts, open_llm, parse_load, write_results
 from benchmarks.floors import HEAD_DIM, KV_HEADS, LAYERS, READ_BYTES_PER_S, Shape, applies

@@ -23,16 +23,16 @@ from unittest.mock import patch
 
 import specserve_kernels.dispatch
 import torch
-from specserve_kernels.ops.attention import Workspace, attend_frontier, attend_nodes
-from specserve_kernels.ops.indexed_linear import indexed_linear
-from specserve_kernels.ops.integer_linear import integer_linear
-from specserve_kernels.ops.linear import linear_few
-from specserve_kernels.ops.norm import add_rms_norm_rounded, rms_norm
-from specserve_kernels.ops.pairs import pair_inputs_rounded
-from specserve_kernels.ops.prefill import attend_chunks
-from specserve_kernels.ops.quantized_linear import quantized_linear
-from specserve_kernels.ops.rounding import round_inputs
-from specserve_kernels.ops.turned_linear import turned_linear
+from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
+from specserve_kernels.ops.attention.prefill import attend_chunks
+from specserve_kernels.ops.layer.embed_and_concat import pair_inputs_rounded
+from specserve_kernels.ops.layer.norm import add_rms_norm_rounded, rms_norm
+from specserve_kernels.ops.linear.indexed import indexed_linear
+from specserve_kernels.ops.linear.integer import integer_linear
+from specserve_kernels.ops.linear.linear import linear_few
+from specserve_kernels.ops.linear.quantize import round_inputs
+from specserve_kernels.ops.linear.quantized import quantized_linear
+from specserve_kernels.ops.linear.swap_ab import turned_linear
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
@@ -95,7 +95,7 @@ READ_EARLY = {
     "_scan": {"rows", "table"},
     "_finish": {"rows", "table"},
 }
-"""Arguments that kernels read before they wait: see ``specserve_kernels.ops.overlap``."""
+"""Arguments that kernels read before they wait: see ``specserve_kernels.ops.pdl``."""
 
 SMALL = 1 << 20  # bytes, of which numbers that are read early take less
 

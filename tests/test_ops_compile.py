@@ -35,15 +35,16 @@ Compiled = dict[str, Any]
 
 
 def kernels() -> list[str]:
-    """``file.function`` of all that Triton compiles and no other such function calls."""
+    """``room.file.function`` of all that Triton compiles and no other such function calls."""
     named, called = [], set()
-    for file in sorted(OPS.glob("*.py")):
+    for file in sorted(OPS.rglob("*.py")):
+        module = ".".join(file.relative_to(OPS).with_suffix("").parts)
         for node in ast.parse(file.read_text()).body:
             if not isinstance(node, ast.FunctionDef) or "triton.jit" not in map(_name, node.decorator_list):
                 continue
-            named.append(f"{file.stem}.{node.name}")
+            named.append(f"{module}.{node.name}")
             called |= {_name(inner) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
-    return [name for name in named if name.split(".")[1] not in called]
+    return [name for name in named if name.rsplit(".", 1)[1] not in called]
 
 
 def _name(node: ast.expr) -> str:
@@ -80,9 +81,9 @@ def test_compiles(kernel: str, compiled: list[Compiled]) -> None:
 
 
 def test_nothing_is_touched_before_the_wait(compiled: list[Compiled]) -> None:
-    """Of overlapping launches; see ``specserve_kernels.ops.overlap``."""
+    """Of overlapping launches; see ``specserve_kernels.ops.pdl``."""
     made = [each for each in compiled if each["shared"] is not None]
-    assert {each["kernel"] for each in made if each["waits"] is None} == {"prefill._prefill_kernel"}
+    assert {each["kernel"] for each in made if each["waits"] is None} == {"attention.prefill._prefill_kernel"}
     assert not [each["kernel"] for each in made if each["waits"] is False]
 
 
@@ -90,8 +91,8 @@ def test_loops_of_products_are_pipelined(compiled: list[Compiled]) -> None:
     """Else what they read next does not come while they multiply; Triton gives that up in silence."""
     made = [each for each in compiled if each["copied"]]
     assert not [f"{each['kernel']} {each['variant']}" for each in made if not all(each["copied"])]
-    assert "prefill._prefill_kernel" in {each["kernel"] for each in made}
-    attention = [each["copied"] for each in made if each["kernel"] == "attention._attend_kernel"]
+    assert "attention.prefill._prefill_kernel" in {each["kernel"] for each in made}
+    attention = [each["copied"] for each in made if each["kernel"] == "attention.attention._attend_kernel"]
     assert attention
     assert all(copied == [2] for copied in attention), "keys and values; pages come by registers"
 

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 import specserve_kernels.dispatch
-import specserve_kernels.ops.attention
+import specserve_kernels.ops.attention.attention
 from specserve_kernels.ops.device import H200, Limits
 
 import specserve.speculation.sampler
@@ -66,7 +66,7 @@ def on_triton() -> Iterator[None]:
     # Few multiprocessors: the interpreter runs all programs that would fill them.
     few = Limits(8, H200.shared_bytes)
     with (
-        patch.object(specserve_kernels.ops.attention, "limits_of", lambda _: few),
+        patch.object(specserve_kernels.ops.attention.attention, "limits_of", lambda _: few),
         patch.object(specserve_kernels.dispatch, "runs_triton", lambda _: True),
         patch.object(specserve.speculation.sampler, "runs_triton", lambda _: True),
         patch.dict(ATTENTION, torch=ATTENTION["triton"]),

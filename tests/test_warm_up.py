@@ -62,7 +62,7 @@ def test_prompts_of_all_sizes(
 
 def test_all_tiles_of_attention() -> None:
     """Whatever the length of a chunk, behind a prefix or not, its kernel has been compiled."""
-    prefill = pytest.importorskip("specserve_kernels.ops.prefill")
+    prefill = pytest.importorskip("specserve_kernels.ops.attention.prefill")
 
     def variants(chunks: Iterable[tuple[int, int]]) -> set[tuple[object, bool]]:
         return {

@@ -19,9 +19,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from specserve_kernels.ops import prefill
-from specserve_kernels.ops.attention import Workspace, attend_frontier, attend_nodes
-from specserve_kernels.ops.cut import Cut
+from specserve_kernels.ops.attention import prefill
+from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
+from specserve_kernels.ops.attention.launch_plan import Cut
 from specserve_kernels.ops.device import limits_of
 from torch import Tensor
 

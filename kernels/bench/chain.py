@@ -4,7 +4,7 @@ layers of Llama-3.1-8B, without embedding and head.
     python kernels/bench/chain.py [--tokens 1 4 8 16 32 64] [--requests 1] [--context 640] [--only NAME ...] [--once]
 
 Kernels timed alone lie side by side; in a step each waits for the last. The columns: launches one after the other and
-overlapping (``ops/overlap.py``), with projections by cuBLAS and by our kernels, and chains that lack some of
+overlapping (``ops/pdl.py``), with projections by cuBLAS and by our kernels, and chains that lack some of
 their kernels. The floor is the weights' bytes at the device's bandwidth. ``--once`` only compiles.
 """
 
@@ -20,10 +20,11 @@ from unittest import mock
 import torch
 from attention import PAGE, PEAK
 from layers import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, draw, graph_seconds, one_by_one
-from specserve_kernels.ops import linear, turned_linear
-from specserve_kernels.ops.attention import Workspace, attend_nodes
-from specserve_kernels.ops.norm import add_rms_norm
-from specserve_kernels.ops.rotary import rotary_store_kv
+from specserve_kernels.ops.attention.attention import Workspace, attend_nodes
+from specserve_kernels.ops.layer.norm import add_rms_norm
+from specserve_kernels.ops.layer.rotary import rotary_store_kv
+from specserve_kernels.ops.linear import linear
+from specserve_kernels.ops.linear import swap_ab as turned_linear
 from torch import Tensor
 
 LAYERS, TIMED = 32, 8  # so many of a model, and so many that are built: more than the second cache holds

@@ -18,8 +18,8 @@ from unittest import mock
 
 import torch
 from layers import draw, graph_seconds
-from specserve_kernels.ops import indexed_linear
-from specserve_kernels.ops.indexed_linear import Pipeline
+from specserve_kernels.ops.linear import indexed as indexed_linear
+from specserve_kernels.ops.linear.indexed import Pipeline
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources

@@ -21,11 +21,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from specserve_kernels.ops import overlap
-from specserve_kernels.ops.activation import silu_and_mul
-from specserve_kernels.ops.norm import add_rms_norm, rms_norm
-from specserve_kernels.ops.pairs import pair_inputs
-from specserve_kernels.ops.rotary import rotary_store_kv
+from specserve_kernels.ops import pdl as overlap
+from specserve_kernels.ops.layer.activation import silu_and_mul
+from specserve_kernels.ops.layer.embed_and_concat import pair_inputs
+from specserve_kernels.ops.layer.norm import add_rms_norm, rms_norm
+from specserve_kernels.ops.layer.rotary import rotary_store_kv
 from torch import Tensor
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 4096, 14336, 32, 8, 128, 16

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from layers import draw, graph_seconds
-from specserve_kernels.ops import linear
+from specserve_kernels.ops.linear import linear
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources

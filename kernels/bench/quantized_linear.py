@@ -19,9 +19,10 @@ import torch
 from layers import draw, graph_seconds
 from linear import SHAPES, WEIGHTS
 from specserve_kernels import Rounded, dequantize, quantize
-from specserve_kernels.ops import integer_linear, quantized_linear
-from specserve_kernels.ops.quantized_linear import Pipeline
-from specserve_kernels.ops.rounding import round_inputs
+from specserve_kernels.ops.linear import integer as integer_linear
+from specserve_kernels.ops.linear import quantized as quantized_linear
+from specserve_kernels.ops.linear.quantize import round_inputs
+from specserve_kernels.ops.linear.quantized import Pipeline
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources

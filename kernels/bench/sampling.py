@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from specserve_kernels.ops import sampling as ops
+from specserve_kernels.ops.sampling import sampling as ops
 
 VOCAB, DRAFT_VOCAB, PATH = 128256, 32000, 8
 ROWS = (1, 16, 64, 512)

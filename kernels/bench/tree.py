@@ -12,13 +12,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from specserve_kernels.ops.accept import accept_path
-from specserve_kernels.ops.commit import advance, move_kv
-from specserve_kernels.ops.grow import grow_level, root_level
-from specserve_kernels.ops.prediction import follow_prediction
-from specserve_kernels.ops.select import select_tree, single_nodes
-from specserve_kernels.reference.prediction import Prediction
-from specserve_kernels.reference.tree import Pool
+from specserve_kernels.ops.tree.accept import accept_path
+from specserve_kernels.ops.tree.commit import advance, move_kv
+from specserve_kernels.ops.tree.grow import grow_level, root_level
+from specserve_kernels.ops.tree.prediction import follow_prediction
+from specserve_kernels.ops.tree.select import select_tree, single_nodes
+from specserve_kernels.types import Pool, Prediction
 
 SHAPES = [(1, 3, 1, 4), (1, 4, 4, 16), (1, 5, 8, 32), (16, 5, 8, 32), (64, 3, 1, 4)]
 PAGE, VOCAB, WIDTH, CALLS = 16, 128256, 4096, 20

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from specserve_kernels import group_bias, paged_attention, visible_to_bias
-from specserve_kernels.reference import attention
+from specserve_kernels.reference.attention import attention
 from torch import Tensor
 
 

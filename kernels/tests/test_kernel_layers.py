@@ -13,8 +13,8 @@ from specserve_kernels import (
     rotary_store_kv,
     rotary_table,
     silu_and_mul,
-    store_kv,
 )
+from specserve_kernels.reference.layer.rotary import store_kv
 
 from tests.reference import llama
 

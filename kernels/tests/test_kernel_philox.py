@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from specserve_kernels import gumbel_noise, philox4x32
+from specserve_kernels.reference.sampling.philox import gumbel_noise, philox4x32
 
 from tests.reference import philox
 
@@ -86,7 +86,7 @@ def test_noise_in_float32() -> None:
 
 
 def test_the_largest_word_is_finite_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    import specserve_kernels.reference.philox as module
+    import specserve_kernels.reference.sampling.philox as module
 
     def extremes(*words: torch.Tensor) -> tuple[torch.Tensor, ...]:
         shape = torch.broadcast_shapes(*(word.shape for word in words))

@@ -6,7 +6,7 @@ import math
 import random
 
 import torch
-from specserve_kernels import select_nodes
+from specserve_kernels.reference.tree.select import select_nodes
 
 from tests.reference import tree
 

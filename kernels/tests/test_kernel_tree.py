@@ -6,7 +6,8 @@ import random
 
 import pytest
 import torch
-from specserve_kernels import MAX_NODES, accept_walk, chain_masks, tree_masks
+from specserve_kernels import MAX_NODES, chain_masks, tree_masks
+from specserve_kernels.reference.tree.accept import accept_walk
 
 from tests.reference import tree
 

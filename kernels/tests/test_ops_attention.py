@@ -18,9 +18,9 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from specserve_kernels.ops import attention  # noqa: E402
-from specserve_kernels.ops.blocks import load_pages  # noqa: E402
-from specserve_kernels.ops.cut import Cut  # noqa: E402
+from specserve_kernels.ops.attention import attention  # noqa: E402
+from specserve_kernels.ops.attention.blocks import load_pages  # noqa: E402
+from specserve_kernels.ops.attention.launch_plan import Cut  # noqa: E402
 from specserve_kernels.ops.device import H200, Limits, tickets  # noqa: E402
 
 from specserve.attention import ATTENTION  # noqa: E402

@@ -7,9 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from specserve_kernels.ops import device, linear, prefill, turned_linear
-from specserve_kernels.ops.cut import Cut, merged_rows
+from specserve_kernels.ops import device
+from specserve_kernels.ops.attention import prefill
+from specserve_kernels.ops.attention.launch_plan import Cut, merged_rows
 from specserve_kernels.ops.device import H200, Limits, limits_of
+from specserve_kernels.ops.linear import linear
+from specserve_kernels.ops.linear import swap_ab as turned_linear
 
 A100, L4, RTX5090, T4 = Limits(108, 166_912), Limits(58, 101_376), Limits(170, 101_376), Limits(40, 65_536)
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 import specserve_kernels
-from specserve_kernels.ops import indexed_linear as ops
-from specserve_kernels.reference import indexed_linear as reference
+from specserve_kernels.ops.linear import indexed as ops
+from specserve_kernels.reference.linear import indexed as reference
 from torch import Tensor
 
 GPU = torch.cuda.is_available()

@@ -11,14 +11,14 @@ import torch
 pytest.importorskip("triton")
 
 from specserve_kernels import Rounded, quantize
-from specserve_kernels.ops import integer_linear as ops
 from specserve_kernels.ops.device import Limits, tickets
-from specserve_kernels.ops.norm import add_rms_norm, add_rms_norm_rounded
-from specserve_kernels.ops.pairs import pair_inputs, pair_inputs_rounded
-from specserve_kernels.ops.rounding import round_inputs
-from specserve_kernels.reference import integer_linear as reference
-from specserve_kernels.reference import rounding
-from specserve_kernels.reference.quantized_linear import dequantize
+from specserve_kernels.ops.layer.embed_and_concat import pair_inputs, pair_inputs_rounded
+from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded
+from specserve_kernels.ops.linear import integer as ops
+from specserve_kernels.ops.linear.quantize import round_inputs
+from specserve_kernels.reference.linear import integer as reference
+from specserve_kernels.reference.linear import quantize as rounding
+from specserve_kernels.reference.linear.quantized import dequantize
 from torch import Tensor
 from torch.nn.functional import pad
 

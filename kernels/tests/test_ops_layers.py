@@ -7,12 +7,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from specserve_kernels.ops import activation, linear, norm, pairs, rotary, turned_linear
-from specserve_kernels.reference import activation as reference_activation
-from specserve_kernels.reference import linear as reference_linear
-from specserve_kernels.reference import norm as reference_norm
-from specserve_kernels.reference import pairs as reference_pairs
-from specserve_kernels.reference import rotary as reference_rotary
+from specserve_kernels.ops.layer import activation, norm, rotary
+from specserve_kernels.ops.layer import embed_and_concat as pairs
+from specserve_kernels.ops.linear import linear
+from specserve_kernels.ops.linear import swap_ab as turned_linear
+from specserve_kernels.reference.layer import activation as reference_activation
+from specserve_kernels.reference.layer import embed_and_concat as reference_pairs
+from specserve_kernels.reference.layer import norm as reference_norm
+from specserve_kernels.reference.layer import rotary as reference_rotary
+from specserve_kernels.reference.linear import linear as reference_linear
 from torch import Tensor
 
 GPU = torch.cuda.is_available()

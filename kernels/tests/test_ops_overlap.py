@@ -14,14 +14,14 @@ import torch
 pytest.importorskip("triton")
 
 from specserve_kernels import quantize
-from specserve_kernels.ops import overlap
-from specserve_kernels.ops.attention import Workspace, attend_nodes
-from specserve_kernels.ops.gather import gather_slots
-from specserve_kernels.ops.integer_linear import integer_linear
-from specserve_kernels.ops.linear import linear
-from specserve_kernels.ops.norm import add_rms_norm, add_rms_norm_rounded, embed_rms_norm
-from specserve_kernels.ops.rotary import rotary_store_kv
-from specserve_kernels.ops.turned_linear import turned_linear
+from specserve_kernels.ops import pdl as overlap
+from specserve_kernels.ops.attention.attention import Workspace, attend_nodes
+from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded, embed_rms_norm
+from specserve_kernels.ops.layer.rotary import rotary_store_kv
+from specserve_kernels.ops.linear.integer import integer_linear
+from specserve_kernels.ops.linear.linear import linear
+from specserve_kernels.ops.linear.swap_ab import turned_linear
+from specserve_kernels.ops.tree.gather_slots import gather_slots
 from torch import Tensor
 
 OPS = Path(overlap.__file__).parent
@@ -45,7 +45,7 @@ ALONE = {"_prefill_kernel"}  # long, and launched as others are, behind all that
 
 def compiled() -> dict[str, ast.FunctionDef]:
     """Functions that Triton compiles."""
-    trees = [ast.parse(file.read_text()) for file in sorted(OPS.glob("*.py"))]
+    trees = [ast.parse(file.read_text()) for file in sorted(OPS.rglob("*.py"))]
     return {
         node.name: node
         for tree in trees

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from specserve_kernels.reference.philox import philox4x32
+from specserve_kernels.reference.sampling.philox import philox4x32
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from specserve_kernels.ops import philox as ops_philox  # noqa: E402
+from specserve_kernels.ops.sampling import philox as ops_philox  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

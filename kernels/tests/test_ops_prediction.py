@@ -7,14 +7,13 @@ import random
 
 import pytest
 import torch
-from specserve_kernels.reference import grow as grow_reference
-from specserve_kernels.reference import prediction as reference
-from specserve_kernels.reference.prediction import Prediction
-from specserve_kernels.reference.tree import Level, Pool
+from specserve_kernels.reference.tree import grow as grow_reference
+from specserve_kernels.reference.tree import prediction as reference
+from specserve_kernels.types import Level, Pool, Prediction
 from torch import Tensor
 
 pytest.importorskip("triton")
-from specserve_kernels.ops import grow, prediction
+from specserve_kernels.ops.tree import grow, prediction
 
 SIZE, VOCAB = 1200, 6
 

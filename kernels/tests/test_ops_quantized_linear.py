@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("triton")
 
 from specserve_kernels import dequantize, quantize
-from specserve_kernels.ops import quantized_linear as ops
 from specserve_kernels.ops.device import Limits, tickets
-from specserve_kernels.reference import quantized_linear as reference
+from specserve_kernels.ops.linear import quantized as ops
+from specserve_kernels.reference.linear import quantized as reference
 from torch import Tensor
 
 GPU = torch.cuda.is_available()

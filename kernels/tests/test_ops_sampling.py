@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
-from specserve_kernels.reference.philox import gumbel_noise
-from specserve_kernels.reference.sampling import add_bias, penalize, perturb, truncate
+from specserve_kernels.reference.sampling.philox import gumbel_noise
+from specserve_kernels.reference.sampling.sampling import add_bias, penalize, perturb, truncate
 from torch import Tensor
 
 triton = pytest.importorskip("triton")
-from specserve_kernels.ops import sampling as ops  # noqa: E402
+from specserve_kernels.ops.sampling import sampling as ops  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEVER, FOREVER = -math.inf, 2**62

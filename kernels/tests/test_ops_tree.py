@@ -8,16 +8,17 @@ import random
 
 import pytest
 import torch
-from specserve_kernels.reference import accept as accept_reference
-from specserve_kernels.reference import commit as commit_reference
-from specserve_kernels.reference import gather as gather_reference
-from specserve_kernels.reference import grow as grow_reference
-from specserve_kernels.reference import select as select_reference
-from specserve_kernels.reference.tree import Accepted, Level, Pool, Tree
+from specserve_kernels.reference.tree import accept as accept_reference
+from specserve_kernels.reference.tree import commit as commit_reference
+from specserve_kernels.reference.tree import gather_slots as gather_reference
+from specserve_kernels.reference.tree import grow as grow_reference
+from specserve_kernels.reference.tree import select as select_reference
+from specserve_kernels.types import Accepted, Level, Pool, Tree
 from torch import Tensor
 
 pytest.importorskip("triton")
-from specserve_kernels.ops import accept, commit, gather, grow, select
+from specserve_kernels.ops.tree import accept, commit, grow, select
+from specserve_kernels.ops.tree import gather_slots as gather
 
 VOCAB, NEVER = 40, -torch.inf
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from specserve_kernels.ops.attention import HEAD_DIMS, Workspace, attend_frontier, attend_nodes
-from specserve_kernels.ops.prefill import attend_chunks
+from specserve_kernels.ops.attention.attention import HEAD_DIMS, Workspace, attend_frontier, attend_nodes
+from specserve_kernels.ops.attention.prefill import attend_chunks
 from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes

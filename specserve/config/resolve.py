@@ -93,7 +93,9 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
 
 def _unserved(model: ModelConfig) -> str | None:
     """Why Triton's kernels cannot serve the target. Whether they serve the draft is known once that is loaded."""
-    from specserve_kernels.ops.attention import HEAD_DIMS  # imports Triton, which a CPU does without
+    from specserve_kernels.ops.attention.attention import (
+        HEAD_DIMS,  # imports Triton, which a CPU does without
+    )
 
     size = model.layer.head_dim
     return None if size in HEAD_DIMS else f"triton has heads of {HEAD_DIMS}, the model's are of {size}"

@@ -116,14 +116,14 @@ class TritonSampling:
     table: SamplingState
 
     def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
-        from specserve_kernels.ops.sampling import choose_tokens
+        from specserve_kernels.ops.sampling.sampling import choose_tokens
 
         return choose_tokens(logits_NV, choices.rows_N, choices.position_N, choices.path_NA, self.table)
 
     def candidates(
         self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
     ) -> tuple[Tensor, Tensor]:
-        from specserve_kernels.ops.sampling import draft_candidates
+        from specserve_kernels.ops.sampling.sampling import draft_candidates
 
         ids_V, inverse_V = (None, None) if vocab is None else (vocab.ids, vocab.inverse)
         return draft_candidates(

@@ -1,1 +1,1 @@
-"""The operations as Triton kernels, one file for each of ``reference/``."""
+"""The operations as Triton kernels, in the rooms and files of ``reference/``."""

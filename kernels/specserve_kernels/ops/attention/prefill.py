@@ -1,0 +1,239 @@
+"""Causal attention of prompt chunks over a paged cache that already holds their keys and values.
+
+FlashAttention (Dao et al. 2022, arXiv 2205.14135; the loop order of FlashAttention-2, arXiv 2307.08691): a program
+serves a tile of one request's tokens and one query head. Blocks before the tile are seen whole and need no mask.
+
+A chunk's own keys and values stand beside its queries, too, one row a token. On Hopper the copy engine reads them from
+there, told their place by descriptors, and pages are read for what came before the chunk alone.
+
+Shapes: B requests, T packed tokens, M pages a request, Hq query heads, Hk key heads, D head size. In kernels: R rows
+of a tile, N positions of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from specserve_kernels.ops.attention.blocks import LOG2_E, fold, load_block
+from specserve_kernels.ops.device import HOPPER, capability_of, copies, limits_of
+
+_MOST_ROW_BYTES = 256  # of a head that is read by descriptors
+
+
+@triton.jit
+def _fold_pages(
+    q_RD, top_R, sum_R, acc_RD, scale, at_head, table, begin, stop, end, position_R, page_stride, kv_stride,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over blocks of pages. If ``MASKED``, a row sees positions below ``end`` and up to its own."""
+    offset_N = tl.arange(0, N)
+    for block in tl.range(begin, stop, num_stages=2):
+        position_N = block * N + offset_N
+        live_N = position_N < end if MASKED else offset_N >= 0
+        page_N = tl.load(table + position_N.to(tl.uint32) // PAGE, mask=live_N, other=0).to(tl.int32)
+        k_ND, v_ND = load_block(at_head, (page_N,), block * N, live_N, page_stride, kv_stride, HEADS, D, PAGE)
+        score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
+        if MASKED:
+            visible_RN = (position_N[None, :] <= position_R[:, None]) & live_N[None, :]
+            score_RN = tl.where(visible_RN, score_RN, float("-inf"))
+        top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
+    return top_R, sum_R, acc_RD
+
+
+@triton.jit
+def _fold_own(
+    q_RD, top_R, sum_R, acc_RD, scale, kv_desc, row, k_at, v_at, begin, stop, local_R, count,
+    N: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """The same over blocks of the chunk itself, which stand from ``row`` on. If ``CAUSAL``, a row sees those up to its
+    own; behind the ``LAST`` one another request's stand, whose values may not be finite."""
+    for block in tl.range(begin, stop, num_stages=STAGES):
+        local_N = block * N + tl.arange(0, N)
+        k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
+        if LAST:
+            v_ND = tl.where((local_N < count)[:, None], v_ND, 0.0)
+        score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
+        if CAUSAL:
+            score_RN = tl.where(local_N[None, :] <= local_R[:, None], score_RN, float("-inf"))
+        top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
+    return top_R, sum_R, acc_RD
+
+
+@triton.jit(
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["pages_BM", "q_start", "positions_T"],
+)
+def _prefill_kernel(
+    q,  # [T, Hq, D], rows q_stride apart; if OWN a descriptor of [T, Hq * D]
+    kv_desc,  # [T, 2 * HEADS * D], if OWN
+    cache,  # [pages, 2, PAGE, HEADS, D]
+    pages_BM,
+    q_start,  # [B + 1]
+    positions_T,
+    out,  # [T, Hq, D]
+    scale,
+    q_stride,
+    table_stride,
+    page_stride,
+    kv_stride,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    R: tl.constexpr,
+    N: tl.constexpr,
+    STAGES: tl.constexpr,
+    OWN: tl.constexpr,  # the tokens' own keys and values come from kv_desc
+    PAGED: tl.constexpr,  # some keys come from pages
+):
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
+    slot = tl.program_id(2)
+    first = tl.load(q_start + slot)
+    count = (tl.load(q_start + slot + 1) - first).to(tl.int32)
+    if tile * R >= count:
+        return
+    local_R = tile * R + tl.arange(0, R)
+    live_R = local_R < count
+    token_R = tl.where(live_R, first + local_R, first).to(tl.int64)
+    column_D = tl.arange(0, D)
+    if OWN:
+        q_RD = q.load([first.to(tl.int32) + tile * R, head * D])
+    else:
+        q_at_RD = q + (token_R * q_stride + head * D)[:, None] + column_D[None, :]
+        q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
+    top_R = tl.full([R], float("-inf"), tl.float32)
+    sum_R = tl.zeros([R], tl.float32)
+    acc_RD = tl.zeros([R, D], tl.float32)
+    if PAGED:
+        start = tl.load(positions_T + first).to(tl.int32)
+        at_head = cache + (head // GROUP) * D
+        table = pages_BM + slot.to(tl.int64) * table_stride
+        # Blocks that the tile's first token sees whole, and the end of what comes from pages.
+        whole = (start if OWN else start + tile * R + 1) // N
+        end = start if OWN else start + tl.minimum(tile * R + R, count)
+        top_R, sum_R, acc_RD = _fold_pages(
+            q_RD, top_R, sum_R, acc_RD, scale, at_head, table, 0, whole, end, start + local_R, page_stride, kv_stride,
+            HEADS, D, PAGE, N, False,
+        )  # fmt: skip
+        top_R, sum_R, acc_RD = _fold_pages(
+            q_RD, top_R, sum_R, acc_RD, scale, at_head, table, whole, tl.cdiv(end, N), end, start + local_R,
+            page_stride, kv_stride, HEADS, D, PAGE, N, True,
+        )  # fmt: skip
+    if OWN:
+        row, k_at = first.to(tl.int32), (head // GROUP) * D
+        v_at = HEADS * D + k_at
+        end = tl.minimum(tile * R + R, count)
+        top_R, sum_R, acc_RD = _fold_own(
+            q_RD, top_R, sum_R, acc_RD, scale, kv_desc, row, k_at, v_at, 0, tile * R // N, local_R, count,
+            N, STAGES, False, False,
+        )  # fmt: skip
+        top_R, sum_R, acc_RD = _fold_own(
+            q_RD, top_R, sum_R, acc_RD, scale, kv_desc, row, k_at, v_at, tile * R // N, end // N, local_R, count,
+            N, STAGES, True, False,
+        )  # fmt: skip
+        top_R, sum_R, acc_RD = _fold_own(
+            q_RD, top_R, sum_R, acc_RD, scale, kv_desc, row, k_at, v_at, end // N, tl.cdiv(end, N), local_R, count,
+            N, 1, True, True,
+        )  # fmt: skip
+    result_RD = acc_RD / sum_R[:, None]
+    out_at_RD = out + (token_R * (HEADS * GROUP * D) + head * D)[:, None] + column_D[None, :]
+    tl.store(out_at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
+
+
+class Tile(NamedTuple):
+    """Rows, positions of a block, warps, stages of own blocks."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
+
+
+def _tile_of_own(tokens: int, wide: bool, prefix: bool) -> Tile:
+    """Where own keys are read by descriptors. ``wide``: float32."""
+    if wide:
+        return Tile(32, 32, 4, 2)
+    return Tile(128, 64, 4, 2) if prefix and tokens > 64 else Tile(64, 64, 4, 3)
+
+
+def _tile(tokens: int, row_bytes: int, wide: bool, shared_bytes: int) -> Tile:
+    """Where all keys come from pages. Smaller ones where the shared memory does not hold the queries and two blocks of
+    keys and of values."""
+    if wide:
+        rows, block = (16 if tokens <= 16 else 32), max(16, min(32, 8192 // row_bytes))
+    else:
+        rows, block = 64, (64 if row_bytes <= 256 else 32)
+    while (rows + 4 * block) * row_bytes > shared_bytes and (rows > 16 or block > 16):
+        rows, block = max(16, rows // 2), max(16, block // 2)
+    return Tile(rows, block, 4, 2)
+
+
+def attend_chunks(
+    q_TND: Tensor,
+    cache: Tensor,
+    pages_BM: Tensor,
+    q_start: Tensor,
+    positions_T: Tensor,
+    max_tokens: int,
+    kv_TND: Tensor | None = None,
+    prefix: bool = True,
+) -> Tensor:
+    """Causal attention: token t sees positions up to its own, ``positions_T[t]``, consecutive within a request.
+
+    ``q_TND`` ``[T, Hq, D]``, rows may lie further apart than ``Hq * D``; ``cache`` ``[pages, (k, v), page size, Hk,
+    D]``, the last three contiguous; both float16, bfloat16 or float32. ``q_start`` ``[B + 1]`` covers all T tokens, at
+    most ``max_tokens`` a request, maybe none. Index tensors are int64 or int32. ``kv_TND`` ``[T, 2 * Hk, D]``: the
+    tokens' own rotated keys, then their values, which the cache holds, too. ``prefix``: some request begins behind
+    position 0. Returns ``[T, Hq, D]``, contiguous.
+    """
+    (_, heads, size), kv_heads = q_TND.shape, cache.shape[3]
+    wide = q_TND.element_size() == 4
+    row_bytes = size * q_TND.element_size()
+    q: Any = q_TND
+    kv: Any = None
+    if kv_TND is not None and row_bytes <= _MOST_ROW_BYTES and _by_descriptors(q_TND, kv_TND):
+        tile = _tile_of_own(max_tokens, wide, prefix)
+        q = TensorDescriptor.from_tensor(q_TND.flatten(1), [tile.rows, size])
+        kv = TensorDescriptor.from_tensor(kv_TND.flatten(1), [tile.block, size])
+    else:
+        tile = _tile(max_tokens, row_bytes, wide, limits_of(q_TND.device).shared_bytes)
+    out = q_TND.new_empty(q_TND.shape)
+    kernel: Any = _prefill_kernel
+    kernel[(heads, -(-max_tokens // tile.rows), len(pages_BM))](
+        q,
+        kv,
+        cache,
+        pages_BM,
+        q_start,
+        positions_T,
+        out,
+        LOG2_E / math.sqrt(size),
+        q_TND.stride(0),
+        pages_BM.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        GROUP=heads // kv_heads,
+        HEADS=kv_heads,
+        D=size,
+        PAGE=cache.shape[2],
+        R=tile.rows,
+        N=tile.block,
+        STAGES=tile.stages,
+        OWN=kv is not None,
+        PAGED=kv is None or prefix,
+        num_warps=tile.warps,
+    )
+    return out
+
+
+def _by_descriptors(q_TND: Tensor, kv_TND: Tensor) -> bool:
+    """Whether own keys are read so: where that was measured."""
+    hopper = capability_of(q_TND.device)[0] == HOPPER
+    return hopper and copies(q_TND.flatten(1)) and copies(kv_TND.flatten(1))

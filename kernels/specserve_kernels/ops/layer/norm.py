@@ -1,0 +1,176 @@
+"""Root-mean-square norms on a GPU, one program a row. Shapes: T tokens, H channels, V vocabulary.
+
+The number of warps depends on H alone, and with it the order of the sum: a row's result does not depend on the batch.
+Rows may be further apart than they are wide; their elements lie side by side.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.ops.linear.quantize import empty_rounded, store_rounded
+from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.reference.linear.quantize import GROUP, Rounded
+
+PER_WARP = 512  # elements of a row that a warp holds: two 16-byte loads a thread in 16 bits
+
+
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    out_TH = torch.empty_like(x_TH)
+    tokens, width = x_TH.shape
+    block, warps = row_launch(width)
+    _rms_norm_kernel[(tokens,)](
+        x_TH, weight_H, out_TH, x_TH.stride(0), eps, H=width, BLOCK=block, num_warps=warps, **overlap()
+    )
+    return out_TH
+
+
+def embed_rms_norm(
+    tokens_T: Tensor, embedding_VH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    (tokens,), width = tokens_T.shape, embedding_VH.shape[1]
+    assert tokens_T.is_contiguous()
+    assert embedding_VH.is_contiguous()
+    out_TH, embedded_TH = (embedding_VH.new_empty(tokens, width) for _ in range(2))
+    block, warps = row_launch(width)
+    _embed_rms_norm_kernel[(tokens,)](
+        tokens_T,
+        embedding_VH,
+        weight_H,
+        out_TH,
+        embedded_TH,
+        eps,
+        H=width,
+        BLOCK=block,
+        num_warps=warps,
+        **overlap(),
+    )
+    return out_TH, embedded_TH
+
+
+def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out_TH = torch.empty_like(x_TH)
+    return out_TH, _add_rms_norm(x_TH, residual_TH, weight_H, eps, out_TH, out_TH)
+
+
+def add_rms_norm_rounded(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Rounded, Tensor]:
+    out = empty_rounded(x_TH.shape[0], x_TH.shape[1], x_TH)
+    return out, _add_rms_norm(x_TH, residual_TH, weight_H, eps, out.values_TI, out.unit_GT)
+
+
+def _add_rms_norm(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, out_TH: Tensor, unit_GT: Tensor
+) -> Tensor:
+    """Writes the norm of the sum, rounded where ``out_TH`` is int8, and returns the sum."""
+    total_TH, (tokens, width) = torch.empty_like(x_TH), x_TH.shape
+    block, warps = row_launch(width)
+    _add_rms_norm_kernel[(tokens,)](
+        x_TH,
+        residual_TH,
+        weight_H,
+        out_TH,
+        unit_GT,
+        total_TH,
+        x_TH.stride(0),
+        residual_TH.stride(0),
+        tokens,
+        eps,
+        H=width,
+        BLOCK=max(block, GROUP),
+        ROUNDED=out_TH.dtype == torch.int8,
+        num_warps=warps,
+        **overlap(),
+    )
+    return total_TH
+
+
+def row_launch(width: int) -> tuple[int, int]:
+    """The block that holds a row, and its warps."""
+    block: int = 1 << (width - 1).bit_length()
+    return block, min(max(block // PER_WARP, 1), 16)
+
+
+@triton.jit
+def normed(x, weight, eps, H: tl.constexpr):
+    """One row in its own dtype, zeros beyond H. The scaled row is rounded before the weight multiplies it."""
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,  # [T, H]
+    weight_ptr,  # [H]
+    out_ptr,  # [T, H]
+    x_stride,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)
+    weight = tl.load(weight_ptr + h, mask=h < H, other=0)
+    tl.store(out_ptr + t * H + h, normed(x, weight, eps, H), mask=h < H)
+
+
+@triton.jit(do_not_specialize=["tokens_ptr"])
+def _embed_rms_norm_kernel(
+    tokens_ptr,  # [T]
+    embedding_ptr,  # [V, H]
+    weight_ptr,  # [H]
+    out_ptr,  # [T, H]
+    embedded_ptr,  # [T, H]
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    token = tl.load(tokens_ptr + t).to(tl.int64)
+    x = tl.load(embedding_ptr + token * H + h, mask=h < H, other=0)
+    weight = tl.load(weight_ptr + h, mask=h < H, other=0)
+    tl.store(embedded_ptr + t * H + h, x, mask=h < H)
+    tl.store(out_ptr + t * H + h, normed(x, weight, eps, H), mask=h < H)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _add_rms_norm_kernel(
+    x_ptr,  # [T, H]
+    residual_ptr,  # [T, H]
+    weight_ptr,  # [H]
+    out_ptr,  # [T, H], int8 if ROUNDED
+    unit_ptr,  # [G, T] float32, if ROUNDED
+    total_ptr,  # [T, H]
+    x_stride,
+    residual_stride,
+    tokens,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + t * x_stride + h, mask=h < H, other=0)
+    residual = tl.load(residual_ptr + t * residual_stride + h, mask=h < H, other=0)
+    weight = tl.load(weight_ptr + h, mask=h < H, other=0)
+    total = x + residual
+    tl.store(total_ptr + t * H + h, total, mask=h < H)
+    out = normed(total, weight, eps, H)
+    if ROUNDED:
+        store_rounded(out, out_ptr + t * H, unit_ptr + t, tokens, H)
+    else:
+        tl.store(out_ptr + t * H + h, out, mask=h < H)

@@ -1,0 +1,111 @@
+"""Rotary embedding and the KV store on a GPU, one launch. Shapes: T tokens, N heads, D head size."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
+
+TILE = 2048  # elements of a program: whole heads
+PER_WARP = 256
+
+
+def rotary_store_kv(
+    qkv_TND: Tensor,
+    rope_P2D: Tensor,
+    position_T: Tensor,
+    num_kv_heads: int,
+    cache: Tensor,
+    page_T: Tensor,
+    offset_T: Tensor,
+    keys: bool = True,
+) -> Tensor:
+    """As the reference. Tokens may be further apart than N * D; everything else is contiguous. Tokens that share a slot
+    (the dummy page's) leave any one's values there. Positions, pages and offsets are not from the launch right before
+    this one: see ``overlap``. Nothing checks that positions lie in the table.
+    """
+    assert qkv_TND.stride(1) == qkv_TND.shape[2]
+    assert cache.is_contiguous()
+    assert rope_P2D.is_contiguous()
+    tokens, heads, head_dim = qkv_TND.shape
+    half = 1 << (head_dim // 2 - 1).bit_length()
+    group = min(1 << (heads - 1).bit_length(), max(TILE // (2 * half), 1))
+    _rotary_store_kv_kernel[(tokens * -(-heads // group),)](
+        qkv_TND,
+        rope_P2D,
+        cache,
+        position_T,
+        page_T,
+        offset_T,
+        qkv_TND.stride(0),
+        Q=heads - 2 * num_kv_heads,
+        K=num_kv_heads,
+        KEYS=keys,
+        D=head_dim,
+        PAGE=cache.shape[2],
+        GROUP=group,
+        HALF=half,
+        num_warps=max(group * half * 2 // PER_WARP, 1),
+        **overlap(),
+    )
+    return qkv_TND.narrow(1, 0, heads - 2 * num_kv_heads)
+
+
+@triton.jit(do_not_specialize=["position_ptr", "page_ptr", "offset_ptr"])
+def _rotary_store_kv_kernel(
+    qkv_ptr,  # [T, Q + 2 * K, D]
+    rope_ptr,  # [P, 2, D]
+    cache_ptr,  # [pages, 2, PAGE, K, D]
+    position_ptr,  # [T]
+    page_ptr,  # [T]
+    offset_ptr,  # [T]
+    stride,
+    Q: tl.constexpr,
+    K: tl.constexpr,
+    KEYS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    GROUPS: tl.constexpr = (Q + 2 * K + GROUP - 1) // GROUP
+    t = (tl.program_id(0) // GROUPS).to(tl.int64)
+    head = tl.program_id(0) % GROUPS * GROUP + tl.arange(0, GROUP)[:, None]
+    d = tl.arange(0, HALF)[None, :]
+    inside = d < D // 2
+
+    position = load_settled(position_ptr + t, True, 0).to(tl.int64)
+    page = load_settled(page_ptr + t, True, 0).to(tl.int64)
+    offset = load_settled(offset_ptr + t, True, 0).to(tl.int64)
+    to_ptr = cache_ptr + page * (2 * PAGE * K * D) + offset * (K * D)
+    take_turn(OVERLAP)
+
+    mask = inside & (head < Q + 2 * K)
+    from_ptr = qkv_ptr + t * stride + head * D + d
+    low = tl.load(from_ptr, mask=mask, other=0)
+    high = tl.load(from_ptr + D // 2, mask=mask, other=0)
+    rope_ptr += position * (2 * D) + d
+    rotates = head < Q + K
+    turned_low = tl.where(rotates, _turn(low, high, rope_ptr, inside, D), low)
+    turned_high = tl.where(rotates, _turn(high, low, rope_ptr + D // 2, inside, D), high)
+
+    if KEYS or Q > 0:
+        back = head < (Q + K if KEYS else Q)
+        tl.store(from_ptr, turned_low, mask=mask & back)
+        tl.store(from_ptr + D // 2, turned_high, mask=mask & back)
+    kv_head = head - Q
+    is_value = kv_head >= K
+    to_ptr += tl.where(is_value, kv_head - K + PAGE * K, kv_head) * D + d
+    tl.store(to_ptr, turned_low, mask=mask & (head >= Q))
+    tl.store(to_ptr + D // 2, turned_high, mask=mask & (head >= Q))
+
+
+@triton.jit
+def _turn(x, other, rope_ptr, mask, D: tl.constexpr):
+    """One half of the rotated head; the product with the cosine is rounded before the sum, as in the reference."""
+    cos = tl.load(rope_ptr, mask=mask, other=0)
+    sin = tl.load(rope_ptr + D, mask=mask, other=0)
+    return ((x * cos).to(tl.float32) + other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)

@@ -1,0 +1,158 @@
+"""A projection of few tokens, which reads the weight once. Shapes: T tokens, O outputs, I inputs.
+
+``linear`` chooses: this kernel for up to 16 tokens, ``turned_linear`` for up to 128 where it takes less time, cuBLAS.
+
+On an H200 the kernel alone takes 4 to 17% less time than cuBLAS for 4096 outputs (o, down, a draft's fc), where there
+are about as many blocks of outputs as multiprocessors, and within a few per cent the same for more
+(``kernels/bench/linear.py``). In a chain of kernels of up to 16 tokens it wins for all, because its programs stand
+ready when the kernel before it ends, where cuBLAS's are launched then (``kernels/bench/chain.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.ops.device import Limits, limits_of
+from specserve_kernels.ops.layer.activation import gate_by_silu, silu_and_mul
+from specserve_kernels.ops.linear import swap_ab as turned_linear
+from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.reference.linear.linear import check_place
+
+_FEW_TOKENS = 16
+_MOST_OUTPUTS = 1 << 16  # not a target's head
+_OUTPUTS = 32  # a program's, where the multiprocessors have one or two each
+
+
+def linear(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    gated: bool = False,
+    out_TO: Tensor | None = None,
+) -> Tensor:
+    """As the reference; 16-bit numbers are summed in float32. Rows of x may be further apart than I."""
+    if out_TO is not None:
+        check_place(out_TO, x_TI, weight_OI, bias_O, gated)
+    plain = bias_O is None and x_TI.dim() == 2 and x_TI.dtype in (torch.bfloat16, torch.float16)
+    if plain and turned_linear.serves(x_TI, weight_OI, gated):
+        return turned_linear.turned_linear(x_TI, weight_OI, gated, out_TO)
+    if out_TO is not None:
+        return torch.mm(x_TI, weight_OI.t(), out=out_TO)
+    if plain and serves(x_TI.shape[0], weight_OI.shape[0], limits_of(x_TI.device)):
+        return linear_few(x_TI, weight_OI, gated)
+    out_TO = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+    return silu_and_mul(out_TO) if gated else out_TO
+
+
+def serves(tokens: int, outputs: int, limits: Limits) -> bool:
+    """Whether the kernel takes less time than cuBLAS."""
+    if tokens > _FEW_TOKENS:
+        return False
+    return outputs <= (_MOST_OUTPUTS if overlap()["OVERLAP"] else limits.processors * _OUTPUTS)
+
+
+def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
+    """The kernel: at most 16 tokens, bf16 or fp16. ``torch.nn.functional.linear`` where the device's shared memory is
+    too small for it. Raises ValueError for more tokens."""
+    tokens, inputs = x_TI.shape
+    if tokens > _FEW_TOKENS:
+        raise ValueError(f"tokens: at most {_FEW_TOKENS}, not {tokens}")
+    outputs = weight_OI.shape[0]
+    chosen = pipeline(outputs, limits_of(x_TI.device))
+    if chosen is None:
+        out_TO = torch.nn.functional.linear(x_TI, weight_OI)
+        return silu_and_mul(out_TO) if gated else out_TO
+    block, step, stages = chosen
+    out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
+    _linear_kernel[(triton.cdiv(out_TO.shape[1], block // 2 if gated else block),)](
+        x_TI,
+        weight_OI,
+        out_TO,
+        tokens,
+        x_TI.stride(0),
+        O=outputs,
+        I=inputs,
+        GATED=gated,
+        BLOCK_T=_FEW_TOKENS,
+        BLOCK_O=block,
+        BLOCK_I=step,
+        num_warps=4,
+        num_stages=stages,
+        **overlap(),
+    )
+    return out_TO
+
+
+def pipeline(outputs: int, limits: Limits) -> tuple[int, int, int] | None:
+    """Outputs of a program, inputs a step, and stages: from a sweep over the layers of Llama-3.1-8B on an H200. With
+    less shared memory, fewer stages; None where even two are too many.
+
+    A multiprocessor with few programs needs more of the weight in flight in each.
+    """
+    if outputs <= limits.processors * _OUTPUTS:
+        block, step, most = _OUTPUTS, 512, 4
+    elif outputs <= 2 * limits.processors * _OUTPUTS:
+        block, step, most = _OUTPUTS, 128, 5
+    else:
+        block, step, most = _OUTPUTS, 128, 3
+    one = (_FEW_TOKENS + block) * step * 2  # bytes of a stage, of which the last is not held
+    stages = min(most, limits.shared_bytes // one + 1)
+    return (block, step, stages) if stages > 1 else None
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _linear_kernel(
+    x_ptr,  # [T, I]
+    weight_ptr,  # [O, I]
+    out_ptr,  # [T, O], half as wide if GATED
+    tokens,
+    stride,
+    O: tl.constexpr,
+    I: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    t = tl.arange(0, BLOCK_T)
+    i = tl.arange(0, BLOCK_I)
+    o, inside_o = outputs_of(tl.program_id(0), O, BLOCK_O, GATED)
+    x_ptrs = x_ptr + t[:, None] * stride + i[None, :]
+    weight_ptrs = weight_ptr + o.to(tl.int64)[None, :] * I + i[:, None]
+    take_turn(OVERLAP)
+    sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+    for start in range(0, I, BLOCK_I):
+        inside = start + i < I
+        x = tl.load(x_ptrs + start, mask=(t < tokens)[:, None] & inside[None, :], other=0)
+        weight = tl.load(weight_ptrs + start, mask=inside_o[None, :] & inside[:, None], other=0)
+        sums = tl.dot(x, weight, sums)
+    store_outputs(sums, out_ptr, tl.program_id(0), t, tokens, O, GATED)
+
+
+@triton.jit
+def outputs_of(block, O: tl.constexpr, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
+    """Rows of the weight of a block, and which of them there are. Gated, those of a gate and its channel alternate."""
+    j = tl.arange(0, BLOCK_O)
+    if GATED:
+        channel = block * (BLOCK_O // 2) + j // 2
+        return channel + j % 2 * (O // 2), channel < O // 2
+    return block * BLOCK_O + j, block * BLOCK_O + j < O
+
+
+@triton.jit
+def store_outputs(sums, out_ptr, block, t, tokens, O: tl.constexpr, GATED: tl.constexpr):
+    """Rounds the sums ``[BLOCK_T, BLOCK_O]`` of a block, gates them, and writes those that there are."""
+    BLOCK_T: tl.constexpr = sums.shape[0]
+    out = sums.to(out_ptr.dtype.element_ty)
+    if GATED:
+        gate, up = tl.split(tl.reshape(out, (BLOCK_T, sums.shape[1] // 2, 2)))
+        out = gate_by_silu(gate, up)
+    WIDTH: tl.constexpr = O // 2 if GATED else O
+    BLOCK: tl.constexpr = out.shape[1]
+    o = block * BLOCK + tl.arange(0, BLOCK)
+    out_ptrs = out_ptr + t.to(tl.int64)[:, None] * WIDTH + o[None, :]
+    tl.store(out_ptrs, out, mask=(t < tokens)[:, None] & (o < WIDTH)[None, :])

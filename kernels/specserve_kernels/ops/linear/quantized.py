@@ -1,0 +1,213 @@
+"""A projection by a weight of 8 bits, which is read once. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
+
+A draft's levels read its weights for a few tokens, so bytes are what they cost, and instructions for each number of the
+weight come next. Rounded inputs (``integer_linear``) are multiplied as they are. For others the weight becomes of
+another type on its way to the tensor cores: int8 the inputs' type, where those are wider than 16 bits or the tensor
+cores older than Ampere's, on which Triton multiplies no int8; FP8 float16, and bfloat16 inputs with it, clamped to its
+range, because the processor turns two FP8 numbers into float16 by one instruction and has none for bfloat16. A step of
+a program is one group, so its factors, and units of rounded inputs, are applied to sums. Outputs are the rows of what
+tensor cores multiply, of which Hopper's take 64 at least, and tokens the columns, of which 8 are enough.
+
+Few outputs are few programs, with too little of the weight on its way to keep the memory busy. Then several programs
+share the inputs of a tile: see ``parts``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.ops.device import H200, Limits, limits_of, tickets
+from specserve_kernels.ops.linear.linear import outputs_of, store_outputs
+from specserve_kernels.ops.linear.split_k import add_up, hand_in
+from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
+from specserve_kernels.reference.linear.quantize import GROUP
+
+_MANY_OUTPUTS = 16384  # from so many on, tiles fill an H200 without sharing their inputs
+_PROGRAMS = {16: 6, 32: 3}  # a multiprocessor, up to so many tokens, if sharing tiles can make as many
+_LEAST_GROUPS, _MOST_PARTS = 4, 8
+_LEAST_STAGES = 3  # two loads on their way while one is multiplied
+
+
+class Pipeline(NamedTuple):
+    """A program's tokens and outputs, steps in flight, and warps; and how many programs share a tile."""
+
+    tokens: int
+    outputs: int
+    stages: int
+    warps: int
+    parts: int = 1
+
+
+def quantized_linear(
+    x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """As the reference; rows of x may be further apart than I."""
+    (tokens, inputs), size = x_TI.shape, x_TI.element_size()
+    converted = size > 2 or weight_OI.dtype == torch.int8
+    block = pipeline(len(weight_OI), inputs, tokens, size, limits_of(x_TI.device), converted)
+    return multiply(x_TI, None, x_TI.dtype, (weight_OI, factor_OG), bias_O, gated, block)
+
+
+def multiply(
+    x_TI: Tensor,
+    unit_GT: Tensor | None,
+    dtype: torch.dtype,
+    weight: tuple[Tensor, Tensor],
+    bias_O: Tensor | None,
+    gated: bool,
+    block: Pipeline,
+) -> Tensor:
+    """The product in ``dtype``. ``unit_GT``: of rounded inputs, None for others; ``weight``: numbers and factors."""
+    (tokens, inputs), (weight_OI, factor_OG) = x_TI.shape, weight
+    outputs = len(weight_OI)
+    out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs), dtype=dtype)
+    tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
+    shared, tile = block.parts > 1, block.tokens * block.outputs
+    part = x_TI.new_empty(tiles[0] * tiles[1] * block.parts * tile if shared else 0, dtype=torch.float32)
+    _quantized_linear_kernel[(*tiles, block.parts)](
+        x_TI,
+        factor_OG if unit_GT is None else unit_GT,
+        weight_OI,
+        factor_OG,
+        bias_O if bias_O is not None else factor_OG,
+        out_TO,
+        part,
+        tickets(tiles[0] * tiles[1], x_TI.device) if shared else part,
+        tokens,
+        x_TI.stride(0),
+        factor_OG.stride(0),
+        factor_OG.stride(1),
+        O=outputs,
+        I=inputs,
+        BIAS=bias_O is not None,
+        GATED=gated,
+        ROUNDED=unit_GT is not None,
+        BLOCK_T=block.tokens,
+        BLOCK_O=block.outputs,
+        GROUP=GROUP,
+        PARTS=block.parts,
+        STAGES=block.stages,
+        num_warps=block.warps,
+        num_stages=block.stages,
+        **overlap(),
+    )
+    return out_TO
+
+
+def pipeline(
+    outputs: int,
+    inputs: int,
+    tokens: int,
+    input_bytes: int,
+    limits: Limits = H200,
+    converted: bool = False,
+) -> Pipeline:
+    """What to launch for such a weight and so many tokens: up to 32 tokens the weight is read once, and its bytes
+    decide. With less shared memory, fewer outputs and stages. ``converted``: the weight is held in the inputs' type,
+    too."""
+    chosen = _pipeline(outputs, tokens, input_bytes)
+    while (stages := _stages(chosen, input_bytes, limits, converted)) < _LEAST_STAGES and chosen.outputs > 32:
+        chosen = chosen._replace(outputs=chosen.outputs // 2, warps=4)
+    chosen = chosen._replace(stages=max(1, min(chosen.stages, stages)))
+    if outputs >= _MANY_OUTPUTS:
+        return chosen
+    tiles = triton.cdiv(outputs, chosen.outputs) * triton.cdiv(tokens, chosen.tokens)
+    programs = limits.processors * next((each for few, each in _PROGRAMS.items() if tokens <= few), 0)
+    most = min(programs // max(tiles, 1), triton.cdiv(inputs, GROUP) // _LEAST_GROUPS, _MOST_PARTS)
+    return chosen._replace(parts=max(1, most))
+
+
+def _stages(block: Pipeline, input_bytes: int, limits: Limits, converted: bool) -> int:
+    """As many as fit beside the bytes of the inputs. Hopper holds each of them, earlier processors one less."""
+    stage = (block.tokens * input_bytes + block.outputs) * GROUP
+    beside = 2 * block.tokens * GROUP + (block.outputs * GROUP * input_bytes if converted else 0)
+    return (limits.shared_bytes - beside) // stage
+
+
+def _pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:
+    if input_bytes > 2:
+        return Pipeline(16 if tokens <= 16 else 32, 32, 3, 4)
+    if tokens > 32:
+        return Pipeline(64, 256, 3, 8)
+    columns = max(8, triton.next_power_of_2(tokens))
+    if outputs < _MANY_OUTPUTS:
+        return Pipeline(columns, 128, 3, 4)
+    return Pipeline(columns, 128, 4, 4) if tokens <= 16 else Pipeline(columns, 256, 4, 8)
+
+
+@triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
+def _quantized_linear_kernel(
+    x_ptr,  # [T, I], int8 if ROUNDED
+    unit_ptr,  # [G, T] float32, if ROUNDED
+    weight_ptr,  # [O, I]
+    factor_ptr,  # [O, G]
+    bias_ptr,  # [O], if BIAS
+    out_ptr,  # [T, O], half as wide if GATED
+    part_ptr,  # [tiles, PARTS, BLOCK_O, BLOCK_T] float32, if PARTS > 1
+    tickets_ptr,  # [tiles] int32, 0, if PARTS > 1
+    tokens,
+    stride,
+    factor_stride,
+    group_stride,
+    O: tl.constexpr,
+    I: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    # Programs of the same outputs follow each other: the second finds the weight in the L2.
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    o, inside_o = outputs_of(tl.program_id(1), O, BLOCK_O, GATED)
+    i = tl.arange(0, GROUP)
+    groups: tl.constexpr = (I + GROUP - 1) // GROUP
+    x_ptrs = x_ptr + t.to(tl.int64)[None, :] * stride + i[:, None]
+    weight_ptrs = weight_ptr + o.to(tl.int64)[:, None] * I + i[None, :]
+    sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    share: tl.constexpr = (groups + PARTS - 1) // PARTS
+    begin = tl.program_id(2) * share
+    # Behind a gate stands the next projection, whose many programs would take the running ones' room, or, where inputs
+    # are rounded, what rounds them for it.
+    LATE: tl.constexpr = GATED and not ROUNDED
+    wait_for_inputs(OVERLAP)
+    let_next_begin(OVERLAP and not LATE)
+    # Told of its stages here, the loop has units and factors on their way early, too, and not the operands alone.
+    for group in tl.range(begin, tl.minimum(begin + share, groups), num_stages=STAGES):
+        inside = group * GROUP + i < I
+        x = tl.load(x_ptrs + group * GROUP, mask=(t < tokens)[None, :] & inside[:, None], other=0)
+        weight = tl.load(weight_ptrs + group * GROUP, mask=inside_o[:, None] & inside[None, :], other=0.0)
+        factor = tl.load(factor_ptr + o * factor_stride + group * group_stride, mask=inside_o, other=0)
+        if ROUNDED:
+            unit = tl.load(unit_ptr + group * tokens + t, mask=t < tokens, other=0)
+            sums += tl.dot(weight, x).to(tl.float32) * (factor[:, None] * unit[None, :])
+        else:
+            sums += _converted_dot(weight, x) * factor[:, None]
+    let_next_begin(OVERLAP and LATE)
+    if PARTS > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if hand_in(sums, part_ptr, tickets_ptr, tile, tl.program_id(2), PARTS):
+            return
+        sums = add_up(part_ptr, tickets_ptr, tile, BLOCK_O, BLOCK_T, PARTS)
+    if BIAS:
+        sums += tl.load(bias_ptr + o, mask=inside_o, other=0).to(tl.float32)[:, None]
+    store_outputs(tl.trans(sums), out_ptr, tl.program_id(1), t, tokens, O, GATED)
+
+
+@triton.jit
+def _converted_dot(weight, x):
+    """``weight [O, I] @ x [I, T]`` in float32, the weight in a type that the inputs can be multiplied in."""
+    if x.dtype == tl.float32 or weight.dtype == tl.int8:
+        return tl.dot(weight.to(x.dtype), x, input_precision="ieee")
+    else:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+        return tl.dot(weight.to(tl.float16), x)

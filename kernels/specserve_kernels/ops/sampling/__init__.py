@@ -1,0 +1,1 @@
+"""Noise, penalties, truncation and the choice of tokens, in Triton."""

@@ -1,0 +1,1 @@
+"""Trees of drafted tokens, from growth to commit, in Triton."""

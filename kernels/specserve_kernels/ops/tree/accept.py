@@ -1,0 +1,144 @@
+"""Accept on a GPU: one program walks one slot's tree. Shapes as in ``types``."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.types import MAX_NODES, Accepted, Tree
+
+
+def accept_path(
+    tree: Tree, chosen_T: Tensor, length_B: Tensor, pages_BM: Tensor, levels: int, page_size: int
+) -> Accepted:
+    slots, columns = len(length_B), levels + 1
+    fields = length_B.new_empty(9, slots, columns).unbind()
+    path, page, offset, source_page, source_offset, *following = fields
+    next_token, next_page, next_offset, next_position = following
+    count, packed = length_B.new_empty(slots), length_B.new_empty(slots, columns + 3)
+    _accept_kernel[(slots,)](
+        tree.token_T,
+        chosen_T,
+        tree.parent_T,
+        tree.depth_T,
+        tree.mask_T,
+        tree.q_start,
+        length_B,
+        pages_BM,
+        path,
+        count,
+        packed,
+        page,
+        offset,
+        source_page,
+        source_offset,
+        next_token,
+        next_page,
+        next_offset,
+        next_position,
+        columns,
+        pages_BM.stride(0),
+        page_size,
+        NODES=MAX_NODES,
+        SP=max(triton.next_power_of_2(columns), 8),
+        num_warps=2,
+        **overlap(),
+    )
+    return Accepted(
+        path_BS=path,
+        count_B=count,
+        packed_BX=packed,
+        page_BS=page,
+        offset_BS=offset,
+        source_page_BS=source_page,
+        source_offset_BS=source_offset,
+        next_token_BS=next_token,
+        next_page_BS=next_page,
+        next_offset_BS=next_offset,
+        next_position_BS=next_position,
+    )
+
+
+@triton.jit(do_not_specialize=range(22))
+def _accept_kernel(
+    token_ptr,  # [T], as all up to mask_ptr
+    chosen_ptr,
+    parent_ptr,
+    depth_ptr,
+    mask_ptr,
+    q_start_ptr,  # [B + 1]
+    length_ptr,  # [B]
+    pages_ptr,  # [B, M]
+    path_ptr,  # out [B, S + 1]
+    count_ptr,  # out [B]
+    packed_ptr,  # out [B, S + 4]
+    page_ptr,  # out [B, S + 1], as all below
+    offset_ptr,
+    source_page_ptr,
+    source_offset_ptr,
+    next_token_ptr,
+    next_page_ptr,
+    next_offset_ptr,
+    next_position_ptr,
+    columns,  # S + 1
+    pages_stride,
+    page_size,
+    NODES: tl.constexpr,
+    SP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    b = tl.program_id(0).to(tl.int64)
+    first = tl.load(q_start_ptr + b)
+    nodes = tl.load(q_start_ptr + b + 1) - first
+    length = tl.load(length_ptr + b)
+    local = tl.arange(0, NODES)
+    inside = local < nodes
+    t = first + local
+    token = tl.load(token_ptr + t, mask=inside, other=-1)
+    parent = tl.load(parent_ptr + t, mask=inside, other=0)
+    depth = tl.load(depth_ptr + t, mask=inside, other=-1)
+    mask = tl.load(mask_ptr + t, mask=inside, other=0)
+    wanted = tl.load(chosen_ptr + parent, mask=inside, other=-2)
+    agrees = ((token == wanted) | (local == 0)) & inside
+    # Bits differ, so that their sum, bit 63 wrapping included, is their union.
+    bits = tl.sum(agrees.to(tl.int64) << local.to(tl.int64), axis=0)
+    accepted = inside & ((mask & bits) == mask)
+    count = tl.sum(accepted.to(tl.int32), axis=0)
+    # Siblings stand together, the best before the others.
+    is_first = inside & (parent != tl.load(parent_ptr + t - 1, mask=inside & (local > 1), other=-1))
+    first_bits = tl.sum(is_first.to(tl.int64) << local.to(tl.int64), axis=0)
+    chain = inside & ((mask & first_bits) == mask)
+    followed = chain & accepted
+    # One accepted node a depth: siblings carry different tokens.
+    s = tl.arange(0, SP)
+    hit = accepted[:, None] & (depth[:, None] == s[None, :])
+    way = tl.sum(tl.where(hit, local[:, None], 0), axis=0)
+    live = s < count
+    path = tl.where(live, first + way, 0)
+    chosen = tl.load(chosen_ptr + path, mask=live, other=-1)
+    position = length + s
+    source = length + way
+    table = pages_ptr + b * pages_stride
+    page = tl.load(table + position // page_size, mask=live, other=0)
+    source_page = tl.load(table + source // page_size, mask=live, other=0)
+    next_page = tl.load(table + (position + 1) // page_size, mask=live, other=0)
+    column = s < columns
+    out = b * columns + s
+    tl.store(path_ptr + out, path, mask=column)
+    tl.store(count_ptr + b, count.to(tl.int64))
+    packed = packed_ptr + b * (columns + 3)
+    tl.store(packed + s, chosen, mask=column)
+    tl.store(packed + columns, nodes - 1)
+    tl.store(packed + columns + 1, tl.sum(chain.to(tl.int64), axis=0) - 1)
+    tl.store(packed + columns + 2, tl.sum(followed.to(tl.int64), axis=0) - 1)
+    tl.store(page_ptr + out, page, mask=column)
+    tl.store(offset_ptr + out, position % page_size, mask=column)
+    tl.store(source_page_ptr + out, source_page, mask=column)
+    tl.store(source_offset_ptr + out, source % page_size, mask=column)
+    tl.store(next_token_ptr + out, tl.where(live, chosen, 0), mask=column)
+    tl.store(next_page_ptr + out, next_page, mask=column)
+    tl.store(next_offset_ptr + out, (position + 1) % page_size, mask=column)
+    tl.store(next_position_ptr + out, position + 1, mask=column)

@@ -1,0 +1,322 @@
+"""One level of a draft on a GPU, one launch each. Shapes as in ``types``; J = W * K candidates a slot.
+
+A score that is NaN counts as -inf, so that scores and indices order all candidates and each node of the next level is
+written.
+
+``do_not_specialize=range(n)`` here and in the files beside: all n arguments before the constants, so that no value or
+alignment makes another variant to compile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
+from specserve_kernels.ops.sampling.adjustment import order_of, without_nan
+from specserve_kernels.types import Level, Pool, Prediction
+
+
+def root_level(
+    rows_B: Tensor, root_B: Tensor, length_B: Tensor, pages_BM: Tensor, pool: Pool, page_size: int
+) -> Level:
+    slots = len(rows_B)
+    page_B, offset_B, pool_B = torch.empty_like(root_B).new_empty(3, slots).unbind()
+    score_B = pool.scores_BP.new_empty(slots)
+    _root_kernel[(triton.cdiv(slots, 128),)](
+        length_B,
+        pages_BM,
+        page_B,
+        offset_B,
+        pool_B,
+        score_B,
+        slots,
+        pages_BM.stride(0),
+        page_size,
+        BLOCK=128,
+        **overlap(),
+    )
+    root_B1 = root_B[:, None]
+    return Level(
+        token_N=root_B,
+        source_N=rows_B,
+        rows_N=rows_B,
+        position_N=length_B,
+        page_N=page_B,
+        offset_N=offset_B,
+        score_BW=score_B[:, None],
+        pool_BW=pool_B[:, None],
+        scratch_BWA=root_B1[:, :, None][:, :, :0],
+        path_NA=root_B1[:, :0],
+    )
+
+
+def grow_level(
+    level: Level,
+    token_NC: Tensor,
+    logp_NC: Tensor,
+    pool: Pool,
+    length_B: Tensor,
+    pages_BM: Tensor,
+    depth: int,
+    page_size: int,
+    last: bool,
+    prediction: Prediction | None = None,
+) -> Level | None:
+    slots, width = level.score_BW.shape
+    k = token_NC.shape[1]
+    nodes = 0 if last else slots * k
+    numbers = token_NC.new_empty(7, nodes)
+    token, source, rows, position, page, offset, pool_index = numbers.unbind()
+    score = level.score_BW.new_empty(nodes)
+    ancestors = token_NC.new_empty(2, nodes, depth + 1)
+    padded = triton.next_power_of_2(k * k)
+    predicted = (pages_BM,) * 4
+    if prediction is not None:
+        predicted = (prediction.tokens_RP, prediction.length_R, prediction.next_R, prediction.trust_R)
+    _grow_kernel[(slots,)](
+        level.score_BW,
+        level.pool_BW,
+        level.rows_N,
+        level.scratch_BWA.contiguous(),
+        level.path_NA.contiguous(),
+        token_NC.contiguous(),
+        logp_NC.contiguous(),
+        pool.tokens_BP,
+        pool.parents_BP,
+        pool.scores_BP,
+        length_B,
+        pages_BM,
+        numbers,
+        score,
+        ancestors[0],
+        ancestors[1],
+        predicted,
+        predicted[0].shape[1],
+        width,
+        depth,
+        0 if depth == 0 else k + (depth - 1) * k * k,
+        pool.scores_BP.shape[1],
+        pages_BM.stride(0),
+        page_size,
+        int(last),
+        PREDICTED=prediction is not None,
+        K=k,
+        KP=triton.next_power_of_2(k),
+        JP=padded,
+        CHUNK=min(padded, max(4096 // padded, 16)),
+        AP=max(triton.next_power_of_2(depth), 8),
+        num_warps=1 if k == 1 else 4 if padded <= 256 else 8,
+        **overlap(),
+    )
+    if last:
+        return None
+    return Level(
+        token_N=token,
+        source_N=source,
+        rows_N=rows,
+        position_N=position,
+        page_N=page,
+        offset_N=offset,
+        score_BW=score.view(slots, k),
+        pool_BW=pool_index.view(slots, k),
+        scratch_BWA=ancestors[0].view(slots, k, depth + 1),
+        path_NA=ancestors[1],
+    )
+
+
+@triton.jit(do_not_specialize=range(9))
+def _root_kernel(
+    length_ptr,  # [B]
+    pages_ptr,  # [B, M]
+    page_ptr,  # out [B], as all below
+    offset_ptr,
+    pool_ptr,
+    score_ptr,
+    slots,
+    pages_stride,
+    page_size,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = b < slots
+    length = tl.load(length_ptr + b, mask=live, other=0)
+    page = tl.load(pages_ptr + b.to(tl.int64) * pages_stride + length // page_size, mask=live)
+    tl.store(page_ptr + b, page, mask=live)
+    tl.store(offset_ptr + b, length % page_size, mask=live)
+    tl.store(pool_ptr + b, tl.full((BLOCK,), -1, tl.int64), mask=live)
+    tl.store(score_ptr + b, tl.zeros((BLOCK,), tl.float32), mask=live)
+
+
+@triton.jit
+def store_all(ptr, stride, at, values, mask):
+    """Rows of a table, each at the same places. One pointer: Triton makes variants by the alignment of tuples' members,
+    whatever is said of specializing, and that of rows changes with their length."""
+    for i in tl.static_range(len(values)):
+        tl.store(ptr + i * stride + at, values[i], mask=mask)
+
+
+@triton.jit
+def _forced_candidate(
+    path_ptr,  # [W, depth]
+    token_ptr,  # [W, K]
+    predicted_ptr,  # [depth + 1]
+    width,
+    depth,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    AP: tl.constexpr,
+):
+    """The token that a prediction says next, and which of the slot's candidates it takes: itself, or the last of the
+    node that lies on the prediction; -1 where none does."""
+    w = tl.arange(0, KP)
+    a = tl.arange(0, AP)
+    above = (w < width)[:, None] & (a < depth)[None, :]
+    path = tl.load(path_ptr + (w * depth)[:, None] + a[None, :], mask=above, other=0)
+    wanted = tl.load(predicted_ptr + a, mask=a < depth, other=0).to(tl.int64)
+    departs = tl.sum((above & (path != wanted[None, :])).to(tl.int32), axis=1) > 0
+    node = tl.max(tl.where((w < width) & (departs == 0), w, -1), axis=0)
+    predicted = tl.load(predicted_ptr + depth).to(tl.int64)
+    own = tl.load(token_ptr + node * K + w, mask=w < tl.where(node >= 0, K, 0), other=-1)
+    column = tl.min(tl.where(own == predicted, w, K - 1), axis=0)
+    return predicted, tl.where(node >= 0, node * K + column, -1)
+
+
+@triton.jit(do_not_specialize=range(25))
+def _grow_kernel(
+    score_ptr,  # [B, W], of the level that was run
+    pool_index_ptr,  # [B, W]
+    rows_ptr,  # [B * W]
+    scratch_ptr,  # [B, W, depth]
+    path_ptr,  # [B * W, depth]
+    token_ptr,  # [B * W, K]
+    logp_ptr,  # [B * W, K]
+    pool_tokens_ptr,  # [B, P]
+    pool_parents_ptr,  # [B, P]
+    pool_scores_ptr,  # [B, P]
+    length_ptr,  # [B]
+    pages_ptr,  # [B, M]
+    next_ptr,  # out [7, B, K]: token, source, rows, position, page, offset, pool index
+    next_score_ptr,  # out [B, K]
+    next_scratch_ptr,  # out [B, K, depth + 1]
+    next_path_ptr,  # out [B, K, depth + 1]
+    predicted_ptrs,  # tokens [R, P] int32, length, next and trust [R]; read if PREDICTED
+    predicted_size,  # P
+    width,
+    depth,
+    first,  # pool index of the level's first candidate
+    size,  # P
+    pages_stride,
+    page_size,
+    last,
+    PREDICTED: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    JP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    length = load_settled(length_ptr + b, True, 0)
+    take_turn(OVERLAP)
+    j = tl.arange(0, JP)
+    count = width * K
+    live = j < count
+    parent = j // K
+    above = tl.load(score_ptr + b * width + parent, mask=live, other=0.0)
+    pool_index = tl.load(pool_index_ptr + b * width + parent, mask=live, other=0)
+    row = tl.load(rows_ptr + b * width)
+    predicted, forced = tl.zeros((), tl.int64), tl.full((), -1, tl.int32)
+    trust = tl.zeros((), tl.float32)
+    if PREDICTED:
+        trust = tl.load(predicted_ptrs[3] + row)
+        place = tl.load(predicted_ptrs[2] + row)
+        if (place >= 0) & (place + depth < tl.load(predicted_ptrs[1] + row)):
+            predicted, forced = _forced_candidate(
+                path_ptr + b * width * depth,
+                token_ptr + b * count,
+                predicted_ptrs[0] + row * predicted_size + place,
+                width,
+                depth,
+                K=K,
+                KP=KP,
+                AP=AP,
+            )
+    logp = tl.load(logp_ptr + b * count + j, mask=live, other=0.0)
+    better = (j == forced) & (trust >= logp)
+    score = without_nan(above + tl.where(better, trust, logp))
+    token = tl.where(better, predicted, tl.load(token_ptr + b * count + j, mask=live, other=0))
+    entry = b * size + first + j
+    tl.store(pool_tokens_ptr + entry, token, mask=live)
+    tl.store(pool_parents_ptr + entry, pool_index, mask=live)
+    tl.store(pool_scores_ptr + entry, score, mask=live)
+    if last == 0:
+        if K == 1:
+            rank = j
+        elif JP <= 256:
+            rank = _rank_by_counting(
+                score, score_ptr + b * width, logp_ptr + b * count, count, forced, trust, K=K, CHUNK=CHUNK
+            )
+        else:
+            rank = _rank_by_turns(score, live, K=K)
+        chosen = live & (rank < K)
+        node = b * K + rank
+        own = length + 1 + depth * K + rank
+        page = tl.load(pages_ptr + b * pages_stride + own // page_size, mask=chosen)
+        position, index, whole = length + depth + 1, first + j, tl.zeros((JP,), tl.int64)
+        values = (
+            token,
+            b * width + parent,
+            row + whole,
+            position + whole,
+            page,
+            own % page_size,
+            index + whole,
+        )
+        store_all(next_ptr, tl.num_programs(0) * K, node, values, chosen)
+        tl.store(next_score_ptr + node, score, mask=chosen)
+        a = tl.arange(0, AP)
+        inherited = chosen[:, None] & (a < depth)[None, :]
+        source = ((b * width + parent) * depth)[:, None] + a[None, :]
+        target = (node * (depth + 1))[:, None] + a[None, :]
+        tl.store(next_scratch_ptr + target, tl.load(scratch_ptr + source, mask=inherited), mask=inherited)
+        tl.store(next_path_ptr + target, tl.load(path_ptr + source, mask=inherited), mask=inherited)
+        end = node * (depth + 1) + depth
+        tl.store(next_scratch_ptr + end, own, mask=chosen)
+        tl.store(next_path_ptr + end, token, mask=chosen)
+
+
+@triton.jit
+def _rank_by_counting(score, above_ptr, logp_ptr, count, forced, trust, K: tl.constexpr, CHUNK: tl.constexpr):
+    """How many others of the slot's candidates come first: by score, then by index."""
+    j = tl.arange(0, score.shape[0])
+    rank = tl.zeros(score.shape, tl.int32)
+    for start in range(0, count, CHUNK):
+        i = start + tl.arange(0, CHUNK)
+        inside = i < count
+        rival = tl.load(above_ptr + i // K, mask=inside, other=0.0)
+        logp = tl.load(logp_ptr + i, mask=inside, other=0.0)
+        rival = without_nan(rival + tl.where((i == forced) & (trust >= logp), trust, logp))
+        ahead = rival[None, :] > score[:, None]
+        ahead |= (rival[None, :] == score[:, None]) & (i[None, :] < j[:, None])
+        rank += tl.sum((ahead & inside[None, :]).to(tl.int32), axis=1)
+    return rank
+
+
+@triton.jit
+def _rank_by_turns(score, live, K: tl.constexpr):
+    """The same of the first K, K of all others: K times the best of what is left, by order-preserving bits of the score
+    above the falling index."""
+    key = order_of(score).to(tl.int64) * 8192 + (8191 - tl.arange(0, score.shape[0]))
+    key = tl.where(live, key, -(1 << 62))
+    rank = tl.full(score.shape, K, tl.int32)
+    for turn in range(K):
+        best = key == tl.max(key, axis=0)
+        rank = tl.where(best, turn, rank)
+        key = tl.where(best, -(1 << 62), key)
+    return rank

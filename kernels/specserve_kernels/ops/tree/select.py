@@ -1,0 +1,414 @@
+"""Select on a GPU: a first launch cuts each slot's pool to its cap, a second shares the budget and packs the trees.
+
+Scores are compared as integers of the same order, and the threshold is found by bisection with counts. Shapes as in
+``tree``; C: the most candidates a slot can keep.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.ops.pdl import overlap, take_turn
+from specserve_kernels.ops.sampling.adjustment import order_of
+from specserve_kernels.ops.tree.grow import store_all
+from specserve_kernels.types import Pool, Tree
+
+_DEAD = tl.constexpr(-(2**31))  # below every score's key
+_NODE = (
+    "token_T",
+    "parent_T",
+    "slot_T",
+    "rows_T",
+    "local_T",
+    "depth_T",
+    "mask_T",
+    "position_T",
+    "page_T",
+    "offset_T",
+)
+"""What the second launch writes of every node, in this order."""
+
+
+def select_tree(
+    pool: Pool,
+    rows_B: Tensor,
+    root_B: Tensor,
+    length_B: Tensor,
+    pages_BM: Tensor,
+    limit_R: Tensor,
+    cap_R: Tensor,
+    total: int,
+    max_nodes: int,
+    levels: int,
+    branching: int,
+    page_size: int,
+    hole: int,
+) -> Tree:
+    slots, size = pool.scores_BP.shape
+    kept = max(min(size, max_nodes - 1), 1)
+    key_BC = root_B.new_empty(slots, kept, dtype=torch.int32)
+    index_BC = torch.empty_like(key_BC)
+    local_BP = key_BC.new_empty(slots, size)
+    padded = triton.next_power_of_2(size)
+    _cap_kernel[(slots,)](
+        pool.scores_BP,
+        rows_B,
+        length_B,
+        limit_R,
+        cap_R,
+        key_BC,
+        index_BC,
+        size,
+        kept,
+        min(total - slots, max_nodes - 1),
+        K=branching,
+        PP=padded,
+        num_warps=1 if padded <= 64 else 4 if padded <= 2048 else 8,
+        **overlap(),
+    )
+    nodes = root_B.new_empty(len(_NODE), total)
+    path_TA, q_start = root_B.new_empty(total, levels), root_B.new_empty(slots + 1)
+    _pack_kernel[(slots + 1,)](
+        pool.tokens_BP,
+        pool.parents_BP,
+        key_BC,
+        index_BC,
+        local_BP,
+        rows_B,
+        root_B,
+        length_B,
+        pages_BM,
+        nodes,
+        path_TA,
+        q_start,
+        slots,
+        size,
+        kept,
+        total,
+        levels,
+        pages_BM.stride(0),
+        page_size,
+        hole,
+        K=branching,
+        CP=triton.next_power_of_2(kept + 1),
+        AP=triton.next_power_of_2(levels),
+        BLOCK=1024,
+        num_warps=4,
+        **overlap(),
+    )
+    return Tree(
+        **dict(zip(_NODE, nodes.unbind(), strict=True)),
+        path_TA=path_TA,
+        q_start=q_start,
+        is_chain=branching == 1,
+    )
+
+
+def single_nodes(rows_B: Tensor, root_B: Tensor, length_B: Tensor, pages_BM: Tensor, page_size: int) -> Tree:
+    slots = len(root_B)
+    index, zero, one, page, offset = root_B.new_empty(5, slots + 1).unbind()
+    _single_kernel[(triton.cdiv(slots + 1, 128),)](
+        length_B,
+        pages_BM,
+        index,
+        zero,
+        one,
+        page,
+        offset,
+        slots,
+        pages_BM.stride(0),
+        page_size,
+        BLOCK=128,
+        **overlap(),
+    )
+    return Tree(
+        token_T=root_B,
+        parent_T=index[:slots],
+        slot_T=index[:slots],
+        rows_T=rows_B,
+        local_T=zero[:slots],
+        depth_T=zero[:slots],
+        mask_T=one[:slots],
+        position_T=length_B,
+        page_T=page[:slots],
+        offset_T=offset[:slots],
+        path_TA=root_B[:, None][:, :0],
+        q_start=index,
+        is_chain=True,
+    )
+
+
+@triton.jit(do_not_specialize=range(10))
+def _single_kernel(
+    length_ptr,  # [B]
+    pages_ptr,  # [B, M]
+    index_ptr,  # out [B + 1], as all below
+    zero_ptr,
+    one_ptr,
+    page_ptr,
+    offset_ptr,
+    slots,
+    pages_stride,
+    page_size,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = b < slots
+    length = tl.load(length_ptr + b, mask=live, other=0)
+    page = tl.load(pages_ptr + b.to(tl.int64) * pages_stride + length // page_size, mask=live)
+    tl.store(index_ptr + b, b.to(tl.int64), mask=b <= slots)
+    tl.store(zero_ptr + b, tl.zeros((BLOCK,), tl.int64), mask=live)
+    tl.store(one_ptr + b, tl.full((BLOCK,), 1, tl.int64), mask=live)
+    tl.store(page_ptr + b, page, mask=live)
+    tl.store(offset_ptr + b, length % page_size, mask=live)
+
+
+@triton.jit
+def _depth_of(index, K: tl.constexpr):
+    """Depth of a pool entry: K entries at 1, then K * K at each."""
+    return tl.where(index < K, 1, 2 + (index - K) // (K * K))
+
+
+@triton.jit(do_not_specialize=range(10))
+def _cap_kernel(
+    scores_ptr,  # [B, P] float32
+    rows_ptr,  # [B]
+    length_ptr,  # [B]
+    limit_ptr,  # [R]
+    cap_ptr,  # [R]
+    key_ptr,  # out [B, C] int32: keys of the kept candidates in pool order, _DEAD behind them
+    index_ptr,  # out [B, C] int32: their pool indices
+    size,  # P
+    kept_size,  # C
+    most,  # a slot never gets more
+    K: tl.constexpr,
+    PP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + b)
+    room = tl.load(limit_ptr + row) - tl.load(length_ptr + b) - 2
+    cap = tl.minimum(tl.load(cap_ptr + row), most).to(tl.int32)
+    p = tl.arange(0, PP)
+    score = tl.load(scores_ptr + b * size + p, mask=p < size, other=float("-inf"))
+    live = (p < size) & (score > float("-inf")) & (_depth_of(p, K) <= room)
+    key = tl.where(live, order_of(score), _DEAD)
+    bound, ties = tl.full((), _DEAD, tl.int32), cap * 0
+    if tl.sum(live.to(tl.int32), axis=0) > cap:
+        low = tl.min(tl.where(live, key, 2**31 - 1), axis=0).to(tl.int64)
+        high = tl.max(key, axis=0).to(tl.int64) + 1
+        while high - low > 1:  # at least cap keys are >= low
+            middle = (low + high) >> 1
+            count = tl.sum((key >= middle).to(tl.int32), axis=0)
+            low = tl.where(count >= cap, middle, low)
+            high = tl.where(count == cap, middle + 1, tl.where(count > cap, high, middle))
+        bound = low.to(tl.int32)
+        ties = cap - tl.sum((key > bound).to(tl.int32), axis=0)
+    tied = (key == bound) & live
+    keep = (key > bound) | (tied & (tl.cumsum(tied.to(tl.int32), axis=0) <= ties))
+    kept = keep.to(tl.int32)
+    place = tl.cumsum(kept, axis=0) - 1
+    base = b * kept_size
+    tl.store(key_ptr + base + place, key, mask=keep)
+    tl.store(index_ptr + base + place, p, mask=keep)
+    rest = (p >= tl.sum(kept, axis=0)) & (p < kept_size)
+    tl.store(key_ptr + base + p, tl.full((PP,), _DEAD, tl.int32), mask=rest)
+
+
+@triton.jit
+def _count_from(key_ptr, head, count, bound, BLOCK: tl.constexpr):
+    """How many of ``count`` keys are at least ``bound``; ``head`` holds the first BLOCK of them."""
+    found = (head >= bound).to(tl.int32)
+    for start in range(BLOCK, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        found += (tl.load(key_ptr + i, mask=i < count, other=_DEAD) >= bound).to(tl.int32)
+    return tl.sum(found, axis=0)
+
+
+@triton.jit(do_not_specialize=range(20))
+def _pack_kernel(
+    tokens_ptr,  # [B, P]
+    parents_ptr,  # [B, P]
+    key_ptr,  # [B, C] int32
+    index_ptr,  # [B, C] int32
+    local_of_ptr,  # scratch [B, P] int32
+    rows_ptr,  # [B]
+    root_ptr,  # [B]
+    length_ptr,  # [B]
+    pages_ptr,  # [B, M]
+    node_ptr,  # out [_NODE, T]
+    path_ptr,  # out [T, S]
+    q_start_ptr,  # out [B + 1]
+    slots,
+    size,  # P
+    kept_size,  # C
+    total,  # T
+    levels,  # S
+    pages_stride,
+    page_size,
+    hole,
+    K: tl.constexpr,
+    CP: tl.constexpr,
+    AP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Program b packs slot b, program B what is left over. Each finds the batch's threshold for itself."""
+    take_turn(OVERLAP)
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    head = tl.load(key_ptr + i, mask=i < slots * kept_size, other=_DEAD)
+    bound, ties = _threshold(key_ptr, head, slots * kept_size, total - slots, BLOCK)
+    before = (tl.minimum(b, slots) * kept_size).to(tl.int32)
+    above, tied = _taken_before(key_ptr, head, before, bound, BLOCK)
+    start_T = b + above + tl.minimum(tied, ties)
+    tl.store(q_start_ptr + b, start_T)
+    if b < slots:
+        own = tokens_ptr + b * size, parents_ptr + b * size, local_of_ptr + b * size
+        kept = key_ptr + b * kept_size, index_ptr + b * kept_size, kept_size
+        root = tl.load(root_ptr + b), tl.load(rows_ptr + b), tl.load(length_ptr + b)
+        pages = pages_ptr + b * pages_stride, page_size
+        cut = bound, tied, ties
+        path = path_ptr, levels, hole
+        _pack_slot(own, kept, root, pages, cut, (node_ptr, total), path, b, start_T, K, CP, AP)
+    else:
+        last = tl.load(root_ptr), tl.load(rows_ptr + slots - 1), tl.load(length_ptr + slots - 1)
+        _fill_up(last, node_ptr, path_ptr, slots, start_T, total, levels, page_size, hole, CP, AP)
+
+
+@triton.jit
+def _threshold(key_ptr, head, count, budget, BLOCK: tl.constexpr):
+    """Of ``count`` keys the least that ``budget`` allows, and how many of those equal to it: the first are taken."""
+    alive = (head > _DEAD).to(tl.int32)
+    lowest = tl.where(head > _DEAD, head, 2**31 - 1)
+    highest = head
+    i = tl.arange(0, BLOCK)
+    for start in range(BLOCK, count, BLOCK):
+        key = tl.load(key_ptr + start + i, mask=start + i < count, other=_DEAD)
+        alive += (key > _DEAD).to(tl.int32)
+        lowest = tl.minimum(lowest, tl.where(key > _DEAD, key, 2**31 - 1))
+        highest = tl.maximum(highest, key)
+    bound, ties = tl.full((), _DEAD, tl.int32), tl.zeros((), tl.int32)
+    if tl.sum(alive, axis=0) > budget:
+        low = tl.min(lowest, axis=0).to(tl.int64)
+        high = tl.max(highest, axis=0).to(tl.int64) + 1
+        while high - low > 1:  # at least budget keys are >= low
+            middle = (low + high) >> 1
+            found = _count_from(key_ptr, head, count, middle.to(tl.int32), BLOCK)
+            low = tl.where(found >= budget, middle, low)
+            high = tl.where(found == budget, middle + 1, tl.where(found > budget, high, middle))
+        bound = low.to(tl.int32)
+        ties = budget - _count_from(key_ptr, head, count, bound + 1, BLOCK)
+    return bound, ties
+
+
+@triton.jit
+def _taken_before(key_ptr, head, count, bound, BLOCK: tl.constexpr):
+    """Of the first ``count`` keys how many are above the bound, and how many equal to it."""
+    i = tl.arange(0, BLOCK)
+    above = ((head > bound) & (i < count)).to(tl.int32)
+    tied = ((head == bound) & (i < count)).to(tl.int32)
+    for start in range(BLOCK, count, BLOCK):
+        key = tl.load(key_ptr + start + i, mask=start + i < count, other=_DEAD)
+        above += (key > bound).to(tl.int32)
+        tied += ((key == bound) & (start + i < count)).to(tl.int32)
+    return tl.sum(above, axis=0), tl.sum(tied, axis=0)
+
+
+@triton.jit
+def _pack_slot(
+    own,
+    kept,
+    root,
+    pages,
+    cut,
+    nodes,
+    path,
+    b,
+    start_T,
+    K: tl.constexpr,
+    CP: tl.constexpr,
+    AP: tl.constexpr,
+):
+    """Lane 0 is the root, lane c the slot's kept candidate c - 1."""
+    tokens_ptr, parents_ptr, local_of_ptr = own
+    key_ptr, index_ptr, kept_size = kept
+    root_token, row, length = root
+    pages_ptr, page_size = pages
+    bound, tied_before, ties = cut
+    node_ptr, total = nodes
+    path_ptr, levels, hole = path
+    c, s = tl.arange(0, CP), tl.arange(0, AP)
+    inside = (c > 0) & (c <= kept_size)
+    key = tl.load(key_ptr + c - 1, mask=inside, other=_DEAD)
+    tied = (key == bound) & inside
+    rank = tied_before + tl.cumsum(tied.to(tl.int32), axis=0)
+    chosen = (key > bound) | (tied & (rank <= ties)) | (c == 0)
+    local = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    index = tl.load(index_ptr + c - 1, mask=chosen & (c > 0), other=-1)
+    drafted = index >= 0
+    t = start_T + local
+    token = tl.where(drafted, tl.load(tokens_ptr + index, mask=drafted, other=0), root_token)
+    depth = tl.where(drafted, _depth_of(index, K), 0)
+    wide, whole = local.to(tl.int64), tl.zeros((CP,), tl.int64)
+    at = length + wide
+    page = tl.load(pages_ptr + at // page_size, mask=chosen)
+    if K == 1:
+        parent = tl.maximum(local - 1, 0)
+        mask = (tl.full((CP,), 2, tl.int64) << wide) - 1
+        back = index[:, None] - s[None, :]
+        cells = chosen[:, None] & (s < levels)[None, :]
+        above = tl.load(tokens_ptr + back, mask=cells & (back >= 0), other=0)
+        tl.store(path_ptr + (t * levels)[:, None] + s[None, :], tl.where(back >= 0, above, hole), mask=cells)
+    else:
+        tl.store(local_of_ptr + index, local, mask=drafted)
+        tl.debug_barrier()
+        node = index.to(tl.int64)
+        mask = whole + 1
+        for column in range(levels):
+            below = node >= 0
+            step = tl.load(tokens_ptr + node, mask=below, other=0)
+            bit = tl.load(local_of_ptr + node, mask=below, other=0).to(tl.int64)
+            mask |= (whole + 1) << bit
+            tl.store(path_ptr + t * levels + column, tl.where(below, step, hole), mask=chosen)
+            node = tl.load(parents_ptr + node, mask=below, other=-1)
+        above = tl.load(parents_ptr + index, mask=drafted, other=-1)
+        parent = tl.load(local_of_ptr + above, mask=above >= 0, other=0)
+    place = length + depth, page, at % page_size
+    node = token, start_T + parent, b + whole, row + whole, wide, depth.to(tl.int64), mask
+    store_all(node_ptr, total, t, node + place, chosen)
+
+
+@triton.jit
+def _fill_up(
+    last,
+    node_ptr,
+    path_ptr,
+    slots,
+    start_T,
+    total,
+    levels,
+    page_size,
+    hole,
+    CP: tl.constexpr,
+    AP: tl.constexpr,
+):
+    """What is left over: anything valid that is nobody's, and writes to page 0."""
+    token, row, length = last
+    c, s = tl.arange(0, CP), tl.arange(0, AP)
+    zero = tl.zeros((CP,), tl.int64)
+    holes = tl.zeros((CP, AP), tl.int64) + hole
+    for first in range(start_T.to(tl.int32), total, CP):
+        t = first + c
+        spare = t < total
+        place = length + zero, zero, length % page_size + zero
+        node = token + zero, t + zero, slots + zero, row + zero, zero, zero, zero + 1
+        store_all(node_ptr, total, t, node + place, spare)
+        cells = spare[:, None] & (s < levels)[None, :]
+        tl.store(path_ptr + (t * levels)[:, None] + s[None, :], holes, mask=cells)

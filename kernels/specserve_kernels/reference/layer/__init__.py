@@ -1,0 +1,1 @@
+"""Norms, activations, rotary embeddings and a draft head's inputs, in PyTorch."""

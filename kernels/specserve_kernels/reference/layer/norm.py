@@ -1,0 +1,44 @@
+"""Root-mean-square norms. Shapes: T tokens, H channels, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specserve_kernels.reference.linear.quantize import Rounded, round_inputs
+
+
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32 for 16-bit inputs.
+
+    Returns a new tensor of x's shape and dtype.
+    """
+    if x_TH.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
+    return F.rms_norm(x_TH.float(), weight_H.shape, None, eps).to(x_TH.dtype) * weight_H
+
+
+def embed_rms_norm(
+    tokens_T: Tensor, embedding_VH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Returns ``(rms_norm(embedding[tokens]), embedding[tokens])``, of the embedding's dtype. Tokens are within it."""
+    embedded_TH = F.embedding(tokens_T, embedding_VH)
+    return rms_norm(embedded_TH, weight_H, eps), embedded_TH
+
+
+def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Adds x to the residual stream and norms the sum.
+
+    Returns ``(rms_norm(x + residual), x + residual)``; neither input is changed.
+    """
+    residual_TH = x_TH + residual_TH
+    return rms_norm(residual_TH, weight_H, eps), residual_TH
+
+
+def add_rms_norm_rounded(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Rounded, Tensor]:
+    """``add_rms_norm`` with the norm as ``round_inputs`` rounds it."""
+    normed_TH, total_TH = add_rms_norm(x_TH, residual_TH, weight_H, eps)
+    return round_inputs(normed_TH), total_TH

@@ -1,0 +1,1 @@
+"""Projections, in PyTorch."""

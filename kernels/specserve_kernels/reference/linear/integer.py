@@ -1,0 +1,20 @@
+"""A projection whose weight and inputs are int8. Shapes: T tokens, O outputs, I inputs, G groups of inputs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from specserve_kernels.reference.linear.quantize import Rounded, round_inputs
+from specserve_kernels.reference.linear.quantized import quantized_linear
+
+
+def integer_linear(
+    x_TI: Tensor | Rounded,
+    weight_OI: Tensor,
+    factor_OG: Tensor,
+    bias_O: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """As ``quantized_linear`` by a weight in int8, of inputs as ``round_inputs`` rounds them, if they are not yet."""
+    x = round_inputs(x_TI) if isinstance(x_TI, Tensor) else x_TI
+    return quantized_linear(x.plain_TI, weight_OI, factor_OG, bias_O, gated).to(x.dtype)

@@ -1,0 +1,98 @@
+"""Accept: the walk down each tree along the target's own choices. Shapes as in ``types``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.reference.tree.nodes import address
+from specserve_kernels.types import Accepted, Tree
+
+
+def accept_path(
+    tree: Tree, chosen_T: Tensor, length_B: Tensor, pages_BM: Tensor, levels: int, page_size: int
+) -> Accepted:
+    """``chosen_T``: the token the target chose after each node. A child that carries it is accepted; the choice at the
+    last accepted node is the bonus token."""
+    slots = len(length_B)
+    path_BS, count_B = accept_walk(
+        tree.token_T,
+        chosen_T,
+        tree.parent_T,
+        tree.slot_T,
+        tree.local_T,
+        tree.depth_T,
+        tree.mask_T,
+        slots,
+        levels,
+    )
+    column_S = path_BS.new_ones(levels + 1).cumsum(0) - 1
+    live_BS = column_S < count_B[:, None]
+    position_BS = length_B[:, None] + column_S
+    pages_NM = pages_BM.repeat_interleave(levels + 1, dim=0)
+
+    def place(position_BS: Tensor) -> tuple[Tensor, Tensor]:
+        page_N, offset_N = address(pages_NM, position_BS.flatten(), page_size)
+        return page_N.view_as(live_BS).where(live_BS, 0), offset_N.view_as(live_BS)
+
+    token_BS = chosen_T[path_BS].where(live_BS, -1)
+    drafted_B1 = (tree.q_start.diff() - 1)[:, None]
+    first_B1, followed_B1 = drafted_B1, count_B[:, None] - 1
+    if not tree.is_chain:
+        first_B1, followed_B1 = first_choices(tree, path_BS, live_BS)
+    page_BS, offset_BS = place(position_BS)
+    source_page_BS, source_offset_BS = place(length_B[:, None] + tree.local_T[path_BS])
+    next_page_BS, next_offset_BS = place(position_BS + 1)
+    return Accepted(
+        path_BS=path_BS,
+        count_B=count_B,
+        packed_BX=torch.cat([token_BS, drafted_B1, first_B1, followed_B1], dim=1),
+        page_BS=page_BS,
+        offset_BS=offset_BS,
+        source_page_BS=source_page_BS,
+        source_offset_BS=source_offset_BS,
+        next_token_BS=token_BS.clamp(min=0),
+        next_page_BS=next_page_BS,
+        next_offset_BS=next_offset_BS,
+        next_position_BS=position_BS + 1,
+    )
+
+
+def first_choices(tree: Tree, path_BS: Tensor, live_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """How many first choices each tree has ``[B, 1]``, and how many of them were accepted."""
+    # Siblings stand together, the best before the others; before the root's first child stands the root.
+    is_first_T = (tree.parent_T != tree.parent_T.roll(1)) | (tree.local_T <= 1)
+    followed_B1 = (is_first_T[path_BS[:, 1:]] & live_BS[:, 1:]).long().cumprod(1).sum(1, keepdim=True)
+    bits_B = tree.mask_T.new_zeros(len(path_BS) + 1)
+    bits_B.scatter_add_(0, tree.slot_T, is_first_T.long() << tree.local_T)
+    chain_T = (tree.mask_T & bits_B[tree.slot_T]) == tree.mask_T
+    count_B1 = torch.zeros_like(bits_B).scatter_add_(0, tree.slot_T, chain_T.long())[:-1, None]
+    return count_B1 - 1, followed_B1
+
+
+def accept_walk(
+    token_T: Tensor,
+    chosen_T: Tensor,
+    parent_T: Tensor,
+    slot_T: Tensor,
+    local_T: Tensor,
+    depth_T: Tensor,
+    mask_T: Tensor,
+    slots: int,
+    levels: int,
+) -> tuple[Tensor, Tensor]:
+    """Follows, from each root, the child that carries the token chosen at its parent.
+
+    Returns ``path`` ``[B, S + 1]``, packed indices of the accepted nodes by depth (0 beyond the end), and their
+    number ``[B]``, the root included.
+    """
+    agrees_T = (token_T == chosen_T[parent_T]) | (local_T == 0)
+    bits = torch.zeros(slots + 1, dtype=torch.int64, device=token_T.device)
+    bits.scatter_add_(0, slot_T, agrees_T.long() << local_T)
+    accepted_T = (mask_T & bits[slot_T]) == mask_T
+    path = torch.zeros(slots + 1, levels + 2, dtype=torch.int64, device=token_T.device)
+    column_T = torch.where(accepted_T, depth_T, levels + 1)
+    path[slot_T, column_T] = torch.arange(len(token_T), device=token_T.device)
+    count = torch.zeros(slots + 1, dtype=torch.int64, device=token_T.device)
+    count.scatter_add_(0, slot_T, accepted_T.long())
+    return path[:slots, : levels + 1], count[:slots]

@@ -1,0 +1,51 @@
+"""Nodes of a tree: where their positions lie, their depths, ancestor masks and paths. Shapes as in ``types``."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def pool_depths(levels: int, branching: int, device: torch.device) -> Tensor:
+    """Depth of each pool entry ``[P]``: the root's children are at 1. Made once, outside any graph."""
+    widths = torch.tensor([branching] + [branching * branching] * (levels - 1))
+    return torch.repeat_interleave(torch.arange(1, levels + 1), widths).to(device)
+
+
+def address(pages_NM: Tensor, position_N: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    """Page and offset of each position: ``pages_NM`` holds the page-table row of each one's slot."""
+    index_N1 = (position_N // page_size)[:, None]
+    return pages_NM.gather(1, index_N1).squeeze(1), position_N % page_size
+
+
+def tree_masks(parent_T: Tensor, local_T: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Derives each node's depth and its ancestor mask (bit j: local node j is an ancestor or the node itself).
+
+    ``parent_T``: packed index of the parent, a root's own index for roots. Returns int64 ``depth_T, mask_T``;
+    bit 63 is the sign.
+    """
+    own_T = torch.ones_like(local_T) << local_T
+    index_T = torch.arange(len(parent_T), device=parent_T.device)
+    child_T = (parent_T != index_T).long()
+    depth_T, mask_T = child_T, own_T | own_T[parent_T]
+    for _ in range(levels - 1):
+        depth_T = child_T + depth_T[parent_T] * child_T
+        mask_T = own_T | mask_T[parent_T]
+    return depth_T, mask_T
+
+
+def chain_masks(local_T: Tensor) -> tuple[Tensor, Tensor]:
+    """``tree_masks`` where every node's parent is the node before it: no walk needed."""
+    return local_T, (torch.full_like(local_T, 2) << local_T) - 1
+
+
+def path_tokens(token_T: Tensor, parent_T: Tensor, local_T: Tensor, levels: int, hole: int) -> Tensor:
+    """Tokens on the path to each node, itself included and the root not: ``[T, levels]``, ``hole`` past the root."""
+    columns, node_T = [], torch.arange(len(token_T), device=token_T.device)
+    for _ in range(levels):
+        columns.append(token_T[node_T].masked_fill(local_T[node_T] == 0, hole))
+        node_T = parent_T[node_T]
+    return torch.stack(columns, dim=1) if columns else token_T[:, None][:, :0]

@@ -1,0 +1,105 @@
+"""Predicted text: how far a request has followed it, and where a draft takes its next token from it.
+
+Shapes as in ``types``; P tokens that a prediction may have, N tokens of a request that are remembered, C = K candidates
+a node.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.types import RECENT, Level, Prediction
+
+MIN_MATCH = 2  # a shorter one says nothing
+FORGET = 0.8  # of what a prediction was right about, at each step
+PRIOR = 2.0  # tokens' worth of belief that it is right,
+BELIEF = 0.9  # so often
+CERTAIN = 0.9  # from here on it goes before everything that a draft says, however sure that is of itself
+
+
+def force_predicted(
+    level: Level, token_NC: Tensor, logp_NC: Tensor, prediction: Prediction, depth: int
+) -> tuple[Tensor, Tensor]:
+    """Candidates in which each node that lies on its request's prediction has the predicted token, as likely as the
+    prediction has been right of late: where it was one of the node's own, or else in the place of the last, the
+    weakest. One that is likelier than that stays.
+
+    Returns new tensors. A slot has at most one such node at a ``depth``, as siblings carry different tokens.
+    """
+    rows_N = level.rows_N
+    next_N, length_N = prediction.next_R[rows_N], prediction.length_R[rows_N]
+    column_A = torch.arange(depth + 1, device=rows_N.device)
+    last = prediction.tokens_RP.shape[1] - 1
+    index_NA = (next_N[:, None] + column_A).clamp(0, last)
+    predicted_NA = prediction.tokens_RP[rows_N[:, None], index_NA].long()
+    on_path_N = (predicted_NA[:, :-1] == level.path_NA).all(1)
+    forced_N = on_path_N & (next_N >= 0) & (next_N + depth < length_N)
+    same_NC = token_NC == predicted_NA[:, -1:]
+    count = token_NC.shape[1]
+    column_N = torch.where(same_NC.any(1), same_NC.long().argmax(1), count - 1)
+    hit_NC = forced_N[:, None] & (torch.arange(count, device=rows_N.device) == column_N[:, None])
+    trust_N1 = prediction.trust_R[rows_N][:, None].to(logp_NC.dtype)
+    better_NC = hit_NC & (trust_N1 >= logp_NC)
+    return (
+        torch.where(better_NC, predicted_NA[:, -1:], token_NC),
+        torch.where(better_NC, trust_N1, logp_NC),
+    )
+
+
+def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, count_B: Tensor) -> Tensor:
+    """Moves each request's place in its prediction behind the ``count_B`` tokens of ``token_BS`` that were emitted.
+
+    A text that departs is found again behind the longest match of its last two to four tokens: the first one at or
+    behind where it departed, or else the first of all; until there is one, nothing is predicted. Returns ``[B, 2]``:
+    the index of the token that was expected, and how many tokens, from there on, were the emitted ones.
+
+    Reads lengths on the host: all its tensors are integers, so on a GPU the kernel runs whatever the dtype is.
+    """
+    next_B, length_B = prediction.next_R[rows_B], prediction.length_R[rows_B]
+    longest = max(int(length_B.max()), 1)
+    predicted_BP = prediction.tokens_RP[:, :longest][rows_B]
+    column_S = torch.arange(token_BS.shape[1], device=rows_B.device)
+    at_BS = next_B[:, None] + column_S
+    inside_BS = (at_BS < length_B[:, None]) & (column_S < count_B[:, None]) & (next_B[:, None] >= 0)
+    agrees_BS = predicted_BP.gather(1, at_BS.clamp(0, predicted_BP.shape[1] - 1)) == token_BS
+    followed_B = (agrees_BS & inside_BS).long().cumprod(1).sum(1)
+    reached_B = torch.where(next_B >= 0, next_B + followed_B, -1 - next_B)
+    before_BN = prediction.recent_RN[rows_B]
+    index_BN = count_B[:, None] + torch.arange(RECENT, device=rows_B.device)
+    recent_BN = torch.cat([before_BN, token_BS], dim=1).gather(1, index_BN)
+    has_B, moved_B = length_B > 0, next_B + count_B
+    departed_B = has_B & (followed_B < count_B)
+    if departed_B.any():
+        found_B = _find(predicted_BP, length_B, recent_BN, reached_B)
+        moved_B = torch.where(departed_B, found_B, moved_B)
+    prediction.next_R[rows_B] = torch.where(has_B, moved_B, next_B)
+    prediction.recent_RN[rows_B] = torch.where(has_B[:, None], recent_BN, before_BN)
+    ahead_B = torch.where(next_B >= 0, length_B - next_B, 0)
+    _learn(prediction, rows_B, followed_B, torch.minimum(torch.minimum(followed_B + 1, count_B), ahead_B))
+    return torch.stack([next_B, followed_B], dim=1)
+
+
+def _learn(prediction: Prediction, rows_B: Tensor, right_B: Tensor, tested_B: Tensor) -> None:
+    """Of so many predicted tokens that the text reached, so many were right."""
+    before_B2, found_B2 = prediction.counts_R2[rows_B], torch.stack([right_B, tested_B], dim=1).float()
+    counts_B2 = torch.where(tested_B[:, None] > 0, FORGET * before_B2 + found_B2, before_B2)
+    prediction.counts_R2[rows_B] = counts_B2
+    right_B, tested_B = counts_B2.unbind(1)
+    chance_B = (right_B + PRIOR * BELIEF) / (tested_B + PRIOR)
+    prediction.trust_R[rows_B] = torch.where(chance_B < CERTAIN, chance_B, 1).log()
+
+
+def _find(predicted_BP: Tensor, length_B: Tensor, recent_BN: Tensor, reached_B: Tensor) -> Tensor:
+    """Index of the token behind the best match ``[B]``, ``-1 - reached`` without one."""
+    size = predicted_BP.shape[1]
+    index_P = torch.arange(size, device=predicted_BP.device)
+    agrees_BP, matched_BP = index_P < length_B[:, None], torch.zeros_like(predicted_BP)
+    for back in range(1, RECENT + 1):
+        earlier_BP = torch.nn.functional.pad(predicted_BP, (back, 0), value=-2)[:, :size]
+        agrees_BP = agrees_BP & (earlier_BP == recent_BN[:, -back, None])
+        matched_BP += agrees_BP
+    behind_BP = index_P >= reached_B[:, None]
+    rank_BP = (2 * matched_BP.long() + behind_BP) * (size + 1) + (size - index_P)
+    best_B = rank_BP.masked_fill(matched_BP < MIN_MATCH, -1).amax(1)
+    return torch.where(best_B < 0, -1 - reached_B, size - best_B % (size + 1))

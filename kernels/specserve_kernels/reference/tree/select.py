@@ -1,0 +1,130 @@
+"""Select: which candidates are verified, packed by slot. One budget for the whole batch. Shapes as in ``types``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specserve_kernels.reference.tree.nodes import address, chain_masks, path_tokens, pool_depths, tree_masks
+from specserve_kernels.types import Pool, Tree
+
+
+def select_tree(
+    pool: Pool,
+    rows_B: Tensor,
+    root_B: Tensor,
+    length_B: Tensor,
+    pages_BM: Tensor,
+    limit_R: Tensor,
+    cap_R: Tensor,
+    total: int,
+    max_nodes: int,
+    levels: int,
+    branching: int,
+    page_size: int,
+    hole: int,
+) -> Tree:
+    """Cuts the batch's trees from its pools: the ``total - B`` best candidates that are allowed.
+
+    Emitting n tokens takes n - 1 accepted nodes and a request holds length + 1 tokens already, so nodes deeper than
+    ``limit - length - 2`` are of no use; ``cap_R`` is the most candidates a request may have, ``max_nodes - 1`` any.
+    """
+    slots, size = pool.scores_BP.shape
+    device = root_B.device
+    room_B1 = (limit_R[rows_B] - length_B - 2)[:, None]
+    too_deep_BP = pool_depths(levels, branching, device) > room_B1
+    scores_BP = pool.scores_BP.masked_fill(too_deep_BP, -torch.inf)
+    slot_T, pool_T, local_T, q_start = select_nodes(scores_BP, cap_R[rows_B], total, max_nodes)
+    index_T = torch.arange(total, device=device)
+    source_T = slot_T * (size + 1) + pool_T + 1
+    # Column 0 is the root, row B what is left over.
+    token_T = _with_roots(pool.tokens_BP, root_B[:, None])[source_T]
+    if branching == 1:
+        parent_T = index_T - (local_T > 0).long()
+        depth_T, mask_T = chain_masks(local_T)
+    else:
+        parent_pool_T = _with_roots(pool.parents_BP, torch.full_like(root_B, -1)[:, None])[source_T]
+        packed = torch.zeros((slots + 1) * (size + 1), dtype=torch.int64, device=device)
+        packed[source_T] = index_T
+        parent_T = packed[slot_T * (size + 1) + parent_pool_T + 1]
+        depth_T, mask_T = tree_masks(parent_T, local_T, levels)
+    batch_T = slot_T.clamp(max=slots - 1)
+    length_T = length_B[batch_T]
+    page_T, offset_T = address(pages_BM[batch_T], length_T + local_T, page_size)
+    return Tree(
+        token_T=token_T,
+        parent_T=parent_T,
+        slot_T=slot_T,
+        rows_T=rows_B[batch_T],
+        local_T=local_T,
+        depth_T=depth_T,
+        mask_T=mask_T,
+        position_T=length_T + depth_T,
+        page_T=page_T.masked_fill(slot_T == slots, 0),
+        offset_T=offset_T,
+        path_TA=path_tokens(token_T, parent_T, local_T, levels, hole),
+        q_start=q_start,
+        is_chain=branching == 1,
+    )
+
+
+def single_nodes(rows_B: Tensor, root_B: Tensor, length_B: Tensor, pages_BM: Tensor, page_size: int) -> Tree:
+    """Plain decoding: the tree of the root alone."""
+    index_B = torch.arange(len(root_B), device=root_B.device)
+    zero_B = torch.zeros_like(index_B)
+    page_B, offset_B = address(pages_BM, length_B, page_size)
+    return Tree(
+        token_T=root_B,
+        parent_T=index_B,
+        slot_T=index_B,
+        rows_T=rows_B,
+        local_T=zero_B,
+        depth_T=zero_B,
+        mask_T=zero_B + 1,
+        position_T=length_B,
+        page_T=page_B,
+        offset_T=offset_B,
+        path_TA=root_B[:, None][:, :0],
+        q_start=torch.arange(len(root_B) + 1, device=root_B.device),
+        is_chain=True,
+    )
+
+
+def select_nodes(
+    scores_BP: Tensor, cap_B: Tensor, total: int, max_nodes: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Chooses the ``total - B`` best live candidates of all pools together and packs them behind their roots.
+
+    ``scores_BP``: cumulative log-probabilities, falling along every path, -inf for what must not be verified;
+    equal scores go to the lower pool index, so that parents come with their children. ``cap_B`` bounds the
+    candidates taken from a slot; so does ``max_nodes - 1``.
+
+    Returns ``slot_T`` (B for left-over nodes), ``pool_T`` (pool index, -1 for roots and left-overs), ``local_T``
+    and ``q_start`` ``[B + 1]``.
+    """
+    slots, size = scores_BP.shape
+    device = scores_BP.device
+    cap_B1 = cap_B.clamp(max=max_nodes - 1)[:, None]
+    order_BP = scores_BP.argsort(dim=1, descending=True, stable=True)
+    rank_BP = torch.empty_like(order_BP).scatter_(
+        1, order_BP, torch.arange(size, device=device).expand(slots, -1)
+    )
+    scores_BP = scores_BP.masked_fill(rank_BP >= cap_B1, -torch.inf)
+    best = scores_BP.flatten().argsort(descending=True, stable=True)[: total - slots]
+    stride = size + 1
+    roots = torch.arange(slots, device=device) * stride
+    live = scores_BP.flatten()[best] > -torch.inf
+    keys = torch.where(live, best + best // size + 1, slots * stride)
+    missing = total - slots - len(best)
+    keys_T = torch.cat([roots, keys, keys.new_full((missing,), slots * stride)]).sort().values
+    slot_T = keys_T // stride
+    q_start = torch.searchsorted(keys_T, torch.arange(slots + 1, device=device) * stride)
+    local_T = torch.where(slot_T < slots, torch.arange(total, device=device) - q_start[slot_T], 0)
+    return slot_T, keys_T % stride - 1, local_T, q_start
+
+
+def _with_roots(table_BP: Tensor, roots_B1: Tensor) -> Tensor:
+    """A flat table of B + 1 rows and P + 1 columns: roots, pool entries, and a last row like the first root."""
+    rows = torch.cat([roots_B1, table_BP], dim=1)
+    left_over = roots_B1[:1].expand(1, rows.shape[1])
+    return torch.cat([rows, left_over]).flatten()
