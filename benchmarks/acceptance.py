@@ -16,12 +16,12 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import specserve.speculation.step
 from benchmarks.common import load_prompts, run_prompts, write_results
 from specserve import LLM
 from specserve.llm import RequestOutput
-from specserve.speculation.draft import draft
+from specserve.speculation.step import plant
 
 SHAPES = [
     ("EAGLE3", (5, 1, 6)),
@@ -37,13 +37,10 @@ def drafting(coupled: bool) -> Iterator[None]:
     """Uncoupled: candidates are the draft's most likely tokens, as the peers draft, whatever the sampler's noise."""
 
     def without_noise(context: Any, view: Any, shape: Any, sampling: Any) -> Any:
-        return draft(context, view, shape, sampling if coupled else replace(sampling, noise_BDV=None))
+        return plant(context, view, shape, sampling if coupled else replace(sampling, noise_BDV=None))
 
-    specserve.speculation.step.draft = without_noise  # type: ignore[assignment]
-    try:
+    with patch("specserve.speculation.step.plant", without_noise):
         yield
-    finally:
-        specserve.speculation.step.draft = draft
 
 
 def tokens_per_step(outputs: Sequence[RequestOutput]) -> float:

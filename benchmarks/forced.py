@@ -8,16 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 from unittest.mock import patch
 
 import torch
-from specserve_kernels import Accepted, Tree
+from specserve_kernels import Accepted, Slots, Tree, accept_path
 from torch import Tensor
-
-import specserve.speculation.step
-from specserve.speculation.context import Context, View
-from specserve.speculation.shape import StepShape
 
 NONE = -1
 
@@ -40,17 +35,16 @@ def force(tree: Tree, chosen_T: Tensor, levels: Tensor) -> tuple[Tree, Tensor]:
 def forced_levels() -> Iterator[Callable[[int], None]]:
     """Engines built inside, their captured steps included, accept what the given function says: so many levels of each
     draft, or ``NONE``, at first, for what the target accepts by itself."""
-    accept = specserve.speculation.step.accept
     tables: dict[torch.device, Tensor] = {}
     current = NONE
 
-    def patched(context: Context, view: View, shape: StepShape, tree: Tree, chosen_T: Tensor) -> Accepted:
-        if shape.levels:
+    def patched(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
+        if tree.levels:
             device = chosen_T.device
             if device not in tables:
                 tables[device] = torch.tensor(current, dtype=torch.int64, device=device)
             tree, chosen_T = force(tree, chosen_T, tables[device])
-        return accept(context, view, shape, tree, chosen_T)
+        return accept_path(tree, chosen_T, slots)
 
     def say(levels: int) -> None:
         nonlocal current
@@ -59,6 +53,5 @@ def forced_levels() -> Iterator[Callable[[int], None]]:
             for table in tables.values():
                 table.fill_(levels)
 
-    step: Any = specserve.speculation.step
-    with patch.object(step, "accept", patched):
+    with patch("specserve.speculation.step.accept_path", patched):
         yield say

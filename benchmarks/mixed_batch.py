@@ -59,7 +59,6 @@ def outside_draft(llm: LLM, tokens: int) -> dict[int, float]:
     """A bias to those of the first ``tokens`` ids that cannot be drafted, as many as a request may have."""
     assert llm._engine is not None
     drafter = llm._engine._runner.context.drafter
-    assert drafter is not None
     inside = set() if drafter.vocab is None else set(drafter.vocab.ids.tolist())
     outside = [token for token in range(tokens) if token not in inside]
     return dict.fromkeys(outside[: MAX_BIAS - 16], OUTSIDE)

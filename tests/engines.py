@@ -11,10 +11,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from specserve_kernels import Pool, Tree
+from specserve_kernels import Pool, Slots, SlotTables, Tree, select_tree
 from torch import Tensor
 
-import specserve.speculation.step
 from specserve import LLM
 from specserve.config import make_settings, resolve, resolve_paths
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
@@ -25,7 +24,7 @@ from specserve.models.draft.head import LayerHead
 from specserve.process.assemble import create_scheduler
 from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler
-from specserve.speculation.context import Context, View
+from specserve.speculation.context import Context
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.drafters.eagle import EagleDrafter
@@ -173,15 +172,13 @@ class Drafted:
 def record_drafts() -> Iterator[list[Drafted]]:
     """Every step's pool and trees, in order."""
     found: list[Drafted] = []
-    select = specserve.speculation.step.select
 
-    def recording(context: Context, view: View, pool: Pool, shape: StepShape) -> Tree:
-        tree = select(context, view, pool, shape)
-        room_B = context.state.slots.limit[view.rows_B] - view.length_B - 2
-        found.append(Drafted(pool, tree, room_B))
+    def recording(pool: Pool, slots: Slots, tables: SlotTables, *args: Any, **kwargs: Any) -> Tree:
+        tree = select_tree(pool, slots, tables, *args, **kwargs)
+        found.append(Drafted(pool, tree, tables.limit[slots.rows_B] - slots.length_B - 2))
         return tree
 
-    with patch.object(specserve.speculation.step, "select", recording):
+    with patch("specserve.speculation.step.select_tree", recording):
         yield found
 
 

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from specserve_kernels import Pool, Tree, select_tree
 from torch import Tensor
 
-import specserve.speculation.step
 from specserve import LLM, SamplingParams
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.paths import BUNDLED_MODEL
@@ -169,11 +169,11 @@ def drafter_of(scheduler: Scheduler) -> EagleDrafter:
 def check_guesses(scheduler: Scheduler) -> Iterator[list[int]]:
     """Every step guesses tokens of the map of its moment alone. The sizes of the maps' changes."""
     drafter, changes = drafter_of(scheduler), []
-    select, pick = specserve.speculation.step.select, drafter.pick
+    pick = drafter.pick
     assert drafter.live_map is not None
     assert drafter.vocab is not None
 
-    def checked(context: Any, view: Any, pool: Any, shape: Any) -> Any:
+    def checked(pool: Pool, *args: Any, **kwargs: Any) -> Tree:
         assert drafter.live_map is not None
         assert drafter.vocab is not None
         known = set(drafter.vocab.ids.tolist())
@@ -181,7 +181,7 @@ def check_guesses(scheduler: Scheduler) -> Iterator[list[int]]:
         assert ids_O is not None
         assert known == set(ids_O[torch.from_numpy(drafter.live_map.rows_R)].tolist())
         assert set(pool.tokens_BP[pool.scores_BP > -torch.inf].tolist()) <= known
-        return select(context, view, pool, shape)
+        return select_tree(pool, *args, **kwargs)
 
     def noted(rows: Tensor) -> None:
         assert drafter.vocab is not None
@@ -189,7 +189,7 @@ def check_guesses(scheduler: Scheduler) -> Iterator[list[int]]:
         pick(rows)
         changes.append(len(set(drafter.vocab.ids.tolist()) - before))
 
-    with patch.object(specserve.speculation.step, "select", checked), patch.object(drafter, "pick", noted):
+    with patch("specserve.speculation.step.select_tree", checked), patch.object(drafter, "pick", noted):
         yield changes
 
 

@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from specserve_kernels import Accepted, Slots, Tree, accept_path
 from torch import Tensor
 
-import specserve.speculation.step
 from benchmarks.lossless import (
     CHOICES,
     SAMPLING,
@@ -83,16 +83,15 @@ def test_a_wrong_token_is_noticed(models: Models) -> None:
         "toggled": False,
         "speculation": "EAGLE chain",
     }
-    accept = specserve.speculation.step.accept
 
-    def generous(context: Any, view: Any, shape: Any, tree: Any, chosen_T: Tensor) -> Any:
+    def generous(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
         """Takes every root's child for what the target chose."""
         children = torch.zeros_like(chosen_T).scatter_(0, tree.parent_T, tree.token_T)
-        has_child = tree.q_start.diff()[tree.slot_T.clamp(max=shape.slots - 1)] > 1
+        has_child = tree.q_start.diff()[tree.slot_T.clamp(max=len(slots.rows_B) - 1)] > 1
         chosen_T = torch.where((tree.local_T == 0) & has_child, children, chosen_T)
-        return accept(context, view, shape, tree, chosen_T)
+        return accept_path(tree, chosen_T, slots)
 
-    with patch.object(specserve.speculation.step, "accept", generous):
+    with patch("specserve.speculation.step.accept_path", generous):
         row, differences = run_configuration(models, 3, configuration, items, expected)
     assert row.identical < row.texts == len(items)
     assert len(differences) == row.texts - row.identical

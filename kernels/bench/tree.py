@@ -17,7 +17,7 @@ from specserve_kernels.ops.tree.commit import advance, move_kv
 from specserve_kernels.ops.tree.grow import grow_level, root_level
 from specserve_kernels.ops.tree.prediction import follow_prediction
 from specserve_kernels.ops.tree.select import select_tree, single_nodes
-from specserve_kernels.types import Pool, Prediction
+from specserve_kernels.types import Pool, Prediction, Slots, SlotTables
 
 SHAPES = [(1, 3, 1, 4), (1, 4, 4, 16), (1, 5, 8, 32), (16, 5, 8, 32), (64, 3, 1, 4)]
 PAGE, VOCAB, WIDTH, CALLS = 16, 128256, 4096, 20
@@ -50,13 +50,14 @@ def measure(slots: int, levels: int, k: int, nodes: int) -> dict[str, float]:
     root_B = torch.randint(VOCAB, (slots,), device=device)
     length_B = torch.randint(500, 1500, (slots,), device=device)
     pages_BM = 1 + torch.randperm(slots * 120, device=device).view(slots, 120)
-    pool = Pool.empty(slots, k + (levels - 1) * k * k, torch.float32, device)
+    pool = Pool.of_tree(slots, levels, k, torch.float32, device)
+    batch = Slots(rows_B, root_B, length_B, pages_BM, PAGE)
     results = {}
 
     def timed(name: str, call: Callable[[], object]) -> None:
         results[name] = microseconds(call)
 
-    root = partial(root_level, rows_B, root_B, length_B, pages_BM, pool, PAGE)
+    root = partial(root_level, batch, pool)
     timed("root", root)
     level = root()
     for depth in range(levels):
@@ -64,19 +65,19 @@ def measure(slots: int, levels: int, k: int, nodes: int) -> dict[str, float]:
         tokens = torch.rand(count, VOCAB, device=device).topk(k).indices
         logps = (-torch.rand(count, k, device=device) * 3).sort(dim=1, descending=True).values
         last = depth == levels - 1
-
-        rest = length_B, pages_BM, depth, PAGE, last
-        grow = partial(grow_level, level, tokens, logps, pool, *rest)
+        grow = partial(grow_level, level, tokens, logps, pool, batch)
         if depth in (levels - 2, levels - 1):
             timed("grow last" if last else "grow", grow)
         level = grow() or level
     limit_R = torch.full((slots + 1,), 9999, device=device)
-    cap_R = torch.full_like(limit_R, 2**62)
+    feature_RH = torch.zeros(slots + 1, WIDTH, device=device, dtype=torch.bfloat16)
+    tokens_RC = torch.zeros(slots + 1, 120 * PAGE, device=device, dtype=torch.int32)
+    root_R, length_R, cap_R = limit_R.clone(), limit_R.clone(), torch.full_like(limit_R, 2**62)
+    tables = SlotTables(root_R, length_R, feature_RH, tokens_RC, pages_BM, limit_R, cap_R)
 
-    start = pool, rows_B, root_B, length_B, pages_BM, limit_R, cap_R
-    select = partial(select_tree, *start, slots * nodes, 64, levels, k, PAGE, VOCAB)
+    select = partial(select_tree, pool, batch, tables, slots * nodes, 64, VOCAB)
     timed("select", select)
-    timed("single", lambda: single_nodes(rows_B, root_B, length_B, pages_BM, PAGE))
+    timed("single", lambda: single_nodes(batch))
     tree = select()
     chosen_T = torch.zeros_like(tree.token_T)
     # Each node's last child is what the target chose: paths are long and their entries lie apart.
@@ -85,23 +86,22 @@ def measure(slots: int, levels: int, k: int, nodes: int) -> dict[str, float]:
         if node != parent:
             chosen[parent] = tokens[node]
     chosen_T = torch.tensor(chosen, device=device)
-    accept = partial(accept_path, tree, chosen_T, length_B, pages_BM, levels, PAGE)
+    accept = partial(accept_path, tree, chosen_T, batch)
     timed("accept", accept)
     accepted = accept()
     results["accepted"] = float(accepted.count_B.float().mean())
     prediction = Prediction.empty(slots + 1, 8192, device)
-    follow = partial(follow_prediction, prediction, rows_B, accepted.token_BS, accepted.count_B)
+    emitted = accepted.token_BS, accepted.count_B
+    follow = partial(follow_prediction, prediction, tokens_RC, rows_B, length_B, *emitted)
     timed("follow", follow)
     prediction.length_R.fill_(8192)
     prediction.next_R.fill_(-1)
     timed("find", follow)
     features_TH = torch.randn(len(chosen), WIDTH, device=device, dtype=torch.bfloat16)
-    root_R, length_R = limit_R.clone(), limit_R.clone()
-    feature_RH = torch.zeros(slots + 1, WIDTH, device=device, dtype=torch.bfloat16)
     page_feature_PH = torch.zeros(slots * 120 + 1, WIDTH, device=device, dtype=torch.bfloat16)
     counts_RV = torch.zeros(slots + 1, VOCAB, device=device, dtype=torch.int32)
-    tables = root_R, length_R, feature_RH, page_feature_PH, counts_RV
-    timed("advance", lambda: advance(accepted, features_TH, rows_B, length_B, *tables, PAGE, True))
+    kept = features_TH, page_feature_PH, counts_RV
+    timed("advance", lambda: advance(accepted, batch, tables, *kept))
     group = torch.randn(32, slots * 120 + 1, 2, PAGE, 8, 128, device=device, dtype=torch.bfloat16)
     timed("move_kv", lambda: move_kv(group, accepted))
     return results

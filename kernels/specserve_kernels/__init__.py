@@ -16,9 +16,20 @@ from specserve_kernels.reference.sampling.philox import gumbel_noise
 from specserve_kernels.reference.sampling.sampling import add_bias, penalize, perturb, truncate
 from specserve_kernels.reference.tree import accept, commit, grow, prediction, select
 from specserve_kernels.reference.tree import gather_slots as _gather_slots
-from specserve_kernels.reference.tree.commit import count_tokens, store_page_features
+from specserve_kernels.reference.tree.commit import count_tokens, store_page_features, write_tokens
+from specserve_kernels.reference.tree.merge import merge_pools
 from specserve_kernels.reference.tree.nodes import address, chain_masks, tree_masks
-from specserve_kernels.types import MAX_NODES, Accepted, Level, Pool, Prediction, Tree
+from specserve_kernels.types import (
+    MAX_NODES,
+    Accepted,
+    Level,
+    Pool,
+    Prediction,
+    Slots,
+    SlotTables,
+    Tree,
+    tree_pool_size,
+)
 
 accept_path = dispatched(accept.accept_path)
 add_rms_norm = dispatched(norm.add_rms_norm)
@@ -51,6 +62,8 @@ __all__ = [
     "Pool",
     "Prediction",
     "Rounded",
+    "SlotTables",
+    "Slots",
     "Tree",
     "accept_path",
     "add_bias",
@@ -71,6 +84,7 @@ __all__ = [
     "indexed_linear",
     "integer_linear",
     "linear",
+    "merge_pools",
     "move_kv",
     "paged_attention",
     "pair_inputs",
@@ -90,6 +104,8 @@ __all__ = [
     "single_nodes",
     "store_page_features",
     "tree_masks",
+    "tree_pool_size",
     "truncate",
     "visible_to_bias",
+    "write_tokens",
 ]

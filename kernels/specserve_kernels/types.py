@@ -1,11 +1,11 @@
-"""What drafting and verifying pass to each other: levels, pools, trees, accepted paths, predictions.
+"""What drafting and verifying pass to each other: slots, levels, pools, trees, accepted paths, predictions.
 
 All are of a whole batch.
 
 Shapes: B slots in the batch, W nodes a slot that one draft forward runs (1 for the root's level, then K), N = B * W,
 K branching, A tokens on the path after the root, P pool entries a slot, T packed nodes of the whole batch (roots
-included), S draft levels, R state rows, S1 = S + 1. In ``Prediction``: P tokens that a prediction may have, N tokens of
-a request that are remembered.
+included), S draft levels, R state rows, M pages a slot, C positions a slot, H feature size. In
+``Prediction``: P tokens that a prediction may have.
 
 Nodes of a slot stand together, its root first, parents before children. A node's *local* index counts within its slot.
 Nodes left over when the pools offer fewer than T - B live candidates have slot B and local index 0.
@@ -14,12 +14,39 @@ Nodes left over when the pools offer fewer than T - B live candidates have slot 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 MAX_NODES = 64  # ancestors of a node are the bits of one int64
 RECENT = 4  # tokens by which a text that departed from its prediction is found again: the longest match wins
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTables:
+    """Where requests stand, one row a slot; the last row is padding's. ``root``: the token sampled last, whose K and V
+    are not computed yet, at position ``length``; ``feature``: what predicted it, of the token before, for drafters that
+    read the target's states; ``tokens``: the text, prompt included, up to ``length``."""
+
+    root: Tensor  # [R] int64
+    length: Tensor  # [R] int64, tokens whose K and V are in the pool
+    feature: Tensor  # [R, H]
+    tokens: Tensor  # [R, C] int32
+    pages: Tensor  # [R, M] int64
+    limit: Tensor  # [R] int64, most tokens the request may have, prompt included
+    draft_cap: Tensor  # [R] int64, most nodes drafted for it in a step
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The rows of one batch, gathered from the tables before a step."""
+
+    rows_B: Tensor  # int64, state rows
+    root_B: Tensor
+    length_B: Tensor
+    pages_BM: Tensor
+    page_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +73,36 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Drafted candidates in breadth-first order. ``parents``: pool index of the parent, -1 for the root. A draft
-    writes it level by level."""
+    """A drafter's candidates, parents before children. ``parents``: pool index of the parent, -1 for the root.
+
+    Siblings carry different tokens and stand together, the best first. Scores fall along every path; -inf is no
+    candidate. ``levels``: the greatest depth; ``is_chain``: entry i is the only child of entry i - 1.
+    """
 
     tokens_BP: Tensor  # int64
     parents_BP: Tensor  # int64
+    depths_BP: Tensor  # int64, the root's children are at 1; rows may share memory
     scores_BP: Tensor  # cumulative log-probability
+    levels: int
+    is_chain: bool
 
     @classmethod
-    def empty(cls, slots: int, size: int, dtype: torch.dtype, device: torch.device) -> Pool:
+    def of_tree(
+        cls, slots: int, levels: int, branching: int, dtype: torch.dtype, device: torch.device
+    ) -> Pool:
+        """Return a pool for ``grow_level`` to fill: K candidates of the root, then K of each of K nodes a level."""
+        size = tree_pool_size(levels, branching)
         tokens, parents = (torch.empty(slots, size, dtype=torch.int64, device=device) for _ in range(2))
-        return cls(tokens, parents, torch.empty(slots, size, dtype=dtype, device=device))
+        depths = _tree_depths(levels, branching, device).expand(slots, -1)
+        scores = torch.empty(slots, size, dtype=dtype, device=device)
+        return cls(tokens, parents, depths, scores, levels, is_chain=branching == 1)
+
+    @classmethod
+    def of_text(cls, token_BS: Tensor, score_BS: Tensor) -> Pool:
+        """Return the chains of candidates that continue each slot's text; ``score_BS`` -inf where there is none."""
+        levels = token_BS.shape[1]
+        depths_BS = _tree_depths(levels, 1, token_BS.device).expand_as(token_BS)
+        return cls(token_BS, depths_BS - 2, depths_BS, score_BS, levels, is_chain=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +121,14 @@ class Tree:
     position_T: Tensor
     page_T: Tensor
     offset_T: Tensor
-    path_TA: Tensor  # tokens on the path to each node, the root's not, V for holes; of S columns
+    path_TA: Tensor  # [T, S], tokens on the path to each node, the root's not, V where there are none
     q_start: Tensor  # [B + 1]
     is_chain: bool  # every accepted node already lies at its final slot
+
+    @property
+    def levels(self) -> int:
+        """Depth that a node may have."""
+        return self.path_TA.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +160,31 @@ class Prediction:
     """The state's table of predicted texts. Every row of ``length`` 0 has none, and nothing is read or written there.
 
     ``next_R``: index of the token that the prediction expects next; of a text that departed from it, -1 less the index
-    up to which it was followed. ``recent_RN``: the text's latest tokens, -1 for those that there are not yet.
-    ``trust_R``: logarithm of the chance that the next predicted token is right, 0 from ``CERTAIN`` on; from
-    ``counts_R2``: how many were of late, of how many that were looked at.
+    up to which it was followed. ``trust_R``: logarithm of the chance that the next predicted token is right, 0 from
+    ``CERTAIN`` on, by ``counts_R2``: how many were right of late, of how many that were looked at.
     """
 
     tokens_RP: Tensor  # int32
     length_R: Tensor  # int64
     next_R: Tensor  # int64
-    recent_RN: Tensor  # int64
     counts_R2: Tensor  # float32
     trust_R: Tensor  # float32
 
     @classmethod
     def empty(cls, rows: int, size: int, device: torch.device) -> Prediction:
         length, place = torch.zeros(2, rows, dtype=torch.int64, device=device).unbind()
-        recent = torch.full((rows, RECENT), -1, dtype=torch.int64, device=device)
         tokens = torch.zeros(rows, size, dtype=torch.int32, device=device)
         counts, trust = torch.zeros(rows, 2, device=device), torch.zeros(rows, device=device)
-        return cls(tokens, length, place, recent, counts, trust)
+        return cls(tokens, length, place, counts, trust)
+
+
+def tree_pool_size(levels: int, branching: int) -> int:
+    """Entries of a pool grown level by level, which is also the index of the first entry at depth ``levels + 1``."""
+    return branching + (levels - 1) * branching * branching if levels else 0
+
+
+@cache
+def _tree_depths(levels: int, branching: int, device: torch.device) -> Tensor:
+    """Depth of each entry of such a pool ``[P]``. Made once, outside any graph."""
+    widths = torch.tensor([branching] + [branching * branching] * (levels - 1))
+    return torch.repeat_interleave(torch.arange(1, levels + 1), widths).to(device)

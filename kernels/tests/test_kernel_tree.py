@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from specserve_kernels import MAX_NODES, chain_masks, tree_masks
+from specserve_kernels import MAX_NODES, Tree, chain_masks, tree_masks
 from specserve_kernels.reference.tree.accept import accept_walk
 
 from tests.reference import tree
@@ -34,6 +34,17 @@ def pack(slots: list[list[int]]) -> Packed:
             slot.append(index)
             local.append(node)
     return torch.tensor(parent), torch.tensor(slot), torch.tensor(local)
+
+
+def tree_of(
+    token_T: torch.Tensor, packed: Packed, masks: tuple[torch.Tensor, torch.Tensor], levels: int
+) -> Tree:
+    """A tree of what the walk reads; the rest is filled with anything."""
+    parent_T, slot_T, local_T = packed
+    path_TA = token_T[:, None].expand(-1, levels)
+    return Tree(
+        token_T, parent_T, slot_T, slot_T, local_T, *masks, *[local_T] * 3, path_TA, local_T, is_chain=False
+    )
 
 
 def bits(mask: int, size: int) -> list[bool]:
@@ -101,9 +112,9 @@ def test_the_walk_in_a_batch() -> None:
         local_T, token_T, chosen_T = (
             torch.cat([t, t.new_zeros(spare)]) for t in (local_T, token_T, chosen_T)
         )
-        depth_T, mask_T = tree_masks(parent_T, local_T, levels)
+        masks = tree_masks(parent_T, local_T, levels)
         path, count = accept_walk(
-            token_T, chosen_T, parent_T, slot_T, local_T, depth_T, mask_T, len(slots), levels
+            tree_of(token_T, (parent_T, slot_T, local_T), masks, levels), chosen_T, len(slots)
         )
         assert path.shape == (len(slots), levels + 1)
         for slot, (nodes, row) in enumerate(zip(trees, chosen, strict=True)):
@@ -121,11 +132,9 @@ def test_a_walk_through_the_last_bit() -> None:
     parents = [-1, *range(MAX_NODES - 1)]
     parent_T, slot_T, local_T = pack([parents])
     token_T = torch.arange(100, 100 + MAX_NODES)
-    depth_T, mask_T = chain_masks(local_T)
+    whole = tree_of(token_T, (parent_T, slot_T, local_T), chain_masks(local_T), MAX_NODES - 1)
     for wrong_from, expected in ((MAX_NODES, MAX_NODES), (MAX_NODES - 2, MAX_NODES - 1), (0, 1)):
         chosen_T = torch.where(local_T < wrong_from, token_T + 1, 0)
-        path, count = accept_walk(
-            token_T, chosen_T, parent_T, slot_T, local_T, depth_T, mask_T, 1, MAX_NODES - 1
-        )
+        path, count = accept_walk(whole, chosen_T, 1)
         assert count.tolist() == [expected]
         assert path[0, :expected].tolist() == list(range(expected))

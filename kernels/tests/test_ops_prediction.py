@@ -7,9 +7,9 @@ import random
 
 import pytest
 import torch
-from specserve_kernels.reference.tree import grow as grow_reference
-from specserve_kernels.reference.tree import prediction as reference
-from specserve_kernels.types import Level, Pool, Prediction
+from specserve_kernels.types import Level, Pool, Prediction, Slots
+from specserve_kernels.types import grow as grow_reference
+from specserve_kernels.types import prediction as reference
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -98,6 +98,7 @@ def test_following(seed: int, device: str) -> None:
     followers, texts = followers_of(rng)
     table, rows_B = table_of(followers, device)
     copy = copy_of(table)
+    text_RC = torch.zeros(len(table.next_R), 25 * 7, dtype=torch.int32, device=device)
     departed = followed_all = 0
     for _ in range(25):
         counts = [rng.choice([0, 1, 1, 4, 7]) for _ in texts]
@@ -105,22 +106,33 @@ def test_following(seed: int, device: str) -> None:
         texts = [text[count:] or [rng.randrange(VOCAB)] for text, count in zip(texts, counts, strict=True)]
         counts = [len(each) for each in tokens]
         packed = torch.tensor([[*each, *[-1] * (9 - len(each))] for each in tokens], device=device)
-        args = rows_B, packed[:, :-1], torch.tensor(counts, device=device)
+        length_B = torch.tensor([len(follower.text) - 1 for follower in followers], device=device)
         before = [follower.place for follower in followers]
         expected = [follower.emit(each) for follower, each in zip(followers, tokens, strict=True)]
+        for row, follower in zip(rows_B.tolist(), followers, strict=True):
+            text_RC[row, : len(follower.text)] = torch.tensor(follower.text, dtype=torch.int32)
+        args = text_RC, rows_B, length_B, packed[:, :-1], torch.tensor(counts, device=device)
         found = [[place, count] for place, count in zip(before, expected, strict=True)]
         assert reference.follow_prediction(table, *args).tolist() == found
         assert prediction.follow_prediction(copy, *args).tolist() == found
         places = [follower.place for follower in followers]
         assert table.next_R[rows_B].tolist() == places
         assert torch.equal(copy.next_R, table.next_R)
-        assert torch.equal(copy.recent_RN, table.recent_RN)
         torch.testing.assert_close(copy.counts_R2, table.counts_R2)
         torch.testing.assert_close(copy.trust_R, table.trust_R)
         departed += sum(place < 0 for place in places)
         followed_all += sum(expected)
     assert departed
     assert followed_all
+
+
+def emit(table: Prediction, rows_B: Tensor, texts: list[list[int]], start: int, count: int) -> None:
+    """Follow ``count`` tokens of each text, from index ``start`` on."""
+    text_RC = torch.zeros(len(table.next_R), len(texts[0]), dtype=torch.int32)
+    text_RC[rows_B] = torch.tensor(texts, dtype=torch.int32)
+    token_BS = text_RC[rows_B, start : start + count].long()
+    length_B = torch.full((len(texts),), start - 1)
+    reference.follow_prediction(table, text_RC, rows_B, length_B, token_BS, torch.full((len(texts),), count))
 
 
 def test_an_inserted_and_a_deleted_span() -> None:
@@ -133,8 +145,8 @@ def test_an_inserted_and_a_deleted_span() -> None:
         ([*text[:20], *text[3:6]], 6),
     ):
         table, rows_B = table_of([Follower(text)], "cpu")
-        for token in emitted:
-            reference.follow_prediction(table, rows_B, torch.tensor([[token]]), torch.tensor([1]))
+        for index in range(len(emitted)):
+            emit(table, rows_B, [emitted], index, 1)
         assert table.next_R[rows_B].tolist() == [place], emitted
 
 
@@ -145,8 +157,8 @@ def test_the_longest_match_wins_then_the_next_one() -> None:
         ([1, 2, 9, 1, 2, 8, 1, 2, 7], [0, 1, 2], 2),
     ):
         table, rows_B = table_of([Follower(predicted)], "cpu")
-        for token in emitted:
-            reference.follow_prediction(table, rows_B, torch.tensor([[token]]), torch.tensor([1]))
+        for index in range(len(emitted)):
+            emit(table, rows_B, [emitted], index, 1)
         assert table.next_R[rows_B].tolist() == [place]
 
 
@@ -155,18 +167,20 @@ def test_trust() -> None:
     text = list(range(10, 60))
     table, rows_B = table_of([Follower(text), Follower(text), Follower([])], "cpu")
     assert not table.trust_R.any()
+    emitted: list[list[int]] = [[], [], []]
     for step in range(8):
-        right = text[5 * step : 5 * step + 5]
-        wrong = [text[2 * step], text[2 * step + 1], 1, 1, 1]
-        tokens = torch.tensor([right, wrong, [1] * 5])
-        reference.follow_prediction(table, rows_B, tokens, torch.full((3,), 5))
+        emitted[0] += text[5 * step : 5 * step + 5]
+        emitted[1] += [text[2 * step], text[2 * step + 1], 1, 1, 1]
+        emitted[2] += [1] * 5
+        emit(table, rows_B, emitted, 5 * step, 5)
     followed, departed, none = table.trust_R[rows_B].exp().tolist()
     assert followed == none == 1
     assert departed < 0.8
     for _ in range(8):
-        tokens = torch.tensor([[text[3], text[4], 1]] * 3)
-        reference.follow_prediction(table, rows_B, tokens[:, :2], torch.full((3,), 2))
-        reference.follow_prediction(table, rows_B, tokens[:, 2:], torch.full((3,), 1))
+        start = len(emitted[0])
+        emitted = [[*each, text[3], text[4], 1] for each in emitted]
+        emit(table, rows_B, emitted, start, 2)
+        emit(table, rows_B, emitted, start + 2, 1)
     assert table.trust_R[rows_B[0]].exp() < 0.6
 
 
@@ -180,18 +194,15 @@ def test_a_likelier_candidate_stays(device: str) -> None:
     rows_B = torch.arange(3, device=device)
     token_NC = torch.tensor([[1, 2], [7, 2], [1, 7]], device=device)
     logp_NC = torch.tensor([[-0.2, -0.9], [-0.5, -3.0], [-0.1, -2.0]], device=device)
-    start = rows_B, rows_B + 3, rows_B + 1, 1 + rows_B.repeat(40, 1).T.contiguous()
+    slots = Slots(rows_B, rows_B + 3, rows_B + 1, 1 + rows_B.repeat(40, 1).T.contiguous(), 16)
     for ops in (grow_reference, grow):
-        pool = Pool.empty(3, 2, torch.float32, torch.device(device))
-        level = ops.root_level(*start, pool, 16)
-        ops.grow_level(level, token_NC, logp_NC, pool, start[2], start[3], 0, 16, True, table)
+        pool = Pool.of_tree(3, 1, 2, torch.float32, torch.device(device))
+        ops.grow_level(ops.root_level(slots, pool), token_NC, logp_NC, pool, slots, table)
         assert pool.tokens_BP.tolist() == [[1, 2], [7, 2], [1, 7]]
         assert torch.allclose(pool.scores_BP.cpu(), torch.tensor([[-0.2, -0.9], [-0.5, -3.0], [-0.1, -1.0]]))
     table.trust_R.fill_(-0.3)
-    pool = Pool.empty(3, 2, torch.float32, torch.device(device))
-    grow.grow_level(
-        grow.root_level(*start, pool, 16), token_NC, logp_NC, pool, start[2], start[3], 0, 16, True, table
-    )
+    pool = Pool.of_tree(3, 1, 2, torch.float32, torch.device(device))
+    grow.grow_level(grow.root_level(slots, pool), token_NC, logp_NC, pool, slots, table)
     assert pool.tokens_BP.tolist() == [[1, 7], [7, 2], [1, 7]]
 
 
@@ -200,7 +211,7 @@ def test_levels_take_what_is_predicted(k: int, levels: int, device: str) -> None
     """The predicted path is in every pool as far as it goes, with score 0, whatever the draft offers."""
     torch.manual_seed(k)
     places = [(0, 9), (5, 6), (-3, 9), (0, 0), (4, 4), (2, 4)]  # next, and the length of the prediction
-    slots, size = len(places), k + (levels - 1) * k * k
+    slots = len(places)
     table = Prediction.empty(slots + 1, 9, torch.device(device))
     table.tokens_RP.copy_(torch.randint(40, (slots + 1, 9)))
     table.trust_R.fill_(0)  # certain: what the draft offers is less likely
@@ -208,24 +219,23 @@ def test_levels_take_what_is_predicted(k: int, levels: int, device: str) -> None
     table.next_R[rows_B], table.length_R[rows_B] = torch.tensor(places, device=device).unbind(1)
     length_B = torch.randint(1, 30, (slots,), device=device)
     pages_BM = 1 + torch.randperm(slots * 40, device=device).view(slots, 40)
-    pools = [Pool.empty(slots, size, torch.float32, torch.device(device)) for _ in range(2)]
-    start = rows_B, torch.full_like(rows_B, 3), length_B, pages_BM
-    expected: Level | None = grow_reference.root_level(*start, pools[0], 16)
-    actual: Level | None = grow.root_level(*start, pools[1], 16)
-    for depth in range(levels):
+    pools = [Pool.of_tree(slots, levels, k, torch.float32, torch.device(device)) for _ in range(2)]
+    start = Slots(rows_B, torch.full_like(rows_B, 3), length_B, pages_BM, 16)
+    expected: Level | None = grow_reference.root_level(start, pools[0])
+    actual: Level | None = grow.root_level(start, pools[1])
+    for _ in range(levels):
         assert expected is not None
         assert actual is not None
         nodes = slots * expected.width
         token_NC = torch.stack([torch.randperm(40)[:k] for _ in range(nodes)]).to(device)
         logp_NC = -torch.rand(nodes, k, device=device).cumsum(1) - 0.1
-        rest = token_NC, logp_NC, pools[0], length_B, pages_BM, depth, 16, depth == levels - 1
-        expected = grow_reference.grow_level(expected, *rest, table)
-        actual = grow.grow_level(actual, *rest[:2], pools[1], *rest[3:], table)
+        expected = grow_reference.grow_level(expected, token_NC, logp_NC, pools[0], start, table)
+        actual = grow.grow_level(actual, token_NC, logp_NC, pools[1], start, table)
         if expected is not None and actual is not None:
             for field in dataclasses.fields(expected):
                 assert torch.equal(getattr(actual, field.name), getattr(expected, field.name)), field.name
-    for field in dataclasses.fields(pools[0]):
-        assert torch.equal(getattr(pools[1], field.name), getattr(pools[0], field.name)), field.name
+    for name in ("tokens_BP", "parents_BP", "depths_BP", "scores_BP"):
+        assert torch.equal(getattr(pools[1], name), getattr(pools[0], name)), name
     for slot, (place, length) in enumerate(places):
         tokens, parents, scores = (getattr(pools[0], name)[slot].tolist() for name in
                                    ("tokens_BP", "parents_BP", "scores_BP"))  # fmt: skip
@@ -234,4 +244,4 @@ def test_levels_take_what_is_predicted(k: int, levels: int, device: str) -> None
         assert [tokens[index] for index in certain] == (path if place >= 0 else [])
         assert [parents[index] for index in certain] == [-1, *certain][: len(certain)]
         children = [(parent, token) for parent, token in zip(parents, tokens, strict=True)]
-        assert len(set(children)) == size, "siblings differ"
+        assert len(set(children)) == len(tokens), "siblings differ"

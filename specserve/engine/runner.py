@@ -247,7 +247,6 @@ class Runner:
     def pick(self, rows_R: Ints) -> None:
         """Queues the rows that the draft reads from the next step on, from pinned memory: no launch is waited for, and
         captured steps, which address the tensors that change, see them."""
-        assert self.context.drafter is not None
         self.context.drafter.pick(to_device(rows_R.tolist(), self.context.state.device))
 
     def _view(self, rows: Sequence[Row], rows_B: Tensor) -> View:

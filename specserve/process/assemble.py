@@ -35,10 +35,11 @@ from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.admission import Admission, Capacity
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.scheduler import Limits, Scheduler
-from specserve.speculation.context import Context
+from specserve.speculation.context import Context, Drafter
 from specserve.speculation.control.adaptive import Controller
-from specserve.speculation.drafter import Drafter, DraftOptions
 from specserve.speculation.drafters import load_drafter
+from specserve.speculation.drafters.none import NoDrafter
+from specserve.speculation.drafters.options import DraftOptions
 from specserve.speculation.dynamic_map import MapPlan
 from specserve.speculation.state import DecodeState
 
@@ -116,10 +117,10 @@ def assemble(
     return Scheduler(runner, memory, admission, limits, policy, info)
 
 
-def _overlap(settings: Settings, drafter: Drafter | None) -> bool:
+def _overlap(settings: Settings, drafter: Drafter) -> bool:
     """Whether results of a step are handled while the next one runs."""
     wanted = settings.overlap_schedule == "on"
-    if wanted and drafter is not None and drafter.needs_tokens:
+    if wanted and drafter.needs.tokens_on_host:
         log.info("overlap is off: %s wants each step's tokens before the next", drafter.name)
         return False
     return wanted
@@ -170,8 +171,8 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
     layer = model_config.layer
     pool_config = PoolConfig(
         target=[HeadKV(layer.num_kv_heads, layer.head_dim, dtype)] * model_config.num_layers,
-        draft=drafter.kv if drafter is not None else [],
-        feature_size=drafter.feature_size if drafter is not None else 0,
+        draft=drafter.kv,
+        feature_size=drafter.needs.feature_size,
         page_size=settings.page_size,
         dtype=dtype,
     )
@@ -179,13 +180,14 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
     attention = _attention(settings, pool_config)
     state = DecodeState(
         slots=settings.max_running_requests,
-        pages_per_slot=-(-positions // settings.page_size),
+        positions=-(-positions // settings.page_size) * settings.page_size,
+        page_size=settings.page_size,
         feature_size=pool_config.feature_size,
         vocab_size=model_config.vocab_size,
         dtype=dtype,
         sampler_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         device=device,
-        prediction_size=prediction_limit(settings.context_length) if drafter is not None else 0,
+        prediction_size=prediction_limit(settings.context_length) if drafter.vocab_size else 0,
     )
     pool = _pool(pool_config, pages, device)
     return Context(target, drafter, pool, attention, state, model_config.vocab_size)
@@ -218,12 +220,10 @@ def _attention(settings: Settings, pool: PoolConfig) -> AttentionBackend:
     return attention
 
 
-def create_drafter(
-    settings: Settings, target: LlamaModel, positions: int, dtype: torch.dtype
-) -> Drafter | None:
-    """The drafter that the settings name, or None."""
+def create_drafter(settings: Settings, target: LlamaModel, positions: int, dtype: torch.dtype) -> Drafter:
+    """Load the drafter that the settings name."""
     if settings.speculative_algorithm == "NONE":
-        return None
+        return NoDrafter()
     assert settings.speculative_draft_model_path
     path = Path(settings.speculative_draft_model_path)
     drafter = load_drafter(

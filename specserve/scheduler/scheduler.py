@@ -70,7 +70,7 @@ class Scheduler:
     ) -> None:
         self.info = info
         self.memory = memory
-        self.live_map = drafter.live_map if (drafter := runner.context.drafter) is not None else None
+        self.live_map = runner.context.drafter.live_map
         self._runner = runner
         self._admission = admission
         self._limits = limits
@@ -138,8 +138,7 @@ class Scheduler:
         return outbox
 
     def stats(self) -> Stats:
-        memory, drafter = self.memory, self._runner.context.drafter
-        name = drafter.name if drafter is not None else None
+        memory, name = self.memory, self._runner.context.drafter.name or None
         return self._counters.stats(
             running=len(self._running),
             waiting=len(self._waiting),

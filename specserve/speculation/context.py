@@ -1,21 +1,24 @@
-"""What a step works with: the models, the pool, the state, and one batch's view of them.
+"""What a step works with: the models, the pool, the state, one batch's view of them; and what a drafter is.
 
-Shapes: B slots of the batch, M pages a slot, S draft levels.
+Shapes: B slots of the batch, T target tokens, M pages a slot, H hidden size, S draft levels, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specserve_kernels import Prediction, gather_slots
+from specserve_kernels import Accepted, Pool, Prediction, Slots, gather_slots
 from torch import Tensor
 
 from specserve.attention.base import AttentionBackend
 from specserve.kv.pool import KVPool
+from specserve.kv.spec import KVSpec
 from specserve.layers.batch import TokenBatch
-from specserve.speculation.drafter import Drafter
+from specserve.speculation.dynamic_map import LiveMap
 from specserve.speculation.sampler import Sampling, open_sampling
+from specserve.speculation.shape import StepShape
 from specserve.speculation.state import DecodeState, Needs
 
 
@@ -28,31 +31,98 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterNeeds:
+    """What a drafter reads besides the texts. ``feature_size`` 0: nothing of it survives a step in the state."""
+
+    taps: tuple[int, ...] = ()  # boundaries of the target's residual stream
+    last_layer: bool = False  # what the target's last layer gives of every token, in prefill as well
+    feature_size: int = 0  # numbers kept for each slot, and for each page's last token
+    tokens_on_host: bool = False  # each step's tokens before the next one, which rules out overlap
+
+
+@dataclass(frozen=True, slots=True)
+class TargetStates:
+    """What a forward of the target leaves to a drafter: states after the final norm, and those at its taps."""
+
+    hidden_TH: Tensor
+    tapped: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """A prefill's tokens, packed by request, and where their cache entries lie. Where a run is final, a token follows
+    it; the next token's position is ``end_B`` in any case."""
+
+    token_T: Tensor
+    position_T: Tensor
+    page_T: Tensor
+    offset_T: Tensor
+    q_start: Tensor  # [B + 1]
+    end_B: Tensor
+    next_B: Tensor  # the token that follows, of no meaning where not final
+    final_B: Tensor  # bool
+
+
+class Drafter(Protocol):
+    """Proposes continuations. Whatever it proposes, the text stays the same."""
+
+    name: str
+    needs: DrafterNeeds
+    kv: Sequence[KVSpec]  # its layers in the pool, after the target's
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it can propose."""
+        ...
+
+    @property
+    def live_map(self) -> LiveMap | None:
+        """What chooses among them while serving; None: they stay."""
+        ...
+
+    def scratch(self, shape: StepShape) -> int:
+        """Positions from the root's on that proposing may write in a slot: at most ``shape.reserve``."""
+        ...
+
+    def pick(self, rows_R: Tensor) -> None:
+        """Draft by these rows of its head from the next step on, those that ``live_map`` chose: int64 on the device.
+        Changes tensors in place and waits for nothing."""
+        ...
+
+    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
+        """Learn the prompts' tokens and the one that follows each."""
+        ...
+
+    def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
+        """Return candidates of at most ``shape.levels`` levels for every slot, in shapes fixed by ``shape``."""
+        ...
+
+    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+        """Learn the emitted tokens, after steps without drafts as well, so that drafting can resume at any step.
+
+        Returns the features ``[T, feature size]`` of which the state keeps the last, or None."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
-    """Everything that outlives a step. ``drafter`` None: the server runs without speculation."""
+    """Everything that outlives a step."""
 
     target: Target
-    drafter: Drafter | None
+    drafter: Drafter
     pool: KVPool
     attention: AttentionBackend
     state: DecodeState
     vocab_size: int
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.drafter.taps if self.drafter is not None else ()
-
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The batch's slots, gathered. ``prefix_B``: lengths with the root. ``max_length`` bounds every ``length``, and the
-    host knows it. ``logits_XV``: where the target's logits go, None for a place of their own."""
+    """The batch's slots, gathered. ``prefix_B``: lengths with the root. ``max_length`` bounds every length and is known
+    to the host. ``logits_XV``: where the target's logits go, None for a place of their own."""
 
-    rows_B: Tensor
-    root_B: Tensor
-    length_B: Tensor
+    slots: Slots
     prefix_B: Tensor
-    pages_BM: Tensor
     max_length: int
     needs: Needs
     logits_XV: Tensor | None = None
@@ -67,13 +137,15 @@ class View:
         logits_XV: Tensor | None = None,
     ) -> View:
         table = context.state.slots
-        gathered = gather_slots(rows_B, table.root, table.length, table.pages)
-        return cls(rows_B, *gathered, max_length, needs, logits_XV)
+        root_B, length_B, prefix_B, pages_BM = gather_slots(rows_B, table.root, table.length, table.pages)
+        slots = Slots(rows_B, root_B, length_B, pages_BM, context.pool.page_size)
+        return cls(slots, prefix_B, max_length, needs, logits_XV)
 
     def prediction(self, context: Context) -> Prediction | None:
         """The predicted texts, None if no request has one."""
         return context.state.prediction if self.needs.prediction else None
 
     def sampling(self, context: Context, levels: int) -> Sampling:
-        """The sampler of a step of so many draft levels."""
-        return open_sampling(context.state, self.rows_B, self.length_B, ahead=levels + 1, needs=self.needs)
+        """Open the sampler of a step of ``levels`` draft levels."""
+        slots = self.slots
+        return open_sampling(context.state, slots.rows_B, slots.length_B, ahead=levels + 1, needs=self.needs)

@@ -1,7 +1,7 @@
 """Prefill: run chunks of prompts through the target, fill both caches, choose the first token where a prompt ends.
 
-Of the last layer only the ends of runs are finished, unless the drafter reads more or a prompt's tokens are scored:
-nobody else wants the rest.
+The last layer is computed only for each chunk's final token, unless the drafter reads it or prompt logprobs are
+requested.
 
 Shapes: B requests, T packed prompt tokens, X all of them or the last of each request, N scored ones, H feature size,
 V vocabulary.
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from specserve_kernels import MAX_NODES, address, chain_masks, count_tokens, store_page_features
+from specserve_kernels import MAX_NODES, address, chain_masks, count_tokens, write_tokens
 from torch import Tensor
 
 from specserve.attention.base import Chunks, Nodes, Plan
 from specserve.attention.paged import PagedAttend
 from specserve.layers.batch import TokenBatch
 from specserve.speculation.commit import follow
-from specserve.speculation.context import Context, View
+from specserve.speculation.context import Context, PromptTokens, TargetStates, View
 from specserve.speculation.logprobs import Logprobs, prompt_logprobs
 from specserve.speculation.sampler import Choices, open_sampling
 
@@ -66,35 +66,30 @@ class PrefillResult:
 
 
 def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult:
-    """Advances every request's length by its run. ``view.max_length`` bounds the lengths after it."""
+    """Advance every request's length by its run. ``view.max_length`` bounds the lengths after it."""
+    slots, drafter = view.slots, context.drafter
     index_T = torch.arange(len(chunks.token_T), device=chunks.token_T.device)
-    first_T = chunks.q_start[chunks.slot_T]
-    position_T = view.length_B[chunks.slot_T] + index_T - first_T
-    page_T, offset_T = address(view.pages_BM[chunks.slot_T], position_T, context.pool.page_size)
-    plan = _plan(context, view, chunks, position_T, index_T - first_T)
-    attend = PagedAttend(context.pool, plan, page_T, offset_T)
+    local_T = index_T - chunks.q_start[chunks.slot_T]
+    position_T = slots.length_B[chunks.slot_T] + local_T
+    page_T, offset_T = address(slots.pages_BM[chunks.slot_T], position_T, slots.page_size)
+    attend = PagedAttend(context.pool, _plan(context, view, chunks, position_T, local_T), page_T, offset_T)
     last_B = chunks.q_start[1:] - 1
-    scored = chunks.scored
-    every = scored is not None or (context.drafter is not None and context.drafter.reads_last_layer)
-    wanted = None if every else last_B
-    hidden_XH, tapped = context.target(TokenBatch(chunks.token_T, position_T, attend, context.taps, wanted))
+    every = chunks.scored is not None or drafter.needs.last_layer
+    batch = TokenBatch(chunks.token_T, position_T, attend, drafter.needs.taps, None if every else last_B)
+    hidden_XH, tapped = context.target(batch)
     end_B = position_T[last_B] + 1
     logits_BV = context.target.logits(hidden_XH[last_B] if every else hidden_XH)
     token_B = _first_tokens(context, view, logits_BV, end_B, chunks.final_B)
-    if context.drafter is not None:
-        features_TH = context.drafter.fuse(hidden_XH, tapped)
-        _store_draft(context, view, chunks, features_TH, position_T, (page_T, offset_T))
-        page_size = context.pool.page_size
-        store_page_features(features_TH, page_T, offset_T, context.pool.page_feature, page_size)
-        last_feature_BH = features_TH[last_B]
-        root_page_B, root_offset_B = address(view.pages_BM, end_B, page_size)
-        root = root_page_B.where(chunks.final_B, 0), root_offset_B
-        context.drafter.store(token_B, last_feature_BH, None, end_B, context.pool, root)
-        context.state.slots.feature[view.rows_B] = last_feature_BH
-    context.state.slots.root[view.rows_B] = token_B
-    context.state.slots.length[view.rows_B] = end_B
-    predicted_B2 = follow(context, view, token_B[:, None], chunks.final_B.long())
-    scores = None if scored is None else _score(context, hidden_XH, scored)
+    prompts = PromptTokens(
+        chunks.token_T, position_T, page_T, offset_T, chunks.q_start, end_B, token_B, chunks.final_B
+    )
+    drafter.prefill(context, view, prompts, TargetStates(hidden_XH, tapped))
+    table = context.state.slots
+    write_tokens(table.tokens, slots.rows_B, end_B, token_B, chunks.final_B)
+    table.root[slots.rows_B] = token_B
+    table.length[slots.rows_B] = end_B
+    predicted_B2 = follow(context, view, end_B - 1, token_B[:, None], chunks.final_B.long())
+    scores = None if chunks.scored is None else _score(context, hidden_XH, chunks.scored)
     return PrefillResult(token_B, chunks.final_B, logits_BV, scores, predicted_B2)
 
 
@@ -103,7 +98,7 @@ def _plan(context: Context, view: View, chunks: PromptChunks, position_T: Tensor
     if chunks.spans is not None or chunks.longest > MAX_NODES:
         return context.attention.plan_prefill(
             Chunks(
-                pages_BM=view.pages_BM,
+                pages_BM=view.slots.pages_BM,
                 q_start=chunks.q_start,
                 slot_T=chunks.slot_T,
                 positions_T=position_T,
@@ -114,8 +109,8 @@ def _plan(context: Context, view: View, chunks: PromptChunks, position_T: Tensor
         )
     return context.attention.plan_verify(
         Nodes(
-            pages_BM=view.pages_BM,
-            length_B=view.length_B,
+            pages_BM=view.slots.pages_BM,
+            length_B=view.slots.length_B,
             q_start=chunks.q_start,
             slot_T=chunks.slot_T,
             local_T=local_T,
@@ -137,27 +132,8 @@ def _score(context: Context, hidden_TH: Tensor, scored: Scored) -> Logprobs:
 
 def _first_tokens(context: Context, view: View, logits_BV: Tensor, end_B: Tensor, final_B: Tensor) -> Tensor:
     """The token at position ``end`` of each request, by the same rule as every other token."""
-    sampling = open_sampling(context.state, view.rows_B, end_B - 1, ahead=1, needs=view.needs)
-    token_B = sampling.choose(logits_BV, Choices.after_prompts(view.rows_B, end_B - 1))
+    sampling = open_sampling(context.state, view.slots.rows_B, end_B - 1, ahead=1, needs=view.needs)
+    token_B = sampling.choose(logits_BV, Choices.after_prompts(view.slots.rows_B, end_B - 1))
     if view.needs.penalties:
-        count_tokens(context.state.sampling.counts, view.rows_B, token_B, final_B)
+        count_tokens(context.state.sampling.counts, view.slots.rows_B, token_B, final_B)
     return token_B
-
-
-def _store_draft(
-    context: Context,
-    view: View,
-    chunks: PromptChunks,
-    features_TH: Tensor,
-    position_T: Tensor,
-    where: tuple[Tensor, Tensor],
-) -> None:
-    """The draft's entries of the run's tokens: each with the feature of the token before it, the first's from the slot.
-
-    The token at position 0 has none.
-    """
-    assert context.drafter is not None
-    before_XH = torch.nn.functional.pad(features_TH, (0, 0, 1, 0))  # a row more, for runs that are empty
-    before_XH[chunks.q_start[:-1]] = context.state.slots.feature[view.rows_B]
-    page_T = torch.where(position_T > 0, where[0], 0)
-    context.drafter.store(chunks.token_T, before_XH[:-1], None, position_T, context.pool, (page_T, where[1]))

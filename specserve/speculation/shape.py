@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specserve_kernels import MAX_NODES
+from specserve_kernels import MAX_NODES, tree_pool_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,8 @@ class StepShape:
 
     @property
     def pool_size(self) -> int:
-        """Candidates a slot's draft offers: K of the root, then K of each of K frontier nodes a level."""
-        k = self.branching
-        return k + (self.levels - 1) * k * k if self.levels else 0
+        """Most candidates that a drafter proposes for one slot."""
+        return tree_pool_size(self.levels, self.branching)
 
     @property
     def max_nodes(self) -> int:
@@ -34,6 +33,6 @@ class StepShape:
 
     @property
     def reserve(self) -> int:
-        """Positions from ``length`` on that a step may write in a slot: nodes, draft scratch, the bonus token's
+        """Positions from ``length`` on that a step may write in a slot: nodes, a drafter's scratch, the bonus token's
         entry."""
         return max(self.max_nodes, 1 + max(self.levels - 1, 0) * self.branching, self.levels + 2)

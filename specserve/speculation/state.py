@@ -12,24 +12,11 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from specserve_kernels import Prediction, follow_prediction
+from specserve_kernels import Prediction, SlotTables, follow_prediction
 from torch import Tensor
 
 from specserve.core import MAX_BIAS, SamplingParams
 from specserve.speculation.known import KnownTexts
-
-
-@dataclass(slots=True)
-class SlotState:
-    """Where a request stands. ``root``: the token sampled last, whose K and V are not computed yet, at position
-    ``length``; ``feature``: the fused feature that predicted it, of the token before."""
-
-    root: Tensor  # [R] int64
-    length: Tensor  # [R] int64, tokens whose K and V are in the pool
-    feature: Tensor  # [R, H]
-    pages: Tensor  # [R, M] int64
-    limit: Tensor  # [R] int64, most tokens the request may have, prompt included
-    draft_cap: Tensor  # [R] int64, most nodes drafted for it in a step
 
 
 @dataclass(slots=True)
@@ -102,13 +89,15 @@ class DecodeState:
     """Owns the tables. ``admit`` and ``set_pages`` are the host's only writes; steps and prefill make the others. What
     ``admit`` writes of every request lies in two tensors of rows side by side, so that few launches write it.
 
-    ``prediction_size``: tokens of the longest predicted text, 0 where nothing is drafted: then there is no table.
+    ``positions``: of one slot, whole pages. ``prediction_size``: tokens of the longest predicted text, 0 where nothing
+    is drafted: then there is no table.
     """
 
     def __init__(
         self,
         slots: int,
-        pages_per_slot: int,
+        positions: int,
+        page_size: int,
         feature_size: int,
         vocab_size: int,
         dtype: torch.dtype,
@@ -131,11 +120,12 @@ class DecodeState:
         self._floats_CR = columns(6, sampler_dtype)
         root, length, limit, draft_cap_, top_k, seed, choice, bias_count = self._integers_CR
         temperature, top_p, min_p, repetition, frequency, presence = self._floats_CR
-        self.slots = SlotState(
+        self.slots = SlotTables(
             root=root,
             length=length,
             feature=torch.zeros(rows, feature_size, dtype=dtype, device=device),
-            pages=integers(pages_per_slot),
+            tokens=torch.zeros(rows, positions, dtype=torch.int32, device=device),
+            pages=integers(positions // page_size),
             limit=limit,
             draft_cap=draft_cap_,
         )
@@ -198,8 +188,16 @@ class DecodeState:
         self.sampling.bias_ids.index_fill_(0, slots_N, self.sampling.counts.shape[1])
         if self.prediction is not None:
             self.prediction.length_R.index_copy_(0, slots_N, predicted_N)
+        self._admit_texts(rows)
         for row, bias, text in zip(rows, biases, predicted, strict=True):
             self._admit_rest(row, bias, text)
+
+    def _admit_texts(self, rows: Sequence[RowInit]) -> None:
+        """Write what is known of each text."""
+        counts = [len(row.prompt) + len(row.output) for row in rows]
+        known = list(chain.from_iterable(part for row in rows for part in (row.prompt, row.output)))
+        for row, text in zip(rows, to_device(known, self.device, torch.int32).split(counts), strict=True):
+            self.slots.tokens[row.slot, : len(text)] = text
 
     def _admit_rest(self, row: RowInit, bias: _Bias, predicted: Sequence[int]) -> None:
         """What few requests have."""
@@ -226,10 +224,11 @@ class DecodeState:
         host = Prediction.empty(1, len(given), torch.device("cpu"))
         host.tokens_RP[0] = torch.tensor(given, dtype=torch.int32)
         host.length_R.fill_(len(given))
-        output_1S, count_1 = torch.tensor([[*row.output, -1]]), torch.tensor([len(row.output)])
-        follow_prediction(host, torch.tensor([0]), output_1S, count_1)
+        text_1C = torch.tensor([[*row.prompt, *row.output]])
+        last_1, count_1 = torch.tensor([len(row.prompt) - 1]), torch.tensor([len(row.output)])
+        output_1S = torch.tensor([[*row.output, -1]])
+        follow_prediction(host, text_1C, torch.tensor([0]), last_1, output_1S, count_1)
         prediction.tokens_RP[row.slot, : len(given)] = to_device(given, self.device, torch.int32)
-        prediction.recent_RN[row.slot] = self._integers(host.recent_RN[0].tolist())
         prediction.next_R[row.slot].fill_(int(host.next_R))
         prediction.counts_R2[row.slot] = to_device(host.counts_R2[0].tolist(), self.device, torch.float32)
         prediction.trust_R[row.slot].fill_(float(host.trust_R))

@@ -1,27 +1,37 @@
 """The step: draft, select, verify, accept, commit. Plain decoding is the same path with trees of one node.
 
 What may enter this file: calls on device tensors in shapes fixed by ``StepShape``. No host read, no data-dependent
-shape, no branch on a request's features or a drafter's name; the whole of ``step`` is what a CUDA graph captures.
+shape, no branch on a request's features or a drafter's name; the whole of ``step`` is what a CUDA graph captures, or
+its two halves, where the host has work between them.
 
-Shapes: B slots, T packed nodes (roots included), S draft levels, V vocabulary, H feature size.
+Shapes: T packed nodes (roots included), V vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specserve_kernels import Accepted, Tree, accept_path, single_nodes
+from specserve_kernels import Accepted, Tree, accept_path, select_tree, single_nodes
 from torch import Tensor
 
 from specserve.attention.base import Nodes
 from specserve.attention.paged import PagedAttend
 from specserve.layers.batch import TokenBatch
 from specserve.speculation.commit import commit, follow
-from specserve.speculation.context import Context, View
-from specserve.speculation.draft import draft
+from specserve.speculation.context import Context, TargetStates, View
 from specserve.speculation.sampler import Choices, Sampling
-from specserve.speculation.select import select
 from specserve.speculation.shape import StepShape
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The trees, what the target says of their nodes, and the sampler that is to choose."""
+
+    view: View
+    sampling: Sampling
+    tree: Tree
+    logits_TV: Tensor
+    states: TargetStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +46,43 @@ class StepResult:
 
 
 def step(context: Context, view: View, shape: StepShape) -> StepResult:
-    """Emits between 1 and S + 1 tokens for every slot of the batch and advances its state."""
+    """Emit between 1 and S + 1 tokens for every slot of the batch and advance its state."""
+    return settle(context, plant_and_verify(context, view, shape))
+
+
+def plant_and_verify(context: Context, view: View, shape: StepShape) -> Verified:
+    """The step's first half: trees of drafts, and the target's logits at their nodes."""
     sampling = view.sampling(context, shape.levels)
     tree = plant(context, view, shape, sampling)
-    logits_TV, features_TH = verify(context, view, shape, tree)
-    chosen_T = sampling.choose(logits_TV, Choices.after_nodes(tree))
-    accepted = accept(context, view, shape, tree, chosen_T)
-    commit(context, view, accepted, features_TH, in_place=tree.is_chain)
-    return StepResult(accepted, logits_TV, follow(context, view, accepted.token_BS, accepted.count_B))
+    logits_TV, states = verify(context, view, shape, tree)
+    return Verified(view, sampling, tree, logits_TV, states)
+
+
+def settle(context: Context, verified: Verified) -> StepResult:
+    """The step's second half: choose, accept, commit."""
+    view, tree = verified.view, verified.tree
+    chosen_T = verified.sampling.choose(verified.logits_TV, Choices.after_nodes(tree))
+    accepted = accept_path(tree, chosen_T, view.slots)
+    commit(context, view, accepted, verified.states, in_place=tree.is_chain)
+    predicted_B2 = follow(context, view, view.slots.length_B, accepted.token_BS, accepted.count_B)
+    return StepResult(accepted, verified.logits_TV, predicted_B2)
 
 
 def plant(context: Context, view: View, shape: StepShape, sampling: Sampling) -> Tree:
-    """Draft and select: the trees to verify."""
+    """Draft, and select what is worth verifying: one budget for the whole batch."""
     if not shape.levels:
-        return single_nodes(view.rows_B, view.root_B, view.length_B, view.pages_BM, context.pool.page_size)
-    return select(context, view, draft(context, view, shape, sampling), shape)
+        return single_nodes(view.slots)
+    pool = context.drafter.propose(context, view, shape, sampling)
+    return select_tree(
+        pool, view.slots, context.state.slots, shape.nodes, shape.max_nodes, pad_id=context.vocab_size
+    )
 
 
-def verify(context: Context, view: View, shape: StepShape, tree: Tree) -> tuple[Tensor, Tensor | None]:
-    """One target forward over all nodes. Returns logits ``[T, V]`` and the drafter's features ``[T, H]``."""
+def verify(context: Context, view: View, shape: StepShape, tree: Tree) -> tuple[Tensor, TargetStates]:
+    """Run the target once over all nodes. Return logits ``[T, V]`` and the states that a drafter may read."""
     nodes = Nodes(
-        pages_BM=view.pages_BM,
-        length_B=view.length_B,
+        pages_BM=view.slots.pages_BM,
+        length_B=view.slots.length_B,
         q_start=tree.q_start,
         slot_T=tree.slot_T,
         local_T=tree.local_T,
@@ -66,12 +91,7 @@ def verify(context: Context, view: View, shape: StepShape, tree: Tree) -> tuple[
         max_kv=view.max_length + shape.max_nodes,
     )
     attend = PagedAttend(context.pool, context.attention.plan_verify(nodes), tree.page_T, tree.offset_T)
-    hidden_TH, tapped = context.target(TokenBatch(tree.token_T, tree.position_T, attend, context.taps))
-    features_TH = context.drafter.fuse(hidden_TH, tapped) if context.drafter is not None else None
+    taps = context.drafter.needs.taps
+    hidden_TH, tapped = context.target(TokenBatch(tree.token_T, tree.position_T, attend, taps))
     out_TV = None if view.logits_XV is None else view.logits_XV[: shape.nodes]
-    return context.target.logits(hidden_TH, out_TV), features_TH
-
-
-def accept(context: Context, view: View, shape: StepShape, tree: Tree, chosen_T: Tensor) -> Accepted:
-    """Walks down each tree along the target's own choices; the choice at the last accepted node is the bonus."""
-    return accept_path(tree, chosen_T, view.length_B, view.pages_BM, shape.levels, context.pool.page_size)
+    return context.target.logits(hidden_TH, out_TV), TargetStates(hidden_TH, tapped)

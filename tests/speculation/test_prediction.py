@@ -151,7 +151,7 @@ def test_a_preempted_request_finds_its_place_again(overlap: str, random_models: 
 
 
 def test_the_place_after_a_preemption(random_models: Checkpoints) -> None:
-    """It is the one that the request had: the same tokens are remembered, the same one is expected next."""
+    """It is the one that the request had: the same token is expected next."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     text = answer_one(make_scheduler(random_models.target), PROMPT, params).tokens
     wanted = msgspec.structs.replace(params, prediction=[*text[:6], 9, 9, *text[6:20]])
@@ -165,12 +165,11 @@ def test_the_place_after_a_preemption(random_models: Checkpoints) -> None:
             break
     table = context_of(scheduler).state.prediction
     assert table is not None
-    before = int(table.next_R[request.slot]), table.recent_RN[request.slot].tolist()
-    assert before[0] == len(request.output) + 2
-    assert before[1] == request.output[-4:]
+    before = int(table.next_R[request.slot])
+    assert before == len(request.output) + 2
     scheduler._preempt(request)
     scheduler._admit()
-    assert (int(table.next_R[request.slot]), table.recent_RN[request.slot].tolist()) == before
+    assert int(table.next_R[request.slot]) == before
     assert client.run()["0"].tokens == text
 
 

@@ -10,7 +10,6 @@ from specserve_kernels import Pool
 from specserve.core import SamplingParams, Speculation
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import View
-from specserve.speculation.draft import draft
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs
 from tests.engines import Checkpoints, Client, Shape, answer_one, context_of, requests_of
@@ -52,7 +51,8 @@ def next_pool(scheduler: Scheduler, shape: Shape) -> Pool:
     length = int(context.state.slots.length[request.slot])
     view = View.of(context, rows_B, length, Needs.of([request.params]))
     steps, topk, tokens = shape
-    return draft(context, view, StepShape(1, tokens, steps, topk), view.sampling(context, steps))
+    sampling = view.sampling(context, steps)
+    return context.drafter.propose(context, view, StepShape(1, tokens, steps, topk), sampling)
 
 
 @pytest.mark.parametrize(("algorithm", "shape"), [("EAGLE", (4, 1, 5)), ("EAGLE3", (3, 3, 10))])

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from specserve.models.llama import LlamaModel
-from specserve.speculation.drafter import Drafter, DraftOptions
+from specserve.speculation.context import Drafter
 from specserve.speculation.drafters.eagle import EagleDrafter
+from specserve.speculation.drafters.options import DraftOptions
 
 DRAFTERS = dict.fromkeys(("EAGLE", "EAGLE3", "NEXTN", "MTP", "NAIVE_EAGLE"), EagleDrafter.load)
 

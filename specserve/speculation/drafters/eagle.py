@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from specserve_kernels import Accepted, Level, Pool, address, store_page_features
 from torch import Tensor
 
-from specserve.attention.paged import store_projected
+from specserve.attention.base import Frontier
+from specserve.attention.paged import PagedAttend, store_projected
 from specserve.kv.pool import KVPool
 from specserve.kv.spec import HeadKV, KVSpec
-from specserve.layers.batch import Attend
 from specserve.layers.linear import pack_linears
 from specserve.layers.rotary import Rope
 from specserve.models.draft.base import DraftHead
@@ -26,9 +27,12 @@ from specserve.models.draft.load import LoadedDraft, load_draft
 from specserve.models.draft.override import parse_overrides
 from specserve.models.draft.token_map import PickedRows, read_named_map, score_by, truncate
 from specserve.models.llama import LlamaModel
-from specserve.speculation.drafter import DraftOptions
+from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.drafters.options import DraftOptions
 from specserve.speculation.dynamic_map import LiveMap, MapPlan
-from specserve.speculation.sampler import VocabMap
+from specserve.speculation.expand import expand
+from specserve.speculation.sampler import Sampling, VocabMap
+from specserve.speculation.shape import StepShape
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +56,6 @@ class Vocabulary:
 class EagleDrafter:
     """Serves any ``DraftHead``; the heads differ, the drafting does not."""
 
-    needs_tokens = False
-
     def __init__(
         self, name: str, head: DraftHead, layer: int, dtype: torch.dtype, vocabulary: Vocabulary
     ) -> None:
@@ -63,10 +65,9 @@ class EagleDrafter:
         self._vocabulary = vocabulary
         self._head = head
         self._layer = layer
-        self.taps = head.config.taps
-        self.reads_last_layer = not self.taps or self.taps[-1] == layer  # its own layer follows the target's
-        self.feature_size = head.config.layer.hidden_size
-        own = head.config.layer
+        own, taps = head.config.layer, head.config.taps
+        last = not taps or taps[-1] == layer  # its own layer follows the target's
+        self.needs = DrafterNeeds(taps, last, own.hidden_size)
         self.kv: Sequence[KVSpec] = [HeadKV(own.num_kv_heads, own.head_dim, dtype)]
 
     @classmethod
@@ -99,26 +100,77 @@ class EagleDrafter:
     def pick(self, rows_R: Tensor) -> None:
         self._vocabulary.pick(rows_R)
 
-    def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        return self._head.fuse(hidden_TH, tapped)
+    def scratch(self, shape: StepShape) -> int:
+        """The root's entry, then those of each level but the last."""
+        return 1 + max(shape.levels - 1, 0) * shape.branching
 
-    def forward(
-        self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor, positions_N: Tensor, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
-        return self._head.draft(tokens_N, features_XH, positions_N, attend, source_N)
+    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
+        """Store the entries of the prompts' tokens and of the one that follows, each with the feature of the token
+        before it; a run's first takes the slot's. The token at position 0 has no entry."""
+        features_TH = self._head.fuse(states.hidden_TH, states.tapped)
+        kept_RH, rows_B = context.state.slots.feature, view.slots.rows_B
+        before_XH = torch.nn.functional.pad(features_TH, (0, 0, 1, 0))  # a row more, for runs that are empty
+        before_XH[prompts.q_start[:-1]] = kept_RH[rows_B]
+        page_T = torch.where(prompts.position_T > 0, prompts.page_T, 0)
+        pool = context.pool
+        where = page_T, prompts.offset_T
+        self._store(pool, prompts.token_T, before_XH[:-1], None, prompts.position_T, where)
+        store_page_features(features_TH, prompts.page_T, prompts.offset_T, pool.page_feature, pool.page_size)
+        last_BH = features_TH[prompts.q_start[1:] - 1]
+        page_B, offset_B = address(view.slots.pages_BM, prompts.end_B, pool.page_size)
+        where = page_B.where(prompts.final_B, 0), offset_B
+        self._store(pool, prompts.next_B, last_BH, None, prompts.end_B, where)
+        kept_RH[rows_B] = last_BH
 
-    def store(
+    def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
+        features_XH = context.state.slots.feature
+
+        def forward(level: Level, depth: int) -> Tensor:
+            nonlocal features_XH
+            frontier = Frontier(
+                pages_BM=view.slots.pages_BM,
+                prefix_B=view.prefix_B,
+                kv_start=1,
+                scratch_BKA=level.scratch_BWA,
+                max_kv=view.max_length + 1 + depth * level.width,
+            )
+            plan = context.attention.plan_draft(frontier)
+            attend = PagedAttend(context.pool, plan, level.page_N, level.offset_N)
+            logits_NV, features_XH = self._head.draft(
+                level.token_N, features_XH, level.position_N, attend, level.source_N
+            )
+            return logits_NV
+
+        return expand(context, view, shape, sampling, self.vocab, forward)
+
+    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+        """Store the entries of the emitted tokens, each with the feature of the token before it."""
+        features_TH = self._head.fuse(states.hidden_TH, states.tapped)
+        self._store(
+            context.pool,
+            accepted.next_token_BS.flatten(),
+            features_TH,
+            accepted.path_BS.flatten(),
+            accepted.next_position_BS.flatten(),
+            (accepted.next_page_BS.flatten(), accepted.next_offset_BS.flatten()),
+        )
+        return features_TH
+
+    def _store(
         self,
+        pool: KVPool,
         tokens_N: Tensor,
         features_XH: Tensor,
         source_N: Tensor | None,
         positions_N: Tensor,
-        pool: KVPool,
-        address: tuple[Tensor, Tensor],
+        where: tuple[Tensor, Tensor],
     ) -> None:
+        """Write the final cache entries of (real feature, token) pairs at the tokens' ``(pages, offsets)``.
+
+        ``source_N`` None: each pair's feature is in its own row.
+        """
         kv_N = self._head.project_kv(tokens_N, features_XH, source_N)
-        rope = Rope(self._head.rope_P2D, positions_N)
-        store_projected(pool, self._layer, kv_N, rope, *address)
+        store_projected(pool, self._layer, kv_N, Rope(self._head.rope_P2D, positions_N), *where)
 
 
 def _vocabulary(loaded: LoadedDraft, token_map: Path | MapPlan | None, target: LlamaModel) -> Vocabulary:

@@ -31,6 +31,7 @@ from specserve.process.worker import with_threads
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
 from specserve.speculation.control.cost import CostModel
+from specserve.speculation.drafters.none import NoDrafter
 from specserve.speculation.shape import StepShape
 from specserve.tools.tune.grid import Candidate, envelope
 from specserve.tools.tune.loop import MeteredRunner, Run, check_answered, closed_loop
@@ -101,7 +102,6 @@ class TuneEngine:
         plan = max(plans, key=lambda plan: plan.margin)
         context = create_context(settings, model, plan)
         context.state.know_texts(max(map(len, work.prompts)) + work.max_tokens)
-        assert context.drafter is not None
         largest = settings.cuda_graph_max_bs
         padding = Padding(batch_buckets(largest) if largest is not None else ())
         if settings.device == "cuda":
@@ -111,7 +111,6 @@ class TuneEngine:
     @property
     def draft_vocab(self) -> int:
         """Tokens that the draft can guess: topk is no larger."""
-        assert self.context.drafter is not None
         return self.context.drafter.vocab_size
 
     def shape(self, candidate: Candidate, batch: int) -> StepShape:
@@ -239,7 +238,7 @@ class TuneEngine:
         return {shape: graph for (kind, shape), graph in self._graphs.items() if kind == drafted}
 
     def _context(self, drafted: bool) -> Context:
-        return self.context if drafted else replace(self.context, drafter=None)
+        return self.context if drafted else replace(self.context, drafter=NoDrafter())
 
     def _scheduler(self, settings: Settings, runner: Runner, policy: ShapePolicy) -> Scheduler:
         """A fresh one for each run: its pages and prefix cache are its own."""

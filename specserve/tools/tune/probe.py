@@ -16,7 +16,6 @@ from specserve.engine.runner import Launch, Row, Runner
 from specserve.speculation.context import Context
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch
-from specserve.speculation.draft import draft
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import to_device
 from specserve.tools.tune.walk import Answer, Array, Pools
@@ -49,7 +48,7 @@ class DraftRecorder(Runner):
         pools = {}
         for topk, levels in self._levels.items():
             deep = StepShape(len(rows), len(rows), levels, topk)
-            pool = draft(self.context, view, deep, view.sampling(self.context, levels))
+            pool = self.context.drafter.propose(self.context, view, deep, view.sampling(self.context, levels))
             parts = (pool.tokens_BP, pool.parents_BP, pool.scores_BP.float())
             pools[topk] = Pools(*(part.cpu().numpy() for part in parts))
         launch = super().step(rows, StepShape.plain(len(rows)))

@@ -7,18 +7,17 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.pdl import overlap, take_turn
-from specserve_kernels.types import MAX_NODES, Accepted, Tree
+from specserve_kernels.types import MAX_NODES, Accepted, Slots, Tree
 
 
-def accept_path(
-    tree: Tree, chosen_T: Tensor, length_B: Tensor, pages_BM: Tensor, levels: int, page_size: int
-) -> Accepted:
-    slots, columns = len(length_B), levels + 1
-    fields = length_B.new_empty(9, slots, columns).unbind()
+def accept_path(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
+    length_B, columns = slots.length_B, tree.levels + 1
+    batch = len(length_B)
+    fields = length_B.new_empty(9, batch, columns).unbind()
     path, page, offset, source_page, source_offset, *following = fields
     next_token, next_page, next_offset, next_position = following
-    count, packed = length_B.new_empty(slots), length_B.new_empty(slots, columns + 3)
-    _accept_kernel[(slots,)](
+    count, packed = length_B.new_empty(batch), length_B.new_empty(batch, columns + 3)
+    _accept_kernel[(batch,)](
         tree.token_T,
         chosen_T,
         tree.parent_T,
@@ -26,7 +25,7 @@ def accept_path(
         tree.mask_T,
         tree.q_start,
         length_B,
-        pages_BM,
+        slots.pages_BM,
         path,
         count,
         packed,
@@ -39,8 +38,8 @@ def accept_path(
         next_offset,
         next_position,
         columns,
-        pages_BM.stride(0),
-        page_size,
+        slots.pages_BM.stride(0),
+        slots.page_size,
         NODES=MAX_NODES,
         SP=max(triton.next_power_of_2(columns), 8),
         num_warps=2,

@@ -1,32 +1,36 @@
-"""Commit on a GPU, one launch each. Shapes as in ``types``; H feature size, L layers of a group, V vocabulary."""
+"""Commit on a GPU, one launch each. Shapes as in ``types``; L layers of a group, V vocabulary."""
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.pdl import overlap, take_turn
-from specserve_kernels.types import Accepted
+from specserve_kernels.types import Accepted, Slots, SlotTables
 
 _TILE = 4096  # most elements that a program of move_kv holds
 _FEATURES = 2048  # feature columns of a program of advance
 
 
 def move_kv(group: Tensor, accepted: Accepted) -> None:
-    layers, _, _, _, heads, head_dim = group.shape
+    layers, _, parts = group.shape[:3]
+    width = math.prod(group.shape[4:])
     slots, columns = accepted.path_BS.shape
     rows = max(triton.next_power_of_2(columns), 8)
-    block = min(triton.next_power_of_2(heads * head_dim), _TILE // rows)
-    _move_kernel[(slots, layers, 2 * triton.cdiv(heads * head_dim, block))](
+    block = min(triton.next_power_of_2(width), _TILE // rows)
+    _move_kernel[(slots, layers, parts * triton.cdiv(width, block))](
         group,
         accepted.page_BS,
         accepted.offset_BS,
         accepted.source_page_BS,
         accepted.source_offset_BS,
         columns,
-        heads * head_dim,
+        width,
         *group.stride()[:4],
+        PARTS=parts,
         SP=rows,
         BLOCK=block,
         **overlap(),
@@ -35,40 +39,37 @@ def move_kv(group: Tensor, accepted: Accepted) -> None:
 
 def advance(
     accepted: Accepted,
+    slots: Slots,
+    tables: SlotTables,
     features_TH: Tensor | None,
-    rows_B: Tensor,
-    length_B: Tensor,
-    root_R: Tensor,
-    length_R: Tensor,
-    feature_RH: Tensor,
     page_feature_PH: Tensor,
-    counts_RV: Tensor,
-    page_size: int,
-    penalized: bool,
+    counts_RV: Tensor | None,
 ) -> None:
-    slots, columns = accepted.path_BS.shape
+    batch, columns = accepted.path_BS.shape
     featured = features_TH is not None
-    width = feature_RH.shape[1]
-    _advance_kernel[(slots, columns, triton.cdiv(width, _FEATURES) if featured else 1)](
+    width = tables.feature.shape[1]
+    _advance_kernel[(batch, columns, triton.cdiv(width, _FEATURES) if featured else 1)](
         accepted.path_BS,
         accepted.count_B,
         accepted.packed_BX,
         accepted.page_BS,
         accepted.offset_BS,
-        feature_RH if features_TH is None else features_TH,
-        rows_B,
-        length_B,
-        root_R,
-        length_R,
-        feature_RH,
+        tables.feature if features_TH is None else features_TH,
+        slots.rows_B,
+        slots.length_B,
+        tables.root,
+        tables.length,
+        tables.feature,
+        tables.tokens,
         page_feature_PH,
-        counts_RV,
+        tables.root if counts_RV is None else counts_RV,
         columns,
         width,
-        counts_RV.shape[1],
-        len(root_R) - 1,
-        page_size,
-        int(penalized),
+        tables.tokens.shape[1],
+        0 if counts_RV is None else counts_RV.shape[1],
+        len(tables.root) - 1,
+        slots.page_size,
+        int(counts_RV is not None),
         FEATURED=featured,
         BLOCK=_FEATURES,
         **overlap(),
@@ -77,17 +78,18 @@ def advance(
 
 @triton.jit(do_not_specialize=["page_ptr", "offset_ptr", "source_page_ptr", "source_offset_ptr", "columns"])
 def _move_kernel(
-    group_ptr,  # [L, pages, 2, page size, heads * D]
+    group_ptr,  # [L, pages, PARTS, page size, width]
     page_ptr,  # [B, S + 1], as all below
     offset_ptr,
     source_page_ptr,
     source_offset_ptr,
     columns,  # S + 1
-    width,  # heads * D
+    width,  # of a row
     layer_stride,
     page_stride,
-    kv_stride,
+    part_stride,
     offset_stride,
+    PARTS: tl.constexpr,
     SP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -95,7 +97,7 @@ def _move_kernel(
     take_turn(OVERLAP)
     b = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
-    part = tl.program_id(2)
+    block = tl.program_id(2)
     s = tl.arange(0, SP)
     inside = s < columns
     page = tl.load(page_ptr + b * columns + s, mask=inside, other=0)
@@ -103,8 +105,8 @@ def _move_kernel(
     source_page = tl.load(source_page_ptr + b * columns + s, mask=inside, other=0)
     source_offset = tl.load(source_offset_ptr + b * columns + s, mask=inside, other=0)
     moves = (page != 0) & ((page != source_page) | (offset != source_offset))
-    x = (part // 2) * BLOCK + tl.arange(0, BLOCK)
-    base = group_ptr + layer * layer_stride + (part % 2).to(tl.int64) * kv_stride + x[None, :]
+    x = (block // PARTS) * BLOCK + tl.arange(0, BLOCK)
+    base = group_ptr + layer * layer_stride + (block % PARTS).to(tl.int64) * part_stride + x[None, :]
     mask = moves[:, None] & (x < width)[None, :]
     value = tl.load(base + (source_page * page_stride + source_offset * offset_stride)[:, None], mask=mask)
     # One node's target may be another's source: all warps have read before any writes.
@@ -124,7 +126,17 @@ def _move_kernel(
             "length_ptr",
             "root_ptr",
         ),
-        *("length_out_ptr", "counts_ptr", "columns", "vocab", "dummy", "page_size", "penalized"),
+        *(
+            "length_out_ptr",
+            "tokens_ptr",
+            "counts_ptr",
+            "columns",
+            "text_size",
+            "vocab",
+            "dummy",
+            "page_size",
+        ),
+        "penalized",
     ]
 )
 def _advance_kernel(
@@ -139,10 +151,12 @@ def _advance_kernel(
     root_ptr,  # out [R]
     length_out_ptr,  # out [R]
     feature_ptr,  # out [R, H]
+    tokens_ptr,  # out [R, C] int32
     page_feature_ptr,  # out [pages, H]
     counts_ptr,  # out [R, V]
     columns,  # S + 1
     width,  # H
+    text_size,  # C
     vocab,
     dummy,
     page_size,
@@ -159,8 +173,9 @@ def _advance_kernel(
         is_last = s == count - 1
         if part == 0:
             token = tl.load(packed_ptr + b * (columns + 3) + s)
+            length = tl.load(length_ptr + b)
+            tl.store(tokens_ptr + row * text_size + length + s + 1, token.to(tl.int32))
             if is_last:
-                length = tl.load(length_ptr + b)
                 tl.store(root_ptr + row, token)
                 tl.store(length_out_ptr + row, tl.where(row == dummy, length, length + count))
             if penalized != 0:

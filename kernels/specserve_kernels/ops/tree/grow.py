@@ -16,34 +16,32 @@ from torch import Tensor
 
 from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
 from specserve_kernels.ops.sampling.adjustment import order_of, without_nan
-from specserve_kernels.types import Level, Pool, Prediction
+from specserve_kernels.types import Level, Pool, Prediction, Slots, tree_pool_size
 
 
-def root_level(
-    rows_B: Tensor, root_B: Tensor, length_B: Tensor, pages_BM: Tensor, pool: Pool, page_size: int
-) -> Level:
-    slots = len(rows_B)
-    page_B, offset_B, pool_B = torch.empty_like(root_B).new_empty(3, slots).unbind()
-    score_B = pool.scores_BP.new_empty(slots)
-    _root_kernel[(triton.cdiv(slots, 128),)](
-        length_B,
-        pages_BM,
+def root_level(slots: Slots, pool: Pool) -> Level:
+    batch, root_B = len(slots.rows_B), slots.root_B
+    page_B, offset_B, pool_B = torch.empty_like(root_B).new_empty(3, batch).unbind()
+    score_B = pool.scores_BP.new_empty(batch)
+    _root_kernel[(triton.cdiv(batch, 128),)](
+        slots.length_B,
+        slots.pages_BM,
         page_B,
         offset_B,
         pool_B,
         score_B,
-        slots,
-        pages_BM.stride(0),
-        page_size,
+        batch,
+        slots.pages_BM.stride(0),
+        slots.page_size,
         BLOCK=128,
         **overlap(),
     )
     root_B1 = root_B[:, None]
     return Level(
         token_N=root_B,
-        source_N=rows_B,
-        rows_N=rows_B,
-        position_N=length_B,
+        source_N=slots.rows_B,
+        rows_N=slots.rows_B,
+        position_N=slots.length_B,
         page_N=page_B,
         offset_N=offset_B,
         score_BW=score_B[:, None],
@@ -58,25 +56,22 @@ def grow_level(
     token_NC: Tensor,
     logp_NC: Tensor,
     pool: Pool,
-    length_B: Tensor,
-    pages_BM: Tensor,
-    depth: int,
-    page_size: int,
-    last: bool,
+    slots: Slots,
     prediction: Prediction | None = None,
 ) -> Level | None:
-    slots, width = level.score_BW.shape
-    k = token_NC.shape[1]
-    nodes = 0 if last else slots * k
+    batch, width = level.score_BW.shape
+    k, depth = token_NC.shape[1], level.path_NA.shape[1]
+    last = depth + 1 == pool.levels
+    nodes = 0 if last else batch * k
     numbers = token_NC.new_empty(7, nodes)
     token, source, rows, position, page, offset, pool_index = numbers.unbind()
     score = level.score_BW.new_empty(nodes)
     ancestors = token_NC.new_empty(2, nodes, depth + 1)
     padded = triton.next_power_of_2(k * k)
-    predicted = (pages_BM,) * 4
+    predicted = (slots.pages_BM,) * 4
     if prediction is not None:
         predicted = (prediction.tokens_RP, prediction.length_R, prediction.next_R, prediction.trust_R)
-    _grow_kernel[(slots,)](
+    _grow_kernel[(batch,)](
         level.score_BW,
         level.pool_BW,
         level.rows_N,
@@ -87,8 +82,8 @@ def grow_level(
         pool.tokens_BP,
         pool.parents_BP,
         pool.scores_BP,
-        length_B,
-        pages_BM,
+        slots.length_B,
+        slots.pages_BM,
         numbers,
         score,
         ancestors[0],
@@ -97,10 +92,10 @@ def grow_level(
         predicted[0].shape[1],
         width,
         depth,
-        0 if depth == 0 else k + (depth - 1) * k * k,
+        tree_pool_size(depth, k),
         pool.scores_BP.shape[1],
-        pages_BM.stride(0),
-        page_size,
+        slots.pages_BM.stride(0),
+        slots.page_size,
         int(last),
         PREDICTED=prediction is not None,
         K=k,
@@ -120,9 +115,9 @@ def grow_level(
         position_N=position,
         page_N=page,
         offset_N=offset,
-        score_BW=score.view(slots, k),
-        pool_BW=pool_index.view(slots, k),
-        scratch_BWA=ancestors[0].view(slots, k, depth + 1),
+        score_BW=score.view(batch, k),
+        pool_BW=pool_index.view(batch, k),
+        scratch_BWA=ancestors[0].view(batch, k, depth + 1),
         path_NA=ancestors[1],
     )
 

@@ -1,5 +1,5 @@
 """Predicted text on a GPU: one launch a step, one program a slot, which ends at once where there is none. Shapes as in
-``types``. What drafts take from it is part of ``grow_level``'s kernel."""
+``reference/prediction.py``. What drafts take from it is part of ``grow_level``'s kernel."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from torch import Tensor
 
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.reference.tree.prediction import BELIEF, CERTAIN, FORGET, MIN_MATCH, PRIOR
-from specserve_kernels.types import RECENT, Prediction
+from specserve_kernels.types import Prediction
 
 
-def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, count_B: Tensor) -> Tensor:
+def follow_prediction(
+    prediction: Prediction,
+    tokens_RC: Tensor,
+    rows_B: Tensor,
+    length_B: Tensor,
+    token_BS: Tensor,
+    count_B: Tensor,
+) -> Tensor:
     slots, columns = token_BS.shape
     followed_B2 = count_B.new_empty(slots, 2)
     assert token_BS.stride(1) == 1
@@ -20,21 +27,22 @@ def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, 
         prediction.tokens_RP,
         prediction.length_R,
         prediction.next_R,
-        prediction.recent_RN,
+        tokens_RC,
         prediction.counts_R2,
         prediction.trust_R,
         rows_B,
+        length_B,
         token_BS,
         count_B,
         followed_B2,
         prediction.tokens_RP.shape[1],
+        tokens_RC.shape[1],
         token_BS.stride(0),
         MIN_MATCH=MIN_MATCH,
         FORGET=FORGET,
         PRIOR=PRIOR,
         BELIEF=BELIEF,
         CERTAIN=CERTAIN,
-        N=RECENT,
         SP=max(triton.next_power_of_2(columns), 8),
         BLOCK=1024,
         **overlap(),
@@ -42,34 +50,27 @@ def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, 
     return followed_B2
 
 
-@triton.jit
-def _latest(recent_ptr, token_ptr, count, back, N: tl.constexpr):
-    """The token emitted ``back`` places before the end."""
-    x = count + N - back
-    old = tl.load(recent_ptr + x, mask=x < N, other=-1)
-    return tl.where(x < N, old, tl.load(token_ptr + x - N, mask=x >= N, other=-1))
-
-
-@triton.jit(do_not_specialize=range(12))
+@triton.jit(do_not_specialize=range(14))
 def _follow_kernel(
     predicted_ptr,  # [R, P] int32
     length_ptr,  # [R]
     next_ptr,  # in and out [R]
-    recent_ptr,  # in and out [R, N]
+    text_ptr,  # [R, C] int32
     counts_ptr,  # in and out [R, 2] float32
     trust_ptr,  # out [R] float32
     rows_ptr,  # [B]
+    length_before_ptr,  # [B]
     token_ptr,  # [B, S + 1]
     count_ptr,  # [B]
     followed_ptr,  # out [B, 2]
     size,  # P
+    text_size,  # C
     token_stride,
     MIN_MATCH: tl.constexpr,
     FORGET: tl.constexpr,
     PRIOR: tl.constexpr,
     BELIEF: tl.constexpr,
     CERTAIN: tl.constexpr,
-    N: tl.constexpr,
     SP: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -82,21 +83,19 @@ def _follow_kernel(
     place = tl.load(next_ptr + row)
     if length > 0:
         count = tl.load(count_ptr + b)
-        table, emitted, recent = (
-            predicted_ptr + row * size,
-            token_ptr + b * token_stride,
-            recent_ptr + row * N,
-        )
+        table, emitted = predicted_ptr + row * size, token_ptr + b * token_stride
         s = tl.arange(0, SP)
         token = tl.load(emitted + s, mask=s < count, other=-1)
         end = tl.where(place >= 0, length, place)  # a text that departed has nothing ahead
         inside = (s < count) & (place + s < end)
         wanted = tl.load(table + place + s, mask=inside, other=-2)
         followed = tl.min(tl.where((s < count) & (token != wanted), s, count), axis=0)
-        t1 = _latest(recent, emitted, count, 1, N)
-        t2 = _latest(recent, emitted, count, 2, N)
-        t3 = _latest(recent, emitted, count, 3, N)
-        t4 = _latest(recent, emitted, count, 4, N)
+        at = tl.load(length_before_ptr + b) + count
+        text = text_ptr + row * text_size + at
+        t1 = tl.load(text, mask=at >= 0, other=-1)
+        t2 = tl.load(text - 1, mask=at >= 1, other=-1)
+        t3 = tl.load(text - 2, mask=at >= 2, other=-1)
+        t4 = tl.load(text - 3, mask=at >= 3, other=-1)
         moved = place + count
         if followed < count:
             reached = tl.where(place >= 0, place + followed, -1 - place)
@@ -124,9 +123,5 @@ def _follow_kernel(
         tl.store(counts_ptr + 2 * row + 1, tested_of_late)
         chance = (right_of_late + PRIOR * BELIEF) / (tested_of_late + PRIOR)
         tl.store(trust_ptr + row, tl.log(tl.where(chance < CERTAIN, chance, 1.0)))
-        tl.store(recent + 3, t1)
-        tl.store(recent + 2, t2)
-        tl.store(recent + 1, t3)
-        tl.store(recent, t4)
     tl.store(followed_ptr + 2 * b, place)
     tl.store(followed_ptr + 2 * b + 1, followed)

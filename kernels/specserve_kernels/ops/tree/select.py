@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.ops.sampling.adjustment import order_of
 from specserve_kernels.ops.tree.grow import store_all
-from specserve_kernels.types import Pool, Tree
+from specserve_kernels.types import Pool, Slots, SlotTables, Tree
 
 _DEAD = tl.constexpr(-(2**31))  # below every score's key
 _NODE = (
@@ -33,66 +32,60 @@ _NODE = (
 
 
 def select_tree(
-    pool: Pool,
-    rows_B: Tensor,
-    root_B: Tensor,
-    length_B: Tensor,
-    pages_BM: Tensor,
-    limit_R: Tensor,
-    cap_R: Tensor,
-    total: int,
-    max_nodes: int,
-    levels: int,
-    branching: int,
-    page_size: int,
-    hole: int,
+    pool: Pool, slots: Slots, tables: SlotTables, total: int, max_nodes: int, pad_id: int
 ) -> Tree:
-    slots, size = pool.scores_BP.shape
+    batch, size = pool.scores_BP.shape
+    root_B, levels = slots.root_B, pool.levels
     kept = max(min(size, max_nodes - 1), 1)
-    key_BC = root_B.new_empty(slots, kept, dtype=torch.int32)
+    key_BC = root_B.new_empty(batch, kept, dtype=torch.int32)
     index_BC = torch.empty_like(key_BC)
-    local_BP = key_BC.new_empty(slots, size)
+    local_BP = key_BC.new_empty(batch, size)
     padded = triton.next_power_of_2(size)
-    _cap_kernel[(slots,)](
-        pool.scores_BP,
-        rows_B,
-        length_B,
-        limit_R,
-        cap_R,
+    assert pool.depths_BP.stride(1) == 1
+    _cap_kernel[(batch,)](
+        pool.scores_BP.contiguous(),
+        pool.depths_BP,
+        slots.rows_B,
+        slots.length_B,
+        tables.limit,
+        tables.draft_cap,
         key_BC,
         index_BC,
         size,
+        pool.depths_BP.stride(0),
         kept,
-        min(total - slots, max_nodes - 1),
-        K=branching,
+        min(total - batch, max_nodes - 1),
         PP=padded,
         num_warps=1 if padded <= 64 else 4 if padded <= 2048 else 8,
         **overlap(),
     )
     nodes = root_B.new_empty(len(_NODE), total)
-    path_TA, q_start = root_B.new_empty(total, levels), root_B.new_empty(slots + 1)
-    _pack_kernel[(slots + 1,)](
-        pool.tokens_BP,
+    path_TA, q_start = root_B.new_empty(total, levels), root_B.new_empty(batch + 1)
+    _pack_kernel[(batch + 1,)](
+        pool.tokens_BP.contiguous(),
         pool.parents_BP,
+        pool.depths_BP,
         key_BC,
         index_BC,
         local_BP,
-        rows_B,
+        slots.rows_B,
         root_B,
-        length_B,
-        pages_BM,
+        slots.length_B,
+        slots.pages_BM,
         nodes,
         path_TA,
         q_start,
-        slots,
+        batch,
         size,
+        pool.parents_BP.stride(0),
+        pool.depths_BP.stride(0),
         kept,
         total,
         levels,
-        pages_BM.stride(0),
-        page_size,
-        hole,
-        K=branching,
+        slots.pages_BM.stride(0),
+        slots.page_size,
+        pad_id,
+        CHAIN=pool.is_chain,
         CP=triton.next_power_of_2(kept + 1),
         AP=triton.next_power_of_2(levels),
         BLOCK=1024,
@@ -103,38 +96,39 @@ def select_tree(
         **dict(zip(_NODE, nodes.unbind(), strict=True)),
         path_TA=path_TA,
         q_start=q_start,
-        is_chain=branching == 1,
+        is_chain=pool.is_chain,
     )
 
 
-def single_nodes(rows_B: Tensor, root_B: Tensor, length_B: Tensor, pages_BM: Tensor, page_size: int) -> Tree:
-    slots = len(root_B)
-    index, zero, one, page, offset = root_B.new_empty(5, slots + 1).unbind()
-    _single_kernel[(triton.cdiv(slots + 1, 128),)](
-        length_B,
-        pages_BM,
+def single_nodes(slots: Slots) -> Tree:
+    root_B = slots.root_B
+    batch = len(root_B)
+    index, zero, one, page, offset = root_B.new_empty(5, batch + 1).unbind()
+    _single_kernel[(triton.cdiv(batch + 1, 128),)](
+        slots.length_B,
+        slots.pages_BM,
         index,
         zero,
         one,
         page,
         offset,
-        slots,
-        pages_BM.stride(0),
-        page_size,
+        batch,
+        slots.pages_BM.stride(0),
+        slots.page_size,
         BLOCK=128,
         **overlap(),
     )
     return Tree(
         token_T=root_B,
-        parent_T=index[:slots],
-        slot_T=index[:slots],
-        rows_T=rows_B,
-        local_T=zero[:slots],
-        depth_T=zero[:slots],
-        mask_T=one[:slots],
-        position_T=length_B,
-        page_T=page[:slots],
-        offset_T=offset[:slots],
+        parent_T=index[:batch],
+        slot_T=index[:batch],
+        rows_T=slots.rows_B,
+        local_T=zero[:batch],
+        depth_T=zero[:batch],
+        mask_T=one[:batch],
+        position_T=slots.length_B,
+        page_T=page[:batch],
+        offset_T=offset[:batch],
         path_TA=root_B[:, None][:, :0],
         q_start=index,
         is_chain=True,
@@ -168,15 +162,10 @@ def _single_kernel(
     tl.store(offset_ptr + b, length % page_size, mask=live)
 
 
-@triton.jit
-def _depth_of(index, K: tl.constexpr):
-    """Depth of a pool entry: K entries at 1, then K * K at each."""
-    return tl.where(index < K, 1, 2 + (index - K) // (K * K))
-
-
-@triton.jit(do_not_specialize=range(10))
+@triton.jit(do_not_specialize=range(12))
 def _cap_kernel(
     scores_ptr,  # [B, P] float32
+    depths_ptr,  # [B, P]
     rows_ptr,  # [B]
     length_ptr,  # [B]
     limit_ptr,  # [R]
@@ -184,9 +173,9 @@ def _cap_kernel(
     key_ptr,  # out [B, C] int32: keys of the kept candidates in pool order, _DEAD behind them
     index_ptr,  # out [B, C] int32: their pool indices
     size,  # P
+    depths_stride,
     kept_size,  # C
     most,  # a slot never gets more
-    K: tl.constexpr,
     PP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -197,7 +186,8 @@ def _cap_kernel(
     cap = tl.minimum(tl.load(cap_ptr + row), most).to(tl.int32)
     p = tl.arange(0, PP)
     score = tl.load(scores_ptr + b * size + p, mask=p < size, other=float("-inf"))
-    live = (p < size) & (score > float("-inf")) & (_depth_of(p, K) <= room)
+    depth = tl.load(depths_ptr + b * depths_stride + p, mask=p < size, other=0)
+    live = (p < size) & (score > float("-inf")) & (depth <= room)
     key = tl.where(live, order_of(score), _DEAD)
     bound, ties = tl.full((), _DEAD, tl.int32), cap * 0
     if tl.sum(live.to(tl.int32), axis=0) > cap:
@@ -231,10 +221,11 @@ def _count_from(key_ptr, head, count, bound, BLOCK: tl.constexpr):
     return tl.sum(found, axis=0)
 
 
-@triton.jit(do_not_specialize=range(20))
+@triton.jit(do_not_specialize=range(23))
 def _pack_kernel(
     tokens_ptr,  # [B, P]
     parents_ptr,  # [B, P]
+    depths_ptr,  # [B, P]
     key_ptr,  # [B, C] int32
     index_ptr,  # [B, C] int32
     local_of_ptr,  # scratch [B, P] int32
@@ -247,13 +238,15 @@ def _pack_kernel(
     q_start_ptr,  # out [B + 1]
     slots,
     size,  # P
+    parents_stride,
+    depths_stride,
     kept_size,  # C
     total,  # T
     levels,  # S
     pages_stride,
     page_size,
-    hole,
-    K: tl.constexpr,
+    pad_id,
+    CHAIN: tl.constexpr,
     CP: tl.constexpr,
     AP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -270,16 +263,21 @@ def _pack_kernel(
     start_T = b + above + tl.minimum(tied, ties)
     tl.store(q_start_ptr + b, start_T)
     if b < slots:
-        own = tokens_ptr + b * size, parents_ptr + b * size, local_of_ptr + b * size
+        own = (
+            tokens_ptr + b * size,
+            parents_ptr + b * parents_stride,
+            depths_ptr + b * depths_stride,
+            local_of_ptr + b * size,
+        )
         kept = key_ptr + b * kept_size, index_ptr + b * kept_size, kept_size
         root = tl.load(root_ptr + b), tl.load(rows_ptr + b), tl.load(length_ptr + b)
         pages = pages_ptr + b * pages_stride, page_size
         cut = bound, tied, ties
-        path = path_ptr, levels, hole
-        _pack_slot(own, kept, root, pages, cut, (node_ptr, total), path, b, start_T, K, CP, AP)
+        path = path_ptr, levels, pad_id
+        _pack_slot(own, kept, root, pages, cut, (node_ptr, total), path, b, start_T, CHAIN, CP, AP)
     else:
         last = tl.load(root_ptr), tl.load(rows_ptr + slots - 1), tl.load(length_ptr + slots - 1)
-        _fill_up(last, node_ptr, path_ptr, slots, start_T, total, levels, page_size, hole, CP, AP)
+        _fill_up(last, node_ptr, path_ptr, slots, start_T, total, levels, page_size, pad_id, CP, AP)
 
 
 @triton.jit
@@ -332,18 +330,18 @@ def _pack_slot(
     path,
     b,
     start_T,
-    K: tl.constexpr,
+    CHAIN: tl.constexpr,
     CP: tl.constexpr,
     AP: tl.constexpr,
 ):
     """Lane 0 is the root, lane c the slot's kept candidate c - 1."""
-    tokens_ptr, parents_ptr, local_of_ptr = own
+    tokens_ptr, parents_ptr, depths_ptr, local_of_ptr = own
     key_ptr, index_ptr, kept_size = kept
     root_token, row, length = root
     pages_ptr, page_size = pages
     bound, tied_before, ties = cut
     node_ptr, total = nodes
-    path_ptr, levels, hole = path
+    path_ptr, levels, pad_id = path
     c, s = tl.arange(0, CP), tl.arange(0, AP)
     inside = (c > 0) & (c <= kept_size)
     key = tl.load(key_ptr + c - 1, mask=inside, other=_DEAD)
@@ -355,17 +353,19 @@ def _pack_slot(
     drafted = index >= 0
     t = start_T + local
     token = tl.where(drafted, tl.load(tokens_ptr + index, mask=drafted, other=0), root_token)
-    depth = tl.where(drafted, _depth_of(index, K), 0)
+    depth = tl.load(depths_ptr + index, mask=drafted, other=0)
     wide, whole = local.to(tl.int64), tl.zeros((CP,), tl.int64)
     at = length + wide
     page = tl.load(pages_ptr + at // page_size, mask=chosen)
-    if K == 1:
+    if CHAIN:
         parent = tl.maximum(local - 1, 0)
         mask = (tl.full((CP,), 2, tl.int64) << wide) - 1
         back = index[:, None] - s[None, :]
         cells = chosen[:, None] & (s < levels)[None, :]
         above = tl.load(tokens_ptr + back, mask=cells & (back >= 0), other=0)
-        tl.store(path_ptr + (t * levels)[:, None] + s[None, :], tl.where(back >= 0, above, hole), mask=cells)
+        tl.store(
+            path_ptr + (t * levels)[:, None] + s[None, :], tl.where(back >= 0, above, pad_id), mask=cells
+        )
     else:
         tl.store(local_of_ptr + index, local, mask=drafted)
         tl.debug_barrier()
@@ -376,12 +376,12 @@ def _pack_slot(
             step = tl.load(tokens_ptr + node, mask=below, other=0)
             bit = tl.load(local_of_ptr + node, mask=below, other=0).to(tl.int64)
             mask |= (whole + 1) << bit
-            tl.store(path_ptr + t * levels + column, tl.where(below, step, hole), mask=chosen)
+            tl.store(path_ptr + t * levels + column, tl.where(below, step, pad_id), mask=chosen)
             node = tl.load(parents_ptr + node, mask=below, other=-1)
         above = tl.load(parents_ptr + index, mask=drafted, other=-1)
         parent = tl.load(local_of_ptr + above, mask=above >= 0, other=0)
     place = length + depth, page, at % page_size
-    node = token, start_T + parent, b + whole, row + whole, wide, depth.to(tl.int64), mask
+    node = token, start_T + parent, b + whole, row + whole, wide, depth, mask
     store_all(node_ptr, total, t, node + place, chosen)
 
 
@@ -395,7 +395,7 @@ def _fill_up(
     total,
     levels,
     page_size,
-    hole,
+    pad_id,
     CP: tl.constexpr,
     AP: tl.constexpr,
 ):
@@ -403,7 +403,7 @@ def _fill_up(
     token, row, length = last
     c, s = tl.arange(0, CP), tl.arange(0, AP)
     zero = tl.zeros((CP,), tl.int64)
-    holes = tl.zeros((CP, AP), tl.int64) + hole
+    padding = tl.zeros((CP, AP), tl.int64) + pad_id
     for first in range(start_T.to(tl.int32), total, CP):
         t = first + c
         spare = t < total
@@ -411,4 +411,4 @@ def _fill_up(
         node = token + zero, t + zero, slots + zero, row + zero, zero, zero, zero + 1
         store_all(node_ptr, total, t, node + place, spare)
         cells = spare[:, None] & (s < levels)[None, :]
-        tl.store(path_ptr + (t * levels)[:, None] + s[None, :], holes, mask=cells)
+        tl.store(path_ptr + (t * levels)[:, None] + s[None, :], padding, mask=cells)

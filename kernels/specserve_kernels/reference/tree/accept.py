@@ -6,33 +6,21 @@ import torch
 from torch import Tensor
 
 from specserve_kernels.reference.tree.nodes import address
-from specserve_kernels.types import Accepted, Tree
+from specserve_kernels.types import Accepted, Slots, Tree
 
 
-def accept_path(
-    tree: Tree, chosen_T: Tensor, length_B: Tensor, pages_BM: Tensor, levels: int, page_size: int
-) -> Accepted:
+def accept_path(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
     """``chosen_T``: the token the target chose after each node. A child that carries it is accepted; the choice at the
     last accepted node is the bonus token."""
-    slots = len(length_B)
-    path_BS, count_B = accept_walk(
-        tree.token_T,
-        chosen_T,
-        tree.parent_T,
-        tree.slot_T,
-        tree.local_T,
-        tree.depth_T,
-        tree.mask_T,
-        slots,
-        levels,
-    )
+    length_B, levels = slots.length_B, tree.levels
+    path_BS, count_B = accept_walk(tree, chosen_T, len(length_B))
     column_S = path_BS.new_ones(levels + 1).cumsum(0) - 1
     live_BS = column_S < count_B[:, None]
     position_BS = length_B[:, None] + column_S
-    pages_NM = pages_BM.repeat_interleave(levels + 1, dim=0)
+    pages_NM = slots.pages_BM.repeat_interleave(levels + 1, dim=0)
 
     def place(position_BS: Tensor) -> tuple[Tensor, Tensor]:
-        page_N, offset_N = address(pages_NM, position_BS.flatten(), page_size)
+        page_N, offset_N = address(pages_NM, position_BS.flatten(), slots.page_size)
         return page_N.view_as(live_BS).where(live_BS, 0), offset_N.view_as(live_BS)
 
     token_BS = chosen_T[path_BS].where(live_BS, -1)
@@ -70,29 +58,20 @@ def first_choices(tree: Tree, path_BS: Tensor, live_BS: Tensor) -> tuple[Tensor,
     return count_B1 - 1, followed_B1
 
 
-def accept_walk(
-    token_T: Tensor,
-    chosen_T: Tensor,
-    parent_T: Tensor,
-    slot_T: Tensor,
-    local_T: Tensor,
-    depth_T: Tensor,
-    mask_T: Tensor,
-    slots: int,
-    levels: int,
-) -> tuple[Tensor, Tensor]:
+def accept_walk(tree: Tree, chosen_T: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     """Follows, from each root, the child that carries the token chosen at its parent.
 
     Returns ``path`` ``[B, S + 1]``, packed indices of the accepted nodes by depth (0 beyond the end), and their
     number ``[B]``, the root included.
     """
-    agrees_T = (token_T == chosen_T[parent_T]) | (local_T == 0)
-    bits = torch.zeros(slots + 1, dtype=torch.int64, device=token_T.device)
-    bits.scatter_add_(0, slot_T, agrees_T.long() << local_T)
-    accepted_T = (mask_T & bits[slot_T]) == mask_T
-    path = torch.zeros(slots + 1, levels + 2, dtype=torch.int64, device=token_T.device)
-    column_T = torch.where(accepted_T, depth_T, levels + 1)
-    path[slot_T, column_T] = torch.arange(len(token_T), device=token_T.device)
-    count = torch.zeros(slots + 1, dtype=torch.int64, device=token_T.device)
+    slot_T, levels, device = tree.slot_T, tree.levels, chosen_T.device
+    agrees_T = (tree.token_T == chosen_T[tree.parent_T]) | (tree.local_T == 0)
+    bits = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+    bits.scatter_add_(0, slot_T, agrees_T.long() << tree.local_T)
+    accepted_T = (tree.mask_T & bits[slot_T]) == tree.mask_T
+    path = torch.zeros(slots + 1, levels + 2, dtype=torch.int64, device=device)
+    column_T = torch.where(accepted_T, tree.depth_T, levels + 1)
+    path[slot_T, column_T] = torch.arange(len(slot_T), device=device)
+    count = torch.zeros(slots + 1, dtype=torch.int64, device=device)
     count.scatter_add_(0, slot_T, accepted_T.long())
     return path[:slots, : levels + 1], count[:slots]

@@ -1,19 +1,17 @@
-"""Commit: what the accepted path leaves in the caches and in the state.
-
-Shapes as in ``types``; H feature size, L layers of a group, V vocabulary.
-"""
+"""Commit: what the accepted path leaves in the caches and in the state. Shapes as in ``types``; L layers of a group,
+V vocabulary."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from specserve_kernels.types import Accepted
+from specserve_kernels.types import Accepted, Slots, SlotTables
 
 
 def move_kv(group: Tensor, accepted: Accepted) -> None:
-    """Copies the accepted nodes' K and V in all layers of ``group`` ``[L, pages, (k, v), page size, heads, D]`` from
-    where verify wrote them to where they belong. All of a path are read before one is written."""
+    """Move the accepted nodes' rows from where verify wrote them to where they belong, in all layers and parts of
+    ``group`` ``[L, pages, parts, page size, ...]``. All rows of a path are read before one is written."""
     source = accepted.source_page_BS.flatten(), accepted.source_offset_BS.flatten()
     target = accepted.page_BS.flatten(), accepted.offset_BS.flatten()
     group[:, target[0], :, target[1]] = group[:, source[0], :, source[1]]
@@ -21,35 +19,41 @@ def move_kv(group: Tensor, accepted: Accepted) -> None:
 
 def advance(
     accepted: Accepted,
+    slots: Slots,
+    tables: SlotTables,
     features_TH: Tensor | None,
-    rows_B: Tensor,
-    length_B: Tensor,
-    root_R: Tensor,
-    length_R: Tensor,
-    feature_RH: Tensor,
     page_feature_PH: Tensor,
-    counts_RV: Tensor,
-    page_size: int,
-    penalized: bool,
+    counts_RV: Tensor | None,
 ) -> None:
-    """Moves the state behind the emitted tokens: root token, length, feature, the features that end pages, and, where
-    ``penalized``, the counts of emitted tokens. The last state row is padding's: its length stays.
+    """Move the state to after the emitted tokens: text, root, length, feature, the features that end pages, and the
+    counts of emitted tokens. The last state row is padding's: its length stays.
 
-    ``features_TH`` None: no drafter is loaded.
+    ``features_TH`` None: no drafter reads them; ``counts_RV`` None: no request has penalties.
     """
-    dummy = len(root_R) - 1
+    rows_B, dummy = slots.rows_B, len(tables.root) - 1
     last_B1 = accepted.count_B[:, None] - 1
     if features_TH is not None:
         feature_NH = features_TH[accepted.path_BS.flatten()]
         store_page_features(
-            feature_NH, accepted.page_BS.flatten(), accepted.offset_BS.flatten(), page_feature_PH, page_size
+            feature_NH,
+            accepted.page_BS.flatten(),
+            accepted.offset_BS.flatten(),
+            page_feature_PH,
+            slots.page_size,
         )
-        feature_RH[rows_B] = features_TH[accepted.path_BS.gather(1, last_B1).squeeze(1)]
-    root_R[rows_B] = accepted.token_BS.gather(1, last_B1).squeeze(1)
-    length_R[rows_B] = length_B + accepted.count_B.where(rows_B != dummy, 0)
-    if penalized:
-        live_BS = accepted.token_BS >= 0
+        tables.feature[rows_B] = features_TH[accepted.path_BS.gather(1, last_B1).squeeze(1)]
+    live_BS = accepted.token_BS >= 0
+    write_tokens(tables.tokens, rows_B[:, None], accepted.next_position_BS, accepted.token_BS, live_BS)
+    tables.root[rows_B] = accepted.token_BS.gather(1, last_B1).squeeze(1)
+    tables.length[rows_B] = slots.length_B + accepted.count_B.where(rows_B != dummy, 0)
+    if counts_RV is not None:
         count_tokens(counts_RV, rows_B[:, None].expand_as(live_BS), accepted.token_BS, live_BS)
+
+
+def write_tokens(tokens_RC: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, live: Tensor) -> None:
+    """Write tokens into their requests' texts, where ``live``; others go to position 0 of padding's row."""
+    rows, positions = rows.where(live, len(tokens_RC) - 1), positions.where(live, 0)
+    tokens_RC[rows, positions] = tokens.to(tokens_RC.dtype)
 
 
 def store_page_features(

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
-
-
-@cache
-def pool_depths(levels: int, branching: int, device: torch.device) -> Tensor:
-    """Depth of each pool entry ``[P]``: the root's children are at 1. Made once, outside any graph."""
-    widths = torch.tensor([branching] + [branching * branching] * (levels - 1))
-    return torch.repeat_interleave(torch.arange(1, levels + 1), widths).to(device)
 
 
 def address(pages_NM: Tensor, position_N: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
@@ -42,10 +33,10 @@ def chain_masks(local_T: Tensor) -> tuple[Tensor, Tensor]:
     return local_T, (torch.full_like(local_T, 2) << local_T) - 1
 
 
-def path_tokens(token_T: Tensor, parent_T: Tensor, local_T: Tensor, levels: int, hole: int) -> Tensor:
-    """Tokens on the path to each node, itself included and the root not: ``[T, levels]``, ``hole`` past the root."""
+def path_tokens(token_T: Tensor, parent_T: Tensor, local_T: Tensor, levels: int, pad_id: int) -> Tensor:
+    """Tokens on the path to each node, itself included and the root not: ``[T, levels]``, ``pad_id`` past the root."""
     columns, node_T = [], torch.arange(len(token_T), device=token_T.device)
     for _ in range(levels):
-        columns.append(token_T[node_T].masked_fill(local_T[node_T] == 0, hole))
+        columns.append(token_T[node_T].masked_fill(local_T[node_T] == 0, pad_id))
         node_T = parent_T[node_T]
     return torch.stack(columns, dim=1) if columns else token_T[:, None][:, :0]

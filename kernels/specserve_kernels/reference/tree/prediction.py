@@ -1,6 +1,6 @@
 """Predicted text: how far a request has followed it, and where a draft takes its next token from it.
 
-Shapes as in ``types``; P tokens that a prediction may have, N tokens of a request that are remembered, C = K candidates
+Shapes as in ``types``; P tokens that a prediction may have, N latest tokens of a text, C = K candidates
 a node.
 """
 
@@ -19,15 +19,15 @@ CERTAIN = 0.9  # from here on it goes before everything that a draft says, howev
 
 
 def force_predicted(
-    level: Level, token_NC: Tensor, logp_NC: Tensor, prediction: Prediction, depth: int
+    level: Level, token_NC: Tensor, logp_NC: Tensor, prediction: Prediction
 ) -> tuple[Tensor, Tensor]:
     """Candidates in which each node that lies on its request's prediction has the predicted token, as likely as the
     prediction has been right of late: where it was one of the node's own, or else in the place of the last, the
     weakest. One that is likelier than that stays.
 
-    Returns new tensors. A slot has at most one such node at a ``depth``, as siblings carry different tokens.
+    Returns new tensors. A slot has at most one such node at a depth, as siblings carry different tokens.
     """
-    rows_N = level.rows_N
+    rows_N, depth = level.rows_N, level.path_NA.shape[1]
     next_N, length_N = prediction.next_R[rows_N], prediction.length_R[rows_N]
     column_A = torch.arange(depth + 1, device=rows_N.device)
     last = prediction.tokens_RP.shape[1] - 1
@@ -47,35 +47,41 @@ def force_predicted(
     )
 
 
-def follow_prediction(prediction: Prediction, rows_B: Tensor, token_BS: Tensor, count_B: Tensor) -> Tensor:
-    """Moves each request's place in its prediction behind the ``count_B`` tokens of ``token_BS`` that were emitted.
+def follow_prediction(
+    prediction: Prediction,
+    tokens_RC: Tensor,
+    rows_B: Tensor,
+    length_B: Tensor,
+    token_BS: Tensor,
+    count_B: Tensor,
+) -> Tensor:
+    """Move each request's place in its prediction to after the ``count_B`` tokens of ``token_BS`` that were emitted.
 
-    A text that departs is found again behind the longest match of its last two to four tokens: the first one at or
-    behind where it departed, or else the first of all; until there is one, nothing is predicted. Returns ``[B, 2]``:
+    ``tokens_RC``: the texts, which hold these tokens already, after position ``length_B``. A text that
+    departs is found again after the longest match of its last two to four tokens: the first one at or after where it
+    departed, or else the first of all; until there is one, nothing is predicted. Return ``[B, 2]``:
     the index of the token that was expected, and how many tokens, from there on, were the emitted ones.
 
     Reads lengths on the host: all its tensors are integers, so on a GPU the kernel runs whatever the dtype is.
     """
-    next_B, length_B = prediction.next_R[rows_B], prediction.length_R[rows_B]
-    longest = max(int(length_B.max()), 1)
+    next_B, size_B = prediction.next_R[rows_B], prediction.length_R[rows_B]
+    longest = max(int(size_B.max()), 1)
     predicted_BP = prediction.tokens_RP[:, :longest][rows_B]
     column_S = torch.arange(token_BS.shape[1], device=rows_B.device)
     at_BS = next_B[:, None] + column_S
-    inside_BS = (at_BS < length_B[:, None]) & (column_S < count_B[:, None]) & (next_B[:, None] >= 0)
+    inside_BS = (at_BS < size_B[:, None]) & (column_S < count_B[:, None]) & (next_B[:, None] >= 0)
     agrees_BS = predicted_BP.gather(1, at_BS.clamp(0, predicted_BP.shape[1] - 1)) == token_BS
     followed_B = (agrees_BS & inside_BS).long().cumprod(1).sum(1)
     reached_B = torch.where(next_B >= 0, next_B + followed_B, -1 - next_B)
-    before_BN = prediction.recent_RN[rows_B]
-    index_BN = count_B[:, None] + torch.arange(RECENT, device=rows_B.device)
-    recent_BN = torch.cat([before_BN, token_BS], dim=1).gather(1, index_BN)
-    has_B, moved_B = length_B > 0, next_B + count_B
+    index_BN = (length_B + count_B)[:, None] + torch.arange(1 - RECENT, 1, device=rows_B.device)
+    recent_BN = tokens_RC[rows_B[:, None], index_BN.clamp(min=0)].where(index_BN >= 0, -1)
+    has_B, moved_B = size_B > 0, next_B + count_B
     departed_B = has_B & (followed_B < count_B)
     if departed_B.any():
-        found_B = _find(predicted_BP, length_B, recent_BN, reached_B)
+        found_B = _find(predicted_BP, size_B, recent_BN, reached_B)
         moved_B = torch.where(departed_B, found_B, moved_B)
     prediction.next_R[rows_B] = torch.where(has_B, moved_B, next_B)
-    prediction.recent_RN[rows_B] = torch.where(has_B[:, None], recent_BN, before_BN)
-    ahead_B = torch.where(next_B >= 0, length_B - next_B, 0)
+    ahead_B = torch.where(next_B >= 0, size_B - next_B, 0)
     _learn(prediction, rows_B, followed_B, torch.minimum(torch.minimum(followed_B + 1, count_B), ahead_B))
     return torch.stack([next_B, followed_B], dim=1)
 
@@ -91,7 +97,7 @@ def _learn(prediction: Prediction, rows_B: Tensor, right_B: Tensor, tested_B: Te
 
 
 def _find(predicted_BP: Tensor, length_B: Tensor, recent_BN: Tensor, reached_B: Tensor) -> Tensor:
-    """Index of the token behind the best match ``[B]``, ``-1 - reached`` without one."""
+    """Index of the token after the best match ``[B]``, ``-1 - reached`` without one."""
     size = predicted_BP.shape[1]
     index_P = torch.arange(size, device=predicted_BP.device)
     agrees_BP, matched_BP = index_P < length_B[:, None], torch.zeros_like(predicted_BP)

@@ -5,52 +5,41 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specserve_kernels.reference.tree.nodes import address, chain_masks, path_tokens, pool_depths, tree_masks
-from specserve_kernels.types import Pool, Tree
+from specserve_kernels.reference.tree.nodes import address, chain_masks, path_tokens, tree_masks
+from specserve_kernels.types import Pool, Slots, SlotTables, Tree
 
 
 def select_tree(
-    pool: Pool,
-    rows_B: Tensor,
-    root_B: Tensor,
-    length_B: Tensor,
-    pages_BM: Tensor,
-    limit_R: Tensor,
-    cap_R: Tensor,
-    total: int,
-    max_nodes: int,
-    levels: int,
-    branching: int,
-    page_size: int,
-    hole: int,
+    pool: Pool, slots: Slots, tables: SlotTables, total: int, max_nodes: int, pad_id: int
 ) -> Tree:
-    """Cuts the batch's trees from its pools: the ``total - B`` best candidates that are allowed.
+    """Cut the batch's trees from its pools: the ``total - B`` best candidates that are allowed.
 
     Emitting n tokens takes n - 1 accepted nodes and a request holds length + 1 tokens already, so nodes deeper than
-    ``limit - length - 2`` are of no use; ``cap_R`` is the most candidates a request may have, ``max_nodes - 1`` any.
+    ``limit - length - 2`` are of no use; no request has more candidates than its ``draft_cap`` or ``max_nodes - 1``.
+    ``pad_id`` stands in ``path_TA`` where there is no token.
     """
-    slots, size = pool.scores_BP.shape
+    batch, size = pool.scores_BP.shape
+    rows_B, root_B, length_B = slots.rows_B, slots.root_B, slots.length_B
     device = root_B.device
-    room_B1 = (limit_R[rows_B] - length_B - 2)[:, None]
-    too_deep_BP = pool_depths(levels, branching, device) > room_B1
-    scores_BP = pool.scores_BP.masked_fill(too_deep_BP, -torch.inf)
-    slot_T, pool_T, local_T, q_start = select_nodes(scores_BP, cap_R[rows_B], total, max_nodes)
+    room_B1 = (tables.limit[rows_B] - length_B - 2)[:, None]
+    scores_BP = pool.scores_BP.masked_fill(pool.depths_BP > room_B1, -torch.inf)
+    slot_T, pool_T, local_T, q_start = select_nodes(scores_BP, tables.draft_cap[rows_B], total, max_nodes)
     index_T = torch.arange(total, device=device)
     source_T = slot_T * (size + 1) + pool_T + 1
     # Column 0 is the root, row B what is left over.
     token_T = _with_roots(pool.tokens_BP, root_B[:, None])[source_T]
-    if branching == 1:
+    if pool.is_chain:
         parent_T = index_T - (local_T > 0).long()
         depth_T, mask_T = chain_masks(local_T)
     else:
         parent_pool_T = _with_roots(pool.parents_BP, torch.full_like(root_B, -1)[:, None])[source_T]
-        packed = torch.zeros((slots + 1) * (size + 1), dtype=torch.int64, device=device)
+        packed = torch.zeros((batch + 1) * (size + 1), dtype=torch.int64, device=device)
         packed[source_T] = index_T
         parent_T = packed[slot_T * (size + 1) + parent_pool_T + 1]
-        depth_T, mask_T = tree_masks(parent_T, local_T, levels)
-    batch_T = slot_T.clamp(max=slots - 1)
+        depth_T, mask_T = tree_masks(parent_T, local_T, pool.levels)
+    batch_T = slot_T.clamp(max=batch - 1)
     length_T = length_B[batch_T]
-    page_T, offset_T = address(pages_BM[batch_T], length_T + local_T, page_size)
+    page_T, offset_T = address(slots.pages_BM[batch_T], length_T + local_T, slots.page_size)
     return Tree(
         token_T=token_T,
         parent_T=parent_T,
@@ -60,28 +49,29 @@ def select_tree(
         depth_T=depth_T,
         mask_T=mask_T,
         position_T=length_T + depth_T,
-        page_T=page_T.masked_fill(slot_T == slots, 0),
+        page_T=page_T.masked_fill(slot_T == batch, 0),
         offset_T=offset_T,
-        path_TA=path_tokens(token_T, parent_T, local_T, levels, hole),
+        path_TA=path_tokens(token_T, parent_T, local_T, pool.levels, pad_id),
         q_start=q_start,
-        is_chain=branching == 1,
+        is_chain=pool.is_chain,
     )
 
 
-def single_nodes(rows_B: Tensor, root_B: Tensor, length_B: Tensor, pages_BM: Tensor, page_size: int) -> Tree:
+def single_nodes(slots: Slots) -> Tree:
     """Plain decoding: the tree of the root alone."""
+    root_B = slots.root_B
     index_B = torch.arange(len(root_B), device=root_B.device)
     zero_B = torch.zeros_like(index_B)
-    page_B, offset_B = address(pages_BM, length_B, page_size)
+    page_B, offset_B = address(slots.pages_BM, slots.length_B, slots.page_size)
     return Tree(
         token_T=root_B,
         parent_T=index_B,
         slot_T=index_B,
-        rows_T=rows_B,
+        rows_T=slots.rows_B,
         local_T=zero_B,
         depth_T=zero_B,
         mask_T=zero_B + 1,
-        position_T=length_B,
+        position_T=slots.length_B,
         page_T=page_B,
         offset_T=offset_B,
         path_TA=root_B[:, None][:, :0],
@@ -93,7 +83,7 @@ def single_nodes(rows_B: Tensor, root_B: Tensor, length_B: Tensor, pages_BM: Ten
 def select_nodes(
     scores_BP: Tensor, cap_B: Tensor, total: int, max_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Chooses the ``total - B`` best live candidates of all pools together and packs them behind their roots.
+    """Chooses the ``total - B`` best live candidates of all pools together and packs them after their roots.
 
     ``scores_BP``: cumulative log-probabilities, falling along every path, -inf for what must not be verified;
     equal scores go to the lower pool index, so that parents come with their children. ``cap_B`` bounds the

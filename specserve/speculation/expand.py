@@ -1,0 +1,61 @@
+"""Grow a pool of candidates from logits, level by level (EAGLE-2's expansion; a chain is one candidate a level).
+
+Li et al. 2024, arXiv 2406.16858. Drafting is coupled to the sampler: candidates are ranked by the very scores, noise
+included, that the target's choice will be made with, so at temperature 0 this is EAGLE-2 and above it the drafts aim
+at the token that will actually be drawn. Where a request's text is predicted, the predicted token is a candidate like
+the draft's own, as likely as predictions have been right: the tree, its size and what follows are the same.
+
+Shapes: B slots, N nodes of a level, S levels, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specserve_kernels import Level, Pool, grow_level, root_level
+from torch import Tensor
+
+from specserve.speculation.context import Context, View
+from specserve.speculation.sampler import Choices, Sampling, VocabMap
+from specserve.speculation.shape import StepShape
+
+Forward = Callable[[Level, int], Tensor]
+"""Logits ``[N, Vd]`` after each node of the level at a depth (the root's: 0), called once a level, in order."""
+
+
+def expand(
+    context: Context,
+    view: View,
+    shape: StepShape,
+    sampling: Sampling,
+    vocab: VocabMap | None,
+    forward: Forward,
+) -> Pool:
+    """Run ``forward`` for each level and return all candidates. ``vocab`` None: logits are over the target's ids."""
+    prediction = view.prediction(context)
+    score_dtype = context.state.sampling.temperature.dtype
+    device = view.slots.rows_B.device
+    pool = Pool.of_tree(shape.slots, shape.levels, shape.branching, score_dtype, device)
+    level = root_level(view.slots, pool)
+    for depth in range(shape.levels):
+        logits_NV = forward(level, depth)
+        candidates = sampling.candidates(logits_NV, Choices.after_level(level), vocab, shape.branching)
+        level = grow_level(level, *candidates, pool, view.slots, prediction) or level
+    return pool
+
+
+def expand_levels(
+    context: Context,
+    view: View,
+    shape: StepShape,
+    sampling: Sampling,
+    vocab: VocabMap | None,
+    logits_BSV: Tensor,
+) -> Pool:
+    """Return the candidates of a drafter that gives the logits of all levels at once, whatever the path to a node."""
+
+    def forward(level: Level, depth: int) -> Tensor:
+        logits_BV = logits_BSV[:, depth]
+        return logits_BV if level.width == 1 else logits_BV.repeat_interleave(level.width, 0)
+
+    return expand(context, view, shape, sampling, vocab, forward)
