@@ -44,7 +44,7 @@ ROWS = [
 
 def admitted(*launches: list[RowInit]) -> DecodeState:
     """After others have had the slots."""
-    state = DecodeState(6, PAGES, 3, VOCAB, torch.float32, torch.float32, CPU, prediction_size=8)
+    state = DecodeState(6, 2 * PAGES, 2, 3, VOCAB, torch.float32, torch.float32, CPU, prediction_size=8)
     for _, table in tables(state):
         table[: state.dummy] = 1
     for rows in launches:
@@ -60,7 +60,7 @@ def tables(state: DecodeState) -> list[tuple[str, Tensor]]:
 def test_together_as_one_by_one() -> None:
     both = zip(tables(admitted(ROWS)), tables(admitted(*([each] for each in ROWS))), strict=True)
     for (name, together), (_, alone) in both:
-        if name == "pages":  # what stands behind a request's own is never read
+        if name == "pages":  # what comes after a request's own is never read
             continue
         assert torch.equal(together, alone), name
 
@@ -72,6 +72,8 @@ def test_each_row_is_what_was_asked_for() -> None:
     taken = [each.slot for each in ROWS]
     for each in ROWS:
         assert slots.pages[each.slot, : len(each.pages)].tolist() == list(each.pages)
+    assert slots.tokens[1, :5].tolist() == [3, 4, 4, 7, 1], "the text, then what another left"
+    assert slots.tokens[2, :6].tolist() == [3, 4, 4, 7, 9, 9]
     assert slots.length[taken].tolist() == [0, 0, 4, 2, 0]
     assert slots.limit[taken].tolist() == [34, 30, 32, 31, 35]
     assert slots.root[taken].tolist() == [0] * 5
