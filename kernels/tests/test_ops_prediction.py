@@ -7,9 +7,9 @@ import random
 
 import pytest
 import torch
+from specserve_kernels.reference.tree import grow as grow_reference
+from specserve_kernels.reference.tree import prediction as reference
 from specserve_kernels.types import Level, Pool, Prediction, Slots
-from specserve_kernels.types import grow as grow_reference
-from specserve_kernels.types import prediction as reference
 from torch import Tensor
 
 pytest.importorskip("triton")

@@ -8,12 +8,12 @@ import random
 
 import pytest
 import torch
+from specserve_kernels.reference.tree import accept as accept_reference
+from specserve_kernels.reference.tree import commit as commit_reference
+from specserve_kernels.reference.tree import gather_slots as gather_reference
+from specserve_kernels.reference.tree import grow as grow_reference
+from specserve_kernels.reference.tree import select as select_reference
 from specserve_kernels.types import Accepted, Level, Pool, Slots, SlotTables, Tree
-from specserve_kernels.types import accept as accept_reference
-from specserve_kernels.types import commit as commit_reference
-from specserve_kernels.types import gather_slots as gather_reference
-from specserve_kernels.types import grow as grow_reference
-from specserve_kernels.types import select as select_reference
 from torch import Tensor
 
 pytest.importorskip("triton")
