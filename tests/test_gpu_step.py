@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ from benchmarks.common import PROMPTS
 from benchmarks.lossless import Item, Models, first_difference, make_items, read_prompts, tie_gap
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
-from specserve.engine.graphs import PromptGraph
+from specserve.engine.graphs import Graphs, PromptGraph
 from specserve.engine.shapes import candidate_shapes
 from specserve.layers import linear
 from specserve.messages import Submit
@@ -88,6 +89,17 @@ def test_speculation_changes_no_text(
         assert llm._engine.info["cuda_graphs"]["count"] > 0  # type: ignore[index]
         assert_same(texts(llm, items[chosen]), expected[chosen], items[chosen])
         assert llm._engine.stats().accepted > 0
+
+
+@pytest.mark.parametrize("shape", [None, ("EAGLE3", 3, 1, 4), ("EAGLE3", 4, 4, 16)], ids=str)
+def test_halves_captured_apart_change_no_text(
+    shape: Shape | None, items: list[Item], expected: list[list[int]]
+) -> None:
+    with (
+        patch.object(Graphs, "capture", partial(Graphs.capture, apart=True)),
+        engine(shape, max_running_requests=32) as llm,
+    ):
+        assert_same(texts(llm, items), expected, items)
 
 
 @pytest.mark.parametrize("integers", [False, True])

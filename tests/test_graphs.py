@@ -24,7 +24,7 @@ def test_slots_are_copied_when_they_change(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(2):
         rows_B = torch.full((2,), 9)
         replay = mock.Mock(side_effect=lambda rows_B=rows_B: read.append(rows_B.tolist()))
-        graphs.append(StepGraph(mock.Mock(replay=replay), rows_B, mock.Mock()))
+        graphs.append(StepGraph((mock.Mock(replay=replay),), rows_B, mock.Mock()))
     asked = [(0, [3, 1]), (0, [3, 1]), (1, [3, 1]), (0, [1, 3]), (1, [3, 1]), (0, [3, 1])]
     for index, slots in asked:
         given = list(slots)

@@ -24,7 +24,7 @@ from specserve.speculation.context import Context, View
 from specserve.speculation.prefill import PrefillResult
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs, to_device
-from specserve.speculation.step import StepResult, step
+from specserve.speculation.step import StepResult, Verified, plant_and_verify, settle
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A captured step; ``rows_B`` is where it reads its slots from, ``slots`` what was written there last."""
+    """A captured step, whole or in its two halves; ``rows_B`` is where it reads its slots from, ``slots`` what was
+    written there last."""
 
-    graph: torch.cuda.CUDAGraph
+    halves: tuple[torch.cuda.CUDAGraph, ...]
     rows_B: Tensor
     result: StepResult
     slots: list[int] = field(default_factory=list)
@@ -48,7 +49,12 @@ class StepGraph:
         if self.slots != slots:
             self.rows_B.copy_(torch.tensor(slots, pin_memory=True), non_blocking=True)
             self.slots[:] = slots
-        self.graph.replay()
+        return self.run()
+
+    def run(self) -> StepResult:
+        """Run it for the slots of the last replay."""
+        for half in self.halves:
+            half.replay()
         return self.result
 
 
@@ -80,14 +86,18 @@ class Graphs:
     @classmethod
     @torch.inference_mode()
     def capture(
-        cls, context: Context, shapes: Sequence[StepShape], sizes: Sequence[PromptSize] = ()
+        cls,
+        context: Context,
+        shapes: Sequence[StepShape],
+        sizes: Sequence[PromptSize] = (),
+        apart: bool = False,
     ) -> Graphs:
         """Captures steps of ``shapes`` and launches of prompts of ``sizes``, of both the largest first: smaller ones
         then fit into their memory. What memory or time do not suffice for is left out, with a warning, and runs
-        eagerly."""
+        eagerly. ``apart``: each step is two graphs, and the host may work between them."""
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-        maker = _Maker(context, max(shape.nodes for shape in shapes))
+        maker = _Maker(context, max(shape.nodes for shape in shapes), apart)
         steps: dict[StepShape, StepGraph] = {}
         prompts: dict[PromptSize, PromptGraph] = {}
         with _no_collection():
@@ -115,9 +125,10 @@ class _Maker:
     """What captures share: a stream, a memory pool, and the place of the logits, of which one replay at a time has
     need."""
 
-    def __init__(self, context: Context, most_nodes: int) -> None:
+    def __init__(self, context: Context, most_nodes: int, apart: bool) -> None:
         state = context.state
         self._context = context
+        self._apart = apart
         self._stream = torch.cuda.Stream(state.device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._capacity = state.slots.pages.shape[1] * context.pool.page_size
@@ -138,13 +149,18 @@ class _Maker:
         dummy, device = self._context.state.dummy, self._context.state.device
         rows_B = torch.full((shape.slots,), dummy, dtype=torch.int64, device=device)
 
-        def run() -> StepResult:
+        def verified() -> Verified:
             longest = self._capacity - shape.max_nodes
             view = View.of(self._context, rows_B, longest, Needs(), self._logits_XV)
-            return step(self._context, view, shape)
+            return plant_and_verify(self._context, view, shape)
 
-        graph, result = self._capture(run)
-        return StepGraph(graph, rows_B, result)
+        if not self._apart:
+            graph, result = self._capture(lambda: settle(self._context, verified()))
+            return StepGraph((graph,), rows_B, result)
+        first, between = self._capture(verified)
+        first.replay()  # what the second half reads while it is warmed up
+        second, result = self._capture(lambda: settle(self._context, between))
+        return StepGraph((first, second), rows_B, result)
 
     def prompts(self, size: PromptSize) -> PromptGraph:
         state = self._context.state

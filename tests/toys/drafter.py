@@ -1,0 +1,49 @@
+"""A drafter without weights, in one file: it proposes that the last tokens come again.
+
+Shapes: B slots, S levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from specserve_kernels import Accepted, Pool
+from torch import Tensor
+
+from specserve.kv.spec import KVSpec
+from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.sampler import Sampling
+from specserve.speculation.shape import StepShape
+
+SURE = -0.1  # log-probability of each token
+
+
+class CopyDrafter:
+    name = "COPY"
+    needs = DrafterNeeds()
+    kv: Sequence[KVSpec] = ()
+    live_map = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def scratch(self, shape: StepShape) -> int:
+        return 0
+
+    def pick(self, rows_R: Tensor) -> None:
+        raise AssertionError("it has no rows")
+
+    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
+        """The state's table has the text."""
+
+    def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
+        slots = view.slots
+        level_S = torch.arange(shape.levels, device=slots.rows_B.device)
+        index_BS = slots.length_B[:, None] + 1 - shape.levels + level_S
+        token_BS = context.state.slots.tokens[slots.rows_B[:, None], index_BS.clamp(min=0)].long()
+        score_BS = (SURE * (level_S + 1)).to(context.state.sampling.temperature.dtype).expand_as(token_BS)
+        return Pool.of_text(token_BS, score_BS.where(index_BS[:, :1] >= 0, -torch.inf))
+
+    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+        return None
