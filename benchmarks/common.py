@@ -20,7 +20,7 @@ from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.llm import RequestOutput
-from specserve.models.config import load_model_config
+from specserve.models.read_config import load_model_config
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ROOT / "examples" / "bundled_model" / "prompts.jsonl"

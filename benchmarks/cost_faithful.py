@@ -37,7 +37,8 @@ from benchmarks.widen import SHAPES, Embedding, Named, Shape, check
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.layers.decoder import LayerConfig
 from specserve.models.checkpoint import DTYPES, TensorFiles, target_config
-from specserve.models.config import ModelConfig, layer_config, load_model_config, read_json, rope_config
+from specserve.models.config import ModelConfig, layer_config, read_json, rope_config
+from specserve.models.read_config import load_model_config
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 2 * 10**9

@@ -32,7 +32,7 @@ from examples.bundled_model.make_prompts import SINGLE, all_code_prompts, one_tu
 from specserve import LLM
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.llm import RequestOutput
-from specserve.models.config import load_model_config
+from specserve.models.read_config import load_model_config
 from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.scheduler import Scheduler
 from specserve.tools.token_map.ranking import Ranking

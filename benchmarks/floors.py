@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from specserve.engine.shapes import MAX_STEP_NODES
-from specserve.models.config import load_model_config
+from specserve.models.read_config import load_model_config
 
 Shape = tuple[int, int, int]  # steps, topk, verified tokens
 

@@ -50,7 +50,7 @@ class LLM:
     """
 
     def __init__(self, model_path: str | None = None, **settings: Any) -> None:
-        from specserve.models.config import load_model_config
+        from specserve.models.read_config import load_model_config
         from specserve.process.assemble import create_scheduler
 
         given, notes = resolve_paths(make_settings(model_path=model_path, **settings))

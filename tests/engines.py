@@ -19,8 +19,8 @@ from specserve.config import make_settings, resolve, resolve_paths
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.layers import linear
 from specserve.messages import Failed, Submit
-from specserve.models.config import load_model_config
 from specserve.models.draft.head import LayerHead
+from specserve.models.read_config import load_model_config
 from specserve.process.assemble import create_scheduler
 from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler

@@ -140,7 +140,7 @@ def test_a_short_context(context: int, page: int) -> None:
 
 def test_a_shape_and_the_controller_exclude_each_other() -> None:
     from specserve.config import resolve_paths
-    from specserve.models.config import load_model_config
+    from specserve.models.read_config import load_model_config
 
     given, _ = resolve_paths(
         make_settings(

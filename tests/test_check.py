@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from specserve.config import make_settings
 from specserve.config.paths import resolve_paths
 from specserve.layers.linear import Linear, QuantizedLinear
-from specserve.models.config import load_model_config
+from specserve.models.read_config import load_model_config
 from specserve.process.worker import build_scheduler
 from specserve.scheduler.scheduler import Scheduler
 from specserve.tools.check.__main__ import main

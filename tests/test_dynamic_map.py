@@ -19,8 +19,8 @@ from specserve import LLM, SamplingParams
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.layers.linear import Linear, pack_linears
-from specserve.models.config import load_model_config
 from specserve.models.draft.token_map import CopiedRows, IndexedHead
+from specserve.models.read_config import load_model_config
 from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.drafters.eagle import EagleDrafter

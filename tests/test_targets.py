@@ -24,7 +24,7 @@ from specserve.config import make_settings, resolve
 from specserve.layers.batch import AttentionInputs, TokenBatch
 from specserve.layers.rotary import Rope
 from specserve.models.checkpoint import load_target, target_config
-from specserve.models.config import load_model_config
+from specserve.models.read_config import load_model_config
 from specserve.models.registry import ARCHITECTURES
 from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import answer_all, make_scheduler

@@ -17,9 +17,9 @@ from torch import Tensor
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.core import SamplingParams
 from specserve.layers.linear import Linear, pack_linears
-from specserve.models.config import load_model_config
 from specserve.models.draft import token_map
 from specserve.models.draft.token_map import IndexedHead, read_token_map, truncated_head
+from specserve.models.read_config import load_model_config
 from tests.engines import (
     Checkpoints,
     Drafted,

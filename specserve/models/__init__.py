@@ -1,0 +1,1 @@
+"""Target models, one file an architecture, and how their checkpoints are read."""

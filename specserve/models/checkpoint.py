@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specserve.layers.decoder import MLP, Attention
-from specserve.models.config import ModelConfig, load_model_config, read_json
+from specserve.models.config import ModelConfig, read_json
 from specserve.models.llama import LlamaModel
+from specserve.models.read_config import load_model_config
 from specserve.models.registry import model_class
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""A target model's configuration, read from a Hugging Face ``config.json``."""
+"""A target model's configuration, and how parts of a Hugging Face ``config.json`` are read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.rotary import RopeConfig
-from specserve.models.registry import model_class
 
 log = logging.getLogger(__name__)
 
@@ -129,52 +128,3 @@ def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         input_size=hidden,
     )
-
-
-def load_model_config(model_path: Path) -> ModelConfig:
-    """Reads ``config.json`` (and the end tokens of ``generation_config.json``) of a target model."""
-    path = model_path / "config.json"
-    fields = read_json(path)
-    architectures = fields.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1:
-        raise ValueError(f"{path}: architectures must name one architecture, found {architectures!r}")
-    model = model_class(architectures[0], path)
-    fields = {**model.defaults, **fields}
-    _check(fields, path)
-    return ModelConfig(
-        architecture=architectures[0],
-        vocab_size=fields["vocab_size"],
-        num_layers=fields["num_hidden_layers"],
-        layer=model.read_layer(layer_config(fields, path), fields),
-        rope=rope_config(fields, path),
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        max_position_embeddings=int(fields.get("max_position_embeddings") or 2048),
-        eos_token_ids=_end_tokens(model_path, fields),
-        bos_token_id=fields.get("bos_token_id"),
-        dtype=fields.get("dtype") or fields.get("torch_dtype"),
-        sliding_window=model.read_window(fields),
-    )
-
-
-def _check(fields: Mapping[str, Any], path: Path) -> None:
-    for name in ("vocab_size", "num_hidden_layers"):
-        check_count(fields, name, path)
-    for name in ("max_position_embeddings", "sliding_window"):
-        check_count(fields, name, path, optional=True)
-    if not isinstance(tied := fields.get("tie_word_embeddings"), bool | None):
-        raise ValueError(f"{path}: tie_word_embeddings must be true or false, found {tied!r}")
-    if fields.get("quantization_config"):
-        raise ValueError(
-            f"{path}: quantization_config is not supported; weights must be float16, bfloat16 or float32"
-        )
-
-
-def _end_tokens(model_path: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:
-    source = model_path / "generation_config.json"
-    eos = (read_json(source) if source.exists() else {}).get("eos_token_id")
-    if eos is None:
-        source, eos = model_path / "config.json", fields.get("eos_token_id")
-    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if any(type(token) is not int for token in ids):
-        raise ValueError(f"{source}: eos_token_id must be a token id, a list of them or null, found {eos!r}")
-    return tuple(ids)

@@ -92,7 +92,7 @@ Build = Callable[[Settings], Built]
 def build_scheduler(settings: Settings) -> Built:
     """Resolves the settings and loads the model. Raises ValueError for a user's mistake."""
     from specserve.config import resolve_paths
-    from specserve.models.config import load_model_config
+    from specserve.models.read_config import load_model_config
     from specserve.process.assemble import create_scheduler
 
     settings, notes = resolve_paths(settings)

@@ -16,7 +16,7 @@ from specserve.config.speculation import SHAPE
 from specserve.core import SamplingParams
 from specserve.engine.shapes import MAX_STEP_NODES, step_shape
 from specserve.messages import Submit
-from specserve.models.config import load_model_config
+from specserve.models.read_config import load_model_config
 from specserve.speculation.shape import StepShape
 from specserve.tools.tune.engine import TuneEngine, Work
 from specserve.tools.tune.grid import Candidate, Grid, envelope

@@ -1,0 +1,1 @@
+"""The playground: a page that shows answers in coloured runs of accepted drafts."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from specserve.config import Settings, resolve
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.models.config import ModelConfig, load_model_config
+from specserve.models.config import ModelConfig
 from specserve.models.draft.choices import read_draft_size, read_taps, read_target_width
 from specserve.models.draft.geometry import (
     check_hidden_size,
@@ -20,6 +20,7 @@ from specserve.models.draft.geometry import (
 from specserve.models.draft.load import head_kind
 from specserve.models.draft.override import FLAG, check_kind, parse_overrides
 from specserve.models.draft.source import Source, open_source
+from specserve.models.read_config import load_model_config
 from specserve.tools.check.memory import device_memory, expected_memory
 from specserve.tools.check.report import Report
 

@@ -1,4 +1,4 @@
-"""``python -m specserve.tools.reference docs``: writes the references of HTTP requests and of the Python API there."""
+"""Writes the pages that come from the code: ``python -m specserve.tools.reference docs``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from specserve.tools.reference.pages import PAGES
+from specserve.tools.reference.structure import structure
 
 
 def main() -> None:
@@ -14,6 +15,7 @@ def main() -> None:
     directory = parser.parse_args().directory
     for name, page in PAGES.items():
         (directory / name).write_text(page())
+    (directory / "structure.md").write_text(structure(directory / "structure.md"))
 
 
 if __name__ == "__main__":

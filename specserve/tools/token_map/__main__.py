@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from specserve.config import make_settings, resolve_paths
-from specserve.models.config import load_model_config
 from specserve.models.draft.token_map import read_token_map
+from specserve.models.read_config import load_model_config
 from specserve.models.special_tokens import special_tokens
 from specserve.speculation.dynamic_map import default_size
 from specserve.tools.token_map.cli import parse_args

@@ -13,7 +13,7 @@ from pathlib import Path
 from specserve.config import Settings, load_settings, resolve_paths
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.logs import configure_logging
-from specserve.models.config import load_model_config
+from specserve.models.read_config import load_model_config
 from specserve.tools.tune.board import Board
 from specserve.tools.tune.engine import TuneEngine, Work
 from specserve.tools.tune.options import Options, candidates, check_settings, parser, read_options, with_room

@@ -25,7 +25,8 @@ from specserve.engine.profile import measure_eager, measure_graphs
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import Padding, ShapePlan, ShapePolicy, Speculation, StaticShapes, batch_buckets
 from specserve.messages import Submit
-from specserve.models.config import ModelConfig, load_model_config
+from specserve.models.config import ModelConfig
+from specserve.models.read_config import load_model_config
 from specserve.process.assemble import assemble, create_context, longest_launch, shape_policy
 from specserve.process.worker import with_threads
 from specserve.scheduler.scheduler import Scheduler
