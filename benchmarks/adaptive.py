@@ -143,7 +143,7 @@ class Run:
 def run_load(llm: LLM, policy: ShapePolicy, load: Load, turn: int = 0) -> Run:
     """The load under a policy, from a full batch on."""
     assert llm._engine is not None
-    runner = llm._engine._runner
+    runner = llm._engine.runner
     assert isinstance(runner, MeteredRunner)
     first = turn * (load.batch + load.requests)
     jobs = {"": endless(load.prompts, load.new_tokens, first, temperature=0.0, ignore_eos=True)}

@@ -58,7 +58,7 @@ def easiest(
 def outside_draft(llm: LLM, tokens: int) -> dict[int, float]:
     """A bias to those of the first ``tokens`` ids that cannot be drafted, as many as a request may have."""
     assert llm._engine is not None
-    drafter = llm._engine._runner.context.drafter
+    drafter = llm._engine.runner.context.drafter
     inside = set() if drafter.vocab is None else set(drafter.vocab.ids.tolist())
     outside = [token for token in range(tokens) if token not in inside]
     return dict.fromkeys(outside[: MAX_BIAS - 16], OUTSIDE)

@@ -66,7 +66,7 @@ def make_scheduler(model: Path, **settings: Any) -> Scheduler:
 
 
 def context_of(scheduler: Scheduler) -> Context:
-    return scheduler._runner.context
+    return scheduler.runner.context
 
 
 def head_of(scheduler: Scheduler) -> LayerHead:

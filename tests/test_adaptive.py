@@ -124,12 +124,12 @@ def test_measuring_leaves_the_padding_row_alone() -> None:
     """Or padding would take drafts from requests."""
     with LLM(skip_tokenizer_init=True, speculative_algorithm="EAGLE3", max_running_requests=2) as llm:
         assert llm._engine is not None
-        state = llm._engine._runner.context.state
+        state = llm._engine.runner.context.state
         slots = state.slots
         assert [int(c[state.dummy]) for c in (slots.limit, slots.draft_cap, slots.length)] == [0, 0, 1]
 
 
-@pytest.mark.parametrize(("context", "page"), [(64, 16), (17, 16), (2, 16), (2, 1)])
+@pytest.mark.parametrize(("context", "page"), [(64, 16), (17, 16), (2, 16), (2, 1), (112, 64), (40, 32)])
 def test_a_short_context(context: int, page: int) -> None:
     """Costs are measured behind as many tokens as there may be."""
     settings: dict[str, Any] = {"context_length": context, "page_size": page, "max_running_requests": 2}

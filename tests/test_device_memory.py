@@ -12,7 +12,7 @@ import pytest
 from torch import OutOfMemoryError
 
 from specserve.core import SamplingParams
-from specserve.engine.runner import Row
+from specserve.engine.commands import Prefill, Row, Step
 from specserve.scheduler.pressure import CALM, LEAST_CHUNK, Pressure
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import Checkpoints, Client, answer_all, make_scheduler, requests_of
@@ -24,15 +24,15 @@ WORK = [
 
 def scarce(scheduler: Scheduler, name: str, fits: Callable[[Sequence[Row]], bool]) -> Any:
     """The runner's step or prefill raises unless ``fits``, having done its work as far as the cache goes."""
-    launch = getattr(scheduler._runner, name)
+    launch = getattr(scheduler.runner, name)
 
-    def launch_or_raise(rows: Sequence[Row], *shape: Any) -> Any:
-        done = launch(rows, *shape)
-        if not fits(rows):
+    def launch_or_raise(command: Prefill | Step) -> Any:
+        done = launch(command)
+        if not fits(command.rows):
             raise OutOfMemoryError("CUDA out of memory, says the test")
         return done
 
-    return patch.object(scheduler._runner, name, launch_or_raise)
+    return patch.object(scheduler.runner, name, launch_or_raise)
 
 
 @pytest.fixture(params=["on", "off"])
@@ -106,14 +106,14 @@ def test_a_prompt_that_is_too_long_holds_up_no_step(scheduler: Scheduler) -> Non
     for _ in range(8):
         client.iterate()
     client.submit("long", [7] * 200, SamplingParams(max_tokens=2, temperature=0))
-    step = scheduler._runner.step
+    step = scheduler.runner.step
 
-    def counted(rows: Sequence[Row], shape: Any) -> Any:
-        batches.append(len(rows))
-        return step(rows, shape)
+    def counted(command: Step) -> Any:
+        batches.append(len(command.rows))
+        return step(command)
 
     few = scarce(scheduler, "prefill", lambda rows: sum(len(row.tokens) for row in rows) <= LEAST_CHUNK)
-    with few, patch.object(scheduler._runner, "step", counted):
+    with few, patch.object(scheduler.runner, "step", counted):
         answers = client.run()
     assert not any(answer.refused for answer in answers.values())
     assert max(batches) >= len(WORK)

@@ -253,4 +253,4 @@ def test_an_eagle3_head_serves_other_widths_in_float32(target: Path, tmp_path: P
     """float16 files, run in the server's own dtype on packed weights."""
     draft = save(tmp_path / "draft", with_embedding(eagle3(target, hidden=24, target_hidden_size=32), target))
     scheduler = make_scheduler(target, dtype="float32", **settings_of("EAGLE3", draft, (2, 1, 3)))
-    assert scheduler._runner.context.pool.page_feature.shape[1] == 24
+    assert scheduler.runner.context.pool.page_feature.shape[1] == 24

@@ -206,10 +206,10 @@ def test_lossless_while_the_map_changes(
     with check_guesses(scheduler) as changes:
         found = answer_all(scheduler, work())
     assert [answer.tokens for answer in found] == [answer.tokens for answer in plain]
-    assert scheduler.live_map is not None
-    assert scheduler.live_map.refreshes == len(changes) >= 3
+    assert drafter_of(scheduler).live_map is not None
+    assert drafter_of(scheduler).live_map.refreshes == len(changes) >= 3
     assert all(changes)
-    assert scheduler.live_map.coverage is not None
+    assert drafter_of(scheduler).live_map.coverage is not None
     assert sum(answer.usage.accepted for answer in found) > 20
     assert drafter_of(scheduler).vocab_size == SIZE
 
@@ -230,8 +230,8 @@ def test_a_map_of_all_is_no_map(agreeing: Checkpoints) -> None:
         scheduler = agreeing.scheduler(algorithm, TREE, **(DYNAMIC | {"speculative_token_map_size": None}))
         found = answer_all(scheduler, work())
         assert [answer.runs for answer in found] == [answer.runs for answer in full]
-        assert scheduler.live_map is not None
-        assert scheduler.live_map.refreshes == 0
+        assert drafter_of(scheduler).live_map is not None
+        assert drafter_of(scheduler).live_map.refreshes == 0
 
 
 def test_other_methods_and_float32(agreeing: Checkpoints) -> None:
@@ -265,8 +265,8 @@ def test_ended_by_the_client(agreeing: Checkpoints) -> None:
     scheduler.abort("a")
     client.submit("b", PROMPT, SamplingParams(temperature=0, max_tokens=20))
     tokens = client.run()["b"].tokens
-    assert scheduler.live_map is not None
-    assert not scheduler.live_map._running_V.any()
+    assert drafter_of(scheduler).live_map is not None
+    assert not drafter_of(scheduler).live_map._running_V.any()
     plain = make_scheduler(agreeing.target)
     assert tokens == answer_one(plain, PROMPT, SamplingParams(temperature=0, max_tokens=20)).tokens
 
@@ -374,16 +374,16 @@ def test_captured_steps_read_the_map_of_their_moment(tmp_path: Path) -> None:
         with engine((algorithm, 5, 2, 12), max_running_requests=8, **settings) as llm:
             scheduler = llm._engine
             assert isinstance(scheduler, Scheduler)
-            assert scheduler.live_map is not None
+            assert drafter_of(scheduler).live_map is not None
             drafter = drafter_of(scheduler)
             assert isinstance(drafter._vocabulary.rows, IndexedHead)
             assert drafter.vocab is not None
             tables = (drafter.vocab.ids, drafter.vocab.inverse, drafter._vocabulary.rows.ids_R)
             addresses = [table.data_ptr() for table in tables]
             assert_same(texts(llm, items), expected, items)
-            assert scheduler.live_map.refreshes > 3
+            assert drafter_of(scheduler).live_map.refreshes > 3
             assert [table.data_ptr() for table in tables] == addresses
             ids_O = drafter._vocabulary.ids_O
             assert ids_O is not None
-            rows = torch.from_numpy(scheduler.live_map.rows_R).to(ids_O.device)
+            rows = torch.from_numpy(drafter_of(scheduler).live_map.rows_R).to(ids_O.device)
             assert torch.equal(drafter.vocab.ids, ids_O[rows])

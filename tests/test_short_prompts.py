@@ -11,8 +11,9 @@ import torch
 from specserve_kernels import MAX_NODES
 
 from specserve.core import SamplingParams
+from specserve.engine.commands import Admit, Prefill, Row
 from specserve.engine.prompts import PROMPT_SIZES, PromptSize, Run, short_prefill, size_for, sizes_within
-from specserve.engine.runner import Row, Runner
+from specserve.engine.runner import Runner
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
 from specserve.speculation.prefill import PrefillResult
@@ -81,7 +82,8 @@ def test_gives_what_launches_of_any_size_give(
     expected = answers(agreeing.scheduler(algorithm, shape, page_size=4))
     scheduler, ran = agreeing.scheduler(algorithm, shape, page_size=4), Counter[PromptSize]()
     context = context_of(scheduler)
-    scheduler._runner._prompts = {size: Eager(context, size, ran) for size in sizes}  # type: ignore[assignment]
+    prompts = {size: Eager(context, size, ran) for size in sizes}
+    scheduler.runner = Runner(context, {}, prompts)  # type: ignore[arg-type]
     found = answers(scheduler)
     for ours, theirs in zip(found, expected, strict=True):
         assert msgspec.structs.astuple(ours.usage) == msgspec.structs.astuple(theirs.usage)
@@ -115,24 +117,24 @@ def test_leaves_what_an_ordinary_launch_leaves(
     """In all that later steps read, where runs fill a size, too, and all padding is empty; twice, so that the second
     begins behind the first."""
     contexts = [context_of(agreeing.scheduler(algorithm, (3, 1, 4), page_size=16)) for _ in range(2)]
-    runners = [Runner(context, {}) for context in contexts]
-    runners[1]._prompts = {size: Eager(contexts[1], size, ran := Counter[PromptSize]())}  # type: ignore[dict-item]
+    short = {size: Eager(contexts[1], size, ran := Counter[PromptSize]())}
+    runners = [Runner(contexts[0], {}), Runner(contexts[1], {}, short)]  # type: ignore[arg-type]
     prompts = [[(3 + 7 * slot + i) % 61 for i in range(2 * count)] for slot, count in enumerate(counts)]
     pages = [range(1 + 16 * slot, 17 + 16 * slot) for slot in range(len(counts))]
     params = SamplingParams(temperature=0, max_tokens=9)
-    for context in contexts:
+    for runner in runners:
         rows = [
             RowInit(slot, pages[slot], params, 0, 0, prompt, [], len(prompt) + 9, [], 0, 0, 0)
             for slot, prompt in enumerate(prompts)
         ]
-        context.state.admit(rows, context.pool.page_feature)
+        runner.admit(Admit(rows))
     for part in range(2):
         launch = [
             Row(slot, params, (part + 1) * count, prompts[slot][part * count :][:count], final=part > 0)
             for slot, count in enumerate(counts)
         ]
         expected, found = (
-            [emitted.tokens for emitted in runner.prefill(launch).read()] for runner in runners
+            [emitted.tokens for emitted in runner.prefill(Prefill(launch)).read()] for runner in runners
         )
         assert found == expected
     assert ran[size] == 2

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from specserve.core import SamplingParams, TokenLogprob
+from specserve.engine.commands import Admit, Command, Prefill, Row, SetDraftRows, SetPages, Step
 from specserve.engine.graphs import PromptGraph, StepGraph
 from specserve.engine.prompts import PromptSize, Run, size_for
 from specserve.layers.decoder import MANY_TOKENS
 from specserve.speculation.context import Context, View
-from specserve.speculation.dynamic_map import Ints
 from specserve.speculation.logprobs import Logprobs, token_logprobs
 from specserve.speculation.prefill import PrefillResult, PromptChunks, Scored, prefill
 from specserve.speculation.shape import StepShape
@@ -29,19 +29,6 @@ from specserve.speculation.step import step
 # attention behind a prefix, for more than 64 again; of many tokens projections add to the residual stream, and another
 # norm follows.
 WARM_UP = ((0, 72), (1, 64), (1, 128), (1, MANY_TOKENS))
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A request's part in a launch. ``length`` bounds the tokens in its cache, before a step or after a prefill.
-    ``scored``, of a prefill: tokens that follow the first ones run, whose log-probabilities are wanted."""
-
-    slot: int
-    params: SamplingParams
-    length: int
-    tokens: Sequence[int] = ()  # prefill: what to run
-    final: bool = True  # prefill: a token is chosen after them
-    scored: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +149,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 class Runner:
-    """The device's only user while serving. Calls are queued in order; state and cache change in that order."""
+    """The only door to the device while serving. Commands are queued in order; state and cache change in that order."""
 
     def __init__(
         self,
@@ -188,9 +175,30 @@ class Runner:
             self._prefilled(rows, self._run_prompts(rows)).read()
         state.slots.length[state.dummy].fill_(1)
 
+    def run(self, command: Command) -> Launch | None:
+        """Do what any command says. Returns the launch of a prefill or a step."""
+        match command:
+            case Admit():
+                self.admit(command)
+            case SetPages():
+                self.set_pages(command)
+            case SetDraftRows():
+                self.set_draft_rows(command)
+            case Prefill():
+                return self.prefill(command)
+            case Step():
+                return self.step(command)
+        return None
+
+    def admit(self, command: Admit) -> None:
+        self.context.state.admit(command.rows, self.context.pool.page_feature)
+
+    def set_pages(self, command: SetPages) -> None:
+        self.context.state.set_pages(command.slot, command.start, command.pages)
+
     @torch.inference_mode()
-    def prefill(self, rows: Sequence[Row]) -> Launch:
-        """Runs a chunk of each row's prompt. Rows that are not final emit nothing."""
+    def prefill(self, command: Prefill) -> Launch:
+        rows = command.rows
         return self._prefilled(rows, self._replay_prompts(rows) or self._run_prompts(rows))
 
     def _prefilled(self, rows: Sequence[Row], result: PrefillResult) -> Launch:
@@ -227,8 +235,8 @@ class Runner:
         return prefill(self.context, self._view(rows, rows_B), chunks)
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
-        """One step of all rows; slots of the shape beyond them are padding."""
+    def step(self, command: Step) -> Launch:
+        rows, shape = command.rows, command.shape
         padding = [self.context.state.dummy] * (shape.slots - len(rows))
         slots = [*(row.slot for row in rows), *padding]
         stopwatch = Stopwatch(self.context.state.device)
@@ -244,10 +252,10 @@ class Runner:
         return Launch(packed, logprobs, rows, stopwatch, predicted_B2)
 
     @torch.inference_mode()
-    def pick(self, rows_R: Ints) -> None:
-        """Queues the rows that the draft reads from the next step on, from pinned memory: no launch is waited for, and
-        captured steps, which address the tensors that change, see them."""
-        self.context.drafter.pick(to_device(rows_R.tolist(), self.context.state.device))
+    def set_draft_rows(self, command: SetDraftRows) -> None:
+        """Copied from pinned memory: no launch is waited for, and captured steps, which address the tensors that
+        change, see them."""
+        self.context.drafter.pick(to_device(command.rows, self.context.state.device))
 
     def _view(self, rows: Sequence[Row], rows_B: Tensor) -> View:
         needs = Needs.of([row.params for row in rows])

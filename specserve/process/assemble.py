@@ -34,6 +34,7 @@ from specserve.models.llama import LlamaModel
 from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.admission import Admission, Capacity
 from specserve.scheduler.memory import Memory
+from specserve.scheduler.observers import DynamicMapObserver
 from specserve.scheduler.scheduler import Limits, Scheduler
 from specserve.speculation.context import Context, Drafter
 from specserve.speculation.control.adaptive import Controller
@@ -114,7 +115,9 @@ def assemble(
         },
     }
     admission = Admission(capacity, settings.random_seed)
-    return Scheduler(runner, memory, admission, limits, policy, info)
+    live_map = context.drafter.live_map
+    observers = [DynamicMapObserver(live_map, runner)] if live_map is not None else []
+    return Scheduler(runner, memory, admission, limits, policy, info, observers)
 
 
 def _overlap(settings: Settings, drafter: Drafter) -> bool:
@@ -164,7 +167,7 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
     """Target, draft, pool and state on the device."""
     device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
     assert settings.max_running_requests and settings.context_length and settings.model_path
-    positions = settings.context_length + plan.margin
+    positions = -(-(settings.context_length + plan.margin) // settings.page_size) * settings.page_size
     target = load_target(Path(settings.model_path), dtype, device, max_positions=positions)
     drafter = create_drafter(settings, target, positions, dtype)
     pack_linears(target)  # last: a draft may pick rows of the plain head
@@ -180,7 +183,7 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
     attention = _attention(settings, pool_config)
     state = DecodeState(
         slots=settings.max_running_requests,
-        positions=-(-positions // settings.page_size) * settings.page_size,
+        positions=positions,
         page_size=settings.page_size,
         feature_size=pool_config.feature_size,
         vocab_size=model_config.vocab_size,

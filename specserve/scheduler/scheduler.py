@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import torch
 from torch import OutOfMemoryError
 
-from specserve.engine.runner import Emitted, Launch, Row, Runner
+from specserve.engine.commands import Admit, Prefill, Row, SetPages, Step
+from specserve.engine.runner import Emitted, Launch, Runner
 from specserve.engine.shapes import ShapePolicy
 from specserve.messages import Failed, FinishReason, Stats, Submit, Tokens
 from specserve.scheduler.admission import Admission, Refused
 from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.memory import Memory
+from specserve.scheduler.observers import Observer
 from specserve.scheduler.pressure import ATTEMPTS, Pressure
 from specserve.scheduler.request import Request
 from specserve.scheduler.sharing import Sharing
@@ -67,15 +69,16 @@ class Scheduler:
         limits: Limits,
         policy: ShapePolicy,
         info: dict[str, object],
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.info = info
         self.memory = memory
-        self.live_map = runner.context.drafter.live_map
-        self._runner = runner
+        self._observers = observers
+        self.runner = runner
         self._admission = admission
         self._limits = limits
         self._policy = policy
-        self._waiting: deque[Request] = deque()
+        self._waiting: OrderedDict[str, Request] = OrderedDict()  # by id, the head of the queue first
         self._running: list[Request] = []  # in order of arrival
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self._inflight: deque[_InFlight] = deque()
@@ -96,17 +99,15 @@ class Scheduler:
     def submit(self, message: Submit) -> None:
         """Queues a request; a refusal comes out of ``run_once``."""
         try:
-            self._waiting.append(self._admission.admit(message))
+            self._waiting[message.rid] = self._admission.admit(message)
         except Refused as refused:
             self._outbox.append(Failed(message.rid, str(refused), refused.param))
 
     def abort(self, rid: str) -> None:
         """Ends a request at once and frees what it holds. Unknown ids are ignored."""
-        for request in [r for r in (*self._waiting, *self._running) if r.rid == rid]:
-            if request.slot >= 0:
+        if self._waiting.pop(rid, None) is None:
+            for request in [r for r in self._running if r.rid == rid]:
                 self._vacate(request)
-            else:
-                self._waiting.remove(request)
 
     def flush_cache(self) -> int | None:
         """Empties the prefix cache. Returns the pages it held; None, with nothing done, while there are requests."""
@@ -138,14 +139,16 @@ class Scheduler:
         return outbox
 
     def stats(self) -> Stats:
-        memory, name = self.memory, self._runner.context.drafter.name or None
+        memory = self.memory
         return self._counters.stats(
             running=len(self._running),
             waiting=len(self._waiting),
             pages_total=memory.allocator.capacity,
             pages_free=memory.allocator.free,
             pages_cached=memory.cache.num_pages if memory.cache is not None else 0,
-            step_totals=self._step_counters.totals(name, self._policy.cost),
+            step_totals=self._step_counters.totals(
+                self.runner.context.drafter.name or None, self._policy.cost
+            ),
         )
 
     def close(self) -> None:
@@ -160,7 +163,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Gives slots and pages to waiting requests, first come first served, while both last."""
         while self._waiting and self._free_slots:
-            request = self._waiting[0]
+            request = next(iter(self._waiting.values()))
             if self._running and self._refused is request and self.memory.prospect < self._enough:
                 return  # a look at a long prompt costs milliseconds
             context = request.tokens
@@ -174,13 +177,13 @@ class Scheduler:
                 self.memory.release(request)
                 self._refused, self._enough = request, self.memory.prospect + shortage
                 return
-            self._waiting.popleft()
+            del self._waiting[request.rid]
             self._refused = None
             if request.queued is None:
                 request.queued = time.monotonic() - request.submitted
             request.slot, request.context, request.prefilled = self._free_slots.pop(), context, cached
-            if self.live_map is not None:
-                self.live_map.enter(context)
+            for observer in self._observers:
+                observer.admitted(request)
             self._running.append(request)
             self._running.sort(key=lambda r: r.arrival)
 
@@ -247,14 +250,13 @@ class Scheduler:
             request.pending += not request.prefilling
             self._begun += not request.prefilling
             if self.memory.remember(request):
-                self._runner.context.state.set_pages(request.slot, 0, request.pages)
+                self.runner.set_pages(SetPages(request.slot, 0, request.pages))
         return 1
 
     def _prefill(self, begun: list[RowInit], rows: list[Row]) -> Launch:
         if begun:
-            context = self._runner.context
-            context.state.admit(begun, context.pool.page_feature)
-        return self._runner.prefill(rows)
+            self.runner.admit(Admit(begun))
+        return self.runner.prefill(Prefill(rows))
 
     def _launch_step(self) -> int:
         """Launches a step of all requests whose prompts are done and whose ends are not certain yet. Returns the number
@@ -266,7 +268,7 @@ class Scheduler:
         if not ready:
             return 0
         rows = [Row(r.slot, r.params, self._bound(r)) for r in ready]
-        launch = self._attempt(lambda: self._runner.step(rows, shape), ready, 0)
+        launch = self._attempt(lambda: self.runner.step(Step(rows, shape)), ready, 0)
         if launch is None:
             return 0
         item = _InFlight(launch, ready, shape, batch)
@@ -312,14 +314,15 @@ class Scheduler:
         for request, tokens in needs:
             held = len(request.pages)
             if pages := self.memory.grow(request, tokens):
-                self._runner.context.state.set_pages(request.slot, held, pages)
+                self.runner.set_pages(SetPages(request.slot, held, pages))
         return True
 
     def _preempt(self, request: Request, remember: bool = True) -> None:
         """Puts a request back at the head of the queue; what it computed stays in the prefix cache while that lasts."""
         self._counters.preemptions += 1
         self._vacate(request, remember)
-        self._waiting.appendleft(request)
+        self._waiting[request.rid] = request
+        self._waiting.move_to_end(request.rid, last=False)
 
     def _attempt(self, launch: Callable[[], Launch], requests: list[Request], chunk: int) -> Launch | None:
         """None when the device's memory is too small; ``chunk``: prompt tokens, 0 for a step."""
@@ -351,8 +354,8 @@ class Scheduler:
     def _vacate(self, request: Request, remember: bool = True) -> None:
         """Takes slot and pages from a request. Launches in flight still write there, but before
         anything launched later."""
-        if self.live_map is not None:
-            self.live_map.leave(request.tokens)
+        for observer in self._observers:
+            observer.left(request)
         if remember:
             self.memory.remember(request)
         self.memory.release(request)
@@ -404,7 +407,8 @@ class Scheduler:
             )
             # Of requests that had all ended, plain decoding would have run a step in vain, too.
             self._observe(item.launch.seconds, item.shape, item.batch, given, kept / live if live else 1.0)
-        self._follow(stepped=item.shape is not None)
+        for observer in self._observers:
+            observer.collected(stepped=item.shape is not None)
 
     def _observe(self, seconds: float, shape: StepShape, batch: Batch, given: Given, gained: float) -> None:
         """Counts a step of ``gained`` tokens a request, and tells the policy."""
@@ -436,8 +440,8 @@ class Scheduler:
             request.usage = msgspec.structs.replace(request.usage, accepted=request.usage.accepted + accepted)
         if reason is not None:
             self._vacate(request)
-        if self.live_map is not None:
-            self.live_map.observe(kept)
+        for observer in self._observers:
+            observer.emitted(kept)
         self._outbox.append(
             Tokens(
                 rid=request.rid,
@@ -454,11 +458,6 @@ class Scheduler:
         )
         request.scores = None
         return reason
-
-    def _follow(self, stepped: bool) -> None:
-        """Lets a draft's live map look at the texts. Rows that it wants are queued before whatever is launched next."""
-        if self.live_map is not None and (rows := self.live_map.look(stepped)) is not None:
-            self._runner.pick(rows)
 
     def _until_end(self, request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, bool]:
         """The tokens up to the end of the request, why it ends there, and whether on a stop token."""

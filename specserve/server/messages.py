@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from specserve.frontend.conversation import REFUSED, MessageError, MissingField, plain
 from specserve.server.errors import ApiError
-from specserve.server.protocol import ListOf, Refusal, Strict, Text, TextPart
+from specserve.server.protocol import MAX_PARTS, ListOf, Refusal, Strict, Text, TextParts
 
-MAX_MESSAGES = 16384  # and as many calls of tools in one
+MAX_MESSAGES = 16384
 
 
 class FunctionCall(Strict):
@@ -30,13 +31,25 @@ class Message(Strict):
         "annotations": Refusal(REFUSED["annotations"], [])
     }
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | ListOf[TextPart] | None = None
+    content: Text | TextParts | None = None
     name: Text | None = None
-    tool_calls: Annotated[ListOf[ToolCall], Field(max_length=MAX_MESSAGES)] | None = None
+    tool_calls: Annotated[ListOf[ToolCall], Field(max_length=MAX_PARTS)] | None = None
     tool_call_id: Text | None = None
 
 
-Messages = Annotated[ListOf[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+def _few_parts(messages: Any) -> Any:
+    """Raises PydanticCustomError for lists that are short each, but hold too much together."""
+    if isinstance(messages, list):
+        fields = (m.get(name) for m in messages if isinstance(m, dict) for name in ("content", "tool_calls"))
+        if sum(min(len(field), MAX_PARTS) for field in fields if isinstance(field, list)) > MAX_PARTS:
+            words = "Messages should have at most {most} text parts and calls of tools together"
+            raise PydanticCustomError("too_long", words, {"most": MAX_PARTS})
+    return messages
+
+
+Messages = Annotated[
+    ListOf[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_few_parts)
+]
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from specserve.server.errors import ApiError
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_PARTS = 16384  # text parts and calls of tools of a conversation
 MAX_NODES = 64
 MAX_ENTRIES = MAX_BIAS - 16  # of logit_bias and stop_token_ids; the rest is for the model's end tokens
 INT64 = 2**63
@@ -121,9 +122,12 @@ class TextPart(Strict):
     text: Text
 
 
+TextParts = Annotated[ListOf[TextPart], Field(max_length=MAX_PARTS)]
+
+
 class PredictionField(Strict):
     type: Literal["content"]
-    content: Text | ListOf[TextPart]
+    content: Text | TextParts
 
     @property
     def text(self) -> str:

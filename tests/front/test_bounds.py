@@ -282,6 +282,19 @@ def test_too_many(path: str, body: dict[str, Any], param: str, words: str) -> No
     assert words in error["message"]
 
 
+PART = {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize("messages", [[400_000], [16_000] * 25])
+def test_too_many_text_parts_hold_nobody_up(messages: list[int]) -> None:
+    body = {**ASKED, "messages": [{**USER, "content": [PART] * parts} for parts in messages]}
+    answer, stall = asyncio.run(longest_stall(CHAT, body))
+    assert answer.status_code == 400
+    assert "at most 16384" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"].startswith("messages")
+    assert stall < 1, "400,000 parts held the event loop for 3.3 s"
+
+
 @pytest.mark.parametrize(
     ("path", "field"), [(COMPLETIONS, "prompt"), (CHAT, "messages"), ("/tokenize", "prompt")]
 )

@@ -13,6 +13,7 @@ from specserve.core import TokenLogprob
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Failed, Tokens
 from specserve.server.logprobs import CompletionLogprobs, text_offsets
+from tests.front import fake_engine
 from tests.front.conftest import Serve
 from tests.front.fakes import byte_tokenizer
 from tests.front.test_chat import events
@@ -48,6 +49,19 @@ def test_prompt_forms(serve: Serve, prompt: Any, expected: list[bytes]) -> None:
     ]
     assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(expected)))
     assert body["usage"]["prompt_tokens"] == sum(map(len, expected))
+
+
+def test_the_best_answer_has_the_highest_mean_not_the_highest_sum(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short answer of unlikely tokens has a higher sum than a long one of likely ones."""
+    chances = {ord("a"): -1.0, ord("b"): -0.25}
+    monkeypatch.setattr(
+        fake_engine, "_logprob", lambda token, top: TokenLogprob(token, chances.get(token, -0.25), [])
+    )
+    client, engine = serve("")
+    engine._reply = lambda message: list(b"bbbbbbbb" if message.choice else b"a")
+    assert post(client, best_of=2, n=1).json()["choices"][0]["text"] == "b" * 8
 
 
 def test_logprobs(serve: Serve) -> None:

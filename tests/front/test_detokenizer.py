@@ -68,6 +68,16 @@ def test_random_bytes_come_out_as_the_whole_decodes() -> None:
         assert "".join(pieces(tokenizer, [65], tokens, rng)) == tokenizer.decode(tokens)
 
 
+def test_of_garbage_only_what_may_become_a_character_is_held_back() -> None:
+    """From ``LONGEST`` tokens on, one U+FFFD, and if the bytes after it make it whole, the character comes."""
+    tokenizer = Tokenizer(byte_tokenizer())
+    detokenizer = tokenizer.detokenizer([65], True)
+    assert detokenizer.push([0xFF] * LONGEST) == "�" * (LONGEST - 1)
+    assert detokenizer.push([*[0xFF] * LONGEST, 0xC3]) == "�" * (LONGEST + 1)
+    assert detokenizer.push([0xA9]) == "é"
+    assert detokenizer.flush() == ""
+
+
 def test_endless_garbage_keeps_the_window_short() -> None:
     tokenizer = Tokenizer(byte_tokenizer())
     detokenizer = tokenizer.detokenizer([65], True)

@@ -10,7 +10,8 @@ from unittest.mock import patch
 import pytest
 
 from specserve.core import SamplingParams
-from specserve.engine.runner import Launch, Row
+from specserve.engine.commands import Prefill
+from specserve.engine.runner import Launch
 from specserve.scheduler.scheduler import Scheduler
 from specserve.scheduler.sharing import LAUNCH, MOST_WAITS
 from tests.engines import (
@@ -122,13 +123,13 @@ def rows_by_launch(
 ) -> list[list[int]]:
     """The prompt tokens of each row of each prefill launch, of prompts that come together."""
     launches: list[list[int]] = []
-    prefill = scheduler._runner.prefill
+    prefill = scheduler.runner.prefill
 
-    def recording(rows: Sequence[Row]) -> Launch:
-        launches.append([len(row.tokens) for row in rows])
-        return prefill(rows)
+    def recording(command: Prefill) -> Launch:
+        launches.append([len(row.tokens) for row in command.rows])
+        return prefill(command)
 
-    with patch.object(scheduler._runner, "prefill", recording):
+    with patch.object(scheduler.runner, "prefill", recording):
         answer_all(scheduler, [(prompt, params) for prompt in prompts])
     scheduler.memory.check_idle()
     return launches

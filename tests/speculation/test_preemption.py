@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from specserve.core import SamplingParams, Speculation
+from specserve.engine.commands import Admit
 from specserve.scheduler.scheduler import Scheduler
+from specserve.speculation.state import RowInit
 from tests.engines import Checkpoints, Client, answer_all, answer_one, context_of, make_scheduler, requests_of
 
 PENALISED = SamplingParams(
@@ -53,6 +55,48 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_been(
     assert [answer.tokens for answer in answers] == expected
     assert scheduler.stats().preemptions > 0
     assert_idle(scheduler)
+
+
+def admissions(scheduler: Scheduler) -> list[RowInit]:
+    """The rows that the runner is told from now on."""
+    rows: list[RowInit] = []
+    admit = scheduler.runner.admit
+
+    def recording(command: Admit) -> None:
+        rows.extend(command.rows)
+        admit(command)
+
+    scheduler.runner.admit = recording  # type: ignore[method-assign]
+    return rows
+
+
+def test_stop_tokens_are_banned_as_long_after_a_preemption(agreeing: Checkpoints) -> None:
+    """From the prompt's end, not from that of the text when it was put back."""
+    scheduler = agreeing.scheduler("EAGLE3", (3, 2, 6), page_size=1, max_total_tokens=64)
+    rows = admissions(scheduler)
+    answer_all(scheduler, [(prompt, msgspec.structs.replace(PENALISED, min_tokens=7)) for prompt in PROMPTS])
+    assert any(row.output for row in rows), "one was put back"
+    assert {row.banned_until for row in rows} == {len(PROMPTS[0]) + 7}
+
+
+def test_scores_of_a_prompt_that_is_put_back_in_its_midst(agreeing: Checkpoints) -> None:
+    """Each token is scored once, whatever was computed before and is found in the cache."""
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    prompt = [(5 * i) % 61 for i in range(60)]
+    expected = answer_one(make_scheduler(agreeing.target), prompt, params).scores
+    scheduler = make_scheduler(agreeing.target, page_size=4, chunked_prefill_size=16, overlap_schedule="off")
+    client = Client(scheduler)
+    client.submit("0", prompt, params)
+    for _ in range(2):
+        client.iterate()
+    (request,) = requests_of(scheduler)
+    assert request.prefilling
+    scheduler._preempt(request)  # what memory that is short does, at a moment of the test's choice
+    rows = admissions(scheduler)
+    found = client.run()["0"].scores
+    assert rows[0].cached > 0
+    assert [score.token_id for score in found] == prompt[1:]
+    assert [score.logprob for score in found] == pytest.approx([score.logprob for score in expected])
 
 
 def test_state_after_a_preemption(agreeing: Checkpoints) -> None:

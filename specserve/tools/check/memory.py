@@ -31,7 +31,7 @@ _SAMPLER = 8  # bytes of a logit in the sampler: scores and noise in float32
 
 
 def memory_needed(built: Built) -> Memory:
-    context = cast(Scheduler, built.engine)._runner.context
+    context = cast(Scheduler, built.engine).runner.context
     pool, seen = context.pool, set[int]()
     page = pool.config.page_bytes
     graphs = cast(dict[str, Any], built.engine.info.get("cuda_graphs") or {})

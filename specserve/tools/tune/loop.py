@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specserve.engine.runner import Launch, Row, Runner, Stopwatch
+from specserve.engine.commands import Prefill, Step
+from specserve.engine.runner import Launch, Runner, Stopwatch
 from specserve.messages import Failed, Submit, Tokens
 from specserve.scheduler.scheduler import Scheduler
-from specserve.speculation.shape import StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,15 @@ class MeteredRunner(Runner):
         super().__init__(*args)  # type: ignore[arg-type]
         self.prefills: list[Stopwatch] = []
 
-    def prefill(self, rows: Sequence[Row]) -> Launch:
+    def prefill(self, command: Prefill) -> Launch:
         watch = Stopwatch(self.context.state.device)
-        launch = super().prefill(rows)
+        launch = super().prefill(command)
         self.prefills.append(watch.stop())
         return launch
 
-    def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
+    def step(self, command: Step) -> Launch:
         self.steps += 1
-        return super().step(rows, shape)
+        return super().step(command)
 
 
 @dataclass(slots=True)

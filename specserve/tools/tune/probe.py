@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specserve.engine.runner import Launch, Row, Runner
+from specserve.engine.commands import Prefill, Step
+from specserve.engine.runner import Launch, Runner
 from specserve.speculation.context import Context
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch
@@ -37,12 +38,13 @@ class DraftRecorder(Runner):
         self._steps: list[_Step] = []
         self._begun: list[tuple[int, int]] = []  # of each answer its slot and the steps before it
 
-    def prefill(self, rows: Sequence[Row]) -> Launch:
-        self._begun += [(row.slot, len(self._steps)) for row in rows if row.final]
-        return super().prefill(rows)
+    def prefill(self, command: Prefill) -> Launch:
+        self._begun += [(row.slot, len(self._steps)) for row in command.rows if row.final]
+        return super().prefill(command)
 
     @torch.inference_mode()
-    def step(self, rows: Sequence[Row], shape: StepShape) -> Launch:
+    def step(self, command: Step) -> Launch:
+        rows = command.rows
         slots = [row.slot for row in rows]
         view = self._view(rows, to_device(slots, self.context.state.device))
         pools = {}
@@ -51,7 +53,7 @@ class DraftRecorder(Runner):
             pool = self.context.drafter.propose(self.context, view, deep, view.sampling(self.context, levels))
             parts = (pool.tokens_BP, pool.parents_BP, pool.scores_BP.float())
             pools[topk] = Pools(*(part.cpu().numpy() for part in parts))
-        launch = super().step(rows, StepShape.plain(len(rows)))
+        launch = super().step(Step(rows, StepShape.plain(len(rows))))
         self._steps.append(_Step(launch, slots, pools))
         return launch
 
