@@ -84,7 +84,7 @@ def test_scores_of_a_prompt_that_is_put_back_in_its_midst(agreeing: Checkpoints)
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
     prompt = [(5 * i) % 61 for i in range(60)]
     expected = answer_one(make_scheduler(agreeing.target), prompt, params).scores
-    scheduler = make_scheduler(agreeing.target, page_size=4, chunked_prefill_size=16, overlap_schedule="off")
+    scheduler = make_scheduler(agreeing.target, page_size=8, chunked_prefill_size=18, overlap_schedule="off")
     client = Client(scheduler)
     client.submit("0", prompt, params)
     for _ in range(2):
