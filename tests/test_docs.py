@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from specserve.methods import METHOD_NAMES, NONE
 from specserve.tools.reference.structure import MARK, structure
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +37,7 @@ ORDER = [
     "kv",
     "models",
     "layers",
+    "methods",
     "messages",
     "logs",
     "core",
@@ -100,6 +102,20 @@ def test_folders_import_in_one_direction() -> None:
             if there and len(parts) > 1 and ORDER.index(there[0]) < ORDER.index(parts[1]):
                 against.add((module, found))
     assert not against
+
+
+def test_only_their_records_know_methods_by_name() -> None:
+    """Elsewhere such a name is that of a kind of head: what checkpoints hold, and what is trained."""
+    named = {name for name in METHOD_NAMES if name != NONE}
+    kinds = ("specserve.models.draft.", "specserve.tools.train.", "specserve.tools.check.mismatches")
+    found = {
+        (module, node.value)
+        for module, file in MODULES.items()
+        if module != "specserve.methods" and not module.startswith(kinds)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and node.value in (*named, NONE)
+    }
+    assert found == {("specserve.config.speculation", "MTP")}, "which models carry such a head"
 
 
 def test_no_imports_go_in_circles() -> None:

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from specserve.config import make_settings
-from specserve.config.settings import ALGORITHMS
 from specserve.config.speculation import carries_draft, resolve_speculation
+from specserve.methods import METHOD_NAMES, method_of
 from specserve.models.checkpoint import load_target
 from specserve.models.draft.choices import read_taps
-from specserve.models.draft.load import KINDS, LoadedDraft, load_draft
+from specserve.models.draft.load import LoadedDraft, load_draft
 from specserve.models.draft.override import FIELDS, parse_overrides
 from specserve.models.draft.source import Source
-from specserve.speculation.drafters import DRAFTERS
 from tests.engines import make_scheduler
 from tests.reference.draft_dialects import AUX, as_speculators, eagle, eagle3, save, with_embedding
 from tests.reference.models import load_checkpoint, make_llama, make_mimo, save_checkpoint
@@ -169,9 +168,9 @@ def test_an_override_of_another_kind_of_head(target: Path, tmp_path: Path) -> No
     assert all(set(field.kinds) <= {"EAGLE", "EAGLE3", "MTP"} for field in FIELDS.values())
 
 
-def test_every_algorithm_has_its_drafter_and_heads() -> None:
-    assert set(DRAFTERS) >= set(KINDS)
-    assert set(KINDS) <= set(ALGORITHMS)
+def test_an_alias_is_the_same_method() -> None:
+    assert method_of("MTP") is method_of("NEXTN") is not None
+    assert method_of("NONE") is None
 
 
 @pytest.mark.parametrize("algorithm", ["NEXTN", "MTP"])
@@ -221,13 +220,13 @@ def test_a_second_mtp_layer(mimo: Path, tmp_path: Path) -> None:
 
 
 def test_which_targets_carry_a_draft(mimo: Path, target: Path) -> None:
-    assert [name for name in ALGORITHMS if carries_draft(name, mimo)] == [
+    assert [name for name in METHOD_NAMES if carries_draft(name, mimo)] == [
         "EAGLE",
         "NEXTN",
         "MTP",
         "NAIVE_EAGLE",
     ]
-    assert not any(carries_draft(name, target) for name in ALGORITHMS)
+    assert not any(carries_draft(name, target) for name in METHOD_NAMES)
     assert not carries_draft("MTP", target / "nowhere")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -22,7 +22,7 @@ class Setting:
     default: Value
     help: str
     group: str
-    choices: tuple[str, ...] = ()
+    choices: Sequence[str] = ()
     aliases: tuple[str, ...] = ()
     low: float = -math.inf
     high: float = math.inf

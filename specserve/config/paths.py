@@ -9,13 +9,14 @@ from specserve.config import hub
 from specserve.config.settings import Settings
 from specserve.config.speculation import carries_draft
 from specserve.config.token_map import DYNAMIC
+from specserve.methods import METHOD_NAMES, method_of
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 BUNDLED_MODEL = BUNDLED / "chat"
 BUNDLED_DRAFTS = {
-    "EAGLE": BUNDLED / "eagle",
-    "EAGLE3": BUNDLED / "eagle3",
-    "NAIVE_EAGLE": BUNDLED / "eagle3",
+    name: BUNDLED / method.bundled
+    for name in METHOD_NAMES
+    if (method := method_of(name)) is not None and method.bundled is not None
 }
 BUNDLED_NAME = "specserve-chat"
 
@@ -81,13 +82,17 @@ def _tokenizer(settings: Settings, model_path: Path, places: _Places) -> str:
 
 def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
     draft, algorithm = settings.speculative_draft_model_path, settings.speculative_algorithm
-    revision = settings.speculative_draft_model_revision
-    if draft is not None and algorithm != "NONE":
+    revision, method = settings.speculative_draft_model_revision, settings.method
+    if draft is not None and method is not None and method.needs_draft:
         return str(places.model(_DRAFT_FLAG, draft, revision, _DRAFT_REVISION))
     if revision is not None:
         places.notes.append(f"{_DRAFT_REVISION} changes nothing: no draft is downloaded")
-    if algorithm == "NONE":
+    if method is None:
         return draft
+    if not method.needs_draft:
+        if draft is not None:
+            places.notes.append(f"{_DRAFT_FLAG} changes nothing: {algorithm} has no checkpoint")
+        return None
     if carries_draft(algorithm, model_path):
         places.notes.append(
             f"speculative_draft_model_path = {model_path}: the model's checkpoint has a draft head"
@@ -104,7 +109,7 @@ def _token_map(name: str, settings: Settings, places: _Places) -> str | None:
     """A file, or ``organisation/repository/file`` of the hub; what is dynamic has none."""
     flag = "--" + name.replace("_", "-")
     given: str | None = getattr(settings, name)
-    if given is None or settings.speculative_algorithm == "NONE":
+    if given is None or settings.method is None:
         return given
     if (name, given) == ("speculative_token_map", DYNAMIC):
         return DYNAMIC

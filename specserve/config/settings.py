@@ -14,10 +14,10 @@ from typing import Any
 
 from specserve.config.declare import power_of_two, setting, settings_of
 from specserve.config.values import check_value
+from specserve.methods import METHOD_NAMES, NONE, Method, method_of
 
 MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
 MAX_SLOTS = 65536  # what attention's kernels look requests up among at most
-ALGORITHMS = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "MTP", "NAIVE_EAGLE")
 
 
 def _lossless(value: float) -> str | None:
@@ -288,10 +288,10 @@ class Settings:
     )
 
     speculative_algorithm: str = setting(
-        "NONE",
+        NONE,
         "Drafting method; NONE is plain decoding.",
         group=SPECULATION,
-        choices=ALGORITHMS,
+        choices=METHOD_NAMES,
         aliases=("speculative_algo",),
     )
     speculative_draft_model_path: str | None = setting(
@@ -319,10 +319,10 @@ class Settings:
         low=2,
         high=64,
     )
-    speculative_adaptive: bool = setting(
-        False,
-        "Choose each step's shape, plain decoding among them, by measured cost and acceptance. Always so where the "
-        "three numbers are not given, and an error where they are.",
+    speculative_adaptive: bool | None = setting(
+        None,
+        "Choose each step's shape, plain decoding among them, by measured cost and acceptance. Not set: yes where the "
+        "three numbers are not given. true is an error where they are; false without them is (3, 1, 4).",
         group=SPECULATION,
     )
     speculative_token_map: str | None = setting(
@@ -386,6 +386,11 @@ class Settings:
             check_value(declared, getattr(self, field.name), declared.flag)
         if self.disable_overlap_schedule and self.overlap_schedule == "on":
             raise ValueError("--disable-overlap-schedule contradicts --overlap-schedule on")
+
+    @property
+    def method(self) -> Method | None:
+        """How it drafts, None for plain decoding."""
+        return method_of(self.speculative_algorithm)
 
     def public(self) -> dict[str, Any]:
         """Every setting and its value, secrets replaced by whether they are set."""

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specserve.config.settings import Settings
+from specserve.methods import method_of, names_where
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
 
 SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-NAIVE = (1, 1, 2)
+DEFAULT = (3, 1, 4)  # SGLang's for most models
 MOST_CANDIDATES = 2**15  # of a slot's pool: a kernel looks at all in one program
-RUN_MTP = ("EAGLE", "NEXTN", "MTP", "NAIVE_EAGLE")
 DRAFT = (
     "speculative_draft_model_path",
     "speculative_draft_model_revision",
@@ -27,12 +27,18 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
     """Returns a copy with the shape set, or unset for plain decoding and for the controller. Raises ValueError naming
     the flag."""
     given = [name for name in SHAPE if getattr(settings, name) is not None]
-    if settings.speculative_algorithm == "NONE":
+    method = settings.method
+    if method is None:
         return _plain(settings, given, notes)
     if settings.speculative_draft_quantization == "auto":
         settings = replace(settings, speculative_draft_quantization=_rounding(settings, notes))
-    if settings.speculative_algorithm == "NAIVE_EAGLE":
-        return _naive(settings, given, notes)
+    if method.fixed_shape is not None:
+        return _fixed(settings, method.fixed_shape, given, notes)
+    if settings.speculative_adaptive is False and not given:
+        notes.append(
+            f"speculation of {DEFAULT} (steps, topk, tokens): --speculative-adaptive is false, no shape given"
+        )
+        return replace(settings, **_shape(*DEFAULT))
     if settings.speculative_adaptive or not given:
         return _adaptive(settings, given, notes)
     if len(given) < len(SHAPE):
@@ -58,7 +64,8 @@ def pool_size(steps: int, topk: int) -> int:
 
 def carries_draft(algorithm: str, model_path: Path) -> bool:
     """Whether the model's own checkpoint has the head that the algorithm runs, so that no draft needs to be named."""
-    if algorithm not in RUN_MTP:
+    method = method_of(algorithm)
+    if method is None or "MTP" not in method.heads:
         return False
     try:
         config = json.loads((model_path / "config.json").read_text())
@@ -67,21 +74,23 @@ def carries_draft(algorithm: str, model_path: Path) -> bool:
         return False
 
 
-def _naive(settings: Settings, given: list[str], notes: list[str]) -> Settings:
-    """One level, one candidate: the shape is in the name."""
+def _fixed(settings: Settings, shape: tuple[int, int, int], given: list[str], notes: list[str]) -> Settings:
+    """The shape is in the method's name."""
+    algorithm = settings.speculative_algorithm
+    others = ", ".join(names_where(lambda method: method.fixed_shape is None))
     if settings.speculative_adaptive:
         raise ValueError(
-            "--speculative-adaptive chooses the shape of each step; NAIVE_EAGLE fixes it: take EAGLE"
+            f"--speculative-adaptive chooses the shape of each step; {algorithm} fixes it: take one of {others}"
         )
-    for name, value in zip(SHAPE, NAIVE, strict=True):
+    for name, value in zip(SHAPE, shape, strict=True):
         if name in given and getattr(settings, name) != value:
             raise ValueError(
-                f"{_flag(name)}: --speculative-algorithm NAIVE_EAGLE has {value}, found {getattr(settings, name)}; "
-                "EAGLE and EAGLE3 take any shape"
+                f"{_flag(name)}: --speculative-algorithm {algorithm} has {value}, found {getattr(settings, name)}; "
+                f"any shape is for {others}"
             )
     if len(given) < len(SHAPE):
-        notes.append(f"speculation of {NAIVE} (steps, topk, tokens): the algorithm is NAIVE_EAGLE")
-    return replace(settings, **_shape(*NAIVE))
+        notes.append(f"speculation of {shape} (steps, topk, tokens): the algorithm is {algorithm}")
+    return replace(settings, **_shape(*shape))
 
 
 def _adaptive(settings: Settings, given: list[str], notes: list[str]) -> Settings:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specserve.config.settings import ALGORITHMS, Settings
+from specserve.config.settings import Settings
+from specserve.methods import names_where
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
@@ -15,29 +16,24 @@ DYNAMIC = "dynamic"
 INTERVAL = 8
 
 _OF_DYNAMIC = ("speculative_token_map_size", "speculative_token_map_interval", "speculative_token_map_start")
-_ACCEPTED = ("EAGLE", "NAIVE_EAGLE", "MTP", "NEXTN")
-_REASONS = {
-    "EAGLE3": "its heads bring a draft vocabulary and the rows for it, trained together, of which "
-    f"{FLAG} {DYNAMIC} chooses"
-}
 
 
 def resolve_token_map(settings: Settings, _: ModelConfig, notes: list[str]) -> Settings:
     """Returns a copy without the map where nothing drafts. Raises ValueError for a method that can't use one, and for a
     dynamic map's settings without one."""
-    algorithm, given = settings.speculative_algorithm, settings.speculative_token_map
-    if algorithm == "NONE":
+    method, given = settings.method, settings.speculative_token_map
+    if method is None:
         return _plain(settings, notes)
     if given == DYNAMIC:
         return _dynamic(settings, notes)
     if unread := [name for name in _OF_DYNAMIC if getattr(settings, name) is not None]:
         raise ValueError(f"{_flag(unread[0])} is for {FLAG} {DYNAMIC}, found {FLAG} {given or 'not set'}")
-    if given is None or algorithm in _ACCEPTED:
+    if given is None or method.map_refusal is None:
         return settings
-    reason = _REASONS.get(algorithm, "its drafts don't come from the target's head")
-    accepted = ", ".join(name for name in _ACCEPTED if name in ALGORITHMS)
+    accepted = ", ".join(names_where(lambda each: each.map_refusal is None))
     raise ValueError(
-        f"{FLAG} can't be used with --speculative-algorithm {algorithm}: {reason}; accepted with {accepted}"
+        f"{FLAG} can't be used with --speculative-algorithm {settings.speculative_algorithm}: {method.map_refusal}; "
+        f"accepted with {accepted}"
     )
 
 

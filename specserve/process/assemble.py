@@ -141,7 +141,7 @@ def shape_plan(settings: Settings) -> ShapePlan:
     largest, running = settings.cuda_graph_max_bs, settings.max_running_requests
     assert running is not None
     padding = Padding(batch_buckets(largest) if largest is not None else ())
-    return ShapePlan(static_shape(settings), settings.speculative_adaptive, running, padding)
+    return ShapePlan(static_shape(settings), bool(settings.speculative_adaptive), running, padding)
 
 
 def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePolicy:
@@ -167,7 +167,7 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
     """Target, draft, pool and state on the device."""
     device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
     assert settings.max_running_requests and settings.context_length and settings.model_path
-    positions = -(-(settings.context_length + plan.margin) // settings.page_size) * settings.page_size
+    positions = slot_positions(settings, plan)
     target = load_target(Path(settings.model_path), dtype, device, max_positions=positions)
     drafter = create_drafter(settings, target, positions, dtype)
     pack_linears(target)  # last: a draft may pick rows of the plain head
@@ -194,6 +194,12 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
     )
     pool = _pool(pool_config, pages, device)
     return Context(target, drafter, pool, attention, state, model_config.vocab_size)
+
+
+def slot_positions(settings: Settings, plan: ShapePlan) -> int:
+    """Positions of one slot: a context, what steps may write past it, and the rest of the last page."""
+    assert settings.context_length
+    return -(-(settings.context_length + plan.margin) // settings.page_size) * settings.page_size
 
 
 def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
@@ -225,10 +231,9 @@ def _attention(settings: Settings, pool: PoolConfig) -> AttentionBackend:
 
 def create_drafter(settings: Settings, target: LlamaModel, positions: int, dtype: torch.dtype) -> Drafter:
     """Load the drafter that the settings name."""
-    if settings.speculative_algorithm == "NONE":
+    if settings.method is None:
         return NoDrafter()
-    assert settings.speculative_draft_model_path
-    path = Path(settings.speculative_draft_model_path)
+    path = Path(settings.speculative_draft_model_path or "")  # a method without a checkpoint reads none
     drafter = load_drafter(
         settings.speculative_algorithm,
         path,

@@ -405,3 +405,12 @@ def test_bundled_model_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert resolve_paths(found) == (found, [])
     named, _ = resolve_paths(Settings(model_path=str(chat), served_model_name=("x",)))
     assert named.served_model_name == ("x",)
+
+
+def test_without_a_shape_and_not_adaptive(model: str) -> None:
+    found, notes = resolve(speculative(model, speculative_adaptive=False), LLAMA)
+    assert not found.speculative_adaptive
+    assert (found.speculative_num_steps, found.speculative_eagle_topk) == (3, 1)
+    assert found.speculative_num_draft_tokens == 4
+    assert any("--speculative-adaptive is false" in note for note in notes)
+    assert resolve(found, LLAMA)[0] == found

@@ -12,6 +12,8 @@ from specserve_kernels import Accepted, Pool
 from torch import Tensor
 
 from specserve.kv.spec import KVSpec
+from specserve.methods import Method
+from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
@@ -47,3 +49,10 @@ class CopyDrafter:
 
     def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
         return None
+
+
+def load(name: str, path: object, target: LlamaModel, *args: object) -> CopyDrafter:
+    return CopyDrafter(target.config.vocab_size)
+
+
+METHOD = Method("COPY", load)

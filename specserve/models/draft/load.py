@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specserve.methods import method_of, names_where
 from specserve.models.checkpoint import building, file_tensors, load_parameters
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.choices import (
@@ -43,14 +44,6 @@ from specserve.models.llama import LlamaModel
 
 Head = EagleHead | Eagle3Head | MTPHead
 
-KINDS = {
-    "EAGLE": ("EAGLE", "MTP"),
-    "EAGLE3": ("EAGLE3",),
-    "NEXTN": ("MTP",),
-    "MTP": ("MTP",),
-    "NAIVE_EAGLE": ("EAGLE", "EAGLE3", "MTP"),
-}
-"""The heads that each ``--speculative-algorithm`` runs."""
 _NOT_EAGLE = ("skip_prenorm", "skip_output_norm")  # of a conversion for vLLM; true or absent in EAGLE heads
 
 
@@ -106,8 +99,9 @@ def build_draft(
 def head_kind(source: Source, algorithm: str) -> str:
     """Which head the tensors are. Raises ValueError when ``algorithm`` does not run it."""
     kind = "MTP" if source.is_mtp else _eagle_kind(source)
-    if kind not in KINDS[algorithm]:
-        fitting = " or ".join(name for name, kinds in KINDS.items() if kind in kinds)
+    method = method_of(algorithm)
+    if method is None or kind not in method.heads:
+        fitting = " or ".join(names_where(lambda method: kind in method.heads))
         raise ValueError(
             f"{source.path} holds an {kind} head; --speculative-algorithm is {algorithm}, expected {fitting}"
         )

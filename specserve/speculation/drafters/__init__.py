@@ -1,17 +1,17 @@
-"""Draft methods by the name users give. Nothing outside this folder may branch on a method's name."""
+"""Drafters, one file each; ``specserve.methods`` says which method loads which."""
 
 from __future__ import annotations
 
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 
+from specserve.methods import method_of
 from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Drafter
-from specserve.speculation.drafters.eagle import EagleDrafter
 from specserve.speculation.drafters.options import DraftOptions
-
-DRAFTERS = dict.fromkeys(("EAGLE", "EAGLE3", "NEXTN", "MTP", "NAIVE_EAGLE"), EagleDrafter.load)
 
 
 def load_drafter(
@@ -23,8 +23,15 @@ def load_drafter(
     dtype: torch.dtype,
     options: DraftOptions,
 ) -> Drafter:
-    """Loads a method's weights for a target. Its KV layers start at pool layer ``layer``.
+    """Load a method's drafter for a target. Its KV layers start at pool layer ``layer``.
 
     Raises ValueError naming what does not fit.
     """
-    return DRAFTERS[name](name, path, target, layer, max_positions, dtype, options)
+    method = method_of(name)
+    assert method is not None
+    load = method.load
+    if isinstance(load, str):
+        module, _, path_in_it = load.partition(":")
+        load = attrgetter(path_in_it)(import_module(module))
+    drafter: Drafter = load(name, path, target, layer, max_positions, dtype, options)
+    return drafter

@@ -86,7 +86,7 @@ def _check(given: Settings, options: argparse.Namespace, report: Report) -> None
 
 def _with_shape(settings: Settings) -> Settings:
     shape = dict(zip(SHAPE, MEASURED_SHAPE, strict=True))
-    fixed = settings.speculative_algorithm in ("NONE", "NAIVE_EAGLE")
+    fixed = settings.method is None or settings.method.fixed_shape is not None
     if fixed or any(getattr(settings, name) is not None for name in SHAPE):
         return settings
     log.info("speculation of %s (steps, topk, tokens): what acceptance is measured with", MEASURED_SHAPE)

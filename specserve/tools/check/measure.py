@@ -53,7 +53,7 @@ def measure(built: Built, prompts: Sequence[str], max_tokens: int, report: Repor
     without = _answers(built.engine, encoded, max_tokens, drafting=False)
     same = sum(one.tokens == other.tokens for one, other in zip(with_drafts, without, strict=True))
     report.acceptance = found = _summary(with_drafts, same)
-    if built.settings.speculative_algorithm != "NONE" and found.tokens_per_step < USELESS:
+    if built.settings.method is not None and found.tokens_per_step < USELESS:
         report.problems.append(
             f"{found.tokens_per_step:.2f} tokens a step: the draft does not fit the model or these prompts, drafting "
             "costs time for nothing"

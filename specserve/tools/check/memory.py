@@ -21,7 +21,7 @@ from specserve.models.draft.load import Head, Place, build_draft
 from specserve.models.draft.override import parse_overrides
 from specserve.models.draft.source import open_source
 from specserve.models.llama import LlamaModel
-from specserve.process.assemble import ROUNDINGS, shape_plan
+from specserve.process.assemble import ROUNDINGS, shape_plan, slot_positions
 from specserve.process.worker import Built
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
@@ -52,8 +52,7 @@ def expected_memory(settings: Settings, model: ModelConfig) -> Memory:
     nothing; what follows a token map is left out."""
     assert settings.model_path is not None
     dtype = DTYPES[settings.dtype]
-    assert settings.context_length is not None
-    positions = settings.context_length + shape_plan(settings).margin
+    positions = slot_positions(settings, shape_plan(settings))
     target, _ = build_target(Path(settings.model_path), dtype, torch.device("meta"), positions)
     seen = set[int]()
     weights = _count(_tensors([target]), seen)

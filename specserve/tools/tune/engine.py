@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specserve.config import Settings, resolve
-from specserve.config.speculation import NAIVE, SHAPE
+from specserve.config.speculation import SHAPE
 from specserve.core import SamplingParams
 from specserve.engine.graphs import Graphs, StepGraph
 from specserve.engine.profile import measure_eager, measure_graphs
@@ -91,7 +91,7 @@ class TuneEngine:
         """``given``: local paths, an algorithm that drafts. Raises ValueError for what cannot be served."""
         assert given.model_path is not None
         model = load_model_config(Path(given.model_path))
-        settings, notes = resolve(_with_shape(given, NAIVE), model)
+        settings, notes = resolve(_with_shape(given, (1, 1, 2)), model)
         settings = with_threads(settings, notes)
         for note in notes:
             log.info("%s", note)

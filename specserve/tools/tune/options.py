@@ -9,11 +9,11 @@ from typing import NoReturn
 
 from specserve.config import Settings, resolve
 from specserve.config.speculation import SHAPE, check_pool
+from specserve.methods import names_where
 from specserve.models.config import ModelConfig
 from specserve.tools.tune.grid import DRAFT_TOKENS, STEPS, TOPK, Candidate, Grid
 
 PROGRAM = "python -m specserve.tune"
-TUNED = ("EAGLE", "EAGLE3", "NEXTN", "MTP")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +113,11 @@ def read_options(found: argparse.Namespace) -> Options:
 
 def check_settings(given: Settings) -> None:
     """Raises ValueError for what can't be tuned."""
-    if given.speculative_algorithm not in TUNED:
-        why = "has one shape" if given.speculative_algorithm == "NAIVE_EAGLE" else "drafts nothing"
+    if given.method is None or given.method.fixed_shape is not None:
+        why = "drafts nothing" if given.method is None else "has one shape"
         raise ValueError(
             f"--speculative-algorithm: {given.speculative_algorithm} {why}, there is nothing to tune; "
-            f"accepted are {', '.join(TUNED)}"
+            f"accepted are {', '.join(names_where(lambda method: method.fixed_shape is None))}"
         )
     if given.speculative_adaptive:
         raise ValueError("--speculative-adaptive: the tuner compares fixed shapes, leave it out")

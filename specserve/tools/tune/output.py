@@ -8,6 +8,7 @@ from typing import Any
 
 from specserve.config import SETTINGS, Settings
 from specserve.config.speculation import SHAPE
+from specserve.methods import NONE
 from specserve.tools.tune.grid import Candidate
 
 
@@ -24,7 +25,7 @@ def configuration(given: Settings, pick: Candidate) -> dict[str, Any]:
     drafting = [setting for setting in found if setting.startswith("speculative_")]
     return {
         **{setting: value for setting, value in found.items() if setting not in drafting},
-        "speculative_algorithm": "NONE",
+        "speculative_algorithm": NONE,
     }
 
 

@@ -1,0 +1,83 @@
+"""What the package knows nothing of plugs in through its registries and changes no text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from specserve_kernels import Pool, merge_pools
+
+from benchmarks import lossless
+from benchmarks.lossless import Models, make_items, reference_texts, run_configuration
+from specserve import methods
+from specserve.core import SamplingParams
+from specserve.speculation.context import Context, View
+from specserve.speculation.sampler import Sampling
+from specserve.speculation.shape import StepShape
+from tests.engines import Checkpoints, answer_all, context_of, make_scheduler
+from tests.toys.drafter import METHOD, CopyDrafter
+
+PROMPTS = [[3 + i, 9, 14 + i, 2, 33, 2, 33, 2, 33] for i in range(6)]
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """The toy is a method while the test runs."""
+    names = [*methods.METHOD_NAMES]
+    with patch.dict(methods._METHODS):  # what ``register`` changes
+        methods.register(METHOD)
+        yield
+    methods.METHOD_NAMES[:] = names
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {"batch": 1, "page": 16, "chunk": 512, "pool": "normal", "prefix_cache": True, "overlap": "on"},
+        {"batch": 4, "page": 1, "chunk": 16, "pool": "small", "prefix_cache": True, "overlap": "off"},
+        {"batch": 4, "page": 16, "chunk": 16, "pool": "normal", "prefix_cache": False, "overlap": "on"},
+    ],
+)
+def test_a_toy_drafter_changes_no_text(
+    configuration: dict[str, Any], registered: None, agreeing: Checkpoints
+) -> None:
+    models = Models(agreeing.target, {"COPY": agreeing.target}, "float64", "cpu")
+    items = make_items(PROMPTS, 24, 14)
+    with patch.dict(lossless.SPECULATION, {"copy": ("COPY", 3, 1, 4)}):
+        given = {**configuration, "toggled": False, "speculation": "copy"}
+        row, differences = run_configuration(models, 0, given, items, reference_texts(models, items))
+    assert (row.identical, differences) == (row.texts, [])
+    assert row.texts == len(items)
+
+
+def test_a_toy_drafter_is_often_right(registered: None, agreeing: Checkpoints) -> None:
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    shape: dict[str, Any] = dict(zip(names, (3, 1, 4), strict=True))
+    scheduler = make_scheduler(agreeing.target, speculative_algorithm="COPY", **shape)
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logit_bias={33: 100.0})
+    (answer,) = answer_all(scheduler, [(PROMPTS[0], params)])
+    assert answer.tokens == [33] * 16
+    assert answer.usage.steps <= 7
+
+
+def test_pools_of_two_drafters_in_one_tree(agreeing: Checkpoints) -> None:
+    """EAGLE-3's candidates and the toy's compete for the same nodes; the text is that of plain decoding."""
+    work = [
+        (prompt, SamplingParams(max_tokens=20, seed=i, temperature=0.7)) for i, prompt in enumerate(PROMPTS)
+    ]
+    expected = [answer.tokens for answer in answer_all(make_scheduler(agreeing.target), work)]
+    scheduler = agreeing.scheduler("EAGLE3", (3, 2, 8))
+    eagle, copy = context_of(scheduler).drafter, CopyDrafter(64)
+    propose = eagle.propose
+
+    def both(context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
+        text = copy.propose(context, view, shape, sampling)
+        return merge_pools(propose(context, view, shape, sampling), text)
+
+    with patch.object(eagle, "propose", both), torch.inference_mode():
+        found = answer_all(scheduler, work)
+    assert [answer.tokens for answer in found] == expected
+    assert scheduler.stats().accepted > 0
