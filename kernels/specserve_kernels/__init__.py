@@ -16,7 +16,7 @@ from specserve_kernels.reference.sampling.philox import gumbel_noise
 from specserve_kernels.reference.sampling.sampling import add_bias, penalize, perturb, truncate
 from specserve_kernels.reference.tree import accept, commit, grow, prediction, select
 from specserve_kernels.reference.tree import gather_slots as _gather_slots
-from specserve_kernels.reference.tree.commit import count_tokens, store_page_features, write_tokens
+from specserve_kernels.reference.tree.commit import count_tokens, store_page_features
 from specserve_kernels.reference.tree.merge import merge_pools
 from specserve_kernels.reference.tree.nodes import address, chain_masks, tree_masks
 from specserve_kernels.types import (
@@ -107,5 +107,4 @@ __all__ = [
     "tree_pool_size",
     "truncate",
     "visible_to_bias",
-    "write_tokens",
 ]

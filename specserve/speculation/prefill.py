@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from specserve_kernels import MAX_NODES, address, chain_masks, count_tokens, write_tokens
+from specserve_kernels import MAX_NODES, address, chain_masks, count_tokens
 from torch import Tensor
 
 from specserve.attention.base import Chunks, Nodes, Plan
@@ -85,7 +85,8 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     )
     drafter.prefill(context, view, prompts, TargetStates(hidden_XH, tapped))
     table = context.state.slots
-    write_tokens(table.tokens, slots.rows_B, end_B, token_B, chunks.final_B)
+    table.tokens[slots.rows_B[chunks.slot_T], position_T] = chunks.token_T.int()
+    table.tokens[slots.rows_B, end_B] = token_B.int()  # where a run is not final, the next one overwrites it
     table.root[slots.rows_B] = token_B
     table.length[slots.rows_B] = end_B
     predicted_B2 = follow(context, view, end_B - 1, token_B[:, None], chunks.final_B.long())

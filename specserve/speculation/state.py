@@ -188,20 +188,15 @@ class DecodeState:
         self.sampling.bias_ids.index_fill_(0, slots_N, self.sampling.counts.shape[1])
         if self.prediction is not None:
             self.prediction.length_R.index_copy_(0, slots_N, predicted_N)
-        self._admit_texts(rows)
         for row, bias, text in zip(rows, biases, predicted, strict=True):
             self._admit_rest(row, bias, text)
-
-    def _admit_texts(self, rows: Sequence[RowInit]) -> None:
-        """Write what is known of each text."""
-        counts = [len(row.prompt) + len(row.output) for row in rows]
-        known = list(chain.from_iterable(part for row in rows for part in (row.prompt, row.output)))
-        for row, text in zip(rows, to_device(known, self.device, torch.int32).split(counts), strict=True):
-            self.slots.tokens[row.slot, : len(text)] = text
 
     def _admit_rest(self, row: RowInit, bias: _Bias, predicted: Sequence[int]) -> None:
         """What few requests have."""
         params, slot, sampling = row.params, row.slot, self.sampling
+        if row.cached:  # prefill writes the rest of the text
+            known = [*row.prompt, *row.output][: row.cached]
+            self.slots.tokens[slot, : row.cached] = to_device(known, self.device, torch.int32)
         if bias:
             ids, values, until = zip(*bias, strict=True)
             sampling.bias_ids[slot, : len(bias)] = self._integers(ids)

@@ -43,14 +43,14 @@ def advance(
         )
         tables.feature[rows_B] = features_TH[accepted.path_BS.gather(1, last_B1).squeeze(1)]
     live_BS = accepted.token_BS >= 0
-    write_tokens(tables.tokens, rows_B[:, None], accepted.next_position_BS, accepted.token_BS, live_BS)
+    _write_tokens(tables.tokens, rows_B[:, None], accepted.next_position_BS, accepted.token_BS, live_BS)
     tables.root[rows_B] = accepted.token_BS.gather(1, last_B1).squeeze(1)
     tables.length[rows_B] = slots.length_B + accepted.count_B.where(rows_B != dummy, 0)
     if counts_RV is not None:
         count_tokens(counts_RV, rows_B[:, None].expand_as(live_BS), accepted.token_BS, live_BS)
 
 
-def write_tokens(tokens_RC: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, live: Tensor) -> None:
+def _write_tokens(tokens_RC: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, live: Tensor) -> None:
     """Write tokens into their requests' texts, where ``live``; others go to position 0 of padding's row."""
     rows, positions = rows.where(live, len(tokens_RC) - 1), positions.where(live, 0)
     tokens_RC[rows, positions] = tokens.to(tokens_RC.dtype)
