@@ -31,6 +31,9 @@ class HeadKV:
     head_dim: int
     dtype: torch.dtype
 
+    def __str__(self) -> str:
+        return f"{self.num_kv_heads} KV heads of size {self.head_dim}"
+
     @property
     def token_bytes(self) -> int:
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-import specserve.models.config
+import specserve.models.read_config
 import specserve.process.assemble
 from specserve import LLM, RequestOutput, SamplingParams
 from specserve.messages import Submit
@@ -32,7 +32,7 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
 def make(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLM:
     """An LLM whose engine repeats the prompt; long prompts end later than short ones that came after them."""
     byte_tokenizer().save_pretrained(path)
-    monkeypatch.setattr(specserve.models.config, "load_model_config", lambda _: MODEL_CONFIG)
+    monkeypatch.setattr(specserve.models.read_config, "load_model_config", lambda _: MODEL_CONFIG)
     monkeypatch.setattr(specserve.process.assemble, "create_scheduler", lambda *_: FakeEngine(_echo))
     return LLM(str(path), device="cpu", **settings)
 
