@@ -354,9 +354,7 @@ def test_heads_that_the_backend_does_not_have(tmp_path: Path, monkeypatch: pytes
     target = make_llama(tmp_path / "target", hidden=64, heads=2)
     draft = make_eagle3(tmp_path / "draft", target, heads=4, kv_heads=4)
     monkeypatch.setitem(ATTENTION, "torch", ATTENTION["triton"])
-    words = (
-        r"--attention-backend triton cannot serve the draft's 4 KV heads of size 16: the head size .*; use torch"
-    )
+    words = r"--attention-backend triton cannot serve the draft's 4 KV heads of size 16: the head size .*; use torch"
     with pytest.raises(ValueError, match=words):
         make_scheduler(
             target,

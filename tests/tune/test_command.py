@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from specserve.config import load_settings
+from specserve.config.paths import BUNDLED_MODEL
 from specserve.process.worker import build_scheduler
 from specserve.tools.tune.__main__ import main
 from specserve.tools.tune.output import configuration
@@ -136,3 +137,7 @@ def test_plots_need_matplotlib(
     monkeypatch.setattr("specserve.tools.tune.plot.find_spec", lambda _: None)
     assert main([*flags(pair), "--plot", "x.png"]) == 2
     assert "--plot needs the package matplotlib" in capsys.readouterr().err
+
+
+def test_the_bundled_model_brings_its_prompts() -> None:
+    assert len(read_prompts(None, BUNDLED_MODEL)) == 100

@@ -1,4 +1,4 @@
-"""The configuration file for ``python -m specserve.launch --config``."""
+"""Writes the configuration file that the server's ``--config`` takes."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from specserve.config.paths import BUNDLED_MODEL
 from specserve.frontend.conversation import plain
 from specserve.frontend.tokenizer import Tokenizer
 
-BUNDLED_PROMPTS = Path(__file__).parents[2] / "examples" / "bundled_model" / "prompts.jsonl"
+BUNDLED_PROMPTS = Path(__file__).parents[3] / "examples" / "bundled_model" / "prompts.jsonl"
 FORM = 'a JSON object a line, {"messages": [...]} or {"prompt": "..."}'
 
 
