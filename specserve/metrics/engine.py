@@ -129,8 +129,8 @@ def _cost(cost: CostTotals) -> Iterator[Metric]:
     )
     yield _gauge(
         "spec_cost_error_ratio",
-        "How far off the cost model is of late: the size of ln(measured / predicted) of each step, capped and "
-        "averaged with weights that fall with age.",
+        "Mean relative error of the cost model: how far measured / predicted is from 1 in each step, kept between "
+        "1 / 1.5 and 1.5, averaged with weights that fall with age.",
         cost.error,
     )
 
