@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import specserve.models.config
+import specserve.models.read_config
 from benchmarks.adaptive import (
     Load,
     adaptive_llm,
@@ -52,13 +52,13 @@ GOAL = 1.5  # times plain decoding, where steps give three tokens
 @contextmanager
 def longer_contexts(tokens: int) -> Iterator[None]:
     """Models take contexts of so many tokens, whatever they were trained for: what they say there is of no interest."""
-    load = specserve.models.config.load_model_config
+    load = specserve.models.read_config.load_model_config
 
     def stretched(path: Path) -> ModelConfig:
         config = load(path)
         return replace(config, max_position_embeddings=max(tokens, config.max_position_embeddings))
 
-    with patch.object(specserve.models.config, "load_model_config", stretched):
+    with patch.object(specserve.models.read_config, "load_model_config", stretched):
         yield
 
 
