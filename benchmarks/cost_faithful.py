@@ -165,8 +165,7 @@ def wide_target_config(small: ModelConfig, shape: Shape, dtype: torch.dtype) -> 
     wide = dataclasses.replace(
         small,
         vocab_size=shape.vocab,
-        num_layers=shape.layers,
-        layer=shape.layer(small.layer),
+        layers=(shape.layer(small.layers[0]),) * shape.layers,
         tie_word_embeddings=False,
     )
     return target_config(wide, dtype)
@@ -231,7 +230,7 @@ class Maker:
 
     def target(self, output: Path, change: Callable[[Named], Named] = lambda tensors: tensors) -> None:
         config = load_model_config(self.small.target)
-        wide = self._embedding(config.layer, self.small.target)
+        wide = self._embedding(config.layers[0], self.small.target)
         order, _ = layer_order(config.num_layers, self._taps(), self.shape.layers)
         tensors = change(target_tensors(wide, TensorFiles(self.small.target), order))
         write(tensors, wide_target_config(config, self.shape, self.dtype), output)

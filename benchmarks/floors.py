@@ -94,7 +94,7 @@ def step_ms(shape: Shape | None, batch: int, context: int) -> float:
 def applies(model_path: str | Path) -> bool:
     """Whether this is the model's shape and the machine that all figures here are of."""
     config = load_model_config(Path(model_path))
-    layer = config.layer
+    layer = config.layers[0]
     sizes = (
         config.num_layers,
         layer.hidden_size,

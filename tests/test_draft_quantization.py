@@ -80,7 +80,7 @@ def test_fp8_needs_a_gpu_that_has_such_numbers(
     quantization: str, capability: tuple[int, int], refused: bool
 ) -> None:
     settings = make_settings(speculative_draft_quantization=quantization)
-    target = SimpleNamespace(lm_head=SimpleNamespace(weight=SimpleNamespace(is_cuda=True)))
+    target = SimpleNamespace(device=torch.device("cuda"))
     with patch.object(torch.cuda, "get_device_capability", return_value=capability):
         if refused:
             with pytest.raises(
@@ -122,7 +122,7 @@ def test_what_a_gpu_holds(dtype: torch.dtype, error: float) -> None:
     quantized = QuantizedLinear(plain, dtype)
     many = torch.randn(FEW_CONVERTED + 1, 40, generator=generator)
     x = many[:3]
-    assert not quantized.rounds(1)
+    assert not quantized.quantizes(1)
     assert torch.equal(quantized(many), plain(many))
     for found, expected in zip(quantized.rows_from(8), plain.rows_from(8), strict=True):
         assert torch.equal(found, expected)
@@ -216,8 +216,8 @@ def test_who_writes_inputs_rounds_them(
             patch.object(draft_head, "pair_inputs_rounded", wraps=draft_head.pair_inputs_rounded) as pair,
             ExitStack() as stack,
         ):
-            for module in (decoder, draft_head) if alone else ():
-                stack.enter_context(patch.object(module, "rounds", return_value=False))
+            if alone:
+                stack.enter_context(patch.object(QuantizedLinear, "quantizes", return_value=False))
             drafted = head.draft(tokens, features, positions, mixed)
             stored = head.project_kv(tokens, features)
             both.append((*drafted, stored))
@@ -232,8 +232,8 @@ def test_more_tokens_take_the_weight_as_it_was(device: str) -> None:
     head = integer_head(device, Eagle3Head, 128)
     projection = head.mlp.down_proj
     assert isinstance(projection, QuantizedLinear)
-    assert projection.rounds(FEW_TOKENS)
-    assert not projection.rounds(FEW_TOKENS + 1)
+    assert projection.quantizes(FEW_TOKENS)
+    assert not projection.quantizes(FEW_TOKENS + 1)
     x = torch.randn(FEW_TOKENS + 1, 256, device=device, dtype=torch.bfloat16)
     assert torch.equal(projection(x), linear(x, *projection.rows_from(0)))
     assert torch.equal(projection.outputs_from(32, x), linear(x, *projection.rows_from(32)))

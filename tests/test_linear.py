@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from specserve.layers.decoder import MLP, RMSNorm
+from specserve.layers.decoder import MLP, LayerConfig, RMSNorm
 from specserve.layers.linear import Linear, pack_linears
+
+CONFIG = LayerConfig(64, 128, 4, 2, 16, 1e-5, 64)
 
 
 @pytest.mark.parametrize("rows", [1, 6, 48])
@@ -58,14 +60,14 @@ def test_shared_and_named_weights_are_kept() -> None:
 @pytest.mark.gpu
 def test_what_is_trained_on_a_gpu_has_gradients() -> None:
     """The kernels give none, so the references compute."""
-    mlp = MLP(64, 128).cuda()
+    mlp = MLP(CONFIG, 0).cuda()
     x = torch.randn(5, 64, device="cuda")
-    RMSNorm(64, 1e-5).cuda()(mlp(x)).square().sum().backward()
+    RMSNorm(64, 1e-5).cuda()(mlp(x, x)[0]).square().sum().backward()
     found = {name: p.grad for name, p in mlp.named_parameters()}
     assert found.keys() == {"gate_up_proj.weight", "down_proj.weight"}
-    on_cpu = MLP(64, 128)
+    on_cpu = MLP(CONFIG, 0)
     on_cpu.load_state_dict(mlp.state_dict())
-    RMSNorm(64, 1e-5)(on_cpu(x.cpu())).square().sum().backward()
+    RMSNorm(64, 1e-5)(on_cpu(x.cpu(), x.cpu())[0]).square().sum().backward()
     for name, p in on_cpu.named_parameters():
         grad = found[name]
         assert grad is not None

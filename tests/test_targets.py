@@ -450,11 +450,13 @@ def test_fields_that_may_be_absent(tmp_path: Path) -> None:
         del fields[name]
     (path / "config.json").write_text(json.dumps(fields))
     config = load_model_config(path)
-    assert (config.layer.num_kv_heads, config.layer.head_dim) == (4, 8)
+    assert (config.layers[0].num_kv_heads, config.layers[0].head_dim) == (4, 8)
     assert (config.rope.theta, config.rope.kind, config.eos_token_ids) == (10000.0, "default", (5,))
     change_config(path, eos_token_id=[7, 8, 9], head_dim=16)
     config = load_model_config(path)
-    assert (config.layer.head_dim, config.eos_token_ids) == (8 * 2, (5,)), "generation_config.json goes first"
+    assert (config.layers[0].head_dim, config.eos_token_ids) == (8 * 2, (5,)), (
+        "generation_config.json goes first"
+    )
     (path / "generation_config.json").unlink()
     assert load_model_config(path).eos_token_ids == (7, 8, 9)
 
@@ -528,7 +530,7 @@ def test_projected_keys_are_normed_as_attention_norms_them(tmp_path: Path) -> No
         return inputs.qkv_TND[:, :-4].flatten(1)
 
     x_TH = torch.randn(5, 32, dtype=torch.float64)
-    attention(x_TH, Rope(model.rope_P2D, torch.arange(5)), attend)
+    attention(x_TH, x_TH, Rope(model.rope_P2D, torch.arange(5)), attend)
     torch.testing.assert_close(attention.project_kv(x_TH), seen[0][:, -4:], rtol=0, atol=1e-12)
 
 

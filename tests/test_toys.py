@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,26 +15,36 @@ from benchmarks import lossless
 from benchmarks.lossless import Models, make_items, reference_texts, run_configuration
 from specserve import methods
 from specserve.core import SamplingParams
+from specserve.layers import weights as formats
+from specserve.layers.decoder import DecoderLayer
+from specserve.models import registry
+from specserve.models.checkpoint import load_target
 from specserve.speculation.context import Context, View
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 from tests.engines import Checkpoints, answer_all, context_of, make_scheduler
+from tests.toys import weights as scaled
+from tests.toys.architecture import NAME, ToyModel, write_toy
 from tests.toys.drafter import METHOD, CopyDrafter
+from tests.toys.weights import write_scaled
 
 PROMPTS = [[3 + i, 9, 14 + i, 2, 33, 2, 33, 2, 33] for i in range(6)]
 
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """The toy is a method while the test runs."""
+    """The toys are known while the test runs."""
     names = [*methods.METHOD_NAMES]
-    with patch.dict(methods._METHODS):  # what ``register`` changes
+    changed = methods._METHODS, formats.FORMATS, registry.ARCHITECTURES  # by ``register``
+    with patch.dict(changed[0]), patch.dict(changed[1]), patch.dict(changed[2]):
         methods.register(METHOD)
+        formats.register(scaled.METHOD, scaled.read)
+        registry.register(NAME, ToyModel)
         yield
     methods.METHOD_NAMES[:] = names
 
 
-@pytest.mark.parametrize(
+CONFIGURATIONS = pytest.mark.parametrize(
     "configuration",
     [
         {"batch": 1, "page": 16, "chunk": 512, "pool": "normal", "prefix_cache": True, "overlap": "on"},
@@ -41,6 +52,9 @@ def registered() -> Iterator[None]:
         {"batch": 4, "page": 16, "chunk": 16, "pool": "normal", "prefix_cache": False, "overlap": "on"},
     ],
 )
+
+
+@CONFIGURATIONS
 def test_a_toy_drafter_changes_no_text(
     configuration: dict[str, Any], registered: None, agreeing: Checkpoints
 ) -> None:
@@ -51,6 +65,47 @@ def test_a_toy_drafter_changes_no_text(
         row, differences = run_configuration(models, 0, given, items, reference_texts(models, items))
     assert (row.identical, differences) == (row.texts, [])
     assert row.texts == len(items)
+
+
+@CONFIGURATIONS
+@pytest.mark.parametrize("write", [write_scaled, write_toy])
+@pytest.mark.parametrize("speculation", ["eagle3-tree", "copy"])
+def test_speculation_changes_no_text_of_a_toy_target(
+    speculation: str,
+    write: Callable[[Path, Path], Path],
+    configuration: dict[str, Any],
+    registered: None,
+    agreeing: Checkpoints,
+    tmp_path: Path,
+) -> None:
+    target = write(agreeing.target, tmp_path / "toy")
+    models = Models(target, {"COPY": target, "EAGLE3": agreeing.eagle3}, "float64", "cpu")
+    items = make_items(PROMPTS, 16, 14)
+    tree = {"copy": ("COPY", 3, 1, 4), "eagle3-tree": ("EAGLE3", 3, 2, 8)}
+    with patch.dict(lossless.SPECULATION, tree):
+        given = {**configuration, "toggled": False, "speculation": speculation}
+        row, differences = run_configuration(models, 0, given, items, reference_texts(models, items))
+    assert (row.identical, differences) == (row.texts, [])
+    assert row.texts == len(items)
+
+
+def test_a_toy_weight_format_gives_the_rounded_weights(
+    registered: None, agreeing: Checkpoints, tmp_path: Path
+) -> None:
+    """Every projection is that of the plain checkpoint to float16's rounding, and no other number changed."""
+    plain = load_target(agreeing.target, torch.float64, torch.device("cpu"))
+    found = load_target(
+        write_scaled(agreeing.target, tmp_path / "scaled"), torch.float64, torch.device("cpu")
+    )
+    x_TH = torch.randn(5, plain.config.hidden_size, dtype=torch.float64)
+    for mine, theirs in zip(found.layers, plain.layers, strict=True):
+        assert isinstance(mine, DecoderLayer)
+        assert isinstance(theirs, DecoderLayer)
+        torch.testing.assert_close(
+            mine.self_attn.qkv_proj(x_TH), theirs.self_attn.qkv_proj(x_TH), rtol=2e-3, atol=2e-3
+        )
+        assert not torch.equal(mine.mlp(x_TH, x_TH)[0], theirs.mlp(x_TH, x_TH)[0])
+    assert torch.equal(found.logits(x_TH), plain.logits(x_TH))
 
 
 def test_a_toy_drafter_is_often_right(registered: None, agreeing: Checkpoints) -> None:

@@ -10,7 +10,7 @@ from specserve_kernels import apply_rotary
 from torch import Tensor
 
 from specserve.layers.batch import AttentionInputs, TokenBatch
-from specserve.models.draft.base import DraftHead
+from specserve.models.draft.head import LayerHead
 from specserve.tools.train.attend import CausalAttend, TestTimeAttend
 from specserve.tools.train.heads import HeadOptions, make_eagle, make_eagle3
 from specserve.tools.train.packed_attention import packed_attention
@@ -44,7 +44,7 @@ class CacheAttend:
         return torch.stack(outs)
 
 
-def drafted(draft: DraftHead, tokens: Tensor, features: Tensor, column: int) -> list[Tensor]:
+def drafted(draft: LayerHead, tokens: Tensor, features: Tensor, column: int) -> list[Tensor]:
     """States of the levels when drafting begins after the pairs (feature i, token i + 1) for i <= column."""
     attend = CacheAttend()
     positions = torch.arange(column + 1)
@@ -61,7 +61,7 @@ def drafted(draft: DraftHead, tokens: Tensor, features: Tensor, column: int) -> 
 def test_levels_equal_drafting_token_by_token(kind: str) -> None:
     target = tiny_target(torch.float64)
     ids = torch.arange(0, 40, 2)
-    draft: DraftHead = (
+    draft: LayerHead = (
         make_eagle(target, HeadOptions(), 64).double()
         if kind == "eagle"
         else make_eagle3(target, HeadOptions(taps=(0, 2, 4)), 64, ids).double()

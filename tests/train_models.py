@@ -27,8 +27,7 @@ def tiny_config(tied: bool = False, vocab: int = VOCAB) -> ModelConfig:
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=vocab,
-        num_layers=4,
-        layer=layer,
+        layers=(layer,) * 4,
         rope=RopeConfig(),
         tie_word_embeddings=tied,
         max_position_embeddings=128,

@@ -55,8 +55,7 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=args.vocab_size,
-        num_layers=args.layers,
-        layer=layer,
+        layers=(layer,) * args.layers,
         rope=RopeConfig(theta=10000.0),
         tie_word_embeddings=False,
         max_position_embeddings=4096,

@@ -97,7 +97,7 @@ def _unserved(model: ModelConfig) -> str | None:
         HEAD_DIMS,  # imports Triton, which a CPU does without
     )
 
-    size = model.layer.head_dim
+    size = model.layers[0].head_dim
     return None if size in HEAD_DIMS else f"triton has heads of {HEAD_DIMS}, the model's are of {size}"
 
 

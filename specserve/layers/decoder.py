@@ -12,8 +12,9 @@ from specserve_kernels import Rounded, add_rms_norm, add_rms_norm_rounded, embed
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend, AttentionInputs
-from specserve.layers.linear import Linear, QuantizedLinear, rounds
+from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import Rope
+from specserve.layers.weights import Projection, WeightFormat
 
 MANY_TOKENS = 1024
 
@@ -21,7 +22,7 @@ MANY_TOKENS = 1024
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
     """Geometry of one decoder layer. ``input_size`` is the width its q, k, v projections read; ``qk_norm``: every head
-    of q and k is normed before it is rotated."""
+    of q and k is normed before it is rotated. ``weights``: how its projections are stored."""
 
     hidden_size: int
     intermediate_size: int
@@ -34,6 +35,7 @@ class LayerConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    weights: WeightFormat = PLAIN
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -70,16 +72,18 @@ class RMSNorm(nn.Module):
             return self(residual_TH), residual_TH
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)
 
-    def add_for(self, reader: object, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
-        """As ``add``, the norm rounded where ``reader`` multiplies it as integers."""
-        if rounds(reader, len(x_TH)):
+    def add_for(
+        self, reader: object, x_TH: Tensor | None, residual_TH: Tensor
+    ) -> tuple[Tensor | Rounded, Tensor]:
+        """As ``add``, the norm quantized where ``reader`` multiplies it as integers."""
+        if x_TH is not None and isinstance(reader, Projection) and reader.quantizes(len(x_TH)):
             return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps)
         return self.add(x_TH, residual_TH)
 
 
 def adds_itself(x_TI: Tensor) -> bool:
-    """Whether, in a launch of so many tokens, projections add to the residual stream, in place, as they end: the norm
-    behind then has half as much to read and write."""
+    """Return whether projections of this many tokens add to the residual stream in place: the norm that follows then
+    reads and writes half as much."""
     return x_TI.is_cuda and x_TI.itemsize == 2 and len(x_TI) >= MANY_TOKENS and not torch.is_grad_enabled()
 
 
@@ -88,45 +92,44 @@ def kept(residual_TH: Tensor) -> Tensor:
     return residual_TH.clone() if adds_itself(residual_TH) else residual_TH
 
 
-def project(
-    projection: Linear | QuantizedLinear, x_TI: Tensor, residual_TH: Tensor, adds: bool
-) -> tuple[Tensor | None, Tensor]:
-    """What a block adds to the residual stream, or None where ``adds`` and it has been added, and the stream."""
-    if adds:
-        weight_OI, bias_O = projection.rows_from(0)
-        if bias_O is None:
-            return None, residual_TH.addmm_(x_TI, weight_OI.t())
-    return projection(x_TI), residual_TH
-
-
 class Attention(nn.Module):
-    """Grouped-query attention with one fused q, k, v projection; the mechanism is the caller's ``attend``."""
+    """Grouped-query attention with one fused q, k, v projection; the mechanism is the caller's ``attend``.
+
+    A block takes what it reads and the residual stream, and returns what it adds and the stream, or None and the sum.
+    """
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.config = config
-        outputs = config.qkv_heads * config.head_dim
-        self.qkv_proj: Linear | QuantizedLinear = Linear(config.input_size, outputs, bias=config.qkv_bias)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
+        name, size = f"layers.{layer}.self_attn", config.head_dim
+        qkv = {f"{n}_proj": heads * size for n, heads in zip("qkv", config.heads, strict=True)}
+        new = config.weights.projection
+        self.qkv_proj = new(name, config.input_size, qkv, config.qkv_bias)
+        self.o_proj = new(name, config.num_heads * size, {"o_proj": config.hidden_size}, config.o_bias)
         self.q_norm, self.k_norm = (
             RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None for _ in "qk"
         )
 
-    def forward(self, x_TI: Tensor | Rounded, rope: Rope, attend: Attend) -> Tensor:
-        out: Tensor = self.o_proj(self.mix(x_TI, rope, attend))
-        return out
-
-    def mix(
-        self, x_TI: Tensor | Rounded, rope: Rope, attend: Attend, wanted_W: Tensor | None = None
-    ) -> Tensor:
-        """What ``o_proj`` reads: what each token attends to, of all rows or of those that are wanted."""
-        qkv_TND = self.qkv_proj(x_TI).unflatten(-1, (self.config.qkv_heads, self.config.head_dim))
+    def forward(
+        self,
+        x_TI: Tensor | Rounded,
+        residual_TH: Tensor,
+        rope: Rope,
+        attend: Attend,
+        wanted_W: Tensor | None = None,
+        in_place: bool = False,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return all rows or the wanted ones; keys and values are kept of all."""
+        qkv_TO: Tensor = self.qkv_proj(x_TI)
+        qkv_TND = qkv_TO.unflatten(-1, (self.config.qkv_heads, self.config.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q_TND, k_TND, v_TND = qkv_TND.split(self.config.heads, 1)
             qkv_TND = torch.cat([self.q_norm.heads(q_TND), self.k_norm.heads(k_TND), v_TND], 1)
         attended_TI = attend(AttentionInputs(self.layer, qkv_TND, self.config.num_kv_heads, rope))
-        return attended_TI if wanted_W is None else attended_TI[wanted_W]
+        if wanted_W is not None:
+            attended_TI, residual_TH = attended_TI[wanted_W], residual_TH[wanted_W]
+        return self.o_proj.add_to(attended_TI, residual_TH, in_place)
 
     @property
     def kv_from(self) -> int:
@@ -146,14 +149,17 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU feed-forward with a fused gate and up projection."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
+    def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        name, size, inner = f"layers.{layer}.mlp", config.hidden_size, config.intermediate_size
+        new = config.weights.projection
+        self.gate_up_proj = new(name, size, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
+        self.down_proj = new(name, inner, {"down_proj": size}, config.mlp_bias)
 
-    def forward(self, x_TH: Tensor | Rounded) -> Tensor:
-        out: Tensor = self.down_proj(self.gate_up_proj(x_TH, gated=True))
-        return out
+    def forward(
+        self, x_TH: Tensor | Rounded, residual_TH: Tensor, in_place: bool = False
+    ) -> tuple[Tensor | None, Tensor]:
+        return self.down_proj.add_to(self.gate_up_proj(x_TH, gated=True), residual_TH, in_place)
 
 
 class DecoderLayer(nn.Module):
@@ -164,14 +170,14 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.mlp = MLP(config, layer)
 
     def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
         """As ``enter``, with the tokens' embeddings as the stream."""
         return self.input_layernorm.embed(tokens_T, embedding_VH)
 
     def enter(self, x_TH: Tensor | None, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes the last block's output and the residual stream before it, or None and the stream behind it.
+        """Takes the last block's output and the residual stream before it, or None and the stream after it.
 
         Returns what attention reads, and the residual stream at the layer's boundary.
         """
@@ -187,9 +193,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor | None, Tensor]:
         """Takes what ``enter`` returned, and returns what it takes, of all rows or of those that are wanted. Keys and
         values are kept of all."""
-        adds = adds_itself(x_TH)  # wanted rows, too, so that they are rounded as all would be
-        mixed_TI = self.self_attn.mix(x_TH, rope, attend, wanted_W)
-        residual_TH = residual_TH if wanted_W is None else residual_TH[wanted_W]
-        stream = project(self.self_attn.o_proj, mixed_TI, residual_TH, adds)
-        x_TH, residual_TH = self.post_attention_layernorm.add(*stream)
-        return project(self.mlp.down_proj, self.mlp.gate_up_proj(x_TH, gated=True), residual_TH, adds)
+        in_place = adds_itself(x_TH)  # decided by all rows, so that wanted ones are rounded the same
+        stream = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W, in_place)
+        out: tuple[Tensor | None, Tensor] = self.mlp(*self.post_attention_layernorm.add(*stream), in_place)
+        return out

@@ -13,12 +13,14 @@ int8 inputs of few tokens, are rounded alone and computed with as before: drafts
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from specserve_kernels import (
     Rounded,
     dequantize,
+    indexed_linear,
     integer_linear,
     linear,
     quantize,
@@ -28,6 +30,8 @@ from specserve_kernels import (
 )
 from torch import Tensor, nn
 
+from specserve.layers.weights import Projection
+
 _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 row to 512
 FEW_TOKENS, FEW_CONVERTED = 128, 32
 """Tokens, multiplied as integers and otherwise: with 64 a level takes 144 us in int8 on an H200, 213 in bfloat16,
@@ -36,30 +40,65 @@ MULTIPLIES_INTEGERS = (8, 0)
 """Compute capability from which on Triton multiplies int8 on tensor cores."""
 
 
-class Linear(nn.Linear):
-    """``x @ weight.T + bias``, and ``silu_and_mul`` of that if it is gated. After ``pack`` the weight is held in
-    oneDNN's layout alone."""
+class Linear(Projection, nn.Linear):
+    """Weights as they are. After ``pack`` they are held in oneDNN's layout alone."""
 
+    bias: nn.Parameter | None  # type: ignore[assignment]
+    parts: Mapping[str, int] = {}  # replaced, never changed
     packed: Tensor | None = None
     rounds_inputs = False
 
-    def forward(self, x_TI: Tensor, gated: bool = False) -> Tensor:
+    @classmethod
+    def of(cls, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
+        """Make one that shares its weights."""
+        made = cls(weight_OI.shape[1], weight_OI.shape[0], bias=bias_O is not None, device="meta")
+        made.weight = _parameter(weight_OI)
+        if bias_O is not None:
+            made.bias = _parameter(bias_O)
+        return made
+
+    def stored(self) -> list[dict[str, Tensor]]:
+        sizes = [*self.parts.values()] or [self.out_features]
+        pieces = {name: p.detach().split(sizes) for name, p in self.named_parameters()}
+        return [{name: piece[i] for name, piece in pieces.items()} for i in range(len(sizes))]
+
+    def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
         x_TI = self._read(x_TI)
         if self.packed is None:
-            return linear(x_TI, self.weight, self.bias, gated)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x_TI, self.packed, self.bias, "none", [], "")
-        return silu_and_mul(out) if gated else out
+            return linear(x_TI, self.weight, self.bias, gated, out)
+        found: Tensor = torch.ops.mkldnn._linear_pointwise.default(
+            x_TI, self.packed, self.bias, "none", [], ""
+        )
+        if gated:
+            found = silu_and_mul(found)
+        return found if out is None else out.copy_(found)
+
+    def add_to(self, x_TI: Tensor, residual_TH: Tensor, in_place: bool) -> tuple[Tensor | None, Tensor]:
+        if in_place and self.bias is None:
+            return None, residual_TH.addmm_(x_TI, self.weight.t())
+        return super().add_to(x_TI, residual_TH, in_place)
 
     def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the outputs from ``start`` on."""
         return self.weight[start:], None if self.bias is None else self.bias[start:]
 
     def outputs_from(self, start: int, x_TI: Tensor | Rounded) -> Tensor:
-        """The outputs from ``start`` on alone. x is what ``rounds`` says it may be, here a tensor."""
-        assert isinstance(x_TI, Tensor)
         return nn.functional.linear(self._read(x_TI), *self.rows_from(start))
 
-    def _read(self, x_TI: Tensor) -> Tensor:
+    def outputs_at(self, ids_R: Tensor, x_TI: Tensor) -> Tensor:
+        self._check_plain()
+        out_TR = indexed_linear(x_TI, self.weight, ids_R)
+        return out_TR if self.bias is None else out_TR + self.bias[ids_R]
+
+    def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        self._check_plain()
+        return (self.weight, self.bias) if ids_R is None else pick_rows(self.weight, self.bias, ids_R)
+
+    def _check_plain(self) -> None:
+        assert self.weight.numel(), "the weight was packed, and its rows can't be picked"
+
+    def _read(self, x_TI: Tensor | Rounded) -> Tensor:
+        assert isinstance(x_TI, Tensor)
         if self.rounds_inputs and len(x_TI) <= FEW_TOKENS:
             return round_inputs(x_TI).plain_TI.to(x_TI.dtype)
         return x_TI
@@ -71,7 +110,20 @@ class Linear(nn.Linear):
             self.weight = nn.Parameter(self.weight.detach().new_empty(0), requires_grad=False)
 
 
-class QuantizedLinear(nn.Module):
+@dataclass(frozen=True, slots=True)
+class PlainWeights:
+    """The format of a checkpoint without ``quantization_config``."""
+
+    def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Linear:
+        made = Linear(inputs, sum(parts.values()), bias=bias)
+        made.parts = parts
+        return made
+
+
+PLAIN = PlainWeights()
+
+
+class QuantizedLinear(Projection):
     """A ``Linear`` whose weight is there as it was and, for few tokens, in int8 or FP8, each group of 128 inputs with a
     factor of its own."""
 
@@ -87,20 +139,26 @@ class QuantizedLinear(nn.Module):
         self._integers = dtype == torch.int8 and _multiplies_integers(plain.weight)
         self._few = FEW_TOKENS if self._integers else FEW_CONVERTED
 
-    def rounds(self, tokens: int) -> bool:
-        """Whether it multiplies integers for so many tokens, so that what writes its inputs may round them."""
+    @property
+    def device(self) -> torch.device:
+        return self.weight_OI.device
+
+    def quantizes(self, tokens: int) -> bool:
         return self._integers and tokens <= self._few
 
-    def forward(self, x_TI: Tensor | Rounded, gated: bool = False) -> Tensor:
-        return self._multiply(0, x_TI, gated)
+    def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
+        found = self._multiply(0, x_TI, gated)
+        return found if out is None else out.copy_(found)
 
     def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
         """As ``Linear``'s."""
         return self._plain.rows_from(start)
 
     def outputs_from(self, start: int, x_TI: Tensor | Rounded) -> Tensor:
-        """As ``Linear``'s."""
         return self._multiply(start, x_TI, False)
+
+    def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self._plain.rows(ids_R)
 
     def _multiply(self, start: int, x_TI: Tensor | Rounded, gated: bool) -> Tensor:
         plain_OI, bias_O = self.rows_from(start)
@@ -113,15 +171,20 @@ class QuantizedLinear(nn.Module):
         return integer_linear(x_TI, *rows, bias_O, gated)
 
 
+def pick_rows(weight_OI: Tensor, bias_O: Tensor | None, ids_R: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Copy the outputs ``ids_R``."""
+    return weight_OI[ids_R], None if bias_O is None else bias_O[ids_R]
+
+
 def _multiplies_integers(weight_OI: Tensor) -> bool:
     if not weight_OI.is_cuda or weight_OI.itemsize > 2:
         return False
     return torch.cuda.get_device_capability(weight_OI.device) >= MULTIPLIES_INTEGERS
 
 
-def rounds(reader: object, tokens: int) -> bool:
-    """Whether ``reader`` is a ``QuantizedLinear`` that multiplies integers for so many tokens."""
-    return isinstance(reader, QuantizedLinear) and reader.rounds(tokens)
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    """The same parameter where it is one: holders are counted by identity."""
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
-"""Model weights on disk: Hugging Face names in files, fused parameters in modules.
+"""Model weights on disk: Hugging Face names in files, fused projections in modules, which say what they are made of.
 
-A module's ``qkv_proj`` is a file's ``q_proj``, ``k_proj``, ``v_proj`` one above the other, its
-``gate_up_proj`` the file's ``gate_proj`` and ``up_proj``. Names are compared without a leading ``model.`` and
+Names are compared without a leading ``model.`` and
 with ``midlayer.`` read as ``layers.0.``, so every published flavour of a draft head looks the same.
 """
 
@@ -12,7 +11,7 @@ import logging
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from specserve.layers.decoder import MLP, Attention
+from specserve.layers.linear import PLAIN
+from specserve.layers.weights import Projection
 from specserve.models.config import ModelConfig, read_json
 from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
@@ -52,11 +52,13 @@ class TensorFiles:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._files: dict[str, tuple[Path, str]] = {}
-        self._pickles: dict[Path, Mapping[str, Any]] = {}
+        self._open: dict[Path, Any] = {}  # a dictionary of tensors, or a safetensors file, which is mapped
         listed = _weight_files(path)
         self.where = listed[0].name if len(listed) == 1 else f"{listed[0].name} to {listed[-1].name}"
         for file in listed:
-            for name in self._names(file):
+            pickled = file.suffix != ".safetensors"
+            self._open[file] = held = _load_pickle(file) if pickled else _open_safetensors(file)
+            for name in held.keys():  # noqa: SIM118 - a safetensors file is no dictionary
                 self._files[canonical(name)] = file, name
 
     def __contains__(self, name: str) -> bool:
@@ -73,21 +75,10 @@ class TensorFiles:
 
     def __getitem__(self, name: str) -> Tensor:
         file, stored = self.file(name), self._files[name][1]
-        if file in self._pickles:
-            found = self._pickles[file][stored]
-        else:
-            with _open_safetensors(file) as tensors:
-                found = tensors.get_tensor(stored)
+        held = self._open[file]
+        found = held[stored] if isinstance(held, dict) else held.get_tensor(stored)
         assert isinstance(found, Tensor)
         return found
-
-    def _names(self, file: Path) -> list[str]:
-        if file.suffix == ".safetensors":
-            with _open_safetensors(file) as tensors:
-                return list(tensors.keys())
-        state = _load_pickle(file)
-        self._pickles[file] = state
-        return list(state)
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -117,11 +108,9 @@ def _weight_files(path: Path) -> list[Path]:
     return found
 
 
-@contextmanager
-def _open_safetensors(file: Path) -> Iterator[Any]:
+def _open_safetensors(file: Path) -> Any:
     try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
+        return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
 
@@ -143,33 +132,27 @@ def _load_pickle(file: Path) -> dict[str, Tensor]:
     return {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
-def fused_parts(module: nn.Module) -> dict[str, list[tuple[str, int]]]:
-    """For every fused parameter of ``module``: its parts' names in a file and their rows, in order."""
-    parts: dict[str, list[tuple[str, int]]] = {}
-    for path, child in module.named_modules():
-        prefix = f"{path}." if path else ""
-        if isinstance(child, Attention):
-            fused, heads = "qkv_proj", child.config.heads
-            pieces = [(n, h * child.config.head_dim) for n, h in zip("qkv", heads, strict=True)]
-        elif isinstance(child, MLP):
-            fused, rows = "gate_up_proj", child.gate_up_proj.out_features // 2
-            pieces = [("gate", rows), ("up", rows)]
-        else:
-            continue
-        for kind, _ in getattr(child, fused).named_parameters():
-            parts[f"{prefix}{fused}.{kind}"] = [(f"{prefix}{n}_proj.{kind}", rows) for n, rows in pieces]
-    return parts
-
-
 def file_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters of ``module`` under the names of a file, fused ones split. Views, not copies."""
-    fused = fused_parts(module)
     tensors: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
-        parts = fused.get(name, [(name, parameter.shape[0])])
-        pieces = torch.split(parameter.detach(), [rows for _, rows in parts])
-        tensors.update(zip((part for part, _ in parts), pieces, strict=True))
+    seen = set[nn.Parameter]()
+    for path, child in module.named_modules():
+        own = dict(child.named_parameters(recurse=False))
+        if seen.issuperset(own.values()):
+            continue  # none, or tied to another's
+        seen.update(own.values())
+        stored: Iterable[tuple[str, Mapping[str, Tensor]]] = [(path, own)]
+        if isinstance(child, Projection):
+            outside, _, name = path.rpartition(".")
+            parts = [_join(outside, part) for part in child.parts or [name]]
+            stored = zip(parts, child.stored(), strict=True)
+        for prefix, found in stored:
+            tensors.update({_join(prefix, kind): tensor.detach() for kind, tensor in found.items()})
     return tensors
+
+
+def _join(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
 @torch.no_grad()
@@ -190,10 +173,14 @@ def load_parameters(
         if found.shape != target.shape:
             shapes = f"{list(found.shape)}, expected {list(target.shape)}"
             raise ValueError(f"{files.file(stored)}: tensor {stored} has shape {shapes}")
-        if found.dtype not in DTYPES.values():
-            dtypes = f"{_name(found.dtype)}, expected {', '.join(DTYPES)}"
+        accepted = DTYPES.values() if target.dtype in DTYPES.values() else [target.dtype]
+        if found.dtype not in accepted:
+            dtypes = f"{_name(found.dtype)}, expected {', '.join(map(_name, accepted))}"
             raise ValueError(f"{files.file(stored)}: tensor {stored} has dtype {dtypes}")
         target.copy_(found)
+    for child in module.modules():
+        if isinstance(child, Projection):
+            child.loaded()
 
 
 class _SkipInit(TorchFunctionMode):
@@ -277,7 +264,9 @@ def target_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         raise ValueError(f"saving a target of architecture {config.architecture} is not supported")
     if config.rope.kind != "default":
         raise ValueError(f"saving a target with {config.rope.kind} rope scaling is not supported")
-    layer = config.layer
+    layer, *others = config.layers
+    if config.weights != PLAIN or any(other != layer for other in others):
+        raise ValueError("saving a target of quantized weights or unequal layers is not supported")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

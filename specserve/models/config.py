@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from specserve.layers.decoder import LayerConfig
+from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import RopeConfig
+from specserve.layers.weights import WeightFormat
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a target model is built from. ``sliding_window``: attention sees so many tokens back, None: all."""
+    """What a target model is built from. ``sliding_window``: attention sees this many tokens back, None: all."""
 
     architecture: str
     vocab_size: int
-    num_layers: int
-    layer: LayerConfig
+    layers: tuple[LayerConfig, ...]
     rope: RopeConfig
     tie_word_embeddings: bool
     max_position_embeddings: int
@@ -30,10 +31,15 @@ class ModelConfig:
     bos_token_id: int | None
     dtype: str | None
     sliding_window: int | None = None
+    weights: WeightFormat = PLAIN
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def hidden_size(self) -> int:
-        return self.layer.hidden_size
+        return self.layers[0].hidden_size
 
     @property
     def longest_context(self) -> tuple[int, str]:

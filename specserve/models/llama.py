@@ -5,17 +5,18 @@ Shapes: T tokens packed over requests, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from specserve_kernels import linear
+import torch
 from torch import Tensor, nn
 
 from specserve.layers.batch import TokenBatch
 from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm, kept
 from specserve.layers.linear import Linear
 from specserve.layers.rotary import Rope, rope_table
+from specserve.layers.weights import Projection
 from specserve.models.config import ModelConfig
 
 
@@ -23,8 +24,8 @@ class LlamaModel(nn.Module):
     """A decoder-only model whose attention is the caller's.
 
     A subclass says how its ``config.json`` is read: ``defaults`` stand for absent fields, ``read_layer`` completes the
-    geometry, ``read_window`` is how far back attention sees (None: to the beginning). ``unread`` are parts of names:
-    tensors that a file may have without a parameter for them.
+    geometry, ``read_layers`` repeats it for every layer, ``read_window`` is how far back attention sees (None: to the
+    beginning). ``unread`` are parts of names: tensors that a file may have without a parameter for them.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -36,6 +37,11 @@ class LlamaModel(nn.Module):
         return replace(layer, qkv_bias=bias, o_bias=bias, mlp_bias=bool(fields.get("mlp_bias")))
 
     @classmethod
+    def read_layers(cls, layer: LayerConfig, fields: Mapping[str, Any]) -> Iterable[LayerConfig]:
+        """Return the geometry of every layer; ``layer`` has the fields that all architectures share."""
+        return [cls.read_layer(layer, fields)] * fields["num_hidden_layers"]
+
+    @classmethod
     def read_window(cls, fields: Mapping[str, Any]) -> int | None:
         return None
 
@@ -43,19 +49,23 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config.layer, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.layer.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.layers = nn.ModuleList(DecoderLayer(layer, i) for i, layer in enumerate(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.layers[0].rms_norm_eps)
+        self.lm_head: Projection
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
-        table = rope_table(config.rope, config.layer.head_dim, max_positions)
+            self.lm_head = Linear.of(self.embed_tokens.weight)
+        else:
+            head = {"lm_head": config.vocab_size}
+            self.lm_head = config.weights.projection("", config.hidden_size, head, bias=False)
+        table = rope_table(config.rope, config.layers[0].head_dim, max_positions)
         self.register_buffer("rope_P2D", table, persistent=False)
         self.rope_P2D: Tensor
 
-    def forward(
-        self,
-        batch: TokenBatch,
-    ) -> tuple[Tensor, list[Tensor]]:
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    def forward(self, batch: TokenBatch) -> tuple[Tensor, list[Tensor]]:
         """Return the hidden states after the final norm ``[T, H]``, or of the wanted rows ``[W, H]``, and the residual
         streams at ``batch.taps``."""
         rope = Rope(self.rope_P2D, batch.positions_T)
@@ -78,7 +88,5 @@ class LlamaModel(nn.Module):
 
     def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor:
         """Scores over the vocabulary ``[T, V]`` of hidden states after the final norm, written to ``out`` if given."""
-        if out is not None:
-            return linear(hidden_TH, self.lm_head.weight, None, out_TO=out)
-        found: Tensor = self.lm_head(hidden_TH)
+        found: Tensor = self.lm_head(hidden_TH, out=out)
         return found

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specserve.layers.linear import PLAIN
+from specserve.layers.weights import WeightFormat, read_format
 from specserve.models.config import ModelConfig, check_count, layer_config, read_json, rope_config
 from specserve.models.registry import model_class
 
@@ -20,11 +23,11 @@ def load_model_config(model_path: Path) -> ModelConfig:
     model = model_class(architectures[0], path)
     fields = {**model.defaults, **fields}
     _check(fields, path)
+    weights, layer = _weights(fields, path), layer_config(fields, path)
     return ModelConfig(
         architecture=architectures[0],
         vocab_size=fields["vocab_size"],
-        num_layers=fields["num_hidden_layers"],
-        layer=model.read_layer(layer_config(fields, path), fields),
+        layers=tuple(model.read_layers(replace(layer, weights=weights), fields)),
         rope=rope_config(fields, path),
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
         max_position_embeddings=int(fields.get("max_position_embeddings") or 2048),
@@ -32,6 +35,7 @@ def load_model_config(model_path: Path) -> ModelConfig:
         bos_token_id=fields.get("bos_token_id"),
         dtype=fields.get("dtype") or fields.get("torch_dtype"),
         sliding_window=model.read_window(fields),
+        weights=weights,
     )
 
 
@@ -42,10 +46,15 @@ def _check(fields: Mapping[str, Any], path: Path) -> None:
         check_count(fields, name, path, optional=True)
     if not isinstance(tied := fields.get("tie_word_embeddings"), bool | None):
         raise ValueError(f"{path}: tie_word_embeddings must be true or false, found {tied!r}")
-    if fields.get("quantization_config"):
-        raise ValueError(
-            f"{path}: quantization_config is not supported; weights must be float16, bfloat16 or float32"
-        )
+
+
+def _weights(fields: Mapping[str, Any], path: Path) -> WeightFormat:
+    if not (given := fields.get("quantization_config")):
+        return PLAIN
+    try:
+        return read_format(given)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _end_tokens(model_path: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:

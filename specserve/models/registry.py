@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specserve.models.llama import LlamaModel
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, str | type[LlamaModel]] = {
     "LlamaForCausalLM": "llama.LlamaModel",
     "MistralForCausalLM": "mistral.MistralModel",
     "Qwen2ForCausalLM": "qwen2.Qwen2Model",
@@ -18,11 +18,20 @@ ARCHITECTURES = {
 }
 
 
+def register(architecture: str, model: type[LlamaModel]) -> None:
+    """Serve checkpoints whose ``architectures`` name this one."""
+    assert architecture not in ARCHITECTURES, f"two models are called {architecture}"
+    ARCHITECTURES[architecture] = model
+
+
 def model_class(architecture: Any, source: Path) -> type[LlamaModel]:
     """The model of an architecture. Raises ValueError naming the file it stands in when there is none."""
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"{source}: architecture {architecture} is not supported; known: {known}")
-    module, _, name = ARCHITECTURES[architecture].partition(".")
-    found: type[LlamaModel] = getattr(import_module(f"specserve.models.{module}"), name)
+    found = ARCHITECTURES[architecture]
+    if isinstance(found, str):
+        module, _, name = found.partition(".")
+        found = getattr(import_module(f"specserve.models.{module}"), name)
+    assert not isinstance(found, str)
     return found

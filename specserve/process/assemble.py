@@ -25,7 +25,7 @@ from specserve.engine.shapes import (
     batch_buckets,
 )
 from specserve.kv.pool import KVPool, PoolConfig
-from specserve.kv.spec import HeadKV
+from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.linear import pack_linears
 from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.config import ModelConfig
@@ -171,9 +171,8 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
     target = load_target(Path(settings.model_path), dtype, device, max_positions=positions)
     drafter = create_drafter(settings, target, positions, dtype)
     pack_linears(target)  # last: a draft may pick rows of the plain head
-    layer = model_config.layer
     pool_config = PoolConfig(
-        target=[HeadKV(layer.num_kv_heads, layer.head_dim, dtype)] * model_config.num_layers,
+        target=target_kv(model_config, dtype),
         draft=drafter.kv,
         feature_size=drafter.needs.feature_size,
         page_size=settings.page_size,
@@ -194,6 +193,11 @@ def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePla
     )
     pool = _pool(pool_config, pages, device)
     return Context(target, drafter, pool, attention, state, model_config.vocab_size)
+
+
+def target_kv(config: ModelConfig, dtype: torch.dtype) -> list[KVSpec]:
+    """What each of the target's layers keeps of a token."""
+    return [HeadKV(layer.num_kv_heads, layer.head_dim, dtype) for layer in config.layers]
 
 
 def slot_positions(settings: Settings, plan: ShapePlan) -> int:
@@ -256,7 +260,7 @@ def create_drafter(settings: Settings, target: LlamaModel, positions: int, dtype
 def _rounding(settings: Settings, target: LlamaModel) -> torch.dtype | None:
     """What the draft's weights are rounded to. Raises ValueError where the GPU has no such numbers."""
     wanted = ROUNDINGS[settings.speculative_draft_quantization]
-    on_gpu = target.lm_head.weight.is_cuda
+    on_gpu = target.device.type == "cuda"
     if wanted is torch.float8_e4m3fn and on_gpu and torch.cuda.get_device_capability() < FP8_CAPABILITY:
         found = ".".join(map(str, torch.cuda.get_device_capability()))
         raise ValueError(

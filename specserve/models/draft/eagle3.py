@@ -41,7 +41,7 @@ class Eagle3Head(LayerHead):
         if lm_head is None and not config.tied:
             self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
         else:
-            self._lm_head = (lm_head or _scores_of(self._embed[0]),)
+            self._lm_head = (lm_head or Linear.of(self._embed[0].weight),)
 
     def _add_fusion(self) -> None:
         """``fc`` and the norms of what it reads. Without taps that is the target's state after the final norm."""
@@ -69,9 +69,3 @@ class Eagle3Head(LayerHead):
             return self._pairs(self.self_attn.qkv_proj, tokens_N, features_XH, source_N, norms)
         pairs_N2H, _ = pair_inputs(tokens_N, self._embed[0].weight, features_XH, source_N, norms)
         return pairs_N2H, pairs_N2H[:, features_XH.shape[-1] :]
-
-
-def _scores_of(embed: nn.Embedding) -> Linear:
-    linear = Linear(embed.embedding_dim, embed.num_embeddings, bias=False, device="meta")
-    linear.weight = embed.weight
-    return linear

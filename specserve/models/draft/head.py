@@ -5,6 +5,7 @@ Shapes: N tokens to draft from, X rows of features, I width the attention reads,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
 from specserve.layers.decoder import MLP, Attention, RMSNorm
-from specserve.layers.linear import Linear, quantize_linears, rounds
+from specserve.layers.linear import quantize_linears
 from specserve.layers.rotary import Rope, rope_table
+from specserve.layers.weights import Projection
 from specserve.models.draft.base import DraftConfig
 
 
@@ -26,7 +28,7 @@ class LayerHead(nn.Module):
     """
 
     norm: RMSNorm | None
-    lm_head: Linear  # the head's own, where ``_lm_head`` is None
+    lm_head: Projection  # the head's own, where ``_lm_head`` is None
     rope_P2D: Tensor
 
     def __init__(self, config: DraftConfig, embed: nn.Embedding) -> None:
@@ -42,7 +44,7 @@ class LayerHead(nn.Module):
         config = self.config.layer
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.mlp = MLP(config, layer)
         table = rope_table(self.config.rope, config.head_dim, max_positions)
         self.register_buffer("rope_P2D", table, persistent=False)
 
@@ -65,8 +67,9 @@ class LayerHead(nn.Module):
         norms: tuple[Tensor, Tensor, float] | None,
     ) -> tuple[Tensor | Rounded, Tensor]:
         """``pair_inputs``, the pairs rounded where ``reader`` multiplies them as integers."""
+        quantizes = isinstance(reader, Projection) and reader.quantizes(len(tokens_N))
         whole_groups = features_XH.shape[-1] % GROUP == 0
-        make = pair_inputs_rounded if whole_groups and rounds(reader, len(tokens_N)) else pair_inputs
+        make = pair_inputs_rounded if quantizes and whole_groups else pair_inputs
         return make(tokens_N, self._embed[0].weight, features_XH, source_N, norms)
 
     def _layer(
@@ -79,11 +82,19 @@ class LayerHead(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The MLP's output and the residual stream before that is added."""
         x_NI, residual_NH = self._inputs(tokens_N, features_XH, source_N)
-        a_NH = self.self_attn(x_NI, Rope(self.rope_P2D, positions_N), attend)
-        x_NH, residual_NH = self.post_attention_layernorm.add_for(self.mlp.gate_up_proj, a_NH, residual_NH)
-        return self.mlp(x_NH), residual_NH
+        stream = self.self_attn(x_NI, residual_NH, Rope(self.rope_P2D, positions_N), attend)
+        out: tuple[Tensor, Tensor] = self.mlp(
+            *self.post_attention_layernorm.add_for(self.mlp.gate_up_proj, *stream)
+        )
+        return out
+
+    def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """Turn the target's states (after the final norm; at ``taps``) into features ``[T, H]``."""
+        raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the layer over each token and feature row ``source_N`` (None: its own). Return the state ``[N, H]`` that
+        is read by ``logits`` and recycled. Arguments as ``_layer``'s."""
         mlp_NH, residual_NH = self._layer(*args, **kwargs)
         norm = self._final_norm
         if norm is not None and self.config.recycle_normed:
@@ -91,6 +102,7 @@ class LayerHead(nn.Module):
         return residual_NH + mlp_NH
 
     def draft(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return ``logits`` of the states, and the states. Arguments as ``_layer``'s."""
         mlp_NH, residual_NH = self._layer(*args, **kwargs)
         norm = self._final_norm
         if norm is None:
@@ -103,6 +115,7 @@ class LayerHead(nn.Module):
         return self._scores(read_NH), states_NH
 
     def logits(self, states_NH: Tensor) -> Tensor:
+        """Return scores over the draft vocabulary ``[N, Vd]``."""
         norm = self._final_norm
         return self._scores(states_NH if norm is None or self.config.recycle_normed else norm(states_NH))
 
@@ -124,4 +137,5 @@ class LayerHead(nn.Module):
         quantize_linears(self, dtype, leave=() if self._lm_head is None else ("lm_head",))
 
     def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:
+        """Return keys and values of the pairs, not yet rotated: ``[N, 2 * kv heads, D]``."""
         return self.self_attn.project_kv(self._inputs(tokens_N, features_XH, source_N)[0])

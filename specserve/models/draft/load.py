@@ -83,7 +83,7 @@ def load_draft(
     source.note_unread(file_tensors(head))
     if isinstance(head, MTPHead):
         head.read_embedding_first()
-    return LoadedDraft(head, None if ids is None else ids.to(target.lm_head.weight.device), source.notes)
+    return LoadedDraft(head, None if ids is None else ids.to(target.device), source.notes)
 
 
 def build_draft(
@@ -92,7 +92,7 @@ def build_draft(
     """A head whose weights are not loaded yet, on its target's device, and what its tokens are called there."""
     kind = head_kind(source, algorithm)
     check_kind(source.overrides, kind)
-    with building(dtype, place.target.lm_head.weight.device):
+    with building(dtype, place.target.device):
         return _BUILDERS[kind](source, place)
 
 

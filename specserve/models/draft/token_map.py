@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from specserve_kernels import indexed_linear
 from torch import Tensor, nn
 
-from specserve.layers.linear import Linear, pack_linears
+from specserve.layers.linear import Linear, pack_linears, pick_rows
+from specserve.layers.weights import Projection
 from specserve.models.draft.head import LayerHead
 
 _EXPECTED = "expected a list of token ids: torch.save of ints, a JSON list, or a text of one id a line"
@@ -102,16 +102,14 @@ class PickedRows(Protocol):
 class IndexedHead(nn.Module):
     """The rows ``ids_R`` of another module's head, read where they lie: changing the ids copies no weights."""
 
-    def __init__(self, lm_head: Linear, ids_R: Tensor) -> None:
+    def __init__(self, lm_head: Projection, ids_R: Tensor) -> None:
         super().__init__()
         self._lm_head = (lm_head,)  # in a tuple: used but not registered as a part of this module
-        self.register_buffer("ids_R", ids_R.to(lm_head.weight.device), persistent=False)
+        self.register_buffer("ids_R", ids_R.to(lm_head.device), persistent=False)
         self.ids_R: Tensor
 
     def forward(self, states_NH: Tensor) -> Tensor:
-        lm_head = self._lm_head[0]
-        logits_NR = indexed_linear(states_NH, lm_head.weight, self.ids_R)
-        return logits_NR if lm_head.bias is None else logits_NR + lm_head.bias[self.ids_R]
+        return self._lm_head[0].outputs_at(self.ids_R, states_NH)
 
     def pick(self, rows_R: Tensor) -> None:
         """In the same buffer: captured steps read it by its address."""
@@ -124,10 +122,10 @@ class CopiedRows(nn.Module):
     Keeps the head's plain weight, which the target lets go once it is packed: rows of the packed one can't be picked.
     """
 
-    def __init__(self, lm_head: Linear, ids_R: Tensor) -> None:
+    def __init__(self, lm_head: Projection, ids_R: Tensor) -> None:
         super().__init__()
-        bias = None if lm_head.bias is None else lm_head.bias.detach()
-        self._plain = (lm_head.weight.detach(), bias)
+        weight_OH, bias_O = lm_head.rows(None)
+        self._plain = weight_OH.detach(), None if bias_O is None else bias_O.detach()
         self.pick(ids_R)
 
     def forward(self, states_NH: Tensor) -> Tensor:
@@ -135,10 +133,10 @@ class CopiedRows(nn.Module):
         return out
 
     def pick(self, rows_R: Tensor) -> None:
-        self._rows = (_copied_rows(*self._plain, rows_R),)
+        self._rows = (_packed(*pick_rows(*self._plain, rows_R)),)
 
 
-def truncate(head: LayerHead, lm_head: Linear, ids_R: Tensor) -> None:
+def truncate(head: LayerHead, lm_head: Projection, ids_R: Tensor) -> None:
     """From now on ``head`` scores the tokens ``ids_R`` alone. Raises ValueError unless it scores by the target's
     ``lm_head``."""
     if head._lm_head != (lm_head,):
@@ -149,23 +147,20 @@ def truncate(head: LayerHead, lm_head: Linear, ids_R: Tensor) -> None:
     head._lm_head = (truncated_head(lm_head, ids_R),)
 
 
-def truncated_head(lm_head: Linear, ids_R: Tensor) -> nn.Module:
+def truncated_head(lm_head: Projection, ids_R: Tensor) -> nn.Module:
     """What takes the place of ``lm_head`` in a draft that knows ``ids_R`` alone.
 
     On a GPU no weight is copied. On a CPU the rows are: a multiplication there takes its weight packed in blocks of
     neighbouring rows, so rows of the packed head can't be picked, and gathering them at every call would read and
     write as much as the multiplication saves. ``lm_head`` must still have its plain weight.
     """
-    assert lm_head.weight.numel(), "the head was packed, and its rows can't be picked"
-    if lm_head.weight.is_cuda:
-        return IndexedHead(lm_head, ids_R)
-    return _copied_rows(lm_head.weight, lm_head.bias, ids_R)
+    return IndexedHead(lm_head, ids_R) if lm_head.device.type == "cuda" else _packed(*lm_head.rows(ids_R))
 
 
-def scoring_head(head: LayerHead) -> Linear:
+def scoring_head(head: LayerHead) -> Projection:
     """What ``head`` scores by: the target's head, the embedding as one, or its own."""
     lm_head = head.lm_head if head._lm_head is None else head._lm_head[0]
-    assert isinstance(lm_head, Linear)
+    assert isinstance(lm_head, Projection)
     return lm_head
 
 
@@ -181,16 +176,12 @@ def score_by(head: LayerHead, rows_R: Tensor) -> PickedRows:
     return picked
 
 
-def picked_rows(lm_head: Linear, rows_R: Tensor) -> IndexedHead | CopiedRows:
-    assert lm_head.weight.numel(), "the head was packed, and its rows can't be picked"
-    return IndexedHead(lm_head, rows_R) if lm_head.weight.is_cuda else CopiedRows(lm_head, rows_R)
+def picked_rows(lm_head: Projection, rows_R: Tensor) -> IndexedHead | CopiedRows:
+    return IndexedHead(lm_head, rows_R) if lm_head.device.type == "cuda" else CopiedRows(lm_head, rows_R)
 
 
 @torch.no_grad()
-def _copied_rows(weight_OH: Tensor, bias_O: Tensor | None, ids_R: Tensor) -> Linear:
-    rows = Linear(weight_OH.shape[1], len(ids_R), bias=bias_O is not None, device="meta")
-    rows.weight = nn.Parameter(weight_OH[ids_R], requires_grad=False)
-    if bias_O is not None:
-        rows.bias = nn.Parameter(bias_O[ids_R], requires_grad=False)
+def _packed(weight_RH: Tensor, bias_R: Tensor | None) -> Linear:
+    rows = Linear.of(weight_RH, bias_R)
     pack_linears(rows)
     return rows

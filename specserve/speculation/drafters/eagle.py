@@ -21,7 +21,6 @@ from specserve.kv.pool import KVPool
 from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.linear import pack_linears
 from specserve.layers.rotary import Rope
-from specserve.models.draft.base import DraftHead
 from specserve.models.draft.head import LayerHead
 from specserve.models.draft.load import LoadedDraft, load_draft
 from specserve.models.draft.override import parse_overrides
@@ -54,10 +53,10 @@ class Vocabulary:
 
 
 class EagleDrafter:
-    """Serves any ``DraftHead``; the heads differ, the drafting does not."""
+    """Serves any ``LayerHead``; the heads differ, the drafting does not."""
 
     def __init__(
-        self, name: str, head: DraftHead, layer: int, dtype: torch.dtype, vocabulary: Vocabulary
+        self, name: str, head: LayerHead, layer: int, dtype: torch.dtype, vocabulary: Vocabulary
     ) -> None:
         self.name = name
         self.vocab = vocabulary.vocab
@@ -182,7 +181,7 @@ def _vocabulary(loaded: LoadedDraft, token_map: Path | MapPlan | None, target: L
 
 def _follow(loaded: LoadedDraft, plan: MapPlan, target: LlamaModel) -> Vocabulary:
     """Makes the head draft what a live map says, among the tokens that it scores."""
-    size, device = target.config.vocab_size, target.lm_head.weight.device
+    size, device = target.config.vocab_size, target.device
     ids_O = torch.arange(size, device=device) if loaded.ids is None else loaded.ids
     live_map = LiveMap(plan, ids_O.cpu().numpy(), size)
     rows_R = torch.from_numpy(live_map.rows_R).to(device)
@@ -195,7 +194,7 @@ def _truncate(head: LayerHead, token_map: Path, target: LlamaModel) -> Tensor:
     """Makes ``head`` draft the map's tokens alone. Their ids, ascending: in every order of the file the same are
     drafted, and rows that lie near each other are read together."""
     ids = read_named_map("--speculative-token-map", token_map, target.config.vocab_size)
-    ids = ids.sort().values.to(target.lm_head.weight.device)
+    ids = ids.sort().values.to(target.device)
     truncate(head, target.lm_head, ids)
     log.info("the draft reads %d of the head's %d rows: %s", len(ids), target.config.vocab_size, token_map)
     return ids

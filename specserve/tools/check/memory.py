@@ -21,7 +21,7 @@ from specserve.models.draft.load import Head, Place, build_draft
 from specserve.models.draft.override import parse_overrides
 from specserve.models.draft.source import open_source
 from specserve.models.llama import LlamaModel
-from specserve.process.assemble import ROUNDINGS, shape_plan, slot_positions
+from specserve.process.assemble import ROUNDINGS, shape_plan, slot_positions, target_kv
 from specserve.process.worker import Built
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
@@ -56,8 +56,7 @@ def expected_memory(settings: Settings, model: ModelConfig) -> Memory:
     target, _ = build_target(Path(settings.model_path), dtype, torch.device("meta"), positions)
     seen = set[int]()
     weights = _count(_tensors([target]), seen)
-    layers = [HeadKV(model.layer.num_kv_heads, model.layer.head_dim, dtype)] * model.num_layers
-    pool = PoolConfig(layers, [], 0, settings.page_size, dtype)
+    pool = PoolConfig(target_kv(model, dtype), [], 0, settings.page_size, dtype)
     drafts = 0
     if (head := _draft(settings, target, dtype, positions)) is not None:
         drafts, own = _count(_tensors([head]), seen), head.config.layer

@@ -92,7 +92,7 @@ def make_trainer(args: argparse.Namespace, target: LlamaModel, train: Mapping[st
         return EagleTrainer(target, draft, levels, args.ttt_decay, args.feature_weight, args.ce_weight)
     vocab = target.config.vocab_size
     size = args.draft_vocab_size or min(32000, vocab)
-    ids = draft_vocabulary(list(train.values()), vocab, size).to(target.lm_head.weight.device)
+    ids = draft_vocabulary(list(train.values()), vocab, size).to(target.device)
     return Eagle3Trainer(target, make_eagle3(target, options, positions, ids), ids, levels, args.ttt_decay)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import RopeConfig
 from specserve.models.config import ModelConfig
 from specserve.models.draft.base import DraftConfig
@@ -31,7 +32,7 @@ def draft_config(
     target: ModelConfig, options: HeadOptions, input_layers: int, draft_vocab: int
 ) -> DraftConfig:
     """A draft's configuration. Its rotary embedding is the target's base without scaling."""
-    layer = target.layer
+    layer = target.layers[-1]
     heads = options.num_heads or layer.num_heads
     kv_heads = options.num_kv_heads or min(heads, layer.num_kv_heads)
     if heads % kv_heads:
@@ -46,6 +47,7 @@ def draft_config(
         o_bias=False,
         mlp_bias=False,
         qk_norm=False,
+        weights=PLAIN,
     )
     return DraftConfig(
         layer=layer,
@@ -59,7 +61,7 @@ def draft_config(
 def make_eagle(target: LlamaModel, options: HeadOptions, max_positions: int) -> EagleHead:
     """A random EAGLE head on the target's device, in float32."""
     config = draft_config(target.config, options, 1, target.config.vocab_size)
-    with target.lm_head.weight.device:
+    with target.device:
         return EagleHead(config, 0, max_positions, target.embed_tokens, target.lm_head)
 
 
@@ -73,8 +75,8 @@ def make_eagle3(
     taps = options.taps or default_taps(target.config.num_layers)
     check_taps(taps, target.config.num_layers)
     config = replace(draft_config(target.config, options, 2, len(draft_ids)), taps=taps)
-    with target.lm_head.weight.device:
+    with target.device:
         head = Eagle3Head(config, 0, max_positions, target.embed_tokens)
     head.norm.weight.copy_(target.norm.weight)
-    head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
+    head.lm_head.rows(None)[0].copy_(target.lm_head.rows(draft_ids)[0])
     return head

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from specserve.models.checkpoint import fused_parts
+from specserve.layers.weights import Projection
 
 OPTIMIZERS = ("adamw", "muon")
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic that drives singular values into about [0.7, 1.2]
@@ -90,9 +90,11 @@ def build_optimizers(module: nn.Module, kind: str, lr: float, weight_decay: floa
     inner = {n: p for n, p in named.items() if n not in outer}
     matrices = [p for p in named.values() if p.ndim == 2]
     if kind == "muon":
-        fused = fused_parts(module)
         sections: dict[Tensor, list[int]] = {
-            p: [rows for _, rows in fused[n]] for n, p in inner.items() if n in fused
+            p: list(child.parts.values())
+            for child in module.modules()
+            if isinstance(child, Projection) and child.parts
+            for p in child.parameters(recurse=False)
         }
         muon = Muon(inner.values(), lr=lr, weight_decay=weight_decay, sections=sections)
         matrices = [p for p in outer.values() if p.ndim == 2]
