@@ -6,7 +6,7 @@ DIR is the output of ``python -m benchmarks.cost_faithful``; ``--eagle3 DIR/eagl
 right. One engine runs all of them, in turns, so that a machine that slows down slows all alike: fixed shapes are forced
 upon its scheduler, and the controller keeps what it learned from one batch size to the next, as in a server. All write
 the same texts, plain decoding's greedy ones (``spec/known.py``). Each turn goes on in the prompts where the last one
-ended, and a fixed shape that is far behind after the first, marked ``-``, has no other. Batches are kept full: when a
+ended, and a fixed shape that is far after after the first, marked ``-``, has no other. Batches are kept full: when a
 request ends the next begins, its prompt in the prefix cache. Tokens a second are by the wall clock, so what it takes to
 begin a request is in them, without its first token; the last two columns are of the time that the device worked on
 steps, which the controller has in its hands. Answers are half to all of ``--new-tokens`` long.
@@ -214,7 +214,7 @@ def cache_prompts(llm: LLM, policy: ShapePolicy, prompts: list[list[int]]) -> No
 def measure(
     llm: LLM, policies: Mapping[str, ShapePolicy], load: Load, repeats: int
 ) -> dict[str, dict[str, Any]]:
-    """So many rounds, in which every policy has its turn that is not far behind."""
+    """This many rounds, in which every policy has its turn that is not far after."""
     rows: dict[str, list[Run]] = {name: [] for name in policies}
     for turn in range(repeats):
         best = max((runs[0].rate for runs in rows.values() if runs), default=0.0)

@@ -19,7 +19,7 @@ def free_port() -> int:
 
 
 def write_configuration(directory: Path, listen: int, replicas: Sequence[int]) -> Path:
-    """The shipped nginx.conf beside files that say other addresses: those of 127.0.0.1 with these ports."""
+    """The shipped nginx.conf next to files that say other addresses: those of 127.0.0.1 with these ports."""
     shutil.copy(SHIPPED / "nginx.conf", directory)
     (directory / "listen.conf").write_text((SHIPPED / "listen.conf").read_text().replace("8080", str(listen)))
     lines = (SHIPPED / "replicas.conf").read_text().splitlines()

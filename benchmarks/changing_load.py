@@ -55,7 +55,7 @@ def prompts_by_kind(args: argparse.Namespace) -> dict[str, list[list[int]]]:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """So many requests of a kind, from one second to another."""
+    """This many requests of a kind, from one second to another."""
 
     requests: int
     kind: str

@@ -1,4 +1,4 @@
-"""A closed loop upon a scheduler: so many requests at a time, and when one ends the next of its kind begins.
+"""A closed loop upon a scheduler: this many requests at a time, and when one ends the next of its kind begins.
 
 Every step is recorded as the policy is told of it, every message as it comes out.
 """

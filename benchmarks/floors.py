@@ -73,7 +73,7 @@ def prefill_ms(prompts: int, tokens: int) -> float:
 
 
 def kv_ms(context_tokens: int) -> float:
-    """Reading the target's cache of so many tokens, all requests together."""
+    """Reading the target's cache of this many tokens, all requests together."""
     return context_tokens * KV_BYTES / READ_BYTES_PER_S * 1e3
 
 

@@ -33,8 +33,8 @@ def force(tree: Tree, chosen_T: Tensor, levels: Tensor) -> tuple[Tree, Tensor]:
 
 @contextmanager
 def forced_levels() -> Iterator[Callable[[int], None]]:
-    """Engines built inside, their captured steps included, accept what the given function says: so many levels of each
-    draft, or ``NONE``, at first, for what the target accepts by itself."""
+    """Engines built inside, their captured steps included, accept what the given function says: this many levels of
+    each draft, or ``NONE``, at first, for what the target accepts by itself."""
     tables: dict[torch.device, Tensor] = {}
     current = NONE
 

@@ -55,7 +55,7 @@ MESSAGE = {
     "required": ["role", "content"],
     "additionalProperties": False,
 }
-# What requests may hold in the narrowed schema; None: not at all, as it would mostly be refused beside others.
+# What requests may hold in the narrowed schema; None: not at all, as it would mostly be refused next to others.
 NARROW: dict[str, Any] = {
     "prompt": {"anyOf": [WORDS, IDS, {"type": "array", "minItems": 1, "maxItems": 3, "items": WORDS}]},
     "messages": {"type": "array", "minItems": 1, "maxItems": 3, "items": MESSAGE},

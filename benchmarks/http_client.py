@@ -17,7 +17,7 @@ LAST_CHUNK = b"\r\n0\r\n\r\n"  # no JSON holds a carriage return, so no event lo
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """``first``: seconds from sending the request to the first byte behind the headers, ``last``: to the last."""
+    """``first``: seconds from sending the request to the first byte after the headers, ``last``: to the last."""
 
     status: int
     headers: dict[str, str]

@@ -117,7 +117,7 @@ async def answer_alone(url: str, asks: Sequence[Ask]) -> list[Said]:
 
 @contextmanager
 def serving(*flags: str) -> Iterator[Server]:
-    """The bundled model behind a server of its own on one engine thread; it must end with code 0."""
+    """The bundled model after a server of its own on one engine thread; it must end with code 0."""
     server = Server(["-m", "specserve.launch", "--port", "0", "--cpu-threads", "1", *flags])
     try:
         yield server.wait_ready(READY_WITHIN)

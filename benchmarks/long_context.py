@@ -51,7 +51,7 @@ GOAL = 1.5  # times plain decoding, where steps give three tokens
 
 @contextmanager
 def longer_contexts(tokens: int) -> Iterator[None]:
-    """Models take contexts of so many tokens, whatever they were trained for: what they say there is of no interest."""
+    """Models take contexts of this many tokens, whatever they were trained for; the text is of no interest."""
     load = specserve.models.read_config.load_model_config
 
     def stretched(path: Path) -> ModelConfig:

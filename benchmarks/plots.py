@@ -75,7 +75,7 @@ KIND_COLORS = {"code": "tab:blue", "dialogue": "tab:green", "random": "tab:red"}
 
 def plot_changing_load(figures: dict[str, Any], path: Path) -> None:
     """Over time: requests, the controller's shapes, accepted length and tokens a second, its and plain decoding's.
-    Behind them the stages, a colour a kind of text, the darker the more requests."""
+    After them the stages, a colour a kind of text, the darker the more requests."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -36,7 +36,7 @@ TARGET = 5.0  # times that the first token comes sooner
 
 
 def make_chats(count: int, system_tokens: int) -> list[list[dict[str, str]]]:
-    """Different questions behind one system prompt, which alone is at least so many tokens."""
+    """Different questions after one system prompt, which alone is at least this many tokens."""
     tokenizer, rows, system = Tokenizer.load(str(BUNDLED_MODEL)), load_prompts(), ""
     for row in rows[50:]:
         system += row["prompt"]

@@ -5,7 +5,7 @@
 The steps of a running ``LLM.generate`` are traced by the profiler's device side alone. A graph's kernels share one
 launch, so steps are told apart by that; ``idle`` is the time between the end of one step's last kernel and the start
 of the next one's first in which nothing else ran. Kernels may begin while the one before them ends, and wait: a
-kernel's time is that by which it ends behind all before it, without the gap before it if there is one.
+kernel's time is that by which it ends after all before it, without the gap before it if there is one.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def run_shape(
 def row(
     args: argparse.Namespace, shape: Shape | None, batch: int, bar: float | None, found: dict[str, Any]
 ) -> dict[str, Any]:
-    """What was measured, beside what it is held against where that is of the same model and card."""
+    """What was measured, next to what it is held against where that is of the same model and card."""
     context, same = args.prompt_tokens + args.new_tokens // 2, applies(args.model)
     floor = step_ms(shape, batch, context) if same else None
     return {

@@ -1,6 +1,6 @@
 """Many clients at once: most read their streams to the end, some leave at a random moment, some send nonsense.
 
-Imports no torch: it runs in a process of its own beside the server that it loads.
+Imports no torch: it runs in a process of its own next to the server that it loads.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         [--batches 1 16] [--workloads code]
 
 Both run as commands of their own, one after the other, over the same shapes. A pick is judged by what the exhaustive
-search measured of it: in tokens a second, relative to plain decoding beside it, against the best of all shapes.
+search measured of it: in tokens a second, relative to plain decoding next to it, against the best of all shapes.
 """
 
 from __future__ import annotations

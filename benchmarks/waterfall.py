@@ -4,7 +4,7 @@
         [--before RESULTS.json] [--one-by-one]
 
 Kernels of the same part in the same place (the 32 ``o`` projections of the target) are one bar: theirs is the time of
-all, as ``benchmarks.step_trace`` counts it, and behind the last bar stand the gaps. Bytes are those of weights and of
+all, as ``benchmarks.step_trace`` counts it, and after the last bar stand the gaps. Bytes are those of weights and of
 the KV cache. Llama-3.1-8B's shapes and its EAGLE-3 draft in bfloat16 alone. ``--before``: an earlier result, drawn
 above. ``--one-by-one``: launches don't overlap.
 """
@@ -39,7 +39,7 @@ WEIGHTS = {
 }
 """Numbers read once a launch, by part; a draft's other layers are as the target's."""
 NEXT = {"rotary + KV store": "qkv", "activation": "gate, up", "sampling": "head"}
-"""What a projection is by the kernel behind it."""
+"""What a projection is by the kernel after it."""
 Bars = Sequence[Mapping[str, Any]]
 
 

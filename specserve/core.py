@@ -16,7 +16,7 @@ MIN_TEMPERATURE = 1e-5  # below it logits / temperature leave float32
 MAX_BIAS = 512  # entries of a request's bias list on the device: logit_bias plus tokens banned by min_tokens
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**62  # counts of tokens, summed in int64
-MAX_PREDICTION = 8192  # tokens of a predicted text: each running request has room for so many on the device
+MAX_PREDICTION = 8192  # tokens of a predicted text: each running request has room for this many on the device
 BIAS = 100  # the greatest value of logit_bias
 # Least and greatest value of a parameter, and whether the least itself is refused.
 RANGES: dict[str, tuple[float, float, bool]] = {
@@ -76,7 +76,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     Raises ValueError naming the parameter and the accepted values. ``max_tokens`` None means up to the context
     length, 0 runs the prompt alone; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1 and
-    ``top_p`` 1 are off; ``logprobs`` is the number of alternatives reported beside each token (0: the token's own
+    ``top_p`` 1 are off; ``logprobs`` is the number of alternatives reported with each token (0: the token's own
     only), ``prompt_logprobs`` the same for the prompt's tokens, which are then computed anew, cached or not;
     ``prediction`` is what the answer is expected to be, text or token ids: it is tried as drafts and changes no token.
     """
@@ -139,7 +139,7 @@ class SpeculationUsage(msgspec.Struct, frozen=True, kw_only=True):
 
     ``steps`` counts target forwards that emitted tokens, prefill not counted; ``drafted`` the nodes verified
     besides roots; ``accepted`` those that were emitted, bonus tokens not counted; ``predicted`` the
-    tokens of its prediction that were emitted, each in its place behind those before it.
+    tokens of its prediction that were emitted, each in its place after those before it.
     """
 
     steps: int = 0

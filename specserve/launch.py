@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process behind ``main``. The interpreter would wait for a thread that tokenizes or loads, which can't be
+    """Ends the process after ``main``. The interpreter would wait for a thread that tokenizes or loads, which can't be
     stopped and whose work nobody needs any more."""
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         logging.shutdown()

@@ -198,7 +198,7 @@ class Compiler:
         return next((other for other in self._first if touch(place, other)), None)
 
     def add_stages(self, backend: Any, stages: dict[str, Any], *rest: Any) -> None:
-        """In the place of the backend's: the stage behind the last that is wanted ends the compilation."""
+        """In the place of the backend's: the stage after the last that is wanted ends the compilation."""
         self._add_stages(backend, stages, *rest)
 
         to_ttgir = stages["ttgir"]

@@ -131,7 +131,7 @@ def test_measuring_leaves_the_padding_row_alone() -> None:
 
 @pytest.mark.parametrize(("context", "page"), [(64, 16), (17, 16), (2, 16), (2, 1), (112, 64), (40, 32)])
 def test_a_short_context(context: int, page: int) -> None:
-    """Costs are measured behind as many tokens as there may be."""
+    """Costs are measured after as many tokens as there may be."""
     settings: dict[str, Any] = {"context_length": context, "page_size": page, "max_running_requests": 2}
     with LLM(skip_tokenizer_init=True, speculative_algorithm="EAGLE3", **settings) as llm:
         params = SamplingParams(temperature=0, max_tokens=min(20, context - 1), ignore_eos=True)

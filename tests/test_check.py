@@ -92,7 +92,7 @@ def test_a_pair_that_fits(pair: Checkpoints, capsys: pytest.CaptureFixture[str])
 
 
 def test_what_a_rounded_weight_takes() -> None:
-    """Beside the weight, a byte a number and a factor for each 128."""
+    """In addition to the weight, a byte a number and a factor for each 128."""
     rounded = QuantizedLinear(Linear(256, 64, bias=False), torch.int8)
     assert _count(_tensors([rounded]), set()) == 256 * 64 * (4 + 1) + 2 * 64 * 4
 

@@ -1,5 +1,5 @@
 """Every published dialect of drafts, written as published, drafts what a plain reading of formats.md drafts: chains and
-trees, step by step, behind prompts that were prefilled in chunks."""
+trees, step by step, after prompts that were prefilled in chunks."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ EAGLE3: dict[str, Make] = {
     ),
     "ModelOpt's yarn": of_eagle3(rope_scaling=YARN_ROPE | {"original_max_position_embeddings": 16}),
     "transformers 5 rope": of_eagle3(rope_parameters={"rope_theta": 900.0, "rope_type": "default"}),
-    "yarn beside rope_parameters": of_eagle3(
+    "yarn next to rope_parameters": of_eagle3(
         rope_parameters={"rope_theta": 900.0, "rope_type": "default"}, rope_scaling=YARN_ROPE
     ),
     "speculators": of_eagle3(as_speculators, norm_before_residual=False),

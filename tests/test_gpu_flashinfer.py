@@ -1,4 +1,4 @@
-"""FlashInfer's prefill against PyTorch's: ragged chunks behind cached prefixes."""
+"""FlashInfer's prefill against PyTorch's: ragged chunks after cached prefixes."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_short_prompts_are_captured_and_change_no_text(
 def test_prompts_of_up_to_512_tokens_are_captured_and_change_no_text(
     shape: Shape | None, items: list[Item]
 ) -> None:
-    """Alone, again behind what the cache has of them, and several together."""
+    """Alone, again after what the cache has of them, and several together."""
     joined = [token for item in items for token in item.prompt]
     lengths = (65, 90, 127, 128, 129, 255, 300, 384, 400, 511, 512)
     long = [

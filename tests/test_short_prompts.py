@@ -53,7 +53,7 @@ class Eager:
 
 
 def answers(scheduler: Scheduler) -> list[Answer]:
-    """Some together, and again, beside each other, with what the cache kept."""
+    """Some together, and again, next to each other, with what the cache kept."""
     client = Client(scheduler)
     for turn, together in enumerate([[0, 1, 2, 3], [4, 5], [0, 1, 2, 3], [4], [5], [2], [0, 1, 2, 3, 4]]):
         for index in together:
@@ -115,7 +115,7 @@ def test_leaves_what_an_ordinary_launch_leaves(
     algorithm: str, size: PromptSize, counts: list[int], agreeing: Checkpoints
 ) -> None:
     """In all that later steps read, where runs fill a size, too, and all padding is empty; twice, so that the second
-    begins behind the first."""
+    begins after the first."""
     contexts = [context_of(agreeing.scheduler(algorithm, (3, 1, 4), page_size=16)) for _ in range(2)]
     short = {size: Eager(contexts[1], size, ran := Counter[PromptSize]())}
     runners = [Runner(contexts[0], {}), Runner(contexts[1], {}, short)]  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ def test_runs_fit_and_only_the_last_are_empty(size: PromptSize) -> None:
             packed = size.pack([Run(0, [5] * tokens, final=True)] * runs, dummy=1)
             starts = size.unpack(torch.tensor(packed))[1].q_start
             counts = starts.diff()
-            assert len(counts) < size.tokens, "so many nodes are one for each"
+            assert len(counts) < size.tokens, "this many nodes are one for each"
             assert int(counts.max()) <= size.longest
             assert int(starts[-1]) == size.tokens
             assert not counts[int((counts > 0).sum()) :].any()

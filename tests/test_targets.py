@@ -79,8 +79,8 @@ TARGETS: dict[str, tuple[Make, dict[str, Any]]] = {
     "qwen3 with biases": (make_qwen3, {"bias": True}),
     "qwen3, yarn": (make_qwen3, {"rope_scaling": {**YARN_ROPE, "attention_factor": 1.2}}),
     "mimo": (make_mimo, {"rope_theta": 640000.0}),
-    "qwen3, yarn beside rope_parameters": (make_scaled, {"added": YARN_ROPE}),
-    "llama, linear beside rope_parameters": (
+    "qwen3, yarn next to rope_parameters": (make_scaled, {"added": YARN_ROPE}),
+    "llama, linear next to rope_parameters": (
         make_scaled,
         {"added": {"type": "linear", "factor": 2.0}, "family": "Llama", "rope_theta": 1e6},
     ),

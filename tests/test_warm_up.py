@@ -32,7 +32,7 @@ from tests.reference.models import make_llama
 def test_prompts_of_all_sizes(
     chunk: int, context_length: int, spans: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    """From the beginning and behind a prefix, and from many tokens on the norm that follows what adds itself."""
+    """From the beginning and after a prefix, and from many tokens on the norm that follows what adds itself."""
     target = make_llama(tmp_path / "target", max_positions=2048)
     scheduler = make_scheduler(target, context_length=context_length)
     settings = Settings(chunked_prefill_size=chunk, context_length=context_length)
@@ -61,7 +61,7 @@ def test_prompts_of_all_sizes(
 
 
 def test_all_tiles_of_attention() -> None:
-    """Whatever the length of a chunk, behind a prefix or not, its kernel has been compiled."""
+    """Whatever the length of a chunk, after a prefix or not, its kernel has been compiled."""
     prefill = pytest.importorskip("specserve_kernels.ops.attention.prefill")
 
     def variants(chunks: Iterable[tuple[int, int]]) -> set[tuple[object, bool]]:

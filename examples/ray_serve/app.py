@@ -42,7 +42,7 @@ def build(options: Options) -> Application:
     ingress = serve.deployment(
         Ingress,
         num_replicas=options.ingress,
-        ray_actor_options={"num_cpus": 0},  # it has little to do, and must find room beside replicas
+        ray_actor_options={"num_cpus": 0},  # it has little to do, and must find room next to replicas
         max_ongoing_requests=4096,
         graceful_shutdown_timeout_s=options.drain_seconds,
     )

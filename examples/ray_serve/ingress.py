@@ -118,7 +118,7 @@ class Ingress:
 
 
 async def _stream(answer: Answer) -> AsyncIterator[bytes]:
-    """The stream's events; when the replica is lost, an error event behind them."""
+    """The stream's events; when the replica is lost, an error event after them."""
     ended = False
     rest = b""  # what is not yet a whole event
     try:

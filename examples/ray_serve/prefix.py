@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 PREFIX = 512  # characters of a prompt that decide
-SPARE = 1.25  # a replica has too much to do beyond so many times the average
-SLACK = 4  # ... and so many requests more: few requests go where their prefix is, however uneven
+SPARE = 1.25  # a replica has too much to do beyond this many times the average
+SLACK = 4  # ... and this many requests more: few requests go where their prefix is, however uneven
 
 
 def prefix_of(body: bytes) -> str:
@@ -47,7 +47,7 @@ def rank(prefix: str, loads: Mapping[T, int], avoid: Collection[T] = ()) -> list
     """Replicas, the best first. ``loads``: the requests that each has; ``avoid``: those that could not answer.
 
     Rendezvous hashing with bounded loads: each replica draws a number for a prefix, the highest has it. When a replica
-    comes or goes, only its own prefixes move. Those with too much to do come behind the others, the idlest first, and
+    comes or goes, only its own prefixes move. Those with too much to do come after the others, the idlest first, and
     those to avoid last.
     """
     bound = math.ceil(SPARE * (sum(loads.values()) + 1) / max(len(loads), 1)) + SLACK

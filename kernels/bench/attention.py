@@ -3,7 +3,7 @@
 ``python kernels/bench/attention.py [--sweep] [--only TEXT]`` on a machine with a GPU. Kernels are replayed in a CUDA
 graph over several caches, together larger than the second cache, as a model's layers are; a prefill's own keys and
 values are the same ones each time. Prefill is of the last n of a prompt's positions. ``--sweep`` tries other
-ways to cut the work. FlashInfer's masked prefill kernel (FA2) stands beside verify where it is installed.
+ways to cut the work. FlashInfer's masked prefill kernel (FA2) stands next to verify where it is installed.
 
 Shapes: B slots, n nodes a slot, T = B * n, M pages a slot.
 """
@@ -140,7 +140,7 @@ class Inputs:
             pages_BM[slot, : len(numbers)] = numbers
         total = shape.slots * shape.nodes
         qkv_TND = torch.randn(total, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE)
-        if shape.kind == "prefill":  # beside the queries stands what the first cache holds
+        if shape.kind == "prefill":  # next to the queries stands what the first cache holds
             local = torch.arange(shape.length - shape.nodes, shape.length, device=DEVICE)
             stored = caches[0][pages_BM[:, local // PAGE], :, local % PAGE]
             qkv_TND[:, HEADS:] = stored.view(total, 2 * KV_HEADS, HEAD_DIM)

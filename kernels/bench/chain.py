@@ -1,4 +1,4 @@
-"""Times the target's layers as a chain, each kernel behind the one that it needs, in a CUDA graph: milliseconds of 32
+"""Times the target's layers as a chain, each kernel after the one that it needs, in a CUDA graph: milliseconds of 32
 layers of Llama-3.1-8B, without embedding and head.
 
     python kernels/bench/chain.py [--tokens 1 4 8 16 32 64] [--requests 1] [--context 640] [--only NAME ...] [--once]
@@ -27,7 +27,7 @@ from specserve_kernels.ops.linear import linear
 from specserve_kernels.ops.linear import swap_ab as turned_linear
 from torch import Tensor
 
-LAYERS, TIMED = 32, 8  # so many of a model, and so many that are built: more than the second cache holds
+LAYERS, TIMED = 32, 8  # this many of a model, and so many that are built: more than the second cache holds
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
 WEIGHT_BYTES = 2 * HIDDEN * (QKV + HIDDEN + 3 * INNER)
 
@@ -58,7 +58,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Chain:
-    """Requests, whose tokens are each a chain behind ``context`` others."""
+    """Requests, whose tokens are each a chain after ``context`` others."""
 
     layers: list[Layer]
     x_TH: Tensor

@@ -35,7 +35,7 @@ SPILLED = 256 << 20  # bytes of input sets that leave nothing of one in the L2 w
 @dataclass(frozen=True)
 class Operation:
     name: str
-    make: Callable[[int], Callable[[], object]]  # a call on fresh inputs of so many tokens
+    make: Callable[[int], Callable[[], object]]  # a call on fresh inputs of this many tokens
     bytes_a_token: int
 
 

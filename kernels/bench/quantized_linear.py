@@ -1,4 +1,4 @@
-"""Times the projection by a weight of 8 bits in a CUDA graph, microseconds a call, beside cuBLAS by the same in bf16.
+"""Times the projection by a weight of 8 bits in a CUDA graph, microseconds a call, next to cuBLAS by the same in bf16.
 
     python kernels/bench/quantized_linear.py [--only down draft_head] [--sweep] [--once]
 

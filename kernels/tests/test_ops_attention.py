@@ -75,7 +75,7 @@ class Case:
     def check(
         self, method: str, request: object, rows: int, live: int | None = None, own: bool = False
     ) -> None:
-        """``live``: the rows whose output means something; ``own``: keys and values of chunks stand beside queries."""
+        """``live``: the rows whose output means something; ``own``: keys and values of chunks stand next to queries."""
         qkv_TND = self.normal(rows, self.heads + 2 * self.kv_heads, self.head_dim)
         q_TND, kv_TND = qkv_TND.split([self.heads, 2 * self.kv_heads], 1)
         if own:
@@ -164,7 +164,7 @@ class TestEveryGeometry:
     def test_prefill(
         self, heads: tuple[int, int, int], page_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """A prompt from its start, one behind a cached prefix, and a single token; then prompts from their start."""
+        """A prompt from its start, one after a cached prefix, and a single token; then prompts from their start."""
         case = Case(heads, page_size, device, dtype)
         case.check("plan_prefill", chunks(case, [0, 30, 17], [20, 9, 1]), rows=30)
         case.check("plan_prefill", chunks(case, [0, 30, 17], [20, 9, 1]), rows=30, own=True)
@@ -219,7 +219,7 @@ class TestShapes:
         case.check("plan_verify", tree(case, [1100], [1], max_nodes=1), rows=1)
 
     def test_runs_that_are_empty(self, device: torch.device, dtype: torch.dtype) -> None:
-        """As those of a captured launch's padding, behind the others."""
+        """As those of a captured launch's padding, after the others."""
         case = Case((4, 1, 64), 16, device, dtype)
         case.check("plan_verify", tree(case, [37, 90, 1, 1], [5, 30, 0, 0], max_nodes=30), rows=35)
         for own in (False, True):
@@ -265,7 +265,7 @@ class TestShapes:
             assert not tickets(1, device).any()
 
     def test_the_end_of_the_table(self, device: torch.device, dtype: torch.dtype) -> None:
-        """The last position is that of the last column's page, and what lies beside the table is no page."""
+        """The last position is that of the last column's page, and what lies next to the table is no page."""
         for page_size, counts in ((16, [3, 1]), (1, [2, 2]), (64, [1, 1])):
             case = Case((4, 1, 64), page_size, device, dtype)
             columns = 192 // page_size
@@ -287,7 +287,7 @@ class TestShapes:
         assert not run(TritonAttention(16, dtype), "plan_draft", empty, q_TND, case.cache).any()
 
     def test_deep_draft(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Eight nodes with nine ancestors each, among 72 entries behind the prefix."""
+        """Eight nodes with nine ancestors each, among 72 entries after the prefix."""
         case = Case((4, 1, 32), 16, device, dtype)
         prefix_B = case.integers([130, 50])
         column = 8 * torch.arange(9) + torch.randint(8, (2, 8, 9), generator=case.generator)
@@ -301,7 +301,7 @@ class TestShapes:
         case.check("plan_prefill", chunks(case, [0, 0, 0], [65, 200, 64]), rows=329, own=True)
 
     def test_others_numbers_stay_away(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Whatever stands behind a request's own keys and values."""
+        """Whatever stands after a request's own keys and values."""
         case = Case((2, 1, 32), 16, device, dtype)
         both = chunks(case, [0, 0], [70, 1])
         qkv_TND = case.normal(71, 4, 32)

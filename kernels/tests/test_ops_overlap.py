@@ -40,7 +40,7 @@ BEFORE = {
     "sum",
 }
 BEFORE |= {"max", "cumsum", "outputs_of", "load_settled", "request_of"}  # compute, or read what is old enough
-ALONE = {"_prefill_kernel"}  # long, and launched as others are, behind all that came before it
+ALONE = {"_prefill_kernel"}  # long, and launched as others are, after all that came before it
 
 
 def compiled() -> dict[str, ast.FunctionDef]:
@@ -180,7 +180,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
             qkv = mixed.view(tokens, -1, size)
             q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, *places)
             x = attend_nodes(q, cache, pages, length_B, q_start, mask_T, nodes, workspace).flatten(1)
-            if tokens < 16:  # where the later chains have other launches behind each other
+            if tokens < 16:  # where the later chains have other launches after each other
                 read, residual = add_rms_norm_rounded(x, residual, norm_H, 1e-5)
                 x = integer_linear(read, *square)
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)

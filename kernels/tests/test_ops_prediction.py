@@ -136,7 +136,7 @@ def emit(table: Prediction, rows_B: Tensor, texts: list[list[int]], start: int, 
 
 
 def test_an_inserted_and_a_deleted_span() -> None:
-    """The place is found two tokens behind an insertion, and behind what was left out."""
+    """The place is found two tokens after an insertion, and after what was left out."""
     text = list(range(10, 40))
     for emitted, place in (
         ([*text[:5], 1, 2, 3, text[5], text[6]], 7),

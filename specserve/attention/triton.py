@@ -24,7 +24,7 @@ _MAX_PAGE = 256
 @dataclass(frozen=True, slots=True)
 class _Prefill:
     chunks: Chunks
-    prefix: bool  # some request begins behind position 0
+    prefix: bool  # some request begins after position 0
     reads_own: ClassVar = True
 
     def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:

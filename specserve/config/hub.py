@@ -74,7 +74,7 @@ def model_files(names: Sequence[str], code: bool = False) -> list[str]:
 
 
 def _index(names: Sequence[str]) -> str | None:
-    """The index that the loader reads: there is none behind weights in one file."""
+    """The index that the loader reads: there is none after weights in one file."""
     for stem in _STEMS:
         if stem + _INDEX in names:
             return stem + _INDEX

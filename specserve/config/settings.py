@@ -184,7 +184,8 @@ class Settings:
     engine_restarts: int = setting(
         3,
         "Times within 10 minutes that an engine which died is replaced; then the server ends with code 1, as it does "
-        "after so many engines in a row that died while they loaded. A first engine that never served is not replaced.",
+        "after the same number of engines in a row that died while they loaded. A first engine that never served is "
+        "not replaced.",
         group=SERVER,
         low=0,
     )
@@ -366,7 +367,7 @@ class Settings:
         "auto",
         "The draft's weights as they are (none) or rounded to 8 bits, by 128 inputs a factor: int8, which is more "
         "exact and rounds inputs too, or float8_e4m3fn (fp8, on GPUs of compute capability 8.9 or more). On a GPU up "
-        "to 128 tokens at a time read half the bytes, from copies beside the weights (fp8, int8 in float32 or below "
+        "to 128 tokens at a time read half the bytes, from copies next to the weights (fp8, int8 in float32 or below "
         "compute capability 8.0: 32, inputs as they are); on a CPU and in float64 all are rounded and no bytes saved. "
         "What is drafted changes, never the text. auto: int8 on a GPU in 16 bits, else none.",
         group=SPECULATION,

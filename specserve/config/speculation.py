@@ -138,7 +138,7 @@ def _fit(settings: Settings, notes: list[str]) -> Settings:
 
 
 def check_pool(flag: str, steps: int, topk: int) -> None:
-    """Raises ValueError naming the flag of ``steps`` if a step can't hold so many candidates."""
+    """Raises ValueError naming the flag of ``steps`` if a step can't hold this many candidates."""
     pool = pool_size(steps, topk)
     if pool > MOST_CANDIDATES:
         deepest = next(n for n in range(steps, 0, -1) if pool_size(n, topk) <= MOST_CANDIDATES)

@@ -20,7 +20,7 @@ def pool_pages(
     config: PoolConfig, max_total_tokens: int | None, mem_fraction: float, device: torch.device
 ) -> int:
     """Pages of the pool, the dummy page included: for ``max_total_tokens``, or what ``mem_fraction`` of the GPU's
-    memory leaves beside the weights already on it. Raises ValueError when that is nothing."""
+    memory leaves next to the weights already on it. Raises ValueError when that is nothing."""
     if max_total_tokens is not None:
         return -(-max_total_tokens // config.page_size) + 1
     assert device.type == "cuda", "without a GPU the settings name max_total_tokens"
@@ -30,7 +30,7 @@ def pool_pages(
     pages = budget // config.page_bytes
     if pages < 2:
         raise ValueError(
-            f"mem_fraction_static {mem_fraction} of {total / 2**30:.1f} GiB leaves no room for a KV pool beside the "
+            f"mem_fraction_static {mem_fraction} of {total / 2**30:.1f} GiB leaves no room for a KV pool next to the "
             f"{(total - free) / 2**30:.1f} GiB already used; raise it, or set max_total_tokens"
         )
     return pages

@@ -85,7 +85,7 @@ def _between(shape: StepShape, measured: Mapping[StepShape, float]) -> float:
 
 
 def _eager_seconds(context: Context, shape: StepShape, length: int) -> float:
-    """A step behind ``length`` tokens."""
+    """A step after ``length`` tokens."""
     state = context.state
     rows_B = to_device([state.dummy] * shape.slots, state.device)
     needs = Needs(noise=False, penalties=False, bias=False, truncation=False, prediction=False)

@@ -2,7 +2,7 @@
 questions: up to 16 prompts, of up to 512 tokens together.
 
 Queued one by one, a launch's hundreds of kernels take the host as long as 512 tokens take the device, or longer;
-captured, they are one call. A launch that is smaller than its size is padded with runs of the dummy row behind its own,
+captured, they are one call. A launch that is smaller than its size is padded with runs of the dummy row after its own,
 as few as may be, since each takes tiles of attention; the others are empty.
 
 Shapes: B runs, padding included, T tokens of all.
@@ -33,7 +33,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """Holds so many ``runs``, of so many ``tokens`` together, none longer than ``longest``: what a tree may be, as
+    """Holds this many ``runs``, of this many ``tokens`` together, none longer than ``longest``: what a tree may be, as
     whose nodes they attend then, or more."""
 
     runs: int
@@ -46,7 +46,7 @@ class PromptSize:
         return self.runs - (-self.tokens // self.longest)
 
     def holds(self, counts: Sequence[int]) -> bool:
-        """Whether runs of so many tokens fit."""
+        """Whether runs of this many tokens fit."""
         return len(counts) <= self.runs and sum(counts) <= self.tokens and max(counts) <= self.longest
 
     def pack(self, runs: Sequence[Run], dummy: int) -> list[int]:
@@ -89,7 +89,7 @@ def sizes_within(context_length: int) -> list[PromptSize]:
 
 
 def size_for(counts: Sequence[int], sizes: Sequence[PromptSize]) -> PromptSize | None:
-    """The first that holds runs of so many tokens."""
+    """The first that holds runs of this many tokens."""
     return next((size for size in sizes if size.holds(counts)), None)
 
 

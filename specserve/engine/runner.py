@@ -26,7 +26,7 @@ from specserve.speculation.state import Needs, to_device
 from specserve.speculation.step import step
 
 # First positions and tokens: of more than 64, and of more than 96, projections take other kernels, and so does
-# attention behind a prefix, for more than 64 again; of many tokens projections add to the residual stream, and another
+# attention after a prefix, for more than 64 again; of many tokens projections add to the residual stream, and another
 # norm follows.
 WARM_UP = ((0, 72), (1, 64), (1, 128), (1, MANY_TOKENS))
 

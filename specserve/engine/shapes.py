@@ -10,7 +10,7 @@ from specserve.speculation.control.adaptive import Batch, Controller
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
 
-MAX_STEP_NODES = 512  # with 128k tokens of vocabulary, the logits of so many nodes are 131 MB in bf16
+MAX_STEP_NODES = 512  # with 128k tokens of vocabulary, the logits of this many nodes are 131 MB in bf16
 _BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 
 Speculation = tuple[int, int, int]  # steps, topk, nodes a slot

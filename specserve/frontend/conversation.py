@@ -197,7 +197,7 @@ def _ids(message: Mapping[str, Any], index: int) -> list[Any]:
 
 
 def _fault(found: object, calls: list[Any], given: int) -> str:
-    """What is wrong with a result of the call ``found``, behind those of the first ``given`` calls."""
+    """What is wrong with a result of the call ``found``, after those of the first ``given`` calls."""
     if found not in calls:
         return f"no call of this id in the assistant's message before, found {found!r}"
     if found in calls[:given]:
@@ -206,7 +206,7 @@ def _fault(found: object, calls: list[Any], given: int) -> str:
 
 
 def shape_of(messages: Conversation) -> Shape:
-    """What a template may look at beside the texts themselves."""
+    """What a template may look at besides the texts themselves."""
     ids: dict[Any, int] = {}
     return tuple(_turn(message, ids) for message in messages)
 

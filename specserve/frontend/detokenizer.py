@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
 
-CONTEXT = 6  # tokens of the prompt that the first piece is decoded behind
+CONTEXT = 6  # tokens of the prompt that the first piece is decoded after
 LONGEST = 64  # tokens of a window without a clean end before it is cut (random bytes, not text)
 _BROKEN = "�"  # what decoders make of bytes that are not (or not yet) a character
 

@@ -42,7 +42,7 @@ class Answer:
 class OutputProcessor:
     """Detokenizes, finds stop strings and counts. Push messages until one gives a finish reason.
 
-    A stop string ends the answer at the token that completes it; the tokens behind it are not counted. If the
+    A stop string ends the answer at the token that completes it; the tokens after it are not counted. If the
     engine does not know yet, ``must_abort`` is true and it must be told. No ``detokenizer``: no text.
     ``by_token``: deltas say which text came with which token.
     """
@@ -140,7 +140,7 @@ def _trim(usage: SpeculationUsage, runs: list[int], kept: int, before: int) -> S
 
     What was drafted stays: it was verified, wanted or not. The last token kept of a step counts as its bonus
     token, so that tokens are still accepted drafts plus steps.
-    Predicted were the first tokens of the message, beside ``before`` ones in earlier messages.
+    Predicted were the first tokens of the message, in addition to ``before`` ones in earlier messages.
     """
     predicted = min(usage.predicted, before + kept)
     steps, accepted = usage.steps, usage.accepted

@@ -106,7 +106,7 @@ class Tokenizer:
         """The same with byte tokens of U+FFFD where bytes are none of a character.
 
         The tokenizer's own decoder destroys a whole run of byte tokens if it is invalid anywhere, so that what it makes
-        of a character would depend on what comes before and behind it.
+        of a character would depend on what comes before and after it.
         """
         if skip_special_tokens:  # bytes on both sides of one are a run
             token_ids = [token for token in token_ids if token not in self._special]

@@ -29,7 +29,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes ``count`` free pages, each with one reference. The caller has checked that there are so many."""
+        """Takes ``count`` free pages, each with one reference. The caller has checked that there are that many."""
         assert count <= len(self._free), "allocation without a check"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:

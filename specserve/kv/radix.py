@@ -63,7 +63,7 @@ class RadixCache:
             self.num_pages += len(leaf.pages)
 
     def evict(self, count: int) -> int:
-        """Frees at least ``count`` pages that only the tree owns, least recently used first, if there are so many.
+        """Frees at least ``count`` pages that only the tree owns, least recently used first, if there are that many.
 
         Returns how many were freed.
         """

@@ -5,7 +5,7 @@ the few rows of a decode step. oneDNN, which PyTorch carries too, takes weights 
 docs/decisions/0007-packed-cpu-weights.md. On a GPU ``specserve_kernels.linear`` chooses.
 
 Weights may be rounded to 8 bits. On a GPU few tokens are then multiplied by those, which halves the bytes that they
-read; more tokens by the weights as they were, which are kept beside them. Where the weights are int8, the inputs of 16
+read; more tokens by the weights as they were, which are kept next to them. Where the weights are int8, the inputs of 16
 bits and the tensor cores Ampere's or later, inputs are rounded, too. On a CPU, and in float64, all weights, and with
 int8 inputs of few tokens, are rounded alone and computed with as before: drafts guess about as well as on a GPU then.
 """

@@ -105,8 +105,8 @@ def _kind(scaling: Mapping[str, Any]) -> str:
 
 
 def _lengths(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """The length trained on: beside the scaling, in it, or else the model's own. Where the factor is absent, the
-    model's length is so many times the one trained on."""
+    """The length trained on: next to the scaling, in it, or else the model's own. Where the factor is absent, the
+    model's length is that many times the one trained on."""
     name, length = "original_max_position_embeddings", config.get("max_position_embeddings")
     original, factor = config.get(name) or scaling.get(name), scaling.get("factor")
     if factor is None and original and length:

@@ -1,4 +1,4 @@
-"""A model's special tokens, from the files beside its weights: no tokenizer is loaded for them."""
+"""A model's special tokens, from the files next to its weights: no tokenizer is loaded for them."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ class _Loop:
             self._stats_at = now + STATS_PERIOD
 
     def _check_idle(self) -> None:
-        """Behind the last messages: it walks over all pages."""
+        """After the last messages: it walks over all pages."""
         now = time.monotonic()
         if now >= self._check_at and not self._engine.has_work:
             self._engine.check_idle()

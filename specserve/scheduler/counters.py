@@ -69,7 +69,7 @@ class StepCounters:
     deepest_accepted: Counter[int] = field(default_factory=Counter)
 
     def ran(self, shape: StepShape, requests: int, seconds: float) -> None:
-        """A step of so many requests."""
+        """A step of this many requests."""
         self.shape = label = shape_label(shape)
         self.requests += requests
         self.steps[label] += 1

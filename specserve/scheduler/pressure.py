@@ -26,8 +26,8 @@ class Pressure:
         self.chunk = self.most_chunk
 
     def fall(self, requests: int, chunk: int) -> bool:
-        """A step of so many requests, or a prefill of so many tokens of them unless 0, was too large. Returns whether
-        the next one can be smaller."""
+        """A step of this many requests, or a prefill of this many tokens of them unless 0, was too large. Return
+        whether the next one can be smaller."""
         self._worked = 0
         if not chunk:
             self.requests = max(1, requests // 2)

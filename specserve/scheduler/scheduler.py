@@ -168,7 +168,7 @@ class Scheduler:
                 return  # a look at a long prompt costs milliseconds
             context = request.tokens
             cached = self.memory.take_prefix(request, request.reusable)
-            # Beside others, leave room for its first step, or it would be put back at once.
+            # In addition to others, leave room for its first step, or it would be put back at once.
             headroom = self._limits.headroom if self._running else 0
             tokens = len(context) + 1 + headroom
             if self.memory.grow(request, tokens) is None:

@@ -156,7 +156,7 @@ class _Choice:
         return self._body(self._prompt.text, self._prompt.tokens, logprobs, None)
 
     def whole(self, answer: Answer, before: Body | None) -> Body:
-        """The answer, behind what ``echo`` puts before it."""
+        """The answer, after what ``echo`` puts before it."""
         found = self.piece(answer.text, answer.token_ids, answer.logprobs, answer.finish_reason)
         return found if before is None else _after(before, found)
 
@@ -223,7 +223,7 @@ class _Writer:
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def chunks(self) -> AsyncIterator[Body]:
-        """Text as it comes, the prompt first if it is to be repeated, with the finish reason beside the last; then the
+        """Text as it comes, the prompt first if it is to be repeated, with the finish reason with the last; then the
         usage of all, if asked for."""
         writers: dict[int, _Choice] = {}
         async for index, delta in self._deltas():

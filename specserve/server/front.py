@@ -144,7 +144,7 @@ class Front:
             self.metrics.rejected(answers)
             raise ApiError(
                 429,
-                f"the queue is full: {answers} asked for beside {taken} that run or wait, of {limit} at most "
+                f"the queue is full: {answers} asked for in addition to {taken} that run or wait, of {limit} at most "
                 "(--max-running-requests and --max-queued-requests)",
                 code="rate_limit_exceeded",
             )

@@ -1,4 +1,4 @@
-"""Routes beside OpenAI's for those who run the server: tokens of a text, ending requests, emptying the cache."""
+"""Routes for those who run the server, not of OpenAI: tokens of a text, ending requests, emptying the cache."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class Live(Answer):
 
 
 class ServerInfo(BaseModel):
-    """Beside these every setting by its name."""
+    """Next to these, every setting by its name."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     version: str

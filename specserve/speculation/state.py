@@ -263,7 +263,7 @@ def _floats_of(params: SamplingParams) -> tuple[float, ...]:
 
 
 def _bias_of(row: RowInit) -> _Bias:
-    """Entries of one token add up, so a ban (-inf) hides a bias beside it until the ban ends."""
+    """Entries of one token add up, so a ban (-inf) hides a bias next to it until the ban ends."""
     biases = [(token, bias, _FOREVER) for token, bias in (row.params.logit_bias or {}).items()]
     return biases + [(token, -torch.inf, row.banned_until) for token in row.banned_ids]
 

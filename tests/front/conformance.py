@@ -273,7 +273,7 @@ HOW: dict[str, str] = {
     "messages[].role": "`developer` is written as `system`; `tool` answers a call of the message before",
     "messages[].content": "text or text parts",
     "messages[].name": "where the chat template writes names",
-    "messages[].tool_calls": "where the chat template writes calls, and the text beside them if there is one",
+    "messages[].tool_calls": "where the chat template writes calls, and the text next to them if there is one",
     "messages[].tool_call_id": "of a call of the assistant's message before, in the order of the calls, each once",
     "prompt": "text, texts, token ids, lists of them",
     "max_tokens": "completions take 0: the prompt alone",

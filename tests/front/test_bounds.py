@@ -299,7 +299,7 @@ def test_too_many_text_parts_hold_nobody_up(messages: list[int]) -> None:
     ("path", "field"), [(COMPLETIONS, "prompt"), (CHAT, "messages"), ("/tokenize", "prompt")]
 )
 def test_who_left_is_not_tokenized_for(path: str, field: str) -> None:
-    """Behind a prompt that takes long wait others, one of a client that leaves."""
+    """After a prompt that takes long wait others, one of a client that leaves."""
     front, tokenizer = fake_front(FakeEngine(text_reply("a"))), Recording()
     front.finish_loading(tokenizer)
     value = {"prompt": "gone", "messages": [{**USER, "content": "gone"}]}[field]

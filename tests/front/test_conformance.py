@@ -71,7 +71,7 @@ def at_once(server: Live) -> AtOnce:
 
 
 def arguments(fields: dict[str, Any]) -> dict[str, Any]:
-    """As the client takes them: what OpenAI does not have goes beside."""
+    """As the client takes them: what OpenAI does not have goes next to."""
     extra = {name: value for name, value in fields.items() if name in EXTENSIONS}
     return {**{name: value for name, value in fields.items() if name not in extra}, "extra_body": extra}
 

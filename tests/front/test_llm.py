@@ -1,4 +1,4 @@
-"""``LLM`` over a fake engine: order, forms of prompts, errors, what is left behind."""
+"""``LLM`` over a fake engine: order, forms of prompts, errors, what is left after."""
 
 from __future__ import annotations
 

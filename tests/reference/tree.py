@@ -170,7 +170,7 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def ancestors(parents: Sequence[int], node: int) -> list[int]:
-    """From the root to the node itself; what the node may attend to beside the committed prefix."""
+    """From the root to the node itself; what the node may attend to next to the committed prefix."""
     path = []
     while node != -1:
         path.append(node)

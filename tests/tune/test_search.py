@@ -127,7 +127,7 @@ def test_a_tiny_budget_gives_one_repeat() -> None:
     boards = search(machine, 0.01)
     assert pick_overall(boards) is not None
     for board in boards:
-        # Warm-up, calibration, and plain decoding beside the best prediction; then the best one over all.
+        # Warm-up, calibration, and plain decoding next to the best prediction; then the best one over all.
         ran = [candidate for candidate, batch in machine.ran if batch == board.batch]
         assert ran[:2] == [None, None]
         assert len(ran) <= 4 + 3

@@ -1,12 +1,12 @@
 """Kernels that begin while the one before them ends: programmatic dependent launch, from compute capability 9.0 on.
 
 A launch with the options of ``overlap()`` may start as soon as every program of the launch before it has ended or
-called ``let_next_begin``. What its programs do before ``wait_for_inputs`` runs beside that launch: there they write
+called ``let_next_begin``. What its programs do before ``wait_for_inputs`` runs while that launch does: there they write
 nothing, and read by ``load_settled`` alone. The wait is over when the launch before is complete, which waited for the
 one before it, and so on. Therefore every program waits, those without work, too: a launch that ended sooner than what
 it follows would let the next one in too early.
 
-Asking for weights before the wait, so that they are in the second cache behind it, gains nothing on an H200, and
+Asking for weights before the wait, so that they are in the second cache after it, gains nothing on an H200, and
 asking for much of them costs time (see the log of docs/performance.md).
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
@@ -44,7 +44,7 @@ def _overlap(_device: int) -> dict[str, Any]:
 
 @triton.jit
 def wait_for_inputs(OVERLAP: tl.constexpr):
-    """What earlier launches wrote can be read behind this."""
+    """What earlier launches wrote can be read after this."""
     if OVERLAP:
         gdc_wait()
 

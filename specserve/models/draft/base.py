@@ -25,7 +25,7 @@ class DraftConfig:
     fc_bias: bool = False
     own_embedding: bool = False  # the head has its own embedding instead of the target's
     recycle_normed: bool = False  # the state after the head's final norm is the next level's feature
-    # EAGLE: norms beside those of the paper.
+    # EAGLE: norms in addition to those of the paper.
     embedding_norm: bool = False
     feature_norm: bool = False
     input_norm: bool = False  # before the attention

@@ -40,7 +40,7 @@ class LayerHead(nn.Module):
         self._lm_head: tuple[nn.Module] | None = None
 
     def _add_layer(self, layer: int, max_positions: int) -> None:
-        """The decoder layer behind its input, to run as pool layer ``layer``."""
+        """The decoder layer after its input, to run as pool layer ``layer``."""
         config = self.config.layer
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -59,7 +59,7 @@ class LoadedDraft:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the head will run: beside which target, as which layer of the pool, up to which position."""
+    """Where the head will run: next to which target, as which layer of the pool, up to which position."""
 
     target: LlamaModel
     layer: int
@@ -151,8 +151,8 @@ def _eagle(source: Source, place: Place) -> tuple[Head, Tensor | None]:
 
 
 def _eagle_norms(source: Source) -> list[str]:
-    """Norms beside EAGLE's one. Only speculators' layout has those of the layer's input and of the head; elsewhere
-    such tensors are leftovers of a conversion."""
+    """Norms in addition to EAGLE's one. Only speculators' layout has those of the layer's input and of the head;
+    elsewhere such tensors are leftovers of a conversion."""
     wanted = []
     if source.flag("add_para_norm"):
         wanted += ["embedding_layernorm", "hidden_states_layernorm"]

@@ -1,7 +1,7 @@
 """MiMo's multi-token-prediction head, which is a part of its target's checkpoint. Xiaomi 2025, arXiv 2505.07608.
 
 ``input_proj`` over [norm(feature); norm(embedding)], one decoder layer with the norms of the target's, a final norm,
-the target's head. Other engines zero the embedding beside the first feature; the published code does not, nor does
+the target's head. Other engines zero the embedding next to the first feature; the published code does not, nor does
 this.
 """
 

@@ -83,11 +83,11 @@ class Skill:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a step gave each request: tokens; nodes it was drafted beside its root; how far its tree held what a chain
+    """What a step gave each request: tokens; nodes it was drafted besides its root; how far its tree held what a chain
     would have drafted, the first choice of each node; and how many of these were accepted.
 
     ``guided``: the requests whose predicted text had a say in their drafts. ``kept``: tokens of all together, without
-    those behind an end, which nobody gets; None: all that were emitted. ``stopped``: requests that a stop token ended.
+    those after an end, which nobody gets; None: all that were emitted. ``stopped``: requests that a stop token ended.
     """
 
     emitted: Sequence[int]
@@ -217,7 +217,7 @@ class Acceptance:
     ) -> float:
         """Tokens that a step of ``shape`` gives a batch. Chains share a budget of nodes by select's own rule: the most
         likely ones of all requests; of trees the estimates hold for the budget they were made with. ``ends``: the
-        chance that a token ends its request, so that nobody gets those behind it."""
+        chance that a token ends its request, so that nobody gets those after it."""
         slots, budget = len(shifts), shape.nodes - shape.slots
         if not shape.levels or not budget:
             return float(slots)

@@ -52,7 +52,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A choice for batches of so many requests, until a step."""
+    """A choice for batches of this many requests, until a step."""
 
     shape: StepShape
     slots: int
@@ -77,7 +77,7 @@ class _PerToken:
 
 @dataclass(slots=True)
 class Controller:
-    """``candidates(slots)`` are the shapes that a batch of so many may have, plain decoding first."""
+    """``candidates(slots)`` are the shapes that a batch of this many may have, plain decoding first."""
 
     candidates: Callable[[int], Sequence[StepShape]]
     cost: CostModel

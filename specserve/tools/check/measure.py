@@ -26,7 +26,7 @@ USELESS = 1.1  # tokens a step below which drafting costs more than it gives
 
 @dataclass(slots=True)
 class Answer:
-    """``runs``: tokens of each step, behind the first token, which comes with the prompt."""
+    """``runs``: tokens of each step, after the first token, which comes with the prompt."""
 
     tokens: list[int] = field(default_factory=list)
     runs: list[int] = field(default_factory=list)

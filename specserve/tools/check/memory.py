@@ -87,7 +87,7 @@ def device_memory(device: str) -> int:
 
 
 def _draft(settings: Settings, target: LlamaModel, dtype: torch.dtype, positions: int) -> Head | None:
-    """The draft as it would be loaded beside ``target``, rounded as it would be."""
+    """The draft as it would be loaded next to ``target``, rounded as it would be."""
     path = settings.speculative_draft_model_path
     if path is None:
         return None

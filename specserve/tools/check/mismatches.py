@@ -118,7 +118,7 @@ def _draft(path: Path, settings: Settings, model: ModelConfig, report: Report) -
     longest, context = source.config.get("max_position_embeddings"), settings.context_length
     if isinstance(longest, int) and context is not None and longest < context:
         report.remarks.append(
-            f"draft: max_position_embeddings {longest}, the context is {context}: behind that the draft was "
+            f"draft: max_position_embeddings {longest}, the context is {context}: after that the draft was "
             "probably not trained, and fewer of its guesses are accepted; texts don't change"
         )
 

@@ -45,7 +45,7 @@ def refusals(model: type[BaseModel]) -> Iterator[tuple[str, Refusal]]:
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Path, schema and necessity of each field, those of nested objects behind their own."""
+    """Path, schema and necessity of each field, those of nested objects after their own."""
     schema = model.model_json_schema()
     for name, field in model.model_fields.items():
         yield prefix + name, schema["properties"][name], field.is_required()

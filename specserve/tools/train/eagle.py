@@ -22,7 +22,7 @@ NOISE, NOISE_LENGTH = 0.2, 512  # width of the uniform noise on features, in row
 
 
 class EagleTrainer(nn.Module):
-    """The draft; the frozen target, whose embedding and head it uses, is held beside it, not in it.
+    """The draft; the frozen target, whose embedding and head it uses, is held next to it, not in it.
 
     Level i's loss is ``feature_weight * SmoothL1(output, target's next feature) + ce_weight * cross-entropy``
     of the target's head on both, averaged over the columns that count; the published head is one level.

@@ -20,7 +20,7 @@ from specserve.tools.train.windows import Windows, masked_mean, soft_cross_entro
 
 
 class Eagle3Trainer(nn.Module):
-    """The draft with its vocabulary; the frozen target is held beside it, not in it.
+    """The draft with its vocabulary; the frozen target is held next to it, not in it.
 
     The loss is ``sum(decay^i * L_i)``, L_i the cross-entropy of level i against the target's distribution
     over the draft vocabulary. L_i is the mean over the columns that count (``Windows.valid``, and the

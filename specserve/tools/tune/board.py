@@ -126,8 +126,8 @@ class Board:
         return sorted(run.rate for run in self._runs.get(self.shapes[None], {}).values() if run.steps)
 
     def controller_ratio(self) -> float | None:
-        """The controller's tokens a second to plain decoding's, if it was run: by what ran beside it, the best shape if
-        that did."""
+        """The controller's tokens a second to plain decoding's, if it was run: by what ran next to it, the best
+        shape if that did."""
         for candidate in dict.fromkeys((self.best(), None)):
             beside = self._runs.get(self.shapes[candidate], {})
             rates = {n: run.rate for n, run in beside.items() if run.rate}

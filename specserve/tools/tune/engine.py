@@ -115,7 +115,7 @@ class TuneEngine:
         return self.context.drafter.vocab_size
 
     def shape(self, candidate: Candidate, batch: int) -> StepShape:
-        """What a server with this candidate runs for a batch of so many."""
+        """What a server with this candidate runs for a batch of this many."""
         return StaticShapes(candidate, self.padding).shape(batch, batch)
 
     def step_seconds(self, shapes: Sequence[StepShape]) -> dict[StepShape, float]:

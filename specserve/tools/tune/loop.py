@@ -124,7 +124,7 @@ def closed_loop(
     ended_with: Callable[[Submit, list[int]], None],
 ) -> Run:
     """Keeps ``batch`` of the requests running, in their order, and tells the text of each that ends. Leaves none
-    behind. Raises ValueError for one that can't be answered."""
+    after. Raises ValueError for one that can't be answered."""
     queue, open_rids, window = deque(requests), set[str](), None
     started, texts = set[str](), {request.rid: (request, list[int]()) for request in requests}
     try:

@@ -50,9 +50,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="Default: 1 4 16.")
     add("--max-tokens", type=int, default=128, metavar="N", help="Longest answer (default: 128).")
     add("--temperature", type=float, default=0.0, metavar="T", help="Of all requests (default: 0).")
-    add(
-        "--minutes", type=float, default=5.0, metavar="M", help="To measure for, behind loading (default: 5)."
-    )
+    add("--minutes", type=float, default=5.0, metavar="M", help="To measure for, after loading (default: 5).")
     add("--exhaustive", action="store_true", help="Run every shape; takes longer than --minutes if it must.")
     add(
         "--steps",
@@ -146,7 +144,7 @@ def candidates(given: Settings, model: ModelConfig, grid: Grid) -> list[Candidat
         found.append((steps, topk, tokens))
     if len(found) == 1:
         raise ValueError(
-            "--draft-tokens: no tree of these --steps and --topk has so many nodes; accepted are steps + 2 to the "
+            "--draft-tokens: no tree of these --steps and --topk has this many nodes; accepted are steps + 2 to the "
             "candidates that such a tree drafts and its root"
         )
     for candidate in found:

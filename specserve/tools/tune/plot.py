@@ -11,7 +11,7 @@ from specserve.tools.tune.grid import name
 
 
 def check_plot() -> None:
-    """Raises ValueError when there is nothing to plot with: before an hour's measurements, not behind them."""
+    """Raises ValueError when there is nothing to plot with: before an hour's measurements, not after them."""
     if find_spec("matplotlib") is None:
         raise ValueError(
             "--plot needs the package matplotlib, which is not installed: pip install matplotlib"
@@ -19,7 +19,7 @@ def check_plot() -> None:
 
 
 def plot(boards: Sequence[Board], path: Path) -> None:
-    """Bars of each measured shape's speed, best on top, beside them its tokens a second. Raises ValueError."""
+    """Bars of each measured shape's speed, best on top, next to them its tokens a second. Raises ValueError."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -32,7 +32,7 @@ def plot(boards: Sequence[Board], path: Path) -> None:
         bars = axes.barh([name(c) for c in measured], [board.ratio(c) for c in measured], color=colors)
         axes.bar_label(bars, [f"{board.run(c).rate:.0f}/s" for c in measured], padding=2)
         axes.set_title(f"batch {board.batch}")
-        axes.set_xlabel("times plain decoding (beside: tokens a second)")
+        axes.set_xlabel("times plain decoding (right: tokens a second)")
         axes.margins(x=0.15)
     panels[0][0].set_ylabel("steps, topk, tokens")
     figure.tight_layout()

@@ -66,7 +66,7 @@ def _unsteady(boards: Sequence[Board]) -> Iterator[str]:
         if fast > STEADY * slow:
             yield (
                 f"batch {board.batch}: the machine was not steady, plain decoding gave {slow:.0f} to {fast:.0f} "
-                "tokens/s: run again with nothing beside it, or longer."
+                "tokens/s: run again with nothing else running, or longer."
             )
 
 

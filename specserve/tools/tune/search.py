@@ -9,7 +9,7 @@
    rather than few and long, and each answers a few of the requests: ``board`` says how they speak for all. Plain
    decoding is the slowest and gives a token a step whatever is asked: it answers the first half of them.
 4. The candidates that are best over all batch sizes are run where they were not yet.
-5. The controller runs beside plain decoding and the best shape of each batch size.
+5. The controller runs next to plain decoding and the best shape of each batch size.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Search:
         return Board(batch, shapes, estimates)
 
     def _calibrate(self, board: Board) -> None:
-        """Plain decoding, behind a run that warms up: what a request takes, and a step beyond its estimate."""
+        """Plain decoding, after a run that warms up: what a request takes, and a step beyond its estimate."""
         count = LEAST_REQUESTS * board.batch
         self.bench.prepare([None], board.batch)
         self.bench.run(None, board.batch, 0, board.batch)
@@ -164,7 +164,7 @@ class Search:
     def _round(
         self, board: Board, entered: Sequence[Candidate], repeats: int, until: float, stop: bool = True
     ) -> None:
-        """``stop``: at the time, behind the first repeat, as runs are compared within repeats."""
+        """``stop``: at the time, after the first repeat, as runs are compared within repeats."""
         names = "; ".join(name(candidate) for candidate in entered)
         self.say(f"batch {board.batch}: running {names if len(entered) < 12 else f'{len(entered)} shapes'}")
         self.bench.prepare(entered, board.batch)
@@ -206,7 +206,7 @@ class Search:
         return board.batch * (pace.prefill + pace.steps / board.ratio(candidate))
 
     def _requests(self, batch: int, times: float) -> int:
-        """Of a repeat that may take so many times the shortest one: whole batches, and an even number."""
+        """Of a repeat that may take this many times the shortest one: whole batches, and an even number."""
         return batch * LEAST_REQUESTS * max(1, int(times))
 
     def _run_overall(self, boards: Sequence[Board]) -> None:

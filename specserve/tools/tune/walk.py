@@ -33,7 +33,7 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Tokens behind the first, and before each of them the pools of each topk. ``cut``: there would have been more."""
+    """Tokens after the first, and before each of them the pools of each topk. ``cut``: there would have been more."""
 
     tokens: Sequence[int]
     pools: Mapping[int, Pools]
@@ -63,13 +63,13 @@ class Replay:
         self.begins = begins[walked > 0]
         self.ends = (begins + walked)[walked > 0]
         self.cut = {number: int(walked[number]) for number in self.numbers if answers[number].cut}
-        """Of answers that were cut: how many of their tokens behind the first are walked."""
+        """Of answers that were cut: how many of their tokens after the first are walked."""
         self._stops = (begins + lengths)[walked > 0]
         self._scored = {topk: _score(answers, topk, levels) for topk, levels in topks.items()}
 
     def tokens_per_step(self, shape: StepShape, first: int = 0, count: int | None = None) -> float:
         """Tokens that a step of this shape gives a request, the bonus included, with the batch kept full: in ``count``
-        answers from the ``first`` on, which end where they are walked to, in all if it is None. Behind the last answer
+        answers from the ``first`` on, which end where they are walked to, in all if it is None. After the last answer
         follows the first again."""
         if not shape.levels:
             return 1.0
@@ -114,7 +114,7 @@ class _Lanes:
 
 
 def _accepted(scores_BP: Array, truth_BL: Array, shape: StepShape) -> Array:
-    """``[B]``. The batch's best candidates are verified, as many as the shape has nodes beside the roots; scores fall
+    """``[B]``. The batch's best candidates are verified, as many as the shape has nodes besides the roots; scores fall
     along a path, so what lies above a verified candidate is verified, too."""
     budget = shape.nodes - shape.slots
     least: float = -np.inf

@@ -9,9 +9,9 @@ read the same positions for each head, which lie side by side in memory. Rows of
 head, so that keys and values are read once for a whole group.
 
 A tile that several workers share is merged from their parts by log-sum-exp. A worker has at most two such tiles: one
-that began before its share, and one that goes on behind it. Where tiles are nearly equal, shares end with them.
+that began before its share, and one that goes on after it. Where tiles are nearly equal, shares end with them.
 
-What is visible: a *prefix*, seen by every row, and right behind it a *tail* whose visibility differs from row to row
+What is visible: a *prefix*, seen by every row, and right after it a *tail* whose visibility differs from row to row
 (tree nodes by the ancestor bits of each, draft entries by the list of each).
 
 Merging needs no second kernel. A program stores its part, takes a ticket, and whoever takes the last one merges. The

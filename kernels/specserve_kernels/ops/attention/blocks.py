@@ -17,7 +17,7 @@ LOG2_E = math.log2(math.e)
 @triton.jit
 def load_pages(table, first, last, N: tl.constexpr, PAGE: tl.constexpr):
     """The pages of a block of N positions from ``first``, a multiple of N, on: a number each, or, where they are more
-    than four, one tensor of each position's, ``([N],)``. Behind the ``last`` page it is that one. ``table``: at the
+    than four, one tensor of each position's, ``([N],)``. After the ``last`` page it is that one. ``table``: at the
     slot, ``[M]``.
 
     A loop that takes them a block ahead, as they are loaded, keeps them in registers. Were they cast here, Triton would
@@ -60,7 +60,7 @@ def load_block(
 @triton.jit
 def fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD):
     """One step of the online softmax, in base 2. Rows that have seen nothing keep a sum of 0. Sums are of rows, or by
-    key, ``[R, N]``, to be added up behind the last step."""
+    key, ``[R, N]``, to be added up after the last step."""
     new_R = tl.maximum(top_R, tl.max(score_RN, 1) * scale)
     base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
     weight_RN = tl.exp2(score_RN * scale - base_R[:, None])

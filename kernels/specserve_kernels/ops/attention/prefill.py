@@ -3,7 +3,7 @@
 FlashAttention (Dao et al. 2022, arXiv 2205.14135; the loop order of FlashAttention-2, arXiv 2307.08691): a program
 serves a tile of one request's tokens and one query head. Blocks before the tile are seen whole and need no mask.
 
-A chunk's own keys and values stand beside its queries, too, one row a token. On Hopper the copy engine reads them from
+A chunk's own keys and values stand next to its queries, too, one row a token. On Hopper the copy engine reads them from
 there, told their place by descriptors, and pages are read for what came before the chunk alone.
 
 Shapes: B requests, T packed tokens, M pages a request, Hq query heads, Hk key heads, D head size. In kernels: R rows
@@ -52,7 +52,7 @@ def _fold_own(
     N: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """The same over blocks of the chunk itself, which stand from ``row`` on. If ``CAUSAL``, a row sees those up to its
-    own; behind the ``LAST`` one another request's stand, whose values may not be finite."""
+    own; after the ``LAST`` one another request's stand, whose values may not be finite."""
     for block in tl.range(begin, stop, num_stages=STAGES):
         local_N = block * N + tl.arange(0, N)
         k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
@@ -190,7 +190,7 @@ def attend_chunks(
     ``q_TND`` ``[T, Hq, D]``, rows may lie further apart than ``Hq * D``; ``cache`` ``[pages, (k, v), page size, Hk,
     D]``, the last three contiguous; both float16, bfloat16 or float32. ``q_start`` ``[B + 1]`` covers all T tokens, at
     most ``max_tokens`` a request, maybe none. Index tensors are int64 or int32. ``kv_TND`` ``[T, 2 * Hk, D]``: the
-    tokens' own rotated keys, then their values, which the cache holds, too. ``prefix``: some request begins behind
+    tokens' own rotated keys, then their values, which the cache holds, too. ``prefix``: some request begins after
     position 0. Returns ``[T, Hq, D]``, contiguous.
     """
     (_, heads, size), kv_heads = q_TND.shape, cache.shape[3]

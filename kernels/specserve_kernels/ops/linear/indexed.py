@@ -56,7 +56,7 @@ def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
 
 
 def pipeline(rows: int, tokens: int, element_size: int, shared_bytes: int = H200.shared_bytes) -> Pipeline:
-    """What to launch for so many rows and tokens: the measured pipelines of ``ops/linear.py`` for a weight of as many
+    """What to launch for this many rows and tokens: the measured pipelines of ``ops/linear.py`` for a weight of as many
     outputs. Up to 64 tokens the weight is read once and its bytes decide; beyond, the products do. float32 takes half
     the step, which is as many bytes. With less shared memory, fewer stages."""
     if tokens <= 16:

@@ -19,7 +19,7 @@ _LEAST_GROUPS, _MOST_PARTS = 4, 4
 _STAGES, _LEAST_STAGES = 5, 3  # where tiles are shared, and where they are not
 _MOST_TOKENS = 64  # of a program
 _WARPS = 4
-_SCALE_BYTES = 4  # beside each row of a group: its unit or factor
+_SCALE_BYTES = 4  # next to each row of a group: its unit or factor
 
 
 def integer_linear(

@@ -27,8 +27,8 @@ from specserve_kernels.ops.linear.split_k import add_up, hand_in
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
 from specserve_kernels.reference.linear.quantize import GROUP
 
-_MANY_OUTPUTS = 16384  # from so many on, tiles fill an H200 without sharing their inputs
-_PROGRAMS = {16: 6, 32: 3}  # a multiprocessor, up to so many tokens, if sharing tiles can make as many
+_MANY_OUTPUTS = 16384  # from this many on, tiles fill an H200 without sharing their inputs
+_PROGRAMS = {16: 6, 32: 3}  # a multiprocessor, up to this many tokens, if sharing tiles can make as many
 _LEAST_GROUPS, _MOST_PARTS = 4, 8
 _LEAST_STAGES = 3  # two loads on their way while one is multiplied
 
@@ -107,7 +107,7 @@ def pipeline(
     limits: Limits = H200,
     converted: bool = False,
 ) -> Pipeline:
-    """What to launch for such a weight and so many tokens: up to 32 tokens the weight is read once, and its bytes
+    """What to launch for such a weight and this many tokens: up to 32 tokens the weight is read once, and its bytes
     decide. With less shared memory, fewer outputs and stages. ``converted``: the weight is held in the inputs' type,
     too."""
     chosen = _pipeline(outputs, tokens, input_bytes)
@@ -123,7 +123,7 @@ def pipeline(
 
 
 def _stages(block: Pipeline, input_bytes: int, limits: Limits, converted: bool) -> int:
-    """As many as fit beside the bytes of the inputs. Hopper holds each of them, earlier processors one less."""
+    """As many as fit next to the bytes of the inputs. Hopper holds each of them, earlier processors one less."""
     stage = (block.tokens * input_bytes + block.outputs) * GROUP
     beside = 2 * block.tokens * GROUP + (block.outputs * GROUP * input_bytes if converted else 0)
     return (limits.shared_bytes - beside) // stage
@@ -176,7 +176,7 @@ def _quantized_linear_kernel(
     sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     share: tl.constexpr = (groups + PARTS - 1) // PARTS
     begin = tl.program_id(2) * share
-    # Behind a gate stands the next projection, whose many programs would take the running ones' room, or, where inputs
+    # After a gate stands the next projection, whose many programs would take the running ones' room, or, where inputs
     # are rounded, what rounds them for it.
     LATE: tl.constexpr = GATED and not ROUNDED
     wait_for_inputs(OVERLAP)

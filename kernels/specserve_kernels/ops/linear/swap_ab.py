@@ -28,7 +28,7 @@ from specserve_kernels.ops.layer.activation import gate_by_silu
 from specserve_kernels.ops.linear.split_k import add_up, hand_in
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
 
-_MANY_OUTPUTS = 16384  # from so many on, tiles are wide and their inputs are not shared
+_MANY_OUTPUTS = 16384  # from this many on, tiles are wide and their inputs are not shared
 _FULL = 0.7  # of the multiprocessors' places that programs take, in all the waves that they need
 _LONE = 64  # tokens, up to which a program is alone on its multiprocessor
 _HALF_EMPTY = 96  # tokens, up to which a tile of 128 takes as long as cuBLAS's

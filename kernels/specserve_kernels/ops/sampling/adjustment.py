@@ -82,7 +82,7 @@ def _entry(column, r):
 
 @triton.jit
 def placed(position, bias, noise):
-    """The parameters of bias and noise of a token behind this position."""
+    """The parameters of bias and noise of a token after this position."""
     at = tl.load(position) + 1
     return (bias, at), (at, noise[0], noise[1])
 

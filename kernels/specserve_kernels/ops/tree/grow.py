@@ -3,7 +3,7 @@
 A score that is NaN counts as -inf, so that scores and indices order all candidates and each node of the next level is
 written.
 
-``do_not_specialize=range(n)`` here and in the files beside: all n arguments before the constants, so that no value or
+``do_not_specialize=range(n)`` here and in the files next to: all n arguments before the constants, so that no value or
 alignment makes another variant to compile.
 """
 

@@ -170,7 +170,7 @@ def _cap_kernel(
     length_ptr,  # [B]
     limit_ptr,  # [R]
     cap_ptr,  # [R]
-    key_ptr,  # out [B, C] int32: keys of the kept candidates in pool order, _DEAD behind them
+    key_ptr,  # out [B, C] int32: keys of the kept candidates in pool order, _DEAD after them
     index_ptr,  # out [B, C] int32: their pool indices
     size,  # P
     depths_stride,

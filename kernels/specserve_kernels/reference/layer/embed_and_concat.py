@@ -1,4 +1,4 @@
-"""What a draft head reads: an embedded token beside a feature.
+"""What a draft head reads: an embedded token next to a feature.
 
 Shapes: N pairs, X feature rows, H width, V vocabulary.
 """

@@ -1,7 +1,7 @@
 """A projection by a weight of 8 bits. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
 
 Each row of the weight is stored as int8 or float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433) in groups of 128
-inputs, each with a factor that makes its largest number the format's largest: a head that reads an embedding beside a
+inputs, each with a factor that makes its largest number the format's largest: a head that reads an embedding next to a
 feature has rows of two very different sizes. What is lost is lost at loading: of normal numbers, 0.7% (int8) or 2.6%
 (FP8) of the root mean square. Where inputs are rounded, too, each token's by the same groups, integers are
 multiplied by integers: see ``integer_linear``.
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from specserve_kernels.reference.layer.activation import silu_and_mul
 from specserve_kernels.reference.linear.quantize import GROUP
 
-SLICE = 1 << 24  # numbers that are rounded at a time: their float32 copies are small beside the weight
+SLICE = 1 << 24  # numbers that are rounded at a time: their float32 copies are small next to the weight
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
 
 

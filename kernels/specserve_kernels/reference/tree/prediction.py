@@ -87,7 +87,7 @@ def follow_prediction(
 
 
 def _learn(prediction: Prediction, rows_B: Tensor, right_B: Tensor, tested_B: Tensor) -> None:
-    """Of so many predicted tokens that the text reached, so many were right."""
+    """Of this many predicted tokens that the text reached, this many were right."""
     before_B2, found_B2 = prediction.counts_R2[rows_B], torch.stack([right_B, tested_B], dim=1).float()
     counts_B2 = torch.where(tested_B[:, None] > 0, FORGET * before_B2 + found_B2, before_B2)
     prediction.counts_R2[rows_B] = counts_B2
