@@ -66,8 +66,8 @@ def adaptive_llm(
     made: list[WiderPlan] = []
     plan_of = specserve.process.assemble.shape_plan
 
-    def wider(settings: Any) -> WiderPlan:
-        plan = plan_of(settings)
+    def wider(config: Any) -> WiderPlan:
+        plan = plan_of(config)
         fields = plan.speculation, plan.adaptive, plan.most_slots, plan.padding
         made.append(WiderPlan(*fields, tuple(fixed), smallest))
         return made[-1]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import msgspec
 
-from specserve.config import SETTINGS, Settings, make_settings, resolve, resolve_paths
+from specserve.config import SETTINGS, Settings, make_settings
 from specserve.config.settings import SERVER
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.frontend.conversation import encodable, plain
@@ -50,23 +49,17 @@ class LLM:
     """
 
     def __init__(self, model_path: str | None = None, **settings: Any) -> None:
-        from specserve.models.read_config import load_model_config
-        from specserve.process.assemble import create_scheduler
+        from specserve.process.assemble import create_scheduler, resolve_engine
 
-        given, notes = resolve_paths(make_settings(model_path=model_path, **settings))
+        given = make_settings(model_path=model_path, **settings)
         for name in _unread(given):
             log.warning("%s changes nothing: it is the server's, and LLM is none", name)
-        assert given.model_path is not None
-        assert given.tokenizer_path is not None
-        model_config = load_model_config(Path(given.model_path))
-        self.settings, more = resolve(given, model_config)
-        for note in [*notes, *more]:
-            log.info("%s", note)
+        self.settings, _, config = resolve_engine(given)
         self._tokenizer: Tokenizer | None = None
         if not given.skip_tokenizer_init:
-            self._tokenizer = Tokenizer.load(given.tokenizer_path, given.trust_remote_code)
-        self._vocab_size = model_config.vocab_size
-        self._engine: Engine | None = create_scheduler(self.settings, model_config)
+            self._tokenizer = Tokenizer.load(str(config.tokenizer_path), given.trust_remote_code)
+        self._vocab_size = config.model.vocab_size
+        self._engine: Engine | None = create_scheduler(config)
         self._calls = 0
 
     def generate(

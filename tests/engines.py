@@ -15,13 +15,12 @@ from specserve_kernels import Pool, Slots, SlotTables, Tree, select_tree
 from torch import Tensor
 
 from specserve import LLM
-from specserve.config import make_settings, resolve, resolve_paths
+from specserve.config import make_settings
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.layers import linear
 from specserve.messages import Failed, Submit
 from specserve.models.draft.head import LayerHead
-from specserve.models.read_config import load_model_config
-from specserve.process.assemble import create_scheduler
+from specserve.process.assemble import create_scheduler, resolve_engine
 from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
@@ -59,10 +58,7 @@ class Checkpoints:
 def make_scheduler(model: Path, **settings: Any) -> Scheduler:
     """A scheduler on the CPU, float64 unless told."""
     given = {"dtype": "float64", "device": "cpu", "skip_tokenizer_init": True, "random_seed": 0, **settings}
-    wanted, _ = resolve_paths(make_settings(model_path=str(model), **given))
-    config = load_model_config(model)
-    resolved, _ = resolve(wanted, config)
-    return create_scheduler(resolved, config)
+    return create_scheduler(resolve_engine(make_settings(model_path=str(model), **given))[2])
 
 
 def context_of(scheduler: Scheduler) -> Context:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specserve.config import make_settings
+from specserve.config.engine import EngineConfig
 from specserve.config.paths import resolve_paths
 from specserve.layers.linear import Linear, QuantizedLinear
 from specserve.models.read_config import load_model_config
@@ -221,7 +222,10 @@ def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, al
         given["speculative_draft_model_path"] = str(pair.draft(algorithm))
     settings, _ = resolve_paths(make_settings(speculative_algorithm=algorithm, **given))
     built = build_scheduler(settings)
-    expected, loaded = expected_memory(built.settings, load_model_config(target)), memory_needed(built)
+    expected, loaded = (
+        expected_memory(EngineConfig.of(built.settings, load_model_config(target))),
+        memory_needed(built),
+    )
     built.engine.close()
     assert expected.weights == loaded.weights
     assert expected.draft == loaded.draft
@@ -232,7 +236,9 @@ def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, al
         return
     on_gpu = replace(built.settings, max_total_tokens=4096, device="cuda", dtype="bfloat16")
     none, int8, fp8 = (
-        expected_memory(replace(on_gpu, speculative_draft_quantization=each), load_model_config(target)).draft
+        expected_memory(
+            EngineConfig.of(replace(on_gpu, speculative_draft_quantization=each), load_model_config(target))
+        ).draft
         for each in ("none", "int8", "fp8")
     )
     layers = [

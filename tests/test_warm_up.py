@@ -10,12 +10,10 @@ from unittest.mock import patch
 
 import pytest
 
-from specserve.config import Settings
 from specserve.core import SamplingParams
 from specserve.engine.prompts import PROMPT_SIZES
 from specserve.engine.runner import WARM_UP, Runner
 from specserve.layers import decoder
-from specserve.process.assemble import longest_launch
 from tests.engines import answer_all, context_of, make_scheduler
 from tests.reference.models import make_llama
 
@@ -35,7 +33,6 @@ def test_prompts_of_all_sizes(
     """From the beginning and after a prefix, and from many tokens on the norm that follows what adds itself."""
     target = make_llama(tmp_path / "target", max_positions=2048)
     scheduler = make_scheduler(target, context_length=context_length)
-    settings = Settings(chunked_prefill_size=chunk, context_length=context_length)
     context, found = context_of(scheduler), []
     plan_prefill = context.attention.plan_prefill
 
@@ -51,7 +48,7 @@ def test_prompts_of_all_sizes(
         many,
     ):
         captured: Any = dict.fromkeys(PROMPT_SIZES)  # compiled before: no replay, which None does not have
-        Runner(context, {}, captured).warm_up(longest_launch(settings))
+        Runner(context, {}, captured).warm_up(min(chunk, context_length - 1))
     assert found == spans
     assert norm.called == (spans[-1][1] >= decoder.MANY_TOKENS)
     assert context.state.slots.length[context.state.dummy] == 1

@@ -57,6 +57,12 @@ def _rounding(settings: Settings, notes: list[str]) -> str:
     return "int8"
 
 
+def shape_of(settings: Settings) -> tuple[int, int, int] | None:
+    """Return steps, topk and tokens of every step; None for plain decoding and for the controller."""
+    steps, topk, tokens = (getattr(settings, name) for name in SHAPE)
+    return None if steps is None or topk is None or tokens is None else (steps, topk, tokens)
+
+
 def pool_size(steps: int, topk: int) -> int:
     """Candidates that a slot's pool holds after ``steps`` levels: topk, then topk² a level."""
     return topk + (steps - 1) * topk * topk

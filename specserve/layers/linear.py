@@ -36,6 +36,8 @@ _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 r
 FEW_TOKENS, FEW_CONVERTED = 128, 32
 """Tokens, multiplied as integers and otherwise: with 64 a level takes 144 us in int8 on an H200, 213 in bfloat16,
 with 128 203 and 226; with 32 its projections take 181 in FP8, 196 in bfloat16."""
+QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""What a draft's weights may be rounded to, by the setting's name."""
 MULTIPLIES_INTEGERS = (8, 0)
 """Compute capability from which on Triton multiplies int8 on tensor cores."""
 

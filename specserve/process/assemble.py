@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from specserve.attention import ATTENTION, AttentionBackend
-from specserve.config import Settings
-from specserve.config.token_map import DYNAMIC
+from specserve.config import Settings, resolve, resolve_paths
+from specserve.config.engine import DraftSettings, DynamicMap, EngineConfig
 from specserve.core import prediction_limit
 from specserve.engine.graphs import Graphs
 from specserve.engine.memory import pool_pages
@@ -26,7 +28,8 @@ from specserve.engine.shapes import (
 )
 from specserve.kv.pool import KVPool, PoolConfig
 from specserve.kv.spec import HeadKV, KVSpec
-from specserve.layers.linear import pack_linears
+from specserve.layers.linear import QUANTIZED, pack_linears
+from specserve.models import read_config
 from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.config import ModelConfig
 from specserve.models.draft.token_map import read_named_map
@@ -46,59 +49,73 @@ from specserve.speculation.state import DecodeState
 
 log = logging.getLogger(__name__)
 
-ROUNDINGS = {"none": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that turn FP8 into other numbers by themselves
 
 
-def create_scheduler(settings: Settings, model_config: ModelConfig) -> Scheduler:
-    """Loads everything that resolved settings name. Raises ValueError for what cannot be served."""
-    if settings.cpu_threads is not None:
-        torch.set_num_threads(settings.cpu_threads)
-    assert settings.context_length
-    plan = shape_plan(settings)
-    context = create_context(settings, model_config, plan)
+def resolve_engine(given: Settings, with_front: bool = False) -> tuple[Settings, list[str], EngineConfig]:
+    """Make every choice, log the reason for each. Return the settings, the reasons, and what they come to.
+
+    ``with_front``: another process needs a core. Raises ValueError naming the setting that can't be honoured.
+    """
+    given, notes = resolve_paths(given)
+    assert given.model_path is not None
+    model = read_config.load_model_config(Path(given.model_path))
+    settings, more = resolve(given, model)
+    notes += more
+    if with_front:
+        settings = _with_threads(settings, notes)
+    for note in notes:
+        log.info("%s", note)
+    return settings, notes, EngineConfig.of(settings, model)
+
+
+def _with_threads(settings: Settings, notes: list[str]) -> Settings:
+    """Leaves a core to the front: OpenMP's threads spin at barriers, and one that is pushed off its core holds up
+    all (docs/decisions/0006-engine-threads.md)."""
+    if settings.device != "cpu" or settings.cpu_threads is not None:
+        return settings
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores - 1)
+    notes.append(f"cpu_threads = {threads}: of {cores} cores, one is left to the front")
+    return replace(settings, cpu_threads=threads)
+
+
+def create_scheduler(config: EngineConfig) -> Scheduler:
+    """Load everything that the configuration names. Raises ValueError for what cannot be served."""
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
+    plan = shape_plan(config)
+    context = create_context(config, plan)
     captured = plan.captured()
     graphs = (
-        Graphs.capture(context, captured, sizes_within(settings.context_length)) if captured else Graphs({})
+        Graphs.capture(context, captured, sizes_within(config.context_length)) if captured else Graphs({})
     )
     policy = shape_policy(plan, context, graphs)
     runner = Runner(context, graphs.steps, graphs.prompts)
-    if settings.device == "cuda":
-        runner.warm_up(longest_launch(settings))
-    return assemble(settings, model_config, plan, runner, policy, graphs)
-
-
-def longest_launch(settings: Settings) -> int:
-    """Most tokens of one prompt that a launch has, where a token is to follow them."""
-    assert settings.chunked_prefill_size and settings.context_length
-    return min(settings.chunked_prefill_size, settings.context_length - 1)
+    if config.device == "cuda":
+        runner.warm_up(config.longest_launch)
+    return assemble(config, plan, runner, policy, graphs)
 
 
 def assemble(
-    settings: Settings,
-    model_config: ModelConfig,
-    plan: ShapePlan,
-    runner: Runner,
-    policy: ShapePolicy,
-    graphs: Graphs,
+    config: EngineConfig, plan: ShapePlan, runner: Runner, policy: ShapePolicy, graphs: Graphs
 ) -> Scheduler:
     """A scheduler with pages and requests of its own over a loaded engine."""
-    assert settings.max_running_requests and settings.context_length and settings.chunked_prefill_size
     context = runner.context
     pool = context.pool
-    memory = Memory(pool.num_pages, pool.page_size, prefix_cache=not settings.disable_radix_cache)
+    memory = Memory(pool.num_pages, pool.page_size, prefix_cache=config.prefix_cache)
     capacity = Capacity(
-        context_length=settings.context_length,
+        context_length=config.context_length,
         pool_tokens=memory.allocator.capacity * pool.page_size,
-        vocab_size=model_config.vocab_size,
-        eos_token_ids=model_config.eos_token_ids,
-        all_greedy=settings.requests_all_greedy,
+        vocab_size=config.model.vocab_size,
+        eos_token_ids=config.model.eos_token_ids,
+        all_greedy=config.all_greedy,
     )
     limits = Limits(
-        max_running_requests=settings.max_running_requests,
-        chunked_prefill_size=settings.chunked_prefill_size,
+        max_running_requests=config.max_running_requests,
+        chunked_prefill_size=config.chunked_prefill_size,
         headroom=plan.headroom,
-        overlap=_overlap(settings, context.drafter),
+        overlap=_overlap(config, context.drafter),
     )
     info: dict[str, object] = {
         "context_length": capacity.context_length,
@@ -114,34 +131,24 @@ def assemble(
             "memory_bytes": graphs.memory_bytes,
         },
     }
-    admission = Admission(capacity, settings.random_seed)
+    admission = Admission(capacity, config.random_seed)
     live_map = context.drafter.live_map
     observers = [DynamicMapObserver(live_map, runner)] if live_map is not None else []
     return Scheduler(runner, memory, admission, limits, policy, info, observers)
 
 
-def _overlap(settings: Settings, drafter: Drafter) -> bool:
-    """Whether results of a step are handled while the next one runs."""
-    wanted = settings.overlap_schedule == "on"
-    if wanted and drafter.needs.tokens_on_host:
+def _overlap(config: EngineConfig, drafter: Drafter) -> bool:
+    """Return whether results of a step are handled while the next one runs."""
+    if config.overlap and drafter.needs.tokens_on_host:
         log.info("overlap is off: %s wants each step's tokens before the next", drafter.name)
         return False
-    return wanted
+    return config.overlap
 
 
-def static_shape(settings: Settings) -> tuple[int, int, int] | None:
-    """Steps, topk and tokens of every step; None for plain decoding."""
-    steps, topk = settings.speculative_num_steps, settings.speculative_eagle_topk
-    tokens = settings.speculative_num_draft_tokens
-    return None if steps is None or topk is None or tokens is None else (steps, topk, tokens)
-
-
-def shape_plan(settings: Settings) -> ShapePlan:
+def shape_plan(config: EngineConfig) -> ShapePlan:
     """The shapes that steps may have; those within the buckets are captured."""
-    largest, running = settings.cuda_graph_max_bs, settings.max_running_requests
-    assert running is not None
-    padding = Padding(batch_buckets(largest) if largest is not None else ())
-    return ShapePlan(static_shape(settings), bool(settings.speculative_adaptive), running, padding)
+    padding = Padding(batch_buckets(config.largest_graph) if config.largest_graph is not None else ())
+    return ShapePlan(config.shape, config.adaptive, config.max_running_requests, padding)
 
 
 def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePolicy:
@@ -163,36 +170,35 @@ def _speculation_info(plan: ShapePlan) -> object:
     return plan.speculation and dict(zip(("steps", "topk", "tokens"), plan.speculation, strict=True))
 
 
-def create_context(settings: Settings, model_config: ModelConfig, plan: ShapePlan) -> Context:
+def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     """Target, draft, pool and state on the device."""
-    device, dtype = torch.device(settings.device), DTYPES[settings.dtype]
-    assert settings.max_running_requests and settings.context_length and settings.model_path
-    positions = slot_positions(settings, plan)
-    target = load_target(Path(settings.model_path), dtype, device, max_positions=positions)
-    drafter = create_drafter(settings, target, positions, dtype)
+    device, dtype = torch.device(config.device), DTYPES[config.dtype]
+    positions = slot_positions(config, plan)
+    target = load_target(config.model_path, dtype, device, max_positions=positions)
+    drafter = create_drafter(config, target, positions, dtype)
     pack_linears(target)  # last: a draft may pick rows of the plain head
     pool_config = PoolConfig(
-        target=target_kv(model_config, dtype),
+        target=target_kv(config.model, dtype),
         draft=drafter.kv,
         feature_size=drafter.needs.feature_size,
-        page_size=settings.page_size,
+        page_size=config.page_size,
         dtype=dtype,
     )
-    pages = pool_pages(pool_config, settings.max_total_tokens, settings.mem_fraction_static, device)
-    attention = _attention(settings, pool_config)
+    pages = pool_pages(pool_config, config.max_total_tokens, config.mem_fraction_static, device)
+    attention = _attention(config, pool_config)
     state = DecodeState(
-        slots=settings.max_running_requests,
+        slots=config.max_running_requests,
         positions=positions,
-        page_size=settings.page_size,
+        page_size=config.page_size,
         feature_size=pool_config.feature_size,
-        vocab_size=model_config.vocab_size,
+        vocab_size=config.model.vocab_size,
         dtype=dtype,
         sampler_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         device=device,
-        prediction_size=prediction_limit(settings.context_length) if drafter.vocab_size else 0,
+        prediction_size=prediction_limit(config.context_length) if drafter.vocab_size else 0,
     )
     pool = _pool(pool_config, pages, device)
-    return Context(target, drafter, pool, attention, state, model_config.vocab_size)
+    return Context(target, drafter, pool, attention, state, config.model.vocab_size)
 
 
 def target_kv(config: ModelConfig, dtype: torch.dtype) -> list[KVSpec]:
@@ -200,10 +206,9 @@ def target_kv(config: ModelConfig, dtype: torch.dtype) -> list[KVSpec]:
     return [HeadKV(layer.num_kv_heads, layer.head_dim, dtype) for layer in config.layers]
 
 
-def slot_positions(settings: Settings, plan: ShapePlan) -> int:
+def slot_positions(config: EngineConfig, plan: ShapePlan) -> int:
     """Positions of one slot: a context, what steps may write past it, and the rest of the last page."""
-    assert settings.context_length
-    return -(-(settings.context_length + plan.margin) // settings.page_size) * settings.page_size
+    return -(-(config.context_length + plan.margin) // config.page_size) * config.page_size
 
 
 def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
@@ -220,9 +225,9 @@ def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
         ) from None
 
 
-def _attention(settings: Settings, pool: PoolConfig) -> AttentionBackend:
+def _attention(config: EngineConfig, pool: PoolConfig) -> AttentionBackend:
     """Raises ValueError naming one that serves all layers, where the one of the settings does not."""
-    attention = ATTENTION[settings.attention_backend](pool.page_size, pool.dtype)
+    attention = ATTENTION[config.attention_backend](pool.page_size, pool.dtype)
     for whose, specs in {"target": pool.target, "draft": pool.draft}.items():
         for spec in dict.fromkeys(specs):
             if reasons := attention.unsupported(spec, pool.page_size):
@@ -233,55 +238,42 @@ def _attention(settings: Settings, pool: PoolConfig) -> AttentionBackend:
     return attention
 
 
-def create_drafter(settings: Settings, target: LlamaModel, positions: int, dtype: torch.dtype) -> Drafter:
+def create_drafter(config: EngineConfig, target: LlamaModel, positions: int, dtype: torch.dtype) -> Drafter:
     """Load the drafter that the settings name."""
-    if settings.method is None:
+    draft = config.draft
+    if draft is None:
         return NoDrafter()
-    path = Path(settings.speculative_draft_model_path or "")  # a method without a checkpoint reads none
-    drafter = load_drafter(
-        settings.speculative_algorithm,
-        path,
-        target,
-        target.config.num_layers,
-        positions,
-        dtype,
-        DraftOptions(
-            _token_map(settings, target.config),
-            settings.speculative_draft_config_override,
-            _rounding(settings, target),
-        ),
-    )
-    topk, size = settings.speculative_eagle_topk or 1, drafter.vocab_size
-    if topk > size:
-        raise ValueError(f"--speculative-eagle-topk: the draft {path} has {size} tokens, found {topk}")
+    _check_quantization(draft, target)
+    options = DraftOptions(_map_plan(config, draft), draft.config_override, draft.quantization)
+    drafter = load_drafter(draft.name, draft.path, target, config.model.num_layers, positions, dtype, options)
+    if draft.topk > (size := drafter.vocab_size):
+        raise ValueError(
+            f"--speculative-eagle-topk: the draft {draft.path} has {size} tokens, found {draft.topk}"
+        )
     return drafter
 
 
-def _rounding(settings: Settings, target: LlamaModel) -> torch.dtype | None:
-    """What the draft's weights are rounded to. Raises ValueError where the GPU has no such numbers."""
-    wanted = ROUNDINGS[settings.speculative_draft_quantization]
+def _check_quantization(draft: DraftSettings, target: LlamaModel) -> None:
+    """Raises ValueError where the GPU has no such numbers."""
     on_gpu = target.device.type == "cuda"
-    if wanted is torch.float8_e4m3fn and on_gpu and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+    if QUANTIZED.get(draft.quantization) is not torch.float8_e4m3fn or not on_gpu:
+        return
+    if torch.cuda.get_device_capability() < FP8_CAPABILITY:
         found = ".".join(map(str, torch.cuda.get_device_capability()))
         raise ValueError(
             "--speculative-draft-quantization fp8 needs a GPU of compute capability 8.9 or more, this one has "
             f"{found}: accepted are auto, none and int8"
         )
-    return wanted
 
 
-def _token_map(settings: Settings, config: ModelConfig) -> Path | MapPlan | None:
+def _map_plan(config: EngineConfig, draft: DraftSettings) -> Path | MapPlan | None:
     """The file that lists what may be drafted, or how that follows the text."""
-    given, start = settings.speculative_token_map, settings.speculative_token_map_start
-    if given != DYNAMIC:
-        return None if given is None else Path(given)
-    assert settings.speculative_token_map_interval and settings.model_path
+    given = draft.token_map
+    if not isinstance(given, DynamicMap):
+        return given
     first: list[int] = []
-    if start is not None:
-        first = read_named_map("--speculative-token-map-start", Path(start), config.vocab_size).tolist()
-    return MapPlan(
-        size=settings.speculative_token_map_size,
-        interval=settings.speculative_token_map_interval,
-        start=first,
-        kept=special_tokens(Path(settings.tokenizer_path or settings.model_path), config),
-    )
+    if given.start is not None:
+        flag = "--speculative-token-map-start"
+        first = read_named_map(flag, given.start, config.model.vocab_size).tolist()
+    kept = special_tokens(config.tokenizer_path, config.model)
+    return MapPlan(size=given.size, interval=given.interval, start=first, kept=kept)

@@ -15,13 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import zmq
 
-from specserve.config import Settings, resolve
+from specserve.config import Settings
 from specserve.logs import adopt_loggers, configure_logging
 from specserve.messages import (
     Abort,
@@ -91,30 +90,10 @@ Build = Callable[[Settings], Built]
 
 def build_scheduler(settings: Settings) -> Built:
     """Resolves the settings and loads the model. Raises ValueError for a user's mistake."""
-    from specserve.config import resolve_paths
-    from specserve.models.read_config import load_model_config
-    from specserve.process.assemble import create_scheduler
+    from specserve.process.assemble import create_scheduler, resolve_engine
 
-    settings, notes = resolve_paths(settings)
-    assert settings.model_path is not None
-    model_config = load_model_config(Path(settings.model_path))
-    settings, more = resolve(settings, model_config)
-    notes += more
-    settings = with_threads(settings, notes)
-    for note in notes:
-        log.info("%s", note)
-    return Built(create_scheduler(settings, model_config), settings, notes)
-
-
-def with_threads(settings: Settings, notes: list[str]) -> Settings:
-    """Leaves a core to the front: OpenMP's threads spin at barriers, and one that is pushed off its core holds up
-    all (docs/decisions/0006-engine-threads.md)."""
-    if settings.device != "cpu" or settings.cpu_threads is not None:
-        return settings
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores - 1)
-    notes.append(f"cpu_threads = {threads}: of {cores} cores, one is left to the front")
-    return replace(settings, cpu_threads=threads)
+    resolved, notes, config = resolve_engine(settings, with_front=True)
+    return Built(create_scheduler(config), resolved, notes)
 
 
 def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoReturn:

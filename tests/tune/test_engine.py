@@ -151,7 +151,7 @@ def test_an_answer_that_ends_with_its_first_token_is_not_asked_for_again(agreein
     """Its slot is the next one's, if prompts do not run together."""
     shape = (4, 1, 5)
     engine = tune_engine(agreeing, [shape], Work(PROMPTS, 40, 0.0))
-    engine.settings = replace(engine.settings, chunked_prefill_size=4)
+    engine.config = replace(engine.config, chunked_prefill_size=4)
     with changed_request(1, max_tokens=1):
         replay = engine.probe([shape], 60.0)
     assert replay.numbers == [0, 2, 3, 4]

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from specserve_kernels import GROUP, Rounded, pair_inputs, pair_inputs_rounded
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
 from specserve.layers.decoder import MLP, Attention, RMSNorm
-from specserve.layers.linear import quantize_linears
+from specserve.layers.linear import QUANTIZED, quantize_linears
 from specserve.layers.rotary import Rope, rope_table
 from specserve.layers.weights import Projection
 from specserve.models.draft.base import DraftConfig
@@ -131,10 +130,12 @@ class LayerHead(nn.Module):
         out: Tensor = self._reader(read_NH)
         return out
 
-    def quantize(self, dtype: torch.dtype) -> None:
-        """Rounds its weights to int8 or FP8. What it scores by stays as it is unless it is a head of its own that reads
-        all its rows."""
-        quantize_linears(self, dtype, leave=() if self._lm_head is None else ("lm_head",))
+    def quantize(self, quantization: str) -> None:
+        """Round its weights to int8 or fp8, or leave them (none). What it scores by stays as it is
+        unless it is a head of its own that reads all its rows."""
+        if quantization != "none":
+            leave = () if self._lm_head is None else ("lm_head",)
+            quantize_linears(self, QUANTIZED[quantization], leave)
 
     def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:
         """Return keys and values of the pairs, not yet rotated: ``[N, 2 * kv heads, D]``."""

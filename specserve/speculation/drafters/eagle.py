@@ -87,8 +87,7 @@ class EagleDrafter:
             log.info("%s", note)
         # First, as it may pick rows of the plain head.
         vocabulary = _vocabulary(loaded, options.token_map, target)
-        if options.rounded_to is not None:
-            loaded.head.quantize(options.rounded_to)
+        loaded.head.quantize(options.quantization)
         pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
         return cls(name, loaded.head, layer, dtype, vocabulary)
 

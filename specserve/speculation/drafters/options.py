@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from specserve.speculation.dynamic_map import MapPlan
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
     """It drafts only the tokens that the file ``token_map`` lists, or those that a plan's live map chooses;
-    ``config_override``: a JSON object that goes before its config; ``rounded_to``: the dtype of its weights, int8 (with
-    what they multiply) or float8_e4m3fn."""
+    ``config_override``: a JSON object that goes before its config; ``quantization`` of its weights:
+    none, int8 (with what they multiply) or fp8."""
 
     token_map: Path | MapPlan | None = None
     config_override: str | None = None
-    rounded_to: torch.dtype | None = None
+    quantization: str = "none"

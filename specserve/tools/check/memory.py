@@ -5,23 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from specserve.config import Settings
+from specserve.config.engine import EngineConfig
 from specserve.engine.shapes import MAX_STEP_NODES
 from specserve.kv.pool import PoolConfig
 from specserve.kv.spec import HeadKV
 from specserve.models.checkpoint import DTYPES, build_target
-from specserve.models.config import ModelConfig
 from specserve.models.draft.load import Head, Place, build_draft
 from specserve.models.draft.override import parse_overrides
 from specserve.models.draft.source import open_source
 from specserve.models.llama import LlamaModel
-from specserve.process.assemble import ROUNDINGS, shape_plan, slot_positions, target_kv
+from specserve.process.assemble import shape_plan, slot_positions, target_kv
 from specserve.process.worker import Built
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
@@ -47,35 +45,34 @@ def memory_needed(built: Built) -> Memory:
     )
 
 
-def expected_memory(settings: Settings, model: ModelConfig) -> Memory:
-    """For resolved settings: of the modules that would be loaded, made without numbers. A draft that is refused counts
+def expected_memory(config: EngineConfig) -> Memory:
+    """Of the modules that would be loaded, made without numbers. A draft that is refused counts
     nothing; what follows a token map is left out."""
-    assert settings.model_path is not None
-    dtype = DTYPES[settings.dtype]
-    positions = slot_positions(settings, shape_plan(settings))
-    target, _ = build_target(Path(settings.model_path), dtype, torch.device("meta"), positions)
+    dtype = DTYPES[config.dtype]
+    positions = slot_positions(config, shape_plan(config))
+    target, _ = build_target(config.model_path, dtype, torch.device("meta"), positions)
     seen = set[int]()
     weights = _count(_tensors([target]), seen)
-    pool = PoolConfig(target_kv(model, dtype), [], 0, settings.page_size, dtype)
+    pool = PoolConfig(target_kv(config.model, dtype), [], 0, config.page_size, dtype)
     drafts = 0
-    if (head := _draft(settings, target, dtype, positions)) is not None:
+    if (head := _draft(config, target, dtype, positions)) is not None:
         drafts, own = _count(_tensors([head]), seen), head.config.layer
         kv = [HeadKV(own.num_kv_heads, own.head_dim, dtype)]
         pool = replace(pool, draft=kv, feature_size=own.hidden_size)
     per_token = pool.page_bytes // pool.page_size
-    tokens = settings.max_total_tokens
+    tokens = config.max_total_tokens
     if tokens is None:
-        room = settings.mem_fraction_static * device_memory(settings.device) - weights - drafts
+        room = config.mem_fraction_static * device_memory(config.device) - weights - drafts
         tokens = max(0, int(room / per_token))
     return Memory(
-        device=settings.device,
+        device=config.device,
         loaded=False,
         weights=weights,
         draft=drafts,
         kv_per_token=per_token,
         pool_tokens=tokens,
         pool=tokens * per_token,
-        graphs=_logits(settings, model.vocab_size * (dtype.itemsize + _SAMPLER)),
+        graphs=_logits(config, config.model.vocab_size * (dtype.itemsize + _SAMPLER)),
     )
 
 
@@ -86,29 +83,27 @@ def device_memory(device: str) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _draft(settings: Settings, target: LlamaModel, dtype: torch.dtype, positions: int) -> Head | None:
+def _draft(config: EngineConfig, target: LlamaModel, dtype: torch.dtype, positions: int) -> Head | None:
     """The draft as it would be loaded next to ``target``, rounded as it would be."""
-    path = settings.speculative_draft_model_path
-    if path is None:
+    draft = config.draft
+    if draft is None or not draft.method.needs_draft:
         return None
     place = Place(target, target.config.num_layers, positions)
     try:
-        source = open_source(Path(path), parse_overrides(settings.speculative_draft_config_override))
-        head, _ = build_draft(source, settings.speculative_algorithm, place, dtype)
+        source = open_source(draft.path, parse_overrides(draft.config_override))
+        head, _ = build_draft(source, draft.name, place, dtype)
     except ValueError:  # told where drafts are looked at
         return None
-    rounding = ROUNDINGS[settings.speculative_draft_quantization]
-    if settings.device == "cuda" and rounding is not None:
-        head.quantize(rounding)
+    if config.device == "cuda":
+        head.quantize(draft.quantization)
     return head
 
 
-def _logits(settings: Settings, node: int) -> int:
+def _logits(config: EngineConfig, node: int) -> int:
     """Of the largest step that is captured: nearly all that graphs take, where steps are large."""
-    largest = settings.cuda_graph_max_bs
-    if largest is None or settings.disable_cuda_graph:
+    if config.largest_graph is None:
         return 0
-    return min(largest * (settings.speculative_num_draft_tokens or 1), MAX_STEP_NODES) * node
+    return min(config.largest_graph * (config.shape[2] if config.shape else 1), MAX_STEP_NODES) * node
 
 
 def _draft_modules(context: Context) -> list[nn.Module]:

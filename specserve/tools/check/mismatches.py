@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from specserve.config import Settings, resolve
+from specserve.config.engine import EngineConfig
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.models.config import ModelConfig
 from specserve.models.draft.choices import read_draft_size, read_taps, read_target_width
@@ -62,7 +63,7 @@ def _ends(model: ModelConfig, report: Report) -> None:
 
 def _memory(settings: Settings, model: ModelConfig, report: Report) -> None:
     try:
-        report.memory = found = expected_memory(settings, model)
+        report.memory = found = expected_memory(EngineConfig.of(settings, model))
     except ValueError:  # told by loading, which does not get further either
         return
     there, context = device_memory(settings.device), settings.context_length

@@ -24,7 +24,7 @@ MEANINGS = {
     "messages[].tool_call_id": "In a tool's message, and required there: the call that it answers.",
     "prompt": "A prompt or several, as text or token ids; none empty.",
     "n": f"Answers to each prompt; to all prompts of a call {MAX_ANSWERS} at most.",
-    "best_of": "Answers that are made, of which the `n` best are sent; at least `n`, in a stream `n`. Bounded as `n` is.",
+    "best_of": "Answers that are made, of which the `n` best are sent; at least `n`, in a stream `n`, bounded alike.",
     "echo": "The answer begins with the prompt.",
     "max_tokens": "Most tokens of an answer. Not set: in chat up to the context length, for completions 16.",
     "max_completion_tokens": "The newer name of `max_tokens`; both only if equal.",

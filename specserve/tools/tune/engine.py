@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from specserve.config import Settings, resolve
+from specserve.config import Settings
+from specserve.config.engine import EngineConfig
 from specserve.config.speculation import SHAPE
 from specserve.core import SamplingParams
 from specserve.engine.graphs import Graphs, StepGraph
@@ -25,10 +25,7 @@ from specserve.engine.profile import measure_eager, measure_graphs
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import Padding, ShapePlan, ShapePolicy, Speculation, StaticShapes, batch_buckets
 from specserve.messages import Submit
-from specserve.models.config import ModelConfig
-from specserve.models.read_config import load_model_config
-from specserve.process.assemble import assemble, create_context, longest_launch, shape_policy
-from specserve.process.worker import with_threads
+from specserve.process.assemble import assemble, create_context, resolve_engine, shape_policy
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
 from specserve.speculation.control.cost import CostModel
@@ -73,10 +70,9 @@ class Work(NamedTuple):
 
 @dataclass(slots=True)
 class TuneEngine:
-    """``settings`` are resolved, with a draft; ``padding`` has the buckets of a server that captures graphs."""
+    """``config`` has a draft; ``padding`` has the buckets of a server that captures graphs."""
 
-    settings: Settings
-    model: ModelConfig
+    config: EngineConfig
     context: Context
     plan: ShapePlan
     padding: Padding
@@ -89,25 +85,19 @@ class TuneEngine:
     @classmethod
     def load(cls, given: Settings, candidates: Sequence[Candidate], work: Work) -> TuneEngine:
         """``given``: local paths, an algorithm that drafts. Raises ValueError for what cannot be served."""
-        assert given.model_path is not None
-        model = load_model_config(Path(given.model_path))
-        settings, notes = resolve(_with_shape(given, (1, 1, 2)), model)
-        settings = with_threads(settings, notes)
-        for note in notes:
-            log.info("%s", note)
-        if settings.cpu_threads is not None:
-            torch.set_num_threads(settings.cpu_threads)
-        assert settings.max_running_requests
-        running = settings.max_running_requests
+        _, _, config = resolve_engine(_with_shape(given, (1, 1, 2)), with_front=True)
+        if config.cpu_threads is not None:
+            torch.set_num_threads(config.cpu_threads)
+        running = config.max_running_requests
         plans = [ShapePlan(envelope(candidates), False, running), ShapePlan(None, True, running)]
         plan = max(plans, key=lambda plan: plan.margin)
-        context = create_context(settings, model, plan)
+        context = create_context(config, plan)
         context.state.know_texts(max(map(len, work.prompts)) + work.max_tokens)
-        largest = settings.cuda_graph_max_bs
+        largest = config.largest_graph
         padding = Padding(batch_buckets(largest) if largest is not None else ())
-        if settings.device == "cuda":
-            Runner(context, {}).warm_up(longest_launch(settings))
-        return cls(settings, model, context, plan, padding, work, range(len(work.prompts)))
+        if config.device == "cuda":
+            Runner(context, {}).warm_up(config.longest_launch)
+        return cls(config, context, plan, padding, work, range(len(work.prompts)))
 
     @property
     def draft_vocab(self) -> int:
@@ -147,9 +137,9 @@ class TuneEngine:
         for steps, topk, _ in (candidate for candidate in candidates if candidate is not None):
             levels[topk] = max(steps, levels.get(topk, 0))
         recorder = DraftRecorder(self.context, levels)
-        settings = replace(self.settings, overlap_schedule="off", disable_radix_cache=True)
+        config = replace(self.config, overlap=False, prefix_cache=False)
         policy = DeepShapes(max(levels.values()), max(levels))
-        scheduler = self._scheduler(settings, recorder, policy)
+        scheduler = self._scheduler(config, recorder, policy)
         until = time.perf_counter() + seconds
         asked = self.work.requests(range(self._probed()), {})
         texts = {request.rid: (request, list[int]()) for request in asked}
@@ -182,11 +172,10 @@ class TuneEngine:
 
     def _probed(self) -> int:
         """Answers to record: as many as run at once without one being put back."""
-        assert self.settings.max_running_requests
         longest = max(map(len, self.work.prompts)) + self.work.max_tokens + self.plan.margin
         pool = self.context.pool
         fit = (pool.num_pages - 1) * pool.page_size // longest
-        return max(1, min(PROBED, self.settings.max_running_requests, len(self.work.prompts), fit))
+        return max(1, min(PROBED, self.config.max_running_requests, len(self.work.prompts), fit))
 
     def prepare(self, candidates: Sequence[Candidate], batch: int) -> None:
         """Captures what these need and no graph holds yet."""
@@ -222,7 +211,7 @@ class TuneEngine:
 
     def _run(self, policy: ShapePolicy, drafted: bool, batch: int, first: int, count: int) -> Run:
         runner = MeteredRunner(self._context(drafted), self._graphs_of(drafted))
-        scheduler = self._scheduler(self.settings, runner, policy)
+        scheduler = self._scheduler(self.config, runner, policy)
         numbers = [self._asked[index % len(self._asked)] for index in range(first, first + count)]
         return closed_loop(scheduler, runner, self.work.requests(numbers, self._limits), batch, self._settle)
 
@@ -241,9 +230,9 @@ class TuneEngine:
     def _context(self, drafted: bool) -> Context:
         return self.context if drafted else replace(self.context, drafter=NoDrafter())
 
-    def _scheduler(self, settings: Settings, runner: Runner, policy: ShapePolicy) -> Scheduler:
+    def _scheduler(self, config: EngineConfig, runner: Runner, policy: ShapePolicy) -> Scheduler:
         """A fresh one for each run: its pages and prefix cache are its own."""
-        return assemble(settings, self.model, self.plan, runner, policy, Graphs({}))
+        return assemble(config, self.plan, runner, policy, Graphs({}))
 
 
 def _with_shape(settings: Settings, speculation: Speculation) -> Settings:
