@@ -21,7 +21,7 @@ LLAMA: Any = SimpleNamespace(
     longest_context=(2048, "max_position_embeddings"),
     dtype="float32",
     vocab_size=100,
-    layer=SimpleNamespace(head_dim=128),
+    layers=(SimpleNamespace(head_dim=128),),
 )
 QWEN: Any = SimpleNamespace(**{**vars(LLAMA), "architecture": "Qwen3ForCausalLM"})
 
