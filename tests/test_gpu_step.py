@@ -116,7 +116,7 @@ def test_a_draft_in_int8_changes_no_text(
         assert llm._engine is not None
         projection = head_of(llm._engine).mlp.down_proj
         assert isinstance(projection, linear.QuantizedLinear)
-        assert projection.rounds(1) == integers
+        assert projection.quantizes(1) == integers
         assert_same(texts(llm, items), expected, items)
         assert llm._engine.stats().accepted > 0
 
@@ -128,7 +128,7 @@ def test_in_16_bits_a_draft_is_in_int8_and_guesses_as_well(items: list[Item]) ->
         with engine(("EAGLE3", 5, 1, 6), max_running_requests=32, **settings) as llm:
             assert llm._engine is not None
             projection = head_of(llm._engine).mlp.down_proj
-            assert (isinstance(projection, linear.QuantizedLinear) and projection.rounds(1)) == (
+            assert (isinstance(projection, linear.QuantizedLinear) and projection.quantizes(1)) == (
                 rounding == "auto"
             )
             texts(llm, items)

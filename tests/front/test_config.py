@@ -235,7 +235,7 @@ def test_automatic_choices_on_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_heads_that_the_kernels_do_not_have(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    wide = SimpleNamespace(**{**vars(LLAMA), "layer": SimpleNamespace(head_dim=80)})
+    wide = SimpleNamespace(**{**vars(LLAMA), "layers": (SimpleNamespace(head_dim=80),)})
     found, notes = resolve(Settings(model_path=model), wide)  # type: ignore[arg-type]
     assert (found.attention_backend, found.disable_cuda_graph) == ("torch", True)
     why = "triton has heads of (32, 64, 128, 256), the model's are of 80"

@@ -77,7 +77,7 @@ class TestOfOneServer:
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
-        assert "2 asked for next to 3" in error["message"]
+        assert "2 asked for in addition to 3" in error["message"]
         assert metric(server, "rejected_requests_total") == 2
         assert post(server, max_tokens=1).status_code == 200
         assert {future.result().status_code for future in waiting} <= {200, 504}
