@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -178,9 +179,8 @@ class TestKubernetes:
         return manifests["Deployment"]["spec"]["template"]["spec"]
 
     def test_schema(self, manifests: dict[str, Any]) -> None:
-        validator = pytest.importorskip("kubernetes_validate")
         for manifest in manifests.values():
-            validator.validate(manifest, "1.31", strict=True)
+            kubernetes_validate.validate(manifest, "1.31", strict=True)
 
     def test_labels(self, manifests: dict[str, Any], pod: Any) -> None:
         deployment = manifests["Deployment"]["spec"]
