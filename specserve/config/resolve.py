@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
 
 Notes = list[str]
-UNAVAILABLE = "is not available in this version"
 
 
 def resolve(settings: Settings, model_config: ModelConfig) -> tuple[Settings, Notes]:

@@ -205,7 +205,6 @@ ERRORS: Responses = {
     status: {"model": Error, "description": words}
     for status, words in (("4XX", "The request's mistake"), ("5XX", "The server can't answer it"))
 }
-NO_JSON: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
 
 
 def answers(model: type[BaseModel], stream: type[BaseModel] | None = None) -> Responses:
