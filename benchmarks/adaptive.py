@@ -4,12 +4,12 @@
 
 DIR is the output of ``python -m benchmarks.cost_faithful``; ``--eagle3 DIR/eagle3_useless`` is a draft that is never
 right. One engine runs all of them, in turns, so that a machine that slows down slows all alike: fixed shapes are forced
-upon its scheduler, and the controller keeps what it learned from one batch size to the next, as in a server. All write
-the same texts, plain decoding's greedy ones (``spec/known.py``). Each turn goes on in the prompts where the last one
-ended, and a fixed shape that is far after after the first, marked ``-``, has no other. Batches are kept full: when a
-request ends the next begins, its prompt in the prefix cache. Tokens a second are by the wall clock, so what it takes to
-begin a request is in them, without its first token; the last two columns are of the time that the device worked on
-steps, which the controller has in its hands. Answers are half to all of ``--new-tokens`` long.
+upon its scheduler, and the controller keeps what it learned from one batch size to the next, as in a server. All are
+asked greedily; in 16 bits near ties part some of their texts. Each turn goes on in the prompts where the last one
+ended, and a fixed shape that is far after the best in the first, marked ``-``, has no other. Batches are kept full:
+when a request ends the next begins, its prompt in the prefix cache. Tokens a second are by the wall clock, so what it
+takes to begin a request is in them, without its first token; the last two columns are of the time that the device worked
+on steps, which the controller has in its hands. Answers are half to all of ``--new-tokens`` long.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from benchmarks.common import load_options, make_prompts, parse_load, write_resu
 from specserve import LLM, SamplingParams
 from specserve.engine.shapes import ShapePlan, ShapePolicy, Speculation, StaticShapes, step_shape
 from specserve.process.worker import keep_what_is_loaded
-from specserve.speculation.context import Context
-from specserve.speculation.known import KnownTexts
 from specserve.speculation.shape import StepShape
 from specserve.tools.tune.loop import MeteredRunner
 
@@ -179,32 +177,6 @@ def accepted_length(steps: Sequence[Step]) -> float:
     return sum(step.emitted for step in steps) / sum(step.requests for step in steps)
 
 
-def write_texts(
-    llm: LLM, policy: ShapePolicy, prompts: list[list[int]], length: int, texts: KnownTexts
-) -> None:
-    """From here on the prompts are in the prefix cache, and what follows them is known."""
-    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-    with under(llm, policy):
-        outputs = llm.generate(prompts, params)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        texts.know(prompt, params, output.token_ids)
-
-
-@contextmanager
-def knowing_texts(end: int) -> Iterator[list[KnownTexts]]:
-    """Engines that are built inside can be told texts, up to position ``end``; the list has what each is told by."""
-    made: list[KnownTexts] = []
-    create = specserve.process.assemble.create_context
-
-    def created(*args: Any) -> Context:
-        context = create(*args)
-        made.append(context.state.know_texts(end))
-        return context
-
-    with patch.object(specserve.process.assemble, "create_context", created):
-        yield made
-
-
 def cache_prompts(llm: LLM, policy: ShapePolicy, prompts: list[list[int]]) -> None:
     """From here on the prompts are in the prefix cache."""
     with under(llm, policy):
@@ -304,9 +276,8 @@ def main() -> None:
     prompts = make_prompts(args, max(*sizes, min(args.max_batch, PROMPTS)))
     fixed = [each for each in STATIC if args.shapes is None or spelled(each) in args.shapes]
     rows = []
-    length = args.prompt_tokens + args.new_tokens
-    with knowing_texts(length) as texts, adaptive_llm(args, max(sizes), fixed) as (llm, policies):
-        write_texts(llm, policies["off"], prompts, args.new_tokens, texts[0])
+    with adaptive_llm(args, max(sizes), fixed) as (llm, policies):
+        cache_prompts(llm, policies["off"], prompts)
         names = list(policies)
         print(header(names))
         for size in sizes:

@@ -208,14 +208,9 @@ def test_bars_add_up_to_the_step(tmp_path: Path) -> None:
 
 def test_a_pick_is_judged_by_the_exhaustive_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def board(batch: int, best: list[int] | None, **ratios: float) -> dict[str, Any]:
-        shapes = [
-            {"shape": None, "measured": {"ratio_to_plain": 1.0}},
-            {"shape": [9, 1, 10], "measured": None},
-        ]
+        shapes: list[dict[str, Any]] = [{"shape": None, "ratio_to_plain": 1.0}]
         for name, ratio in ratios.items():
-            shapes.append(
-                {"shape": list(map(int, name[1:].split("_"))), "measured": {"ratio_to_plain": ratio}}
-            )
+            shapes.append({"shape": list(map(int, name[1:].split("_"))), "ratio_to_plain": ratio})
         return {"batch": batch, "best": best, "shapes": shapes}
 
     tuned = [board(1, [3, 1, 4]), board(8, None)]

@@ -1,4 +1,4 @@
-"""The tuner on a GPU: steps are captured, and what a recorded draft is worth is what the captured step accepts."""
+"""The tuner on a GPU, where steps are captured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from specserve.config import make_settings, resolve_paths
-from specserve.engine.shapes import step_shape
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.tools.tune.__main__ import main
 from specserve.tools.tune.engine import TuneEngine, Work
@@ -17,7 +16,7 @@ from specserve.tools.tune.prompts import encode, read_prompts
 pytestmark = pytest.mark.gpu
 
 
-def test_recorded_drafts_and_captured_steps_agree() -> None:
+def test_captured_runs() -> None:
     given = make_settings(
         device="cuda",
         dtype="float32",
@@ -31,16 +30,11 @@ def test_recorded_drafts_and_captured_steps_agree() -> None:
     work = Work(encode(rows, Tokenizer.load(local.model_path)), 64, 0.0)
     shapes = [(3, 1, 4), (5, 4, 16)]
     engine = TuneEngine.load(local, shapes, work)
-    replay = engine.probe(shapes, 60.0)
-    engine.prepare([None, *shapes], 4)
     for shape in shapes:
         run = engine.run(shape, 4, 0, 12)
         assert run.seconds > 0
         assert run.prefill_seconds > 0
-        # Four answers were recorded, twelve are run.
-        assert replay.tokens_per_step(step_shape(4, shape, 4)) == pytest.approx(run.accepted_length, rel=0.25)
-    seconds = engine.step_seconds([engine.shape(candidate, 4) for candidate in (None, *shapes)])
-    assert all(0 < found < 1 for found in seconds.values())
+        assert run.accepted_length > 1.5
     assert engine.run_controller(4, 0, 12).tokens > 100
 
 
@@ -52,5 +46,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert main([*argv, "--output", str(output), "--json", str(found)]) == 0
     record = json.loads(found.read_text())
     for entry in record["batches"]:
-        assert entry["shapes"][0]["measured"]["tokens_per_second"] > 0
+        assert entry["shapes"][0]["tokens_per_second"] > 0
     assert "max_total_tokens: 100000" in output.read_text()

@@ -17,7 +17,6 @@ import torch
 from specserve_kernels import Level, Tree, add_bias, gumbel_noise, penalize, perturb, runs_triton, truncate
 from torch import Tensor
 
-from specserve.speculation.known import UNKNOWN
 from specserve.speculation.state import DecodeState, Needs, SamplingState
 
 
@@ -82,31 +81,9 @@ class Sampling(Protocol):
 def open_sampling(state: DecodeState, rows_B: Tensor, length_B: Tensor, ahead: int, needs: Needs) -> Sampling:
     """The sampler of a launch that chooses tokens at positions ``length + 1`` .. ``length + ahead``."""
     table = state.sampling
-    found: Sampling
     if runs_triton([table.temperature]):
-        found = TritonSampling(table)
-    else:
-        found = TorchSampling.of(table, rows_B, length_B, ahead, needs)
-    return found if state.known is None else KnownSampling(found, state.known.tokens_RP)
-
-
-@dataclass(frozen=True, slots=True)
-class KnownSampling:
-    """Chooses what is known, and ``other`` what is not: see ``KnownTexts``."""
-
-    other: Sampling
-    tokens_RP: Tensor
-
-    def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
-        chosen_N = self.other.choose(logits_NV, choices)
-        at_N = (choices.position_N + 1).clamp(max=self.tokens_RP.shape[1] - 1)
-        known_N = self.tokens_RP[choices.rows_N, at_N]
-        return torch.where(known_N == UNKNOWN, chosen_N, known_N.to(chosen_N.dtype))
-
-    def candidates(
-        self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
-    ) -> tuple[Tensor, Tensor]:
-        return self.other.candidates(logits_NV, choices, vocab, count)
+        return TritonSampling(table)
+    return TorchSampling.of(table, rows_B, length_B, ahead, needs)
 
 
 @dataclass(frozen=True, slots=True)

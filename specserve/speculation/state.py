@@ -16,7 +16,6 @@ from specserve_kernels import Prediction, SlotTables, follow_prediction
 from torch import Tensor
 
 from specserve.core import MAX_BIAS, SamplingParams
-from specserve.speculation.known import KnownTexts
 
 
 @dataclass(slots=True)
@@ -147,16 +146,8 @@ class DecodeState:
             in_prompt=torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
         )
         self.prediction = Prediction.empty(rows, prediction_size, device) if prediction_size else None
-        self.known: KnownTexts | None = None
         # The dummy row attends to its own position 1: a draft row must see an entry, and slot 0 has none.
         self.slots.length[self.dummy] = 1
-
-    def know_texts(self, end: int) -> KnownTexts:
-        """Steps that are captured or run from now on write texts that are known, up to position ``end``. Once: captured
-        steps keep the table's address."""
-        assert self.known is None
-        self.known = KnownTexts(len(self.slots.root), end, self.device)
-        return self.known
 
     def admit(self, rows: Sequence[RowInit], page_feature: Tensor) -> None:
         """Writes the rows of requests that take their slots."""
@@ -206,8 +197,6 @@ class DecodeState:
             sampling.bias_until[slot, : len(bias)] = self._integers(until)
         if predicted and self.prediction is not None:
             self._admit_prediction(self.prediction, row, predicted)
-        if self.known is not None:
-            self.known.admit(slot, row.prompt, params, row.choice, row.output)
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
             counts, in_prompt = sampling.counts[slot].zero_(), sampling.in_prompt[slot].zero_()
             output = self._integers(row.output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,18 +12,17 @@ from specserve.speculation.shape import StepShape
 from specserve.tools.tune.board import Board
 from specserve.tools.tune.grid import Candidate, Grid
 from specserve.tools.tune.loop import Run
-from specserve.tools.tune.search import Answers, Search
+from specserve.tools.tune.search import Search
 
 
 @dataclass
 class Machine:
-    """``rank``: the chance that a level's first guess is right. Predictions are wrong by ``error``, each shape in its
-    own way; runs by ``noise``, and all of them slow down while time passes."""
+    """``rank``: the chance that a level's first guess is right. Runs are off by ``noise``, and all of them slow down
+    while time passes."""
 
     rank: float  # chance at topk 1
     level: float  # milliseconds of a draft's level
     node: float  # of a node verified
-    error: float = 0.06
     noise: float = 0.004
     drift: float = 0.3  # slower at the end of 100 seconds
     unequal: float = 0.0  # how much easier than the mean the easiest request is
@@ -52,35 +50,18 @@ class Machine:
         shape = self.shape(candidate, batch)
         return batch * self.tokens(shape) / self.seconds(shape)
 
-    def wrong(self, shape: StepShape) -> float:
-        return 1 + self.error * float(np.sin(7.0 * shape.levels + 3.0 * shape.branching + shape.nodes))
-
-    def step_seconds(self, shapes: Sequence[StepShape]) -> dict[StepShape, float]:
-        self.now += sum(4 * self.seconds(shape) for shape in shapes)
-        return {shape: self.seconds(shape) * self.wrong(shape) for shape in shapes}
-
-    def probe(self, candidates: Sequence[Candidate], seconds: float) -> Answers:
-        self.now += seconds
-        return self
-
-    def tokens_per_step(self, shape: StepShape, first: int = 0, count: int | None = None) -> float:
-        return 1 + (self.tokens(shape, self.ease(first, count)) - 1) * self.wrong(shape)
-
-    def ease(self, first: int, count: int | None) -> float:
+    def ease(self, first: int, count: int) -> float:
         """Of these requests: each is easier or harder to guess than others."""
-        asked = range(REQUESTS) if count is None else range(first, first + count)
         eases = np.sin(2.4 * np.arange(REQUESTS))
-        return float(np.mean([eases[index % REQUESTS] for index in asked]) - eases.mean()) * self.unequal
-
-    def prepare(self, candidates: Sequence[Candidate], batch: int) -> None:
-        self.now += 0.01 * len(candidates)
+        asked = [eases[index % REQUESTS] for index in range(first, first + count)]
+        return float(np.mean(asked) - eases.mean()) * self.unequal
 
     def forget(self) -> None:
         """Nothing was prepared."""
 
-    def run(self, candidate: Candidate, batch: int, first: int, count: int) -> Run:
+    def run(self, candidate: Candidate, batch: int, first: int, count: int, quick: bool = False) -> Run:
         self.ran.append((candidate, batch))
-        shape, tokens = self.shape(candidate, batch), 30 * count
+        shape, tokens = self.shape(candidate, batch), (8 if quick else 30) * count
         slower = 1 + self.drift * self.now / 100 + self.noise * self.generator.standard_normal()
         steps = tokens / self.tokens(shape, self.ease(first, count)) / batch
         seconds = steps * self.seconds(shape) * slower
@@ -103,6 +84,6 @@ BATCHES = (1, 4, 16)
 REQUESTS = 20
 
 
-def search(machine: Machine, seconds: float = 100.0, **given: Any) -> list[Board]:
+def search(machine: Machine, seconds: float = 300.0, **given: Any) -> list[Board]:
     candidates = Grid().candidates()
     return Search(machine, candidates, BATCHES, seconds, clock=lambda: machine.now, **given).run()

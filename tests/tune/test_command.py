@@ -50,7 +50,7 @@ def test_the_command_writes_what_the_server_takes(
     pair: Checkpoints, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, found = tmp_path / "tuned.yaml", tmp_path / "all.json"
-    argv = [*flags(pair), *SMALL, "--prompts", str(prompts), "--minutes", "0.03", "--max-tokens", "24"]
+    argv = [*flags(pair), *SMALL, "--prompts", str(prompts), "--minutes", "0.05", "--max-tokens", "24"]
     present = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
     present += ["--speculative-num-draft-tokens", "3"]
     assert main([*argv, *present, "--output", str(output), "--json", str(found)]) == 0
@@ -83,7 +83,7 @@ ERRORS = [
         ["--batch-sizes", "8", "--max-running-requests", "4"],
         "--batch-sizes: at most --max-running-requests 4",
     ),
-    (["--minutes", "0"], "--minutes: must be above 0"),
+    (["--minutes", "0"], "--minutes: must be from 0.01"),
     (["--max-tokens", "1"], "--max-tokens: must be from 2"),
     (["--temperature", "-1"], "--temperature: must be from 0 to 100"),
     (["--draft-tokens", "65"], "--draft-tokens: must be from 2 to 64, found 65"),

@@ -9,12 +9,11 @@ import pytest
 from specserve.config import Settings
 from specserve.config.speculation import SHAPE
 from specserve.engine.shapes import step_shape
-from specserve.tools.tune.board import Board, Estimate, overall
+from specserve.tools.tune.board import Board, overall, pick_overall
 from specserve.tools.tune.grid import Candidate
 from specserve.tools.tune.loop import Run
 from specserve.tools.tune.output import configuration
 from specserve.tools.tune.report import as_json, text, verdict
-from specserve.tools.tune.search import pick_overall
 from tests.tune.simulated import MACHINES, Machine, search
 
 
@@ -25,9 +24,9 @@ def a_run(rate: float, seconds: float = 1.0) -> Run:
 
 def board(batch: int, rates: dict[Candidate, float]) -> Board:
     shapes = {candidate: step_shape(batch, candidate, batch) for candidate in rates}
-    found = Board(batch, shapes, {shape: Estimate(0.01, 10.0) for shape in shapes.values()})
+    found = Board(batch, shapes)
     for candidate, rate in rates.items():
-        found.add(candidate, 0, a_run(rate), 10.0)
+        found.add(candidate, 0, a_run(rate))
     return found
 
 
@@ -66,12 +65,12 @@ def test_the_controller_runs_in_the_same_repeats() -> None:
 
 def test_runs_are_compared_within_their_repeats() -> None:
     found = board(1, {None: 100, (1, 1, 2): 150})
-    found.add(None, 1, a_run(100, 10.0), 10.0)  # the machine was busy, and the other shape did not run
-    found.add((1, 1, 2), 2, a_run(150, 100.0), 10.0)
+    found.add(None, 1, a_run(100, 10.0))  # the machine was busy, and the other shape did not run
+    found.add((1, 1, 2), 2, a_run(150, 100.0))
     assert found.ratio((1, 1, 2)) == pytest.approx(1.5)
     for repeat, seconds in ((3, 0.94), (4, 15.0)):  # the second time a pause hit the other shape alone
-        found.add(None, repeat, a_run(100), 10.0)
-        found.add((1, 1, 2), repeat, a_run(150, seconds), 10.0)
+        found.add(None, repeat, a_run(100))
+        found.add((1, 1, 2), repeat, a_run(150, seconds))
     assert found.ratio((1, 1, 2)) == pytest.approx(1.5)
 
 
@@ -79,44 +78,16 @@ def test_an_unsteady_machine_is_told() -> None:
     found = board(1, {None: 100, (1, 1, 2): 150})
     assert "not steady" not in "\n".join(verdict([found]))
     for repeat, rate in enumerate((100, 200, 220), 1):
-        found.add(None, repeat, a_run(rate), 10.0)
+        found.add(None, repeat, a_run(rate))
     assert "not steady, plain decoding gave 100 to 200 tokens/s" in verdict([found])[-1]
 
 
 def test_luck_in_few_repeats_is_not_the_best() -> None:
     found = board(1, {None: 100, (1, 1, 2): 150, (2, 1, 3): 140})
-    found.add((2, 1, 3), 0, a_run(151), 10.0)  # of the same requests
+    found.add((2, 1, 3), 0, a_run(151))  # of the same requests
     for repeat in range(1, 4):
-        found.add(None, repeat, a_run(100), 10.0)
-        found.add((2, 1, 3), repeat, a_run(140), 10.0)
-    assert found.best() == (2, 1, 3)
-
-
-def test_who_came_late_is_the_best_where_both_ran() -> None:
-    found = board(1, {None: 100, (1, 1, 2): 150, (2, 1, 3): 140})
-    for repeat in range(1, 8):
-        found.add(None, repeat, a_run(100), 10.0)
-        found.add((1, 1, 2), repeat, a_run(150), 10.0)
-    assert found.best() == (1, 1, 2)
-    found.add((2, 1, 3), 0, a_run(160), 10.0)
-    assert found.best() == (1, 1, 2)  # one repeat says nothing
-    found.add((2, 1, 3), 0, a_run(152), 10.0)
-    found.add((2, 1, 3), 4, a_run(152), 10.0)
-    assert found.best() == (1, 1, 2)  # too little of a lead
-    found.add((2, 1, 3), 3, a_run(160), 10.0)
-    assert found.best() == (2, 1, 3)
-
-
-def test_who_came_late_may_be_the_only_one_that_pays() -> None:
-    found = board(1, {None: 100, (1, 1, 2): 95, (2, 1, 3): 160})
-    for repeat in range(1, 6):
-        found.add(None, repeat, a_run(100), 10.0)
-        found.add((1, 1, 2), repeat, a_run(95), 10.0)
-    assert found.best() is None
-    found.add((2, 1, 3), 1, a_run(160), 10.0)
-    assert found.best() == (2, 1, 3)
-    found.add(None, 2, a_run(0), 10.0)  # a run of nothing is left out
-    found.add((2, 1, 3), 2, a_run(160), 10.0)
+        found.add(None, repeat, a_run(100))
+        found.add((2, 1, 3), repeat, a_run(140))
     assert found.best() == (2, 1, 3)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,14 +15,15 @@ from specserve.config import Settings, load_settings, resolve_paths
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.logs import configure_logging
 from specserve.models.read_config import load_model_config
-from specserve.tools.tune.board import Board
+from specserve.tools.tune.board import Board, pick_overall
 from specserve.tools.tune.engine import TuneEngine, Work
-from specserve.tools.tune.options import Options, candidates, check_settings, parser, read_options, with_room
+from specserve.tools.tune.grid import Grid
+from specserve.tools.tune.options import candidates, check_settings, parser, with_room
 from specserve.tools.tune.output import write, write_configuration
 from specserve.tools.tune.plot import check_plot, plot
 from specserve.tools.tune.prompts import encode, read_prompts
 from specserve.tools.tune.report import as_json, text, verdict
-from specserve.tools.tune.search import Search, pick_overall
+from specserve.tools.tune.search import Search
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if {"-h", "--help"} & set(flags):
             own.print_help()
             print("\nand the server's:\n")
-        given, options = load_settings(flags), read_options(found)
+        given = load_settings(flags)
         configure_logging("warning")
-        tune(given, options)
+        tune(given, found)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def tune(given: Settings, options: Options) -> None:
+def tune(given: Settings, options: Namespace) -> None:
     """Raises ValueError for what can't be tuned."""
     if options.plot is not None:
         check_plot()
@@ -51,13 +53,14 @@ def tune(given: Settings, options: Options) -> None:
     local = resolve_paths(given)[0]
     assert local.model_path is not None
     model = load_model_config(Path(local.model_path))
-    given, local = (with_room(each, model, max(options.batch_sizes)) for each in (given, local))
-    wanted = candidates(local, model, options.grid)
+    batches = sorted(set(options.batch_sizes))
+    given, local = (with_room(each, model, batches[-1]) for each in (given, local))
+    wanted = candidates(local, model, Grid(options.steps, options.topk, options.draft_tokens))
     engine = TuneEngine.load(local, wanted, _work(local, options))
     search = Search(
         bench=engine,
         candidates=[c for c in wanted if c is None or c[1] <= engine.draft_vocab],
-        batches=options.batch_sizes,
+        batches=batches,
         seconds=60 * options.minutes,
         exhaustive=options.exhaustive,
         say=lambda line: print(line, file=sys.stderr, flush=True),
@@ -65,7 +68,7 @@ def tune(given: Settings, options: Options) -> None:
     _tell(search.run(), given, options)
 
 
-def _tell(boards: Sequence[Board], given: Settings, options: Options) -> None:
+def _tell(boards: Sequence[Board], given: Settings, options: Namespace) -> None:
     print(text(boards))
     write_configuration(options.output, given, pick_overall(boards), verdict(boards))
     print(f"\n{options.output}: python -m specserve.launch --config {options.output}")
@@ -75,7 +78,7 @@ def _tell(boards: Sequence[Board], given: Settings, options: Options) -> None:
         plot(boards, options.plot)
 
 
-def _work(local: Settings, options: Options) -> Work:
+def _work(local: Settings, options: Namespace) -> Work:
     assert local.model_path is not None
     assert local.tokenizer_path is not None
     rows = read_prompts(options.prompts, Path(local.model_path))

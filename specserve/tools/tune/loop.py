@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,11 +44,6 @@ class Run:
     def rate(self) -> float:
         """Tokens a second of all requests together."""
         return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def pace(self) -> float:
-        """Steps a second, one of the batch counted once for each request in it."""
-        return self.request_steps / self.seconds if self.seconds else 0.0
 
     @property
     def accepted_length(self) -> float:
@@ -108,39 +103,24 @@ class _Window:
         return Run(self.tokens, max(elapsed - prefill, 1e-9), prefill, steps, self.request_steps)
 
 
-def check_answered(messages: Sequence[Tokens | Failed]) -> list[Tokens]:
-    """Raises ValueError for a request that was refused."""
-    for message in messages:
-        if isinstance(message, Failed):
-            raise ValueError(f"--prompts: a prompt can't be answered: {message.message}")
-    return [message for message in messages if isinstance(message, Tokens)]
-
-
-def closed_loop(
-    scheduler: Scheduler,
-    runner: MeteredRunner,
-    requests: Sequence[Submit],
-    batch: int,
-    ended_with: Callable[[Submit, list[int]], None],
-) -> Run:
-    """Keeps ``batch`` of the requests running, in their order, and tells the text of each that ends. Leaves none
-    after. Raises ValueError for one that can't be answered."""
-    queue, open_rids, window = deque(requests), set[str](), None
-    started, texts = set[str](), {request.rid: (request, list[int]()) for request in requests}
+def closed_loop(scheduler: Scheduler, runner: MeteredRunner, requests: Sequence[Submit], batch: int) -> Run:
+    """Keep ``batch`` of the requests running, in their order. Leaves none after. Raises ValueError for one that can't
+    be answered."""
+    queue, open_rids, started, window = deque(requests), set[str](), set[str](), None
     try:
         while True:
             while queue and len(open_rids) < batch:
                 open_rids.add(queue[0].rid)
                 scheduler.submit(queue.popleft())
             ended = False
-            for message in check_answered(scheduler.run_once()):
+            for message in scheduler.run_once():
+                if isinstance(message, Failed):
+                    raise ValueError(f"--prompts: a prompt can't be answered: {message.message}")
                 started.add(message.rid)
-                texts[message.rid][1].extend(message.token_ids)
                 if window is not None:
                     window.count(message)
                 if message.finish_reason is not None:
                     open_rids.discard(message.rid)
-                    ended_with(*texts[message.rid])
                     ended = True
             if window is None and len(started) >= batch:
                 window = _Window(runner)

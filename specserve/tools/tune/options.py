@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from specserve.config import Settings, resolve
 from specserve.config.speculation import SHAPE, check_pool
@@ -16,97 +17,61 @@ from specserve.tools.tune.grid import DRAFT_TOKENS, STEPS, TOPK, Candidate, Grid
 PROGRAM = "python -m specserve.tune"
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What was asked for."""
-
-    prompts: Path | None
-    batch_sizes: tuple[int, ...]
-    max_tokens: int
-    temperature: float
-    minutes: float
-    exhaustive: bool
-    grid: Grid
-    output: Path
-    plot: Path | None
-    json: Path | None
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
 
 
 def parser() -> argparse.ArgumentParser:
-    """Knows the tuner's options alone; what is left are the server's."""
+    """Knows the tuner's options alone; what is left are the server's. Raises ValueError naming the option."""
     found = _Parser(
         prog=PROGRAM,
         add_help=False,
         allow_abbrev=False,
-        description="Finds the speculation shape that gives most tokens a second, and writes it as a configuration.",
+        description="Finds the speculation shape that gives most tokens per second, and writes it as a configuration.",
     )
-    add = found.add_argument
-    add("--prompts", type=Path, metavar="FILE", help="JSON lines of messages or prompt, like your traffic.")
-    add("--batch-sizes", type=int, nargs="+", default=[1, 4, 16], metavar="N", help="Default: 1 4 16.")
-    add("--max-tokens", type=int, default=128, metavar="N", help="Longest answer (default: 128).")
-    add("--temperature", type=float, default=0.0, metavar="T", help="Of all requests (default: 0).")
-    add("--minutes", type=float, default=5.0, metavar="M", help="To measure for, after loading (default: 5).")
-    add("--exhaustive", action="store_true", help="Run every shape; takes longer than --minutes if it must.")
+
+    def add(name: str, kind: Callable[[str], Any], default: Any, text: str, many: bool = False) -> None:
+        metavar = "FILE" if kind in (Path, _writable) else "N"
+        found.add_argument(
+            name, type=kind, default=default, help=text, metavar=metavar, nargs="+" if many else None
+        )
+
+    add("--prompts", Path, None, "JSON lines of messages or prompt, like your traffic.")
     add(
-        "--steps",
-        type=int,
-        nargs="+",
-        default=STEPS,
-        metavar="S",
-        help="Draft levels to try (default: 1 to 8).",
+        "--batch-sizes", _number(int, 1, 4096), [1, 4, 16], "Requests at a time (default: 1 4 16).", many=True
     )
-    add(
-        "--topk", type=int, nargs="+", default=TOPK, metavar="K", help="Candidates a node (default: 1 2 4 8)."
-    )
-    add(
-        "--draft-tokens",
-        type=int,
-        nargs="+",
-        default=DRAFT_TOKENS,
-        metavar="T",
-        help="Nodes of a tree, its root included (default: 4 8 16 32 64). A chain has steps + 1.",
-    )
-    add("--output", type=Path, default=Path("tuned.yaml"), metavar="FILE", help="Default: tuned.yaml.")
-    add("--json", type=Path, metavar="FILE", help="Write all measurements there.")
-    add("--plot", type=Path, metavar="FILE.png", help="Draw them; needs matplotlib.")
+    add("--max-tokens", _number(int, 2, 1 << 20), 128, "Longest answer (default: 128).")
+    add("--temperature", _number(float, 0, 100), 0.0, "Of all requests (default: 0).")
+    add("--minutes", _number(float, 0.01, 10_000), 5.0, "To measure for, after loading (default: 5).")
+    add("--steps", _number(int, 1, 63), STEPS, "Draft levels to try (default: 1 to 8).", many=True)
+    add("--topk", _number(int, 1, 64), TOPK, "Candidates a node (default: 1 2 4 8).", many=True)
+    text = "Nodes of a tree, its root included (default: 4 8 16 32 64). A chain has steps + 1."
+    add("--draft-tokens", _number(int, 2, 64), DRAFT_TOKENS, text, many=True)
+    add("--output", _writable, Path("tuned.yaml"), "Default: tuned.yaml.")
+    add("--json", _writable, None, "Write all measurements there.")
+    add("--plot", _writable, None, "Draw them; needs matplotlib.")
+    text = "Run every shape in three laps; takes longer than --minutes if it must."
+    found.add_argument("--exhaustive", action="store_true", help=text)
     return found
 
 
-def read_options(found: argparse.Namespace) -> Options:
-    """Raises ValueError naming the flag and the accepted values."""
-    for flag, low, high in (
-        ("batch_sizes", 1, 4096),
-        ("steps", 1, 63),
-        ("topk", 1, 64),
-        ("draft_tokens", 2, 64),
-    ):
-        for value in getattr(found, flag):
-            _check_range(flag, value, low, high)
-    _check_range("max_tokens", found.max_tokens, 2, 1 << 20)
-    _check_range("temperature", found.temperature, 0, 100)
-    if not 0 < found.minutes <= 10_000:
-        raise ValueError(f"--minutes: must be above 0 and at most 10000, found {found.minutes:g}")
-    for flag in ("output", "json", "plot"):
-        path = getattr(found, flag)
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"--{flag}: {path.parent} is not a directory")
-    return Options(
-        prompts=found.prompts,
-        batch_sizes=tuple(sorted(set(found.batch_sizes))),
-        max_tokens=found.max_tokens,
-        temperature=found.temperature,
-        minutes=found.minutes,
-        exhaustive=found.exhaustive,
-        grid=Grid(found.steps, found.topk, found.draft_tokens),
-        output=found.output,
-        plot=found.plot,
-        json=found.json,
-    )
+def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
+    def read(given: str) -> float:
+        value = kind(given)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, found {value:g}")
+        return value
+
+    read.__name__ = kind.__name__
+    return read
+
+
+def _writable(given: str) -> Path:
+    path = Path(given)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path.parent} is not a directory")
+    return path
 
 
 def check_settings(given: Settings) -> None:
@@ -151,8 +116,3 @@ def candidates(given: Settings, model: ModelConfig, grid: Grid) -> list[Candidat
         if candidate is not None:
             check_pool("--steps", *candidate[:2])
     return list(dict.fromkeys(found))
-
-
-def _check_range(flag: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"--{flag.replace('_', '-')}: must be from {low} to {high}, found {value:g}")

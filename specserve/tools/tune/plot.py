@@ -27,7 +27,7 @@ def plot(boards: Sequence[Board], path: Path) -> None:
 
     figure, panels = pyplot.subplots(1, len(boards), figsize=(5 * len(boards), 5), squeeze=False)
     for board, axes in zip(boards, panels[0], strict=True):
-        measured = [c for c in board.ranked() if board.is_measured(c)][::-1]
+        measured = board.ranked()[::-1]
         colors = ["C1" if c == board.best() else "grey" if c is None else "C0" for c in measured]
         bars = axes.barh([name(c) for c in measured], [board.ratio(c) for c in measured], color=colors)
         axes.bar_label(bars, [f"{board.run(c).rate:.0f}/s" for c in measured], padding=2)

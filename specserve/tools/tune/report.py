@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specserve.tools.tune.board import Board, controller_overall, overall
+from specserve.tools.tune.board import Board, controller_overall, overall, pick_overall
 from specserve.tools.tune.grid import Candidate, name
 from specserve.tools.tune.loop import Run
-from specserve.tools.tune.search import pick_overall
 
-SHOWN = 8  # candidates that were only predicted, in a table
 STEADY = 1.3  # times its slower quarter is what plain decoding may have in its faster one
 DIFFERENT = 0.97  # a pick that is worse than this over all batch sizes leaves something to the controller
 HEADER = f"  {'steps, topk, tokens':20} {'ms/step':>8} {'accepted':>8} {'tokens/s':>9} {'x plain':>8}"
 METRIC = (
-    "tokens a second of all requests together, batch kept full, prefill excluded; accepted: tokens a step gives a\n"
-    "request, bonus included; x plain: median over repeats, for all recorded requests; *: predicted, not run"
+    "tokens per second of all requests together, batch kept full, prefill excluded; accepted: tokens per step of a\n"
+    "request, bonus included; x plain: median over laps that answer the same requests"
 )
 
 
@@ -71,7 +69,7 @@ def _unsteady(boards: Sequence[Board]) -> Iterator[str]:
 
 
 def as_json(boards: Sequence[Board]) -> dict[str, Any]:
-    """All measurements and predictions, and the picks; a shape is a list of steps, topk and tokens, null is plain."""
+    """All measurements and the picks; a shape is a list of steps, topk and tokens, null is plain."""
     return {
         "metric": " ".join(METRIC.split("; ")[0].split()),
         "pick": pick_overall(boards),
@@ -80,25 +78,10 @@ def as_json(boards: Sequence[Board]) -> dict[str, Any]:
                 "batch": board.batch,
                 "best": board.best(),
                 "controller": _controlled(board),
-                "shapes": [_entry(board, c) for c in board.ranked()],
+                "shapes": [{"shape": c, **_measured(board.run(c), board.ratio(c))} for c in board.ranked()],
             }
             for board in boards
         ],
-    }
-
-
-def _entry(board: Board, candidate: Candidate) -> dict[str, Any]:
-    measured = board.is_measured(candidate)
-    run = board.run(candidate) if measured else None
-    return {
-        "shape": candidate,
-        "predicted": {
-            "step_ms": board.predicted_seconds(candidate) * 1e3,
-            "accepted_length": board.estimates[board.shapes[candidate]].tokens,
-            "tokens_per_second": board.predicted_rate(candidate),
-            "ratio_to_plain": board.predicted_ratio(candidate),
-        },
-        "measured": run and _measured(run, board.ratio(candidate)),
     }
 
 
@@ -123,32 +106,15 @@ def _measured(run: Run, ratio: float) -> dict[str, Any]:
 def _table(board: Board) -> Iterator[str]:
     yield f"\nbatch {board.batch}"
     yield HEADER
-    predicted = 0
     for candidate in board.ranked():
-        measured = board.is_measured(candidate)
-        predicted += not measured
-        if measured or predicted <= SHOWN:
-            yield _row(board, candidate, measured)
+        best = "  <- best" if candidate == board.best() else ""
+        yield _line(name(candidate), board.run(candidate), board.ratio(candidate)) + best
     if (ratio := board.controller_ratio()) is not None:
-        run = sum(board.controller.values(), Run())
-        yield _line(" ", "controller", (run.step_ms, run.accepted_length, run.rate, ratio))
-    if predicted > SHOWN:
-        yield f"  and {predicted - SHOWN} more, predicted slower"
+        yield _line("controller", sum(board.controller.values(), Run()), ratio)
 
 
-def _row(board: Board, candidate: Candidate, measured: bool) -> str:
-    run, estimate = (board.run(candidate) if measured else None), board.estimates[board.shapes[candidate]]
-    ms = run.step_ms if run else board.predicted_seconds(candidate) * 1e3
-    length = run.accepted_length if run else estimate.tokens
-    rate = run.rate if run else board.predicted_rate(candidate)
-    figures = ms, length, rate, board.ratio(candidate)
-    best = "  <- best" if candidate == board.best() else ""
-    return _line(" " if measured else "*", name(candidate), figures) + best
-
-
-def _line(mark: str, what: str, figures: tuple[float, float, float, float]) -> str:
-    ms, length, rate, ratio = figures
-    return f"{mark} {what:20} {ms:8.2f} {length:8.2f} {rate:9.1f} {ratio:8.2f}"
+def _line(what: str, run: Run, ratio: float) -> str:
+    return f"  {what:20} {run.step_ms:8.2f} {run.accepted_length:8.2f} {run.rate:9.1f} {ratio:8.2f}"
 
 
 def _named(board: Board, candidate: Candidate) -> str:

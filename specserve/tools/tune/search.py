@@ -1,48 +1,32 @@
-"""The search: predict all candidates, run the promising ones, interleaved, and the better of them again and longer.
+"""The search: successive halving over the candidates, at each batch size.
 
-1. Answers are recorded with what drafts would have been worth in them: tokens a step of every candidate. All runs
-   answer these requests again.
-2. Steps of some shapes are timed: seconds a step of every candidate.
-3. At each batch size the candidates that promise most race against plain decoding: sixteen, then the best five, then
-   two, fewer if time is short. In each repeat all that are left answer the same requests, one after the other, in
-   another order each time, so that a machine that grows slower or faster does so for all. Repeats are many and short
-   rather than few and long, and each answers a few of the requests: ``board`` says how they speak for all. Plain
-   decoding is the slowest and gives a token a step whatever is asked: it answers the first half of them.
-4. The candidates that are best over all batch sizes are run where they were not yet.
-5. The controller runs next to plain decoding and the best shape of each batch size.
+All candidates run once, with short answers, those that the controller would choose among first; then the best 16, 5
+and 2 of them in lap after lap, in a third of the time each. With several batch sizes, the candidates that are best over
+all of them run at each in laps of their own. Last the controller runs next to plain decoding and the best shape. Source
+of the method: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization" (2016).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from specserve.engine.shapes import candidate_shapes
 from specserve.speculation.shape import StepShape
-from specserve.tools.tune.board import Board, Estimate, overall
-from specserve.tools.tune.costs import fill_in, to_measure
+from specserve.tools.tune.board import Board, overall
 from specserve.tools.tune.grid import Candidate, name
 from specserve.tools.tune.loop import Run
 
-PROBE_SHARE = 0.25  # of the budget, at most: what was not recorded is not known to be alike
-CONTROLLER_SHARE = 0.12  # of what is left then
-RACE_SHARE = 0.8  # of the rest, with several batch sizes; the remainder is for the overall pick
-CONTROLLER_REPEATS = 2
-ROUNDS = ((16, 3), (5, 5), (2, 7))  # most candidates and repeats, in a third of the time each
-EXHAUSTIVE_REPEATS = 3, 9  # least and most
-LEAST_REQUESTS = 2  # times the batch size, in a run; half of that in one of plain decoding
-LEAST_STEPS = 16  # of a run of plain decoding: with fewer it answers as many requests as others
-OVERALL, OVERALL_REPEATS = 6, 3  # most candidates that are run at all batch sizes
-
-
-class Answers(Protocol):
-    """What the probe found."""
-
-    def tokens_per_step(self, shape: StepShape, first: int = 0, count: int | None = None) -> float:
-        """In ``count`` answers from the ``first`` on, in all if it is None."""
-        ...
+RACE_SHARE, OVERALL_SHARE = 0.7, 0.85  # of the time, until either ends; the rest is the controller's
+FIRST_SHARE = 0.5  # of a batch size's time: candidates that have not run by then are left out
+FIRST_LAP = 8  # candidates between two runs of plain decoding in the first round
+KEPT = 16, 5, 2
+EXHAUSTIVE_LAPS = 3
+OVERALL_KEPT = 4
+LEAST_REQUESTS = 4
 
 
 class Bench(Protocol):
@@ -50,40 +34,22 @@ class Bench(Protocol):
 
     def shape(self, candidate: Candidate, batch: int) -> StepShape: ...
 
-    def step_seconds(self, shapes: Sequence[StepShape]) -> dict[StepShape, float]: ...
-
-    def probe(self, candidates: Sequence[Candidate], seconds: float) -> Answers: ...
-
-    def prepare(self, candidates: Sequence[Candidate], batch: int) -> None:
-        """Before they run at this batch size."""
-        ...
-
-    def forget(self) -> None:
-        """What was prepared is not needed any more."""
-        ...
-
-    def run(self, candidate: Candidate, batch: int, first: int, count: int) -> Run:
-        """``count`` requests from the ``first`` on of those that were probed, with the batch kept full."""
+    def run(self, candidate: Candidate, batch: int, first: int, count: int, quick: bool = False) -> Run:
+        """``count`` requests from the ``first`` on, with the batch kept full. ``quick``: answers are a quarter as
+        long."""
         ...
 
     def run_controller(self, batch: int, first: int, count: int) -> Run: ...
 
-
-def _silent(_: str) -> None:
-    """Says nothing."""
-
-
-class Pace(NamedTuple):
-    """Seconds that plain decoding takes for a request: of prefill, and of steps, which shapes make fewer."""
-
-    prefill: float
-    steps: float
+    def forget(self) -> None:
+        """Free what the runs of this batch size needed."""
+        ...
 
 
 @dataclass(slots=True)
 class Search:
-    """``seconds`` bound the whole; each batch size gets one repeat at least, however long that takes. With
-    ``exhaustive`` every candidate runs in the least of ``EXHAUSTIVE_REPEATS`` at least, whatever time that takes."""
+    """``seconds`` bound the whole, but for a first lap at each batch size and one over all of them. With ``exhaustive``
+    every candidate runs in three laps, whatever time that takes, and in more while time is left."""
 
     bench: Bench
     candidates: Sequence[Candidate]
@@ -91,164 +57,84 @@ class Search:
     seconds: float
     exhaustive: bool = False
     clock: Callable[[], float] = time.perf_counter
-    say: Callable[[str], None] = _silent
-    _answers: Answers | None = None
-    _until: float = 0.0
-    _pace: dict[int, Pace] = field(default_factory=dict)  # by batch size
+    say: Callable[[str], None] = lambda _: None
 
     def run(self) -> list[Board]:
-        """One board a batch size."""
-        self._until = self.clock() + self.seconds
-        self.say("recording answers and what drafts are worth in them")
-        answers = self.bench.probe(self.candidates, PROBE_SHARE * self.seconds)
-        end = self._until
-        self._until -= CONTROLLER_SHARE * max(0.0, end - self.clock())
-        self._answers = answers
-        boards = [self._board(batch, index) for index, batch in enumerate(self.batches)]
-        if len(boards) > 1 and not self.exhaustive:
-            self._run_overall(boards)
-        self._until = end
-        self._run_controller(boards)
+        """Return one board per batch size."""
+        begin, several = self.clock(), len(self.batches) > 1
+        races = begin + self.seconds * (RACE_SHARE if several else OVERALL_SHARE)
+        boards = [
+            Board(batch, {c: self.bench.shape(c, batch) for c in self.candidates}) for batch in self.batches
+        ]
+        for left, board in zip(range(len(boards), 0, -1), boards, strict=True):
+            self.bench.run(None, board.batch, 0, self._requests(board))  # warms up
+            self._race(board, self.clock() + (races - self.clock()) / left)
+            self.bench.forget()
+        if several and not self.exhaustive:
+            self._race_overall(boards, begin + self.seconds * OVERALL_SHARE)
+        self._run_controller(boards, begin + self.seconds)
         return boards
 
-    def _board(self, batch: int, index: int) -> Board:
-        """All that is done for one batch size alone, in its share of the time."""
-        share = RACE_SHARE if len(self.batches) > 1 and not self.exhaustive else 1.0
-        until = self.clock() + share * (self._until - self.clock()) / (len(self.batches) - index)
-        board = self._predict(batch)
-        self._calibrate(board)
-        if self.exhaustive:
-            least, most = EXHAUSTIVE_REPEATS
-            entered = board.ranked()
-            fit = int((until - self.clock()) / self._repeat_seconds(board, entered))
-            self._round(board, entered, max(least, min(most, fit)), until, stop=False)
-        else:
-            self._race(board, until)
-        self.bench.forget()
-        return board
-
-    def _predict(self, batch: int) -> Board:
-        self.say(f"batch {batch}: timing steps")
-        shapes = {candidate: self.bench.shape(candidate, batch) for candidate in self.candidates}
-        unique = list(dict.fromkeys(shapes.values()))
-        seconds = fill_in(self.bench.step_seconds(to_measure(unique)), unique)
-        estimates = {shape: Estimate(seconds[shape], self._tokens(shape)) for shape in unique}
-        return Board(batch, shapes, estimates)
-
-    def _calibrate(self, board: Board) -> None:
-        """Plain decoding, after a run that warms up: what a request takes, and a step beyond its estimate."""
-        count = LEAST_REQUESTS * board.batch
-        self.bench.prepare([None], board.batch)
-        self.bench.run(None, board.batch, 0, board.batch)
-        begin = self.clock()
-        run = self.bench.run(None, board.batch, 0, count)
-        whole = (self.clock() - begin) / count
-        prefill = run.prefill_seconds / (count - board.batch)  # the run leaves the first batch's out
-        self._pace[board.batch] = Pace(prefill, max(0.0, whole - prefill))
-        if run.steps:
-            board.calibrate(run.seconds / run.steps)
-
     def _race(self, board: Board, until: float) -> None:
-        for index, (most, repeats) in enumerate(ROUNDS):
-            share = (until - self.clock()) / (len(ROUNDS) - index)
-            best = [candidate for candidate in board.ranked() if candidate is not None][:most]
-            fits = [
-                n for n in range(1, len(best) + 1) if self._repeat_seconds(board, [None, *best[:n]]) <= share
-            ]
-            if board.repeats and not fits:
-                return
-            entered = [None, *best[: max(fits, default=1)]]
-            fit = max(1, min(repeats, int(share / self._repeat_seconds(board, entered))))
-            self._round(board, entered, fit, self.clock() + share)
+        begin, likely = self.clock(), candidate_shapes(board.batch)
+        entered = board.unlike(Random(0).sample(self.candidates, len(self.candidates)))
+        entered = sorted(filter(None, entered), key=lambda candidate: board.shapes[candidate] not in likely)
+        self.say(f"batch {board.batch}: running {len(entered)} shapes")
+        if self.exhaustive:
+            while board.laps < EXHAUSTIVE_LAPS or self.clock() < until:
+                self._lap(board, entered, float("inf"))
+            return
+        end = begin + FIRST_SHARE * (until - begin)
+        for first in range(0, len(entered), FIRST_LAP):
+            self._lap(board, entered[first : first + FIRST_LAP], end if first else float("inf"), quick=True)
+        left_out = sum(not board.is_measured(candidate) for candidate in entered)
+        if left_out:
+            self.say(f"batch {board.batch}: no time for {left_out} of them; --minutes gives more")
+        for rounds, kept in zip(range(len(KEPT), 0, -1), KEPT, strict=True):
+            best = list(filter(None, board.ranked()))[:kept]
+            self.say(f"batch {board.batch}: the best {len(best)}, {name(best[0])} first")
+            end = self.clock() + (until - self.clock()) / rounds
+            while self.clock() < end:
+                self._lap(board, best, end)
 
-    def _round(
-        self, board: Board, entered: Sequence[Candidate], repeats: int, until: float, stop: bool = True
-    ) -> None:
-        """``stop``: at the time, after the first repeat, as runs are compared within repeats."""
-        names = "; ".join(name(candidate) for candidate in entered)
-        self.say(f"batch {board.batch}: running {names if len(entered) < 12 else f'{len(entered)} shapes'}")
-        self.bench.prepare(entered, board.batch)
-        least = repeats * self._repeat_seconds(board, entered)
-        count = self._requests(board.batch, (until - self.clock()) / least)
-        longest = 0.0
-        for repeat in range(repeats):
-            number = board.repeats
-            for candidate in Random(number).sample(entered, len(entered)):
-                begin = self.clock()
-                if stop and repeat and begin + longest > until:
-                    return
-                self._run(board, candidate, number, count)
-                longest = max(longest, self.clock() - begin)
-
-    def _run(self, board: Board, candidate: Candidate, number: int, count: int) -> None:
-        """The candidate's part of a repeat."""
-        first = number * count
-        asked = count if candidate is not None else count // LEAST_REQUESTS
-        run = self.bench.run(candidate, board.batch, first, asked)
-        if asked < count and run.steps < LEAST_STEPS:  # the first answers ended soon
-            run = self.bench.run(candidate, board.batch, first, count)
-        board.add(candidate, number, run, self._tokens(board.shapes[candidate], first, count))
-
-    def _tokens(self, shape: StepShape, first: int = 0, count: int | None = None) -> float:
-        assert self._answers is not None
-        return self._answers.tokens_per_step(shape, first, count)
-
-    def _repeat_seconds(self, board: Board, entered: Sequence[Candidate]) -> float:
-        """Of the shortest repeat."""
-        return sum(
-            (1 if candidate is None else LEAST_REQUESTS) * self._batch_seconds(board, candidate)
-            for candidate in entered
-        )
-
-    def _batch_seconds(self, board: Board, candidate: Candidate) -> float:
-        """Of as many requests as run at a time."""
-        pace = self._pace[board.batch]
-        return board.batch * (pace.prefill + pace.steps / board.ratio(candidate))
-
-    def _requests(self, batch: int, times: float) -> int:
-        """Of a repeat that may take this many times the shortest one: whole batches, and an even number."""
-        return batch * LEAST_REQUESTS * max(1, int(times))
-
-    def _run_overall(self, boards: Sequence[Board]) -> None:
-        """The first of them whatever time that takes, or there might be none to pick; others if time is left."""
-        ranked = sorted(self.candidates, key=lambda candidate: -overall(boards, candidate))
-        wanted = [candidate for candidate in ranked if candidate is not None][:OVERALL]
-        for index, board in enumerate(boards):
-            left = (self._until - self.clock()) / (len(boards) - index)
-            for count in range(OVERALL, 0, -1):
-                missing = board.unlike(each for each in wanted[:count] if not board.is_measured(each))
-                entered = list(dict.fromkeys([None, board.best(), *missing]))
-                fit = int(left / self._repeat_seconds(board, entered))
-                if fit > 0:
-                    break
-            if missing:
-                self._round(board, entered, max(1, min(OVERALL_REPEATS, fit)), self.clock() + left)
-                self.bench.forget()
-
-    def _run_controller(self, boards: Sequence[Board]) -> None:
-        """Where time is left for it."""
-        for index, board in enumerate(boards):
-            share = (self._until - self.clock()) / (len(boards) - index)
-            entered = list(dict.fromkeys([None, board.best()]))
-            own = LEAST_REQUESTS * self._batch_seconds(board, board.best())
-            beside = self._repeat_seconds(board, entered)
-            times = share / (CONTROLLER_REPEATS * (own + beside) + own)  # it learns in a first run
-            if not self.exhaustive and times < 1:
-                continue
-            count = self._requests(board.batch, times)
-            self.say(f"batch {board.batch}: running the controller")
-            self.bench.prepare(entered, board.batch)
-            self.bench.run_controller(board.batch, 0, count)
-            for _ in range(CONTROLLER_REPEATS):
-                number = board.repeats
-                board.controller[number] = self.bench.run_controller(board.batch, number * count, count)
-                for candidate in entered:
-                    self._run(board, candidate, number, count)
+    def _race_overall(self, boards: Sequence[Board], until: float) -> None:
+        """Those that miss at a batch size run there whatever time that takes, or there might be none to pick."""
+        ranked = sorted(filter(None, self.candidates), key=lambda candidate: -overall(boards, candidate))
+        for left, board in zip(range(len(boards), 0, -1), boards, strict=True):
+            wanted = board.unlike([*ranked[:OVERALL_KEPT], *filter(None, [board.best()])])
+            self.say(f"batch {board.batch}: running the best over all batch sizes")
+            end = self.clock() + (until - self.clock()) / left
+            missing = not all(map(board.is_measured, wanted))
+            self._lap(board, wanted, float("inf") if missing else end)
+            while self.clock() < end:
+                self._lap(board, wanted, end)
             self.bench.forget()
 
+    def _run_controller(self, boards: Sequence[Board], until: float) -> None:
+        """Where time is left for it."""
+        for left, board in zip(range(len(boards), 0, -1), boards, strict=True):
+            end = self.clock() + (until - self.clock()) / left
+            if not self.exhaustive and self.clock() >= end:
+                continue
+            self.say(f"batch {board.batch}: running the controller")
+            count = self._requests(board)
+            self.bench.run_controller(board.batch, 0, count)  # it learns
+            best = list(filter(None, [board.best()]))
+            while not board.controller or self.clock() < end:
+                lap = board.laps
+                board.controller[lap] = self.bench.run_controller(board.batch, lap * count, count)
+                self._lap(board, best, float("inf"))
+            self.bench.forget()
 
-def pick_overall(boards: Sequence[Board]) -> Candidate:
-    """The best over all batch sizes of those measured at each; plain decoding where nothing beats it."""
-    measured = [c for c in boards[0].shapes if all(board.is_measured(c) for board in boards)]
-    best = max(measured, key=lambda candidate: overall(boards, candidate), default=None)
-    return best if best is not None and overall(boards, best) > overall(boards, None) else None
+    def _lap(self, board: Board, entered: Sequence[Candidate], until: float, quick: bool = False) -> None:
+        """Run plain decoding, then the others in mixed order, until time is over. ``quick``: short answers, of the
+        same requests in all laps."""
+        lap, count = board.laps, self._requests(board)
+        for candidate in (None, *Random(lap).sample(entered, len(entered))):
+            if self.clock() >= until:
+                return
+            run = self.bench.run(candidate, board.batch, 0 if quick else lap * count, count, quick)
+            board.add(candidate, lap, run)
+
+    def _requests(self, board: Board) -> int:
+        return max(LEAST_REQUESTS, 2 * board.batch)
