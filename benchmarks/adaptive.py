@@ -8,8 +8,8 @@ upon its scheduler, and the controller keeps what it learned from one batch size
 asked greedily; in 16 bits near ties part some of their texts. Each turn goes on in the prompts where the last one
 ended, and a fixed shape that is far after the best in the first, marked ``-``, has no other. Batches are kept full:
 when a request ends the next begins, its prompt in the prefix cache. Tokens a second are by the wall clock, so what it
-takes to begin a request is in them, without its first token; the last two columns are of the time that the device worked
-on steps, which the controller has in its hands. Answers are half to all of ``--new-tokens`` long.
+takes to begin a request is in them, without its first token; the last two columns are of the time that the device
+worked on steps, which the controller has in its hands. Answers are half to all of ``--new-tokens`` long.
 """
 
 from __future__ import annotations
