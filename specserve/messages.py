@@ -131,6 +131,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     preemptions: int
     step_totals: StepTotals = StepTotals()
     violations: int = 0
+    late_kernels: int = 0
+    eager_steps: int = 0
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

@@ -19,6 +19,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "ex
 # Each folder or module imports from those below it alone.
 ORDER = [
     "launch",
+    "compile",
     "check",
     "tune",
     "train",

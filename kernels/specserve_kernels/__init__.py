@@ -3,7 +3,7 @@
 The references are the CPU backend as well as the oracle that the Triton versions are tested against.
 """
 
-from specserve_kernels.dispatch import dispatched, runs_triton
+from specserve_kernels.dispatch import dispatched, on_gpu, runs_triton
 from specserve_kernels.reference.attention.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.layer import activation, embed_and_concat, norm, rotary
 from specserve_kernels.reference.layer.rotary import apply_rotary, rotary_table
@@ -86,6 +86,7 @@ __all__ = [
     "linear",
     "merge_pools",
     "move_kv",
+    "on_gpu",
     "paged_attention",
     "pair_inputs",
     "pair_inputs_rounded",

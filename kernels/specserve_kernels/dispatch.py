@@ -38,14 +38,19 @@ def dispatched(reference: F) -> F:
 
 def runs_triton(tensors: Iterable[Tensor]) -> bool:
     """Whether these tensors are served by the Triton version."""
-    on_gpu = False
+    found = False
     for tensor in tensors:
-        if not tensor.is_cuda or tensor.dtype == torch.float64:
+        if not on_gpu(tensor.device) or tensor.dtype == torch.float64:
             return False
         if tensor.requires_grad and torch.is_grad_enabled():
             return False
-        on_gpu = True
-    return on_gpu
+        found = True
+    return found
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether tensors there are served as on a GPU: those on ``meta`` are, in a run that finds out what is launched."""
+    return device.type in ("cuda", "meta")
 
 
 def _tensors(args: tuple[Any, ...]) -> Iterable[Tensor]:

@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 Notes = list[str]
 
 
-def resolve(settings: Settings, model_config: ModelConfig) -> tuple[Settings, Notes]:
-    """Returns a copy with every automatic choice made, and a note with the reason for each.
+def resolve(
+    settings: Settings, model_config: ModelConfig, has_gpu: bool | None = None
+) -> tuple[Settings, Notes]:
+    """Returns a copy with every automatic choice made, and a note with the reason for each. ``has_gpu`` None: as this
+    machine has.
 
     Raises ValueError naming the flag when a setting can't be honoured.
     """
     settings, notes = resolve_paths(settings)
+    settings = _device(settings, has_gpu, notes)
     steps: list[Callable[[Settings, ModelConfig, Notes], Settings]] = [
-        _device,
         _dtype,
         _attention,
         _limits,
@@ -43,10 +46,10 @@ def resolve(settings: Settings, model_config: ModelConfig) -> tuple[Settings, No
     return settings, notes
 
 
-def _device(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
+def _device(settings: Settings, has_gpu: bool | None, notes: Notes) -> Settings:
     import torch
 
-    has_cuda = torch.cuda.is_available()
+    has_cuda = torch.cuda.is_available() if has_gpu is None else has_gpu
     if settings.device == "cuda" and not has_cuda:
         raise ValueError("--device cuda: torch finds no CUDA device on this machine")
     if settings.device != "auto":

@@ -28,7 +28,7 @@ from specserve.speculation.step import StepResult, Verified, plant_and_verify, s
 
 log = logging.getLogger(__name__)
 
-CAPTURE_SECONDS = 90.0
+CAPTURE_SECONDS = 30.0  # at start; what is left is captured while there are no requests
 
 What = TypeVar("What")
 Graph = TypeVar("Graph")
@@ -76,12 +76,28 @@ class PromptGraph:
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """All that was captured, and what it took."""
+    """All that was captured, and what it took. ``left``: steps that there was no time for."""
 
     steps: dict[StepShape, StepGraph]
     prompts: dict[PromptSize, PromptGraph] = field(default_factory=dict)
     seconds: float = 0.0
     memory_bytes: int = 0
+    left: list[StepShape] = field(default_factory=list)
+    maker: _Maker | None = None
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one of ``left``. Returns whether there was one."""
+        if not self.left:
+            return False
+        assert self.maker is not None
+        shape = self.left.pop(0)
+        with _no_collection():
+            graph = self.maker.try_capture(shape, self.maker.step)
+        if graph is not None:
+            self.steps[shape] = graph
+        log.info("captured %s, which there was no time for at start; %d are left", shape, len(self.left))
+        return True
 
     @classmethod
     @torch.inference_mode()
@@ -92,33 +108,37 @@ class Graphs:
         sizes: Sequence[PromptSize] = (),
         apart: bool = False,
     ) -> Graphs:
-        """Captures steps of ``shapes`` and launches of prompts of ``sizes``, of both the largest first: smaller ones
-        then fit into their memory. What memory or time do not suffice for is left out, with a warning, and runs
-        eagerly. ``apart``: each step is two graphs, and the host may work between them."""
+        """Captures steps of ``shapes`` and launches of prompts of ``sizes``, of both the largest first: others then fit
+        into its memory; after it the smallest steps. What memory does not suffice for is left out, with a warning, and
+        runs eagerly; what time does not suffice for is ``left``. ``apart``: each step is two graphs, and the host may
+        work between them."""
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
         maker = _Maker(context, max(shape.nodes for shape in shapes), apart)
         steps: dict[StepShape, StepGraph] = {}
         prompts: dict[PromptSize, PromptGraph] = {}
         with _no_collection():
-            ordered = sorted(shapes, key=lambda shape: (shape.nodes, shape.levels), reverse=True)
-            for shape in tqdm(ordered, desc="Capturing CUDA graphs", unit="graph", leave=False):
-                if time.perf_counter() - begin > CAPTURE_SECONDS:
-                    break
-                if (graph := maker.try_capture(shape, maker.step)) is not None:
-                    steps[shape] = graph
             for size in reversed(sizes):
                 if (made := maker.try_capture(size, maker.prompts)) is not None:
                     prompts[size] = made
+            ordered = sorted(shapes, key=lambda shape: (shape.nodes, shape.levels))
+            left = [ordered.pop(), *ordered]
+            with tqdm(total=len(shapes), desc="Capturing CUDA graphs", unit="graph", leave=False) as progress:
+                while left and time.perf_counter() - begin < CAPTURE_SECONDS:
+                    shape = left.pop(0)
+                    if (graph := maker.try_capture(shape, maker.step)) is not None:
+                        steps[shape] = graph
+                    progress.update()
         prompts = {size: prompts[size] for size in sizes if size in prompts}
-        if len(steps) < len(shapes):
-            left = len(shapes) - len(steps)
-            log.warning("%d of %d step shapes have no CUDA graph and run eagerly", left, len(shapes))
+        if left:
+            log.warning("%d of %d step shapes are captured later, without requests", len(left), len(shapes))
+        if (lost := len(shapes) - len(left) - len(steps)) > 0:
+            log.warning("%d of %d step shapes have no CUDA graph and run eagerly", lost, len(shapes))
         seconds = time.perf_counter() - begin
         taken = max(0, free - torch.cuda.mem_get_info(device)[0])
         count = len(steps) + len(prompts)
         log.info("captured %d CUDA graphs in %.1f s, %.2f GiB", count, seconds, taken / 2**30)
-        return cls(steps, prompts, seconds, taken)
+        return cls(steps, prompts, seconds, taken, left, maker)
 
 
 class _Maker:

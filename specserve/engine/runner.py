@@ -6,7 +6,7 @@ Shapes: B requests, S draft levels, T packed tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -156,10 +156,13 @@ class Runner:
         context: Context,
         graphs: Mapping[StepShape, StepGraph],
         prompts: Mapping[PromptSize, PromptGraph] | None = None,
+        capture_next: Callable[[], bool] = lambda: False,
     ) -> None:
         """``graphs``: the shapes whose steps are captured; ``prompts``: the sizes of short launches of prompts that
-        are. Others run eagerly."""
+        are. Others run eagerly. ``capture_next`` captures one more, if one was left for a time without requests."""
         self.context = context
+        self.capture_next = capture_next
+        self.eager_steps = 0  # of those that graphs were captured for
         self._graphs = graphs
         self._prompts = prompts or {}
 
@@ -168,10 +171,15 @@ class Runner:
         """Runs prompts of up to ``most`` tokens, fewer than a context has, on the padding slot, so that no user waits
         for kernels to compile. Of no use are captured launches, whose kernels have been."""
         state = self.context.state
-        for start, tokens in WARM_UP:
+        reported = SamplingParams(logprobs=1, prompt_logprobs=1)
+        for params, (start, tokens) in [
+            (reported, WARM_UP[0]),
+            *((SamplingParams(), each) for each in WARM_UP),
+        ]:
             count = min(tokens, most)
             state.slots.length[state.dummy].fill_(start)
-            rows = [Row(state.dummy, SamplingParams(), start + count, [0] * count)]
+            scored = [0] * (count - 1) if params.logprobs else []
+            rows = [Row(state.dummy, params, start + count, [0] * count, scored=scored)]
             self._prefilled(rows, self._run_prompts(rows)).read()
         state.slots.length[state.dummy].fill_(1)
 
@@ -244,6 +252,7 @@ class Runner:
         if graph is not None:
             result = graph.replay(slots)
         else:
+            self.eager_steps += bool(self._graphs)
             result = step(self.context, self._view(rows, self._tensor(slots)), shape)
         stopwatch.stop()
         accepted = result.accepted

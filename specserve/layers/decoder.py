@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from specserve_kernels import Rounded, add_rms_norm, add_rms_norm_rounded, embed_rms_norm, rms_norm
+from specserve_kernels import (
+    Rounded,
+    add_rms_norm,
+    add_rms_norm_rounded,
+    embed_rms_norm,
+    on_gpu,
+    rms_norm,
+)
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend, AttentionInputs
@@ -84,7 +91,12 @@ class RMSNorm(nn.Module):
 def adds_itself(x_TI: Tensor) -> bool:
     """Return whether projections of this many tokens add to the residual stream in place: the norm that follows then
     reads and writes half as much."""
-    return x_TI.is_cuda and x_TI.itemsize == 2 and len(x_TI) >= MANY_TOKENS and not torch.is_grad_enabled()
+    return (
+        on_gpu(x_TI.device)
+        and x_TI.itemsize == 2
+        and len(x_TI) >= MANY_TOKENS
+        and not torch.is_grad_enabled()
+    )
 
 
 def kept(residual_TH: Tensor) -> Tensor:

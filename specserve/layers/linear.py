@@ -23,6 +23,7 @@ from specserve_kernels import (
     indexed_linear,
     integer_linear,
     linear,
+    on_gpu,
     quantize,
     quantized_linear,
     round_inputs,
@@ -179,9 +180,11 @@ def pick_rows(weight_OI: Tensor, bias_O: Tensor | None, ids_R: Tensor) -> tuple[
 
 
 def _multiplies_integers(weight_OI: Tensor) -> bool:
-    if not weight_OI.is_cuda or weight_OI.itemsize > 2:
+    if not on_gpu(weight_OI.device) or weight_OI.itemsize > 2:
         return False
-    return torch.cuda.get_device_capability(weight_OI.device) >= MULTIPLIES_INTEGERS
+    from specserve_kernels.ops.device import capability_of  # imports Triton, which a CPU does without
+
+    return capability_of(weight_OI.device) >= MULTIPLIES_INTEGERS
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

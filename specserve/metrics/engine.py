@@ -52,6 +52,16 @@ def _load(stats: Stats) -> Iterator[Metric]:
         "Times that the idle engine found its books wrong: pages or slots that are neither free nor accounted for.",
         stats.violations,
     )
+    yield _counter(
+        "late_kernels",
+        "Kernels that were compiled, or read from the cache, when the server was ready already: answers waited.",
+        stats.late_kernels,
+    )
+    yield _counter(
+        "eager_steps",
+        "Steps that ran without a CUDA graph although steps are captured.",
+        stats.eager_steps,
+    )
 
 
 def _tokens(stats: Stats) -> Iterator[Metric]:

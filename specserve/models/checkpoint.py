@@ -165,6 +165,8 @@ def load_parameters(
     tensor when one is missing, of another shape or no plain number.
     """
     for name, target in file_tensors(module).items():
+        if target.is_meta:
+            continue  # has no numbers
         stored = rename(name)
         if stored not in files:
             wanted = f"expected in {files.where}, of shape {list(target.shape)}"
@@ -183,12 +185,15 @@ def load_parameters(
             child.loaded()
 
 
+_INIT = (Tensor.uniform_, Tensor.normal_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
+
+
 class _SkipInit(TorchFunctionMode):
     """Leaves fresh parameters as they are: they are about to be loaded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.uniform_, Tensor.normal_):
-            return args[0]
+        if func in _INIT:
+            return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))
 
 

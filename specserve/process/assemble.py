@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.engine import DraftSettings, DynamicMap, EngineConfig
 from specserve.core import prediction_limit
 from specserve.engine.graphs import Graphs
+from specserve.engine.kernels import settle_keys
 from specserve.engine.memory import pool_pages
 from specserve.engine.profile import complete, measure_eager, measure_graphs
 from specserve.engine.prompts import sizes_within
@@ -45,6 +48,7 @@ from specserve.speculation.drafters import load_drafter
 from specserve.speculation.drafters.none import NoDrafter
 from specserve.speculation.drafters.options import DraftOptions
 from specserve.speculation.dynamic_map import MapPlan
+from specserve.speculation.shape import StepShape
 from specserve.speculation.state import DecodeState
 
 log = logging.getLogger(__name__)
@@ -52,15 +56,18 @@ log = logging.getLogger(__name__)
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that turn FP8 into other numbers by themselves
 
 
-def resolve_engine(given: Settings, with_front: bool = False) -> tuple[Settings, list[str], EngineConfig]:
+def resolve_engine(
+    given: Settings, with_front: bool = False, has_gpu: bool | None = None
+) -> tuple[Settings, list[str], EngineConfig]:
     """Make every choice, log the reason for each. Return the settings, the reasons, and what they come to.
 
-    ``with_front``: another process needs a core. Raises ValueError naming the setting that can't be honoured.
+    ``with_front``: another process needs a core. ``has_gpu`` None: as this machine has. Raises
+    ValueError naming the setting that can't be honoured.
     """
     given, notes = resolve_paths(given)
     assert given.model_path is not None
     model = read_config.load_model_config(Path(given.model_path))
-    settings, more = resolve(given, model)
+    settings, more = resolve(given, model, has_gpu)
     notes += more
     if with_front:
         settings = _with_threads(settings, notes)
@@ -80,18 +87,24 @@ def _with_threads(settings: Settings, notes: list[str]) -> Settings:
     return replace(settings, cpu_threads=threads)
 
 
-def create_scheduler(config: EngineConfig) -> Scheduler:
-    """Load everything that the configuration names. Raises ValueError for what cannot be served."""
+def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = lambda: None) -> Scheduler:
+    """Load everything that the configuration names. Raises ValueError for what cannot be served.
+
+    ``before_launch`` is called when weights are loaded and nothing is launched yet.
+    """
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
+    if config.device == "cuda":
+        settle_keys()
     plan = shape_plan(config)
     context = create_context(config, plan)
+    before_launch()
     captured = plan.captured()
     graphs = (
         Graphs.capture(context, captured, sizes_within(config.context_length)) if captured else Graphs({})
     )
     policy = shape_policy(plan, context, graphs)
-    runner = Runner(context, graphs.steps, graphs.prompts)
+    runner = Runner(context, graphs.steps, graphs.prompts, graphs.capture_next)
     if config.device == "cuda":
         runner.warm_up(config.longest_launch)
     return assemble(config, plan, runner, policy, graphs)
@@ -155,13 +168,21 @@ def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePoli
     """What chooses among them; measured costs first, where it needs them."""
     if not plan.adaptive:
         return StaticShapes(plan.speculation, plan.padding)
+    begin = time.perf_counter()
     if graphs.steps:
         cost = measure_graphs(context, graphs.steps)
     else:
         cost = measure_eager(context, plan.most_slots, plan.candidates)
+    log.info("measured %d steps in %.1f s", len(cost.table), time.perf_counter() - begin)
     complete(cost, plan.most_slots, plan.candidates)
     cost.prompts = min(seconds for shape, seconds in cost.table.items() if not shape.levels)
-    return AdaptiveShapes(Controller(plan.candidates, cost), plan.padding)
+
+    def captured(slots: int) -> list[StepShape]:
+        """Plain decoding, and what has a graph by now, if any has one."""
+        plain, *drafted = plan.candidates(slots)
+        return [plain, *(shape for shape in drafted if shape in graphs.steps or not graphs.steps)]
+
+    return AdaptiveShapes(Controller(captured, cost), plan.padding)
 
 
 def _speculation_info(plan: ShapePlan) -> object:
@@ -255,8 +276,7 @@ def create_drafter(config: EngineConfig, target: LlamaModel, positions: int, dty
 
 def _check_quantization(draft: DraftSettings, target: LlamaModel) -> None:
     """Raises ValueError where the GPU has no such numbers."""
-    on_gpu = target.device.type == "cuda"
-    if QUANTIZED.get(draft.quantization) is not torch.float8_e4m3fn or not on_gpu:
+    if QUANTIZED.get(draft.quantization) is not torch.float8_e4m3fn or target.device.type != "cuda":
         return
     if torch.cuda.get_device_capability() < FP8_CAPABILITY:
         found = ".".join(map(str, torch.cuda.get_device_capability()))

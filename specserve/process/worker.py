@@ -69,6 +69,7 @@ class Engine(Protocol):
     def abort(self, rid: str) -> None: ...
     def flush_cache(self) -> int | None: ...
     def check_idle(self) -> None: ...
+    def work_ahead(self) -> bool: ...
     def run_once(self) -> list[Tokens | Failed]: ...
     def stats(self) -> Stats: ...
     def close(self) -> None: ...
@@ -93,7 +94,14 @@ def build_scheduler(settings: Settings) -> Built:
     from specserve.process.assemble import create_scheduler, resolve_engine
 
     resolved, notes, config = resolve_engine(settings, with_front=True)
-    return Built(create_scheduler(config), resolved, notes)
+    if config.device != "cuda":
+        return Built(create_scheduler(config), resolved, notes)
+    from specserve.process.compile import CompileAhead
+
+    ahead = CompileAhead.begin(config)
+    scheduler = create_scheduler(config, ahead.wait)
+    ahead.load()
+    return Built(scheduler, resolved, notes)
 
 
 def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoReturn:
@@ -179,7 +187,8 @@ class _Loop:
         """Never waits for messages while there is work."""
         engine = self._engine
         while True:
-            if self._poller.poll(0 if engine.has_work else None):
+            busy = engine.has_work or engine.work_ahead()
+            if self._poller.poll(0 if busy else None):
                 self._read()
             messages: list[ToFront] = [*engine.run_once()] if engine.has_work else []
             self._add_stats(messages)

@@ -36,6 +36,8 @@ class Counters:
         pages_total: int,
         pages_free: int,
         pages_cached: int,
+        late_kernels: int,
+        eager_steps: int,
         step_totals: StepTotals,
     ) -> Stats:
         return Stats(
@@ -44,6 +46,8 @@ class Counters:
             pages_total=pages_total,
             pages_free=pages_free,
             pages_cached=pages_cached,
+            late_kernels=late_kernels,
+            eager_steps=eager_steps,
             step_totals=step_totals,
             **asdict(self),
         )

@@ -17,6 +17,7 @@ import torch
 from torch import OutOfMemoryError
 
 from specserve.engine.commands import Admit, Prefill, Row, SetPages, Step
+from specserve.engine.kernels import WATCH
 from specserve.engine.runner import Emitted, Launch, Runner
 from specserve.engine.shapes import ShapePolicy
 from specserve.messages import Failed, FinishReason, Stats, Submit, Tokens
@@ -128,6 +129,10 @@ class Scheduler:
             log.error("the idle engine's books are wrong: %s", problem)
         self._counters.violations += len(problems)
 
+    def work_ahead(self) -> bool:
+        """Do a piece of work that was left for a time without requests. Returns whether there was any."""
+        return self.runner.capture_next()
+
     def run_once(self) -> list[Tokens | Failed]:
         """One iteration. Returns what there is to tell the front."""
         self._admit()
@@ -146,6 +151,8 @@ class Scheduler:
             pages_total=memory.allocator.capacity,
             pages_free=memory.allocator.free,
             pages_cached=memory.cache.num_pages if memory.cache is not None else 0,
+            late_kernels=WATCH.late,
+            eager_steps=self.runner.eager_steps,
             step_totals=self._step_counters.totals(
                 self.runner.context.drafter.name or None, self._policy.cost
             ),

@@ -66,6 +66,9 @@ class FakeEngine:
     def check_idle(self) -> None:
         pass
 
+    def work_ahead(self) -> bool:
+        return False
+
     def run_once(self) -> list[Tokens | Failed]:
         out, self._outbox = self._outbox, []
         for rid in list(self._left):

@@ -22,13 +22,32 @@ class Limits(NamedTuple):
     shared_bytes: int
 
 
+class Gpu(NamedTuple):
+    """What kernels are chosen and compiled for."""
+
+    capability: tuple[int, int]
+    limits: Limits
+
+
 H200 = Limits(132, 232_448)
+_assumed = [Gpu((HOPPER, 0), H200)]
+
+
+def assume(gpu: Gpu) -> None:
+    """From now on ``meta`` tensors lie on such a GPU. Before, they lie on an H200."""
+    _assumed[0] = gpu
+
+
+def this_gpu() -> Gpu:
+    """The current one."""
+    device = torch.device("cuda")
+    return Gpu(capability_of(device), limits_of(device))
 
 
 def limits_of(device: torch.device) -> Limits:
-    """Of a GPU; where Triton is interpreted, an H200's, so that the same choices are tested."""
+    """Of a GPU; elsewhere, where Triton is interpreted, an H200's, so that the same choices are tested."""
     if device.type != "cuda":
-        return H200
+        return _assumed[0].limits
     return _limits(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -41,8 +60,8 @@ def _limits(index: int) -> Limits:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability; where Triton is interpreted, an H200's."""
-    return _capability(device) if device.type == "cuda" else (9, 0)
+    """Compute capability; elsewhere as ``limits_of``."""
+    return _capability(device) if device.type == "cuda" else _assumed[0].capability
 
 
 @cache

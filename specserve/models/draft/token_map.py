@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from specserve_kernels import on_gpu
 from torch import Tensor, nn
 
 from specserve.layers.linear import Linear, pack_linears, pick_rows
@@ -154,7 +155,7 @@ def truncated_head(lm_head: Projection, ids_R: Tensor) -> nn.Module:
     neighbouring rows, so rows of the packed head can't be picked, and gathering them at every call would read and
     write as much as the multiplication saves. ``lm_head`` must still have its plain weight.
     """
-    return IndexedHead(lm_head, ids_R) if lm_head.device.type == "cuda" else _packed(*lm_head.rows(ids_R))
+    return IndexedHead(lm_head, ids_R) if on_gpu(lm_head.device) else _packed(*lm_head.rows(ids_R))
 
 
 def scoring_head(head: LayerHead) -> Projection:
@@ -177,7 +178,7 @@ def score_by(head: LayerHead, rows_R: Tensor) -> PickedRows:
 
 
 def picked_rows(lm_head: Projection, rows_R: Tensor) -> IndexedHead | CopiedRows:
-    return IndexedHead(lm_head, rows_R) if lm_head.device.type == "cuda" else CopiedRows(lm_head, rows_R)
+    return IndexedHead(lm_head, rows_R) if on_gpu(lm_head.device) else CopiedRows(lm_head, rows_R)
 
 
 @torch.no_grad()

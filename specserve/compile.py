@@ -1,0 +1,81 @@
+"""Compile a server's kernels ahead: ``python -m specserve.compile``. Exit codes: 0 compiled, 2 a user's mistake.
+
+Fills Triton's cache (``TRITON_CACHE_DIR``) for a GPU that need not be there, so that a server with the same flags, the
+same checkpoints and the same version starts without compiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from specserve.config import load_settings
+from specserve.logs import configure_logging
+
+GPUS = {
+    "a100": ((8, 0), 108, 166_912),
+    "l4": ((8, 9), 58, 101_376),
+    "l40s": ((8, 9), 142, 101_376),
+    "rtx4090": ((8, 9), 128, 101_376),
+    "h100-pcie": ((9, 0), 114, 232_448),
+    "h100": ((9, 0), 132, 232_448),
+    "h200": ((9, 0), 132, 232_448),
+    "b200": ((10, 0), 148, 232_448),
+}
+"""Compute capability, multiprocessors, bytes of shared memory that one program can have."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = _Parser(prog="python -m specserve.compile", allow_abbrev=False, add_help=False)
+    parser.add_argument("--gpu", choices=GPUS, help="Which GPU to compile for. Not set: this machine's.")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), metavar="N", help="Not set: all cores."
+    )
+    try:
+        own, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+        if {"-h", "--help"} & set(flags):
+            parser.print_help()
+            print("\nand the server's:\n")
+        if own.processes < 1:
+            raise ValueError(f"--processes: must be at least 1, found {own.processes}")
+        given = load_settings(flags)
+        configure_logging("warning")
+        if given.device == "cpu":
+            raise ValueError("--device cpu: nothing is compiled for a CPU")
+        _compile(replace(given, device="cuda"), own)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _compile(given: Any, own: argparse.Namespace) -> None:
+    from specserve_kernels.ops.device import Gpu, Limits, this_gpu
+
+    from specserve.process.assemble import resolve_engine
+    from specserve.process.compile import Job, compile_all
+
+    _, _, config = resolve_engine(given, has_gpu=True if own.gpu else None)
+    if own.gpu:
+        capability, *limits = GPUS[own.gpu]
+        gpu = Gpu(capability, Limits(*limits))
+    else:
+        gpu = this_gpu()
+    begin = time.perf_counter()
+    count = len(compile_all(Job(config, gpu, own.processes)))
+    print(f"{count} kernels for {own.gpu or 'this GPU'} in {time.perf_counter() - begin:.1f} s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

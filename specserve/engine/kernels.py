@@ -1,0 +1,74 @@
+"""The variants of kernels that this process has, and how many of them it had to get while it served."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pkgutil import walk_packages
+from typing import Any, NamedTuple
+
+from specserve_kernels import ops
+
+log = logging.getLogger(__name__)
+
+
+class Variant(NamedTuple):
+    """A kernel for arguments of certain types and certain constants. ``data``: these, as Triton writes them."""
+
+    module: str
+    kernel: str
+    key: str
+    data: str
+
+    def load(self) -> Any:
+        """Take it from Triton's cache, or compile it. Returns Triton's ``CompiledKernel``."""
+        return getattr(import_module(self.module), self.kernel).preload(self.data)
+
+
+def settle_keys() -> None:
+    """Compute the keys of all kernels in one order. To be called before the first launch: in Triton 3.6 a kernel's key
+    depends on which of the functions that it calls had theirs already, and another key misses the cache."""
+    from triton.runtime.jit import JITFunction
+
+    for found in walk_packages(ops.__path__, ops.__name__ + "."):
+        for member in vars(import_module(found.name)).values():
+            if isinstance(member, JITFunction):
+                _ = member.cache_key
+
+
+@dataclass(slots=True)
+class KernelWatch:
+    """Triton's hook: called whenever this process lacks a variant, before that is compiled or read from the cache.
+
+    ``late``: how many were lacking since ``serving`` was set; each held up everybody's answers.
+    """
+
+    have: dict[tuple[str, str, str], Variant] = field(default_factory=dict)
+    late: int = 0
+    serving: bool = False
+
+    def __call__(self, *, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        """Return that Triton is to go on."""
+        found = Variant(fn.module, fn.name, key, compile["specialization_data"])
+        self.have[found[:3]] = found
+        if self.serving:
+            self.late += 1
+            log.warning("%s was not compiled before the server was ready: answers waited for it", fn.name)
+        return False
+
+    def install(self) -> None:
+        from triton import knobs  # a CPU does without
+
+        knobs.runtime.jit_cache_hook = self
+
+    def load(self, variants: Iterable[Variant]) -> None:
+        """Load those that are not there yet."""
+        for variant in variants:
+            if variant[:3] not in self.have:
+                variant.load()
+
+
+WATCH = KernelWatch()
+"""Triton has one hook in a process."""

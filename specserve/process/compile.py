@@ -1,0 +1,250 @@
+"""Compiles what a configuration launches before it is launched: on all cores, and without a GPU.
+
+A dry run finds the variants: the engine is built of ``meta`` tensors, which have shapes and no numbers, and launches
+once each step that will be captured, each size of prompts, and eager prompts around the lengths where other kernels are
+taken. Triton asks its hook before it compiles; there the variant is noted and handed to a process of a pool, which
+compiles it into Triton's cache. Triton's own key holds the sources of a kernel and the compiler's version, so a stale
+entry is never read; a list of the variants lies next to the cache under a key of the configuration and of all our
+sources, so that a start that finds it skips the dry run.
+
+Run as a module it reads a pickled ``Job``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import specserve_kernels
+import torch
+
+from specserve.config.engine import EngineConfig
+from specserve.engine.kernels import WATCH, Variant, settle_keys
+from specserve.engine.prompts import short_prefill, sizes_within
+from specserve.engine.shapes import ShapePlan, batch_buckets
+from specserve.layers.decoder import MANY_TOKENS
+from specserve.models.checkpoint import DTYPES
+from specserve.process.assemble import create_context, shape_plan
+from specserve.speculation.context import Context, View
+from specserve.speculation.prefill import PromptChunks, Scored, prefill
+from specserve.speculation.state import Needs
+from specserve.speculation.step import step
+
+log = logging.getLogger(__name__)
+
+PROMPT_TOKENS = (1, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 256, 257, MANY_TOKENS - 1, MANY_TOKENS)
+_PACKAGES = (Path(__file__).parents[1], Path(specserve_kernels.__file__).parent)
+
+
+class Job(NamedTuple):
+    """``gpu`` is a ``specserve_kernels.ops.device.Gpu``."""
+
+    config: EngineConfig
+    gpu: Any
+    processes: int
+
+
+class _Driver:
+    """What Triton's compiler asks of the driver of a GPU that need not be there."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_target(self) -> object:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Launched:
+    """Stands for a compiled kernel, and does nothing."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *args: object) -> None:
+        """None for a launch that is none."""
+
+    def run(self, *args: object) -> None:
+        """Launches nothing."""
+
+
+def _compile(variant: Variant) -> None:
+    from triton.backends.nvidia import driver
+
+    kernel = variant.load()
+    if hasattr(driver, "make_launcher"):  # before Triton 3.7 each signature has a launcher in C
+        with contextlib.suppress(
+            AssertionError, ImportError
+        ):  # without the GPU's driver they are built at start
+            driver.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def compile_all(job: Job) -> list[Variant]:
+    """Compile all variants into Triton's cache and list them there. To be called in a process of its own."""
+    from specserve_kernels.ops.device import assume
+    from triton import knobs
+    from triton.runtime import driver
+
+    driver.set_active(_Driver(job.gpu.capability))
+    assume(job.gpu)
+    settle_keys()
+    compiled: dict[Variant, Future[None]] = {}
+    with ProcessPoolExecutor(job.processes, get_context("fork")) as pool:
+
+        def note(*, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+            found = Variant(fn.module, fn.name, key, compile["specialization_data"])
+            compiled[found] = pool.submit(_compile, found)
+            fn.jit_function.device_caches[0][0][key] = _Launched()  # so that it is noted once
+            return True
+
+        pool.submit(int).result()  # the processes begin before there is anything to share with them
+        knobs.runtime.jit_cache_hook = note
+        launch_all(job.config)
+        knobs.runtime.jit_cache_hook = None
+        for variant, future in compiled.items():
+            if (error := future.exception()) is not None:
+                raise RuntimeError(f"{variant.module}.{variant.kernel} does not compile") from error
+    _list_file(job).write_text(json.dumps(list(compiled)))
+    return list(compiled)
+
+
+@torch.inference_mode()
+def launch_all(config: EngineConfig) -> None:
+    """Launch each variant that a server with this configuration launches, on ``meta`` tensors."""
+    plan = shape_plan(config)
+    context = create_context(replace(config, device="meta", max_total_tokens=config.page_size), plan)
+    capacity = context.state.slots.pages.shape[1] * config.page_size
+    longest = config.longest_launch
+    for tokens in sorted({min(tokens, longest) for tokens in (*PROMPT_TOKENS, longest)}):
+        for start in (0, 1):
+            _prefill(context, start, tokens)
+    _prefill(context, 0, min(2, longest), Scored(_integers(1), _integers(1), 1))
+    shapes = plan.captured() or _eager_shapes(plan)
+    most = max(shape.nodes for shape in shapes)
+    logits_XV = torch.empty(most, context.vocab_size, dtype=DTYPES[config.dtype], device="meta")
+    for shape in shapes:
+        view = View.of(context, _integers(shape.slots), capacity - shape.max_nodes, Needs(), logits_XV)
+        step(context, view, shape)
+    for size in sizes_within(config.context_length):
+        short_prefill(context, size, _integers(len(size.pack([], context.state.dummy))))
+
+
+def _eager_shapes(plan: ShapePlan) -> list[Any]:
+    return [shape for slots in batch_buckets(plan.most_slots) for shape in plan.candidates(slots)]
+
+
+def _prefill(context: Context, start: int, tokens: int, scored: Scored | None = None) -> None:
+    """One prompt's chunk."""
+    q_start, spans = _integers(2), [(start, tokens)]
+    chunks = PromptChunks(
+        _integers(tokens), _integers(tokens), q_start, q_start[1:].bool(), tokens, spans, scored
+    )
+    prefill(context, View.of(context, _integers(1), start + tokens, Needs()), chunks)
+
+
+def _integers(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int64, device="meta")
+
+
+def _list_file(job: Job) -> Path:
+    """Where the variants of a configuration are listed."""
+    from triton import __version__, knobs
+
+    config, draft = job.config, job.config.draft
+    found = hashlib.sha256()
+    for package in _PACKAGES:
+        for file in sorted(package.rglob("*.py")):
+            found.update(file.read_bytes())
+    files = [] if draft is None else sorted(path for path in draft.path.iterdir() if path.is_file())
+    parts = (
+        __version__,
+        job.gpu,
+        config.model,
+        (config.dtype, config.attention_backend, config.context_length, config.page_size),
+        (config.max_running_requests, config.longest_launch, config.largest_graph),
+        (config.shape, config.adaptive),
+        draft and replace(draft, path=Path()),
+        [file.read_text() for file in files if file.name == "config.json"],
+        [file.stat().st_size for file in files if file.name != "config.json"],
+    )
+    found.update(repr(parts).encode())
+    directory = Path(knobs.cache.dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory / f"specserve-{found.hexdigest()[:32]}.json"
+
+
+@dataclass(slots=True)
+class CompileAhead:
+    """Compiles in a process of its own while this one loads weights. Nothing depends on its success: what is not
+    compiled ahead is compiled when it is first launched."""
+
+    file: Path
+    process: subprocess.Popen[bytes] | None
+    begun: float
+
+    @classmethod
+    def begin(cls, config: EngineConfig) -> CompileAhead:
+        """For the GPU of this process, whose Triton is watched from now on."""
+        from specserve_kernels.ops.device import this_gpu
+
+        WATCH.install()
+        job = Job(config, this_gpu(), max(1, len(os.sched_getaffinity(0)) - 2))
+        file, process = _list_file(job), None
+        if not file.exists():
+            process = subprocess.Popen(
+                [sys.executable, "-m", "specserve.process.compile"],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            assert process.stdin is not None
+            process.stdin.write(pickle.dumps(job))
+            process.stdin.close()
+        return cls(file, process, time.perf_counter())
+
+    def wait(self) -> None:
+        """Until all is compiled."""
+        if self.process is None:
+            return
+        assert self.process.stderr is not None
+        said = self.process.stderr.read().decode(errors="replace")
+        if self.process.wait():
+            log.warning("kernels could not be compiled ahead: %s", said.strip().rpartition("\n")[2])
+        else:
+            log.info("compiled kernels ahead, %.1f s after the start", time.perf_counter() - self.begun)
+
+    def load(self) -> None:
+        """Load what was compiled and not launched yet, so that no request waits for it."""
+        if self.file.exists():
+            listed = [Variant(*each) for each in json.loads(self.file.read_text())]
+            if unforeseen := WATCH.have.keys() - {variant[:3] for variant in listed}:
+                log.info("not compiled ahead: %s", ", ".join(sorted(kernel for _, kernel, _ in unforeseen)))
+            WATCH.load(listed)
+        WATCH.serving = True
+
+
+def main(read: Callable[[], bytes] = sys.stdin.buffer.read) -> None:
+    logging.disable()  # the process that began this one says the same
+    compile_all(pickle.loads(read()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Kernels are compiled ahead without a GPU, and a launch finds in the cache what was compiled for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from specserve.compile import main
+from specserve.engine.kernels import KernelWatch, Variant
+from tests.reference.draft_models import make_eagle3
+from tests.reference.models import make_llama
+
+ROOT = Path(__file__).parent.parent
+
+LAUNCHES = """
+import collections, json, sys
+from dataclasses import replace
+from specserve_kernels.ops.device import Gpu, Limits
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from specserve.config import load_settings
+from specserve.engine.kernels import settle_keys
+from specserve.process import compile
+from specserve.process.assemble import resolve_engine
+
+_, _, config = resolve_engine(replace(load_settings(sys.argv[1:], {}), device="cuda"), has_gpu=True)
+found = collections.Counter()
+knobs.compilation.listener = lambda cache_hit, **_: found.update([cache_hit])
+run = JITFunction.run
+JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
+driver.set_active(compile._Driver((9, 0)))
+settle_keys()
+compile.launch_all(config)
+print(json.dumps([found[True], found[False]]))
+"""
+"""Launches as a server does, in an order of its own, and counts what the cache has and lacks."""
+
+
+def python(cache: Path, *command: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_is_launched_was_compiled(tmp_path: Path) -> None:
+    target = make_llama(tmp_path / "target", vocab=512, hidden=256, heads=4, kv_heads=2)
+    draft = make_eagle3(tmp_path / "eagle3", target, draft_vocab=128)
+    flags = ["--model-path", str(target), "--speculative-algorithm", "EAGLE3"]
+    flags += [
+        "--speculative-draft-model-path",
+        str(draft),
+        "--dtype",
+        "bfloat16",
+        "--max-running-requests",
+        "1",
+    ]
+    flags += ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
+    flags += ["--speculative-num-draft-tokens", "3", "--skip-tokenizer-init"]
+    cache = tmp_path / "cache"
+    said = python(cache, "-m", "specserve.compile", "--gpu", "h200", "--processes", "2", *flags)
+    (listed,) = cache.glob("specserve-*.json")
+    variants = [Variant(*each) for each in json.loads(listed.read_text())]
+    assert said.startswith(f"{len(variants)} kernels for h200 in ")
+    assert {"_attend_kernel", "_prefill_kernel", "_grow_kernel"} <= {variant.kernel for variant in variants}
+    assert json.loads(python(cache, "-c", LAUNCHES, *flags)) == [len(variants), 0]
+
+
+def test_a_kernel_that_comes_late_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    class Function:
+        module, name = "m", "k"
+
+    watch = KernelWatch()
+    data = {"specialization_data": "{}"}
+    assert not watch(key="a", fn=Function, compile=data, repr="")
+    assert watch.late == 0
+    watch.serving = True
+    assert not watch(key="b", fn=Function, compile=data, repr="")
+    assert watch.late == 1
+    assert "k was not compiled before the server was ready" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--gpu", "h300"], "--gpu: invalid choice: 'h300'"),
+        (["--gpu", "h200", "--processes", "0"], "--processes: must be at least 1, found 0"),
+        (["--device", "cpu"], "--device cpu: nothing is compiled for a CPU"),
+        (["--gpus", "h200"], "--gpus: unknown flag"),
+    ],
+)
+def test_mistakes(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 2
+    assert words in capsys.readouterr().err
