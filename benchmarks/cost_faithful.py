@@ -251,6 +251,7 @@ class Maker:
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": taps,
         }
+        config["eagle_aux_hidden_state_layer_ids"] = taps  # where vLLM reads it
         tensors = eagle3_tensors(wide, TensorFiles(self.small.eagle3), target.vocab_size)
         write(change(tensors), config, output)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from specserve import __version__
 from specserve.config import Settings, load_settings, resolve_paths
 from specserve.logs import adopt_loggers, configure_logging
 from specserve.process.worker import Build, Built, build_scheduler
@@ -38,8 +39,12 @@ class Noted:
 def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> int:
     """Runs a server until it is stopped. Returns the exit code. ``build`` runs in the engine's process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is a server to be stopped
+    arguments = sys.argv[1:] if argv is None else argv
+    if "--version" in arguments:
+        print(f"specserve {__version__}")
+        return 0
     try:
-        given = load_settings(sys.argv[1:] if argv is None else argv)
+        given = load_settings(arguments)
         configure_logging(given.log_level, given.log_format)
         # Once, before both processes: a wrong path is told at once, and both read the same revision.
         local, notes = resolve_paths(given)

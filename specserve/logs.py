@@ -35,7 +35,7 @@ def adopt_loggers() -> None:
 
 class _Text(logging.Formatter):
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(request)s%(message)s", "%H:%M:%S")
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(request)s%(message)s", "%Y-%m-%d %H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
         name = REQUEST_ID.get()

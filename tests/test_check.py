@@ -223,7 +223,7 @@ def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, al
     settings, _ = resolve_paths(make_settings(speculative_algorithm=algorithm, **given))
     built = build_scheduler(settings)
     expected, loaded = (
-        expected_memory(EngineConfig.of(built.settings, load_model_config(target))),
+        expected_memory(EngineConfig.of(built.settings, load_model_config(target), cores=1)),
         memory_needed(built),
     )
     built.engine.close()
@@ -237,7 +237,9 @@ def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, al
     on_gpu = replace(built.settings, max_total_tokens=4096, device="cuda", dtype="bfloat16")
     none, int8, fp8 = (
         expected_memory(
-            EngineConfig.of(replace(on_gpu, speculative_draft_quantization=each), load_model_config(target))
+            EngineConfig.of(
+                replace(on_gpu, speculative_draft_quantization=each), load_model_config(target), cores=1
+            )
         ).draft
         for each in ("none", "int8", "fp8")
     )

@@ -147,7 +147,8 @@ def test_eagle3_export_has_the_published_layout(tmp_path: Path) -> None:
     assert found["t2d"].dtype == torch.bool
     assert (found["d2t"] + torch.arange(20)).tolist() == IDS.tolist()
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert saved["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(TAPS)
+    assert saved["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(TAPS), "SGLang"
+    assert saved["eagle_aux_hidden_state_layer_ids"] == list(TAPS), "vLLM"
     assert saved["rope_theta"] == 10000.0
     assert saved["draft_vocab_size"] == 20
     again = make_eagle3(target, HeadOptions(taps=TAPS), 64, IDS)

@@ -46,7 +46,7 @@ def test_a_tensor_that_triton_does_not_serve() -> None:
 
 def test_what_is_trained_takes_the_reference() -> None:
     """Which has a gradient."""
-    trained = SimpleNamespace(is_cuda=True, dtype=torch.float32, requires_grad=True)
+    trained = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, requires_grad=True)
     assert not dispatch.runs_triton([cast(Tensor, trained)])
     with torch.no_grad():
         assert dispatch.runs_triton([cast(Tensor, trained)])

@@ -40,9 +40,12 @@ class DraftSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """None is a choice, too: ``cpu_threads``: torch's own; ``max_total_tokens``: what ``mem_fraction_static`` of the
-    device leaves; ``largest_graph``: no CUDA graphs, else the largest batch that has one; ``draft``: plain decoding;
-    ``shape`` (steps, topk, tokens): plain decoding or, where ``adaptive``, the controller's choice."""
+    """``cores``: those of the machine that the engine may use.
+
+    None is a choice, too. ``cpu_threads``: as many of ``cores`` as are measured to be fastest. ``max_total_tokens``:
+    what ``mem_fraction_static`` of the device leaves. ``largest_graph``: no CUDA graphs, else their largest batch.
+    ``draft``: plain decoding. ``shape`` (steps, topk, tokens): plain decoding or, where ``adaptive``, the
+    controller's choice."""
 
     model: ModelConfig
     model_path: Path
@@ -50,6 +53,7 @@ class EngineConfig:
     device: str
     dtype: str
     cpu_threads: int | None
+    cores: int
     context_length: int
     max_running_requests: int
     chunked_prefill_size: int
@@ -67,7 +71,7 @@ class EngineConfig:
     adaptive: bool
 
     @classmethod
-    def of(cls, settings: Settings, model: ModelConfig) -> EngineConfig:
+    def of(cls, settings: Settings, model: ModelConfig, cores: int) -> EngineConfig:
         """Take what ``resolve`` returned."""
         assert settings.model_path is not None
         assert settings.context_length is not None
@@ -80,6 +84,7 @@ class EngineConfig:
             device=settings.device,
             dtype=settings.dtype,
             cpu_threads=settings.cpu_threads,
+            cores=cores,
             context_length=settings.context_length,
             max_running_requests=settings.max_running_requests,
             chunked_prefill_size=settings.chunked_prefill_size,

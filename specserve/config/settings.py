@@ -209,8 +209,8 @@ class Settings:
     )
     cpu_threads: int | None = setting(
         None,
-        "Threads of the engine on a CPU. Not set: the server takes one less than it has cores, which it leaves to "
-        "its front; `LLM` takes PyTorch's own number.",
+        "Threads of the engine on a CPU. Not set: as many as make a step fastest, measured at start, of the cores that "
+        "the process and its container may use; the server leaves one of them to its front.",
         group=ENGINE,
         low=1,
         check=_cores,

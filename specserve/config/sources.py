@@ -38,6 +38,21 @@ _NOT_TAKEN = {
     "--tool-call-parser": "no tools are called",
 }
 """Flags of SGLang's that are refused, and why."""
+_ELSEWHERE = {
+    "--block-size": "--page-size",
+    "--disable-log-stats": "--log-level warning",
+    "--enforce-eager": "--disable-cuda-graph",
+    "--gpu-memory-utilization": "--mem-fraction-static",
+    "--max-model-len": "--context-length",
+    "--max-num-batched-tokens": "--chunked-prefill-size",
+    "--max-num-seqs": "--max-running-requests",
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--seed": "--random-seed",
+    "--speculative-config": "--speculative-algorithm and --speculative-draft-model-path",
+    "--speculative-model": "--speculative-draft-model-path",
+    "--tokenizer": "--tokenizer-path",
+}
+"""vLLM's flags, and ours for the same."""
 _BY_NAME = {name: declared for declared in SETTINGS.values() for name in declared.names}
 
 
@@ -121,6 +136,8 @@ def _unknown_argument(argument: str, known: Sequence[str]) -> str:
     flag = argument.split("=")[0]
     if flag in _NOT_TAKEN:
         return f"{flag}: not taken here: {_NOT_TAKEN[flag]}; leave it out"
+    if flag in _ELSEWHERE:
+        return f"{flag}: unknown flag; here it is {_ELSEWHERE[flag]}"
     return f"{flag}: unknown flag; the nearest known one is {nearest(flag, known)}"
 
 

@@ -53,7 +53,7 @@ def measure_eager(context: Context, most_slots: int, candidates: Candidates) -> 
     behind = min(_EAGER_CONTEXT, room - max(shape.reserve for shape in shapes))
     with _drafted_for(context):
         for shape in shapes:
-            short, long = (_eager_seconds(context, shape, length) for length in (1, behind))
+            short, long = (eager_seconds(context, shape, length) for length in (1, behind))
             cost.table[shape] = short
             cost.slopes[shape] = max(long - short, 0.0) / (shape.slots * behind)
     return cost
@@ -84,7 +84,7 @@ def _between(shape: StepShape, measured: Mapping[StepShape, float]) -> float:
     return below[1] + share * (above[1] - below[1])
 
 
-def _eager_seconds(context: Context, shape: StepShape, length: int) -> float:
+def eager_seconds(context: Context, shape: StepShape, length: int) -> float:
     """A step after ``length`` tokens."""
     state = context.state
     rows_B = to_device([state.dummy] * shape.slots, state.device)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from specserve.core import SpeculationUsage
@@ -35,6 +36,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(stats))
         self._registry.register(_Restarts(restarts))
+        ProcessCollector(registry=self._registry)
         self._requests = Counter(
             "specserve_requests",
             "HTTP requests by the status that their answer ended with: of a stream that ended in an error event, the "
@@ -93,9 +95,10 @@ class Metrics:
         if speculation.steps:
             self._accepted_length.observe(speculation.mean_accepted_length)
 
-    def text(self) -> bytes:
-        """Prometheus' text format."""
-        return generate_latest(self._registry)
+    def text(self, accept: str = "") -> tuple[bytes, str]:
+        """OpenMetrics or Prometheus' text, as ``accept`` has it, and which."""
+        encode, kind = choose_encoder(accept)
+        return encode(self._registry), kind
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"specserve_{name}", help, buckets=buckets, registry=self._registry)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +27,7 @@ from specserve.engine.shapes import (
     StaticShapes,
     batch_buckets,
 )
+from specserve.engine.threads import choose_threads, usable_cores
 from specserve.kv.pool import KVPool, PoolConfig
 from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.linear import QUANTIZED, pack_linears
@@ -66,25 +65,18 @@ def resolve_engine(
     """
     given, notes = resolve_paths(given)
     assert given.model_path is not None
-    model = read_config.load_model_config(Path(given.model_path))
+    try:
+        model = read_config.load_model_config(Path(given.model_path))
+    except ValueError as error:
+        raise ValueError(f"--model-path: {error}") from None
     settings, more = resolve(given, model, has_gpu)
     notes += more
-    if with_front:
-        settings = _with_threads(settings, notes)
     for note in notes:
         log.info("%s", note)
-    return settings, notes, EngineConfig.of(settings, model)
-
-
-def _with_threads(settings: Settings, notes: list[str]) -> Settings:
-    """Leaves a core to the front: OpenMP's threads spin at barriers, and one that is pushed off its core holds up
-    all (docs/decisions/0006-engine-threads.md)."""
-    if settings.device != "cpu" or settings.cpu_threads is not None:
-        return settings
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores - 1)
-    notes.append(f"cpu_threads = {threads}: of {cores} cores, one is left to the front")
-    return replace(settings, cpu_threads=threads)
+    # OpenMP's threads spin at barriers, and one that is pushed off its core holds up all
+    # (docs/decisions/0006-engine-threads.md).
+    cores = max(1, usable_cores() - with_front)
+    return settings, notes, EngineConfig.of(settings, model, cores)
 
 
 def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = lambda: None) -> Scheduler:
@@ -92,12 +84,13 @@ def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = l
 
     ``before_launch`` is called when weights are loaded and nothing is launched yet.
     """
-    if config.cpu_threads is not None:
-        torch.set_num_threads(config.cpu_threads)
     if config.device == "cuda":
         settle_keys()
     plan = shape_plan(config)
+    torch.set_num_threads(config.cpu_threads or config.cores)
     context = create_context(config, plan)
+    if config.device == "cpu" and config.cpu_threads is None:
+        choose_threads(context, config.cores)
     before_launch()
     captured = plan.captured()
     graphs = (

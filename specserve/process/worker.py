@@ -41,6 +41,7 @@ from specserve.messages import (
 log = logging.getLogger(__name__)
 
 STATS_PERIOD = 1.0  # seconds
+LOG_PERIOD = 10.0  # seconds of work between lines of the log
 CHECK_PERIOD = 10.0  # seconds, at least, between looks at the books of an idle engine
 
 
@@ -98,7 +99,7 @@ def build_scheduler(settings: Settings) -> Built:
         return Built(create_scheduler(config), resolved, notes)
     from specserve.process.compile import CompileAhead
 
-    ahead = CompileAhead.begin(config)
+    ahead = CompileAhead.begin(resolved, config)
     scheduler = create_scheduler(config, ahead.wait)
     ahead.load()
     return Built(scheduler, resolved, notes)
@@ -174,6 +175,31 @@ def _info(built: Built) -> dict[str, Any]:
     }
 
 
+class Throughput:
+    """Logs, about every ten seconds of work, what was done in them."""
+
+    def __init__(self) -> None:
+        self._begin = 0.0
+        self._before: Stats | None = None
+
+    def look(self, stats: Stats, now: float) -> None:
+        before = self._before
+        if before is None or not stats.running:  # idle time is nobody's
+            self._begin, self._before = now, stats
+        elif now - self._begin >= LOG_PERIOD:
+            tokens = stats.generated_tokens - before.generated_tokens
+            requests = stats.step_totals.requests - before.step_totals.requests
+            log.info(
+                "%.0f tokens/s, %.2f per request and step; %d requests run, %d wait, %.0f%% of the KV pages are used",
+                tokens / (now - self._begin),
+                tokens / max(requests, 1),
+                stats.running,
+                stats.waiting,
+                100 * (1 - stats.pages_free / max(stats.pages_total, 1)),
+            )
+            self._begin, self._before = now, stats
+
+
 class _Loop:
     def __init__(self, engine: Engine, inbox: Any, outbox: Any) -> None:
         self._engine = engine
@@ -182,6 +208,7 @@ class _Loop:
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._stats_at = self._check_at = 0.0
+        self._throughput = Throughput()
 
     def run(self) -> NoReturn:
         """Never waits for messages while there is work."""
@@ -217,7 +244,9 @@ class _Loop:
         """About once a second, and when work runs out, so that an idle server shows itself idle."""
         now = time.monotonic()
         if now >= self._stats_at or not self._engine.has_work:
-            messages.append(self._engine.stats())
+            stats = self._engine.stats()
+            messages.append(stats)
+            self._throughput.look(stats, now)
             self._stats_at = now + STATS_PERIOD
 
     def _check_idle(self) -> None:

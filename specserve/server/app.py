@@ -141,8 +141,9 @@ def _add_operations(app: FastAPI, front: Front) -> None:
         return front.token_statistics.report()
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    async def get_metrics() -> Response:
-        return Response(front.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def get_metrics(http: Request) -> Response:
+        text, kind = front.metrics.text(http.headers.get("accept", ""))
+        return Response(text, headers={"content-type": kind})
 
 
 def _model(front: Front, name: str) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class Drain:
     async def _drain(self) -> None:
         timeout = self._front.settings.drain_timeout
         if self._front.calls:
-            log.info("stopping: %d requests have %g seconds to end", self._front.calls, timeout)
+            words = "stopping: %d requests have %g seconds to end; a second signal (Ctrl-C) cuts them short"
+            log.info(words, self._front.calls, timeout)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while self._front.calls:

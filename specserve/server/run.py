@@ -33,9 +33,11 @@ def run_server(settings: Settings, build: Build) -> int:
     with contextlib.closing(_listen(settings)) as listener:
         supervisor = Supervisor(settings, build)
         try:
-            return asyncio.run(_serve(settings, listener, supervisor))
+            code = asyncio.run(_serve(settings, listener, supervisor))
         finally:
             supervisor.close()
+        log.info("stopped")
+        return code
 
 
 def _listen(settings: Settings) -> socket.socket:

@@ -51,7 +51,7 @@ def shown(totals: StepTotals = TOTALS) -> str:
     metrics = Metrics(lambda: stats(totals))
     metrics.answered("/v1/completions", 200)
     metrics.finished(2.0, SpeculationUsage(steps=4, drafted=12, accepted=6))
-    return metrics.text().decode()
+    return metrics.text()[0].decode()
 
 
 class Described(NamedTuple):
@@ -67,7 +67,7 @@ def metrics_shown() -> dict[str, Described]:
     return {
         name: Described(kinds[name], labels_of(name, text), definition)
         for name, definition in helps.items()
-        if not name.endswith("_created")
+        if not name.endswith("_created") and not name.startswith("process_")
     }
 
 
@@ -142,13 +142,13 @@ def test_time_in_the_queue(agreeing: Checkpoints) -> None:
     assert 0.05 <= queued["a"][0] < queued["b"][0]
     metrics = Metrics(lambda: None)
     metrics.queued(0.05)
-    assert 'specserve_queue_seconds_bucket{le="0.06"} 1.0' in metrics.text().decode()
+    assert 'specserve_queue_seconds_bucket{le="0.06"} 1.0' in metrics.text()[0].decode()
 
 
 def test_a_request_without_a_step_has_no_length() -> None:
     metrics = Metrics(lambda: None)
     metrics.finished(1.0, SpeculationUsage())
-    lines = metrics.text().decode().splitlines()
+    lines = metrics.text()[0].decode().splitlines()
     assert "specserve_request_seconds_count 1.0" in lines
     assert "specserve_request_accepted_length_tokens_count 0.0" in lines
 
@@ -228,3 +228,12 @@ def test_panels_do_not_overlap() -> None:
         assert at["x"] + at["w"] <= 24
         assert not cells & taken
         taken |= cells
+
+
+def test_openmetrics_and_the_process(serve: Serve) -> None:
+    client, _ = serve("ab")
+    assert "process_resident_memory_bytes" in client.get("/metrics").text
+    accepted = {"accept": "application/openmetrics-text; version=1.0.0"}
+    answer = client.get("/metrics", headers=accepted)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")

@@ -72,7 +72,7 @@ def test_metrics_of_the_engine() -> None:
     client = EngineClient(lambda _: None)
     front = Front(Settings(), client)
     client.receive(Stats(1, 2, 100, 75, 5, 7, 8, 9, 10, 11, 12, 13))
-    text = front.metrics.text().decode()
+    text = front.metrics.text()[0].decode()
     front.close()
     for line in (
         "running_requests 1.0", "waiting_requests 2.0", "kv_pages_total 100.0",

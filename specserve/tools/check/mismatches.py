@@ -63,7 +63,7 @@ def _ends(model: ModelConfig, report: Report) -> None:
 
 def _memory(settings: Settings, model: ModelConfig, report: Report) -> None:
     try:
-        report.memory = found = expected_memory(EngineConfig.of(settings, model))
+        report.memory = found = expected_memory(EngineConfig.of(settings, model, cores=1))
     except ValueError:  # told by loading, which does not get further either
         return
     there, context = device_memory(settings.device), settings.context_length

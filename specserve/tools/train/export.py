@@ -73,7 +73,9 @@ def eagle_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype) -
 
 
 def eagle3_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Names the aux layers as boundaries of the residual stream: id k is what enters layer k."""
+    """Names the aux layers as boundaries of the residual stream: id k is what enters layer k. Twice: SGLang reads them
+    in ``eagle_config``, vLLM at the top, where it takes its default if they are absent, and accepts next to nothing."""
+    taps = list(config.taps)
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_common_config(config, target, dtype),
@@ -81,8 +83,9 @@ def eagle3_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype) 
         "target_hidden_size": config.target_hidden_size,
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": list(config.taps),
+            "eagle_aux_hidden_state_layer_ids": taps,
         },
+        "eagle_aux_hidden_state_layer_ids": taps,
     }
 
 

@@ -1,0 +1,42 @@
+"""How many threads compute on a CPU: as many as make a step fastest, of the cores that there are."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from specserve.engine.profile import eager_seconds
+from specserve.speculation.context import Context
+from specserve.speculation.shape import StepShape
+
+log = logging.getLogger(__name__)
+
+_GAIN = 1.1  # times as fast must a step be with twice the threads: others want the cores, too
+_SLOTS = 4
+
+
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Those that this process may run on, and that its container's quota (cgroup v2) pays for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        limit, period = quota.read_text().split()
+        return cores if limit == "max" else max(1, min(cores, int(limit) // int(period)))
+    except (OSError, ValueError):
+        return cores
+
+
+@torch.inference_mode()
+def choose_threads(context: Context, most: int) -> None:
+    """Measure plain steps with 1, 2, 4, .. and ``most`` threads, until more gain nothing, and keep the best."""
+    best, fastest, shape = 1, 0.0, StepShape.plain(min(_SLOTS, context.state.dummy))
+    for count in sorted({1 << power for power in range(most.bit_length()) if 1 << power < most} | {most}):
+        torch.set_num_threads(count)
+        seconds = eager_seconds(context, shape, 1)
+        if fastest and fastest < _GAIN * seconds:
+            break
+        best, fastest = count, seconds
+    torch.set_num_threads(best)
+    log.info("cpu_threads = %d: of at most %d, a step takes %.2f ms", best, most, 1e3 * fastest)

@@ -1,0 +1,29 @@
+"""The log says about every ten seconds of work what was done."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from specserve.messages import Stats, StepTotals
+from specserve.process.worker import Throughput
+
+
+def test_a_line_for_ten_seconds_of_work(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    log, idle = Throughput(), Stats(0, 0, 100, 100, 0, 0, 0, 0, 0, 0, 0, 0)
+
+    def stats(tokens: int, requests: int) -> Stats:
+        totals = StepTotals(requests=requests)
+        return msgspec.structs.replace(
+            idle, running=2, waiting=1, pages_free=25, generated_tokens=tokens, step_totals=totals
+        )
+
+    log.look(idle, 0.0)
+    log.look(idle, 100.0)
+    log.look(stats(500, 200), 105.0)
+    assert not caplog.messages
+    log.look(stats(1000, 400), 110.0)
+    log.look(stats(1100, 450), 111.0)
+    expected = "100 tokens/s, 2.50 per request and step; 2 requests run, 1 wait, 75% of the KV pages are used"
+    assert caplog.messages == [expected]
