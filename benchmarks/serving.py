@@ -1,0 +1,296 @@
+"""Any OpenAI-compatible server under load, over HTTP with streaming, as its users meet it.
+
+    python -m benchmarks.serving --url http://127.0.0.1:30000 --model NAME [--clients 1 16 64] [--rounds 8]
+        [--rate 4 8] [--prompt-tokens 512] [--new-tokens 256] [--lengths fixed|sharegpt] [--text] [--json FILE]
+
+Imports the standard library alone, so that the same script measures every server. Closed loop: each of ``--clients``
+sends its next request when the last is answered, ``--rounds`` times. Open loop: requests arrive at ``--rate`` a second,
+at random (Poisson), for ``--seconds``. Prompts are random token ids, or with ``--text`` random words; no two are alike,
+so that no prefix is cached. ``sharegpt``: lengths around ``--prompt-tokens`` and ``--new-tokens`` with the spread of
+conversations (log-normal, sigma 1.1 and 0.9).
+
+TTFT is from sending a request to its first token. A chunk of a stream may hold several tokens: ``gap`` is the time
+between chunks, TPOT a request's time after the first token by its other tokens. Goodput counts the requests whose TTFT
+and TPOT are within ``--slo-ttft`` and ``--slo-tpot`` milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import random
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "for",
+    "it",
+    "as",
+    "was",
+    "with",
+    "be",
+    "by",
+    "on",
+    "not",
+    "he",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one process does: ``clients`` that ask ``rounds`` times each, or ``rate`` requests a second."""
+
+    url: str
+    model: str
+    prompt_tokens: int
+    new_tokens: int
+    spread: bool
+    text: bool
+    vocab: int
+    seed: int
+    api_key: str | None
+    clients: int = 0
+    rounds: int = 0
+    rate: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """Seconds: when it was asked for, from then to the first token, to the end, and between chunks."""
+
+    at: float
+    first: float = 0.0
+    last: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+    error: str | None = None
+
+    @property
+    def per_token(self) -> float:
+        return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+
+def body(load: Load, rng: random.Random) -> bytes:
+    sizes = load.prompt_tokens, load.new_tokens
+    if load.spread:
+        drawn = [n * rng.lognormvariate(-s * s / 2, s) for n, s in zip(sizes, (1.1, 0.9), strict=True)]
+        sizes = max(4, int(drawn[0])), max(4, int(drawn[1]))
+    prompt: Any = [rng.randrange(load.vocab // 2, load.vocab) for _ in range(sizes[0])]
+    if load.text:
+        prompt = " ".join(rng.choices(WORDS, k=sizes[0]))
+    asked = {
+        "model": load.model,
+        "prompt": prompt,
+        "max_tokens": sizes[1],
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    return json.dumps({**asked, "stream": True, "stream_options": {"include_usage": True}}).encode()
+
+
+class Client:
+    """One connection, kept alive."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        found = urlsplit(load.url)
+        assert found.hostname is not None
+        self._address = found.hostname, found.port or 80
+        self._path = found.path.rstrip("/") + "/v1/completions"
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, sent: bytes) -> Answer:
+        answer = Answer(time.time())
+        begin = time.perf_counter()
+        try:
+            if self._streams is None:
+                self._streams = await asyncio.open_connection(*self._address)
+            await self._read(sent, answer, begin)
+        except (OSError, EOFError, ValueError) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+            self.close()
+        return answer
+
+    async def _read(self, sent: bytes, answer: Answer, begin: float) -> None:
+        assert self._streams is not None
+        reader, writer = self._streams
+        key = f"authorization: Bearer {self._load.api_key}\r\n" if self._load.api_key else ""
+        head = f"POST {self._path} HTTP/1.1\r\nhost: {self._address[0]}\r\n{key}content-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(sent)}\r\n\r\n".encode() + sent)
+        status = (await reader.readline()).decode()
+        while (await reader.readline()).strip():
+            pass
+        if " 200 " not in status:
+            raise ValueError(status.strip() or "closed")
+        while True:  # server-sent events, whatever chunks carry them
+            line = await reader.readline()
+            if not line:
+                raise EOFError("the stream was cut")
+            if not line.startswith(b"data: "):
+                continue
+            if line.startswith(b"data: [DONE]"):
+                break
+            now = time.perf_counter() - begin
+            event = json.loads(line[6:])
+            if event.get("error"):
+                raise ValueError(str(event["error"]))
+            if event.get("choices"):
+                if answer.first:
+                    answer.gaps.append(now - answer.last)
+                answer.first, answer.last = answer.first or now, now
+            if event.get("usage"):
+                answer.tokens = event["usage"]["completion_tokens"]
+        while (await reader.readline()) != b"0\r\n":
+            pass
+        await reader.readline()
+
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+
+async def closed_loop(load: Load) -> list[Answer]:
+    async def client(number: int) -> list[Answer]:
+        rng, connection = random.Random(f"{load.seed} {number}"), Client(load)
+        found = [await connection.ask(body(load, rng)) for _ in range(load.rounds)]
+        connection.close()
+        return found
+
+    return [answer for found in await asyncio.gather(*map(client, range(load.clients))) for answer in found]
+
+
+async def open_loop(load: Load) -> list[Answer]:
+    rng, tasks = random.Random(load.seed), list[asyncio.Task[Answer]]()
+
+    async def one(sent: bytes) -> Answer:
+        connection = Client(load)
+        try:
+            return await connection.ask(sent)
+        finally:
+            connection.close()
+
+    until = time.perf_counter() + load.seconds
+    while time.perf_counter() < until:
+        tasks.append(asyncio.create_task(one(body(load, rng))))
+        await asyncio.sleep(rng.expovariate(load.rate))
+    return list(await asyncio.gather(*tasks))
+
+
+def run(load: Load) -> list[Answer]:
+    return asyncio.run(closed_loop(load) if load.clients else open_loop(load))
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """In milliseconds."""
+    ordered = sorted(values) or [0.0]
+    return {f"p{p}": 1e3 * ordered[min(len(ordered) - 1, p * len(ordered) // 100)] for p in (50, 90, 99)}
+
+
+def summary(answers: Sequence[Answer], slo_ttft: float, slo_tpot: float) -> dict[str, Any]:
+    good = [answer for answer in answers if answer.error is None]
+    begin = min(answer.at for answer in answers)
+    seconds = max((answer.at + answer.last for answer in good), default=begin) - begin or 1e-9
+    within = [a for a in good if 1e3 * a.first <= slo_ttft and 1e3 * a.per_token <= slo_tpot]
+    return {
+        "requests": len(answers),
+        "errors": [answer.error for answer in answers if answer.error is not None][:3],
+        "failed": len(answers) - len(good),
+        "seconds": seconds,
+        "tokens_per_second": sum(answer.tokens for answer in good) / seconds,
+        "requests_per_second": len(good) / seconds,
+        "goodput_per_second": len(within) / seconds,
+        "ttft_ms": percentiles([answer.first for answer in good]),
+        "tpot_ms": percentiles([answer.per_token for answer in good]),
+        "gap_ms": percentiles([gap for answer in good for gap in answer.gaps]),
+        "end_to_end_ms": percentiles([answer.last for answer in good]),
+    }
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    parts = [f"{found[what][p]:8.1f}" for what in ("ttft_ms", "tpot_ms", "gap_ms") for p in ("p50", "p99")]
+    counts = f"{found['requests']:8d} {found['failed']:6d}"
+    return f"{name:>9} {counts} {found['tokens_per_second']:9.0f} {found['goodput_per_second']:8.2f} {' '.join(parts)}"
+
+
+NAMES = ("requests", "failed", "tokens/s", "good/s", "ttft p50", "p99", "tpot p50", "p99", "gap p50", "p99")
+WIDTHS = (8, 6, 9, 8, 8, 8, 8, 8, 8, 8)
+HEADER = f"{'load':>9} " + " ".join(f"{name:>{width}}" for name, width in zip(NAMES, WIDTHS, strict=True))
+
+
+def shares(total: int, processes: int) -> list[int]:
+    """Of each process, none empty."""
+    return [n for i in range(processes) if (n := total // processes + (i < total % processes))]
+
+
+def loads(args: argparse.Namespace) -> list[tuple[str, list[Load]]]:
+    spread = args.lengths == "sharegpt"
+    common = (args.url, args.model, args.prompt_tokens, args.new_tokens, spread, args.text, args.vocab)
+    found = []
+    for clients in args.clients if not args.rate else []:
+        each = enumerate(shares(clients, args.processes))
+        seed = 1000 * (clients + 1)
+        found.append((f"{clients}", [Load(*common, seed + i, args.api_key, n, args.rounds) for i, n in each]))
+    for rate in args.rate or []:
+        parts = [
+            Load(*common, i, args.api_key, rate=rate / args.processes, seconds=args.seconds)
+            for i in range(args.processes)
+        ]
+        found.append((f"{rate:g}/s", parts))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:30000", help="without /v1")
+    add("--model", required=True)
+    add("--api-key")
+    add("--clients", type=int, nargs="+", default=[1, 16, 64])
+    add("--rounds", type=int, default=8, help="requests of a client")
+    add("--rate", type=float, nargs="+", help="requests a second, instead of --clients")
+    add("--seconds", type=float, default=60.0, help="that requests arrive at a rate")
+    add("--prompt-tokens", type=int, default=512)
+    add("--new-tokens", type=int, default=256)
+    add("--lengths", choices=("fixed", "sharegpt"), default="fixed")
+    add("--text", action="store_true", help="prompts of words, for servers that take no ids")
+    add("--vocab", type=int, default=32000, help="token ids are from its upper half")
+    add("--processes", type=int, default=4, help="that the clients are spread over")
+    add("--slo-ttft", type=float, default=500.0)
+    add("--slo-tpot", type=float, default=50.0)
+    add("--json", type=Path)
+    args = parser.parse_args(argv)
+    print(HEADER)
+    rows = {}
+    with ProcessPoolExecutor(args.processes, multiprocessing.get_context("spawn")) as pool:
+        for name, parts in loads(args):
+            answers = [answer for found in pool.map(run, parts) for answer in found]
+            rows[name] = summary(answers, args.slo_ttft, args.slo_tpot)
+            print(line(name, rows[name]), flush=True)
+            for error in rows[name]["errors"]:
+                print(f"          {error}", file=sys.stderr)
+    if args.json is not None:
+        given = {name: value for name, value in vars(args).items() if name not in ("api_key", "json")}
+        args.json.write_text(json.dumps({"given": given, "loads": rows}, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
