@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -54,6 +55,22 @@ def test_openai_client(server: Server, client: openai.OpenAI) -> None:
     history = [*HELLO, whole.choices[0].message, {"role": "user", "content": "more"}]
     again = client.chat.completions.create(model="tiny", messages=history, max_tokens=41)  # type: ignore[arg-type]
     assert again.choices[0].message.content == "user:hello\nassistant:user:hello\nuser:more"
+
+
+def test_no_token_waits_for_an_acknowledgement(server: Server) -> None:
+    """Nagle's algorithm would hold chunks back on a connection that is kept alive, for 40 ms on Linux."""
+    body = json.dumps({"model": "tiny", "prompt": "ab", "max_tokens": 2, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\ncontent-length: {len(body)}\r\n"
+    host, port = server.url.removeprefix("http://").split(":")
+    found = []
+    with socket.create_connection((host, int(port))) as connection:
+        for _ in range(8):
+            begin, received = time.perf_counter(), b""
+            connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+            while not received.endswith(b"\r\n0\r\n\r\n"):
+                received += connection.recv(65536)
+            found.append(time.perf_counter() - begin)
+    assert sorted(found)[4] < 0.045, f"a step takes 20 ms here: {found}"
 
 
 def test_openai_client_gets_its_own_errors(client: openai.OpenAI, server: Server) -> None:
