@@ -64,6 +64,19 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     queued: float = 0.0
 
 
+def join(first: Tokens, second: Tokens) -> Tokens:
+    """Two messages of a request, in their order, as one."""
+    logprobs = None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs]
+    return msgspec.structs.replace(
+        second,
+        token_ids=first.token_ids + second.token_ids,
+        runs=first.runs + second.runs,
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs or second.prompt_logprobs,
+        queued=first.queued,
+    )
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """The request was refused or lost; it gets no more tokens. ``param`` names the field at fault, if any.
 

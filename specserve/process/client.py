@@ -23,6 +23,7 @@ from specserve.messages import (
     ToEngine,
     ToFront,
     Tokens,
+    join,
 )
 
 State = Literal["loading", "ready", "broken", "stopped"]
@@ -34,20 +35,31 @@ class EngineGone(Exception):
 
 
 class Inbox:
-    """What the engine says about the requests of one call, in the order in which it says it."""
+    """What the engine says about the requests of one call, in the order in which it says it. Tokens that were not taken
+    when more of the same request come are one message with them: a front that falls back has less to do for each."""
 
     def __init__(self, client: EngineClient, name: str, requests: Sequence[Submit]) -> None:
         self.name = name
         self.open = {request.rid for request in requests}
         self._client = client
-        self._messages: asyncio.Queue[Tokens | Failed] = asyncio.Queue()
+        self._messages: deque[Tokens | Failed] = deque()
+        self._some = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, message: Tokens | Failed) -> None:
-        self._messages.put_nowait(message)
+        before = self._messages[-1] if self._messages else None
+        if isinstance(before, Tokens) and isinstance(message, Tokens) and before.rid == message.rid:
+            self._messages[-1] = join(before, message)
+        else:
+            self._messages.append(message)
+        self._some.set()
 
     async def get(self) -> Tokens | Failed:
-        return await self._messages.get()
+        await self._some.wait()
+        found = self._messages.popleft()
+        if not self._messages:
+            self._some.clear()
+        return found
 
     def expire_in(self, seconds: float) -> None:
         """Ends what is open by then."""

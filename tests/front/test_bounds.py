@@ -292,7 +292,10 @@ def test_too_many_text_parts_hold_nobody_up(messages: list[int]) -> None:
     assert answer.status_code == 400
     assert "at most 16384" in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"].startswith("messages")
-    assert stall < 1, "400,000 parts held the event loop for 3.3 s"
+    text, begin = json.dumps(body), time.perf_counter()
+    json.loads(text)
+    parse = time.perf_counter() - begin  # on this machine, now
+    assert stall < 12 * parse, "400,000 parts held the event loop for 25 times as long as parsing takes"
 
 
 @pytest.mark.parametrize(

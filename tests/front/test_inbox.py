@@ -1,0 +1,89 @@
+"""Tokens that nobody took yet travel together, and nothing of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
+from specserve.frontend.output import OutputProcessor
+from specserve.messages import Failed, Submit, Tokens
+from specserve.process.client import EngineClient
+
+
+def taken(messages: Sequence[Tokens | Failed], rids: Sequence[str] = ("a",)) -> list[Tokens | Failed]:
+    """What a call with these requests gets, when it looks after all has come."""
+
+    async def run() -> list[Tokens | Failed]:
+        client = EngineClient(lambda _: None)
+        inbox = client.submit([Submit(rid, [1], SamplingParams()) for rid in rids])
+        for message in messages:
+            client.receive(message)
+        found = []
+        while True:
+            try:
+                found.append(await asyncio.wait_for(inbox.get(), 0.02))
+            except TimeoutError:
+                return found
+
+    return asyncio.run(run())
+
+
+def tokens(rid: str, *ids: int, **more: object) -> Tokens:
+    return Tokens(rid, list(ids), [len(ids)], **more)  # type: ignore[arg-type]
+
+
+def test_messages_of_a_request_are_joined() -> None:
+    first, second = TokenLogprob(1, -0.1, []), TokenLogprob(3, -0.3, [])
+    totals = {"cached_tokens": 4, "speculation": SpeculationUsage(steps=2, drafted=6, accepted=1)}
+    end = {"finish_reason": "stop", "stop_token": True, **totals}
+    (found,) = taken(
+        [
+            tokens("a", 1, 2, logprobs=[first, first], prompt_logprobs=[second], queued=0.5),
+            tokens("a", 3, logprobs=[second], cached_tokens=2),
+            tokens("a", 9, logprobs=[second], **end),
+        ]
+    )
+    logprobs = [first, first, second, second]
+    whole = tokens("a", 1, 2, 3, 9, logprobs=logprobs, prompt_logprobs=[second], queued=0.5, **end)
+    assert found == msgspec.structs.replace(whole, runs=[2, 1, 1])
+
+
+def test_others_keep_their_order() -> None:
+    messages = [
+        tokens("a", 1),
+        tokens("b", 2),
+        tokens("a", 3),
+        Failed("b", "gone"),
+        tokens("a", 4),
+        tokens("a", 5),
+    ]
+    found = taken(messages, ["a", "b"])
+    assert found == [*messages[:4], Tokens("a", [4, 5], [1, 1])]
+
+
+def test_what_was_taken_is_not_joined() -> None:
+    async def run() -> None:
+        client = EngineClient(lambda _: None)
+        inbox = client.submit([Submit("a", [1], SamplingParams())])
+        client.receive(tokens("a", 1))
+        assert await inbox.get() == tokens("a", 1)
+        client.receive(tokens("a", 2))
+        assert await inbox.get() == tokens("a", 2)
+
+    asyncio.run(run())
+
+
+def test_an_answer_is_the_same_in_one_message_or_in_many() -> None:
+    usages = [SpeculationUsage(steps=n, drafted=3 * n, accepted=n) for n in range(4)]
+    messages = [tokens("a", 10 * n, 10 * n + 1, speculation=usages[n], cached_tokens=1) for n in range(4)]
+    messages[-1] = tokens("a", 30, 31, speculation=usages[3], cached_tokens=1, finish_reason="length")
+    one, many = (OutputProcessor(SamplingParams(), None) for _ in range(2))
+    (joined,) = taken(messages)
+    assert isinstance(joined, Tokens)
+    one.push(joined)
+    for message in messages:
+        many.push(message)
+    assert one.answer == many.answer
