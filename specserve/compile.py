@@ -67,6 +67,10 @@ def _compile(given: Any, own: argparse.Namespace) -> None:
     from specserve.process.compile import Job, compile_all
 
     _, _, config = resolve_engine(given, has_gpu=True if own.gpu else None)
+    if config.attention_backend != "triton":
+        raise ValueError(
+            f"--attention-backend {config.attention_backend}: the kernels of triton's alone are compiled"
+        )
     if own.gpu:
         capability, *limits = GPUS[own.gpu]
         gpu = Gpu(capability, Limits(*limits))

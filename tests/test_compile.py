@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 from specserve.compile import main
 from specserve.engine.kernels import KernelWatch, Variant
-from tests.reference.draft_models import make_eagle3
-from tests.reference.models import make_llama
+from tests.reference.draft_models import make_eagle, make_eagle3
+from tests.reference.models import make_llama, make_mimo
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,6 +42,25 @@ compile.launch_all(config)
 print(json.dumps([found[True], found[False]]))
 """
 """Launches as a server does, in an order of its own, and counts what the cache has and lacks."""
+
+
+NOTES = """
+import collections, sys
+from dataclasses import replace
+from triton import knobs
+from triton.runtime import driver
+from specserve.config import load_settings
+from specserve.process import compile
+from specserve.process.assemble import resolve_engine
+
+_, _, config = resolve_engine(replace(load_settings(sys.argv[1:], {}), device="cuda"), has_gpu=True)
+found = collections.Counter()
+knobs.runtime.jit_cache_hook = lambda fn, **_: found.update([fn.name]) is None
+driver.set_active(compile._Driver((9, 0)))
+compile.launch_all(config)
+print(*found)
+"""
+"""Launches, compiles nothing, and says which kernels were asked for."""
 
 
 def python(cache: Path, *command: str) -> str:
@@ -75,6 +94,32 @@ def test_what_is_launched_was_compiled(tmp_path: Path) -> None:
     assert said.startswith(f"{len(variants)} kernels for h200 in ")
     assert {"_attend_kernel", "_prefill_kernel", "_grow_kernel"} <= {variant.kernel for variant in variants}
     assert json.loads(python(cache, "-c", LAUNCHES, *flags)) == [len(variants), 0]
+
+
+def drafted(path: Path, kind: str) -> list[str]:
+    """Flags of a pair."""
+    if kind == "MiMo":
+        target = make_mimo(path / "target", vocab=512, hidden=256, heads=4, kv_heads=2)
+        return ["--model-path", str(target), "--speculative-algorithm", "NEXTN"]
+    target = make_llama(path / "target", vocab=2048, hidden=256, heads=4, kv_heads=2)
+    draft = make_eagle(path / "eagle", target)
+    return [
+        "--model-path", str(target), "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(draft)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "kernel"),
+    [
+        ("EAGLE", ["--speculative-token-map", "dynamic"], "_indexed_linear_kernel"),
+        ("EAGLE", ["--speculative-draft-quantization", "fp8"], "_quantized_linear_kernel"),
+        ("MiMo", ["--disable-cuda-graph"], "_grow_kernel"),
+    ],
+)
+def test_the_dry_run_of_other_drafts(kind: str, more: list[str], kernel: str, tmp_path: Path) -> None:
+    flags = ["--dtype", "bfloat16", "--max-running-requests", "2", "--skip-tokenizer-init"]
+    found = python(tmp_path, "-c", NOTES, *drafted(tmp_path, kind), *flags, *more).split()
+    assert {"_attend_kernel", "_prefill_kernel", kernel} <= set(found)
 
 
 def test_a_kernel_that_comes_late_is_counted(caplog: pytest.LogCaptureFixture) -> None:

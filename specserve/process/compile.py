@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -92,7 +93,7 @@ def _compile(variant: Variant) -> None:
     if hasattr(driver, "make_launcher"):  # before Triton 3.7 each signature has a launcher in C
         with contextlib.suppress(
             AssertionError, ImportError
-        ):  # without the GPU's driver they are built at start
+        ):  # without a GPU's driver they are left to the start
             driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
@@ -121,7 +122,10 @@ def compile_all(job: Job) -> list[Variant]:
         for variant, future in compiled.items():
             if (error := future.exception()) is not None:
                 raise RuntimeError(f"{variant.module}.{variant.kernel} does not compile") from error
-    _list_file(job).write_text(json.dumps(list(compiled)))
+    file = _list_file(job)
+    part = file.with_suffix(f".{os.getpid()}")  # others may read, or write the same
+    part.write_text(json.dumps(list(compiled)))
+    part.replace(file)
     return list(compiled)
 
 

@@ -95,7 +95,7 @@ def build_scheduler(settings: Settings) -> Built:
     from specserve.process.assemble import create_scheduler, resolve_engine
 
     resolved, notes, config = resolve_engine(settings, with_front=True)
-    if config.device != "cuda":
+    if config.device != "cuda" or config.attention_backend != "triton":
         return Built(create_scheduler(config), resolved, notes)
     from specserve.process.compile import CompileAhead
 

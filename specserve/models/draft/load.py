@@ -49,8 +49,8 @@ _NOT_EAGLE = ("skip_prenorm", "skip_output_norm")  # of a conversion for vLLM; t
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """``ids`` are the target ids of the draft vocabulary, None where it is the target's; ``notes`` say what was
-    resolved."""
+    """``ids``, on the CPU, are the target ids of the draft vocabulary, None where it is the target's; ``notes`` say
+    what was resolved."""
 
     head: Head
     ids: Tensor | None
@@ -83,7 +83,7 @@ def load_draft(
     source.note_unread(file_tensors(head))
     if isinstance(head, MTPHead):
         head.read_embedding_first()
-    return LoadedDraft(head, None if ids is None else ids.to(target.device), source.notes)
+    return LoadedDraft(head, ids, source.notes)
 
 
 def build_draft(

@@ -175,14 +175,15 @@ def _vocabulary(loaded: LoadedDraft, token_map: Path | MapPlan | None, target: L
     if isinstance(token_map, MapPlan):
         return _follow(loaded, token_map, target)
     ids = loaded.ids if token_map is None else _truncate(loaded.head, token_map, target)
-    return Vocabulary(None if ids is None else VocabMap.of(ids, target.config.vocab_size))
+    return Vocabulary(None if ids is None else VocabMap.of(ids.to(target.device), target.config.vocab_size))
 
 
 def _follow(loaded: LoadedDraft, plan: MapPlan, target: LlamaModel) -> Vocabulary:
     """Makes the head draft what a live map says, among the tokens that it scores."""
     size, device = target.config.vocab_size, target.device
-    ids_O = torch.arange(size, device=device) if loaded.ids is None else loaded.ids
-    live_map = LiveMap(plan, ids_O.cpu().numpy(), size)
+    ids_O = torch.arange(size) if loaded.ids is None else loaded.ids
+    live_map = LiveMap(plan, ids_O.numpy(), size)
+    ids_O = ids_O.to(device)
     rows_R = torch.from_numpy(live_map.rows_R).to(device)
     rows = score_by(loaded.head, rows_R)
     log.info("the draft reads %d of its %d rows, chosen by a live map", len(rows_R), len(ids_O))
