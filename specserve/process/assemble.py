@@ -87,10 +87,11 @@ def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = l
     if config.device == "cuda":
         settle_keys()
     plan = shape_plan(config)
-    torch.set_num_threads(config.cpu_threads or config.cores)
+    if config.cpu_threads is not None:
+        torch.set_num_threads(config.cpu_threads)
     context = create_context(config, plan)
     if config.device == "cpu" and config.cpu_threads is None:
-        choose_threads(context, config.cores)
+        choose_threads(context, min(config.cores, torch.get_num_threads()))
     before_launch()
     captured = plan.captured()
     graphs = (

@@ -61,7 +61,7 @@ class TuneEngine:
         """``given``: local paths, an algorithm that drafts. Raises ValueError for what cannot be served."""
         shape: dict[str, Any] = dict(zip(SHAPE, (1, 1, 2), strict=True))
         _, _, config = resolve_engine(replace(given, **shape), with_front=True)
-        torch.set_num_threads(config.cpu_threads or config.cores)
+        torch.set_num_threads(config.cpu_threads or min(config.cores, torch.get_num_threads()))
         running = config.max_running_requests
         plans = [ShapePlan(envelope(candidates), False, running), ShapePlan(None, True, running)]
         plan = max(plans, key=lambda plan: plan.margin)
