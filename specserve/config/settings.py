@@ -209,9 +209,9 @@ class Settings:
     )
     cpu_threads: int | None = setting(
         None,
-        "Threads of the engine on a CPU. Not set: as many as make a step fastest, measured at start, of the cores that the "
-        "process and its container may use, and OMP_NUM_THREADS; the server leaves one to its front. Give it for the "
-        "same rounding at every start.",
+        "Threads of the engine on a CPU. Not set: as many as make a step fastest, measured at start, of the cores that "
+        "process, container and OMP_NUM_THREADS allow; the server leaves one to its front. Give it for the same "
+        "rounding at every start.",
         group=ENGINE,
         low=1,
         check=_cores,
