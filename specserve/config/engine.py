@@ -57,6 +57,7 @@ class EngineConfig:
     context_length: int
     max_running_requests: int
     chunked_prefill_size: int
+    max_prefill_tokens_per_step: int | None  # None: as measured
     page_size: int
     max_total_tokens: int | None
     mem_fraction_static: float
@@ -88,6 +89,7 @@ class EngineConfig:
             context_length=settings.context_length,
             max_running_requests=settings.max_running_requests,
             chunked_prefill_size=settings.chunked_prefill_size,
+            max_prefill_tokens_per_step=settings.max_prefill_tokens_per_step,
             page_size=settings.page_size,
             max_total_tokens=settings.max_total_tokens,
             mem_fraction_static=settings.mem_fraction_static,

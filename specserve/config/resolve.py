@@ -126,7 +126,14 @@ def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     elif chunk == -1:
         chunk = context
         notes.append(f"chunked_prefill_size = {chunk}: -1 was given, so no prompt is split")
-    return replace(settings, context_length=context, max_running_requests=running, chunked_prefill_size=chunk)
+    between, whole = settings.max_prefill_tokens_per_step, settings.chunked_prefill_size == -1
+    return replace(
+        settings,
+        context_length=context,
+        max_running_requests=running,
+        chunked_prefill_size=chunk,
+        max_prefill_tokens_per_step=chunk if between is None and (on_cpu or whole) else between,
+    )
 
 
 def _pool(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:

@@ -249,6 +249,14 @@ class Settings:
         group=ENGINE,
         check=lambda value: None if value == -1 or value >= 1 else f"must be -1 or at least 1, found {value}",
     )
+    max_prefill_tokens_per_step: int | None = setting(
+        None,
+        "Most prompt tokens computed between two steps of other requests. Not set: on cuda as many as take 1.5 steps "
+        "by measurement, 256 or more, unless more prompts wait than requests write; on cpu, and where prompts are taken "
+        "whole, as --chunked-prefill-size.",
+        group=ENGINE,
+        low=1,
+    )
     disable_radix_cache: bool = setting(
         False, "Forget a prompt's KV when its request ends.", group=ENGINE, aliases=("disable_radix",)
     )

@@ -121,6 +121,7 @@ def assemble(
     limits = Limits(
         max_running_requests=config.max_running_requests,
         chunked_prefill_size=config.chunked_prefill_size,
+        max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
         headroom=plan.headroom,
         overlap=_overlap(config, context.drafter),
     )

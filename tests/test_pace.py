@@ -1,0 +1,76 @@
+"""Prompts between the steps of requests that write."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from specserve.core import SamplingParams
+from specserve.engine.commands import Prefill
+from specserve.engine.runner import Launch, Runner
+from specserve.scheduler.pace import Pace
+from specserve.scheduler.sharing import LAUNCH
+from tests.engines import Checkpoints, Client, make_scheduler
+
+
+def test_a_fixed_bound_holds_while_anybody_writes() -> None:
+    pace = Pace(100)
+    assert pace.bound(8192, writing=0, prompts=5) == 8192
+    assert pace.bound(8192, writing=1, prompts=5) == 100
+    assert pace.bound(64, writing=1, prompts=5) == 64
+
+
+def test_a_measured_bound_takes_as_long_as_one_and_a_half_steps() -> None:
+    pace = Pace(None)
+    assert pace.bound(8192, writing=8, prompts=1) == 8192, "nothing is measured yet"
+    pace.filled(1.0, LAUNCH - 1)  # what the weights cost, not the tokens
+    pace.stepped(0.012)
+    assert pace.bound(8192, writing=8, prompts=1) == 8192
+    pace.filled(0.08, 4000)
+    assert pace.bound(8192, writing=8, prompts=8) == 900
+    assert pace.bound(8192, writing=8, prompts=9) == 8192, "most wait for a prompt"
+    assert pace.bound(512, writing=8, prompts=1) == 512
+    for _ in range(100):
+        pace.stepped(0.001)
+    assert pace.bound(8192, writing=8, prompts=1) == LAUNCH
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_long_prompt_comes_in_pieces_between_steps(
+    agreeing: Checkpoints, monkeypatch: pytest.MonkeyPatch, overlap: str
+) -> None:
+    """And the texts are those of a server without the bound."""
+    launches: list[int | str] = []
+    prefill, step = Runner.prefill, Runner.step
+
+    def prefilled(runner: Runner, command: Prefill) -> Launch:
+        launches.append(sum(len(row.tokens) for row in command.rows))
+        return prefill(runner, command)
+
+    monkeypatch.setattr(Runner, "prefill", prefilled)
+    monkeypatch.setattr(
+        Runner, "step", lambda runner, command: launches.append("step") or step(runner, command)
+    )
+    texts = []
+    for bound in (None, 8):
+        launches.clear()
+        scheduler = make_scheduler(
+            agreeing.target,
+            dtype="float64",
+            max_total_tokens=400,
+            max_prefill_tokens_per_step=bound,
+            overlap_schedule=overlap,
+        )
+        client, params = Client(scheduler), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        client.submit("short", list(range(2, 22)), params)
+        client.iterate()
+        client.submit("long", list(range(3, 43)), params)
+        client.run()
+        texts.append([client.answers[rid].tokens for rid in ("short", "long")])
+        prompts = [found for found in launches if found != "step"]
+        assert prompts == ([20, 40] if bound is None else [20, 8, 8, 8, 8, 8])
+        if bound is not None:
+            at = [index for index, found in enumerate(launches) if found == 8]
+            assert all(second - first == 2 for first, second in itertools.pairwise(at))
+    assert texts[0] == texts[1]
