@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from specserve.scheduler.sharing import LAUNCH
-
 STEPS = 1.5  # that a launch of prompts may take: an answer's tokens then come at most 2.5 steps apart
+LEAST = 1024  # tokens; in launches of 256 one takes half as long again on an H200, which costs a fifth of all output
 NEWEST = 0.1  # weight of the newest measurement in the mean
 
 
 class Pace:
     """Bounds launches of prompts by ``fixed`` tokens; with None by what was measured: a launch takes as long as
-    ``STEPS`` steps, but holds ``LAUNCH`` tokens in any case, since fewer take as long."""
+    ``STEPS`` steps, but may hold ``LEAST`` tokens in any case."""
 
     def __init__(self, fixed: int | None) -> None:
         self._fixed = fixed
@@ -26,7 +25,7 @@ class Pace:
             return min(chunk, self._fixed)
         if writing < prompts or not self._step or not self._token:
             return chunk
-        return min(chunk, max(LAUNCH, int(STEPS * self._step / self._token)))
+        return min(chunk, max(LEAST, int(STEPS * self._step / self._token)))
 
     def stepped(self, seconds: float) -> None:
         """Learn what a step took."""
@@ -34,7 +33,7 @@ class Pace:
 
     def filled(self, seconds: float, tokens: int) -> None:
         """Learn what a launch of so many prompt tokens took."""
-        if tokens >= LAUNCH:
+        if tokens >= LEAST:
             self._token = _mean(self._token, seconds / tokens)
 
 
