@@ -57,7 +57,7 @@ class EngineConfig:
     context_length: int
     max_running_requests: int
     chunked_prefill_size: int
-    max_prefill_tokens_per_step: int | None  # None: as measured
+    max_prefill_tokens_per_step: int
     page_size: int
     max_total_tokens: int | None
     mem_fraction_static: float
@@ -78,6 +78,7 @@ class EngineConfig:
         assert settings.context_length is not None
         assert settings.max_running_requests is not None
         assert settings.chunked_prefill_size is not None
+        assert settings.max_prefill_tokens_per_step is not None
         return cls(
             model=model,
             model_path=Path(settings.model_path),

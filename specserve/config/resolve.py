@@ -126,13 +126,13 @@ def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     elif chunk == -1:
         chunk = context
         notes.append(f"chunked_prefill_size = {chunk}: -1 was given, so no prompt is split")
-    between, whole = settings.max_prefill_tokens_per_step, settings.chunked_prefill_size == -1
+    between = settings.max_prefill_tokens_per_step
     return replace(
         settings,
         context_length=context,
         max_running_requests=running,
         chunked_prefill_size=chunk,
-        max_prefill_tokens_per_step=chunk if between is None and (on_cpu or whole) else between,
+        max_prefill_tokens_per_step=chunk if between is None else between,
     )
 
 

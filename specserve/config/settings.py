@@ -251,9 +251,8 @@ class Settings:
     )
     max_prefill_tokens_per_step: int | None = setting(
         None,
-        "Most prompt tokens computed between two steps of other requests. Not set: on cuda as many as take 1.5 steps "
-        "by measurement, 1024 or more, unless more prompts wait than requests write; on cpu, and where prompts are "
-        "taken whole, as --chunked-prefill-size.",
+        "Most prompt tokens computed between two steps of other requests: their tokens come more evenly, but fewer in "
+        "all. Not set: --chunked-prefill-size.",
         group=ENGINE,
         low=1,
     )

@@ -93,8 +93,8 @@ class Launch:
 
     @property
     def seconds(self) -> float:
-        """What the device worked, once it has been read."""
-        assert self._stopwatch is not None, "warming up is not timed"
+        """What the device worked on a step, once it has been read."""
+        assert self._stopwatch is not None, "prefill is not timed"
         return self._stopwatch.seconds
 
     def read(self) -> list[Emitted]:
@@ -206,20 +206,17 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, command: Prefill) -> Launch:
-        rows, stopwatch = command.rows, Stopwatch(self.context.state.device)
-        result = self._replay_prompts(rows) or self._run_prompts(rows)
-        return self._prefilled(rows, result, stopwatch.stop())
+        rows = command.rows
+        return self._prefilled(rows, self._replay_prompts(rows) or self._run_prompts(rows))
 
-    def _prefilled(
-        self, rows: Sequence[Row], result: PrefillResult, stopwatch: Stopwatch | None = None
-    ) -> Launch:
+    def _prefilled(self, rows: Sequence[Row], result: PrefillResult) -> Launch:
         token_B1 = result.token_B[: len(rows), None]
         packed = torch.where(result.final_B[: len(rows), None], token_B1, -1)
         packed = torch.cat([packed, torch.zeros_like(packed).expand(-1, 3)], dim=1)
         index_B1 = torch.arange(len(rows), device=token_B1.device)[:, None]
         logprobs = self._logprobs(rows, result.logits_BV, token_B1, index_B1)
         predicted_B2 = _asked(rows, result.predicted_B2)
-        return Launch(packed, logprobs, rows, stopwatch, predicted_B2, result.scores)
+        return Launch(packed, logprobs, rows, predicted_B2=predicted_B2, scores=result.scores)
 
     def _replay_prompts(self, rows: Sequence[Row]) -> PrefillResult | None:
         """None for a launch that was not captured."""

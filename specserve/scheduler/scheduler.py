@@ -25,7 +25,6 @@ from specserve.scheduler.admission import Admission, Refused
 from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
-from specserve.scheduler.pace import Pace
 from specserve.scheduler.pressure import ATTEMPTS, Pressure
 from specserve.scheduler.request import Request
 from specserve.scheduler.sharing import Sharing
@@ -43,7 +42,7 @@ class Limits:
 
     max_running_requests: int
     chunked_prefill_size: int
-    max_prefill_tokens_per_step: int | None  # while others write; None: as measured
+    max_prefill_tokens_per_step: int  # while other requests wait for their next step
     headroom: int  # positions that the first step of a request may write
     overlap: bool
 
@@ -54,7 +53,6 @@ class _InFlight:
     requests: list[Request]
     shape: StepShape | None = None  # None: a prefill
     batch: Batch | None = None  # what its shape was chosen for
-    prompt_tokens: int = 0  # of a prefill
 
     @property
     def adds(self) -> int:
@@ -91,7 +89,6 @@ class Scheduler:
         self._refused: Request | None = None  # it was too large when it was the queue's head,
         self._enough = 0  # and is until the memory's prospect is this
         self._pressure = Pressure(limits.max_running_requests, limits.chunked_prefill_size)
-        self._pace = Pace(limits.max_prefill_tokens_per_step)
         self._counters = Counters()
         self._step_counters = StepCounters()
 
@@ -230,8 +227,9 @@ class Scheduler:
 
     def _launch_prefill(self) -> int:
         """Launches one chunk's worth of prompt tokens. Returns the number of launches."""
-        prompts = sum(r.prefilling for r in self._running)
-        budget = self._pace.bound(self._pressure.chunk, len(self._running) - prompts, prompts)
+        budget = self._pressure.chunk
+        if not all(request.prefilling for request in self._running):
+            budget = min(budget, self._limits.max_prefill_tokens_per_step)
         rows: list[Row] = []
         requests: list[Request] = []
         begun: list[RowInit] = []
@@ -257,7 +255,7 @@ class Scheduler:
         launch = self._attempt(lambda: self._prefill(begun, rows), requests, chunk)
         if launch is None:
             return 0
-        self._inflight.append(_InFlight(launch, requests, prompt_tokens=chunk))
+        self._inflight.append(_InFlight(launch, requests))
         for request in requests:
             request.pending += not request.prefilling
             self._begun += not request.prefilling
@@ -387,10 +385,6 @@ class Scheduler:
         """Waits for a launch and hands its tokens out."""
         found = item.launch.read()
         self._pressure.worked()
-        if item.shape is None:
-            self._pace.filled(item.launch.seconds, item.prompt_tokens)
-        else:
-            self._pace.stepped(item.launch.seconds)
         live, before, stopped = sum(r.slot >= 0 for r in item.requests), self._counters.generated_tokens, 0
         for request, emitted in zip(item.requests, found, strict=True):
             if request.slot < 0:

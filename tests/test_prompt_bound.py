@@ -9,30 +9,7 @@ import pytest
 from specserve.core import SamplingParams
 from specserve.engine.commands import Prefill
 from specserve.engine.runner import Launch, Runner
-from specserve.scheduler.pace import LEAST, Pace
 from tests.engines import Checkpoints, Client, make_scheduler
-
-
-def test_a_fixed_bound_holds_while_anybody_writes() -> None:
-    pace = Pace(100)
-    assert pace.bound(8192, writing=0, prompts=5) == 8192
-    assert pace.bound(8192, writing=1, prompts=5) == 100
-    assert pace.bound(64, writing=1, prompts=5) == 64
-
-
-def test_a_measured_bound_takes_as_long_as_one_and_a_half_steps() -> None:
-    pace = Pace(None)
-    assert pace.bound(8192, writing=8, prompts=1) == 8192, "nothing is measured yet"
-    pace.filled(1.0, LEAST - 1)  # what the weights cost, not the tokens
-    pace.stepped(0.024)
-    assert pace.bound(8192, writing=8, prompts=1) == 8192
-    pace.filled(0.08, 4000)
-    assert pace.bound(8192, writing=8, prompts=8) == 1800
-    assert pace.bound(8192, writing=8, prompts=9) == 8192, "most wait for a prompt"
-    assert pace.bound(512, writing=8, prompts=1) == 512
-    for _ in range(100):
-        pace.stepped(0.001)
-    assert pace.bound(8192, writing=8, prompts=1) == LEAST
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])
