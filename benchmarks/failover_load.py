@@ -100,7 +100,8 @@ class Load:
         turn = number
         while not self._stop:
             begun = time.monotonic()
-            ask = self._stream if number // 2 % 2 else self._whole  # pairs: in turn, two replicas get both kinds
+            # By pairs: two replicas that take requests in turn both get streams and whole answers.
+            ask = self._stream if number // 2 % 2 else self._whole
             outcome, reason = await ask(self._prompts[turn % len(self._prompts)])
             self.tally.add(outcome, time.monotonic() - begun, reason)
             turn += self._clients
