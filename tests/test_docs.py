@@ -108,7 +108,7 @@ def test_folders_import_in_one_direction() -> None:
 def test_only_their_records_know_methods_by_name() -> None:
     """Elsewhere such a name is that of a kind of head: what checkpoints hold, and what is trained."""
     named = {name for name in METHOD_NAMES if name != NONE}
-    kinds = ("specserve.models.draft.", "specserve.tools.train.", "specserve.tools.check.mismatches")
+    kinds = ("specserve.models.draft.", "specserve.tools.train.")
     found = {
         (module, node.value)
         for module, file in MODULES.items()

@@ -15,9 +15,9 @@ from specserve.config import make_settings
 from specserve.config.speculation import carries_draft, resolve_speculation
 from specserve.methods import METHOD_NAMES, method_of
 from specserve.models.checkpoint import load_target
-from specserve.models.draft.choices import read_taps
+from specserve.models.draft.fields import FIELDS, parse_overrides
 from specserve.models.draft.load import LoadedDraft, load_draft
-from specserve.models.draft.override import FIELDS, parse_overrides
+from specserve.models.draft.reader import Eagle3Reading
 from specserve.models.draft.source import Source
 from tests.engines import make_scheduler
 from tests.reference.draft_dialects import AUX, as_speculators, eagle, eagle3, save, with_embedding
@@ -131,7 +131,7 @@ def test_conventions_of_aux_layers(
 ) -> None:
     source: Any = Source(Path("draft"), None, config, {})  # type: ignore[arg-type]
     model: Any = SimpleNamespace(num_layers=layers, architecture=architecture)
-    assert list(read_taps(source, model)) == expected
+    assert list(Eagle3Reading(source, model).taps) == expected
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import zmq
 
@@ -37,6 +37,10 @@ from specserve.messages import (
     decode_to_engine,
     encode,
 )
+
+if TYPE_CHECKING:
+    from specserve.config.engine import EngineConfig
+    from specserve.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -92,17 +96,24 @@ Build = Callable[[Settings], Built]
 
 def build_scheduler(settings: Settings) -> Built:
     """Resolves the settings and loads the model. Raises ValueError for a user's mistake."""
-    from specserve.process.assemble import create_scheduler, resolve_engine
+    from specserve.process.assemble import resolve_engine
 
     resolved, notes, config = resolve_engine(settings, with_front=True)
+    return Built(load_engine(resolved, config), resolved, notes)
+
+
+def load_engine(settings: Settings, config: EngineConfig) -> Scheduler:
+    """Loads what ``settings`` came to, and compiles its kernels meanwhile."""
+    from specserve.process.assemble import create_scheduler
+
     if config.device != "cuda" or config.attention_backend != "triton":
-        return Built(create_scheduler(config), resolved, notes)
+        return create_scheduler(config)
     from specserve.process.compile import CompileAhead
 
-    ahead = CompileAhead.begin(resolved, config)
+    ahead = CompileAhead.begin(settings, config)
     scheduler = create_scheduler(config, ahead.wait)
     ahead.load()
-    return Built(scheduler, resolved, notes)
+    return scheduler
 
 
 def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoReturn:

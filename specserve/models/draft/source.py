@@ -16,6 +16,7 @@ from typing import Any
 from specserve.layers.rotary import rope_fields
 from specserve.models.checkpoint import TensorFiles
 from specserve.models.config import check_rope_fields, read_json
+from specserve.models.draft.fields import FIELDS, FLAG
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +64,12 @@ class Source:
     def from_speculators(self) -> bool:
         return "speculators_model_type" in self.config
 
-    @property
-    def _is_old_speculators(self) -> bool:
-        return "fusion_fc.weight" in self.files
-
     def stored(self, name: str) -> str:
         """The file's name of a head's parameter."""
         if self.is_mtp:
             return "mtp_layers.0." + ("final_layernorm.weight" if name == "norm.weight" else name)
         outside = next((prefix for prefix in _OUTSIDE_LAYER if name.startswith(prefix)), None)
-        if not self._is_old_speculators:
+        if "fusion_fc.weight" not in self.files:
             return name if outside else f"layers.0.{name}"
         if outside is None:
             return f"transformer.{name}"
@@ -81,38 +78,43 @@ class Source:
     def __contains__(self, name: str) -> bool:
         return self.stored(name) in self.files
 
+    def file(self, name: str) -> Path:
+        """The file with a head's parameter. Raises ValueError when there is none."""
+        return self.files.file(self.stored(name))
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.files[self.stored(name)].shape)
 
     def matrix(self, name: str) -> tuple[int, int]:
         """Rows and columns. Raises ValueError naming file and tensor when it has none."""
-        shape, stored = self.shape(name), self.stored(name)
+        shape = self.shape(name)
         if len(shape) != 2 or 0 in shape:
             raise ValueError(
-                f"{self.files.file(stored)}: tensor {stored} has shape {list(shape)}, expected a matrix"
+                f"{self.file(name)}: tensor {self.stored(name)} has shape {list(shape)}, expected a matrix"
             )
         return shape[0], shape[1]
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """A field where the config has it: nested under ``eagle_config``, or at its top."""
+    def get(self, name: str) -> Any:
+        """A field of ``FIELDS`` where the config has it: nested under ``eagle_config``, or at its top. None where it
+        is absent or empty."""
         if name in self.overrides:
             return self.overrides[name]
-        nested = self.config.get("eagle_config") or {}
-        if not isinstance(nested, Mapping):
-            raise ValueError(f"{self.config_file}: eagle_config must be an object, found {nested!r}")
-        found = nested.get(name)
+        found = (self.config.get("eagle_config") or {}).get(name)
         found = self.config.get(name) if found is None else found
-        return default if found is None else found
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """A field that is true or false."""
-        found = self.get(name, default)
-        if not isinstance(found, bool):
-            raise ValueError(f"{self.config_file}: {name} must be true or false, found {found!r}")
+        if found is None or found == []:
+            return None
+        if not FIELDS[name].accepts(found):
+            raise ValueError(f"{self.config_file}: {name} must be {FIELDS[name].words}, found {found!r}")
         return found
 
+    def says(self, name: str) -> str:
+        """Who said what a field is, for notes."""
+        return FLAG if name in self.overrides else f"its config's {name}"
+
     def note(self, text: str) -> None:
-        self.notes.append(f"draft {text}")
+        """Each note once, however often what it says is read."""
+        if (note := f"draft {text}") not in self.notes:
+            self.notes.append(note)
 
     def note_unread(self, parameters: Iterable[str]) -> None:
         """Tensors that no parameter wants may mean that the draft is another than it seems."""
@@ -122,35 +124,19 @@ class Source:
             self.note(f"tensors that are not read: {', '.join(unread)}")
             log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
 
-    def side(self, name: str, default: str) -> str:
-        """``pre`` or ``post``: which side of a norm a state is taken from."""
-        return str(self.overrides.get(name, default))
-
-    def origin(self, name: str) -> str:
-        """Who said what a field is, for notes."""
-        if name in self.overrides:
-            return "--speculative-draft-config-override"
-        return f"its config's {name}"
-
 
 def open_source(path: Path, overrides: Mapping[str, Any]) -> Source:
     """Reads a directory. Raises ValueError when it is unreadable or holds a head of an unsupported kind by name."""
     files, config = TensorFiles(path), read_json(path / "config.json")
+    inner: dict[str, Any] = next((config[n] for n in _NESTED if isinstance(config.get(n), dict)), {})
+    flat = {**config, **inner}
     for name in ("eagle_config", *_NESTED[:1]):
-        if not isinstance(config.get(name), dict | None):
-            raise ValueError(f"{path / 'config.json'}: {name} must be an object, found {config[name]!r}")
-    flat = _flat(config)
+        if not isinstance(flat.get(name), dict | None):
+            raise ValueError(f"{path / 'config.json'}: {name} must be an object, found {flat[name]!r}")
     check_rope_fields(flat, path / "config.json")
     source = Source(path, files, _overridden(flat, overrides), overrides)
     _refuse_foreign(source)
     return source
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    for name in _NESTED:
-        if isinstance(config.get(name), dict):
-            return {**config, **config[name]}
-    return dict(config)
 
 
 def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

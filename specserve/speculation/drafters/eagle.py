@@ -21,9 +21,9 @@ from specserve.kv.pool import KVPool
 from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.linear import pack_linears
 from specserve.layers.rotary import Rope
+from specserve.models.draft.fields import parse_overrides
 from specserve.models.draft.head import LayerHead
 from specserve.models.draft.load import LoadedDraft, load_draft
-from specserve.models.draft.override import parse_overrides
 from specserve.models.draft.token_map import PickedRows, read_named_map, score_by, truncate
 from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View

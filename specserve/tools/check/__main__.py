@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from specserve.config import Settings, load_settings, resolve_paths
+from specserve.config import Settings, load_settings
 from specserve.config.speculation import SHAPE
 from specserve.logs import configure_logging
-from specserve.process.worker import build_scheduler
+from specserve.process.assemble import resolve_engine
+from specserve.process.worker import Built, load_engine
 from specserve.tools.check.measure import measure, read_prompts
 from specserve.tools.check.memory import memory_needed
 from specserve.tools.check.mismatches import find_mismatches
@@ -68,20 +69,19 @@ def _parser() -> argparse.ArgumentParser:
 def _check(given: Settings, options: argparse.Namespace, report: Report) -> None:
     """Fills the report as far as it gets. Raises ValueError for what can't be loaded."""
     prompts = read_prompts(options.prompts)
-    settings, notes = resolve_paths(given)
-    report.choices += notes
-    find_mismatches(settings, report)
     with _heard() as said:
         try:
-            built = build_scheduler(_with_shape(settings))
+            settings, notes, config = resolve_engine(_with_shape(given), with_front=True)
+            find_mismatches(config, settings, report)
+            engine = load_engine(settings, config)
         finally:
-            report.choices += said
+            report.choices += dict.fromkeys(said)
     try:
-        report.memory = memory_needed(built)
+        report.memory = memory_needed(engine)
         if not options.no_run:
-            measure(built, prompts, options.max_tokens, report)
+            measure(Built(engine, settings, notes), prompts, options.max_tokens, report)
     finally:
-        built.engine.close()
+        engine.close()
 
 
 def _with_shape(settings: Settings) -> Settings:
