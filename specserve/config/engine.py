@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from specserve.config.settings import Settings
-from specserve.config.speculation import shape_of
-from specserve.config.token_map import DYNAMIC
+from specserve.config.settings import SETTINGS, Settings
+from specserve.config.speculation import DYNAMIC, shape_of
 from specserve.methods import Method, method_of
 
 if TYPE_CHECKING:
@@ -74,31 +73,18 @@ class EngineConfig:
     @classmethod
     def of(cls, settings: Settings, model: ModelConfig, cores: int) -> EngineConfig:
         """Take what ``resolve`` returned."""
-        assert settings.model_path is not None
-        assert settings.context_length is not None
-        assert settings.max_running_requests is not None
-        assert settings.chunked_prefill_size is not None
-        assert settings.max_prefill_tokens_per_step is not None
+        same: dict[str, Any] = {
+            field.name: getattr(settings, field.name) for field in fields(cls) if field.name in SETTINGS
+        }
+        places = {"model_path": Path(same["model_path"])}
+        places["tokenizer_path"] = Path(settings.tokenizer_path or places["model_path"])
         return cls(
+            **same | places,
             model=model,
-            model_path=Path(settings.model_path),
-            tokenizer_path=Path(settings.tokenizer_path or settings.model_path),
-            device=settings.device,
-            dtype=settings.dtype,
-            cpu_threads=settings.cpu_threads,
             cores=cores,
-            context_length=settings.context_length,
-            max_running_requests=settings.max_running_requests,
-            chunked_prefill_size=settings.chunked_prefill_size,
-            max_prefill_tokens_per_step=settings.max_prefill_tokens_per_step,
-            page_size=settings.page_size,
-            max_total_tokens=settings.max_total_tokens,
-            mem_fraction_static=settings.mem_fraction_static,
-            attention_backend=settings.attention_backend,
             largest_graph=settings.cuda_graph_max_bs,
             prefix_cache=not settings.disable_radix_cache,
             overlap=settings.overlap_schedule == "on",
-            random_seed=settings.random_seed,
             all_greedy=settings.requests_all_greedy,
             draft=_draft(settings),
             shape=shape_of(settings),

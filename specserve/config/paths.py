@@ -7,8 +7,7 @@ from pathlib import Path
 
 from specserve.config import hub
 from specserve.config.settings import Settings
-from specserve.config.speculation import carries_draft
-from specserve.config.token_map import DYNAMIC
+from specserve.config.speculation import DYNAMIC, carries_draft
 from specserve.methods import METHOD_NAMES, method_of
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
@@ -22,7 +21,7 @@ BUNDLED_NAME = "specserve-chat"
 
 _DRAFT_FLAG = "--speculative-draft-model-path"
 _DRAFT_REVISION = "--speculative-draft-model-revision"
-_UNREAD = "changes nothing: --skip-tokenizer-init loads no tokenizer"
+_UNREAD = ": --skip-tokenizer-init loads no tokenizer"
 
 
 def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
@@ -30,7 +29,9 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
 
     Does nothing to a copy it has made. Raises ValueError naming the flag, the path and what to do.
     """
-    settings, notes = _without_tokenizer_code(settings)
+    notes: list[str] = []
+    if settings.skip_tokenizer_init:
+        settings = settings.without(["trust_remote_code"], _UNREAD, notes)
     places = _Places(settings, notes, [])
     model = settings.model_path
     if model is None:
@@ -49,16 +50,9 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
         speculative_token_map=_token_map("speculative_token_map", settings, places),
         speculative_token_map_start=_token_map("speculative_token_map_start", settings, places),
     )
-    if settings.download_dir is not None and not places.downloads:
-        notes.append("--download-dir changes nothing: all files are local")
+    if not places.downloads:
+        settings.without(["download_dir"], ": all files are local", notes)
     return resolved, notes
-
-
-def _without_tokenizer_code(settings: Settings) -> tuple[Settings, list[str]]:
-    """Cleared in the copy where it changes nothing, so that the note is made once."""
-    if not (settings.skip_tokenizer_init and settings.trust_remote_code):
-        return settings, []
-    return replace(settings, trust_remote_code=False), [f"--trust-remote-code {_UNREAD}"]
 
 
 def _names(given: str, path: Path) -> tuple[str, ...]:
@@ -74,7 +68,7 @@ def _tokenizer(settings: Settings, model_path: Path, places: _Places) -> str:
         return str(model_path)
     if settings.skip_tokenizer_init:
         if given != str(model_path):
-            places.notes.append(f"--tokenizer-path {_UNREAD}")
+            settings.without(["tokenizer_path"], _UNREAD, places.notes)
         return str(model_path)
     revision = settings.revision if given == settings.model_path else None
     return str(places.tokenizer("--tokenizer-path", given, revision))
@@ -85,14 +79,14 @@ def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
     revision, method = settings.speculative_draft_model_revision, settings.method
     if draft is not None and method is not None and method.needs_draft:
         return str(places.model(_DRAFT_FLAG, draft, revision, _DRAFT_REVISION))
-    if revision is not None:
-        places.notes.append(f"{_DRAFT_REVISION} changes nothing: no draft is downloaded")
+    settings.without(["speculative_draft_model_revision"], ": no draft is downloaded", places.notes)
     if method is None:
         return draft
     if not method.needs_draft:
-        if draft is not None:
-            places.notes.append(f"{_DRAFT_FLAG} changes nothing: {algorithm} has no checkpoint")
-        return None
+        why = f": {algorithm} has no checkpoint"
+        return settings.without(
+            ["speculative_draft_model_path"], why, places.notes
+        ).speculative_draft_model_path
     if carries_draft(algorithm, model_path):
         places.notes.append(
             f"speculative_draft_model_path = {model_path}: the model's checkpoint has a draft head"

@@ -12,9 +12,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from specserve.config.paths import resolve_paths
-from specserve.config.settings import SETTINGS, Settings
-from specserve.config.speculation import resolve_speculation
-from specserve.config.token_map import resolve_token_map
+from specserve.config.settings import NO_OPS, Settings
+from specserve.config.speculation import resolve_speculation, resolve_token_map
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
@@ -143,25 +142,16 @@ def _pool(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
         raise ValueError(
             f"--max-total-tokens: must hold a page of {settings.page_size} tokens, found {given}"
         )
-    if given is None and settings.device != "cpu":
+    on_cpu = settings.device == "cpu"
+    if given is None and not on_cpu:
         return settings
-    settings = _without_fraction(settings, notes)
+    why = f"{' on cpu' if on_cpu else ''}: max_total_tokens sizes the KV pool"
+    settings = settings.without(["mem_fraction_static"], why, notes)
     if given is not None:
         return settings
     total = max(4 * context, 65536)
     notes.append(f"max_total_tokens = {total}: the device is cpu, the larger of 65536 and 4 contexts")
     return replace(settings, max_total_tokens=total)
-
-
-def _without_fraction(settings: Settings, notes: Notes) -> Settings:
-    """The default in the copy, so that the note is made once."""
-    default = SETTINGS["mem_fraction_static"].default
-    assert isinstance(default, float)
-    if settings.mem_fraction_static == default:
-        return settings
-    where = " on cpu" if settings.device == "cpu" else ""
-    notes.append(f"--mem-fraction-static changes nothing{where}: max_total_tokens sizes the KV pool")
-    return replace(settings, mem_fraction_static=default)
 
 
 def _graphs(settings: Settings, notes: Notes) -> Settings:
@@ -175,28 +165,16 @@ def _graphs(settings: Settings, notes: Notes) -> Settings:
         notes.append(f"disable_cuda_graph = True: {why}")
         settings = replace(settings, disable_cuda_graph=True)
     if settings.disable_cuda_graph:
-        if largest is not None:
-            notes.append("--cuda-graph-max-bs changes nothing: no graphs are captured")
-        return replace(settings, cuda_graph_max_bs=None)
+        return settings.without(["cuda_graph_max_bs"], ": no graphs are captured", notes)
     if largest is None or largest > running:
         notes.append(f"cuda_graph_max_bs = {running}: max_running_requests")
         largest = running
     return replace(settings, cuda_graph_max_bs=largest)
 
 
-def _compile(settings: Settings, notes: Notes) -> Settings:
-    """Cleared in the copy, so that the note is made once."""
-    given = ["--enable-torch-compile"] if settings.enable_torch_compile else []
-    given += [] if settings.torch_compile_max_bs is None else ["--torch-compile-max-bs"]
-    if given:
-        why = "steps run as CUDA graphs of fused kernels instead"
-        why = "nothing is compiled on a cpu" if settings.device == "cpu" else why
-        notes.append(f"{', '.join(given)} changes nothing: {why}")
-    return replace(settings, enable_torch_compile=False, torch_compile_max_bs=None)
-
-
 def _execution(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
-    settings = _compile(_graphs(settings, notes), notes)
+    why = ": steps run as CUDA graphs of fused kernels, on a cpu as they are"
+    settings = _graphs(settings, notes).without(NO_OPS, why, notes)
     overlap, seed = settings.overlap_schedule, settings.random_seed
     if settings.disable_overlap_schedule:
         overlap = "off"

@@ -9,7 +9,8 @@ import json
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from specserve.config.declare import power_of_two, setting, settings_of
@@ -18,6 +19,8 @@ from specserve.methods import METHOD_NAMES, NONE, Method, method_of
 
 MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
 MAX_SLOTS = 65536  # what attention's kernels look requests up among at most
+NO_OPS = ("enable_torch_compile", "torch_compile_max_bs")
+"""Accepted for SGLang's commands and never read: nothing is compiled by torch."""
 
 
 def _lossless(value: float) -> str | None:
@@ -404,10 +407,17 @@ class Settings:
     def public(self) -> dict[str, Any]:
         """Every setting and its value, secrets replaced by whether they are set."""
         values = {name: getattr(self, name) for name in SETTINGS}
-        for name, declared in SETTINGS.items():
-            if declared.secret:
-                values[name] = None if values[name] is None else "(set)"
-        return values
+        secrets = {
+            name for name, declared in SETTINGS.items() if declared.secret and values[name] is not None
+        }
+        return values | dict.fromkeys(secrets, "(set)")
+
+    def without(self, names: Iterable[str], why: str, notes: list[str]) -> Settings:
+        """Return a copy without those of ``names`` that were given, and note that they change nothing."""
+        given = {n: SETTINGS[n].default for n in names if getattr(self, n) != SETTINGS[n].default}
+        if given:
+            notes.append(f"{', '.join(SETTINGS[name].flag for name in given)} changes nothing{why}")
+        return replace(self, **given)  # type: ignore[arg-type]
 
 
 SETTINGS = settings_of(Settings)

@@ -1,4 +1,4 @@
-"""The speculation shape: draft levels, branching, verified nodes. The rules are SGLang's."""
+"""The speculation shape (draft levels, branching, verified nodes), whose rules are SGLang's, and the token map."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specserve.config.settings import Settings
+from specserve.config.settings import SETTINGS, SPECULATION, Settings
 from specserve.methods import method_of, names_where
 
 if TYPE_CHECKING:
@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 DEFAULT = (3, 1, 4)  # SGLang's for most models
 MOST_CANDIDATES = 2**15  # of a slot's pool: a kernel looks at all in one program
-DRAFT = (
-    "speculative_draft_model_path",
-    "speculative_draft_model_revision",
-    "speculative_draft_config_override",
-)
+MAP_FLAG = "--speculative-token-map"
+DYNAMIC = "dynamic"
+INTERVAL = 8  # steps
+_OF_DYNAMIC = ("speculative_token_map_size", "speculative_token_map_interval", "speculative_token_map_start")
 
 
 def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) -> Settings:
@@ -29,7 +28,7 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
     given = [name for name in SHAPE if getattr(settings, name) is not None]
     method = settings.method
     if method is None:
-        return _plain(settings, given, notes)
+        return _plain(settings, notes)
     if settings.speculative_draft_quantization == "auto":
         settings = replace(settings, speculative_draft_quantization=_rounding(settings, notes))
     if method.fixed_shape is not None:
@@ -47,6 +46,31 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
             f"{_flag(given[0])} is given without {' and '.join(missing)}: give all three or none"
         )
     return _fit(settings, notes)
+
+
+def resolve_token_map(settings: Settings, _: ModelConfig, notes: list[str]) -> Settings:
+    """Raises ValueError for a method that can't use a map, and for a dynamic map's settings without one.
+
+    ``paths.py`` finds a map's file, ``models/draft/token_map.py`` reads it."""
+    method, given = settings.method, settings.speculative_token_map
+    if method is None:
+        return settings
+    if given == DYNAMIC:
+        if settings.speculative_token_map_interval is not None:
+            return settings
+        notes.append(f"speculative_token_map_interval = {INTERVAL}: none was given")
+        return replace(settings, speculative_token_map_interval=INTERVAL)
+    if unread := [name for name in _OF_DYNAMIC if getattr(settings, name) is not None]:
+        raise ValueError(
+            f"{_flag(unread[0])} is for {MAP_FLAG} {DYNAMIC}, found {MAP_FLAG} {given or 'not set'}"
+        )
+    if given is not None and method.map_refusal is not None:
+        accepted = ", ".join(names_where(lambda each: each.map_refusal is None))
+        raise ValueError(
+            f"{MAP_FLAG} can't be used with --speculative-algorithm {settings.speculative_algorithm}: "
+            f"{method.map_refusal}; accepted with {accepted}"
+        )
+    return settings
 
 
 def _rounding(settings: Settings, notes: list[str]) -> str:
@@ -110,19 +134,12 @@ def _adaptive(settings: Settings, given: list[str], notes: list[str]) -> Setting
     return replace(settings, speculative_adaptive=True)
 
 
-def _plain(settings: Settings, given: list[str], notes: list[str]) -> Settings:
-    unused = [*given, *(name for name in DRAFT if getattr(settings, name) is not None)]
-    unused += ["speculative_adaptive"] if settings.speculative_adaptive else []
-    unused += (
-        ["speculative_draft_quantization"]
-        if settings.speculative_draft_quantization in ("int8", "fp8")
-        else []
-    )
-    if unused:
-        flags = ", ".join(_flag(name) for name in unused)
-        notes.append(f"{flags} changes nothing: speculative_algorithm is NONE, decoding is plain")
-    unset: dict[str, Any] = dict.fromkeys((*DRAFT, *SHAPE))
-    return replace(settings, speculative_adaptive=False, speculative_draft_quantization="none", **unset)
+def _plain(settings: Settings, notes: list[str]) -> Settings:
+    idle = {"speculative_adaptive": False, "speculative_draft_quantization": "none"}
+    rest = [name for name, declared in SETTINGS.items() if declared.group == SPECULATION]
+    unused = [name for name in rest[1:] if getattr(settings, name) != idle.get(name)]
+    settings = settings.without(unused, ": speculative_algorithm is NONE, decoding is plain", notes)
+    return replace(settings, speculative_adaptive=False, speculative_draft_quantization="none")
 
 
 def _fit(settings: Settings, notes: list[str]) -> Settings:
@@ -159,4 +176,4 @@ def _shape(*values: int) -> dict[str, Any]:
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return SETTINGS[name].flag
