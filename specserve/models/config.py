@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.linear import PLAIN
@@ -67,6 +67,33 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+class Values(NamedTuple):
+    """What the values of a field must be, in words and as a test."""
+
+    words: str
+    accepts: Callable[[Any], bool]
+
+    @property
+    def or_null(self) -> Values:
+        return Values(f"{self.words} or null", lambda value: value is None or self.accepts(value))
+
+
+COUNT = Values("a positive integer", lambda value: type(value) is int and value > 0)
+NUMBER = Values("a positive number", lambda value: type(value) in (int, float) and value > 0)
+OBJECT = Values("an object", lambda value: isinstance(value, dict))
+TRUTH = Values("true or false", lambda value: isinstance(value, bool))
+
+
+def check(
+    fields: Mapping[str, Any], source: Path, values: Values, *names: str, optional: bool = False
+) -> None:
+    """Raises ValueError naming the first field of another value."""
+    for name in names:
+        found = fields.get(name)
+        if not (optional and found is None) and not values.accepts(found):
+            raise ValueError(f"{source}: {name} must be {values.words}, found {found!r}")
+
+
 def rope_config(config: Mapping[str, Any], source: Path) -> RopeConfig:
     """Reads the rotary embedding. Raises ValueError naming the file when it is of an unknown kind."""
     check_rope_fields(config, source)
@@ -88,35 +115,17 @@ def rope_config(config: Mapping[str, Any], source: Path) -> RopeConfig:
 
 def check_rope_fields(config: Mapping[str, Any], source: Path) -> None:
     """Raises ValueError naming a field that is of another type than published ones."""
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(config.get(name), dict | None):
-            raise ValueError(f"{source}: {name} must be an object or null, found {config[name]!r}")
+    check(config, source, OBJECT.or_null, "rope_scaling", "rope_parameters")
     for fields in (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
         if fields.get("rope_theta") is not None:
-            check_number(fields, "rope_theta", source)
-
-
-def check_number(config: Mapping[str, Any], name: str, source: Path) -> None:
-    found = config.get(name)
-    if isinstance(found, bool) or not isinstance(found, int | float) or found <= 0:
-        raise ValueError(f"{source}: {name} must be a positive number, found {found!r}")
-
-
-def check_count(config: Mapping[str, Any], name: str, source: Path, optional: bool = False) -> None:
-    found = config.get(name)
-    if (found is None and optional) or (type(found) is int and found > 0):
-        return
-    raise ValueError(f"{source}: {name} must be a positive integer{' or null' * optional}, found {found!r}")
+            check(fields, source, NUMBER, "rope_theta")
 
 
 def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
     """Reads the geometry of a decoder layer. Raises ValueError naming a missing or impossible field."""
-    for name in ("hidden_size", "intermediate_size", "num_attention_heads"):
-        check_count(config, name, source)
-    for name in ("num_key_value_heads", "head_dim"):
-        check_count(config, name, source, optional=True)
-    if "rms_norm_eps" in config:
-        check_number(config, "rms_norm_eps", source)
+    check(config, source, COUNT, "hidden_size", "intermediate_size", "num_attention_heads")
+    check(config, source, COUNT.or_null, "num_key_value_heads", "head_dim")
+    check({"rms_norm_eps": 1e-6, **config}, source, NUMBER, "rms_norm_eps")
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     if heads % kv_heads:

@@ -9,7 +9,7 @@ from typing import Any
 
 from specserve.layers.linear import PLAIN
 from specserve.layers.weights import WeightFormat, read_format
-from specserve.models.config import ModelConfig, check_count, layer_config, read_json, rope_config
+from specserve.models.config import COUNT, TRUTH, ModelConfig, check, layer_config, read_json, rope_config
 from specserve.models.registry import model_class
 
 
@@ -22,7 +22,9 @@ def load_model_config(model_path: Path) -> ModelConfig:
         raise ValueError(f"{path}: architectures must name one architecture, found {architectures!r}")
     model = model_class(architectures[0], path)
     fields = {**model.defaults, **fields}
-    _check(fields, path)
+    check(fields, path, COUNT, "vocab_size", "num_hidden_layers")
+    check(fields, path, COUNT.or_null, "max_position_embeddings", "sliding_window")
+    check(fields, path, TRUTH, "tie_word_embeddings", optional=True)
     weights, layer = _weights(fields, path), layer_config(fields, path)
     return ModelConfig(
         architecture=architectures[0],
@@ -37,15 +39,6 @@ def load_model_config(model_path: Path) -> ModelConfig:
         sliding_window=model.read_window(fields),
         weights=weights,
     )
-
-
-def _check(fields: Mapping[str, Any], path: Path) -> None:
-    for name in ("vocab_size", "num_hidden_layers"):
-        check_count(fields, name, path)
-    for name in ("max_position_embeddings", "sliding_window"):
-        check_count(fields, name, path, optional=True)
-    if not isinstance(tied := fields.get("tie_word_embeddings"), bool | None):
-        raise ValueError(f"{path}: tie_word_embeddings must be true or false, found {tied!r}")
 
 
 def _weights(fields: Mapping[str, Any], path: Path) -> WeightFormat:

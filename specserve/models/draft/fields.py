@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from specserve.models.config import COUNT, NUMBER, OBJECT, TRUTH, Values
 
 FLAG = "--speculative-draft-config-override"
 LIST = "eagle_aux_hidden_state_layer_ids"
@@ -14,55 +16,35 @@ KINDS = ("EAGLE", "EAGLE3", "MTP")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field's values, in words and as a test. ``kinds``: the heads for which the flag takes it; ``hint``: what the
-    flag's errors add to the words."""
+    """``kinds``: the heads for which the flag takes it; ``hint``: what the flag's errors add to what is expected."""
 
-    words: str
-    accepts: Callable[[Any], bool]
+    values: Values
     kinds: tuple[str, ...] = ()
     hint: str = ""
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
-
-
-_COUNT = "a positive integer", _is_count
-_NUMBER = "a positive number", _is_number
-_OBJECT = "an object or null", lambda value: value is None or isinstance(value, dict)
-_SIDE = "pre or post", lambda value: value in ("pre", "post")
-_TRUTH = "true or false", lambda value: isinstance(value, bool)
+_LIST = Values(
+    "a list of integers", lambda found: found and type(found) is list and {*map(type, found)} == {int}
+)
+_SIDE = Values("pre or post", lambda found: found in ("pre", "post"))
 
 FIELDS: dict[str, Field] = {
-    "rope_theta": Field(*_NUMBER, KINDS),
-    "rope_scaling": Field(*_OBJECT, KINDS),
-    LIST: Field("a list of integers", _is_list, ("EAGLE3",), ", the layers whose input is read"),
-    "use_aux_hidden_state": Field(*_TRUTH, ("EAGLE3",)),
-    "use_own_embedding": Field(*_TRUTH, ("EAGLE", "EAGLE3")),
-    "norm_before_residual": Field(*_TRUTH, ("EAGLE3",)),
-    "norm_before_head": Field(*_TRUTH, ("EAGLE3",)),
-    "recycled_hidden": Field(*_SIDE, KINDS),
-    "mtp_hidden": Field(*_SIDE, ("MTP",)),
-    "num_attention_heads": Field(*_COUNT, KINDS),
-    "vocab_size": Field(*_COUNT, KINDS),
-    "target_hidden_size": Field(*_COUNT, ("EAGLE3",)),
-    "rms_norm_eps": Field(*_NUMBER, KINDS),
-    "add_para_norm": Field(*_TRUTH),
-    "embed_requires_grad": Field(*_TRUTH),
-    "fc_norm": Field(*_TRUTH),
-    "layernorms": Field(*_TRUTH),
-    "norm_before_fc": Field(*_TRUTH),
-    "norm_output": Field(*_TRUTH),
-    "tie_word_embeddings": Field(*_TRUTH),
+    "rope_theta": Field(NUMBER, KINDS),
+    "rope_scaling": Field(OBJECT.or_null, KINDS),
+    LIST: Field(_LIST, ("EAGLE3",), ", the layers whose input is read"),
+    "use_aux_hidden_state": Field(TRUTH, ("EAGLE3",)),
+    "use_own_embedding": Field(TRUTH, ("EAGLE", "EAGLE3")),
+    "norm_before_residual": Field(TRUTH, ("EAGLE3",)),
+    "norm_before_head": Field(TRUTH, ("EAGLE3",)),
+    "recycled_hidden": Field(_SIDE, KINDS),
+    "mtp_hidden": Field(_SIDE, ("MTP",)),
+    "num_attention_heads": Field(COUNT, KINDS),
+    "vocab_size": Field(COUNT, KINDS),
+    "target_hidden_size": Field(COUNT, ("EAGLE3",)),
+    "rms_norm_eps": Field(NUMBER, KINDS),
 }
+FIELDS |= dict.fromkeys(("add_para_norm", "embed_requires_grad", "fc_norm", "layernorms"), Field(TRUTH))
+FIELDS |= dict.fromkeys(("norm_before_fc", "norm_output", "tie_word_embeddings"), Field(TRUTH))
 
 
 def parse_overrides(text: str | None) -> dict[str, Any]:
@@ -74,8 +56,9 @@ def parse_overrides(text: str | None) -> dict[str, Any]:
     for name, value in given.items():
         if name not in taken:
             raise ValueError(f"{FLAG}: {name} is not known; accepted: {', '.join(taken)}")
-        if not taken[name].accepts(value):
-            raise ValueError(f"{FLAG}: {name} must be {taken[name].words}{taken[name].hint}, found {value!r}")
+        values, hint = taken[name].values, taken[name].hint
+        if not values.accepts(value):
+            raise ValueError(f"{FLAG}: {name} must be {values.words}{hint}, found {value!r}")
     return given
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from specserve.layers.rotary import rope_fields
 from specserve.models.checkpoint import TensorFiles
-from specserve.models.config import check_rope_fields, read_json
+from specserve.models.config import OBJECT, check, check_rope_fields, read_json
 from specserve.models.draft.fields import FIELDS, FLAG
 
 log = logging.getLogger(__name__)
@@ -103,8 +103,7 @@ class Source:
         found = self.config.get(name) if found is None else found
         if found is None or found == []:
             return None
-        if not FIELDS[name].accepts(found):
-            raise ValueError(f"{self.config_file}: {name} must be {FIELDS[name].words}, found {found!r}")
+        check({name: found}, self.config_file, FIELDS[name].values, name)
         return found
 
     def says(self, name: str) -> str:
@@ -130,9 +129,7 @@ def open_source(path: Path, overrides: Mapping[str, Any]) -> Source:
     files, config = TensorFiles(path), read_json(path / "config.json")
     inner: dict[str, Any] = next((config[n] for n in _NESTED if isinstance(config.get(n), dict)), {})
     flat = {**config, **inner}
-    for name in ("eagle_config", *_NESTED[:1]):
-        if not isinstance(flat.get(name), dict | None):
-            raise ValueError(f"{path / 'config.json'}: {name} must be an object, found {flat[name]!r}")
+    check(flat, path / "config.json", OBJECT, "eagle_config", *_NESTED[:1], optional=True)
     check_rope_fields(flat, path / "config.json")
     source = Source(path, files, _overridden(flat, overrides), overrides)
     _refuse_foreign(source)
