@@ -7,7 +7,7 @@ compiles it into Triton's cache. Triton's own key holds the sources of a kernel 
 entry is never read; a list of the variants lies next to the cache under a key of the configuration and of all our
 sources, so that a start that finds it skips the dry run.
 
-Run as a module it reads, as JSON, settings and what to compile for.
+Run as a module it reads a pickled ``Job`` of the process that starts it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -29,14 +30,13 @@ from typing import Any, NamedTuple
 import specserve_kernels
 import torch
 
-from specserve.config import SETTINGS, Settings, make_settings
 from specserve.config.engine import EngineConfig
 from specserve.engine.kernels import WATCH, Variant, settle_keys
 from specserve.engine.prompts import short_prefill, sizes_within
 from specserve.engine.shapes import ShapePlan, batch_buckets
 from specserve.layers.decoder import MANY_TOKENS
 from specserve.models.checkpoint import DTYPES
-from specserve.process.assemble import create_context, resolve_engine, shape_plan
+from specserve.process.assemble import create_context, shape_plan
 from specserve.speculation.context import Context, View
 from specserve.speculation.prefill import PromptChunks, Scored, prefill
 from specserve.speculation.state import Needs
@@ -204,24 +204,21 @@ class CompileAhead:
     begun: float
 
     @classmethod
-    def begin(cls, settings: Settings, config: EngineConfig) -> CompileAhead:
-        """For the GPU of this process, whose Triton is watched from now on. ``config`` comes of ``settings``."""
+    def begin(cls, config: EngineConfig) -> CompileAhead:
+        """For the GPU of this process, whose Triton is watched from now on."""
         from specserve_kernels.ops.device import this_gpu
 
         WATCH.install()
         job = Job(config, this_gpu(), max(1, config.cores - 1))
         file, process = _list_file(job), None
         if not file.exists():
-            open_settings = {
-                name: getattr(settings, name) for name, each in SETTINGS.items() if not each.secret
-            }
             process = subprocess.Popen(
                 [sys.executable, "-m", "specserve.process.compile"],
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
             assert process.stdin is not None
-            process.stdin.write(json.dumps([open_settings, job.gpu, job.processes]).encode())
+            process.stdin.write(pickle.dumps(job))
             process.stdin.close()
         return cls(file, process, time.perf_counter())
 
@@ -247,12 +244,8 @@ class CompileAhead:
 
 
 def main() -> None:
-    from specserve_kernels.ops.device import Gpu, Limits
-
-    settings, (capability, limits), processes = json.load(sys.stdin)
     logging.disable()  # the process that began this one says the same
-    _, _, config = resolve_engine(make_settings(**settings), with_front=True)
-    compile_all(Job(config, Gpu(tuple(capability), Limits(*limits)), processes))
+    compile_all(pickle.load(sys.stdin.buffer))
 
 
 if __name__ == "__main__":

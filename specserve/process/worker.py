@@ -99,18 +99,18 @@ def build_scheduler(settings: Settings) -> Built:
     from specserve.process.assemble import resolve_engine
 
     resolved, notes, config = resolve_engine(settings, with_front=True)
-    return Built(load_engine(resolved, config), resolved, notes)
+    return Built(load_engine(config), resolved, notes)
 
 
-def load_engine(settings: Settings, config: EngineConfig) -> Scheduler:
-    """Loads what ``settings`` came to, and compiles its kernels meanwhile."""
+def load_engine(config: EngineConfig) -> Scheduler:
+    """Loads the model, and compiles its kernels meanwhile."""
     from specserve.process.assemble import create_scheduler
 
     if config.device != "cuda" or config.attention_backend != "triton":
         return create_scheduler(config)
     from specserve.process.compile import CompileAhead
 
-    ahead = CompileAhead.begin(settings, config)
+    ahead = CompileAhead.begin(config)
     scheduler = create_scheduler(config, ahead.wait)
     ahead.load()
     return scheduler

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from specserve.config import Settings, load_settings
 from specserve.config.speculation import SHAPE
+from specserve.frontend.tokenizer import Tokenizer
 from specserve.logs import configure_logging
 from specserve.process.assemble import resolve_engine
-from specserve.process.worker import Built, load_engine
+from specserve.process.worker import load_engine
 from specserve.tools.check.measure import measure, read_prompts
 from specserve.tools.check.memory import memory_needed
 from specserve.tools.check.mismatches import find_mismatches
@@ -71,15 +72,18 @@ def _check(given: Settings, options: argparse.Namespace, report: Report) -> None
     prompts = read_prompts(options.prompts)
     with _heard() as said:
         try:
-            settings, notes, config = resolve_engine(_with_shape(given), with_front=True)
-            find_mismatches(config, settings, report)
-            engine = load_engine(settings, config)
+            settings, _, config = resolve_engine(_with_shape(given), with_front=True)
+            tokenizer = None
+            if not settings.skip_tokenizer_init:
+                tokenizer = Tokenizer.load(str(config.tokenizer_path), settings.trust_remote_code)
+            find_mismatches(config, tokenizer, report)
+            engine = load_engine(config)
         finally:
             report.choices += dict.fromkeys(said)
     try:
         report.memory = memory_needed(engine)
         if not options.no_run:
-            measure(Built(engine, settings, notes), prompts, options.max_tokens, report)
+            measure(engine, config, tokenizer, prompts, options.max_tokens, report)
     finally:
         engine.close()
 

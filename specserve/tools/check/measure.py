@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specserve.config import Settings
+from specserve.config.engine import EngineConfig
 from specserve.core import SamplingParams, Speculation, SpeculationUsage
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Failed, Submit
-from specserve.process.worker import Built, Engine
+from specserve.process.worker import Engine
 from specserve.tools.check.report import Acceptance, Report
 
 PROMPTS = (
@@ -46,44 +46,37 @@ def read_prompts(path: Path | None) -> list[str]:
     return lines
 
 
-def measure(built: Built, prompts: Sequence[str], max_tokens: int, report: Report) -> None:
+def measure(
+    engine: Engine,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+    prompts: Sequence[str],
+    max_tokens: int,
+    report: Report,
+) -> None:
     """Adds acceptance and its problems to the report. Raises ValueError for a prompt that can't be answered."""
-    encoded = _encode(built, prompts)
-    with_drafts = _answers(built.engine, encoded, max_tokens, drafting=True)
-    without = _answers(built.engine, encoded, max_tokens, drafting=False)
+    longest, vocab = max(1, config.context_length // 2), config.model.vocab_size
+    if tokenizer is not None:  # through the chat template where there is one
+        encoded = [_ids(tokenizer, prompt)[-longest:] for prompt in prompts]
+    else:  # ids that follow no text
+        ids = range(min(16, longest))
+        encoded = [[(7 * i + 11 * k + 1) % vocab for k in ids] for i in range(len(prompts))]
+    with_drafts = _answers(engine, encoded, max_tokens, drafting=True)
+    without = _answers(engine, encoded, max_tokens, drafting=False)
     same = sum(one.tokens == other.tokens for one, other in zip(with_drafts, without, strict=True))
     report.acceptance = found = _summary(with_drafts, same)
-    if built.settings.method is not None and found.tokens_per_step < USELESS:
+    if config.draft is not None and found.tokens_per_step < USELESS:
         report.problems.append(
             f"{found.tokens_per_step:.2f} tokens a step: the draft does not fit the model or these prompts, drafting "
             "costs time for nothing"
         )
-    _compare(built.settings, found, report)
-
-
-def _compare(settings: Settings, found: Acceptance, report: Report) -> None:
-    differ = found.prompts - found.same_texts
-    if not differ:
-        return
-    said = f"{differ} of {found.prompts} texts differ without drafting"
-    if settings.dtype == "float64":
+    said = f"{found.prompts - same} of {found.prompts} texts differ without drafting"
+    if same < found.prompts and config.dtype == "float64":
         report.problems.append(f"{said}, in float64: that is a fault of the server, please report it")
-    else:
+    elif same < found.prompts:
         report.remarks.append(
-            f"{said}: in {settings.dtype} rounding decides between nearly equal logits; --dtype float64 tells"
+            f"{said}: in {config.dtype} rounding decides between nearly equal logits; --dtype float64 tells"
         )
-
-
-def _encode(built: Built, prompts: Sequence[str]) -> list[list[int]]:
-    """Through the chat template where there is one; without a tokenizer, ids that follow no text."""
-    settings, vocab = built.settings, int(str(built.engine.info["vocab_size"]))
-    assert settings.tokenizer_path is not None
-    assert settings.context_length is not None
-    longest = max(1, settings.context_length // 2)
-    if settings.skip_tokenizer_init:
-        return [[(7 * i + 11 * k + 1) % vocab for k in range(min(16, longest))] for i in range(len(prompts))]
-    tokenizer = Tokenizer.load(settings.tokenizer_path, settings.trust_remote_code)
-    return [_ids(tokenizer, prompt)[-longest:] for prompt in prompts]
 
 
 def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:

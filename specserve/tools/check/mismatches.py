@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from specserve.config import Settings
 from specserve.config.engine import DraftSettings, EngineConfig
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.models.config import ModelConfig
@@ -14,15 +13,12 @@ from specserve.tools.check.report import Report
 _NARROWER = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 2}
 
 
-def find_mismatches(config: EngineConfig, settings: Settings, report: Report) -> None:
-    """``config`` is what ``settings`` come to. Raises ValueError for what can't be read."""
+def find_mismatches(config: EngineConfig, tokenizer: Tokenizer | None, report: Report) -> None:
     _dtype(config, report)
     _ends(config.model, report)
     _memory(config, report)
-    if not settings.skip_tokenizer_init:
-        _tokenizer(
-            Tokenizer.load(str(config.tokenizer_path), settings.trust_remote_code), config.model, report
-        )
+    if tokenizer is not None:
+        _tokenizer(tokenizer, config.model, report)
     if config.draft is not None and config.draft.method.needs_draft:
         _draft(config.draft, config, report)
 
