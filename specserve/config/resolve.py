@@ -53,21 +53,17 @@ def _device(settings: Settings, has_gpu: bool | None, notes: Notes) -> Settings:
         raise ValueError("--device cuda: torch finds no CUDA device on this machine")
     if settings.device != "auto":
         return settings
-    device = "cuda" if has_cuda else "cpu"
-    notes.append(f"device = {device}: torch finds {'a' if has_cuda else 'no'} CUDA device")
-    return replace(settings, device=device)
+    why = f"torch finds {'a' if has_cuda else 'no'} CUDA device"
+    return settings.choose("device", "cuda" if has_cuda else "cpu", why, notes)
 
 
 def _dtype(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     if settings.dtype != "auto":
         return settings
     if settings.device == "cpu":
-        notes.append("dtype = float32: the device is cpu")
-        return replace(settings, dtype="float32")
-    known = ("bfloat16", "float16", "float64")
-    dtype = model.dtype if model.dtype in known else "bfloat16"
-    notes.append(f"dtype = {dtype}: the checkpoint's is {model.dtype}")
-    return replace(settings, dtype=dtype)
+        return settings.choose("dtype", "float32", "the device is cpu", notes)
+    dtype = model.dtype if model.dtype in ("bfloat16", "float16", "float64") else "bfloat16"
+    return settings.choose("dtype", dtype, f"the checkpoint's is {model.dtype}", notes)
 
 
 def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
@@ -83,13 +79,13 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
         raise ValueError(
             "--attention-backend flashinfer needs the package flashinfer-python, which is not installed"
         )
-    if backend == "auto":
-        backend = "triton" if device == "cuda" and dtype != "float64" else "torch"
-        why = f"the device is {device}, the dtype {dtype}"
-        if backend == "triton" and (reason := _unserved(model)):
-            backend, why = "torch", reason
-        notes.append(f"attention_backend = {backend}: {why}")
-    return replace(settings, attention_backend=backend)
+    if backend != "auto":
+        return settings
+    backend = "triton" if device == "cuda" and dtype != "float64" else "torch"
+    why = f"the device is {device}, the dtype {dtype}"
+    if backend == "triton" and (reason := _unserved(model)):
+        backend, why = "torch", reason
+    return settings.choose("attention_backend", backend, why, notes)
 
 
 def _unserved(model: ModelConfig) -> str | None:
@@ -102,37 +98,25 @@ def _unserved(model: ModelConfig) -> str | None:
     return None if size in HEAD_DIMS else f"triton has heads of {HEAD_DIMS}, the model's are of {size}"
 
 
-def _context_length(given: int | None, model: ModelConfig, notes: Notes) -> int:
-    longest, limit = model.longest_context
-    if given is not None and given > longest:
-        raise ValueError(f"--context-length: the model's {limit} is {longest}, found {given}")
-    if given is not None:
-        return given
-    notes.append(f"context_length = {longest}: the model's {limit}")
-    return longest
-
-
 def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
-    context = _context_length(settings.context_length, model, notes)
-    on_cpu = settings.device == "cpu"
-    running, chunk = settings.max_running_requests, settings.chunked_prefill_size
-    if running is None:
-        running = 16 if on_cpu else 256
-        notes.append(f"max_running_requests = {running}: the device is {settings.device}")
+    on_cpu, where = settings.device == "cpu", f"the device is {settings.device}"
+    longest, limit = model.longest_context
+    if settings.context_length is None:
+        settings = settings.choose("context_length", longest, f"the model's {limit}", notes)
+    elif settings.context_length > longest:
+        raise ValueError(
+            f"--context-length: the model's {limit} is {longest}, found {settings.context_length}"
+        )
+    if settings.max_running_requests is None:
+        settings = settings.choose("max_running_requests", 16 if on_cpu else 256, where, notes)
+    chunk = settings.chunked_prefill_size
     if chunk is None:
-        chunk = 512 if on_cpu else 8192
-        notes.append(f"chunked_prefill_size = {chunk}: the device is {settings.device}")
+        settings = settings.choose("chunked_prefill_size", 512 if on_cpu else 8192, where, notes)
     elif chunk == -1:
-        chunk = context
-        notes.append(f"chunked_prefill_size = {chunk}: -1 was given, so no prompt is split")
-    between = settings.max_prefill_tokens_per_step
-    return replace(
-        settings,
-        context_length=context,
-        max_running_requests=running,
-        chunked_prefill_size=chunk,
-        max_prefill_tokens_per_step=chunk if between is None else between,
-    )
+        why = "-1 was given, so no prompt is split"
+        settings = settings.choose("chunked_prefill_size", settings.context_length, why, notes)
+    between = settings.max_prefill_tokens_per_step or settings.chunked_prefill_size
+    return replace(settings, max_prefill_tokens_per_step=between)
 
 
 def _pool(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
@@ -149,9 +133,8 @@ def _pool(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     settings = settings.without(["mem_fraction_static"], why, notes)
     if given is not None:
         return settings
-    total = max(4 * context, 65536)
-    notes.append(f"max_total_tokens = {total}: the device is cpu, the larger of 65536 and 4 contexts")
-    return replace(settings, max_total_tokens=total)
+    why = "the device is cpu, the larger of 65536 and 4 contexts"
+    return settings.choose("max_total_tokens", max(4 * context, 65536), why, notes)
 
 
 def _graphs(settings: Settings, notes: Notes) -> Settings:
@@ -162,27 +145,24 @@ def _graphs(settings: Settings, notes: Notes) -> Settings:
         why = (
             "the device is cpu" if settings.device == "cpu" else "attention backend torch reads host lengths"
         )
-        notes.append(f"disable_cuda_graph = True: {why}")
-        settings = replace(settings, disable_cuda_graph=True)
+        settings = settings.choose("disable_cuda_graph", True, why, notes)
     if settings.disable_cuda_graph:
         return settings.without(["cuda_graph_max_bs"], ": no graphs are captured", notes)
     if largest is None or largest > running:
-        notes.append(f"cuda_graph_max_bs = {running}: max_running_requests")
-        largest = running
-    return replace(settings, cuda_graph_max_bs=largest)
+        return settings.choose("cuda_graph_max_bs", running, "max_running_requests", notes)
+    return settings
 
 
 def _execution(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     why = ": steps run as CUDA graphs of fused kernels, on a cpu as they are"
     settings = _graphs(settings, notes).without(NO_OPS, why, notes)
-    overlap, seed = settings.overlap_schedule, settings.random_seed
-    if settings.disable_overlap_schedule:
-        overlap = "off"
-        notes.append("overlap_schedule = off: --disable-overlap-schedule was given")
-    elif overlap == "auto":
-        overlap = "on" if settings.device == "cuda" else "off"
-        notes.append(f"overlap_schedule = {overlap}: the device is {settings.device}")
-    if seed is None:
+    if settings.disable_overlap_schedule and settings.overlap_schedule != "off":
+        why = "--disable-overlap-schedule was given"
+        settings = settings.choose("overlap_schedule", "off", why, notes)
+    elif settings.overlap_schedule == "auto":
+        overlap, why = "on" if settings.device == "cuda" else "off", f"the device is {settings.device}"
+        settings = settings.choose("overlap_schedule", overlap, why, notes)
+    if settings.random_seed is None:
         seed = secrets.randbits(32)
-        notes.append(f"random_seed = {seed}: none was given, drawn at start")
-    return replace(settings, overlap_schedule=overlap, random_seed=seed)
+        settings = settings.choose("random_seed", seed, "none was given, drawn at start", notes)
+    return settings

@@ -412,6 +412,11 @@ class Settings:
         }
         return values | dict.fromkeys(secrets, "(set)")
 
+    def choose(self, name: str, value: Any, why: str, notes: list[str]) -> Settings:
+        """Return a copy with an automatic choice, and note it."""
+        notes.append(f"{name} = {value}: {why}")
+        return replace(self, **{name: value})
+
     def without(self, names: Iterable[str], why: str, notes: list[str]) -> Settings:
         """Return a copy without those of ``names`` that were given, and note that they change nothing."""
         given = {n: SETTINGS[n].default for n in names if getattr(self, n) != SETTINGS[n].default}

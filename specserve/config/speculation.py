@@ -30,7 +30,7 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
     if method is None:
         return _plain(settings, notes)
     if settings.speculative_draft_quantization == "auto":
-        settings = replace(settings, speculative_draft_quantization=_rounding(settings, notes))
+        settings = _rounding(settings, notes)
     if method.fixed_shape is not None:
         return _fixed(settings, method.fixed_shape, given, notes)
     if settings.speculative_adaptive is False and not given:
@@ -58,8 +58,7 @@ def resolve_token_map(settings: Settings, _: ModelConfig, notes: list[str]) -> S
     if given == DYNAMIC:
         if settings.speculative_token_map_interval is not None:
             return settings
-        notes.append(f"speculative_token_map_interval = {INTERVAL}: none was given")
-        return replace(settings, speculative_token_map_interval=INTERVAL)
+        return settings.choose("speculative_token_map_interval", INTERVAL, "none was given", notes)
     if unread := [name for name in _OF_DYNAMIC if getattr(settings, name) is not None]:
         raise ValueError(
             f"{_flag(unread[0])} is for {MAP_FLAG} {DYNAMIC}, found {MAP_FLAG} {given or 'not set'}"
@@ -73,12 +72,12 @@ def resolve_token_map(settings: Settings, _: ModelConfig, notes: list[str]) -> S
     return settings
 
 
-def _rounding(settings: Settings, notes: list[str]) -> str:
+def _rounding(settings: Settings, notes: list[str]) -> Settings:
     """8 bits where they save bytes, and steps are shorter by more than their guesses are worse."""
     if settings.device != "cuda" or settings.dtype not in ("bfloat16", "float16"):
-        return "none"
-    notes.append("speculative_draft_quantization = int8: on a GPU a draft's levels then read half the bytes")
-    return "int8"
+        return replace(settings, speculative_draft_quantization="none")
+    why = "on a GPU a draft's levels then read half the bytes"
+    return settings.choose("speculative_draft_quantization", "int8", why, notes)
 
 
 def shape_of(settings: Settings) -> tuple[int, int, int] | None:
@@ -145,11 +144,9 @@ def _plain(settings: Settings, notes: list[str]) -> Settings:
 def _fit(settings: Settings, notes: list[str]) -> Settings:
     steps, topk, tokens = (getattr(settings, name) for name in SHAPE)
     if topk == 1 and tokens != steps + 1:
-        notes.append(
-            f"speculative_num_draft_tokens = {steps + 1}: with topk 1 a chain of {steps} drafts and "
-            f"its root is verified whole, {tokens} was given"
-        )
+        why = f"with topk 1 a chain of {steps} drafts and its root is verified whole, {tokens} was given"
         tokens = steps + 1
+        settings = settings.choose("speculative_num_draft_tokens", tokens, why, notes)
     pool = pool_size(steps, topk)
     if tokens > pool + 1:
         raise ValueError(
@@ -157,7 +154,7 @@ def _fit(settings: Settings, notes: list[str]) -> Settings:
             f"most {pool + 1} tokens with the root, found {tokens}"
         )
     check_pool("--speculative-num-steps", steps, topk)
-    return replace(settings, speculative_num_draft_tokens=tokens)
+    return settings
 
 
 def check_pool(flag: str, steps: int, topk: int) -> None:
