@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specserve.config import hub
-from specserve.config.settings import Settings
+from specserve.config.settings import SETTINGS, Settings
 from specserve.config.speculation import DYNAMIC, carries_draft
 from specserve.methods import METHOD_NAMES, method_of
 
@@ -36,7 +36,7 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
     model = settings.model_path
     if model is None:
         model = str(BUNDLED_MODEL)
-        places.notes.append(f"model_path = {model}: none was given, serving the bundled model")
+        notes.append(f"model_path = {model}: none was given, serving the bundled model")
     model_path = places.model("--model-path", model, settings.revision)
     resolved = replace(
         settings,
@@ -66,9 +66,9 @@ def _tokenizer(settings: Settings, model_path: Path, places: _Places) -> str:
     given = settings.tokenizer_path
     if given is None:
         return str(model_path)
+    if settings.skip_tokenizer_init and given != str(model_path):
+        settings.without(["tokenizer_path"], _UNREAD, places.notes)
     if settings.skip_tokenizer_init:
-        if given != str(model_path):
-            settings.without(["tokenizer_path"], _UNREAD, places.notes)
         return str(model_path)
     revision = settings.revision if given == settings.model_path else None
     return str(places.tokenizer("--tokenizer-path", given, revision))
@@ -83,10 +83,8 @@ def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
     if method is None:
         return draft
     if not method.needs_draft:
-        why = f": {algorithm} has no checkpoint"
-        return settings.without(
-            ["speculative_draft_model_path"], why, places.notes
-        ).speculative_draft_model_path
+        settings.without(["speculative_draft_model_path"], f": {algorithm} has no checkpoint", places.notes)
+        return None
     if carries_draft(algorithm, model_path):
         places.notes.append(
             f"speculative_draft_model_path = {model_path}: the model's checkpoint has a draft head"
@@ -101,7 +99,7 @@ def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
 
 def _token_map(name: str, settings: Settings, places: _Places) -> str | None:
     """A file, or ``organisation/repository/file`` of the hub; what is dynamic has none."""
-    flag = "--" + name.replace("_", "-")
+    flag = SETTINGS[name].flag
     given: str | None = getattr(settings, name)
     if given is None or settings.method is None:
         return given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from specserve.config.declare import Setting
 from specserve.config.settings import SETTINGS
+from specserve.config.values import KINDS
 
 _HEAD = """# Settings
 
@@ -40,7 +41,7 @@ def _row(declared: Setting) -> str:
 def _values(declared: Setting) -> str:
     if declared.choices:
         return ", ".join(f"`{choice}`" for choice in declared.choices)
-    return {bool: "boolean", int: "integer", float: "number", tuple: "names"}.get(declared.kind, "text")
+    return KINDS[declared.kind].name
 
 
 def _default(declared: Setting) -> str:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from specserve.config.declare import Setting, Value
 
-_WORDS = {
-    "true": True,
-    "1": True,
-    "yes": True,
-    "on": True,
-    "false": False,
-    "0": False,
-    "no": False,
-    "off": False,
+
+class Kind(NamedTuple):
+    """A type of values: what they are in errors and in the docs, a test, and how text becomes one."""
+
+    words: str
+    name: str
+    accepts: Callable[[Any], bool]
+    parse: Callable[[str], Value]
+
+
+_TRUTH = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
+KINDS: dict[type, Kind] = {
+    bool: Kind("true or false", "boolean", lambda v: type(v) is bool, lambda text: _TRUTH[text.lower()]),
+    int: Kind("an integer", "integer", lambda v: type(v) is int, int),
+    float: Kind("a number", "number", lambda v: type(v) in (int, float) and math.isfinite(v), float),
+    tuple: Kind("names, none empty", "names", lambda v: _are_names(v), lambda text: tuple(text.split(","))),
+    str: Kind("text", "text", lambda v: isinstance(v, str), str),
 }
 
 
@@ -34,9 +42,10 @@ def check_value(declared: Setting, value: Any, label: str) -> None:
         if declared.default is not None:
             raise ValueError(f"{label}: needs a value")
         return
-    if not _has_kind(value, declared.kind):
+    kind = KINDS[declared.kind]
+    if not kind.accepts(value):
         found = "a value of another type; in YAML quote it" if declared.secret else repr(value)
-        raise ValueError(f"{label}: must be {_words(declared.kind)}, found {found}")
+        raise ValueError(f"{label}: must be {kind.words}, found {found}")
     if declared.choices and value not in declared.choices:
         raise ValueError(f"{label}: must be one of {', '.join(declared.choices)}, found {value!r}")
     if declared.kind in (int, float) and not declared.low <= value <= declared.high:
@@ -52,44 +61,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _convert(declared: Setting, raw: Any, label: str) -> Value:
-    if declared.kind is tuple:
-        names = raw.split(",") if isinstance(raw, str) else raw
-        return tuple(names) if isinstance(names, list | tuple) else names
+    """``check_value`` says what is wrong with what can't be converted, but for text."""
     if isinstance(raw, str):
-        return _parse(declared, raw.strip(), label)
-    if declared.kind is float and isinstance(raw, int) and not isinstance(raw, bool):
+        text = raw if declared.kind is tuple else raw.strip()
+        try:
+            value = KINDS[declared.kind].parse(text)
+        except (ValueError, KeyError):
+            raise ValueError(f"{label}: must be {KINDS[declared.kind].words}, found {text!r}") from None
+        return {choice.lower(): choice for choice in declared.choices}.get(text.lower(), value)
+    if declared.kind is tuple and isinstance(raw, list):
+        return tuple(raw)
+    if declared.kind is float and type(raw) is int:
         return float(raw)
     if declared.kind is str and isinstance(raw, bool) and {"on", "off"} <= set(declared.choices):
         return "on" if raw else "off"  # YAML reads a bare on or off as a boolean
-    return raw  # type: ignore[no-any-return]  # check_value says what is wrong with it
+    return raw  # type: ignore[no-any-return]
 
 
-def _parse(declared: Setting, text: str, label: str) -> Value:
-    if declared.kind is bool:
-        if text.lower() not in _WORDS:
-            raise ValueError(f"{label}: must be true or false, found {text!r}")
-        return _WORDS[text.lower()]
-    if declared.kind in (int, float):
-        try:
-            return int(text) if declared.kind is int else float(text)
-        except ValueError:
-            raise ValueError(f"{label}: must be {_words(declared.kind)}, found {text!r}") from None
-    by_lower = {choice.lower(): choice for choice in declared.choices}
-    return by_lower.get(text.lower(), text)
-
-
-def _has_kind(value: Any, kind: type) -> bool:
-    if kind is tuple:
-        return isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
-    if kind is float:
-        return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-
-
-def _words(kind: type) -> str:
-    return {bool: "true or false", int: "an integer", float: "a number", tuple: "names, none empty"}.get(
-        kind, "text"
-    )
+def _are_names(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
 
 
 def _range(low: float, high: float) -> str:
