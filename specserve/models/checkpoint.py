@@ -213,26 +213,15 @@ def load_target(
     model_path: Path, dtype: torch.dtype, device: torch.device, max_positions: int | None = None
 ) -> LlamaModel:
     """Loads a target model from a Hugging Face directory. Raises ValueError saying what does not fit."""
-    model, files = build_target(model_path, dtype, device, max_positions)
-    if model.config.tie_word_embeddings and not load_model_config(model_path).tie_word_embeddings:
-        log.warning(
-            "%s has no lm_head.weight and its config does not tie it: the embedding's is taken", model_path
-        )
-    load_parameters(model, files)
-    _warn_of_unread(model, files)
-    return model
-
-
-def build_target(
-    model_path: Path, dtype: torch.dtype, device: torch.device, max_positions: int | None = None
-) -> tuple[LlamaModel, TensorFiles]:
-    """A target model whose weights are not loaded yet, and the files to load them from."""
     config, files = load_model_config(model_path), TensorFiles(model_path)
     if "lm_head.weight" not in files and not config.tie_word_embeddings:
         config = _tied(config, model_path, files)
     with building(dtype, device):
         positions = max_positions or config.max_position_embeddings
-        return model_class(config.architecture, model_path)(config, positions), files
+        model = model_class(config.architecture, model_path)(config, positions)
+    load_parameters(model, files)
+    _warn_of_unread(model, files)
+    return model
 
 
 def _tied(config: ModelConfig, model_path: Path, files: TensorFiles) -> ModelConfig:
@@ -243,6 +232,9 @@ def _tied(config: ModelConfig, model_path: Path, files: TensorFiles) -> ModelCon
             f"{model_path} has no tensor lm_head.weight: expected in {files.where}, since {source.name} has "
             "tie_word_embeddings false"
         )
+    log.warning(
+        "%s has no lm_head.weight and its config does not tie it: the embedding's is taken", model_path
+    )
     return replace(config, tie_word_embeddings=True)
 
 

@@ -17,7 +17,7 @@ from specserve.models.checkpoint import building, file_tensors, load_parameters
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
 from specserve.models.draft.mtp import MTPHead
-from specserve.models.draft.reader import Reading, open_draft
+from specserve.models.draft.reader import open_draft
 from specserve.models.llama import LlamaModel
 
 Head = EagleHead | Eagle3Head | MTPHead
@@ -46,20 +46,13 @@ def load_draft(
     """Loads the head at ``path`` for ``algorithm``, to run as pool layer ``layer``; ``overrides`` go before fields of
     its config."""
     reading = open_draft(path, algorithm, overrides or {}, target.config)
-    source, head = reading.source, build_head(reading, target, layer, max_positions, dtype)
+    source, config = reading.source, reading.config()
+    own = reading.kind == "EAGLE3" and (config.tied or "lm_head.weight" in source)
+    lm_head = None if own else target.lm_head
+    with building(dtype, target.device):
+        head = _HEADS[reading.kind](config, layer, max_positions, target.embed_tokens, lm_head)
     load_parameters(head, source.files, source.stored)
     source.note_unread(file_tensors(head))
     if isinstance(head, MTPHead):
         head.read_embedding_first()
     return LoadedDraft(head, reading.ids, source.notes)
-
-
-def build_head(
-    reading: Reading, target: LlamaModel, layer: int, max_positions: int, dtype: torch.dtype
-) -> Head:
-    """A head whose weights are not loaded yet, on its target's device."""
-    config = reading.config()
-    own = reading.kind == "EAGLE3" and (config.tied or "lm_head.weight" in reading.source)
-    lm_head = None if own else target.lm_head
-    with building(dtype, target.device):
-        return _HEADS[reading.kind](config, layer, max_positions, target.embed_tokens, lm_head)
