@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from specserve.config.paths import resolve_paths
 from specserve.config.settings import NO_OPS, Settings
 from specserve.config.speculation import resolve_speculation, resolve_token_map
 
@@ -24,12 +23,12 @@ Notes = list[str]
 def resolve(
     settings: Settings, model_config: ModelConfig, has_gpu: bool | None = None
 ) -> tuple[Settings, Notes]:
-    """Returns a copy with every automatic choice made, and a note with the reason for each. ``has_gpu`` None: as this
-    machine has.
+    """Returns a copy with every automatic choice made, and a note with the reason for each. ``settings`` have local
+    paths; ``has_gpu`` None: as this machine has.
 
     Raises ValueError naming the flag when a setting can't be honoured.
     """
-    settings, notes = resolve_paths(settings)
+    notes: Notes = []
     settings = _device(settings, has_gpu, notes)
     steps: list[Callable[[Settings, ModelConfig, Notes], Settings]] = [
         _dtype,

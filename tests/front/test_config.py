@@ -197,7 +197,7 @@ def test_reference_is_current() -> None:
 
 def test_automatic_choices_on_a_cpu(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found, notes = resolve(Settings(model_path=model), LLAMA)
+    found, notes = resolve(resolve_paths(Settings(model_path=model))[0], LLAMA)
     expected = {
         "device": "cpu", "dtype": "float32", "attention_backend": "torch", "context_length": 2048,
         "max_running_requests": 16, "chunked_prefill_size": 512, "max_total_tokens": 65536, "page_size": 16,

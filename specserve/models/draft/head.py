@@ -110,7 +110,7 @@ class LayerHead(nn.Module):
         if self.config.recycle_normed:
             normed_NH, _ = norm.add(mlp_NH, residual_NH)
             return self._scores(normed_NH), normed_NH
-        read_NH, states_NH = norm.add_for(self._reader, mlp_NH, residual_NH)
+        read_NH, states_NH = norm.add_for(self.reader, mlp_NH, residual_NH)
         return self._scores(read_NH), states_NH
 
     def logits(self, states_NH: Tensor) -> Tensor:
@@ -123,11 +123,12 @@ class LayerHead(nn.Module):
         return None if self.config.final_norm is False else self.norm
 
     @property
-    def _reader(self) -> nn.Module:
+    def reader(self) -> nn.Module:
+        """What it scores by: the target's head, the embedding as one, or its own."""
         return self.lm_head if self._lm_head is None else self._lm_head[0]
 
     def _scores(self, read_NH: Tensor | Rounded) -> Tensor:
-        out: Tensor = self._reader(read_NH)
+        out: Tensor = self.reader(read_NH)
         return out
 
     def quantize(self, quantization: str) -> None:

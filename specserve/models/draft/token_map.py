@@ -36,7 +36,7 @@ def read_token_map(file: Path, vocab_size: int) -> Tensor:
     ``.json`` and ``.txt`` are read as what they are called, all others by ``torch.load`` as plain data. Raises
     ValueError naming the file and what is expected of it.
     """
-    ids = list(dict.fromkeys(_integers(file, _READERS.get(file.suffix, _read_torch)(file))))
+    ids = list(dict.fromkeys(_integers(file, _read(file))))
     if not ids:
         raise ValueError(f"{file} lists no ids; {_EXPECTED}")
     if outside := [i for i in ids if not 0 <= i < vocab_size]:
@@ -46,33 +46,17 @@ def read_token_map(file: Path, vocab_size: int) -> Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _read_torch(file: Path) -> Any:
+def _read(file: Path) -> Any:
     try:
+        if file.suffix == ".json":
+            return json.loads(file.read_text())
+        if file.suffix == ".txt":
+            return [int(word) for word in file.read_text().split()]
         return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler raises nearly everything
-        why = _line(error) if isinstance(error, OSError) else "can't be read as plain data"
+    except Exception as error:  # the unpickler raises nearly everything, and advises to run the code
+        tells = isinstance(error, OSError) or file.suffix in (".json", ".txt")
+        why = " ".join(str(error).split()) if tells else "can't be read as plain data"
         raise ValueError(f"{file} is no token map ({why}); {_EXPECTED}") from None
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is no token map ({_line(error)}); {_EXPECTED}") from None
-
-
-def _read_text(file: Path) -> Any:
-    try:
-        return [int(word) for word in file.read_text().split()]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is no token map ({_line(error)}); {_EXPECTED}") from None
-
-
-_READERS = {".json": _read_json, ".txt": _read_text}
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _integers(file: Path, found: Any) -> list[int]:
@@ -158,19 +142,13 @@ def truncated_head(lm_head: Projection, ids_R: Tensor) -> nn.Module:
     return IndexedHead(lm_head, ids_R) if on_gpu(lm_head.device) else _packed(*lm_head.rows(ids_R))
 
 
-def scoring_head(head: LayerHead) -> Projection:
-    """What ``head`` scores by: the target's head, the embedding as one, or its own."""
-    lm_head = head.lm_head if head._lm_head is None else head._lm_head[0]
-    assert isinstance(lm_head, Projection)
-    return lm_head
-
-
 def score_by(head: LayerHead, rows_R: Tensor) -> PickedRows:
     """From now on ``head`` scores by these rows of what it scored by. Returns what exchanges them.
 
     On a GPU nothing but ids changes then; on a CPU rows are copied, for the reason in ``truncated_head``.
     """
-    picked = picked_rows(scoring_head(head), rows_R)
+    assert isinstance(head.reader, Projection)
+    picked = picked_rows(head.reader, rows_R)
     if head._lm_head is None and isinstance(picked, CopiedRows):
         del head.lm_head  # its plain weight lives on in ``picked``; nothing reads it packed
     head._lm_head = (picked,)
