@@ -34,9 +34,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.widen import SHAPES, Embedding, Named, Shape, check
+from examples.bundled_model.save_target import target_config
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.layers.decoder import LayerConfig
-from specserve.models.checkpoint import DTYPES, TensorFiles, target_config
+from specserve.models.checkpoint import DTYPES, TensorFiles
 from specserve.models.config import ModelConfig, layer_config, read_json, rope_config
 from specserve.models.read_config import load_model_config
 

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from examples.bundled_model.save_target import save_target
 from specserve.layers.batch import TokenBatch
-from specserve.models.checkpoint import TensorFiles, load_target, save_target
+from specserve.models.checkpoint import TensorFiles, load_target
 from specserve.tools.train.attend import CausalAttend
 from tests.train_models import tiny_batch, tiny_config, tiny_target
 

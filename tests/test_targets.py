@@ -19,11 +19,12 @@ from torch import Tensor
 import specserve.engine.runner
 import specserve.layers.decoder
 from benchmarks.lossless import CHOICES, SAMPLING, Models, make_items, run_matrix
+from examples.bundled_model.save_target import target_config
 from specserve import SamplingParams
 from specserve.config import make_settings, resolve
 from specserve.layers.batch import AttentionInputs, TokenBatch
 from specserve.layers.rotary import Rope
-from specserve.models.checkpoint import load_target, target_config
+from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
 from specserve.models.registry import ARCHITECTURES
 from specserve.tools.train.attend import CausalAttend, Packing
