@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -215,6 +216,11 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     )
     pool = _pool(pool_config, pages, device)
     return Context(target, drafter, pool, attention, state, config.model.vocab_size)
+
+
+def create_shapes(config: EngineConfig, plan: ShapePlan) -> Context:
+    """The same without numbers, and with a pool of one page: on ``meta``, which is served as a GPU is."""
+    return create_context(replace(config, device="meta", max_total_tokens=config.page_size), plan)
 
 
 def target_kv(config: ModelConfig, dtype: torch.dtype) -> list[KVSpec]:

@@ -36,7 +36,7 @@ from specserve.engine.prompts import short_prefill, sizes_within
 from specserve.engine.shapes import ShapePlan, batch_buckets
 from specserve.layers.decoder import MANY_TOKENS
 from specserve.models.checkpoint import DTYPES
-from specserve.process.assemble import create_context, shape_plan
+from specserve.process.assemble import create_shapes, shape_plan
 from specserve.speculation.context import Context, View
 from specserve.speculation.prefill import PromptChunks, Scored, prefill
 from specserve.speculation.state import Needs
@@ -133,7 +133,7 @@ def compile_all(job: Job) -> list[Variant]:
 def launch_all(config: EngineConfig) -> None:
     """Launch each variant that a server with this configuration launches, on ``meta`` tensors."""
     plan = shape_plan(config)
-    context = create_context(replace(config, device="meta", max_total_tokens=config.page_size), plan)
+    context = create_shapes(config, plan)
     capacity = context.state.slots.pages.shape[1] * config.page_size
     longest = config.longest_launch
     for tokens in sorted({min(tokens, longest) for tokens in (*PROMPT_TOKENS, longest)}):

@@ -254,14 +254,9 @@ class Eagle3Reading(EagleReading):
 
     @property
     def target_hidden_size(self) -> int:
-        width = self.target.hidden_size
-        declared = self.source.config.get("target_hidden_size")
-        return self._fit(
-            "target_hidden_size",
-            width if declared is None else declared,
-            width,
-            "; it was made for another target",
-        )
+        declared = self.source.get("target_hidden_size") or self.target.hidden_size
+        why = "; it was made for another target"
+        return self._fit("target_hidden_size", declared, self.target.hidden_size, why)
 
     @cached_property
     def draft_vocab_size(self) -> int:

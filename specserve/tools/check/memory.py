@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specserve.config.engine import EngineConfig
 from specserve.engine.shapes import MAX_STEP_NODES
 from specserve.models.checkpoint import DTYPES
-from specserve.process.assemble import create_context, shape_plan
+from specserve.process.assemble import create_shapes, shape_plan
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
 from specserve.tools.check.report import Memory
@@ -73,8 +73,7 @@ def _without_numbers(config: EngineConfig) -> Context:
     draft = config.draft
     if draft is not None and config.device == "cpu":
         draft = replace(draft, quantization="none")
-    shapes = replace(config, device="meta", max_total_tokens=config.page_size, draft=draft)
-    return create_context(shapes, shape_plan(config))
+    return create_shapes(replace(config, draft=draft), shape_plan(config))
 
 
 def _logits(config: EngineConfig, node: int) -> int:
