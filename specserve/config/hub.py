@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _TIMEOUT = 10.0  # seconds that the hub has to answer before the cache is asked
@@ -38,18 +37,13 @@ class Repo:
         return self.name + (f" at revision {self.revision}" if self.revision else "")
 
 
-class Files(Protocol):
-    """Which of a repository's files are fetched; ``code``: with the Python files that --trust-remote-code runs."""
-
-    def __call__(self, names: Sequence[str], code: bool = False) -> list[str]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a repository is used as. ``needs``: patterns of which one must be there, for each group; the first group
+    """What a repository is used as. ``files``: which of its files are fetched, with the Python files that
+    --trust-remote-code runs or without. ``needs``: patterns of which one must be there, for each group; the first group
     has plain names, by which a cached copy is found."""
 
-    files: Files
+    files: Callable[[Sequence[str], bool], list[str]]
     needs: Sequence[Sequence[str]]
 
     def lacks(self, names: Sequence[str]) -> list[str]:
@@ -162,11 +156,8 @@ def _shards(repo: Repo, index: Path) -> list[str]:
 
 def fetch_file(repo: Repo, name: str) -> Path:
     """Returns one file of a repository, like ``fetch``."""
-
-    def files(names: Sequence[str], code: bool = False) -> list[str]:
-        return [name] if name in names else []
-
-    return fetch(repo, Kind(files, ((name,),))) / name
+    kind = Kind(lambda names, _: [name] if name in names else [], ((name,),))
+    return fetch(repo, kind) / name
 
 
 def _cached(repo: Repo, kind: Kind, why: str) -> Path:

@@ -37,7 +37,7 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
     if model is None:
         model = str(BUNDLED_MODEL)
         notes.append(f"model_path = {model}: none was given, serving the bundled model")
-    model_path = places.model("--model-path", model, settings.revision)
+    model_path = places.directory("--model-path", model, settings.revision)
     resolved = replace(
         settings,
         model_path=str(model_path),
@@ -71,14 +71,14 @@ def _tokenizer(settings: Settings, model_path: Path, places: _Places) -> str:
     if settings.skip_tokenizer_init:
         return str(model_path)
     revision = settings.revision if given == settings.model_path else None
-    return str(places.tokenizer("--tokenizer-path", given, revision))
+    return str(places.directory("--tokenizer-path", given, revision, kind=hub.TOKENIZER))
 
 
 def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
     draft, algorithm = settings.speculative_draft_model_path, settings.speculative_algorithm
     revision, method = settings.speculative_draft_model_revision, settings.method
     if draft is not None and method is not None and method.needs_draft:
-        return str(places.model(_DRAFT_FLAG, draft, revision, _DRAFT_REVISION))
+        return str(places.directory(_DRAFT_FLAG, draft, revision, of=_DRAFT_REVISION))
     settings.without(["speculative_draft_model_revision"], ": no draft is downloaded", places.notes)
     if method is None:
         return draft
@@ -94,7 +94,7 @@ def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
     if bundled is None or not _same(model_path, BUNDLED_MODEL):
         raise ValueError(f"{_DRAFT_FLAG}: needed for --speculative-algorithm {algorithm} with {model_path}")
     places.notes.append(f"speculative_draft_model_path = {bundled}: none was given, using the bundled draft")
-    return str(places.model(_DRAFT_FLAG, str(bundled), None))
+    return str(places.directory(_DRAFT_FLAG, str(bundled), None))
 
 
 def _token_map(name: str, settings: Settings, places: _Places) -> str | None:
@@ -127,17 +127,17 @@ class _Places:
     notes: list[str]
     downloads: list[str]
 
-    def model(self, flag: str, given: str, revision: str | None, revision_flag: str = "--revision") -> Path:
-        return self._directory(
-            hub.Repo(flag, given, revision, revision_flag, self.settings.download_dir), hub.MODEL
-        )
-
-    def tokenizer(self, flag: str, given: str, revision: str | None) -> Path:
-        return self._directory(
-            hub.Repo(flag, given, revision, cache=self.settings.download_dir), hub.TOKENIZER
-        )
-
-    def _directory(self, repo: hub.Repo, kind: hub.Kind) -> Path:
+    def directory(
+        self,
+        flag: str,
+        given: str,
+        revision: str | None,
+        *,
+        kind: hub.Kind = hub.MODEL,
+        of: str = "--revision",
+    ) -> Path:
+        """``of``: the flag that gave the revision."""
+        repo = hub.Repo(flag, given, revision, of, self.settings.download_dir)
         path = Path(repo.name).expanduser()
         if path.is_dir():
             if repo.revision is not None:
