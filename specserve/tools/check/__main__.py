@@ -70,16 +70,13 @@ def _parser() -> argparse.ArgumentParser:
 def _check(given: Settings, options: argparse.Namespace, report: Report) -> None:
     """Fills the report as far as it gets. Raises ValueError for what can't be loaded."""
     prompts = read_prompts(options.prompts)
-    with _heard() as said:
-        try:
-            settings, _, config = resolve_engine(_with_shape(given), with_front=True)
-            tokenizer = None
-            if not settings.skip_tokenizer_init:
-                tokenizer = Tokenizer.load(str(config.tokenizer_path), settings.trust_remote_code)
-            find_mismatches(config, tokenizer, report)
-            engine = load_engine(config)
-        finally:
-            report.choices += dict.fromkeys(said)
+    with _heard(report.choices):
+        settings, _, config = resolve_engine(_with_shape(given), with_front=True)
+        tokenizer = None
+        if not settings.skip_tokenizer_init:
+            tokenizer = Tokenizer.load(str(config.tokenizer_path), settings.trust_remote_code)
+        find_mismatches(config, tokenizer, report)
+        engine = load_engine(config)
     try:
         report.memory = memory_needed(engine)
         if not options.no_run:
@@ -98,17 +95,17 @@ def _with_shape(settings: Settings) -> Settings:
 
 
 @contextlib.contextmanager
-def _heard() -> Iterator[list[str]]:
-    """What the package logs meanwhile: the settings' and the draft's notes."""
-    said: list[str] = []
+def _heard(said: list[str]) -> Iterator[None]:
+    """Adds what the package logs meanwhile, the settings' and the draft's notes, each once."""
     logger, handler = logging.getLogger("specserve"), logging.Handler()
+    handler.addFilter(lambda record: record.getMessage() not in said)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     before = logger.level, logger.propagate
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(handler)
     try:
-        yield said
+        yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before[0])
