@@ -62,6 +62,8 @@ SPECULATION: dict[str, tuple[str, int, int, int] | None] = {
     "EAGLE3 chain": ("EAGLE3", 5, 1, 6),
     "EAGLE3 tree of 16": ("EAGLE3", 5, 4, 16),
     "EAGLE3 tree of 64": ("EAGLE3", 6, 8, 64),
+    "NGRAM chain": ("NGRAM", 8, 1, 9),
+    "NGRAM tree": ("NGRAM", 6, 3, 16),
 }
 CHOICES: dict[str, Sequence[Any]] = {
     "speculation": list(SPECULATION),
@@ -200,9 +202,10 @@ def settings_of(models: Models, configuration: Configuration, items: Sequence[It
     speculation = SPECULATION[configuration["speculation"]]
     if speculation is not None:
         algorithm, steps, topk, tokens = speculation
+        if draft := models.drafts.get(algorithm):
+            settings["speculative_draft_model_path"] = str(draft)
         settings |= {
             "speculative_algorithm": algorithm,
-            "speculative_draft_model_path": str(models.drafts[algorithm]),
             "speculative_num_steps": steps,
             "speculative_eagle_topk": topk,
             "speculative_num_draft_tokens": tokens,

@@ -19,7 +19,8 @@ class Method:
     ``load``: the function that makes the drafter, ``module:name`` or itself; see ``speculation.drafters``. ``heads``:
     the kinds of draft head that it runs, none: it has no checkpoint. ``bundled``: the folder of the bundled model's
     draft. ``map_refusal``: why it takes no file of ``--speculative-token-map``, None: it does. ``fixed_shape``: steps,
-    topk and tokens, where these are in the name.
+    topk and tokens, where these are in the name. ``of_text``: drafts are copied from a text, whatever their number of
+    levels, and part at the root alone.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Method:
     bundled: str | None = None
     map_refusal: str | None = "its drafts don't come from the target's head"
     fixed_shape: tuple[int, int, int] | None = None
+    of_text: bool = False
 
     @property
     def needs_draft(self) -> bool:
@@ -67,6 +69,7 @@ _OWN_VOCABULARY = (
 register(Method("EAGLE", _EAGLE, heads=("EAGLE", "MTP"), bundled="eagle", map_refusal=None))
 register(Method("EAGLE3", _EAGLE, heads=("EAGLE3",), bundled="eagle3", map_refusal=_OWN_VOCABULARY))
 register(Method("NEXTN", _EAGLE, aliases=("MTP",), heads=("MTP",), map_refusal=None))
+register(Method("NGRAM", "specserve.speculation.drafters.ngram:NgramDrafter.load", of_text=True))
 register(
     Method(
         "NAIVE_EAGLE",

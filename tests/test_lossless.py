@@ -64,7 +64,9 @@ def test_every_text_is_identical(models: Models) -> None:
         assert row.texts >= len(SAMPLING), "each configuration samples in every way"
         by_speculation.setdefault(row.configuration["speculation"], []).append(row.mean_accepted_length)
     assert list(by_speculation) == list(SPECULATION)
-    assert all((max(lengths) > 1.2) == (name != "off") for name, lengths in by_speculation.items())
+    best = {name: max(lengths) for name, lengths in by_speculation.items()}
+    assert best.pop("off") == 1
+    assert all(length > (1.01 if "NGRAM" in name else 1.2) for name, length in best.items()), best
     assert sum(row.cached_tokens for row in report.rows) > 0
     assert f"texts {report.texts}, identical {report.texts}" in lines[-2]
 

@@ -14,7 +14,7 @@ from specserve_kernels.reference.linear.quantize import GROUP, Rounded
 from specserve_kernels.reference.linear.quantized import dequantize, quantize
 from specserve_kernels.reference.sampling.philox import gumbel_noise
 from specserve_kernels.reference.sampling.sampling import add_bias, penalize, perturb, truncate
-from specserve_kernels.reference.tree import accept, commit, grow, prediction, select
+from specserve_kernels.reference.tree import accept, commit, grow, lookup, prediction, select
 from specserve_kernels.reference.tree import gather_slots as _gather_slots
 from specserve_kernels.reference.tree.commit import count_tokens, store_page_features
 from specserve_kernels.reference.tree.merge import merge_pools
@@ -36,6 +36,7 @@ add_rms_norm = dispatched(norm.add_rms_norm)
 add_rms_norm_rounded = dispatched(norm.add_rms_norm_rounded)
 advance = dispatched(commit.advance)
 embed_rms_norm = dispatched(norm.embed_rms_norm)
+find_continuations = dispatched(lookup.find_continuations)
 follow_prediction = dispatched(prediction.follow_prediction)
 gather_slots = dispatched(_gather_slots.gather_slots)
 grow_level = dispatched(grow.grow_level)
@@ -76,6 +77,7 @@ __all__ = [
     "count_tokens",
     "dequantize",
     "embed_rms_norm",
+    "find_continuations",
     "follow_prediction",
     "gather_slots",
     "group_bias",

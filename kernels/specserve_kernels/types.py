@@ -100,9 +100,16 @@ class Pool:
     @classmethod
     def of_text(cls, token_BS: Tensor, score_BS: Tensor) -> Pool:
         """Return the chains of candidates that continue each slot's text; ``score_BS`` -inf where there is none."""
-        levels = token_BS.shape[1]
-        depths_BS = _tree_depths(levels, 1, token_BS.device).expand_as(token_BS)
-        return cls(token_BS, depths_BS - 2, depths_BS, score_BS, levels, is_chain=True)
+        return cls.of_branches(token_BS[:, None], score_BS[:, None])
+
+    @classmethod
+    def of_branches(cls, token_BKS: Tensor, score_BKS: Tensor) -> Pool:
+        """Return K such chains a slot, of which the better go first and no two begin with the same token."""
+        slots, branching, levels = token_BKS.shape
+        tokens_BP, scores_BP = (each.transpose(1, 2).reshape(slots, -1) for each in (token_BKS, score_BKS))
+        parents_P, depths_P = _branches(levels, branching, token_BKS.device)
+        parents_BP, depths_BP = parents_P.expand(slots, -1), depths_P.expand(slots, -1)
+        return cls(tokens_BP, parents_BP, depths_BP, scores_BP, levels, is_chain=branching == 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +188,13 @@ class Prediction:
 def tree_pool_size(levels: int, branching: int) -> int:
     """Entries of a pool grown level by level, which is also the index of the first entry at depth ``levels + 1``."""
     return branching + (levels - 1) * branching * branching if levels else 0
+
+
+@cache
+def _branches(levels: int, branching: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Parents and depths of chains' entries, level by level. Made once, as ``_tree_depths`` is."""
+    index = torch.arange(levels * branching)
+    return (index - branching).clamp(min=-1).to(device), (index // branching + 1).to(device)
 
 
 @cache

@@ -92,6 +92,11 @@ class EngineConfig:
         )
 
     @property
+    def draft_of_text(self) -> bool:
+        """Whether drafts are copied from a text."""
+        return self.draft is not None and self.draft.method.of_text
+
+    @property
     def longest_launch(self) -> int:
         """Most tokens of one prompt that a launch has, where a token is to follow them."""
         return min(self.chunked_prefill_size, self.context_length - 1)

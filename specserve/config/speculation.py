@@ -29,7 +29,11 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
     method = settings.method
     if method is None:
         return _plain(settings, notes)
-    if settings.speculative_draft_quantization == "auto":
+    if not method.needs_draft:
+        weights = ["speculative_draft_quantization", "speculative_draft_config_override"]
+        settings = settings.without(weights, f": {method.name} has no weights", notes)
+        settings = replace(settings, speculative_draft_quantization="none")
+    elif settings.speculative_draft_quantization == "auto":
         settings = _rounding(settings, notes)
     if method.fixed_shape is not None:
         return _fixed(settings, method.fixed_shape, given, notes)
@@ -147,7 +151,8 @@ def _fit(settings: Settings, notes: list[str]) -> Settings:
         why = f"with topk 1 a chain of {steps} drafts and its root is verified whole, {tokens} was given"
         tokens = steps + 1
         settings = settings.choose("speculative_num_draft_tokens", tokens, why, notes)
-    pool = pool_size(steps, topk)
+    of_text = settings.method is not None and settings.method.of_text
+    pool = steps * topk if of_text else pool_size(steps, topk)
     if tokens > pool + 1:
         raise ValueError(
             f"--speculative-num-draft-tokens: {steps} steps of topk {topk} draft {pool} candidates, so at "

@@ -115,29 +115,39 @@ _CANDIDATES: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
     (256, ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 4), (3, 1, 2))),
 )
 """Speculation worth choosing among, by largest batch: verifying is nearly free for few, and the draft's levels dear."""
+_OF_TEXT: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
+    (16, ((2, 1, 3), (4, 1, 5), (8, 1, 9), (16, 1, 17), (4, 3, 9), (8, 4, 24))),
+    (64, ((2, 1, 2), (4, 1, 3), (8, 1, 5), (16, 1, 9))),
+    (256, ((2, 1, 2), (8, 1, 3), (16, 1, 3))),
+)
+"""The same where levels cost nothing: long chains, few nodes for each of many requests."""
 
 
-def candidate_shapes(slots: int) -> list[StepShape]:
-    """What the controller may choose for a batch of ``slots``, plain decoding first."""
-    choices = next((choices for most, choices in _CANDIDATES if slots <= most), _CANDIDATES[-1][1])
+def candidate_shapes(slots: int, of_text: bool = False) -> list[StepShape]:
+    """What the controller may choose for a batch of ``slots``, plain decoding first. ``of_text``: drafts are copied
+    from a text, not computed."""
+    table = _OF_TEXT if of_text else _CANDIDATES
+    choices = next((choices for most, choices in table if slots <= most), table[-1][1])
     shapes = [step_shape(slots, speculation, slots) for speculation in (None, *choices)]
     return list(dict.fromkeys(shapes))
 
 
 @dataclass(frozen=True, slots=True)
 class ShapePlan:
-    """All shapes that an engine may run: ``speculation`` in every step, or, ``adaptive``, the controller's choice."""
+    """All shapes that an engine may run: ``speculation`` in every step, or, ``adaptive``, the controller's choice.
+    ``of_text``: as ``candidate_shapes`` takes it."""
 
     speculation: Speculation | None
     adaptive: bool
     most_slots: int
     padding: Padding = Padding()
+    of_text: bool = False
 
     def candidates(self, slots: int) -> list[StepShape]:
         """What a batch of ``slots`` may run, plain decoding first."""
         size = self.padding.size(slots)
         if self.adaptive:
-            return candidate_shapes(size)
+            return candidate_shapes(size, self.of_text)
         return list(dict.fromkeys(step_shape(size, self.speculation, drafting) for drafting in (0, size)))
 
     def shapes(self) -> list[StepShape]:

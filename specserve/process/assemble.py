@@ -157,7 +157,9 @@ def _overlap(config: EngineConfig, drafter: Drafter) -> bool:
 def shape_plan(config: EngineConfig) -> ShapePlan:
     """The shapes that steps may have; those within the buckets are captured."""
     padding = Padding(batch_buckets(config.largest_graph) if config.largest_graph is not None else ())
-    return ShapePlan(config.shape, config.adaptive, config.max_running_requests, padding)
+    return ShapePlan(
+        config.shape, config.adaptive, config.max_running_requests, padding, config.draft_of_text
+    )
 
 
 def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePolicy:

@@ -1,0 +1,94 @@
+"""Prompt lookup: what followed, earlier in a request's own text, the tokens that it ends with.
+
+Saxena 2023, "Prompt lookup decoding". It has no weights and reads the state's texts on the device, in the step's graph.
+A chain is the best continuation, a tree several, which part at the root.
+
+Shapes: B slots, K continuations, S levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from specserve_kernels import Accepted, Pool, Prediction, find_continuations
+from torch import Tensor
+
+from specserve.kv.spec import KVSpec
+from specserve.models.llama import LlamaModel
+from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.sampler import Sampling
+from specserve.speculation.shape import StepShape
+
+DOUBT = 0.5  # that a token is wrong after one that matched; after n a part of it, 1 / n
+
+
+class NgramDrafter:
+    """Proposes what followed the longest match of a text's end, of equal ones the latest."""
+
+    needs = DrafterNeeds()
+    kv: Sequence[KVSpec] = ()
+    live_map = None
+
+    def __init__(self, name: str, vocab_size: int) -> None:
+        self.name = name
+        self.vocab_size = vocab_size
+
+    @classmethod
+    def load(cls, name: str, path: Path, target: LlamaModel, *_: object) -> NgramDrafter:
+        """Return one for the target's vocabulary; there is nothing to read."""
+        return cls(name, target.config.vocab_size)
+
+    def scratch(self, shape: StepShape) -> int:
+        return 0
+
+    def pick(self, rows_R: Tensor) -> None:
+        raise AssertionError("it has no rows")
+
+    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
+        """The state's table has the text."""
+
+    def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
+        slots, count, size = view.slots, shape.branching, shape.levels
+        rows_B, dtype = slots.rows_B, context.state.sampling.temperature.dtype
+        text_RC = context.state.slots.tokens[:, : view.max_length + 1]
+        prediction, taken_B = view.prediction(context), torch.full_like(rows_B, -1)
+        if prediction is not None:
+            given_BS, trust_BS = _predicted(prediction, rows_B, size, dtype)
+            taken_B = given_BS[:, 0].where(trust_BS[:, 0].isfinite(), -1)
+        token_BKS, matched_BK = find_continuations(text_RC, rows_B, slots.length_B, taken_B, count, size)
+        score_BKS = _scores(matched_BK, size, dtype)
+        if prediction is not None:
+            token_BXS = torch.cat([given_BS[:, None], token_BKS], 1)
+            score_BXS = torch.cat([trust_BS[:, None], score_BKS], 1)
+            best_BK1 = score_BXS[:, :, 0].argsort(dim=1, descending=True, stable=True)[:, :count, None]
+            token_BKS = token_BXS.take_along_dim(best_BK1, 1)
+            score_BKS = score_BXS.take_along_dim(best_BK1, 1)
+        return Pool.of_branches(token_BKS, score_BKS)
+
+    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+        return None
+
+
+def _scores(matched_BK: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """Cumulative log-probabilities ``[B, K, S]``: a token is right more often the longer the match before it, to which
+    each token that was right adds one; a continuation begins only where all better ones are wrong."""
+    ahead_S = torch.arange(size, device=matched_BK.device)
+    right_BKS = 1 - DOUBT / (matched_BK[..., None] + ahead_S).clamp(min=1).to(dtype)
+    wrong_BK = (1 - right_BKS[..., 0]).log().cumsum(1)
+    logp_BKS = right_BKS.log().cumsum(2)
+    logp_BKS[:, 1:] += wrong_BK[:, :-1, None]
+    return logp_BKS.masked_fill(matched_BK[..., None] == 0, -torch.inf)
+
+
+def _predicted(
+    prediction: Prediction, rows_B: Tensor, size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The predicted tokens ``[B, S]`` and their cumulative log-probabilities, -inf where nothing is predicted."""
+    next_B1, length_B1 = prediction.next_R[rows_B][:, None], prediction.length_R[rows_B][:, None]
+    ahead_S = torch.arange(size, device=rows_B.device)
+    at_BS = next_B1 + ahead_S
+    token_BS = prediction.tokens_RP[rows_B[:, None], at_BS.clamp(0, prediction.tokens_RP.shape[1] - 1)]
+    score_BS = prediction.trust_R[rows_B][:, None].to(dtype) * (ahead_S + 1)
+    return token_BS.long(), score_BS.masked_fill((next_B1 < 0) | (at_BS >= length_B1), -torch.inf)
