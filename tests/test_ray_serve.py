@@ -1,12 +1,16 @@
-"""The Ray Serve application: where prompts go, and, where Ray is installed, two replicas of the bundled model."""
+"""The Ray Serve application: where prompts go, and two replicas: of the bundled model where Ray is installed, else of a
+fake engine, on ``tests/fake_ray.py``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import inspect
 import json
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +23,9 @@ from starlette.requests import Request
 from benchmarks.balancer import free_port
 from benchmarks.failover_load import STREAM_COMPLETE, WHOLE_OK, Load
 from examples.ray_serve.prefix import PREFIX, SLACK, prefix_of, rank
+from tests import fake_ray
+from tests.front import processes
+from tests.front.fakes import byte_tokenizer
 
 ARGUMENTS = "--cpu-threads 1 --served-model-name tiny --log-level warning"
 MOST = 2**16  # bytes of a body
@@ -87,10 +94,49 @@ class TestRank:
         assert rank("x", dict.fromkeys(NAMES, 0), avoid={order[0], "gone"}) == [*order[1:], order[0]]
 
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[serve]")
+MADE_BY_SERVE = {"Application", "DeploymentHandle", "RunningReplica"}
+HAS_RAY = importlib.util.find_spec("ray") is not None
 
 
-@needs_ray
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    """Ray, or what stands for it."""
+    if HAS_RAY:
+        yield
+        return
+    before = set(sys.modules)
+    fake_ray.install()
+    yield
+    fakes = ("ray", "examples.ray_serve.")
+    for name in set(sys.modules) - before:
+        if name.startswith(fakes):
+            del sys.modules[name]
+
+
+@pytest.mark.skipif(not HAS_RAY, reason="compares the fake with Ray, which is not installed")
+class TestFake:
+    def test_ray_has_what_the_fake_has(self) -> None:
+        """And takes its arguments."""
+        for module, members in fake_ray.MODULES.items():
+            for name, fake in members.items():
+                real = getattr(importlib.import_module(module), name)
+                if name not in MADE_BY_SERVE:
+                    unknown = set(inspect.signature(fake).parameters) - set(
+                        inspect.signature(real).parameters
+                    )
+                    assert not unknown, f"{module}.{name}"
+
+    def test_errors_are_related_alike(self) -> None:
+        from ray.exceptions import RayError, RayTaskError
+        from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+
+        assert issubclass(RayTaskError, RayError)
+        assert issubclass(BackPressureError, RayServeException)
+        assert issubclass(DeploymentUnavailableError, RayServeException)
+        assert not issubclass(RayServeException, RayError)
+
+
+@pytest.mark.usefixtures("ray")
 @pytest.mark.filterwarnings("ignore")
 class TestWithoutReplicas:
     def test_serve_finds_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,18 +183,53 @@ class TestWithoutReplicas:
             Replica(["--odd"], loading_seconds=60)
 
 
-@needs_ray
+@pytest.fixture(scope="module")
+def fake_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Without Ray, replicas begin servers of a slow fake engine."""
+    if HAS_RAY:
+        yield
+        return
+    from examples.ray_serve.replica import subprocess
+
+    model = tmp_path_factory.mktemp("models") / "tiny"
+    byte_tokenizer().save_pretrained(model)
+    begin = subprocess.Popen
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def begin_fake(command: list[str]) -> Any:
+        at = command.index("specserve.launch")
+        fake = [*command[: at - 1], "-c", processes.RUN, "build_slow", "--model-path", str(model)]
+        return begin([*fake, *command[at + 1 :]], cwd=processes.ROOT, env=environ)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", begin_fake)
+        yield
+
+
+def kill_a_server() -> None:
+    """Its replica lives on until Serve looks after its health."""
+    if HAS_RAY:
+        from benchmarks.ray_failover import replica_pids, servers_of
+
+        pids = servers_of(next(iter(replica_pids().values())))
+    else:
+        pids = {fake_ray.SERVE.deployed[0].running[0].callable._server.pid}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("ray", "fake_servers")
 @pytest.mark.filterwarnings("ignore")
 class TestApplication:
     @pytest.fixture(scope="class")
-    def url(self) -> Iterator[str]:
-        import ray
+    def url(self, ray: None, fake_servers: None) -> Iterator[str]:
+        import ray as api
         from ray import serve
 
         from examples.ray_serve.app import Options, build
 
         port = free_port()
-        ray.init(num_cpus=8, include_dashboard=False)
+        api.init(num_cpus=8, include_dashboard=False)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             options = Options(gpus=0, cpus=1, arguments=ARGUMENTS, max_body_bytes=MOST)
@@ -156,7 +237,7 @@ class TestApplication:
             yield f"http://127.0.0.1:{port}"
         finally:
             serve.shutdown()
-            ray.shutdown()
+            api.shutdown()
 
     def test_prompts_go_where_they_were(self, url: str) -> None:
         with httpx.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(32) as pool:
@@ -200,20 +281,26 @@ class TestApplication:
             assert client.post("/v1/completions", content=b"[" * MOST).status_code == 400
 
     def test_a_server_that_dies(self, url: str) -> None:
-        """Its replica lives on until Serve looks after its health."""
-        from benchmarks.ray_failover import replica_pids, servers_of
-
         async def run() -> Load:
             async with Load(
                 url, {"model": "tiny", "max_tokens": 64, "ignore_eos": True}, ["aa", "bb"]
             ) as load:
                 await load.until_busy()
-                victim = next(iter(replica_pids().values()))
-                for pid in servers_of(victim):
-                    os.kill(pid, signal.SIGKILL)
-                await asyncio.sleep(8)
+                kill_a_server()
+                await asyncio.sleep(8 if HAS_RAY else 3)
             return load
 
         tally = asyncio.run(run()).tally
         assert tally.lost == 0, tally.report()
         assert min(tally.outcomes[WHOLE_OK], tally.outcomes[STREAM_COMPLETE]) >= 4
+
+    def test_it_is_replaced(self, url: str) -> None:
+        if HAS_RAY:
+            pytest.skip("Serve takes 15 seconds to find out")
+        replicas = fake_ray.SERVE.deployed[0]
+        replicas.check_health()
+        names = {each.replica_id.unique_id for each in replicas.running}
+        assert len(names) == 2
+        assert "replica2" in names
+        answer = httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 1})
+        assert answer.status_code == 200
