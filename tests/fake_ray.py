@@ -1,7 +1,7 @@
 """What ``examples/ray_serve`` uses of Ray Serve, in one process, for machines without Ray.
 
 Names, arguments and errors are Ray 2.60's; ``tests/test_ray_serve.py`` compares them with Ray's where Ray is installed.
-What would cross from one process to another is pickled here too. Health is checked only when ``check_health`` is called.
+What crosses from one process to another in Ray is pickled here too. Health is checked only by ``check_health``.
 """
 
 from __future__ import annotations
