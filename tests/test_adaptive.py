@@ -17,7 +17,7 @@ from specserve.engine.shapes import AdaptiveShapes, candidate_shapes
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
-from tests.engines import check_switching
+from tests.engines import Checkpoints, check_switching
 
 PROMPTS = [[5, 6, 7, 300], [9, 1000, 4], [77, 12, 90, 90, 8]]
 PARAMS = [
@@ -56,6 +56,17 @@ def priced(level: float) -> Any:
     return patch("specserve.process.assemble.measure_eager", measure)
 
 
+def drafted(models: Checkpoints) -> dict[str, Any]:
+    """Settings of a small model whose draft is adaptive."""
+    return {
+        "model_path": str(models.target),
+        "speculative_draft_model_path": str(models.eagle3),
+        "speculative_algorithm": "EAGLE3",
+        "skip_tokenizer_init": True,
+        "max_running_requests": 2,
+    }
+
+
 @pytest.mark.parametrize("level", [0.05, 50.0], ids=["cheap", "dear"])
 def test_the_text_of_plain_decoding(level: float) -> None:
     expected, _ = texts()
@@ -78,11 +89,11 @@ def test_nothing_is_drafted_where_a_request_has_one_token_left() -> None:
         assert list(llm._engine._step_counters.steps) == ["off"]  # type: ignore[attr-defined]
 
 
-def test_what_a_step_gives_does_not_depend_on_the_shapes_before() -> None:
+def test_what_a_step_gives_does_not_depend_on_the_shapes_before(agreeing: Checkpoints) -> None:
     shapes = [shape for shape in candidate_shapes(1) if shape.levels < 6]
-    prompts = [PROMPTS[0], [300, 20, 4, 99], [12, 13, 14, 15, 400]]
-    settings = {"skip_tokenizer_init": True, "dtype": "float64", "max_running_requests": 1}
-    with LLM(speculative_algorithm="EAGLE3", speculative_adaptive=True, **settings) as llm:
+    prompts = [[5, 6, 7, 30], [30, 20, 4, 9], [12, 13, 14, 15, 40]]
+    settings = drafted(agreeing) | {"dtype": "float64", "max_running_requests": 1}
+    with priced(1.0), LLM(speculative_adaptive=True, **settings) as llm:
         assert check_switching(llm, prompts, shapes, 40) > 25
 
 
@@ -103,11 +114,11 @@ def counted(run: Callable[[], None]) -> float:
     return operators.count
 
 
-def test_costs_are_measured_at_start() -> None:
+def test_costs_are_measured_at_start(agreeing: Checkpoints) -> None:
     """No shape is given: the controller is on."""
     with (
         patch("specserve.engine.profile._host_seconds", counted),
-        LLM(skip_tokenizer_init=True, speculative_algorithm="EAGLE3", max_running_requests=2) as llm,
+        LLM(**drafted(agreeing)) as llm,
     ):
         assert llm._engine is not None
         assert llm._engine.info["speculation"] == "adaptive"
@@ -120,9 +131,9 @@ def test_costs_are_measured_at_start() -> None:
         assert 4 * (one - plain) < eight - plain, "levels were drafted"
 
 
-def test_measuring_leaves_the_padding_row_alone() -> None:
+def test_measuring_leaves_the_padding_row_alone(agreeing: Checkpoints) -> None:
     """Or padding would take drafts from requests."""
-    with LLM(skip_tokenizer_init=True, speculative_algorithm="EAGLE3", max_running_requests=2) as llm:
+    with LLM(**drafted(agreeing)) as llm:
         assert llm._engine is not None
         state = llm._engine.runner.context.state
         slots = state.slots
@@ -130,10 +141,9 @@ def test_measuring_leaves_the_padding_row_alone() -> None:
 
 
 @pytest.mark.parametrize(("context", "page"), [(64, 16), (17, 16), (2, 16), (2, 1), (112, 64), (40, 32)])
-def test_a_short_context(context: int, page: int) -> None:
+def test_a_short_context(context: int, page: int, agreeing: Checkpoints) -> None:
     """Costs are measured after as many tokens as there may be."""
-    settings: dict[str, Any] = {"context_length": context, "page_size": page, "max_running_requests": 2}
-    with LLM(skip_tokenizer_init=True, speculative_algorithm="EAGLE3", **settings) as llm:
+    with LLM(**drafted(agreeing), context_length=context, page_size=page) as llm:
         params = SamplingParams(temperature=0, max_tokens=min(20, context - 1), ignore_eos=True)
         assert len(llm.generate([[5]], params)[0].token_ids) == params.max_tokens
 

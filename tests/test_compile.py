@@ -86,7 +86,7 @@ def test_what_is_launched_was_compiled(tmp_path: Path) -> None:
         "1",
     ]
     flags += ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
-    flags += ["--speculative-num-draft-tokens", "3", "--skip-tokenizer-init"]
+    flags += ["--speculative-num-draft-tokens", "3", "--skip-tokenizer-init", "--context-length", "64"]
     cache = tmp_path / "cache"
     said = python(cache, "-m", "specserve.compile", "--gpu", "h200", "--processes", "2", *flags)
     (listed,) = cache.glob("specserve-*.json")
