@@ -40,10 +40,11 @@ class Board:
     def is_measured(self, candidate: Candidate) -> bool:
         return bool(self._ratios(candidate))
 
-    def is_trusted(self, candidate: Candidate) -> bool:
-        """Ran often enough to be picked."""
-        most = max((len(self._ratios(each)) for each in self.shapes if each is not None), default=0)
-        return 0 < min(TRUSTED_LAPS, most) <= len(self._ratios(candidate))
+    def trusted(self) -> list[Candidate]:
+        """Those that ran often enough to be picked."""
+        laps = {candidate: len(self._ratios(candidate)) for candidate in self.shapes}
+        most = max((count for candidate, count in laps.items() if candidate is not None), default=0)
+        return [candidate for candidate, count in laps.items() if 0 < min(TRUSTED_LAPS, most) <= count]
 
     def run(self, candidate: Candidate) -> Run:
         """All its runs together."""
@@ -67,7 +68,7 @@ class Board:
 
     def best(self) -> Candidate:
         """Plain decoding where nothing beats it."""
-        best = max(filter(self.is_trusted, self.shapes), key=self.ratio, default=None)
+        best = max(self.trusted(), key=self.ratio, default=None)
         return best if best is not None and self.ratio(best) > 1 else None
 
     def plain_rates(self) -> list[float]:
@@ -103,7 +104,8 @@ def overall(boards: Sequence[Board], candidate: Candidate) -> float:
 def pick_overall(boards: Sequence[Board]) -> Candidate:
     """The best over all batch sizes of those measured at each; plain decoding where nothing beats it."""
     drafted = [c for c in boards[0].shapes if c is not None and all(board.is_measured(c) for board in boards)]
-    trusted = [c for c in drafted if all(board.is_trusted(c) for board in boards)]
+    often = [board.trusted() for board in boards]
+    trusted = [c for c in drafted if all(c in found for found in often)]
     best = max(trusted or drafted, key=lambda candidate: overall(boards, candidate), default=None)
     return best if best is not None and overall(boards, best) > overall(boards, None) else None
 
