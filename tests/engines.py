@@ -56,8 +56,15 @@ class Checkpoints:
 
 
 def make_scheduler(model: Path, **settings: Any) -> Scheduler:
-    """A scheduler on the CPU, float64 unless told."""
-    given = {"dtype": "float64", "device": "cpu", "skip_tokenizer_init": True, "random_seed": 0, **settings}
+    """A scheduler on the CPU, float64 and with a small pool unless told."""
+    given = {
+        "dtype": "float64",
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "random_seed": 0,
+        "max_total_tokens": 4096,
+        **settings,
+    }
     return create_scheduler(resolve_engine(make_settings(model_path=str(model), **given))[2])
 
 

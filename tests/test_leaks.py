@@ -105,5 +105,5 @@ def test_a_leak_is_noticed(agreeing: Checkpoints) -> None:
     scheduler = make_scheduler(agreeing.target)
     scheduler.memory.check_idle()
     scheduler.memory.allocator.allocate(2)
-    with pytest.raises(AssertionError, match="2 of 4096 pages leaked"):
+    with pytest.raises(AssertionError, match="2 of 256 pages leaked"):
         scheduler.memory.check_idle()

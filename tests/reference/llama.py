@@ -101,14 +101,11 @@ def inverse_frequencies(config: Config, head_dim: int) -> list[float]:
 def rotate(x: Tensor, frequencies: Sequence[float], scale: float = 1.0) -> Tensor:
     """Half-split pairs: channel j turns with channel j + hd/2; row i of x [n, hd] is at position i. The result is
     `scale` times as long."""
-    half = x.shape[1] // 2
+    first, second = x.chunk(2, dim=1)
     positions = torch.arange(x.shape[0], dtype=torch.float64)
-    out = torch.empty_like(x)
-    for j, frequency in enumerate(frequencies):
-        cos, sin = torch.cos(positions * frequency).to(x.dtype), torch.sin(positions * frequency).to(x.dtype)
-        out[:, j] = x[:, j] * cos - x[:, j + half] * sin
-        out[:, j + half] = x[:, j + half] * cos + x[:, j] * sin
-    return scale * out
+    angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float64)
+    cos, sin = torch.cos(angles).to(x.dtype), torch.sin(angles).to(x.dtype)
+    return scale * torch.cat([first * cos - second * sin, second * cos + first * sin], dim=1)
 
 
 def head_norm(state: State, name: str, config: Config, x: Tensor) -> Tensor:
