@@ -21,7 +21,7 @@ serve: $(serve_ready)
 	$(python) -m specserve.launch --speculative-algorithm EAGLE3 $(ARGS)
 
 test: $(test_ready)
-	$(test_environment) $(python) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(test_environment) $(python) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(test_ready)
 	$(python) -m ruff check .

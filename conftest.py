@@ -17,7 +17,25 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
 
+LONGEST = (
+    "test_ops_compile",
+    "test_compile",
+    "test_ops_sampling",
+    "test_faults",
+    "test_conformance",
+    "test_process",
+    "test_load",
+    "test_benchmarks",
+    "test_dynamic_map",
+    "test_leaks",
+    "test_triton_engine",
+)
+"""Files that run first, so that all processes end at about the same time."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if not HAS_GPU and item.get_closest_marker("gpu") is not None:
