@@ -38,20 +38,6 @@ def _rotate(qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> tuple[Tensor, Ten
     return q_TND, k_TKD, v_TKD
 
 
-class CausalAttend:
-    """Every token attends to its own document's tokens up to itself."""
-
-    def __init__(self, packing: Packing) -> None:
-        self.packing = packing
-
-    def __call__(self, inputs: AttentionInputs) -> Tensor:
-        q, k, v = _rotate(inputs.qkv_TND, inputs.num_kv_heads, inputs.rope)
-        packing = self.packing
-        no_k, no_v = _columns([k]), _columns([v])
-        out = packed_attention(q, k, v, no_k, no_v, packing.cu_seqlens, packing.row_length, packing.flash)
-        return out.flatten(1)
-
-
 class TestTimeAttend:
     """Training-time test of a one-layer draft: call i is drafting level i at every column at once.
 
@@ -71,17 +57,19 @@ class TestTimeAttend:
         self.keys.append(k)
         self.values.append(v)
         extra_k, extra_v = (_columns(cache) for cache in (self.keys, self.values))
-        out = packed_attention(
-            q,
-            self.keys[0],
-            self.values[0],
-            extra_k,
-            extra_v,
-            self.packing.cu_seqlens,
-            self.packing.row_length,
-            self.packing.flash,
-        )
-        return out.flatten(1)
+        k, v, packing = self.keys[0], self.values[0], self.packing
+        rows = packing.cu_seqlens, packing.row_length
+        return packed_attention(q, k, v, extra_k, extra_v, *rows, packing.flash).flatten(1)
+
+
+class CausalAttend:
+    """Every token attends to its own document's tokens up to itself: as a draft does at its first level."""
+
+    def __init__(self, packing: Packing) -> None:
+        self.packing = packing
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        return TestTimeAttend(self.packing)(inputs)
 
 
 def _columns(cache: list[Tensor]) -> Tensor:

@@ -51,19 +51,19 @@ class EagleTrainer(nn.Module):
     def unroll(self, batch: Batch, levels: int) -> Levels:
         """Runs the target and ``levels`` levels of the draft."""
         target = self._target[0]
-        states = run_target(target, batch, ())
+        hidden_TH, _ = run_target(target, batch, ())
         with torch.no_grad():
-            logits_TV = target.logits(states.hidden_TH)
+            logits_TV = target.logits(hidden_TH)
             greedy_T = logits_TV.argmax(-1)
             probs_TV = torch.softmax(logits_TV.float(), dim=-1)
         windows, attend = Windows(batch), TestTimeAttend(batch.packing)
-        features_TH = self._noisy(self.draft.fuse(states.hidden_TH, []), windows.length)
+        features_TH = self._noisy(self.draft.fuse(hidden_TH, []), windows.length)
         found = []
         for i in range(levels):
             features_TH = self.draft(windows.inputs(i), features_TH, batch.positions_T + i, attend)
             output = windows.columns(features_TH, i)
             logits = self.draft.logits(output)
-            wanted = windows.labels(states.hidden_TH, i)
+            wanted = windows.labels(hidden_TH, i)
             distance = F.smooth_l1_loss(output.float(), wanted.float(), reduction="none").mean(-1)
             entropy = soft_cross_entropy(logits, windows.labels(probs_TV, i))
             losses = self.feature_weight * distance + self.ce_weight * entropy

@@ -42,13 +42,13 @@ class Eagle3Trainer(nn.Module):
     def unroll(self, batch: Batch, levels: int) -> Levels:
         """Runs the target and ``levels`` levels of the draft."""
         target = self._target[0]
-        states = run_target(target, batch, self.draft.config.taps)
+        hidden_TH, tapped = run_target(target, batch, self.draft.config.taps)
         with torch.no_grad():
-            logits_TV = target.logits(states.hidden_TH)
+            logits_TV = target.logits(hidden_TH)
             greedy_T = logits_TV.argmax(-1)
             probs_TV = torch.softmax(logits_TV[:, self.draft_ids].float(), dim=-1)
         windows, attend = Windows(batch), TestTimeAttend(batch.packing)
-        features_TH = self.draft.fuse(states.hidden_TH, states.tapped)
+        features_TH = self.draft.fuse(hidden_TH, tapped)
         found = []
         for i in range(levels):
             features_TH = self.draft(windows.inputs(i), features_TH, batch.positions_T + i, attend)

@@ -5,8 +5,6 @@ Shapes: T tokens of all rows flattened, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -16,22 +14,14 @@ from specserve.tools.train.attend import CausalAttend
 from specserve.tools.train.packing import Batch
 
 
-@dataclass(frozen=True, slots=True)
-class TargetStates:
-    """The target's hidden states after its final norm ``[T, H]`` and its residual streams at the taps."""
-
-    hidden_TH: Tensor
-    tapped: list[Tensor]
-
-
 @torch.no_grad()
-def run_target(model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> TargetStates:
-    """Runs the frozen target over a batch, in the dtype of its weights whatever the autocast state."""
+def run_target(model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+    """Runs the frozen target over a batch, in the dtype of its weights whatever the autocast state. Returns its hidden
+    states after its final norm ``[T, H]`` and its residual streams at the taps."""
     with torch.autocast(batch.tokens_T.device.type, enabled=False):
-        hidden_TH, tapped = model(
-            TokenBatch(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), taps)
-        )
-    return TargetStates(hidden_TH, tapped)
+        tokens = TokenBatch(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), taps)
+        hidden_TH, tapped = model(tokens)
+    return hidden_TH, tapped
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
