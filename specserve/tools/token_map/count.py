@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.tools.train.chat import Encoder
-from specserve.tools.train.data import messages
+from specserve.tools.train.data import messages, read_lines
 
 BLOCK = 1 << 18  # characters of plain text that are tokenized at once
 TIMEOUT = 30.0  # seconds
@@ -26,12 +27,15 @@ def count_files(paths: Iterable[Path], encoder: Encoder, vocab_size: int) -> Cou
     """``[V]``. Raises ValueError naming ``--data``, the file and the line at fault."""
     counts_V = np.zeros(vocab_size, np.int64)
     for path in paths:
-        documents = _json_lines(path, encoder) if path.suffix == ".jsonl" else _plain(path, encoder)
+        lines = path.suffix == ".jsonl"
+        documents = read_lines(path, partial(_record, encoder=encoder)) if lines else _plain(path, encoder)
         try:
             for tokens in documents:
                 counts_V += np.bincount(np.array(tokens, np.int64), minlength=vocab_size)[:vocab_size]
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--data: {path} can't be read: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"--data: {error}") from None
     return counts_V
 
 
@@ -39,17 +43,6 @@ def _plain(path: Path, encoder: Encoder) -> Iterator[list[int]]:
     with path.open(encoding="utf-8") as file:
         while lines := file.readlines(BLOCK):
             yield _ids(encoder, "".join(lines))
-
-
-def _json_lines(path: Path, encoder: Encoder) -> Iterator[list[int]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                yield _record(json.loads(line), encoder)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"--data: {path}, line {number}: {error}") from None
 
 
 def _record(record: Any, encoder: Encoder) -> list[int]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from specserve.frontend.conversation import plain
 from specserve.tools.train.chat import Encoder, Message
 from specserve.tools.train.packing import Documents
+
+T = TypeVar("T")
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
@@ -27,7 +31,7 @@ def load_sources(path: Path, encoder: Encoder | None) -> dict[str, Documents]:
         return load_tokens(path)
     if encoder is None:
         raise ValueError(f"{path}: JSON lines need the model's tokenizer; without one give tokens in an .npz")
-    documents = list(encode_lines(path, encoder))
+    documents = list(chain.from_iterable(read_lines(path, partial(_encode, encoder=encoder))))
     if not documents:
         raise ValueError(f"{path} holds no document")
     return {path.stem: join(documents)}
@@ -75,18 +79,20 @@ def join(documents: Sequence[tuple[list[int], list[bool]]]) -> Documents:
     )
 
 
-def encode_lines(path: Path, encoder: Encoder) -> Iterator[tuple[list[int], list[bool]]]:
-    """Encodes every line of a JSON lines file; a conversation may become several documents (see ``chat``)."""
-    with path.open() as file:
+def read_lines(path: Path, read: Callable[[Any], T]) -> Iterator[T]:
+    """What ``read`` makes of every line of a JSON lines file. Raises ValueError naming the file and the line."""
+    with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    yield from _encode(json.loads(line), encoder)
+                    found = read(json.loads(line))
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise ValueError(f"{path}, line {number}: {error}") from None
+                yield found
 
 
 def _encode(record: Any, encoder: Encoder) -> list[tuple[list[int], list[bool]]]:
+    """A line's documents; a conversation may become several (see ``chat``)."""
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, found {type(record).__name__}")
     if isinstance(record.get("text"), str):
