@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 * 2**10  # of a request: its line and headers
+STALLED = 60.0  # seconds: a client that takes nothing for this long, though something waits for it, is cut
 
 
 def run_server(settings: Settings, build: Build) -> int:
@@ -48,6 +49,8 @@ def _listen(settings: Settings) -> socket.socket:
         # Connections inherit it. asyncio sets it only for sockets that name their protocol, which these do not; without
         # it the first token waits 40 ms for the client to acknowledge the headers.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; uvicorn would wait forever
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALLED * 1000))
         return listener
     except OSError as error:
         where = f"--host {settings.host} --port {settings.port}"
@@ -69,7 +72,6 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
     import uvicorn
 
     from specserve.server.app import create_app
-    from specserve.server.connection import Connection
     from specserve.server.drain import FAREWELL, Drain
     from specserve.server.front import Front
 
@@ -77,7 +79,7 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
     server = _server_class(uvicorn.Server)(
         uvicorn.Config(
             create_app(front),
-            http=Connection,
+            http="h11",
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_config=None,
             log_level="warning",

@@ -20,11 +20,10 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Regex, normalizers
 
+from specserve.config import Settings
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.server import connection
+from specserve.server import run as server_run
 from specserve.server.app import create_app
-from specserve.server.connection import Connection
-from specserve.server.run import _server_class
 from tests.front.fake_engine import FakeEngine, text_reply
 from tests.front.fakes import byte_tokenizer, fake_front
 
@@ -103,9 +102,9 @@ def test_all_biases_fit() -> None:
 @contextlib.asynccontextmanager
 async def listening(app: ASGIApp) -> AsyncIterator[int]:
     """Serves as ``run_server`` does, on this event loop. Gives the port."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(app, http=Connection, log_config=None, lifespan="off")
-        server = _server_class(uvicorn.Server)(config)
+    with server_run._listen(Settings(host="127.0.0.1", port=0)) as listener:
+        config = uvicorn.Config(app, http="h11", log_config=None, lifespan="off")
+        server = server_run._server_class(uvicorn.Server)(config)
         serving = asyncio.create_task(server.serve([listener]))
         yield listener.getsockname()[1]
         server.should_exit = True
@@ -148,7 +147,7 @@ GET = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
 @pytest.mark.parametrize("streams", [True, False])
 def test_who_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
     """What is under way is told, and the connection is gone, though the client closes nothing."""
-    monkeypatch.setattr(connection, "STALLED", 0.2)
+    monkeypatch.setattr(server_run, "STALLED", 0.2)
     app = Large(streams)
 
     async def run() -> None:
@@ -163,7 +162,7 @@ def test_who_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatch, streams: bool
 @pytest.mark.parametrize("streams", [True, False])
 def test_who_reads_slowly_is_not_cut(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
     """One large piece may take far longer than the time in which something must be taken."""
-    monkeypatch.setattr(connection, "STALLED", 0.2)
+    monkeypatch.setattr(server_run, "STALLED", 0.2)
 
     async def run() -> int:
         found, begun = 0, time.monotonic()
