@@ -27,7 +27,7 @@ class Tokenizer:
         self._template = ChatTemplate(tokenizer)
         self._special = frozenset(_special(tokenizer))
         decoders = _decoders(tokenizer)
-        self._byte_level = "ByteLevel" in decoders
+        self._alphabet = byte_alphabet() if "ByteLevel" in decoders else {}
         self._byte_tokens = _byte_tokens(tokenizer) if "ByteFallback" in decoders else []
         self._bytes = {token: byte for byte, token in enumerate(self._byte_tokens)}
 
@@ -96,8 +96,8 @@ class Tokenizer:
             return b""
         if token_id in self._special:
             return str(piece).encode()
-        if self._byte_level:
-            return b"".join(_BYTES.get(char, char.encode()) for char in piece)
+        if self._alphabet:
+            return b"".join(self._alphabet.get(char, char.encode()) for char in piece)
         if len(piece) == 6 and piece.startswith("<0x"):
             return bytes([int(piece[3:5], 16)])
         return str(piece).replace("▁", " ").encode()
@@ -142,12 +142,9 @@ def _byte_tokens(tokenizer: Any) -> list[int]:
     return [] if None in found else found
 
 
-def _byte_alphabet() -> dict[str, bytes]:
-    """GPT-2's alphabet: printable Latin-1 characters are their own byte, the others begin at U+0100."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    alphabet = {chr(byte): bytes([byte]) for byte in own}
-    return alphabet | {chr(256 + index): bytes([byte]) for index, byte in enumerate(others)}
+@functools.cache
+def byte_alphabet() -> dict[str, bytes]:
+    """GPT-2's characters for bytes, each with its byte."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-
-_BYTES = _byte_alphabet()
+    return {char: bytes([byte]) for byte, char in bytes_to_unicode().items()}

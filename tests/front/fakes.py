@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from specserve.config import Settings
-from specserve.frontend.tokenizer import Tokenizer
+from specserve.frontend.tokenizer import Tokenizer, byte_alphabet
 from specserve.messages import Abort, Flush, Flushed, Ready, ToEngine
 from specserve.process.client import EngineClient
 from specserve.server.front import Front
@@ -25,20 +25,13 @@ TEMPLATE = (
 
 def byte_tokenizer(template: str | None = TEMPLATE) -> Any:
     """Token b is byte b; 256 ends, 257 is special, 258 is the word ' hello', 259 has no text of its own."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
-    vocabulary = {char: index for index, char in enumerate(alphabet)}
+    vocabulary = {char: byte[0] for char, byte in byte_alphabet().items()}
     backend = Backend(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<sep>", special=True)])
     backend.add_tokens([AddedToken(" hello")])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=template)
-
-
-def _byte_of(char: str) -> int:
-    from specserve.frontend.tokenizer import _BYTES
-
-    return _BYTES[char][0]
 
 
 def ready_info(engine: FakeEngine, settings: Settings) -> dict[str, Any]:
