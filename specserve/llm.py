@@ -13,7 +13,8 @@ import msgspec
 from specserve.config import SETTINGS, Settings, make_settings
 from specserve.config.settings import SERVER
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
-from specserve.frontend.conversation import encodable, plain
+from specserve.frontend.conversation import plain
+from specserve.frontend.fields import encodable
 from specserve.frontend.output import OutputProcessor
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Failed, Submit

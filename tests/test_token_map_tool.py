@@ -74,7 +74,7 @@ def test_conversations(tmp_path: Path) -> None:
         ('{"messages": [{"role": "user", "content": null}]}', "messages.0.content: this field is"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "file"}]}]}',
-            "messages.0.content.0.type: text",
+            "messages.0.content.0.type: Input should be 'text'",
         ),
         ('{"conversations": [{"from": "gpt", "value": null}]}', "conversations.0.value: must be text"),
     ],

@@ -1,22 +1,12 @@
-"""The chat template: a conversation to text. One of which it would leave something out is refused."""
+"""The chat template: a conversation to text."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from specserve.frontend.conversation import (
-    Conversation,
-    MessageError,
-    Shape,
-    check_results,
-    marked,
-    marks_in,
-    shape_of,
-)
-
-KEPT_SHAPES = 512
-KEPT_PARTS = 128  # messages and calls of a shape that is worth its memory
+from specserve.frontend.conversation import Conversation, check_results
+from specserve.frontend.fields import FieldError
 
 
 class ChatTemplate:
@@ -24,35 +14,41 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known = functools.lru_cache(KEPT_SHAPES)(self._left_out)
 
     def render(self, messages: Conversation) -> str:
         """The text up to where the assistant answers. Raises ValueError with the reason when there is no template, or
-        when it refuses the messages; MessageError when it would leave out a part of one."""
+        when it refuses the messages; FieldError when it leaves out a name, of a speaker or of a called function."""
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; use completions instead")
         check_results(messages)
-        text = self._apply(messages)
-        shape = shape_of(messages)
-        parts = sum(1 + len(turn.calls) for turn in shape)
-        field = self._known(shape) if parts <= KEPT_PARTS else self._left_out(shape)
-        if field is not None:
-            role = messages[int(field.split(".")[1])]["role"]
-            raise MessageError(field, f"the model's chat template has no place for it (role {role})")
-        return text
-
-    def _left_out(self, shape: Shape) -> str | None:
-        """The first field of which the template writes nothing in a conversation of this shape."""
-        conversation, fields = marked(shape)
-        written = marks_in(self._apply(conversation))
-        return next((field for mark, field in fields.items() if mark not in written), None)
-
-    def _apply(self, messages: Conversation) -> str:
         try:
-            return str(
+            text = str(
                 self._tokenizer.apply_chat_template(
                     list(messages), tokenize=False, add_generation_prompt=True
                 )
             )
         except Exception as error:  # the template's own, or whatever its expressions run into
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None
+        _check_names(messages, text)
+        return text
+
+
+def _check_names(messages: Conversation, text: str) -> None:
+    """Raises FieldError for a name that is not in the text. Each is looked for after the one before it first, so that
+    thousands take no longer than reading the text."""
+    at = 0
+    for index, message in enumerate(messages):
+        for field, name in _names(message):
+            found = text.find(name, at)
+            if found < 0 and (found := text.find(name)) < 0:
+                words = f"the model's chat template has no place for it (role {message['role']})"
+                raise FieldError(f"messages.{index}.{field}", words)
+            at = max(at, found)
+
+
+def _names(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The names of a message and its calls, each after the field that it is in: no template rewrites these."""
+    if name := message.get("name"):
+        yield "name", name
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        yield f"tool_calls.{index}.function.name", call["function"]["name"]

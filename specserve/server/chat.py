@@ -11,6 +11,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from specserve.core import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from specserve.frontend.fields import Refusal, Strict
 from specserve.frontend.generation import Generation, Job
 from specserve.frontend.output import Delta
 from specserve.server.errors import ApiError
@@ -21,8 +22,6 @@ from specserve.server.prediction import with_prediction
 from specserve.server.protocol import (
     Count,
     GenerationRequest,
-    Refusal,
-    Strict,
     check_stream_options,
     sampling_params,
 )
@@ -34,6 +33,7 @@ _NO_TOOLS = "this server calls no tools"
 
 class ResponseFormat(Strict):
     type: Literal["text"]
+    """Plain text."""
 
 
 class ChatRequest(GenerationRequest):
@@ -56,12 +56,19 @@ class ChatRequest(GenerationRequest):
         "prompt_cache_retention": Refusal("the prefix cache can't be set by request"),
     }
     messages: Messages
+    """The conversation, for the model's chat template."""
     max_completion_tokens: Count | None = None
+    """The newer name of `max_tokens`; both only if equal."""
     logprobs: bool | None = None
+    """Log-probabilities of the answer's tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Alternatives for each token; only with `logprobs`."""
     response_format: ResponseFormat | None = None
+    """Plain text."""
     safety_identifier: str | None = None
+    """A label that changes no answer."""
     prompt_cache_key: str | None = None
+    """A label that changes no answer; prompts share cached prefixes without it."""
 
 
 async def chat(front: Front, request: ChatRequest) -> Response:

@@ -14,6 +14,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from specserve.core import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from specserve.frontend.fields import ListOf, Refusal, Text
 from specserve.frontend.generation import Job
 from specserve.frontend.output import Answer, Delta
 from specserve.server.errors import ApiError
@@ -21,12 +22,10 @@ from specserve.server.front import Front
 from specserve.server.logprobs import CompletionLogprobs, joined
 from specserve.server.prediction import with_prediction
 from specserve.server.protocol import (
+    MAX_ANSWERS,
     MAX_CHOICES,
     GenerationRequest,
     Int,
-    ListOf,
-    Refusal,
-    Text,
     check_stream_options,
     sampling_params,
 )
@@ -34,7 +33,6 @@ from specserve.server.streaming import Body, answer, stream
 from specserve.server.usage import step_runs, usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-MAX_ANSWERS = 2048
 
 T = TypeVar("T")
 Several = Annotated[ListOf[T], Field(max_length=MAX_ANSWERS)]
@@ -45,10 +43,15 @@ class CompletionRequest(GenerationRequest):
         "suffix": Refusal("nothing is inserted before a suffix", ""),
     }
     prompt: Text | ListOf[Int] | Several[Text] | Several[ListOf[Int]]
+    """A prompt or several, as text or token ids; none empty."""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """Answers that are made, of which the `n` best are sent; at least `n`, in a stream `n`, bounded alike."""
     echo: bool | None = None
+    """The answer begins with the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Log-probabilities of the answer's tokens, with this many alternatives for each."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Most tokens of an answer, 0 for the prompt alone. Not set: 16."""
 
     @property
     def candidates(self) -> int:

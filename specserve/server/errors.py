@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,12 +10,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
+from specserve.frontend.fields import FieldError, explain
 from specserve.frontend.generation import RequestFailed
 from specserve.logs import REQUEST_ID
 from specserve.messages import Fault
 from specserve.server.request_ids import HEADER
 
-_UNION_TAGS = ("str", "int", "list")
 _FAULTS: Mapping[Fault, tuple[int, str | None]] = {
     "request": (400, None),
     "server": (500, None),
@@ -78,6 +77,10 @@ def add_handlers(app: FastAPI) -> None:
     async def failed(_: Request, error: RequestFailed) -> JSONResponse:
         return from_failure(error).response
 
+    @app.exception_handler(FieldError)
+    async def field(_: Request, error: FieldError) -> JSONResponse:
+        return from_field(error).response
+
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         return _from_validation(error.errors()).response
@@ -110,62 +113,16 @@ def _from_http(request: Request, error: HTTPException) -> ApiError:
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
-    """Names the first field at fault, with all that is said about it (each type of a union says its own)."""
-    first = _deepest(errors)
+    first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    param = _param(first["loc"])
-    if "param" in first.get("ctx", {}):
-        param = ".".join(filter(None, (param, first["ctx"]["param"])))
-        return ApiError(400, f"{param}: {first['msg']}", param, "unsupported_parameter")
-    if first["type"] == "extra_forbidden":
-        name = str(first["loc"][-1]) or '""'  # it may also be called as a member of a union is
-        param = ".".join(filter(None, (_param(first["loc"][:-1]), name)))
-        return ApiError(400, f"{param}: unknown field", param, "unknown_parameter")
-    if not param and isinstance(first["input"], str) and first["type"] == "string_unicode":
-        return ApiError(400, f"{first['input']}: unknown field", first["input"], "unknown_parameter")
-    if not param:
+    inside = [{**error, "loc": error["loc"][1:]} for error in errors]  # the body
+    if not inside[0]["loc"] and "param" not in first.get("ctx", {}):
+        if first["type"] == "string_unicode" and isinstance(first["input"], str):
+            return ApiError(400, f"{first['input']}: unknown field", first["input"], "unknown_parameter")
         return ApiError(400, "the body must be a JSON object, sent with content-type application/json")
-    if first["type"] == "missing":
-        return ApiError(400, f"{param}: this field is required", param, "missing_required_parameter")
-    reasons = dict.fromkeys(error["msg"] for error in errors if _param(error["loc"]) == param)
-    return ApiError(400, f"{param}: {' or '.join(reasons)}, found {_short(first['input'])}", param)
+    return from_field(explain(inside))
 
 
-def _deepest(errors: Sequence[Any]) -> Any:
-    """The first error, or the one furthest inside the same field: a list that is no text may be a wrong list, of what
-    it begins with. What is too long was right up to there."""
-    first, param = errors[0], _param(errors[0]["loc"])
-    if any(error["type"] == "too_long" and _param(error["loc"]) == param for error in errors):
-        return first
-    inside = [error for error in errors if _param(error["loc"]).startswith(param + ".")]
-    return max(inside, key=lambda error: _depth(error["loc"]), default=first)
-
-
-def _depth(location: Sequence[Any]) -> tuple[list[int], int]:
-    """How much of a value was right before the error: elements of lists first, then fields."""
-    return [part for part in location if isinstance(part, int)], len(location)
-
-
-def _param(location: Sequence[Any]) -> str:
-    """``messages.0.content`` from a pydantic location, which also holds ``body`` and union members."""
-    return ".".join(
-        str(part)
-        for part in location[1:]
-        if not (isinstance(part, str) and (part in _UNION_TAGS or "[" in part))
-    )
-
-
-def _short(value: Any) -> str:
-    text = _BRIEFLY.repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _brief() -> reprlib.Repr:
-    """Looks at the first elements alone, of values that may have a million."""
-    found = reprlib.Repr()
-    found.maxlist = found.maxdict = found.maxstring = found.maxlong = 80
-    return found
-
-
-_BRIEFLY = _brief()
+def from_field(error: FieldError) -> ApiError:
+    return ApiError(400, str(error), error.param, error.code)

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from specserve.config import Settings, make_settings
-from specserve.frontend.conversation import Conversation, MessageError
+from specserve.frontend.conversation import Conversation
+from specserve.frontend.fields import FieldError
 from specserve.frontend.generation import Generation, Job
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer, TooLong
@@ -198,8 +199,8 @@ class Front:
             return await self._off_loop(self.tokenizer.encode_chat, messages, self._limit)
         except TooLong as error:
             raise self._too_long("messages", str(error)) from None
-        except MessageError as error:
-            raise ApiError(400, str(error), error.param) from None
+        except FieldError:
+            raise
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
 

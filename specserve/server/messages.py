@@ -1,40 +1,17 @@
-"""The messages of a conversation: what they may hold in a request."""
+"""The messages of a request: the schema of conversations, bounded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from specserve.frontend.conversation import REFUSED, MessageError, MissingField, plain
-from specserve.server.errors import ApiError
-from specserve.server.protocol import MAX_PARTS, ListOf, Refusal, Strict, Text, TextParts
+from specserve.frontend.conversation import MAX_PARTS, Message
+from specserve.frontend.fields import FieldError, ListOf
 
 MAX_MESSAGES = 16384
-
-
-class FunctionCall(Strict):
-    name: Text
-    arguments: Text
-
-
-class ToolCall(Strict):
-    id: Text
-    type: Literal["function"]
-    function: FunctionCall
-
-
-class Message(Strict):
-    refused: ClassVar[Mapping[str, Refusal]] = {name: Refusal(reason) for name, reason in REFUSED.items()} | {
-        "annotations": Refusal(REFUSED["annotations"], [])
-    }
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | TextParts | None = None
-    name: Text | None = None
-    tool_calls: Annotated[ListOf[ToolCall], Field(max_length=MAX_PARTS)] | None = None
-    tool_call_id: Text | None = None
 
 
 def _few_parts(messages: Any) -> Any:
@@ -53,13 +30,9 @@ Messages = Annotated[
 
 
 def conversation(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """What the chat template gets. Raises ApiError for what OpenAI's API refuses, too."""
-    try:
-        found = plain([message.model_dump(exclude_none=True) for message in messages])
-        for index, message in enumerate(messages):
-            if message.role == "tool" and message.tool_call_id is None:
-                raise MissingField(f"messages.{index}.tool_call_id")
-    except MessageError as error:
-        code = "missing_required_parameter" if isinstance(error, MissingField) else None
-        raise ApiError(400, str(error), error.param, code) from None
-    return found
+    """What the chat template gets. Raises FieldError for a tool's result of no call."""
+    for index, message in enumerate(messages):
+        if message.role == "tool" and message.tool_call_id is None:
+            param = f"messages.{index}.tool_call_id"
+            raise FieldError(param, "this field is required", "missing_required_parameter")
+    return [message.plain() for message in messages]

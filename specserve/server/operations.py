@@ -4,29 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+from specserve.frontend.fields import ListOf, Strict, Text
 from specserve.process.client import EngineGone
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.messages import Messages, conversation
-from specserve.server.protocol import Int, ListOf, Strict, Text
+from specserve.server.protocol import Int
 
 ABORTED = "the request was ended by POST /abort_request"
 
 
 class TokenizeRequest(Strict):
     model: str | None = None
+    """One of the served names."""
     prompt: Text | None = None
+    """A text, tokenized as the prompt of a completion."""
     messages: Messages | None = None
+    """A conversation, tokenized as by chat."""
 
 
 class DetokenizeRequest(Strict):
     model: str | None = None
+    """One of the served names."""
     tokens: ListOf[Int]
+    """Token ids."""
 
 
 class AbortRequest(Strict):
     rid: str | None = None
+    """The `id` of an answer."""
     abort_all: bool = False
+    """Ends everybody's requests, instead of `rid`."""
 
 
 async def tokenize(front: Front, request: TokenizeRequest) -> dict[str, Any]:

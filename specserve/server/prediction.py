@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from specserve.core import SamplingParams, prediction_limit
+from specserve.frontend.conversation import joined
 from specserve.frontend.tokenizer import TooLong
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
@@ -19,7 +20,7 @@ async def with_prediction(front: Front, request: GenerationRequest, params: Samp
         raise ApiError(400, "prediction: this server runs without a tokenizer", "prediction")
     most = prediction_limit(front.context_length)
     try:
-        tokens = await front.encode_answer(request.prediction.text, most)
+        tokens = await front.encode_answer(joined(request.prediction.content), most)
         if len(tokens) > most:
             raise TooLong(f"has {len(tokens)} tokens")
     except TooLong as error:

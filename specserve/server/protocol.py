@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic import Field, WithJsonSchema
 
 from specserve.core import BIAS, MAX_BIAS, MAX_COUNT, RANGES, SamplingParams, Speculation
-from specserve.frontend.conversation import encodable
+from specserve.frontend.conversation import Texts
+from specserve.frontend.fields import ListOf, Refusal, Strict, Text
 from specserve.server.errors import ApiError
 
 MAX_CHOICES = 128
+MAX_ANSWERS = 2048
 MAX_STOPS = 16
-MAX_PARTS = 16384  # text parts and calls of tools of a conversation
 MAX_NODES = 64
 MAX_ENTRIES = MAX_BIAS - 16  # of logit_bias and stop_token_ids; the rest is for the model's end tokens
 INT64 = 2**63
 TOKEN_ID = "0|[1-9][0-9]{0,18}"  # as a key of logit_bias: one for each
 
-T = TypeVar("T")
-ListOf = Annotated[list[T], Field(fail_fast=True)]  # says what is wrong with one element, not with a million
-
-
-def _encodable(text: str) -> str:
-    if not encodable(text):
-        raise PydanticCustomError("text", "Input should be text that UTF-8 can encode")
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
 Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
 Count = Annotated[int, Field(ge=1)]
 
@@ -65,108 +45,76 @@ Bias = Annotated[
 ]
 
 
-class Refusal:
-    """A field of OpenAI's that is refused unless it is null or has one of the values that ask for nothing."""
-
-    def __init__(self, reason: str, *no_ops: Any) -> None:
-        self.reason = reason
-        self.no_ops = (None, *no_ops)
-
-    def allows(self, value: object) -> bool:
-        """1 and 0 are no booleans."""
-        return any(type(value) is type(no_op) and value == no_op for no_op in self.no_ops)
-
-
-class Strict(BaseModel):
-    """No coercion, no unknown fields; those of ``refused`` are taken at their no-op values alone."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    refused: ClassVar[Mapping[str, Refusal]] = {}
-
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        """Describes the refused fields, too."""
-        found = handler(core_schema)
-        properties = handler.resolve_ref_schema(found).setdefault("properties", {})
-        for name, refusal in cls.refused.items():
-            words = f"Not supported: {refusal.reason}"
-            properties[name] = {"description": words, "enum": list(refusal.no_ops)}
-        return found
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name, refusal in cls.refused.items():
-            if name in data and not refusal.allows(data[name]):
-                raise PydanticCustomError(
-                    "unsupported",
-                    "not supported: {reason}",
-                    {"param": name, "reason": refusal.reason},
-                )
-        return {name: value for name, value in data.items() if name not in cls.refused}
-
-
 class StreamOptions(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "include_obfuscation": Refusal("the stream is not padded", False)
     }
     include_usage: bool | None = None
-
-
-class TextPart(Strict):
-    type: Literal["text"]
-    text: Text
-
-
-TextParts = Annotated[ListOf[TextPart], Field(max_length=MAX_PARTS)]
+    """A stream ends with a chunk that holds `usage`."""
 
 
 class PredictionField(Strict):
     type: Literal["content"]
-    content: Text | TextParts
-
-    @property
-    def text(self) -> str:
-        """Parts joined as they are."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+    """The text itself."""
+    content: Texts
+    """Text, or parts that are joined as they are."""
 
 
 class SpeculationField(Strict):
     enabled: bool = True
+    """false decodes plainly."""
     max_draft_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    """Most nodes drafted for it in a step. Not set: what the server's shape gives."""
 
 
 class GenerationRequest(Strict):
     """The fields that chat and completions share. null means the default, as with OpenAI."""
 
     model: str
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    """One of the served names."""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
+        None, description=f"Answers to each prompt; to all prompts of a call {MAX_ANSWERS} at most."
+    )
     max_tokens: Count | None = None
+    """Most tokens of an answer. Not set: up to the context length."""
     temperature: Annotated[float, _bounded("temperature")] | None = None
+    """0 is greedy. Not set: 1, or 0 with `--requests-all-greedy`."""
     top_p: Annotated[float, _bounded("top_p")] | None = None
+    """Keeps the most likely tokens of so much probability together. 1 is off."""
     presence_penalty: Annotated[float, _bounded("presence_penalty")] | None = None
+    """Taken from the logit of each token that the answer holds."""
     frequency_penalty: Annotated[float, _bounded("frequency_penalty")] | None = None
+    """Taken once for each time that the answer holds the token."""
     logit_bias: Bias | None = None
+    """Token ids, as text, and what is added to their logits."""
     seed: Int | None = None
+    """Same seed, same answer. Not set: each answer draws its own."""
     stop: Text | Annotated[ListOf[Text], Field(max_length=MAX_STOPS)] | None = None
+    """Texts that end the answer and are not part of it; none empty."""
     stream: bool | None = None
+    """Server-sent events, ended by `[DONE]`."""
     stream_options: StreamOptions | None = None
+    """Only with `stream`."""
     user: str | None = None
+    """A label that changes no answer."""
     top_k: Annotated[Int, WithJsonSchema({"type": "integer", "minimum": -1})] | None = None
+    """Keeps this many of the most likely tokens. 0 and -1 are off."""
     min_p: Annotated[float, _bounded("min_p")] | None = None
+    """Keeps tokens that have this part of the most likely one's probability. 0 is off."""
     repetition_penalty: Annotated[float, _bounded("repetition_penalty")] | None = None
+    """Divides positive logits of tokens in prompt or answer, multiplies negative ones. 1 is off."""
     ignore_eos: bool | None = None
+    """The model's end token does not end the answer."""
     min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    """Nothing but `max_tokens` ends an answer before it has that many."""
     stop_token_ids: ListOf[Int] | None = None
+    """Tokens that end the answer."""
     prediction: PredictionField | None = None
+    """What the answer is expected to be; tried as drafts, changes no text."""
     speculation: SpeculationField | None = None
+    """Drafting for this request alone; changes no text."""
     return_speculation: bool | None = None
+    """Adds `usage.speculation`, and to a stream's chunks which tokens came together."""
 
     @property
     def choices(self) -> int:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from specserve.frontend.conversation import Message
+from specserve.frontend.fields import Refusal
 from specserve.server.chat import ChatRequest
 from specserve.server.completions import CompletionRequest
-from specserve.server.messages import Message
-from specserve.server.protocol import Refusal, StreamOptions
+from specserve.server.protocol import StreamOptions
 
 CHAT, COMPLETIONS = "chat", "completions"
 BOTH = (CHAT, COMPLETIONS)
@@ -269,7 +270,7 @@ def predicted_in_part(seen: Seen) -> None:
 LABEL = "a label that changes no answer"
 HOW: dict[str, str] = {
     "model": "a served name, any organisation or case; else 404",
-    "messages": "any number; what the model's chat template would leave out of it is refused by its place",
+    "messages": "any number; what the model's chat template refuses is refused with its reason",
     "messages[].role": "`developer` is written as `system`; `tool` answers a call of the message before",
     "messages[].content": "text or text parts",
     "messages[].name": "where the chat template writes names",

@@ -9,9 +9,9 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from specserve.frontend.conversation import Message
 from specserve.server.chat import ChatRequest
 from specserve.server.completions import CompletionRequest
-from specserve.server.messages import Message
 from tests.front.conftest import Serve
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -68,7 +68,7 @@ BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo", "unknown field"),
     ({"speculation": {"enabled": 1}}, "speculation.enabled", "valid boolean"),
     ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens", "greater than or equal to 0"),
-    ({"prediction": "a"}, "prediction", "valid"),
+    ({"prediction": "a"}, "prediction", "must be an object, found 'a'"),
     ({"prediction": {"content": "a"}}, "prediction.type", "required"),
     ({"prediction": {"type": "text", "content": "a"}}, "prediction.type", "'content'"),
     ({"prediction": {"type": "content"}}, "prediction.content", "required"),

@@ -66,7 +66,7 @@ async def longest_stall(path: str, body: dict[str, Any]) -> tuple[httpx.Response
     [
         (CHAT, {"model": "tiny", "messages": [{}] * MANY}, "messages.0.role", "required"),
         (CHAT, {**ASKED, "messages": [SAID]}, "messages.0.content.0.type", "required"),
-        (CHAT, {"model": "tiny", "messages": [CALLS]}, "messages.0.tool_calls.0.id", "required"),
+        (CHAT, {"model": "tiny", "messages": [CALLS]}, "messages.0.tool_calls.0.function", "required"),
         (CHAT, {**ASKED, "messages": [{**USER, **KEYS}]}, None, WIDE),
         (COMPLETIONS, {**PROMPT, "prompt": ["a"] * MANY}, "prompt", "at most 2048 items"),
         (COMPLETIONS, {**PROMPT, "prompt": [[1.5] * MANY]}, "prompt.0.0", "valid integer"),

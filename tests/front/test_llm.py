@@ -149,7 +149,7 @@ def test_chat(llm: LLM) -> None:
         (lambda llm: llm.chat([{"role": "user"}]), "messages.0.content: this field is required"),
         (
             lambda llm: llm.chat([{"role": "user", "content": [IMAGE]}]),
-            "messages.0.content.0.type: text parts",
+            "messages.0.content.0.type: Input should be 'text', found 'image_url'",
         ),
         (
             lambda llm: llm.chat([{"role": "user", "content": "a", "tone": 1}]),
@@ -161,7 +161,7 @@ def test_chat(llm: LLM) -> None:
         ),
         (
             lambda llm: llm.chat([[{"role": "user", "content": "a"}], [7]]),
-            "conversation 1: messages.0: must be an",
+            "conversation 1: messages.0: must be an object, found 7",
         ),
         (lambda llm: llm.chat([{"role": "user", "content": "boom"}]), "no boom"),
     ],

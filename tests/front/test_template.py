@@ -1,4 +1,4 @@
-"""What a chat template gets, and what happens when it has no place for something."""
+"""What a chat template gets, and what happens when it has no place for a name."""
 
 from __future__ import annotations
 
@@ -22,17 +22,10 @@ TOOLS = (
 USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
 SYSTEM = {"role": "system", "content": "be kind"}
 TWO = {"role": "assistant", "tool_calls": [CALL, {**CALL, "id": "8"}]}
-FIRST = (  # a system message only at the beginning
-    "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}{% endfor %}"
-)
 EITHER = (  # calls or a text, and no ids
     "{% for m in messages %}{{ m.role | upper }}:{% if m.tool_calls %}{% for c in m.tool_calls %}"
     "{{ c.function | tojson }}{% endfor %}{% elif m.role == 'tool' %}{{ m.content | tojson }}"
     "{% else %}{{ m.content.split('</think>')[-1] | trim }}{% endif %};{% endfor %}"
-)
-NAMES = (
-    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
-    "{% endfor %}"
 )
 NO_TOOLS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -69,7 +62,7 @@ def test_honoured(serve: Serve, monkeypatch: pytest.MonkeyPatch, messages: list[
     assert sent(serve, monkeypatch, TOOLS, messages) == expected
 
 
-def test_what_a_template_makes_of_a_text_is_not_left_out(
+def test_what_a_template_makes_of_a_text_is_its_own_way(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trimmed, without what was thought, as JSON, an upper-case role; results in the order of their calls."""
@@ -88,35 +81,11 @@ def test_what_a_template_makes_of_a_text_is_not_left_out(
     assert sent(serve, monkeypatch, EITHER, messages) == expected
 
 
-def test_a_shape_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = byte_tokenizer(EITHER)
-    template, rendered = ChatTemplate(tokenizer), []
-    apply = tokenizer.apply_chat_template
-
-    def counted(messages: Any, **options: Any) -> Any:
-        rendered.append(messages)
-        return apply(messages, **options)
-
-    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
-    for text in ("a", "b", "c"):
-        template.render([SYSTEM, {"role": "user", "content": text}])
-    assert len(rendered) == 4
-    template.render([ASKED])
-    assert len(rendered) == 6
-
-
 @pytest.mark.parametrize(
     ("template", "messages", "words"),
     [
-        (USERS, [SYSTEM, ASKED], "messages.0.content: the model's chat template has no place for it (role system)"),
-        (USERS, [{**SYSTEM, "role": "developer"}, ASKED], "messages.0.content: "),
-        (USERS, [{**SYSTEM, "content": ""}, ASKED], "messages.0.content: "),
-        (USERS, [{**ASKED, "name": "Ann"}], "messages.0.name: "),
+        (USERS, [{**ASKED, "name": "Ann"}], "messages.0.name: the model's chat template has no place for it (role"),
         (USERS, [ASKED, CALLED, RESULT], "messages.1.tool_calls.0.function.name: "),
-        (USERS, [*[ASKED] * 200, SYSTEM], "messages.200.content: "),
-        (FIRST, [SYSTEM, ASKED, SYSTEM], "messages.2.content: "),
-        (EITHER, [ASKED, {**CALLED, "content": "so"}, RESULT], "messages.1.content: "),
-        (NAMES, [ASKED, CALLED, RESULT], "messages.1.tool_calls.0.function.arguments: "),
         (EITHER, [ASKED, TWO, {**RESULT, "tool_call_id": "8"}], "messages.2.tool_call_id: results come in the order"),
         (EITHER, [ASKED, TWO, RESULT, RESULT], "messages.3.tool_call_id: a second result of the call '7'"),
         (EITHER, [ASKED, {**CALLED, "tool_calls": [CALL, CALL]}], "messages.1.tool_calls.1.id: '7' is"),
@@ -130,3 +99,18 @@ def test_refused(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, template: str | None, messages: list[Any], words: str
 ) -> None:
     assert words in sent(serve, monkeypatch, template, messages)
+
+
+def test_names_are_found_in_any_order() -> None:
+    """The later message's name is written first."""
+    template = ChatTemplate(
+        byte_tokenizer("{% for m in messages | reverse %}{{ m.name }}:{{ m.content }};{% endfor %}")
+    )
+    assert template.render([{**ASKED, "name": "Ann"}, {**ASKED, "name": "Bob"}]) == "Bob:1 + 2?;Ann:1 + 2?;"
+
+
+def test_a_call_without_an_id_and_with_an_object(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"function": {"name": "sum", "arguments": {"a": None}}}
+    assert sent(serve, monkeypatch, TOOLS, [{"role": "assistant", "tool_calls": [call]}]) == (
+        'assistant:sum{"a": null};'
+    )

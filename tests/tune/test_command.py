@@ -118,7 +118,7 @@ def test_messages_are_what_requests_may_hold(
     assert read_prompts(path, tmp_path) == [{"messages": [{"role": "user", "content": "hi"}]}]
     path.write_text(json.dumps({"messages": [{"role": "user", "content": [image]}]}))
     assert main([*flags(pair), "--prompts", str(path)]) == 2
-    assert "prompts:1: messages.0.content.0.type: text parts alone" in capsys.readouterr().err
+    assert "prompts:1: messages.0.content.0.type: Input should be 'text'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"text": "a"}', '{"messages": []}', '{"prompt": ""}', "{"])

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from specserve.tools.reference.pages import PAGES
+from specserve.tools.reference.http import http_reference
+from specserve.tools.reference.python import python_reference
 from specserve.tools.reference.structure import structure
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "http_reference.md": http_reference,
+    "python_reference.md": python_reference,
+}
+"""The pages that come from the code, by their names in docs/."""
 
 
 def main() -> None:

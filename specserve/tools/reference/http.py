@@ -1,16 +1,18 @@
-"""Writes docs/http_reference.md from the requests' models."""
+"""Writes docs/http_reference.md from the JSON schemas of the requests' models."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel
 
+from specserve.frontend.fields import NOT_SUPPORTED
 from specserve.server.chat import ChatRequest
 from specserve.server.completions import CompletionRequest
 from specserve.server.operations import AbortRequest, DetokenizeRequest, TokenizeRequest
-from specserve.tools.reference.meanings import MEANINGS
-from specserve.tools.reference.schema import Field, fields, refusals
 
 REQUESTS: dict[str, type[BaseModel]] = {
     "POST /v1/chat/completions": ChatRequest,
@@ -22,14 +24,55 @@ REQUESTS: dict[str, type[BaseModel]] = {
 
 _HEAD = """# Fields of HTTP requests
 
-Written by `make docs` from the models in `specserve/server/`, which check every request; change them, or
-`specserve/reference/meanings.py`, instead. [api.md](api.md) explains requests, answers, errors and the other routes. A
-running server describes the same at `/openapi.json`, and as pages at `/docs` and `/redoc`, for which a browser loads
-scripts from `cdn.jsdelivr.net`.
+Written by `make docs` from the models in `specserve/server/` and `specserve/frontend/`, which check every request;
+change them instead. [api.md](api.md) explains requests, answers, errors and the other routes. A running server
+describes the same at `/openapi.json`, and as pages at `/docs` and `/redoc`, for which a browser loads scripts from
+`cdn.jsdelivr.net`.
 
 A field that is not listed is an error, and so is a value of another type: `"1"` is no number, 1 no boolean. `null` is
 the default where there is one. `a.b` is a field of the object `a`, `a[].b` one of each object in the list `a`.
 """
+_INT64 = 2**63
+_BOUNDS = (
+    ("minimum", "from {:g}"),
+    ("exclusiveMinimum", "above {:g}"),
+    ("maximum", "to {:g}"),
+    ("minItems", "({} or more)"),
+    ("maxItems", "({} or fewer)"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a request, ``path`` naming it: ``messages[].role`` is a field of each message."""
+
+    path: str
+    schema: dict[str, Any]
+    required: bool
+
+    @property
+    def description(self) -> str:
+        return str(self.schema.get("description", ""))
+
+    @property
+    def refused(self) -> bool:
+        return self.description.startswith(NOT_SUPPORTED)
+
+    @property
+    def row(self) -> str:
+        default = "not set" if self.schema.get("default") is None else json.dumps(self.schema["default"])
+        shown = "**required**" if self.required else default
+        return f"| `{self.path}` | {_kind(self.schema)} | {shown} | {self.description} |"
+
+    @property
+    def refused_row(self) -> str:
+        return f"| `{self.path}` | {_kind(self.schema)} | {self.description.removeprefix(NOT_SUPPORTED)} |"
+
+
+def fields(model: type[BaseModel]) -> list[Field]:
+    """The fields of a request and of the objects in it, in their order."""
+    schema = model.model_json_schema(ref_template="{model}")
+    return list(_fields(schema, schema.get("$defs", {}), ""))
 
 
 def http_reference() -> str:
@@ -38,19 +81,41 @@ def http_reference() -> str:
 
 
 def _section(route: str, model: type[BaseModel]) -> str:
+    found = fields(model)
     lines = [f"## {route}", "", "| field | values | default | meaning |", "|---|---|---|---|"]
-    lines += [_row(field) for field in fields(model)]
-    if refused := list(refusals(model)):
+    lines += [field.row for field in found if not field.refused]
+    if refused := [field.refused_row for field in found if field.refused]:
         lines += ["", "Refused with the reason, unless null or a value that asks for nothing:", ""]
-        lines += ["| field | taken values | reason |", "|---|---|---|"]
-        for path, refusal in refused:
-            taken = ", ".join(f"`{json.dumps(value)}`" for value in refusal.no_ops)
-            lines.append(f"| `{path}` | {taken} | {refusal.reason} |")
+        lines += ["| field | taken values | reason |", "|---|---|---|", *refused]
     return "\n".join([*lines, ""])
 
 
-def _row(field: Field) -> str:
-    default = "**required**" if field.default is None else field.default
-    return (
-        f"| `{field.path}` | {field.kind} | {default} | {field.description or MEANINGS.get(field.path, '')} |"
-    )
+def _fields(schema: dict[str, Any], models: dict[str, Any], prefix: str) -> Iterator[Field]:
+    for name, field in schema["properties"].items():
+        yield Field(prefix + name, field, name in schema.get("required", ()))
+        for suffix, model in _models(field):
+            yield from _fields(models[model], models, f"{prefix}{name}{suffix}.")
+
+
+def _models(schema: dict[str, Any], suffix: str = "") -> Iterator[tuple[str, str]]:
+    """The models in a type, each with ``[]`` for every list around it."""
+    if "$ref" in schema:
+        yield suffix, schema["$ref"]
+    for part in schema.get("anyOf", ()):
+        yield from _models(part, suffix)
+    if "items" in schema:
+        yield from _models(schema["items"], suffix + "[]")
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """A type and its bounds in words. Those of 64 bits go without saying."""
+    if "anyOf" in schema:
+        return " or ".join(_kind(part) for part in schema["anyOf"] if part.get("type") != "null")
+    if "$ref" in schema:
+        return "object"
+    if "const" in schema or "enum" in schema:
+        return ", ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
+    name = {"string": "text", "array": "list"}.get(schema["type"], schema["type"])
+    inner = schema.get("items", schema.get("additionalProperties"))
+    bounds = [words.format(schema[key]) for key, words in _BOUNDS if abs(schema.get(key, _INT64)) < _INT64]
+    return " ".join([name, *([f"of {_kind(inner)}"] if isinstance(inner, dict) else []), *bounds])

@@ -1,0 +1,164 @@
+"""What models of outside data are made of, and the words for what is wrong with such data."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
+
+T = TypeVar("T")
+ListOf = Annotated[list[T], Field(fail_fast=True)]  # says what is wrong with one element, not with a million
+NOT_SUPPORTED = "Not supported: "  # how the description of a refused field begins
+
+_UNION_TAGS = ("str", "int", "list")
+_CODES = {
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+    "unsupported": "unsupported_parameter",
+}
+_WORDS = {
+    "extra_forbidden": "unknown field",
+    "missing": "this field is required",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+}
+
+
+class FieldError(ValueError):
+    """A field is at fault: ``param`` names it, as in ``messages.2.content``."""
+
+    def __init__(self, param: str, reason: str, code: str | None = None) -> None:
+        super().__init__(f"{param}: {reason}")
+        self.param = param
+        self.code = code
+
+
+def encodable(text: str) -> bool:
+    """Half a surrogate pair is no text: no tokenizer takes it."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return False
+    return True
+
+
+def _encodable(text: str) -> str:
+    if not encodable(text):
+        raise PydanticCustomError("text", "must be text that UTF-8 can encode")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
+class Refusal:
+    """A field of OpenAI's that is refused unless it is null or has one of the values that ask for nothing."""
+
+    def __init__(self, reason: str, *no_ops: Any) -> None:
+        self.reason = reason
+        self.no_ops = (None, *no_ops)
+
+    def allows(self, value: object) -> bool:
+        """1 and 0 are no booleans."""
+        return any(type(value) is type(no_op) and value == no_op for no_op in self.no_ops)
+
+
+class Strict(BaseModel):
+    """No coercion, no unknown fields; those of ``refused`` are taken at their no-op values alone."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+    refused: ClassVar[Mapping[str, Refusal]] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Describes the refused fields, too."""
+        found = handler(core_schema)
+        properties = handler.resolve_ref_schema(found).setdefault("properties", {})
+        for name, refusal in cls.refused.items():
+            properties[name] = {"description": NOT_SUPPORTED + refusal.reason, "enum": list(refusal.no_ops)}
+        return found
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, refusal in cls.refused.items():
+            if name in data and not refusal.allows(data[name]):
+                raise fault("unsupported", f"not supported: {refusal.reason}", name)
+        return {name: value for name, value in data.items() if name not in cls.refused}
+
+
+def fault(kind: str, words: str, field: str) -> PydanticCustomError:
+    """What a validator of a whole model raises about one of its fields."""
+    return PydanticCustomError(kind, "{words}", {"words": words, "param": field})
+
+
+def explain(errors: Sequence[Any]) -> FieldError:
+    """Names the first field at fault, with all that is said about it (each type of a union says its own)."""
+    first = _deepest(errors)
+    kind, location, context = first["type"], first["loc"], first.get("ctx", {})
+    if kind == "extra_forbidden":
+        name = str(location[-1]) or '""'  # it may also be called as a member of a union is
+        param = _joined(param_of(location[:-1]), name)
+    else:
+        param = _joined(param_of(location), context.get("param"))
+    if kind in _CODES or "param" in context:
+        return FieldError(param, _words(first), _CODES.get(kind))
+    reasons = dict.fromkeys(_words(error) for error in errors if param_of(error["loc"]) == param)
+    return FieldError(param, f"{' or '.join(reasons)}, found {_short(first['input'])}")
+
+
+def _deepest(errors: Sequence[Any]) -> Any:
+    """The first error, or the one furthest inside the same field: a list that is no text may be a wrong list, of what
+    it begins with. What is too long was right up to there."""
+    first, param = errors[0], param_of(errors[0]["loc"])
+    if any(error["type"] == "too_long" and param_of(error["loc"]) == param for error in errors):
+        return first
+    inside = [error for error in errors if param_of(error["loc"]).startswith(param + ".")]
+    return max(inside, key=lambda error: _depth(error["loc"]), default=first)
+
+
+def _depth(location: Sequence[Any]) -> tuple[list[int], int]:
+    """How much of a value was right before the error: elements of lists first, then fields."""
+    return [part for part in location if isinstance(part, int)], len(location)
+
+
+def param_of(location: Sequence[Any]) -> str:
+    """``messages.0.content`` from a pydantic location, which also holds union members."""
+    parts = (str(part) for part in location if not isinstance(part, str) or not _is_tag(part))
+    return ".".join(parts)
+
+
+def _is_tag(part: str) -> bool:
+    return part in _UNION_TAGS or "[" in part
+
+
+def _words(error: Any) -> str:
+    return _WORDS.get(error["type"]) or str(error["msg"])
+
+
+def _joined(*names: str | None) -> str:
+    return ".".join(filter(None, names))
+
+
+def _short(value: Any) -> str:
+    text = _BRIEFLY.repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _brief() -> reprlib.Repr:
+    """Looks at the first elements alone, of values that may have a million."""
+    found = reprlib.Repr()
+    found.maxlist = found.maxdict = found.maxstring = found.maxlong = 80
+    return found
+
+
+_BRIEFLY = _brief()
