@@ -14,6 +14,7 @@ import msgspec
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 1e-5  # below it logits / temperature leave float32
 MAX_BIAS = 512  # entries of a request's bias list on the device: logit_bias plus tokens banned by min_tokens
+MAX_ENTRIES = MAX_BIAS - 16  # of logit_bias and stop_token_ids; the rest is for the model's end tokens
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**62  # counts of tokens, summed in int64
 MAX_PREDICTION = 8192  # tokens of a predicted text: each running request has room for this many on the device
@@ -28,6 +29,16 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "frequency_penalty": (-2, 2, False),
     "repetition_penalty": (0.01, 100, False),
 }
+
+
+class FieldError(ValueError):
+    """A field is at fault: ``param`` names it, as in ``messages.2.content``. ``code`` is OpenAI's, if it has one."""
+
+    def __init__(self, param: str, reason: str, code: str | None = None) -> None:
+        super().__init__(f"{param}: {reason}")
+        self.param = param
+        self.reason = reason
+        self.code = code
 
 
 @cache
@@ -116,8 +127,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 _check_range(name, count, 0, MAX_LOGPROBS)
-        if len(self.logit_bias or {}) + len(self.stop_token_ids) > MAX_BIAS - 16:
-            raise ValueError(f"logit_bias and stop_token_ids hold more than {MAX_BIAS - 16} entries together")
+        entries = {"logit_bias": len(self.logit_bias or {}), "stop_token_ids": len(self.stop_token_ids)}
+        if (found := sum(entries.values())) > MAX_ENTRIES:
+            names = [name for name, count in entries.items() if count]
+            together = " together" if len(names) > 1 else ""
+            raise ValueError(f"{' and '.join(names)}: at most {MAX_ENTRIES} entries{together}, found {found}")
         if any(not text for text in self.stop):
             raise ValueError("stop must not hold an empty string")
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from specserve.frontend.fields import FieldError, ListOf, Refusal, Strict, Text, explain, fault
+from specserve.core import FieldError
+from specserve.frontend.fields import ListOf, Refusal, Strict, Text, explain, fault
 
 MAX_PARTS = 16384  # text parts and calls of tools of a conversation
 

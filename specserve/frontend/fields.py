@@ -10,6 +10,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchema
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from specserve.core import FieldError
+
 T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]  # says what is wrong with one element, not with a million
 NOT_SUPPORTED = "Not supported: "  # how the description of a refused field begins
@@ -26,15 +28,6 @@ _WORDS = {
     "model_type": "must be an object",
     "model_attributes_type": "must be an object",
 }
-
-
-class FieldError(ValueError):
-    """A field is at fault: ``param`` names it, as in ``messages.2.content``."""
-
-    def __init__(self, param: str, reason: str, code: str | None = None) -> None:
-        super().__init__(f"{param}: {reason}")
-        self.param = param
-        self.code = code
 
 
 def encodable(text: str) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from specserve.core import FieldError
 from specserve.frontend.conversation import Conversation, check_results
-from specserve.frontend.fields import FieldError
 
 
 class ChatTemplate:

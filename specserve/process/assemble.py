@@ -38,7 +38,8 @@ from specserve.models.config import ModelConfig
 from specserve.models.draft.token_map import read_named_map
 from specserve.models.llama import LlamaModel
 from specserve.models.special_tokens import special_tokens
-from specserve.scheduler.admission import Admission, Capacity
+from specserve.scheduler.admission import Admission
+from specserve.scheduler.capacity import Capacity
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import DynamicMapObserver
 from specserve.scheduler.scheduler import Limits, Scheduler
@@ -116,7 +117,6 @@ def assemble(
         context_length=config.context_length,
         pool_tokens=memory.allocator.capacity * pool.page_size,
         vocab_size=config.model.vocab_size,
-        eos_token_ids=config.model.eos_token_ids,
         all_greedy=config.all_greedy,
     )
     limits = Limits(
@@ -132,7 +132,7 @@ def assemble(
         "num_pages": memory.allocator.capacity,
         "page_size": pool.page_size,
         "vocab_size": capacity.vocab_size,
-        "eos_token_ids": list(capacity.eos_token_ids),
+        "eos_token_ids": list(config.model.eos_token_ids),
         "speculation": _speculation_info(plan),
         "cuda_graphs": {
             "count": len(graphs.steps) + len(graphs.prompts),
@@ -140,7 +140,7 @@ def assemble(
             "memory_bytes": graphs.memory_bytes,
         },
     }
-    admission = Admission(capacity, config.random_seed)
+    admission = Admission(capacity, config.model.eos_token_ids, config.random_seed)
     live_map = context.drafter.live_map
     observers = [DynamicMapObserver(live_map, runner)] if live_map is not None else []
     return Scheduler(runner, memory, admission, limits, policy, info, observers)

@@ -16,12 +16,13 @@ import msgspec
 import torch
 from torch import OutOfMemoryError
 
+from specserve.core import FieldError
 from specserve.engine.commands import Admit, Prefill, Row, SetPages, Step
 from specserve.engine.kernels import WATCH
 from specserve.engine.runner import Emitted, Launch, Runner
 from specserve.engine.shapes import ShapePolicy
 from specserve.messages import Failed, FinishReason, Stats, Submit, Tokens
-from specserve.scheduler.admission import Admission, Refused
+from specserve.scheduler.admission import Admission
 from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
@@ -102,8 +103,8 @@ class Scheduler:
         """Queues a request; a refusal comes out of ``run_once``."""
         try:
             self._waiting[message.rid] = self._admission.admit(message)
-        except Refused as refused:
-            self._outbox.append(Failed(message.rid, str(refused), refused.param))
+        except FieldError as refused:
+            self._outbox.append(Failed(message.rid, refused.reason, refused.param))
 
     def abort(self, rid: str) -> None:
         """Ends a request at once and frees what it holds. Unknown ids are ignored."""

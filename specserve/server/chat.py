@@ -77,8 +77,8 @@ async def chat(front: Front, request: ChatRequest) -> Response:
     params = _params(front, request)
     with front.place(request.choices, "n"):
         prompt = await front.encode_chat(conversation(request.messages))
-        front.check_prompt(prompt, "messages", params.min_tokens)
         params = await with_prediction(front, request, params)
+        front.check(prompt, params, "messages")
         jobs = [Job(prompt, params, choice, request.streams_runs) for choice in range(request.choices)]
         writer = _Writer(front, request, jobs)
         writer.generation.submit()

@@ -71,11 +71,8 @@ async def complete(front: Front, request: CompletionRequest) -> Response:
         message = f"{name}: {len(given)} prompts by {request.candidates} are over {MAX_ANSWERS} answers"
         raise ApiError(400, message, name)
     with front.place(answers, name):
-        prompts = [
-            await _Prompt.of(front, item, param, request.echo, params.min_tokens)
-            for param, item in given.items()
-        ]
         params = await with_prediction(front, request, params)
+        prompts = [await _Prompt.of(front, item, name, params, request.echo) for name, item in given.items()]
         writer = _Writer(front, request, prompts, params)
         writer.generation.submit()
     if request.stream:
@@ -127,11 +124,11 @@ class _Prompt:
 
     @classmethod
     async def of(
-        cls, front: Front, given: str | list[int], param: str, echo: bool | None, min_tokens: int
+        cls, front: Front, given: str | list[int], param: str, params: SamplingParams, echo: bool | None
     ) -> _Prompt:
-        """Raises ApiError naming ``param`` unless it leaves room for an answer."""
+        """Raises FieldError, which calls the prompt ``param``, for one that the engine would refuse."""
         tokens = await front.encode(given, param) if isinstance(given, str) else given
-        front.check_prompt(tokens, param, min_tokens)
+        front.check(tokens, params, param)
         if not echo:
             return cls(tokens, "")
         if isinstance(given, str):

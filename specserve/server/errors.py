@@ -10,7 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from specserve.frontend.fields import FieldError, explain
+from specserve.core import FieldError
+from specserve.frontend.fields import explain
 from specserve.frontend.generation import RequestFailed
 from specserve.logs import REQUEST_ID
 from specserve.messages import Fault

@@ -12,15 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from specserve.config import Settings, make_settings
+from specserve.core import FieldError, SamplingParams
 from specserve.frontend.conversation import Conversation
-from specserve.frontend.fields import FieldError
 from specserve.frontend.generation import Generation, Job
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer, TooLong
 from specserve.metrics.front import Metrics
 from specserve.process.client import EngineClient
+from specserve.scheduler.capacity import Capacity
 from specserve.server.errors import ApiError
-from specserve.server.protocol import check_tokens
 
 log = logging.getLogger(__name__)
 
@@ -155,38 +155,32 @@ class Front:
         finally:
             self._preparing -= answers
 
-    def check_prompt(self, prompt: Sequence[int], param: str, min_tokens: int) -> None:
-        """Raises ApiError unless the prompt leaves room for an answer. Of one that does not no token is looked at."""
-        if not prompt:
-            raise ApiError(400, f"{param}: must not be empty", param)
-        room = self._limit - len(prompt)
-        if room < 1:
-            raise self._too_long(param, f"has {len(prompt)} tokens")
-        check_tokens(param, prompt, self.vocab_size)
-        if min_tokens > room:
-            raise ApiError(
-                400, f"min_tokens: there is room for {room} tokens, found {min_tokens}", "min_tokens"
-            )
-
     @property
-    def _limit(self) -> int:
-        """Tokens of a prompt and its answer."""
-        return min(self.context_length, int(self.engine.info["max_total_tokens"]))
-
-    def _too_long(self, param: str, has: str) -> ApiError:
-        short = (
-            "the context length" if self.context_length == self._limit else "the KV pool (--max-total-tokens)"
+    def capacity(self) -> Capacity:
+        """What the engine said that it has."""
+        return Capacity(
+            context_length=self.context_length,
+            pool_tokens=int(self.engine.info["max_total_tokens"]),
+            vocab_size=self.vocab_size,
+            all_greedy=self.settings.requests_all_greedy,
         )
-        message = f"{param}: {has}; {short} is {self._limit}, the answer included"
-        return ApiError(400, message, param, "context_length_exceeded")
+
+    def check(self, prompt: Sequence[int], params: SamplingParams, param: str) -> None:
+        """Raises FieldError, which calls the prompt ``param``, for a request that the engine would refuse."""
+        try:
+            self.capacity.check(prompt, params)
+        except FieldError as error:
+            if error.param != "prompt":
+                raise
+            raise FieldError(param, error.reason, error.code) from None
 
     async def encode(self, text: str, param: str) -> list[int]:
         """Raises ApiError naming ``param`` for a text far longer than the context."""
         self._check_text(param)
         try:
-            return await self._off_loop(self.tokenizer.encode, text, self._limit)
+            return await self._off_loop(self.tokenizer.encode, text, self.capacity.room)
         except TooLong as error:
-            raise self._too_long(param, str(error)) from None
+            raise self.capacity.too_long(param, str(error)) from None
 
     async def encode_answer(self, text: str, most: int) -> list[int]:
         """Raises TooLong for a text of far more than ``most`` tokens."""
@@ -196,9 +190,9 @@ class Front:
         """Raises ApiError with the chat template's reason, or as ``encode`` does."""
         self._check_text("messages")
         try:
-            return await self._off_loop(self.tokenizer.encode_chat, messages, self._limit)
+            return await self._off_loop(self.tokenizer.encode_chat, messages, self.capacity.room)
         except TooLong as error:
-            raise self._too_long("messages", str(error)) from None
+            raise self.capacity.too_long("messages", str(error)) from None
         except FieldError:
             raise
         except ValueError as error:
@@ -215,7 +209,7 @@ class Front:
                 "turned into text"
             )
             raise ApiError(400, message, param)
-        check_tokens(param, tokens, self.vocab_size)
+        self.capacity.check_tokens(param, tokens)
         return await self._off_loop(
             functools.partial(self.tokenizer.decode, skip_special_tokens=False), tokens
         )

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from specserve.core import FieldError
 from specserve.frontend.conversation import MAX_PARTS, Message
-from specserve.frontend.fields import FieldError, ListOf
+from specserve.frontend.fields import ListOf
 
 MAX_MESSAGES = 16384
 

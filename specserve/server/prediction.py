@@ -21,8 +21,6 @@ async def with_prediction(front: Front, request: GenerationRequest, params: Samp
     most = prediction_limit(front.context_length)
     try:
         tokens = await front.encode_answer(joined(request.prediction.content), most)
-        if len(tokens) > most:
-            raise TooLong(f"has {len(tokens)} tokens")
     except TooLong as error:
         raise ApiError(400, f"prediction: {error}; it may have {most} at most", "prediction") from None
     return msgspec.structs.replace(params, prediction=tokens)

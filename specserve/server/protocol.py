@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from specserve.core import BIAS, MAX_BIAS, MAX_COUNT, RANGES, SamplingParams, Speculation
+from specserve.core import BIAS, MAX_COUNT, RANGES, SamplingParams, Speculation
 from specserve.frontend.conversation import Texts
 from specserve.frontend.fields import ListOf, Refusal, Strict, Text
 from specserve.server.errors import ApiError
@@ -17,7 +17,6 @@ MAX_CHOICES = 128
 MAX_ANSWERS = 2048
 MAX_STOPS = 16
 MAX_NODES = 64
-MAX_ENTRIES = MAX_BIAS - 16  # of logit_bias and stop_token_ids; the rest is for the model's end tokens
 INT64 = 2**63
 TOKEN_ID = "0|[1-9][0-9]{0,18}"  # as a key of logit_bias: one for each
 
@@ -142,8 +141,6 @@ def sampling_params(
     default_temperature: float,
 ) -> SamplingParams:
     """Raises ApiError 400 naming the field."""
-    check_tokens("stop_token_ids", request.stop_token_ids or (), vocab_size)
-    _check_entries(request)
     given: dict[str, Any] = {
         "max_tokens": None if max_tokens is None else min(max_tokens, MAX_COUNT),
         "logprobs": logprobs,
@@ -156,7 +153,7 @@ def sampling_params(
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
         "repetition_penalty": request.repetition_penalty,
-        "logit_bias": _logit_bias(request.logit_bias, vocab_size),
+        "logit_bias": _logit_bias(request.logit_bias),
         "seed": request.seed,
         "stop": [request.stop] if isinstance(request.stop, str) else request.stop,
         "stop_token_ids": request.stop_token_ids,
@@ -169,16 +166,6 @@ def sampling_params(
         raise ApiError(400, str(error), _named(str(error))) from None
 
 
-def _check_entries(request: GenerationRequest) -> None:
-    """Raises ApiError for more than a request has room for in the engine, naming the fields that were sent."""
-    fields = {"logit_bias": request.logit_bias, "stop_token_ids": request.stop_token_ids}
-    sent = {name: len(value) for name, value in fields.items() if value}
-    if (found := sum(sent.values())) > MAX_ENTRIES:
-        names, together = " and ".join(sent), " together" if len(sent) > 1 else ""
-        message = f"{names}: at most {MAX_ENTRIES} entries{together}, found {found}"
-        raise ApiError(400, message, next(iter(sent)))
-
-
 def check_stream_options(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: only with stream: true", "stream_options")
@@ -186,7 +173,7 @@ def check_stream_options(request: GenerationRequest) -> None:
 
 def _named(message: str) -> str | None:
     """The parameter that an error of SamplingParams starts with."""
-    name = message.split()[0].split("[")[0]
+    name = re.split(r"[^\w.]", message)[0]
     return name if name.split(".")[0] in SamplingParams.__struct_fields__ else None
 
 
@@ -195,22 +182,14 @@ def _top_k(top_k: int | None, vocab_size: int) -> int | None:
     return -1 if top_k is not None and top_k >= vocab_size else top_k
 
 
-def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     if bias is None:
         return None
     for token in bias:
         if not re.fullmatch(TOKEN_ID, token):
             message = f"logit_bias: keys are token ids without leading zeros, found {token!r}"
             raise ApiError(400, message, "logit_bias")
-    check_tokens("logit_bias", [int(token) for token in bias], vocab_size)
     return {int(token): value for token, value in bias.items()}
-
-
-def check_tokens(param: str, tokens: Sequence[int], vocab_size: int) -> None:
-    """Raises ApiError unless all are in the vocabulary."""
-    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):  # there may be millions
-        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-        raise ApiError(400, f"{param}: token ids are from 0 to {vocab_size - 1}, found {wrong}", param)
 
 
 def _speculation(field: SpeculationField | None) -> Speculation | None:

@@ -253,8 +253,8 @@ def test_without_a_draft_nothing_is_tried(random_models: Checkpoints) -> None:
 def test_predictions_that_are_refused(random_models: Checkpoints) -> None:
     scheduler = random_models.scheduler("EAGLE", (2, 1, 3), context_length=32)
     for prediction, words in (
-        ([64], "prediction holds token id 64; ids run from 0 to 63"),
-        ([1] * 33, "prediction has 33 tokens; it may have 32 at most"),
+        ([64], "token ids are from 0 to 63, found 64"),
+        ([1] * 33, "has 33 tokens; it may have 32 at most"),
     ):
         refused = answer_one(scheduler, PROMPT, SamplingParams(prediction=prediction)).refused
         assert refused == words

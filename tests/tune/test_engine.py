@@ -84,7 +84,7 @@ def test_runs_of_a_full_batch(agreeing: Checkpoints) -> None:
 
 def test_a_prompt_that_does_not_fit(agreeing: Checkpoints) -> None:
     engine = tune_engine(agreeing, [(1, 1, 2)], Work([[1] * 600], 20, 0.0))
-    with pytest.raises(ValueError, match=r"--prompts: a prompt can't be answered: the prompt has 600 tokens"):
+    with pytest.raises(ValueError, match=r"--prompts: a prompt can't be answered: has 600 tokens"):
         engine.run(None, 1, 0, 2)
 
 
