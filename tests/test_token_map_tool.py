@@ -180,10 +180,10 @@ def test_commands_that_can_not_be(
 
 def test_statistics() -> None:
     found = TokenStatistics()
-    assert found.report() == {"tokens": 0, "counts": []}
+    assert found.report() == (0, [])
     found.count([5, 7, 5])
     found.count([2])
-    assert found.report() == {"tokens": 4, "counts": [[5, 2], [2, 1], [7, 1]]}
+    assert found.report() == (4, [(5, 2), (2, 1), (7, 1)])
 
 
 def test_endpoint(serve: Serve) -> None:

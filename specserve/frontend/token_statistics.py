@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 
 class TokenStatistics:
@@ -16,7 +15,7 @@ class TokenStatistics:
     def count(self, token_ids: Iterable[int]) -> None:
         self._counts.update(token_ids)
 
-    def report(self) -> dict[str, Any]:
-        """``tokens``: how many; ``counts``: pairs of id and count, the most frequent first, of equals the lowest id."""
+    def report(self) -> tuple[int, list[tuple[int, int]]]:
+        """How many tokens, and pairs of id and count, the most frequent first, of equals the lowest id."""
         counts = sorted(self._counts.items(), key=lambda pair: (-pair[1], pair[0]))
-        return {"tokens": self._counts.total(), "counts": [list(pair) for pair in counts]}
+        return self._counts.total(), counts

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from specserve import __version__
 from specserve.server import schema
@@ -14,8 +14,9 @@ from specserve.server.auth import ApiKey, CountAnswers
 from specserve.server.body import BoundedRoute, LimitBody, Turns
 from specserve.server.chat import ChatRequest, chat
 from specserve.server.completions import CompletionRequest, complete
-from specserve.server.errors import ApiError, add_handlers
+from specserve.server.errors import ApiError, Json, add_handlers
 from specserve.server.front import Front, is_served
+from specserve.server.openapi import add_answers, answers
 from specserve.server.operations import (
     AbortRequest,
     DetokenizeRequest,
@@ -28,7 +29,6 @@ from specserve.server.operations import (
 from specserve.server.playground.routes import add_playground
 from specserve.server.report import speculation_report
 from specserve.server.request_ids import HEADER, RequestIds
-from specserve.server.schema import answers
 from specserve.server.streaming import unless_left
 
 
@@ -45,7 +45,7 @@ def create_app(front: Front) -> FastAPI:
     _add_operations(app, front)
     add_playground(app)
     describe = app.openapi
-    app.openapi = lambda: schema.add_chunks(describe())  # type: ignore[method-assign]
+    app.openapi = lambda: add_answers(describe())  # type: ignore[method-assign]
     if front.settings.api_key is not None:
         app.add_middleware(ApiKey, key=front.settings.api_key)
     app.add_middleware(LimitBody, most=front.settings.max_body_bytes)
@@ -77,32 +77,32 @@ def _add_openai(app: FastAPI, front: Front) -> None:
         return await unless_left(http, complete(front, request))
 
     @app.get("/v1/models", response_model=None, responses=answers(schema.Models))
-    async def get_models() -> dict[str, Any]:
+    async def get_models() -> Json:
         """503 until a request would be served: clients of SGLang wait for this answer."""
         if front.unready is not None:
             raise ApiError(503, front.unready, code="not_ready")
-        return {"object": "list", "data": [_model(front, name) for name in front.settings.served_model_name]}
+        return Json(schema.Models([_model(front, name) for name in front.settings.served_model_name]))
 
     @app.get("/v1/models/{name:path}", response_model=None, responses=answers(schema.Model))
-    async def get_model(name: str) -> dict[str, Any]:
+    async def get_model(name: str) -> Json:
         if not is_served(name, front.settings.served_model_name):
             raise ApiError(404, f"no model {name!r} here", "model", "model_not_found")
-        return _model(front, name)
+        return Json(_model(front, name))
 
 
 def _add_operations(app: FastAPI, front: Front) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=None, responses=answers(schema.Health))
-    async def get_health() -> Response:
-        if front.unready is None:
-            return JSONResponse({"status": "ok"})
-        return ApiError(503, front.unready, code="not_ready").response
+    async def get_health() -> Json:
+        if front.unready is not None:
+            raise ApiError(503, front.unready, code="not_ready")
+        return Json(schema.Health())
 
     @app.head("/live", include_in_schema=False)
     @app.get("/live", response_model=None, responses=answers(schema.Live))
-    async def get_live() -> dict[str, Any]:
+    async def get_live() -> Json:
         """200 as long as this process answers, loading and draining included: when it does not, restart it."""
-        return {"status": "alive"}
+        return Json(schema.Live())
 
     @app.get("/server_info", response_model=None, responses=answers(schema.ServerInfo))
     async def get_server_info() -> dict[str, Any]:
@@ -118,27 +118,27 @@ def _add_operations(app: FastAPI, front: Front) -> None:
         }
 
     @app.post("/tokenize", response_model=None, responses=answers(schema.Tokenized))
-    async def post_tokenize(request: TokenizeRequest, http: Request) -> dict[str, Any] | Response:
+    async def post_tokenize(request: TokenizeRequest, http: Request) -> Response:
         return await unless_left(http, tokenize(front, request))
 
     @app.post("/detokenize", response_model=None, responses=answers(schema.Detokenized))
-    async def post_detokenize(request: DetokenizeRequest, http: Request) -> dict[str, Any] | Response:
+    async def post_detokenize(request: DetokenizeRequest, http: Request) -> Response:
         return await unless_left(http, detokenize(front, request))
 
     @app.post("/abort_request", response_model=None, responses=answers(schema.Aborted))
-    async def post_abort_request(request: AbortRequest) -> dict[str, Any]:
-        return await abort_request(front, request)
+    async def post_abort_request(request: AbortRequest) -> Json:
+        return Json(await abort_request(front, request))
 
     @app.post("/flush_cache", response_model=None, responses=answers(schema.Flushed))
-    async def post_flush_cache() -> dict[str, Any]:
-        return await flush_cache(front)
+    async def post_flush_cache() -> Json:
+        return Json(await flush_cache(front))
 
     @app.get("/token_statistics", response_model=None, responses=answers(schema.TokenCounts))
-    async def get_token_statistics() -> dict[str, Any]:
+    async def get_token_statistics() -> Json:
         """How often each token id was generated since start."""
         if front.token_statistics is None:
             raise ApiError(404, "token statistics are off: start the server with --token-statistics")
-        return front.token_statistics.report()
+        return Json(schema.TokenCounts(*front.token_statistics.report()))
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics(http: Request) -> Response:
@@ -146,5 +146,5 @@ def _add_operations(app: FastAPI, front: Front) -> None:
         return Response(text, headers={"content-type": kind})
 
 
-def _model(front: Front, name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": front.started, "owned_by": "specserve"}
+def _model(front: Front, name: str) -> schema.Model:
+    return schema.Model(name, front.started)

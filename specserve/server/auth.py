@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hmac
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.server.errors import error_body
+from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.playground.routes import PATHS
 from specserve.server.streaming import CLIENT_LEFT, ENDED_BY
@@ -26,10 +25,9 @@ class ApiKey:
         if scope["type"] != "http" or scope["path"] in OPEN or self._holds(scope):
             await self._app(scope, receive, send)
             return
-        body = error_body(
-            401, "missing or wrong API key: send `Authorization: Bearer KEY`", None, "invalid_api_key"
-        )
-        await JSONResponse(body, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+        words = "missing or wrong API key: send `Authorization: Bearer KEY`"
+        error = ApiError(401, words, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        await error.response(scope, receive, send)
 
     def _holds(self, scope: Scope) -> bool:
         given: bytes = dict(scope["headers"]).get(b"authorization", b"")

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from starlette.responses import Response
 
-from specserve.core import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from specserve.core import MAX_LOGPROBS, FieldError, SamplingParams, TokenLogprob
 from specserve.frontend.fields import Refusal, Strict
-from specserve.frontend.generation import Generation, Job
-from specserve.frontend.output import Delta
-from specserve.server.errors import ApiError
+from specserve.frontend.generation import Job
+from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front
 from specserve.server.logprobs import chat_logprobs, token_bytes
 from specserve.server.messages import Messages, conversation
-from specserve.server.prediction import with_prediction
 from specserve.server.protocol import (
     Count,
     GenerationRequest,
     check_stream_options,
     sampling_params,
 )
-from specserve.server.streaming import Body, answer, stream
-from specserve.server.usage import step_runs, usage
+from specserve.server.schema import (
+    AnswerMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+)
 
 _NO_TOOLS = "this server calls no tools"
 
@@ -82,19 +85,15 @@ async def chat(front: Front, request: ChatRequest) -> Response:
         jobs = [Job(prompt, params, choice, request.streams_runs) for choice in range(request.choices)]
         writer = _Writer(front, request, jobs)
         writer.generation.submit()
-    if request.stream:
-        return await stream(writer.generation, writer.chunks())
-    return await answer(writer.generation, writer.body)
+    return await writer.respond()
 
 
 def _params(front: Front, request: ChatRequest) -> SamplingParams:
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
-        raise ApiError(
-            400, "max_completion_tokens: differs from max_tokens, its older name", "max_completion_tokens"
-        )
+        raise FieldError("max_completion_tokens", "differs from max_tokens, its older name")
     if request.top_logprobs is not None and not request.logprobs:
-        raise ApiError(400, "top_logprobs: only with logprobs: true", "top_logprobs")
+        raise FieldError("top_logprobs", "only with logprobs: true")
     return sampling_params(
         request,
         vocab_size=front.vocab_size,
@@ -104,67 +103,36 @@ def _params(front: Front, request: ChatRequest) -> SamplingParams:
     )
 
 
-class _Writer:
-    """Writes a call's answers in OpenAI's words."""
-
+class _Writer(Writer):
     def __init__(self, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
-        self.generation: Generation = front.generation(jobs, f"chatcmpl-{uuid.uuid4().hex}")
-        self._request = request
+        super().__init__(front, request, jobs, "chatcmpl")
+        self._top = (request.top_logprobs or 0) if request.logprobs else None
         self._to_bytes = token_bytes(front.tokenizer)
-        self._head = {
-            "id": self.generation.name,
-            "created": int(time.time()),
-            "model": request.model,
-            "system_fingerprint": None,
-        }
 
-    async def body(self) -> Body:
+    async def whole(self) -> ChatCompletion:
         choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": found.text, "refusal": None},
-                "logprobs": self._logprobs(found.logprobs),
-                "finish_reason": found.finish_reason,
-            }
+            ChatChoice(index, AnswerMessage(found.text), self._logprobs(found.logprobs), found.finish_reason)
             for index, found in enumerate(self.generation.answers)
         ]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+        return ChatCompletion(**self._head, choices=choices, usage=self._usage())
 
-    async def chunks(self) -> AsyncIterator[Body]:
+    async def chunks(self) -> AsyncIterator[ChatCompletionChunk]:
         """Per choice: the role, text as it comes, the finish reason; then the usage of all, if asked for."""
         begun: set[int] = set()
         async for index, delta in self.generation.deltas():
             if index not in begun:
                 begun.add(index)
-                yield self._chunk(index, {"role": "assistant", "content": ""})
+                yield self._chunk(ChatChunkChoice(index, ChatDelta("", "assistant")))
             if delta.text or delta.logprobs or delta.pieces:
-                yield self._chunk(index, {"content": delta.text}, delta)
+                logprobs, runs = self._logprobs(delta.logprobs or []), self._runs(delta)
+                yield self._chunk(ChatChunkChoice(index, ChatDelta(delta.text), logprobs, speculation=runs))
             if delta.finish_reason:
-                yield self._chunk(index, {}, finish_reason=delta.finish_reason)
-        if self._request.include_usage:
-            yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage()}
+                yield self._chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=delta.finish_reason))
+        if self._include_usage:
+            yield ChatCompletionChunk(**self._head, choices=[], usage=self._usage())
 
-    def _chunk(
-        self,
-        index: int,
-        content: dict[str, Any],
-        delta: Delta | None = None,
-        finish_reason: str | None = None,
-    ) -> Body:
-        choice = {
-            "index": index,
-            "delta": content,
-            "logprobs": self._logprobs(delta.logprobs or []) if delta else None,
-            "finish_reason": finish_reason,
-            **({"speculation": step_runs(delta)} if delta and self._request.streams_runs else {}),
-        }
-        usage_field = {"usage": None} if self._request.include_usage else {}
-        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **usage_field}
+    def _chunk(self, choice: ChatChunkChoice) -> ChatCompletionChunk:
+        return ChatCompletionChunk(**self._head, choices=[choice], usage=self._usage_of_chunks)
 
-    def _logprobs(self, found: list[TokenLogprob]) -> Body | None:
-        if not self._request.logprobs:
-            return None
-        return chat_logprobs(found, self._request.top_logprobs or 0, self._to_bytes)
-
-    def _usage(self) -> Body:
-        return usage(self.generation, self._request.return_speculation)
+    def _logprobs(self, found: list[TokenLogprob]) -> ChatLogprobs | None:
+        return None if self._top is None else chat_logprobs(found, self._top, self._to_bytes)

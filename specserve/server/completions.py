@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
+from msgspec import UNSET
 from pydantic import Field
 from starlette.responses import Response
 
-from specserve.core import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from specserve.core import MAX_LOGPROBS, FieldError, SamplingParams
 from specserve.frontend.fields import ListOf, Refusal, Text
 from specserve.frontend.generation import Job
 from specserve.frontend.output import Answer, Delta
-from specserve.server.errors import ApiError
+from specserve.messages import FinishReason
+from specserve.server import schema
+from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front
 from specserve.server.logprobs import CompletionLogprobs, joined
-from specserve.server.prediction import with_prediction
 from specserve.server.protocol import (
     MAX_ANSWERS,
     MAX_CHOICES,
@@ -29,8 +29,7 @@ from specserve.server.protocol import (
     check_stream_options,
     sampling_params,
 )
-from specserve.server.streaming import Body, answer, stream
-from specserve.server.usage import step_runs, usage
+from specserve.server.schema import Completion, CompletionChoice
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -68,30 +67,27 @@ async def complete(front: Front, request: CompletionRequest) -> Response:
     answers = len(given) * request.candidates
     name = "prompt" if request.candidates == 1 else "n" if request.best_of is None else "best_of"
     if answers > MAX_ANSWERS:
-        message = f"{name}: {len(given)} prompts by {request.candidates} are over {MAX_ANSWERS} answers"
-        raise ApiError(400, message, name)
+        words = f"{len(given)} prompts by {request.candidates} are over {MAX_ANSWERS} answers"
+        raise FieldError(name, words)
     with front.place(answers, name):
         params = await with_prediction(front, request, params)
         prompts = [await _Prompt.of(front, item, name, params, request.echo) for name, item in given.items()]
         writer = _Writer(front, request, prompts, params)
         writer.generation.submit()
-    if request.stream:
-        return await stream(writer.generation, writer.chunks())
-    return await answer(writer.generation, writer.body)
+    return await writer.respond()
 
 
 def _check_best_of(request: CompletionRequest) -> None:
     if request.candidates < request.choices:
-        message = f"best_of: at least n, which is {request.choices}, found {request.best_of}"
-        raise ApiError(400, message, "best_of")
+        raise FieldError("best_of", f"at least n, which is {request.choices}, found {request.best_of}")
     if request.stream and request.candidates > request.choices:
-        message = f"best_of: only the value of n ({request.choices}) in a stream, found {request.best_of}"
-        raise ApiError(400, message, "best_of")
+        words = f"only the value of n ({request.choices}) in a stream, found {request.best_of}"
+        raise FieldError("best_of", words)
 
 
 def _params(front: Front, request: CompletionRequest) -> SamplingParams:
     if request.stop and not front.has_tokenizer:
-        raise ApiError(400, "stop: this server runs without a tokenizer; use stop_token_ids", "stop")
+        raise FieldError("stop", "this server runs without a tokenizer; use stop_token_ids")
     return sampling_params(
         request,
         vocab_size=front.vocab_size,
@@ -103,7 +99,7 @@ def _params(front: Front, request: CompletionRequest) -> SamplingParams:
 
 
 def _prompts(request: CompletionRequest) -> dict[str, str | list[int]]:
-    """One prompt or several, each text or token ids, by what to call them. Raises ApiError for an empty one."""
+    """One prompt or several, each text or token ids, by what to call them. Raises FieldError for an empty one."""
     prompt = request.prompt
     one = not prompt or isinstance(prompt, str) or isinstance(prompt[0], int)
     several: dict[str, Any] = (
@@ -111,7 +107,7 @@ def _prompts(request: CompletionRequest) -> dict[str, str | list[int]]:
     )
     for param, item in several.items():
         if not item:
-            raise ApiError(400, f"{param}: must not be empty", param)
+            raise FieldError(param, "must not be empty")
     return several
 
 
@@ -145,29 +141,22 @@ class _Choice:
         self._ids = not front.has_tokenizer
         self._logprobs = _logprobs(front, request, prompt)
 
-    def piece(
-        self, text: str, token_ids: list[int], logprobs: list[TokenLogprob], reason: str | None
-    ) -> Body:
-        found = None if self._logprobs is None else self._logprobs.format(logprobs)
-        return self._body(text, token_ids, found, reason)
+    def piece(self, found: Answer | Delta) -> CompletionChoice:
+        logprobs = None if self._logprobs is None else self._logprobs.format(found.logprobs or [])
+        return self._choice(found.text, found.token_ids, logprobs, found.finish_reason)
 
-    def prompt(self, logprobs: Body | None) -> Body:
+    def prompt(self, logprobs: schema.CompletionLogprobs | None) -> CompletionChoice:
         """What ``echo`` puts before the answer."""
-        return self._body(self._prompt.text, self._prompt.tokens, logprobs, None)
+        return self._choice(self._prompt.text, self._prompt.tokens, logprobs, None)
 
-    def whole(self, answer: Answer, before: Body | None) -> Body:
-        """The answer, after what ``echo`` puts before it."""
-        found = self.piece(answer.text, answer.token_ids, answer.logprobs, answer.finish_reason)
-        return found if before is None else _after(before, found)
-
-    def _body(self, text: str, token_ids: list[int], logprobs: Body | None, reason: str | None) -> Body:
-        return {
-            "index": self._index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-            **({"token_ids": token_ids} if self._ids else {}),
-        }
+    def _choice(
+        self,
+        text: str,
+        token_ids: list[int],
+        logprobs: schema.CompletionLogprobs | None,
+        reason: FinishReason | None,
+    ) -> CompletionChoice:
+        return CompletionChoice(self._index, text, logprobs, reason, token_ids if self._ids else UNSET)
 
 
 def _logprobs(front: Front, request: CompletionRequest, prompt: _Prompt) -> CompletionLogprobs | None:
@@ -178,51 +167,46 @@ def _logprobs(front: Front, request: CompletionRequest, prompt: _Prompt) -> Comp
     return CompletionLogprobs(request.logprobs, tokenizer, len(prompt.text), prompt.tokens)
 
 
-def _after(before: Body, found: Body) -> Body:
+def _after(before: CompletionChoice, found: CompletionChoice) -> CompletionChoice:
     """A choice that begins with another's text."""
-    both: Body = {name: before[name] + found[name] for name in ("text", "token_ids") if name in found}
-    if found["logprobs"] is not None:
-        both["logprobs"] = joined(before["logprobs"], found["logprobs"])
-    return {**found, **both}
+    logprobs, token_ids = found.logprobs, found.token_ids
+    if logprobs is not None and before.logprobs is not None:
+        logprobs = joined(before.logprobs, logprobs)
+    if token_ids is not UNSET and before.token_ids is not UNSET:
+        token_ids = before.token_ids + token_ids
+    return CompletionChoice(found.index, before.text + found.text, logprobs, found.finish_reason, token_ids)
 
 
-class _Writer:
-    """Writes a call's answers in OpenAI's words."""
-
+class _Writer(Writer):
     def __init__(
         self, front: Front, request: CompletionRequest, prompts: list[_Prompt], params: SamplingParams
     ) -> None:
-        self._request = request
-        self._prompts = prompts
-        self._front = front
-        self._ids = not front.has_tokenizer
-        self._scores: dict[int, Body] = {}  # by prompt: their logprobs as they are written
         unscored = msgspec.structs.replace(params, prompt_logprobs=None)
         jobs = [
             Job(prompt.tokens, unscored if choice else params, choice, request.streams_runs)
             for prompt in prompts
             for choice in range(request.candidates)
         ]
-        self.generation = front.generation(jobs, f"cmpl-{uuid.uuid4().hex}")
-        self._head = {
-            "id": self.generation.name,
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": request.model,
-            "system_fingerprint": None,
-        }
+        super().__init__(front, request, jobs, "cmpl")
+        self._front = front
+        self._request = request
+        self._prompts = prompts
+        self._ids = not front.has_tokenizer
+        self._scores: dict[
+            int, schema.CompletionLogprobs
+        ] = {}  # by prompt: their logprobs as they are written
 
-    async def body(self) -> Body:
-        choices: list[Body] = []
+    async def whole(self) -> Completion:
+        choices: list[CompletionChoice] = []
         for prompt in range(len(self._prompts)):
             scores = await self._prompt_logprobs(prompt)
             for best in _best(self._answers(prompt), self._request.choices):
                 choice = self._choice(prompt, len(choices))
-                before = choice.prompt(scores) if self._request.echo else None
-                choices.append(choice.whole(best, before))
-        return {**self._head, "choices": choices, "usage": self._usage()}
+                found = choice.piece(best)
+                choices.append(_after(choice.prompt(scores), found) if self._request.echo else found)
+        return Completion(**self._head, choices=choices, usage=self._usage())
 
-    async def chunks(self) -> AsyncIterator[Body]:
+    async def chunks(self) -> AsyncIterator[Completion]:
         """Text as it comes, the prompt first if it is to be repeated, with the finish reason with the last; then the
         usage of all, if asked for."""
         writers: dict[int, _Choice] = {}
@@ -233,12 +217,11 @@ class _Writer:
                 if self._request.echo:
                     yield self._chunk(writer.prompt(await self._prompt_logprobs(prompt)))
             if delta.text or delta.logprobs or delta.finish_reason or self._ids or delta.pieces:
-                choice = writer.piece(delta.text, delta.token_ids, delta.logprobs or [], delta.finish_reason)
-                if self._request.streams_runs:
-                    choice["speculation"] = step_runs(delta)
+                choice = writer.piece(delta)
+                choice.speculation = self._runs(delta)
                 yield self._chunk(choice)
-        if self._request.include_usage:
-            yield {**self._head, "choices": [], "usage": self._usage()}
+        if self._include_usage:
+            yield Completion(**self._head, choices=[], usage=self._usage())
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Those of all jobs. A prompt is scored by its first one: where scores are written the others wait for it."""
@@ -259,14 +242,14 @@ class _Writer:
     def _scored(self) -> bool:
         return bool(self._request.echo) and self._request.logprobs is not None
 
-    async def _prompt_logprobs(self, index: int) -> Body | None:
+    async def _prompt_logprobs(self, index: int) -> schema.CompletionLogprobs | None:
         """Of a prompt that is repeated, written once for all its choices. That takes long for a long one: the event
         loop goes on meanwhile."""
         if self._scored and index not in self._scores:
             self._scores[index] = await asyncio.to_thread(self._write_prompt_logprobs, index)
         return self._scores.get(index)
 
-    def _write_prompt_logprobs(self, index: int) -> Body:
+    def _write_prompt_logprobs(self, index: int) -> schema.CompletionLogprobs:
         prompt = self._prompts[index]
         logprobs = _logprobs(self._front, self._request, prompt)
         assert logprobs is not None
@@ -279,12 +262,8 @@ class _Writer:
     def _choice(self, prompt: int, index: int) -> _Choice:
         return _Choice(self._front, self._request, self._prompts[prompt], index)
 
-    def _chunk(self, choice: Body) -> Body:
-        usage_field = {"usage": None} if self._request.include_usage else {}
-        return {**self._head, "choices": [choice], **usage_field}
-
-    def _usage(self) -> Body:
-        return usage(self.generation, self._request.return_speculation)
+    def _chunk(self, choice: CompletionChoice) -> Completion:
+        return Completion(**self._head, choices=[choice], usage=self._usage_of_chunks)
 
 
 def _best(answers: Sequence[Answer], count: int) -> Sequence[Answer]:

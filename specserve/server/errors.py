@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from specserve.core import FieldError
 from specserve.frontend.fields import explain
 from specserve.frontend.generation import RequestFailed
 from specserve.logs import REQUEST_ID
 from specserve.messages import Fault
+from specserve.server import schema
 from specserve.server.request_ids import HEADER
 
 _FAULTS: Mapping[Fault, tuple[int, str | None]] = {
@@ -27,24 +29,44 @@ _FAULTS: Mapping[Fault, tuple[int, str | None]] = {
 RETRY_AFTER = {429: 1, 503: 5}  # seconds after which it is worth while to ask again
 
 
+class Json(Response):
+    """A struct of ``schema`` as an answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
 class ApiError(Exception):
     """An answer other than 200."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
-        self.param = param
-        self.code = code
+        self._param = param
+        self._code = code
+        self._headers = {**(headers or {})}
+        if status in RETRY_AFTER:
+            self._headers["retry-after"] = str(RETRY_AFTER[status])
 
     @property
-    def body(self) -> dict[str, Any]:
-        return error_body(self.status, _encodable(str(self)), _encodable(self.param), self.code)
+    def body(self) -> schema.Error:
+        kind: schema.Kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        if self.status == 429:
+            kind = "requests"
+        return schema.Error(schema.Fault(_encodable(str(self)), kind, _encodable(self._param), self._code))
 
     @property
-    def response(self) -> JSONResponse:
-        wait = RETRY_AFTER.get(self.status)
-        headers = None if wait is None else {"retry-after": str(wait)}
-        return JSONResponse(self.body, self.status, headers)
+    def response(self) -> Json:
+        return Json(self.body, self.status, self._headers)
 
 
 class BodyError(HTTPException):
@@ -55,50 +77,32 @@ class BodyError(HTTPException):
         self.param = param
 
 
-def error_body(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    kind = "requests" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def from_failure(failure: RequestFailed) -> ApiError:
-    status, code = _FAULTS[failure.fault]
-    return ApiError(status, str(failure), failure.param, code)
-
-
 def add_handlers(app: FastAPI) -> None:
     """Makes every error of the app, the framework's own too, answer in OpenAI's shape."""
 
-    @app.exception_handler(ApiError)
-    async def api(_: Request, error: ApiError) -> JSONResponse:
-        return error.response
+    async def answer(request: Request, error: Exception) -> Response:
+        return as_answer(error, request).response
 
-    @app.exception_handler(RequestFailed)
-    async def failed(_: Request, error: RequestFailed) -> JSONResponse:
-        return from_failure(error).response
+    for kind in (ApiError, FieldError, RequestFailed, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
 
-    @app.exception_handler(FieldError)
-    async def field(_: Request, error: FieldError) -> JSONResponse:
-        return from_field(error).response
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return _from_validation(error.errors()).response
-
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> JSONResponse:
-        response = _from_http(request, error).response
-        response.headers.update(error.headers or {})  # which methods are allowed
-        return response
-
-    @app.exception_handler(Exception)
-    async def internal(_: Request, error: Exception) -> JSONResponse:
-        response = ApiError(
-            500, f"internal error: {type(error).__name__}; the server's log has more"
-        ).response
-        response.headers[HEADER] = REQUEST_ID.get() or ""  # it is made outside of all other layers
-        return response
+def as_answer(error: Exception, request: Request | None = None) -> ApiError:
+    """What an error says to the client."""
+    match error:
+        case ApiError():
+            return error
+        case FieldError():
+            return ApiError(400, str(error), error.param, error.code)
+        case RequestFailed():
+            status, code = _FAULTS[error.fault]
+            return ApiError(status, str(error), error.param, code)
+        case RequestValidationError():
+            return _from_validation(error.errors())
+        case HTTPException():
+            return _from_http(error, request)
+    words = f"internal error: {type(error).__name__}; the server's log has more"
+    return ApiError(500, words, headers={HEADER: REQUEST_ID.get() or ""})  # made outside of all other layers
 
 
 def _encodable(text: str | None) -> Any:
@@ -106,11 +110,12 @@ def _encodable(text: str | None) -> Any:
     return text and text.encode(errors="backslashreplace").decode()
 
 
-def _from_http(request: Request, error: HTTPException) -> ApiError:
-    asked = f"{request.method} {request.url.path}"
+def _from_http(error: HTTPException, request: Request | None) -> ApiError:
+    asked = f"{request.method} {request.url.path}" if request else ""
     messages = {404: f"unknown route: {asked}", 405: f"method not allowed: {asked}"}
     param = error.param if isinstance(error, BodyError) else None
-    return ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), param)
+    words = messages.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, words, param, headers=error.headers)  # which methods are allowed
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
@@ -122,8 +127,4 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
         if first["type"] == "string_unicode" and isinstance(first["input"], str):
             return ApiError(400, f"{first['input']}: unknown field", first["input"], "unknown_parameter")
         return ApiError(400, "the body must be a JSON object, sent with content-type application/json")
-    return from_field(explain(inside))
-
-
-def from_field(error: FieldError) -> ApiError:
-    return ApiError(400, str(error), error.param, error.code)
+    return as_answer(explain(inside))

@@ -113,10 +113,9 @@ class Front:
         return self._tokenizer
 
     def _check_text(self, param: str) -> None:
-        """Raises ApiError for text where there is no tokenizer."""
+        """Raises FieldError for text where there is no tokenizer."""
         if not self.has_tokenizer:
-            message = f"{param}: {_WITHOUT}; the prompt of /v1/completions may be token ids"
-            raise ApiError(400, message, param)
+            raise FieldError(param, f"{_WITHOUT}; the prompt of /v1/completions may be token ids")
 
     def check_call(self, model: str | None) -> None:
         """Raises ApiError unless a request for ``model``, None for whichever there is, would be served now."""
@@ -134,12 +133,8 @@ class Front:
         queue has none left."""
         limit = (self.settings.max_running_requests or 0) + self.settings.max_queued_requests
         if answers > limit:
-            raise ApiError(
-                400,
-                f"{param}: {answers} answers in one call, at most {limit} (--max-running-requests and "
-                "--max-queued-requests)",
-                param,
-            )
+            flags = "(--max-running-requests and --max-queued-requests)"
+            raise FieldError(param, f"{answers} answers in one call, at most {limit} {flags}")
         taken = self.engine.open + self._preparing
         if taken + answers > limit:
             self.metrics.rejected(answers)
@@ -202,13 +197,10 @@ class Front:
         """The text of tokens, special ones included. Raises ApiError for more than a context has, for what is in no
         vocabulary, and without a tokenizer."""
         if not self.has_tokenizer:
-            raise ApiError(400, f"{param}: {_WITHOUT}, so they can't be turned into text", param)
+            raise FieldError(param, f"{_WITHOUT}, so they can't be turned into text")
         if len(tokens) > self.context_length:
-            message = (
-                f"{param}: has {len(tokens)} tokens; at most {self.context_length}, the context length, are "
-                "turned into text"
-            )
-            raise ApiError(400, message, param)
+            most = f"at most {self.context_length}, the context length, are turned into text"
+            raise FieldError(param, f"has {len(tokens)} tokens; {most}")
         self.capacity.check_tokens(param, tokens)
         return await self._off_loop(
             functools.partial(self.tokenizer.decode, skip_special_tokens=False), tokens

@@ -12,6 +12,7 @@ import msgspec
 from specserve.core import TokenLogprob
 from specserve.frontend.detokenizer import CONTEXT
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.server import schema
 
 TokenBytes = Callable[[int], bytes]
 SKIPPED = 16  # characters of a prompt's text that a tokenizer may have changed between two tokens
@@ -23,16 +24,20 @@ def token_bytes(tokenizer: Tokenizer | None) -> TokenBytes:
     return tokenizer.token_bytes if tokenizer else lambda token: f"token_id:{token}".encode()
 
 
-def chat_logprobs(found: Sequence[TokenLogprob], top: int, to_bytes: TokenBytes) -> dict[str, Any]:
+def chat_logprobs(found: Sequence[TokenLogprob], top: int, to_bytes: TokenBytes) -> schema.ChatLogprobs:
     """``choice.logprobs`` of chat."""
-    content = [
-        {
-            **_named(item.token_id, item.logprob, to_bytes),
-            "top_logprobs": [_named(token, logprob, to_bytes) for token, logprob in item.top[:top]],
-        }
-        for item in found
-    ]
-    return {"content": content, "refusal": None}
+
+    def named(token: int, logprob: float) -> schema.TopLogprob:
+        raw = to_bytes(token)
+        return schema.TopLogprob(raw.decode(errors="replace"), _finite(logprob), list(raw))
+
+    def whole(item: TokenLogprob) -> schema.TokenLogprob:
+        own = named(item.token_id, item.logprob)
+        return schema.TokenLogprob(
+            own.token, own.logprob, own.bytes, [named(*each) for each in item.top[:top]]
+        )
+
+    return schema.ChatLogprobs([whole(item) for item in found])
 
 
 class CompletionLogprobs:
@@ -52,24 +57,26 @@ class CompletionLogprobs:
             self._add(token)
         self._offset = offset - self._characters.partial  # the part is a character of the prompt's text
 
-    def prompt(self, text: str, tokens: Sequence[int], found: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def prompt(
+        self, text: str, tokens: Sequence[int], found: Sequence[TokenLogprob]
+    ) -> schema.CompletionLogprobs:
         """Of a prompt, whose first token nothing precedes. The alternatives are JSON already: each of the prompt's
         choices has them again."""
-        alternatives = (msgspec.Raw(msgspec.json.encode(self._alternatives(item))) for item in found)
-        return {
-            "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": [None, *(_finite(item.logprob) for item in found)],
-            "top_logprobs": [None, *alternatives],
-            "text_offset": text_offsets(text, [self._to_bytes(token) for token in tokens]),
-        }
+        alternatives: Any = (msgspec.Raw(msgspec.json.encode(self._alternatives(item))) for item in found)
+        return schema.CompletionLogprobs(
+            [self._name(token) for token in tokens],
+            [None, *(_finite(item.logprob) for item in found)],
+            [None, *alternatives],
+            text_offsets(text, [self._to_bytes(token) for token in tokens]),
+        )
 
-    def format(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
-        return {
-            "tokens": [self._name(item.token_id) for item in found],
-            "token_logprobs": [_finite(item.logprob) for item in found],
-            "top_logprobs": [self._alternatives(item) for item in found],
-            "text_offset": [self._advance(item.token_id) for item in found],
-        }
+    def format(self, found: Sequence[TokenLogprob]) -> schema.CompletionLogprobs:
+        return schema.CompletionLogprobs(
+            [self._name(item.token_id) for item in found],
+            [_finite(item.logprob) for item in found],
+            [self._alternatives(item) for item in found],
+            [self._advance(item.token_id) for item in found],
+        )
 
     def _advance(self, token: int) -> int:
         """Where a token's text begins: a character belongs to the token that completes it."""
@@ -97,9 +104,10 @@ def _name(raw: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def joined(first: schema.CompletionLogprobs, second: schema.CompletionLogprobs) -> schema.CompletionLogprobs:
     """``logprobs`` of a prompt and of its answer as one."""
-    return {name: [*first[name], *second[name]] for name in first}
+    pairs = zip(msgspec.structs.astuple(first), msgspec.structs.astuple(second), strict=True)
+    return schema.CompletionLogprobs(*(one + other for one, other in pairs))
 
 
 def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
@@ -149,11 +157,6 @@ class _Characters:
 
 def _shown(raw: bytes) -> int:
     return len(raw.decode(errors="replace"))
-
-
-def _named(token: int, logprob: float, to_bytes: TokenBytes) -> dict[str, Any]:
-    raw = to_bytes(token)
-    return {"token": raw.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(raw)}
 
 
 def _finite(logprob: float) -> float:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from specserve.core import FieldError
 from specserve.frontend.fields import ListOf, Strict, Text
 from specserve.process.client import EngineGone
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.messages import Messages, conversation
 from specserve.server.protocol import Int
+from specserve.server.schema import Aborted, Detokenized, Flushed, Tokenized
 
 ABORTED = "the request was ended by POST /abort_request"
 
@@ -37,32 +37,32 @@ class AbortRequest(Strict):
     """Ends everybody's requests, instead of `rid`."""
 
 
-async def tokenize(front: Front, request: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(front: Front, request: TokenizeRequest) -> Tokenized:
     """The token ids that a completion of ``prompt``, or a chat of ``messages``, would begin with."""
     front.check_call(request.model)
     if (request.prompt is None) == (request.messages is None):
-        raise ApiError(400, "prompt: give either prompt or messages", "prompt")
+        raise FieldError("prompt", "give either prompt or messages")
     if request.messages is not None:
         tokens = await front.encode_chat(conversation(request.messages))
     else:
         tokens = await front.encode(request.prompt or "", "prompt")
-    return {"tokens": tokens, "count": len(tokens), "max_model_len": front.context_length}
+    return Tokenized(tokens, len(tokens), front.context_length)
 
 
-async def detokenize(front: Front, request: DetokenizeRequest) -> dict[str, Any]:
+async def detokenize(front: Front, request: DetokenizeRequest) -> Detokenized:
     """The text of token ids, special ones included."""
     front.check_call(request.model)
-    return {"prompt": await front.decode(request.tokens, "tokens")}
+    return Detokenized(await front.decode(request.tokens, "tokens"))
 
 
-async def abort_request(front: Front, request: AbortRequest) -> dict[str, Any]:
+async def abort_request(front: Front, request: AbortRequest) -> Aborted:
     """Ends one call's requests, by the ``id`` of its answer, or all. Returns how many had not ended yet."""
     if (request.rid is None) != request.abort_all:
-        raise ApiError(400, "rid: give either the id of an answer or abort_all: true", "rid")
-    return {"aborted": front.engine.end_calls(request.rid, ABORTED)}
+        raise FieldError("rid", "give either the id of an answer or abort_all: true")
+    return Aborted(front.engine.end_calls(request.rid, ABORTED))
 
 
-async def flush_cache(front: Front) -> dict[str, Any]:
+async def flush_cache(front: Front) -> Flushed:
     """Empties the prefix cache of an idle server. Returns the number of pages it held."""
     front.check_call(None)
     try:
@@ -71,4 +71,4 @@ async def flush_cache(front: Front) -> dict[str, Any]:
         raise ApiError(503, str(error), code="not_ready") from None
     if pages is None:
         raise ApiError(400, f"the cache is in use: {front.engine.open} requests run or wait", code="busy")
-    return {"flushed_pages": pages}
+    return Flushed(pages)

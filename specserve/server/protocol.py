@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from specserve.core import BIAS, MAX_COUNT, RANGES, SamplingParams, Speculation
+from specserve.core import BIAS, MAX_COUNT, RANGES, FieldError, SamplingParams, Speculation
 from specserve.frontend.conversation import Texts
 from specserve.frontend.fields import ListOf, Refusal, Strict, Text
 from specserve.server.errors import ApiError
@@ -168,7 +168,7 @@ def sampling_params(
 
 def check_stream_options(request: GenerationRequest) -> None:
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options: only with stream: true", "stream_options")
+        raise FieldError("stream_options", "only with stream: true")
 
 
 def _named(message: str) -> str | None:
@@ -187,8 +187,7 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
         return None
     for token in bias:
         if not re.fullmatch(TOKEN_ID, token):
-            message = f"logit_bias: keys are token ids without leading zeros, found {token!r}"
-            raise ApiError(400, message, "logit_bias")
+            raise FieldError("logit_bias", f"keys are token ids without leading zeros, found {token!r}")
     return {int(token): value for token, value in bias.items()}
 
 

@@ -1,23 +1,24 @@
-"""What answers hold, for ``/openapi.json``. The routes write them as they are; tests hold them against this."""
+"""What answers hold: the routes build these, tests read answers by them, ``/openapi.json`` describes them."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-Natural = Annotated[int, Field(ge=0)]
-Logprob = Annotated[float, Field(le=0)]
+Natural = Annotated[int, Meta(ge=0)]
+Logprob = Annotated[float, Meta(le=0)]
 Reason = Literal["stop", "length"]
+Kind = Literal["invalid_request_error", "requests", "server_error"]
 
 
-class Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class Answer(Struct, forbid_unknown_fields=True):
+    """All that there is in an answer is declared here."""
 
 
 class Fault(Answer):
     message: str
-    type: Literal["invalid_request_error", "requests", "server_error"]
+    type: Kind
     param: str | None
     code: str | None
 
@@ -39,7 +40,7 @@ class SpeculationTotals(Answer):
     steps: Natural
     drafted: Natural
     accepted: Natural
-    mean_accepted_length: Annotated[float, Field(ge=0)]
+    mean_accepted_length: Annotated[float, Meta(ge=0)]
 
 
 class Usage(Answer):
@@ -47,19 +48,21 @@ class Usage(Answer):
     completion_tokens: Natural
     total_tokens: Natural
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: PredictedTokens | None = None
-    speculation: SpeculationTotals | None = None
+    completion_tokens_details: PredictedTokens | UnsetType = UNSET
+    speculation: SpeculationTotals | UnsetType = UNSET
 
 
 class Runs(Answer):
+    """How many tokens each step gave: its accepted drafts, the bonus token last. ``pieces`` is each token's text."""
+
     runs: list[Natural]
-    pieces: list[str] | None = None
+    pieces: list[str] | UnsetType = UNSET
 
 
 class TopLogprob(Answer):
     token: str
     logprob: Logprob
-    bytes: list[Annotated[int, Field(ge=0, le=255)]]
+    bytes: list[Annotated[int, Meta(ge=0, le=255)]]
 
 
 class TokenLogprob(TopLogprob):
@@ -68,53 +71,54 @@ class TokenLogprob(TopLogprob):
 
 class ChatLogprobs(Answer):
     content: list[TokenLogprob]
-    refusal: None
+    refusal: None = None
 
 
 class AnswerMessage(Answer):
-    role: Literal["assistant"]
     content: str
-    refusal: None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
 
 
 class ChatChoice(Answer):
     index: Natural
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Reason
+    finish_reason: Reason | None
 
 
-class ChatCompletion(Answer):
+class Head(Answer, kw_only=True):
+    """What begins every answer. ``created``: seconds since 1970."""
+
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
-    system_fingerprint: None
+    system_fingerprint: None = None
+
+
+class ChatCompletion(Head, kw_only=True):
+    object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
 
 
 class ChatDelta(Answer):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
+    content: str | UnsetType = UNSET
+    role: Literal["assistant"] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Answer):
     index: Natural
     delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: Reason | None
-    speculation: Runs | None = None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Reason | None = None
+    speculation: Runs | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Answer):
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: None
+class ChatCompletionChunk(Head, kw_only=True):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: Usage | UnsetType | None = UNSET
 
 
 class CompletionLogprobs(Answer):
@@ -129,46 +133,41 @@ class CompletionChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Reason | None
-    token_ids: list[Natural] | None = None
-    speculation: Runs | None = None
+    token_ids: list[Natural] | UnsetType = UNSET
+    speculation: Runs | UnsetType = UNSET
 
 
-class Completion(Answer):
+class Completion(Head, kw_only=True):
     """In a stream each chunk is one, the last of them, with ``usage``, without choices."""
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: None
+    object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Usage | UnsetType | None = UNSET
 
 
 class Model(Answer):
     id: str
-    object: Literal["model"]
     created: int
-    owned_by: str
+    object: Literal["model"] = "model"
+    owned_by: str = "specserve"
 
 
 class Models(Answer):
-    object: Literal["list"]
     data: list[Model]
+    object: Literal["list"] = "list"
 
 
 class Health(Answer):
-    status: Literal["ok"]
+    status: Literal["ok"] = "ok"
 
 
 class Live(Answer):
-    status: Literal["alive"]
+    status: Literal["alive"] = "alive"
 
 
-class ServerInfo(BaseModel):
+class ServerInfo(Struct):
     """Next to these, every setting by its name."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
     version: str
     status: str
     choices: list[str]
@@ -196,34 +195,4 @@ class Flushed(Answer):
 
 class TokenCounts(Answer):
     tokens: Natural
-    counts: list[Annotated[list[Natural], Field(min_length=2, max_length=2)]]
-
-
-REFERENCE = "#/components/schemas/{model}"
-Responses = dict[int | str, dict[str, Any]]
-ERRORS: Responses = {
-    status: {"model": Error, "description": words}
-    for status, words in (("4XX", "The request's mistake"), ("5XX", "The server can't answer it"))
-}
-
-
-def answers(model: type[BaseModel], stream: type[BaseModel] | None = None) -> Responses:
-    """The answers of a route: ``model`` as JSON; ``stream`` is what the data of each event of a stream holds."""
-    found: dict[str, Any] = {"model": model, "description": "An answer"}
-    if stream is not None:
-        said = {"anyOf": [{"$ref": REFERENCE.format(model=each.__name__)} for each in (stream, Error)]}
-        encoded = {"type": "string", "contentMediaType": "application/json", "contentSchema": said}
-        data = {"anyOf": [{"const": "[DONE]"}, encoded]}
-        event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
-        found["description"] = "An answer, or its events with `stream: true`"
-        found["content"] = {"text/event-stream": {"itemSchema": event}}
-    return {200: found, **ERRORS}
-
-
-def add_chunks(described: dict[str, Any]) -> dict[str, Any]:
-    """Adds to an OpenAPI document the models that occur in streams alone."""
-    chunk = ChatCompletionChunk.model_json_schema(ref_template=REFERENCE)
-    parts = {**chunk.pop("$defs"), ChatCompletionChunk.__name__: chunk}
-    schemas = described["components"]["schemas"]
-    schemas.update({name: part for name, part in parts.items() if name not in schemas})
-    return described
+    counts: list[tuple[Natural, Natural]]

@@ -1,9 +1,9 @@
-"""How an answer leaves: whole or as server-sent events, and not at all when the client has left."""
+"""How an answer leaves as server-sent events, and not at all when the client has left."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,10 +12,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from specserve.frontend.generation import Generation, RequestFailed
-from specserve.server.errors import from_failure
+from specserve.server.errors import Json, as_answer
 
 T = TypeVar("T")
-Body = dict[str, Any]
 
 CLIENT_LEFT = 499  # nginx's number; nobody receives it, the metrics show it
 ENDED_BY = "specserve.ended_by"  # in the scope: the status of the error that ended a stream
@@ -25,24 +24,16 @@ class ClientLeft(Exception):
     """The client closed the connection, or the connection was cut as it reads no more."""
 
 
-async def unless_left(http: Request, work: Coroutine[Any, Any, T]) -> T | Response:
-    """What ``work`` returns. It is cancelled, wherever it waits, when the client leaves first."""
+async def unless_left(http: Request, work: Coroutine[Any, Any, Response | msgspec.Struct]) -> Response:
+    """Answers with what ``work`` returns. It is cancelled, wherever it waits, when the client leaves first."""
     try:
-        return await _unless_left(http.receive, work)
+        found = await _unless_left(http.receive, work)
+        return found if isinstance(found, Response) else Json(found)
     except ClientLeft:
         return Response(status_code=CLIENT_LEFT)
 
 
-async def answer(generation: Generation, body: Callable[[], Awaitable[Body]]) -> Response:
-    """Runs to the end and answers with ``body``. Aborts what has not ended when it is cancelled."""
-    try:
-        await generation.run()
-    finally:
-        generation.close()
-    return Response(msgspec.json.encode(await body()), media_type="application/json")
-
-
-async def stream(generation: Generation, chunks: AsyncIterator[Body]) -> Response:
+async def stream(generation: Generation, chunks: AsyncIterator[msgspec.Struct]) -> Response:
     """Answers with the chunks. Begins with the first tokens, so that a refusal has its own status."""
     try:
         await generation.start()
@@ -55,7 +46,7 @@ async def stream(generation: Generation, chunks: AsyncIterator[Body]) -> Respons
 class _EventStream(Response):
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, chunks: AsyncIterator[Body]) -> None:
+    def __init__(self, generation: Generation, chunks: AsyncIterator[msgspec.Struct]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
@@ -75,7 +66,7 @@ class _EventStream(Response):
             async for chunk in self._chunks:
                 await send(_event(msgspec.json.encode(chunk)))
         except RequestFailed as failure:
-            error = from_failure(failure)
+            error = as_answer(failure)
             scope[ENDED_BY] = error.status
             await send(_event(msgspec.json.encode(error.body)))
         await send(_event(b"[DONE]"))

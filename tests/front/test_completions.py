@@ -116,7 +116,7 @@ def test_special_tokens_have_no_length() -> None:
     """Token 257 is marked in tokenizer.json alone, as Llama 3's <|eom_id|> is."""
     found = CompletionLogprobs(0, Tokenizer(byte_tokenizer()))
     tokens = [TokenLogprob(token, -0.5, []) for token in (97, 257, 98, 256)]
-    assert found.format(tokens)["text_offset"] == [0, 1, 1, 2]
+    assert found.format(tokens).text_offset == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("max_tokens", [2, 0])

@@ -1,0 +1,112 @@
+"""What calls of chat and of completions share: their predictions, and how their answers begin, end and leave."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.responses import Response
+
+from specserve.core import FieldError, SamplingParams, SpeculationUsage, prediction_limit
+from specserve.frontend.conversation import joined
+from specserve.frontend.generation import Generation, Job
+from specserve.frontend.output import Answer, Delta
+from specserve.frontend.tokenizer import TooLong
+from specserve.server.errors import Json
+from specserve.server.front import Front
+from specserve.server.protocol import GenerationRequest
+from specserve.server.schema import CachedTokens, Head, PredictedTokens, Runs, SpeculationTotals, Usage
+from specserve.server.streaming import stream
+
+
+async def with_prediction(front: Front, request: GenerationRequest, params: SamplingParams) -> SamplingParams:
+    """The same with the token ids of the request's prediction. Raises FieldError for one that there is no room for."""
+    if request.prediction is None:
+        return params
+    if not front.has_tokenizer:
+        raise FieldError("prediction", "this server runs without a tokenizer")
+    most = prediction_limit(front.context_length)
+    try:
+        tokens = await front.encode_answer(joined(request.prediction.content), most)
+    except TooLong as error:
+        raise FieldError("prediction", f"{error}; it may have {most} at most") from None
+    return msgspec.structs.replace(params, prediction=tokens)
+
+
+class Writer(ABC):
+    """Writes a call's answers in OpenAI's words."""
+
+    def __init__(self, front: Front, request: GenerationRequest, jobs: Sequence[Job], kind: str) -> None:
+        self.generation: Generation = front.generation(jobs, f"{kind}-{uuid.uuid4().hex}")
+        self._front = front
+        self._head: dict[str, Any] = {
+            "id": self.generation.name,
+            "created": int(time.time()),
+            "model": request.model,
+        }
+        self._include_usage = request.include_usage
+        self._usage_of_chunks = None if request.include_usage else UNSET
+        self._return_speculation = request.return_speculation
+        self._streams = request.stream
+        self._streams_runs = request.streams_runs
+
+    async def respond(self) -> Response:
+        """The answer, once the jobs are submitted. Aborts what has not ended when it is cancelled."""
+        if self._streams:
+            return await stream(self.generation, self.chunks())
+        try:
+            await self.generation.run()
+        finally:
+            self.generation.close()
+        return Json(await self.whole())
+
+    @abstractmethod
+    async def whole(self) -> Head: ...
+
+    @abstractmethod
+    def chunks(self) -> AsyncIterator[Head]: ...
+
+    def _runs(self, delta: Delta) -> Runs | UnsetType:
+        """What a chunk says of its steps."""
+        if not self._streams_runs:
+            return UNSET
+        return Runs(delta.runs, UNSET if delta.pieces is None else delta.pieces)
+
+    def _usage(self) -> Usage:
+        """Tokens of all choices; a prompt, with its cached tokens, counts once for all its choices."""
+        jobs, answers = self.generation.jobs, self.generation.answers
+        firsts = [(job, answer) for job, answer in zip(jobs, answers, strict=True) if job.choice == 0]
+        prompt = sum(len(job.prompt) for job, _ in firsts)
+        completion = sum(len(answer.token_ids) for answer in answers)
+        return Usage(
+            prompt,
+            completion,
+            prompt + completion,
+            CachedTokens(sum(answer.cached_tokens for _, answer in firsts)),
+            _predicted(jobs, answers),
+            _speculation(answers) if self._return_speculation else UNSET,
+        )
+
+
+def _predicted(jobs: Sequence[Job], answers: Sequence[Answer]) -> PredictedTokens | UnsetType:
+    """What became of the predicted text, of all choices together."""
+    pairs = zip(jobs, answers, strict=True)
+    given = [(len(job.params.prediction), each) for job, each in pairs if job.params.prediction is not None]
+    if not given:
+        return UNSET
+    accepted = sum(each.speculation.predicted for _, each in given)
+    return PredictedTokens(accepted, sum(size for size, _ in given) - accepted)
+
+
+def _speculation(answers: Sequence[Answer]) -> SpeculationTotals:
+    total = SpeculationUsage(
+        steps=sum(answer.speculation.steps for answer in answers),
+        drafted=sum(answer.speculation.drafted for answer in answers),
+        accepted=sum(answer.speculation.accepted for answer in answers),
+    )
+    return SpeculationTotals(total.steps, total.drafted, total.accepted, total.mean_accepted_length)
