@@ -7,12 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.core import FieldError
 from specserve.frontend.fields import ListOf, Refusal, Strict, Text, explain, fault
 
+MAX_MESSAGES = 16384
 MAX_PARTS = 16384  # text parts and calls of tools of a conversation
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -105,6 +106,31 @@ class Message(Strict):
 def _call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": call.function.arguments}
     return {**({} if call.id is None else {"id": call.id}), "type": "function", "function": function}
+
+
+def _few_parts(messages: Any) -> Any:
+    """Raises PydanticCustomError for lists that are short each, but hold too much together."""
+    if isinstance(messages, list):
+        fields = (m.get(name) for m in messages if isinstance(m, dict) for name in ("content", "tool_calls"))
+        if sum(min(len(field), MAX_PARTS) for field in fields if isinstance(field, list)) > MAX_PARTS:
+            words = "Messages should have at most {most} text parts and calls of tools together"
+            raise PydanticCustomError("too_long", words, {"most": MAX_PARTS})
+    return messages
+
+
+Messages = Annotated[
+    ListOf[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_few_parts)
+]
+"""Of a request: bounded."""
+
+
+def of_request(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """What the chat template gets. Raises FieldError for a tool's result of no call."""
+    for index, message in enumerate(messages):
+        if message.role == "tool" and message.tool_call_id is None:
+            param = f"messages.{index}.tool_call_id"
+            raise FieldError(param, "this field is required", "missing_required_parameter")
+    return [message.plain() for message in messages]
 
 
 class _Messages(BaseModel):

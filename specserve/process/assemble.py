@@ -13,7 +13,7 @@ import torch
 from specserve.attention import ATTENTION, AttentionBackend
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.engine import DraftSettings, DynamicMap, EngineConfig
-from specserve.core import prediction_limit
+from specserve.core import Capacity, prediction_limit
 from specserve.engine.graphs import Graphs
 from specserve.engine.kernels import settle_keys
 from specserve.engine.memory import pool_pages
@@ -39,7 +39,6 @@ from specserve.models.draft.token_map import read_named_map
 from specserve.models.llama import LlamaModel
 from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.admission import Admission
-from specserve.scheduler.capacity import Capacity
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import DynamicMapObserver
 from specserve.scheduler.scheduler import Limits, Scheduler

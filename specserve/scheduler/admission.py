@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 
-from specserve.core import MAX_SEED
+from specserve.core import MAX_SEED, Capacity
 from specserve.messages import Submit
-from specserve.scheduler.capacity import Capacity
 from specserve.scheduler.request import Request
 from specserve.speculation.control.acceptance import Skill
 from specserve.speculation.state import draft_cap

@@ -17,11 +17,10 @@ from specserve.frontend.conversation import joined
 from specserve.frontend.generation import Generation, Job
 from specserve.frontend.output import Answer, Delta
 from specserve.frontend.tokenizer import TooLong
-from specserve.server.errors import Json
 from specserve.server.front import Front
 from specserve.server.protocol import GenerationRequest
 from specserve.server.schema import CachedTokens, Head, PredictedTokens, Runs, SpeculationTotals, Usage
-from specserve.server.streaming import stream
+from specserve.server.streaming import Json, stream
 
 
 async def with_prediction(front: Front, request: GenerationRequest, params: SamplingParams) -> SamplingParams:

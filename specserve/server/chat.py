@@ -9,12 +9,12 @@ from pydantic import Field
 from starlette.responses import Response
 
 from specserve.core import MAX_LOGPROBS, FieldError, SamplingParams, TokenLogprob
+from specserve.frontend.conversation import Messages, of_request
 from specserve.frontend.fields import Refusal, Strict
 from specserve.frontend.generation import Job
 from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front
-from specserve.server.logprobs import chat_logprobs, token_bytes
-from specserve.server.messages import Messages, conversation
+from specserve.server.logprobs import chat_logprobs
 from specserve.server.protocol import (
     Count,
     GenerationRequest,
@@ -79,7 +79,7 @@ async def chat(front: Front, request: ChatRequest) -> Response:
     check_stream_options(request)
     params = _params(front, request)
     with front.place(request.choices, "n"):
-        prompt = await front.encode_chat(conversation(request.messages))
+        prompt = await front.encode_chat(of_request(request.messages))
         params = await with_prediction(front, request, params)
         front.check(prompt, params, "messages")
         jobs = [Job(prompt, params, choice, request.streams_runs) for choice in range(request.choices)]
@@ -107,7 +107,6 @@ class _Writer(Writer):
     def __init__(self, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
         super().__init__(front, request, jobs, "chatcmpl")
         self._top = (request.top_logprobs or 0) if request.logprobs else None
-        self._to_bytes = token_bytes(front.tokenizer)
 
     async def whole(self) -> ChatCompletion:
         choices = [
@@ -135,4 +134,4 @@ class _Writer(Writer):
         return ChatCompletionChunk(**self._head, choices=[choice], usage=self._usage_of_chunks)
 
     def _logprobs(self, found: list[TokenLogprob]) -> ChatLogprobs | None:
-        return None if self._top is None else chat_logprobs(found, self._top, self._to_bytes)
+        return None if self._top is None else chat_logprobs(found, self._top, self._front.tokenizer)

@@ -188,7 +188,6 @@ class _Writer(Writer):
             for choice in range(request.candidates)
         ]
         super().__init__(front, request, jobs, "cmpl")
-        self._front = front
         self._request = request
         self._prompts = prompts
         self._ids = not front.has_tokenizer

@@ -17,7 +17,6 @@ from specserve.frontend.generation import RequestFailed
 from specserve.logs import REQUEST_ID
 from specserve.messages import Fault
 from specserve.server import schema
-from specserve.server.request_ids import HEADER
 
 _FAULTS: Mapping[Fault, tuple[int, str | None]] = {
     "request": (400, None),
@@ -26,16 +25,8 @@ _FAULTS: Mapping[Fault, tuple[int, str | None]] = {
     "timeout": (504, "timeout"),
     "aborted": (400, "aborted"),
 }
+HEADER = "x-request-id"
 RETRY_AFTER = {429: 1, 503: 5}  # seconds after which it is worth while to ask again
-
-
-class Json(Response):
-    """A struct of ``schema`` as an answer."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content)
 
 
 class ApiError(Exception):
@@ -65,8 +56,8 @@ class ApiError(Exception):
         return schema.Error(schema.Fault(_encodable(str(self)), kind, _encodable(self._param), self._code))
 
     @property
-    def response(self) -> Json:
-        return Json(self.body, self.status, self._headers)
+    def response(self) -> Response:
+        return Response(msgspec.json.encode(self.body), self.status, self._headers, "application/json")
 
 
 class BodyError(HTTPException):

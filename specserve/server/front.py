@@ -12,14 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from specserve.config import Settings, make_settings
-from specserve.core import FieldError, SamplingParams
+from specserve.core import Capacity, FieldError, SamplingParams
 from specserve.frontend.conversation import Conversation
 from specserve.frontend.generation import Generation, Job
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer, TooLong
 from specserve.metrics.front import Metrics
 from specserve.process.client import EngineClient
-from specserve.scheduler.capacity import Capacity
 from specserve.server.errors import ApiError
 
 log = logging.getLogger(__name__)

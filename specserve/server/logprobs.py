@@ -24,11 +24,11 @@ def token_bytes(tokenizer: Tokenizer | None) -> TokenBytes:
     return tokenizer.token_bytes if tokenizer else lambda token: f"token_id:{token}".encode()
 
 
-def chat_logprobs(found: Sequence[TokenLogprob], top: int, to_bytes: TokenBytes) -> schema.ChatLogprobs:
+def chat_logprobs(found: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer) -> schema.ChatLogprobs:
     """``choice.logprobs`` of chat."""
 
     def named(token: int, logprob: float) -> schema.TopLogprob:
-        raw = to_bytes(token)
+        raw = tokenizer.token_bytes(token)
         return schema.TopLogprob(raw.decode(errors="replace"), _finite(logprob), list(raw))
 
     def whole(item: TokenLogprob) -> schema.TokenLogprob:

@@ -1,15 +1,24 @@
-"""Routes for those who run the server, not of OpenAI: tokens of a text, ending requests, emptying the cache."""
+"""Routes for those who run the server, not of OpenAI: health, figures, tokens of a text, ending requests."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import PlainTextResponse, Response
+
+from specserve import __version__
 from specserve.core import FieldError
+from specserve.frontend.conversation import Messages, of_request
 from specserve.frontend.fields import ListOf, Strict, Text
 from specserve.process.client import EngineGone
+from specserve.server import schema
 from specserve.server.errors import ApiError
 from specserve.server.front import Front
-from specserve.server.messages import Messages, conversation
+from specserve.server.openapi import answers
 from specserve.server.protocol import Int
-from specserve.server.schema import Aborted, Detokenized, Flushed, Tokenized
+from specserve.server.report import speculation_report
+from specserve.server.streaming import Json, unless_left
 
 ABORTED = "the request was ended by POST /abort_request"
 
@@ -37,38 +46,83 @@ class AbortRequest(Strict):
     """Ends everybody's requests, instead of `rid`."""
 
 
-async def tokenize(front: Front, request: TokenizeRequest) -> Tokenized:
-    """The token ids that a completion of ``prompt``, or a chat of ``messages``, would begin with."""
-    front.check_call(request.model)
-    if (request.prompt is None) == (request.messages is None):
-        raise FieldError("prompt", "give either prompt or messages")
-    if request.messages is not None:
-        tokens = await front.encode_chat(conversation(request.messages))
-    else:
-        tokens = await front.encode(request.prompt or "", "prompt")
-    return Tokenized(tokens, len(tokens), front.context_length)
+def add_figures(app: FastAPI, front: Front) -> None:
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", response_model=None, responses=answers(schema.Health))
+    async def get_health() -> Response:
+        if front.unready is not None:
+            raise ApiError(503, front.unready, code="not_ready")
+        return Json(schema.Health())
+
+    @app.head("/live", include_in_schema=False)
+    @app.get("/live", response_model=None, responses=answers(schema.Live))
+    async def get_live() -> Response:
+        """200 as long as this process answers, loading and draining included: when it does not, restart it."""
+        return Json(schema.Live())
+
+    @app.get("/server_info", response_model=None, responses=answers(schema.ServerInfo))
+    async def get_server_info() -> dict[str, Any]:
+        """Every setting by its name, as resolved, and what the engine reports of itself."""
+        engine = {key: value for key, value in front.engine.info.items() if key not in ("settings", "notes")}
+        return {
+            **front.settings.public(),
+            "version": __version__,
+            "status": front.unready or "ok",
+            "choices": front.engine.info.get("notes", []),
+            "engine": engine,
+            "speculation": speculation_report(front.engine.stats),
+        }
+
+    @app.get("/token_statistics", response_model=None, responses=answers(schema.TokenCounts))
+    async def get_token_statistics() -> Response:
+        """How often each token id was generated since start."""
+        if front.token_statistics is None:
+            raise ApiError(404, "token statistics are off: start the server with --token-statistics")
+        return Json(schema.TokenCounts(*front.token_statistics.report()))
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def get_metrics(http: Request) -> Response:
+        text, kind = front.metrics.text(http.headers.get("accept", ""))
+        return Response(text, headers={"content-type": kind})
 
 
-async def detokenize(front: Front, request: DetokenizeRequest) -> Detokenized:
-    """The text of token ids, special ones included."""
-    front.check_call(request.model)
-    return Detokenized(await front.decode(request.tokens, "tokens"))
+def add_operations(app: FastAPI, front: Front) -> None:
+    @app.post("/tokenize", response_model=None, responses=answers(schema.Tokenized))
+    async def post_tokenize(request: TokenizeRequest, http: Request) -> Response:
+        """The token ids that a completion of ``prompt``, or a chat of ``messages``, would begin with."""
+        front.check_call(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise FieldError("prompt", "give either prompt or messages")
+        if request.messages is not None:
+            work = front.encode_chat(of_request(request.messages))
+        else:
+            work = front.encode(request.prompt or "", "prompt")
+        tokens = await unless_left(http.receive, work)
+        return Json(schema.Tokenized(tokens, len(tokens), front.context_length))
 
+    @app.post("/detokenize", response_model=None, responses=answers(schema.Detokenized))
+    async def post_detokenize(request: DetokenizeRequest, http: Request) -> Response:
+        """The text of token ids, special ones included."""
+        front.check_call(request.model)
+        return Json(
+            schema.Detokenized(await unless_left(http.receive, front.decode(request.tokens, "tokens")))
+        )
 
-async def abort_request(front: Front, request: AbortRequest) -> Aborted:
-    """Ends one call's requests, by the ``id`` of its answer, or all. Returns how many had not ended yet."""
-    if (request.rid is None) != request.abort_all:
-        raise FieldError("rid", "give either the id of an answer or abort_all: true")
-    return Aborted(front.engine.end_calls(request.rid, ABORTED))
+    @app.post("/abort_request", response_model=None, responses=answers(schema.Aborted))
+    async def post_abort_request(request: AbortRequest) -> Response:
+        """Ends one call's requests, by the ``id`` of its answer, or all. Returns how many had not ended yet."""
+        if (request.rid is None) != request.abort_all:
+            raise FieldError("rid", "give either the id of an answer or abort_all: true")
+        return Json(schema.Aborted(front.engine.end_calls(request.rid, ABORTED)))
 
-
-async def flush_cache(front: Front) -> Flushed:
-    """Empties the prefix cache of an idle server. Returns the number of pages it held."""
-    front.check_call(None)
-    try:
-        pages = None if front.engine.open else await front.engine.flush_cache()
-    except EngineGone as error:
-        raise ApiError(503, str(error), code="not_ready") from None
-    if pages is None:
-        raise ApiError(400, f"the cache is in use: {front.engine.open} requests run or wait", code="busy")
-    return Flushed(pages)
+    @app.post("/flush_cache", response_model=None, responses=answers(schema.Flushed))
+    async def post_flush_cache() -> Response:
+        """Empties the prefix cache of an idle server. Returns the number of pages it held."""
+        front.check_call(None)
+        try:
+            pages = None if front.engine.open else await front.engine.flush_cache()
+        except EngineGone as error:
+            raise ApiError(503, str(error), code="not_ready") from None
+        if pages is None:
+            raise ApiError(400, f"the cache is in use: {front.engine.open} requests run or wait", code="busy")
+        return Json(schema.Flushed(pages))

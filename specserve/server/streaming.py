@@ -1,18 +1,18 @@
-"""How an answer leaves as server-sent events, and not at all when the client has left."""
+"""How an answer leaves: as JSON or as server-sent events, and not at all when the client has left."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from specserve.frontend.generation import Generation, RequestFailed
-from specserve.server.errors import Json, as_answer
+from specserve.server.errors import ApiError, as_answer
 
 T = TypeVar("T")
 
@@ -20,17 +20,20 @@ CLIENT_LEFT = 499  # nginx's number; nobody receives it, the metrics show it
 ENDED_BY = "specserve.ended_by"  # in the scope: the status of the error that ended a stream
 
 
-class ClientLeft(Exception):
+class Json(Response):
+    """A struct of ``schema`` as an answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+class ClientLeft(ApiError):
     """The client closed the connection, or the connection was cut as it reads no more."""
 
-
-async def unless_left(http: Request, work: Coroutine[Any, Any, Response | msgspec.Struct]) -> Response:
-    """Answers with what ``work`` returns. It is cancelled, wherever it waits, when the client leaves first."""
-    try:
-        found = await _unless_left(http.receive, work)
-        return found if isinstance(found, Response) else Json(found)
-    except ClientLeft:
-        return Response(status_code=CLIENT_LEFT)
+    def __init__(self) -> None:
+        super().__init__(CLIENT_LEFT, "the client has left")
 
 
 async def stream(generation: Generation, chunks: AsyncIterator[msgspec.Struct]) -> Response:
@@ -54,9 +57,8 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _unless_left(receive, self._send_all(scope, send))
-        except ClientLeft:
-            pass
+            with contextlib.suppress(ClientLeft):
+                await unless_left(receive, self._send_all(scope, send))
         finally:
             self._generation.close()
 
@@ -77,8 +79,8 @@ def _event(data: bytes) -> Message:
     return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}
 
 
-async def _unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Awaits ``work``; cancels it and raises ClientLeft when the client leaves first."""
+async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns. It is cancelled, wherever it waits, and ClientLeft raised when the client leaves first."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
