@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
 
 from specserve import __version__
 from specserve.server import schema
 from specserve.server.body import BoundedRoute, LimitBody, Turns
-from specserve.server.chat import ChatRequest, chat
-from specserve.server.completions import CompletionRequest, complete
+from specserve.server.chat import add_chat
+from specserve.server.completions import add_completions
 from specserve.server.errors import HEADER, ApiError, add_handlers
 from specserve.server.front import Front, is_served
 from specserve.server.middleware import ApiKey, CountAnswers, RequestIds
 from specserve.server.openapi import add_answers, answers
 from specserve.server.operations import add_figures, add_operations
 from specserve.server.playground.routes import add_playground
-from specserve.server.streaming import Json, unless_left
+from specserve.server.streaming import Json
 
 
 def create_app(front: Front) -> FastAPI:
@@ -29,7 +28,9 @@ def create_app(front: Front) -> FastAPI:
     app.state.front = front
     app.state.turns = Turns()
     add_handlers(app)
-    _add_openai(app, front)
+    add_chat(app, front)
+    add_completions(app, front)
+    _add_models(app, front)
     add_figures(app, front)
     add_operations(app, front)
     add_playground(app)
@@ -52,19 +53,7 @@ def create_app(front: Front) -> FastAPI:
     return app
 
 
-def _add_openai(app: FastAPI, front: Front) -> None:
-    @app.post(
-        "/v1/chat/completions",
-        response_model=None,
-        responses=answers(schema.ChatCompletion, schema.ChatCompletionChunk),
-    )
-    async def post_chat(request: ChatRequest, http: Request) -> Response:
-        return await unless_left(http.receive, chat(front, request))
-
-    @app.post("/v1/completions", response_model=None, responses=answers(schema.Completion, schema.Completion))
-    async def post_completions(request: CompletionRequest, http: Request) -> Response:
-        return await unless_left(http.receive, complete(front, request))
-
+def _add_models(app: FastAPI, front: Front) -> None:
     @app.get("/v1/models", response_model=None, responses=answers(schema.Models))
     async def get_models() -> Json:
         """503 until a request would be served: clients of SGLang wait for this answer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
+from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -15,6 +16,7 @@ from specserve.frontend.generation import Job
 from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front
 from specserve.server.logprobs import chat_logprobs
+from specserve.server.openapi import answers
 from specserve.server.protocol import (
     Count,
     GenerationRequest,
@@ -30,6 +32,7 @@ from specserve.server.schema import (
     ChatDelta,
     ChatLogprobs,
 )
+from specserve.server.streaming import unless_left
 
 _NO_TOOLS = "this server calls no tools"
 
@@ -74,7 +77,15 @@ class ChatRequest(GenerationRequest):
     """A label that changes no answer; prompts share cached prefixes without it."""
 
 
-async def chat(front: Front, request: ChatRequest) -> Response:
+def add_chat(app: FastAPI, front: Front) -> None:
+    @app.post(
+        "/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, ChatCompletionChunk)
+    )
+    async def post_chat(request: ChatRequest, http: Request) -> Response:
+        return await unless_left(http.receive, _chat(front, request))
+
+
+async def _chat(front: Front, request: ChatRequest) -> Response:
     front.check_call(request.model)
     check_stream_options(request)
     params = _params(front, request)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
+from fastapi import FastAPI, Request
 from msgspec import UNSET
 from pydantic import Field
 from starlette.responses import Response
@@ -21,6 +22,7 @@ from specserve.server import schema
 from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front
 from specserve.server.logprobs import CompletionLogprobs, joined
+from specserve.server.openapi import answers
 from specserve.server.protocol import (
     MAX_ANSWERS,
     MAX_CHOICES,
@@ -30,6 +32,7 @@ from specserve.server.protocol import (
     sampling_params,
 )
 from specserve.server.schema import Completion, CompletionChoice
+from specserve.server.streaming import unless_left
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -58,7 +61,13 @@ class CompletionRequest(GenerationRequest):
         return self.best_of or self.choices
 
 
-async def complete(front: Front, request: CompletionRequest) -> Response:
+def add_completions(app: FastAPI, front: Front) -> None:
+    @app.post("/v1/completions", response_model=None, responses=answers(Completion, Completion))
+    async def post_completions(request: CompletionRequest, http: Request) -> Response:
+        return await unless_left(http.receive, _complete(front, request))
+
+
+async def _complete(front: Front, request: CompletionRequest) -> Response:
     front.check_call(request.model)
     check_stream_options(request)
     _check_best_of(request)
