@@ -65,10 +65,12 @@ class Writer(ABC):
         return Json(await self.whole())
 
     @abstractmethod
-    async def whole(self) -> Head: ...
+    async def whole(self) -> Head:
+        """The answer in one, when the jobs have ended."""
 
     @abstractmethod
-    def chunks(self) -> AsyncIterator[Head]: ...
+    def chunks(self) -> AsyncIterator[Head]:
+        """The answer as it comes."""
 
     def _runs(self, delta: Delta) -> Runs | UnsetType:
         """What a chunk says of its steps."""

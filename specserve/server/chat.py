@@ -120,10 +120,11 @@ class _Writer(Writer):
         self._top = (request.top_logprobs or 0) if request.logprobs else None
 
     async def whole(self) -> ChatCompletion:
-        choices = [
-            ChatChoice(index, AnswerMessage(found.text), self._logprobs(found.logprobs), found.finish_reason)
-            for index, found in enumerate(self.generation.answers)
-        ]
+        choices = []
+        for index, found in enumerate(self.generation.answers):
+            assert found.finish_reason is not None, "the jobs have ended"
+            message, logprobs = AnswerMessage(found.text), self._logprobs(found.logprobs)
+            choices.append(ChatChoice(index, message, logprobs, found.finish_reason))
         return ChatCompletion(**self._head, choices=choices, usage=self._usage())
 
     async def chunks(self) -> AsyncIterator[ChatCompletionChunk]:

@@ -141,41 +141,6 @@ class _Prompt:
         return cls(tokens, await front.decode(tokens, param) if front.has_tokenizer else "")
 
 
-class _Choice:
-    """Writes one choice, piece by piece. Without a tokenizer it carries ``token_ids``."""
-
-    def __init__(self, front: Front, request: CompletionRequest, prompt: _Prompt, index: int) -> None:
-        self._prompt = prompt
-        self._index = index
-        self._ids = not front.has_tokenizer
-        self._logprobs = _logprobs(front, request, prompt)
-
-    def piece(self, found: Answer | Delta) -> CompletionChoice:
-        logprobs = None if self._logprobs is None else self._logprobs.format(found.logprobs or [])
-        return self._choice(found.text, found.token_ids, logprobs, found.finish_reason)
-
-    def prompt(self, logprobs: schema.CompletionLogprobs | None) -> CompletionChoice:
-        """What ``echo`` puts before the answer."""
-        return self._choice(self._prompt.text, self._prompt.tokens, logprobs, None)
-
-    def _choice(
-        self,
-        text: str,
-        token_ids: list[int],
-        logprobs: schema.CompletionLogprobs | None,
-        reason: FinishReason | None,
-    ) -> CompletionChoice:
-        return CompletionChoice(self._index, text, logprobs, reason, token_ids if self._ids else UNSET)
-
-
-def _logprobs(front: Front, request: CompletionRequest, prompt: _Prompt) -> CompletionLogprobs | None:
-    """What writes the logprobs of a prompt or of an answer to it, None if none are asked for."""
-    if request.logprobs is None:
-        return None
-    tokenizer = front.tokenizer if front.has_tokenizer else None
-    return CompletionLogprobs(request.logprobs, tokenizer, len(prompt.text), prompt.tokens)
-
-
 def _after(before: CompletionChoice, found: CompletionChoice) -> CompletionChoice:
     """A choice that begins with another's text."""
     logprobs, token_ids = found.logprobs, found.token_ids
@@ -200,36 +165,66 @@ class _Writer(Writer):
         self._request = request
         self._prompts = prompts
         self._ids = not front.has_tokenizer
-        self._scores: dict[
+        self._written: dict[
             int, schema.CompletionLogprobs
         ] = {}  # by prompt: their logprobs as they are written
 
     async def whole(self) -> Completion:
         choices: list[CompletionChoice] = []
         for prompt in range(len(self._prompts)):
-            scores = await self._prompt_logprobs(prompt)
             for best in _best(self._answers(prompt), self._request.choices):
-                choice = self._choice(prompt, len(choices))
-                found = choice.piece(best)
-                choices.append(_after(choice.prompt(scores), found) if self._request.echo else found)
+                index = len(choices)
+                found = self._piece(index, self._scores_of(prompt), best)
+                choices.append(
+                    _after(await self._repeat(prompt, index), found) if self._request.echo else found
+                )
         return Completion(**self._head, choices=choices, usage=self._usage())
 
     async def chunks(self) -> AsyncIterator[Completion]:
         """Text as it comes, the prompt first if it is to be repeated, with the finish reason with the last; then the
         usage of all, if asked for."""
-        writers: dict[int, _Choice] = {}
+        scores: dict[int, CompletionLogprobs | None] = {}
         async for index, delta in self._deltas():
-            if (writer := writers.get(index)) is None:
+            if index not in scores:
                 prompt = index // self._request.candidates
-                writer = writers[index] = self._choice(prompt, index)
+                scores[index] = self._scores_of(prompt)
                 if self._request.echo:
-                    yield self._chunk(writer.prompt(await self._prompt_logprobs(prompt)))
+                    yield self._chunk(await self._repeat(prompt, index))
             if delta.text or delta.logprobs or delta.finish_reason or self._ids or delta.pieces:
-                choice = writer.piece(delta)
+                choice = self._piece(index, scores[index], delta)
                 choice.speculation = self._runs(delta)
                 yield self._chunk(choice)
         if self._include_usage:
             yield Completion(**self._head, choices=[], usage=self._usage())
+
+    def _piece(
+        self, index: int, scores: CompletionLogprobs | None, found: Answer | Delta
+    ) -> CompletionChoice:
+        logprobs = None if scores is None else scores.format(found.logprobs or [])
+        return self._choice(index, found.text, found.token_ids, logprobs, found.finish_reason)
+
+    async def _repeat(self, prompt: int, index: int) -> CompletionChoice:
+        """What ``echo`` puts before the answer."""
+        given = self._prompts[prompt]
+        return self._choice(index, given.text, given.tokens, await self._prompt_logprobs(prompt), None)
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        token_ids: list[int],
+        logprobs: schema.CompletionLogprobs | None,
+        reason: FinishReason | None,
+    ) -> CompletionChoice:
+        """Without a tokenizer it carries ``token_ids``."""
+        return CompletionChoice(index, text, logprobs, reason, token_ids if self._ids else UNSET)
+
+    def _scores_of(self, prompt: int) -> CompletionLogprobs | None:
+        """What writes the logprobs of a prompt or of an answer to it, None if none are asked for."""
+        if self._request.logprobs is None:
+            return None
+        given, tokenizer = self._prompts[prompt], None if self._ids else self._front.tokenizer
+        return CompletionLogprobs(self._request.logprobs, tokenizer, len(given.text), given.tokens)
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Those of all jobs. A prompt is scored by its first one: where scores are written the others wait for it."""
@@ -253,22 +248,18 @@ class _Writer(Writer):
     async def _prompt_logprobs(self, index: int) -> schema.CompletionLogprobs | None:
         """Of a prompt that is repeated, written once for all its choices. That takes long for a long one: the event
         loop goes on meanwhile."""
-        if self._scored and index not in self._scores:
-            self._scores[index] = await asyncio.to_thread(self._write_prompt_logprobs, index)
-        return self._scores.get(index)
+        if self._scored and index not in self._written:
+            self._written[index] = await asyncio.to_thread(self._write_prompt_logprobs, index)
+        return self._written.get(index)
 
     def _write_prompt_logprobs(self, index: int) -> schema.CompletionLogprobs:
-        prompt = self._prompts[index]
-        logprobs = _logprobs(self._front, self._request, prompt)
-        assert logprobs is not None
-        return logprobs.prompt(prompt.text, prompt.tokens, self._answers(index)[0].prompt_logprobs)
+        prompt, scores = self._prompts[index], self._scores_of(index)
+        assert scores is not None
+        return scores.prompt(prompt.text, prompt.tokens, self._answers(index)[0].prompt_logprobs)
 
     def _answers(self, prompt: int) -> list[Answer]:
         count = self._request.candidates
         return self.generation.answers[prompt * count : (prompt + 1) * count]
-
-    def _choice(self, prompt: int, index: int) -> _Choice:
-        return _Choice(self._front, self._request, self._prompts[prompt], index)
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
         return Completion(**self._head, choices=[choice], usage=self._usage_of_chunks)

@@ -84,7 +84,7 @@ class ChatChoice(Answer):
     index: Natural
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Reason | None
+    finish_reason: Reason
 
 
 class Head(Answer, kw_only=True):
