@@ -16,7 +16,6 @@ from specserve.server.errors import ApiError
 MAX_CHOICES = 128
 MAX_ANSWERS = 2048
 MAX_STOPS = 16
-MAX_NODES = 64
 INT64 = 2**63
 TOKEN_ID = "0|[1-9][0-9]{0,18}"  # as a key of logit_bias: one for each
 
@@ -62,7 +61,7 @@ class PredictionField(Strict):
 class SpeculationField(Strict):
     enabled: bool = True
     """false decodes plainly."""
-    max_draft_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
+    max_draft_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     """Most nodes drafted for it in a step. Not set: what the server's shape gives."""
 
 
@@ -131,6 +130,12 @@ class GenerationRequest(Strict):
         return bool(self.stream and self.return_speculation)
 
 
+_AS_THEY_ARE = (
+    *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "seed", "stop_token_ids", "ignore_eos"),
+)
+
+
 def sampling_params(
     request: GenerationRequest,
     *,
@@ -141,24 +146,15 @@ def sampling_params(
     default_temperature: float,
 ) -> SamplingParams:
     """Raises ApiError 400 naming the field."""
-    given: dict[str, Any] = {
+    given: dict[str, Any] = {name: getattr(request, name) for name in _AS_THEY_ARE} | {
         "max_tokens": None if max_tokens is None else min(max_tokens, MAX_COUNT),
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
         "temperature": default_temperature if request.temperature is None else request.temperature,
-        "top_p": request.top_p,
         "top_k": _top_k(request.top_k, vocab_size),
-        "min_p": request.min_p,
-        "min_tokens": request.min_tokens,
-        "presence_penalty": request.presence_penalty,
-        "frequency_penalty": request.frequency_penalty,
-        "repetition_penalty": request.repetition_penalty,
         "logit_bias": _logit_bias(request.logit_bias),
-        "seed": request.seed,
         "stop": [request.stop] if isinstance(request.stop, str) else request.stop,
-        "stop_token_ids": request.stop_token_ids,
-        "ignore_eos": request.ignore_eos,
-        "speculation": _speculation(request.speculation),
+        "speculation": request.speculation and Speculation(**request.speculation.model_dump()),
     }
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
@@ -189,12 +185,3 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
         if not re.fullmatch(TOKEN_ID, token):
             raise FieldError("logit_bias", f"keys are token ids without leading zeros, found {token!r}")
     return {int(token): value for token, value in bias.items()}
-
-
-def _speculation(field: SpeculationField | None) -> Speculation | None:
-    if field is None:
-        return None
-    limit = field.max_draft_tokens
-    return Speculation(
-        enabled=field.enabled, max_draft_tokens=None if limit is None else min(limit, MAX_NODES)
-    )

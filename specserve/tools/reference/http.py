@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from specserve.core import MAX_COUNT
 from specserve.frontend.fields import NOT_SUPPORTED
 from specserve.server.chat import ChatRequest
 from specserve.server.completions import CompletionRequest
@@ -32,7 +33,6 @@ describes the same at `/openapi.json`, and as pages at `/docs` and `/redoc`, for
 A field that is not listed is an error, and so is a value of another type: `"1"` is no number, 1 no boolean. `null` is
 the default where there is one. `a.b` is a field of the object `a`, `a[].b` one of each object in the list `a`.
 """
-_INT64 = 2**63
 _BOUNDS = (
     ("minimum", "from {:g}"),
     ("exclusiveMinimum", "above {:g}"),
@@ -108,7 +108,7 @@ def _models(schema: dict[str, Any], suffix: str = "") -> Iterator[tuple[str, str
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A type and its bounds in words. Those of 64 bits go without saying."""
+    """A type and its bounds in words. Those of large counts go without saying."""
     if "anyOf" in schema:
         return " or ".join(_kind(part) for part in schema["anyOf"] if part.get("type") != "null")
     if "$ref" in schema:
@@ -117,5 +117,7 @@ def _kind(schema: dict[str, Any]) -> str:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
     name = {"string": "text", "array": "list"}.get(schema["type"], schema["type"])
     inner = schema.get("items", schema.get("additionalProperties"))
-    bounds = [words.format(schema[key]) for key, words in _BOUNDS if abs(schema.get(key, _INT64)) < _INT64]
+    bounds = [
+        words.format(schema[key]) for key, words in _BOUNDS if abs(schema.get(key, MAX_COUNT)) < MAX_COUNT
+    ]
     return " ".join([name, *([f"of {_kind(inner)}"] if isinstance(inner, dict) else []), *bounds])
