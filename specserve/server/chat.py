@@ -17,12 +17,7 @@ from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front
 from specserve.server.logprobs import chat_logprobs
 from specserve.server.openapi import answers
-from specserve.server.protocol import (
-    Count,
-    GenerationRequest,
-    check_stream_options,
-    sampling_params,
-)
+from specserve.server.protocol import Count, GenerationRequest, check_stream_options, sampling_params
 from specserve.server.schema import (
     AnswerMessage,
     ChatChoice,

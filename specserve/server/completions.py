@@ -73,12 +73,12 @@ async def _complete(front: Front, request: CompletionRequest) -> Response:
     _check_best_of(request)
     params = _params(front, request)
     given = _prompts(request)
-    answers = len(given) * request.candidates
+    count = len(given) * request.candidates
     name = "prompt" if request.candidates == 1 else "n" if request.best_of is None else "best_of"
-    if answers > MAX_ANSWERS:
+    if count > MAX_ANSWERS:
         words = f"{len(given)} prompts by {request.candidates} are over {MAX_ANSWERS} answers"
         raise FieldError(name, words)
-    with front.place(answers, name):
+    with front.place(count, name):
         params = await with_prediction(front, request, params)
         prompts = [await _Prompt.of(front, item, name, params, request.echo) for name, item in given.items()]
         writer = _Writer(front, request, prompts, params)
