@@ -125,7 +125,7 @@ Messages = Annotated[
 
 
 def of_request(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """What the chat template gets. Raises FieldError for a tool's result of no call."""
+    """Messages as the chat template gets them. Raises FieldError for a tool's result of no call."""
     for index, message in enumerate(messages):
         if message.role == "tool" and message.tool_call_id is None:
             param = f"messages.{index}.tool_call_id"

@@ -1,4 +1,4 @@
-"""What models of outside data are made of, and the words for what is wrong with such data."""
+"""Base class and types of the models that check outside data, and the words for what is wrong with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calls of chat and of completions share: their predictions, and how their answers begin, end and leave."""
+"""Parts that chat and completions share: predictions, and how answers begin, end and leave."""
 
 from __future__ import annotations
 

@@ -73,6 +73,8 @@ class ChatRequest(GenerationRequest):
 
 
 def add_chat(app: FastAPI, front: Front) -> None:
+    """Adds the route."""
+
     @app.post(
         "/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, ChatCompletionChunk)
     )

@@ -62,6 +62,8 @@ class CompletionRequest(GenerationRequest):
 
 
 def add_completions(app: FastAPI, front: Front) -> None:
+    """Adds the route."""
+
     @app.post("/v1/completions", response_model=None, responses=answers(Completion, Completion))
     async def post_completions(request: CompletionRequest, http: Request) -> Response:
         return await unless_left(http.receive, _complete(front, request))

@@ -1,4 +1,4 @@
-"""What ``/openapi.json`` says of answers."""
+"""Descriptions of answers in ``/openapi.json``."""
 
 from __future__ import annotations
 

@@ -47,6 +47,8 @@ class AbortRequest(Strict):
 
 
 def add_figures(app: FastAPI, front: Front) -> None:
+    """Adds the routes that say how the server is."""
+
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=None, responses=answers(schema.Health))
     async def get_health() -> Response:
@@ -87,6 +89,8 @@ def add_figures(app: FastAPI, front: Front) -> None:
 
 
 def add_operations(app: FastAPI, front: Front) -> None:
+    """Adds the routes that do something."""
+
     @app.post("/tokenize", response_model=None, responses=answers(schema.Tokenized))
     async def post_tokenize(request: TokenizeRequest, http: Request) -> Response:
         """The token ids that a completion of ``prompt``, or a chat of ``messages``, would begin with."""

@@ -1,4 +1,4 @@
-"""What answers hold: the routes build these, tests read answers by them, ``/openapi.json`` describes them."""
+"""Answers of the routes: built from these structs, read by them in tests, described by them in ``/openapi.json``."""
 
 from __future__ import annotations
 
