@@ -36,12 +36,12 @@ def joined(texts: str | list[TextPart]) -> str:
 
 def _object(arguments: str | dict[str, Any]) -> dict[str, Any]:
     """Templates write the arguments as JSON themselves: they get the object, not its text."""
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    if not isinstance(arguments, dict):
-        raise PydanticCustomError("arguments", "must be the text of a JSON object")
-    return arguments
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        given: Any = json.loads(arguments) if isinstance(arguments, str) else arguments
+        json.dumps(given, ensure_ascii=False).encode()  # half a surrogate pair may be written as an escape
+        if isinstance(given, dict):
+            return given
+    raise PydanticCustomError("arguments", "must be an object or the text of a JSON object")
 
 
 class Function(Strict):

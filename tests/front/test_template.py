@@ -114,3 +114,13 @@ def test_a_call_without_an_id_and_with_an_object(serve: Serve, monkeypatch: pyte
     assert sent(serve, monkeypatch, TOOLS, [{"role": "assistant", "tool_calls": [call]}]) == (
         'assistant:sum{"a": null};'
     )
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": ' + "[" * 100_000, "[1]", 5])
+def test_arguments_that_are_no_text_of_an_object(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, arguments: Any
+) -> None:
+    """Half a surrogate pair may hide in an escape."""
+    call = {"function": {"name": "sum", "arguments": arguments}}
+    words = sent(serve, monkeypatch, TOOLS, [{"role": "assistant", "tool_calls": [call]}])
+    assert words.startswith("messages.0.tool_calls.0.function.arguments: ")
