@@ -17,7 +17,8 @@ class ChatTemplate:
 
     def render(self, messages: Conversation) -> str:
         """The text up to where the assistant answers. Raises ValueError with the reason when there is no template, or
-        when it refuses the messages; FieldError when it leaves out a name, of a speaker or of a called function."""
+        when it refuses the messages; FieldError when it leaves out a text of the system or the user, or a name, of a
+        speaker or of a called function."""
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; use completions instead")
         check_results(messages)
@@ -29,26 +30,30 @@ class ChatTemplate:
             )
         except Exception as error:  # the template's own, or whatever its expressions run into
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None
-        _check_names(messages, text)
+        _check_whole(messages, text)
         return text
 
 
-def _check_names(messages: Conversation, text: str) -> None:
-    """Raises FieldError for a name that is not in the text. Each is looked for after the one before it first, so that
+def _check_whole(messages: Conversation, text: str) -> None:
+    """Raises FieldError for what is not in the text. Each part is looked for after the one before it first, so that
     thousands take no longer than reading the text."""
     at = 0
     for index, message in enumerate(messages):
-        for field, name in _names(message):
-            found = text.find(name, at)
-            if found < 0 and (found := text.find(name)) < 0:
+        for field, part in _parts(message):
+            found = text.find(part, at)
+            if found < 0 and (found := text.find(part)) < 0:
                 words = f"the model's chat template has no place for it (role {message['role']})"
                 raise FieldError(f"messages.{index}.{field}", words)
             at = max(at, found)
 
 
-def _names(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The names of a message and its calls, each after the field that it is in: no template rewrites these."""
+def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What no template rewrites of a message, each after the field that it is in: names, and of what it is told the
+    first line; of earlier answers some leave out the reasoning."""
     if name := message.get("name"):
         yield "name", name
+    content = message.get("content")
+    if message["role"] in ("system", "user") and isinstance(content, str) and content.strip():
+        yield "content", content.strip().splitlines()[0].strip()
     for index, call in enumerate(message.get("tool_calls") or ()):
         yield f"tool_calls.{index}.function.name", call["function"]["name"]

@@ -75,9 +75,10 @@ def test_what_a_template_makes_of_a_text_is_its_own_way(
         {**RESULT, "tool_call_id": "8"},
         thought,
         {**ASKED, "content": " "},
+        {**ASKED, "content": " so\nthen "},
     ]
     call = '{"name": "sum", "arguments": {"a": [1, 2]}}'
-    expected = f'SYSTEM:be kind;USER:1 + 2?;ASSISTANT:{call}{call};TOOL:"3";TOOL:"3";ASSISTANT:3;USER:;'
+    expected = f'SYSTEM:be kind;USER:1 + 2?;ASSISTANT:{call}{call};TOOL:"3";TOOL:"3";ASSISTANT:3;USER:;USER:so\nthen;'
     assert sent(serve, monkeypatch, EITHER, messages) == expected
 
 
@@ -85,6 +86,7 @@ def test_what_a_template_makes_of_a_text_is_its_own_way(
     ("template", "messages", "words"),
     [
         (USERS, [{**ASKED, "name": "Ann"}], "messages.0.name: the model's chat template has no place for it (role"),
+        (USERS, [SYSTEM, ASKED], "messages.0.content: the model's chat template has no place for it (role system)"),
         (USERS, [ASKED, CALLED, RESULT], "messages.1.tool_calls.0.function.name: "),
         (EITHER, [ASKED, TWO, {**RESULT, "tool_call_id": "8"}], "messages.2.tool_call_id: results come in the order"),
         (EITHER, [ASKED, TWO, RESULT, RESULT], "messages.3.tool_call_id: a second result of the call '7'"),
