@@ -365,6 +365,7 @@ def main() -> None:
     with torch.inference_mode(), compiled_only() as compiler:
         launch_plain(checkpoints)
         launch_drafted(checkpoints, "EAGLE", {1: [PLAIN], 4: [PLAIN]})
+        launch_drafted(checkpoints, "NGRAM", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "EAGLE3", dict.fromkeys((1, 2, 4, 8, 10, 16, 20), both))
         for algorithm in ("EAGLE", "EAGLE3"):
             launch_drafted(checkpoints, algorithm, {1: [PLAIN], 8: [PLAIN]}, integers=True)

@@ -40,16 +40,17 @@ class Checkpoints:
     eagle: Path
     eagle3: Path
 
-    def draft(self, algorithm: str) -> Path:
-        return {"EAGLE": self.eagle, "EAGLE3": self.eagle3}[algorithm]
+    def draft(self, algorithm: str) -> Path | None:
+        return {"EAGLE": self.eagle, "EAGLE3": self.eagle3}.get(algorithm)
 
     def scheduler(self, algorithm: str, shape: Shape, **settings: Any) -> Scheduler:
         """One that drafts."""
         names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        draft = self.draft(algorithm)
         return make_scheduler(
             self.target,
             speculative_algorithm=algorithm,
-            speculative_draft_model_path=str(self.draft(algorithm)),
+            speculative_draft_model_path=None if draft is None else str(draft),
             **dict(zip(names, shape, strict=True)),
             **settings,
         )

@@ -46,7 +46,7 @@ def test_every_text_is_that_of_plain_decoding(
 def test_what_repeats_is_accepted_whole(shape: Shape, agreeing: Checkpoints) -> None:
     """Once the text goes round, every step gives all levels and the bonus."""
     params = msgspec.structs.replace(GREEDY, logit_bias={33: 100.0}, max_tokens=40)
-    answer = answer_one(ngram(agreeing, shape), PROMPT, params)
+    answer = answer_one(agreeing.scheduler("NGRAM", shape), PROMPT, params)
     assert answer.tokens == [33] * 40
     assert answer.runs[2:-1] == [shape[0] + 1] * (len(answer.runs) - 3)
 
@@ -56,7 +56,7 @@ def test_a_tree_has_what_followed_other_places(agreeing: Checkpoints) -> None:
     prompt = [7, 8, 9, 20, 21, 1, 9, 30, 31, 2, 8, 9, 40, 41, 3, 8]
     with record_drafts() as drafts:
         params = msgspec.structs.replace(GREEDY, logit_bias={9: 100.0}, max_tokens=5)
-        answer_one(ngram(agreeing, (3, 3, 10)), prompt, params)
+        answer_one(agreeing.scheduler("NGRAM", (3, 3, 10)), prompt, params)
     nodes = drafts[0].nodes(0)
     assert [token for token, _, _ in nodes[:4]] == [9, 40, 20, 30]
     pool = drafts[0].pool
@@ -72,7 +72,7 @@ def test_predictions(shape: Shape, random_models: Checkpoints) -> None:
     params = msgspec.structs.replace(SAMPLING["warm"], max_tokens=36, min_tokens=36)
     expected = answer_one(make_scheduler(random_models.target), PROMPT, params, choice=1).tokens
     each = with_each(params, expected)
-    scheduler = ngram(random_models, shape, page_size=4, max_running_requests=4)
+    scheduler = random_models.scheduler("NGRAM", shape, page_size=4, max_running_requests=4)
     found = answer_all(scheduler, [(PROMPT, one) for one in each.values()], choice=1)
     answers = dict(zip(each, found, strict=True))
     for name, answer in answers.items():
@@ -92,9 +92,9 @@ def test_settings_of_weights_change_nothing(agreeing: Checkpoints) -> None:
     assert "--speculative-draft-model-path changes nothing: NGRAM has no checkpoint" in text
     assert "--speculative-draft-quantization changes nothing: NGRAM has no weights" in text
     with pytest.raises(ValueError, match="2 steps of topk 3 draft 6 candidates, so at most 7 tokens"):
-        ngram(agreeing, (2, 3, 8))
+        agreeing.scheduler("NGRAM", (2, 3, 8))
     with pytest.raises(ValueError, match="--speculative-token-map can't be used with"):
-        ngram(agreeing, (2, 1, 3), speculative_token_map=str(agreeing.target / "config.json"))
+        agreeing.scheduler("NGRAM", (2, 1, 3), speculative_token_map=str(agreeing.target / "config.json"))
 
 
 def test_the_controller_takes_long_chains_where_text_repeats(random_models: Checkpoints) -> None:
@@ -105,9 +105,3 @@ def test_the_controller_takes_long_chains_where_text_repeats(random_models: Chec
         answer = answer_one(scheduler, PROMPT, params)
     assert answer.tokens == [33] * 200
     assert max(answer.runs) > 9
-
-
-def ngram(checkpoints: Checkpoints, shape: Shape, **settings: Any) -> Any:
-    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-    given: dict[str, Any] = {**settings, **dict(zip(names, shape, strict=True))}
-    return make_scheduler(checkpoints.target, speculative_algorithm="NGRAM", **given)
