@@ -91,7 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     length, 0 runs the prompt alone; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1 and
     ``top_p`` 1 are off; ``logprobs`` is the number of alternatives reported with each token (0: the token's own
     only), ``prompt_logprobs`` the same for the prompt's tokens, which are then computed anew, cached or not;
-    ``prediction`` is what the answer is expected to be, text or token ids: it is tried as drafts and changes no token.
+    ``prediction`` is what the answer is expected to be, text or token ids: it is tried as drafts and changes no token;
+    ``grammar`` is what the answer must be, as the functions of ``specserve.grammar`` give it.
     """
 
     max_tokens: int | None = None
@@ -113,6 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     speculation: Speculation = Speculation()
     prediction: str | list[int] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -134,6 +136,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             names = [name for name, count in entries.items() if count]
             together = " together" if len(names) > 1 else ""
             raise ValueError(f"{' and '.join(names)}: at most {MAX_ENTRIES} entries{together}, found {found}")
+        for name in ("min_tokens", "ignore_eos"):
+            if self.grammar is not None and getattr(self, name):
+                raise ValueError(f"{name}: an answer with a grammar ends where the grammar says")
         if any(not text for text in self.stop):
             raise ValueError("stop must not hold an empty string")
 

@@ -23,7 +23,9 @@ class Row:
     slot: int
     params: SamplingParams
     length: int
-    tokens: Sequence[int] = ()  # prefill: what to run
+    tokens: Sequence[
+        int
+    ] = ()  # prefill: what to run; a step with a grammar: emitted since the row's last launch
     final: bool = True  # prefill: a token is chosen after them
     scored: Sequence[int] = ()
 

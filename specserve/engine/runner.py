@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specserve.core import SamplingParams, TokenLogprob
 from specserve.engine.commands import Admit, Command, Prefill, Row, SetDraftRows, SetPages, Step
+from specserve.engine.grammars import Grammars, Matcher, Words, step_masks
 from specserve.engine.graphs import PromptGraph, StepGraph
 from specserve.engine.prompts import PromptSize, Run, size_for
 from specserve.layers.decoder import MANY_TOKENS
@@ -23,7 +25,7 @@ from specserve.speculation.logprobs import Logprobs, token_logprobs
 from specserve.speculation.prefill import PrefillResult, PromptChunks, Scored, prefill
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs, to_device
-from specserve.speculation.step import step
+from specserve.speculation.step import StepResult, plant_and_verify, settle, step
 
 # First positions and tokens: of more than 64, and of more than 96, projections take other kernels, and so does
 # attention after a prefix, for more than 64 again; of many tokens projections add to the residual stream, and another
@@ -165,6 +167,8 @@ class Runner:
         self.eager_steps = 0  # of those that graphs were captured for
         self._graphs = graphs
         self._prompts = prompts or {}
+        self.grammars: Grammars | None = None  # with one, requests may have grammars
+        self._matchers: dict[int, Matcher] = {}  # by slot
 
     @torch.inference_mode()
     def warm_up(self, most: int) -> None:
@@ -199,6 +203,11 @@ class Runner:
         return None
 
     def admit(self, command: Admit) -> None:
+        for row in command.rows:
+            self._matchers.pop(row.slot, None)
+            if row.params.grammar is not None:
+                assert self.grammars is not None, "admission refuses grammars without"
+                self._matchers[row.slot] = self.grammars.start(row.params.grammar, row.output)
         self.context.state.admit(command.rows, self.context.pool.page_feature)
 
     def set_pages(self, command: SetPages) -> None:
@@ -221,7 +230,7 @@ class Runner:
     def _replay_prompts(self, rows: Sequence[Row]) -> PrefillResult | None:
         """None for a launch that was not captured."""
         size = size_for([len(row.tokens) for row in rows], list(self._prompts))
-        if size is None or any(row.scored for row in rows):
+        if size is None or any(row.scored or (row.final and row.params.grammar) for row in rows):
             return None
         runs = [Run(row.slot, row.tokens, row.final) for row in rows]
         return self._prompts[size].replay(runs, self.context.state.dummy)
@@ -239,6 +248,7 @@ class Runner:
             longest=max(counts),
             spans=[(row.length - count, count) for row, count in zip(rows, counts, strict=True)],
             scored=self._scored(rows, counts),
+            allowed_BV=self._allowed_first(rows),
         )
         return prefill(self.context, self._view(rows, rows_B), chunks)
 
@@ -249,7 +259,9 @@ class Runner:
         slots = [*(row.slot for row in rows), *padding]
         stopwatch = Stopwatch(self.context.state.device)
         graph = self._graphs.get(shape)
-        if graph is not None:
+        if any(row.params.grammar is not None for row in rows):
+            result = self._constrained(rows, slots, shape)
+        elif graph is not None:
             result = graph.replay(slots)
         else:
             self.eager_steps += bool(self._graphs)
@@ -259,6 +271,36 @@ class Runner:
         logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS, accepted.path_BS)
         packed, predicted_B2 = accepted.packed_BX[: len(rows)], _asked(rows, result.predicted_B2)
         return Launch(packed, logprobs, rows, stopwatch, predicted_B2)
+
+    def _constrained(self, rows: Sequence[Row], slots: list[int], shape: StepShape) -> StepResult:
+        """A step in two halves: between them the host looks what may follow each node of the trees."""
+        verified = plant_and_verify(self.context, self._view(rows, self._tensor(slots)), shape)
+        tree, matchers = verified.tree, {}
+        for index, row in enumerate(rows):
+            if row.params.grammar is not None:
+                matchers[index] = self._matchers[row.slot]
+                matchers[index].consume(row.tokens)
+        tokens, parents, starts = (each.tolist() for each in (tree.token_T, tree.parent_T, tree.q_start))
+        assert self.grammars is not None
+        masks = step_masks(matchers, tokens, parents, starts, self.grammars.words)
+        return settle(self.context, verified, self._unpacked(masks))
+
+    def _allowed_first(self, rows: Sequence[Row]) -> Tensor | None:
+        """What each prompt's answer may begin with, None where it may be anything."""
+        if not any(row.final and row.params.grammar is not None for row in rows):
+            return None
+        assert self.grammars is not None
+        masks = np.full((len(rows), self.grammars.words), -1, np.int32)
+        for index, row in enumerate(rows):
+            if row.final and row.params.grammar is not None:
+                masks[index] = self._matchers[row.slot].mask()
+        return self._unpacked(masks)
+
+    def _unpacked(self, masks: Words) -> Tensor:
+        """Booleans ``[N, V]`` of words of bits."""
+        words_NW = torch.from_numpy(masks).to(self.context.state.device)
+        bits = torch.arange(32, dtype=torch.int32, device=words_NW.device)
+        return ((words_NW[:, :, None] >> bits) & 1).flatten(1)[:, : self.context.vocab_size].bool()
 
     @torch.inference_mode()
     def set_draft_rows(self, command: SetDraftRows) -> None:

@@ -14,6 +14,7 @@ from specserve.attention import ATTENTION, AttentionBackend
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.engine import DraftSettings, DynamicMap, EngineConfig
 from specserve.core import Capacity, prediction_limit
+from specserve.engine.grammars import Grammars
 from specserve.engine.graphs import Graphs
 from specserve.engine.kernels import settle_keys
 from specserve.engine.memory import pool_pages
@@ -29,6 +30,7 @@ from specserve.engine.shapes import (
     batch_buckets,
 )
 from specserve.engine.threads import choose_threads, usable_cores
+from specserve.grammar import MISSING
 from specserve.kv.pool import KVPool, PoolConfig
 from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.linear import QUANTIZED, pack_linears
@@ -139,10 +141,28 @@ def assemble(
             "memory_bytes": graphs.memory_bytes,
         },
     }
-    admission = Admission(capacity, config.model.eos_token_ids, config.random_seed)
+    check_grammar = _prepare_grammars(config, runner)
+    admission = Admission(capacity, config.model.eos_token_ids, config.random_seed, check_grammar)
     live_map = context.drafter.live_map
     observers = [DynamicMapObserver(live_map, runner)] if live_map is not None else []
     return Scheduler(runner, memory, admission, limits, policy, info, observers)
+
+
+def _prepare_grammars(config: EngineConfig, runner: Runner) -> Callable[[str], None]:
+    """Let requests have grammars, where that can be. Return what checks them."""
+    vocabulary = config.tokenizer_path / "tokenizer.json"
+    try:
+        runner.grammars = Grammars(vocabulary, config.model.vocab_size, config.model.eos_token_ids)
+        return runner.grammars.check
+    except ImportError:
+        reason = MISSING
+    except ValueError as error:
+        reason = str(error)
+
+    def refuse(_: str) -> None:
+        raise ValueError(reason)
+
+    return refuse
 
 
 def _overlap(config: EngineConfig, drafter: Drafter) -> bool:

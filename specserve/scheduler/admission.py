@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 
-from specserve.core import MAX_SEED, Capacity
+from specserve.core import MAX_SEED, Capacity, FieldError
 from specserve.messages import Submit
 from specserve.scheduler.request import Request
 from specserve.speculation.control.acceptance import Skill
@@ -15,9 +16,17 @@ from specserve.speculation.state import draft_cap
 class Admission:
     """Checks requests and gives each an arrival number and a seed."""
 
-    def __init__(self, capacity: Capacity, eos_token_ids: tuple[int, ...], random_seed: int | None) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        eos_token_ids: tuple[int, ...],
+        random_seed: int | None,
+        check_grammar: Callable[[str], None],
+    ) -> None:
+        """``check_grammar`` raises ValueError for one that can't be enforced."""
         self._capacity = capacity
         self._eos_token_ids = eos_token_ids
+        self._check_grammar = check_grammar
         self._seeds = random.Random(random_seed)
         self._arrivals = itertools.count()
 
@@ -25,6 +34,11 @@ class Admission:
         """Raises FieldError for a request that can't be served."""
         params, prompt = message.params, message.token_ids
         self._capacity.check(prompt, params)
+        if params.grammar is not None:
+            try:
+                self._check_grammar(params.grammar)
+            except ValueError as error:
+                raise FieldError("grammar", str(error)) from None
         room = self._capacity.room
         limit = room if params.max_tokens is None else min(len(prompt) + params.max_tokens, room)
         eos = () if params.ignore_eos else self._eos_token_ids

@@ -35,6 +35,7 @@ class Request:
     remembered: int = 0  # whole pages offered to the prefix cache
     inflight: int = 0  # most tokens that launches not yet read may add to the cache
     pending: int = 0  # launches not yet read that emit a token or more each
+    told: int = 0  # tokens of its output that its grammar's matcher has been given
     failures: int = 0  # launches of it alone, as small as can be, that ran out of the device's memory
     # For the report.
     predicted: set[int] = field(default_factory=set)  # indices of its prediction's tokens that were emitted
@@ -62,6 +63,11 @@ class Request:
     @property
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
+
+    @property
+    def untold(self) -> Sequence[int]:
+        """Tokens that its grammar's matcher is to be given, none without a grammar."""
+        return self.output[self.told :] if self.params.grammar is not None else ()
 
     @property
     def reusable(self) -> Sequence[int]:

@@ -209,6 +209,7 @@ class Scheduler:
             request.cached_tokens = cached
             self._counters.cached_tokens += cached
             self._counters.prompt_tokens += len(request.prompt)
+        request.told = len(request.output)
         return RowInit(
             slot=request.slot,
             pages=request.pages,
@@ -272,16 +273,21 @@ class Scheduler:
     def _launch_step(self) -> int:
         """Launches a step of all requests whose prompts are done and whose ends are not certain yet. Returns the number
         of launches."""
-        ready = [r for r in self._running if not r.prefilling and r.wants_tokens][: self._pressure.requests]
+        ready = self._ready()
+        if any(r.params.grammar is not None for r in ready) and self._inflight:
+            self._drain()  # what may come next follows from all tokens before
+            ready = self._ready()
         if not ready:
             return 0
         ready, batch, shape = self._make_room(ready)
         if not ready:
             return 0
-        rows = [Row(r.slot, r.params, self._bound(r)) for r in ready]
+        rows = [Row(r.slot, r.params, self._bound(r), r.untold) for r in ready]
         launch = self._attempt(lambda: self.runner.step(Step(rows, shape)), ready, 0)
         if launch is None:
             return 0
+        for request in ready:
+            request.told = len(request.output)
         item = _InFlight(launch, ready, shape, batch)
         self._inflight.append(item)
         for request in ready:
@@ -290,6 +296,10 @@ class Scheduler:
         self._counters.steps += 1
         self._begun = 0
         return 1
+
+    def _ready(self) -> list[Request]:
+        """Those that a step may serve."""
+        return [r for r in self._running if not r.prefilling and r.wants_tokens][: self._pressure.requests]
 
     def _bound(self, request: Request) -> int:
         """Most tokens the request's cache may hold once everything launched has run."""

@@ -204,6 +204,11 @@ def _history(choices: Choices, table: SamplingState, vocab: VocabMap | None) -> 
     return counts_NV, in_prompt_NV
 
 
+def only(logits_NV: Tensor, allowed_NV: Tensor) -> Tensor:
+    """The logits of what is allowed; nothing else is ever chosen."""
+    return logits_NV.masked_fill(~allowed_NV, -torch.inf)
+
+
 def best(scores_NV: Tensor) -> Tensor:
     """The token of each row; ties go to the lowest id."""
     return scores_NV.argmax(dim=-1)

@@ -19,7 +19,7 @@ from specserve.attention.paged import PagedAttend
 from specserve.layers.batch import TokenBatch
 from specserve.speculation.commit import commit, follow
 from specserve.speculation.context import Context, TargetStates, View
-from specserve.speculation.sampler import Choices, Sampling
+from specserve.speculation.sampler import Choices, Sampling, only
 from specserve.speculation.shape import StepShape
 
 
@@ -58,10 +58,11 @@ def plant_and_verify(context: Context, view: View, shape: StepShape) -> Verified
     return Verified(view, sampling, tree, logits_TV, states)
 
 
-def settle(context: Context, verified: Verified) -> StepResult:
-    """The step's second half: choose, accept, commit."""
+def settle(context: Context, verified: Verified, allowed_TV: Tensor | None = None) -> StepResult:
+    """The step's second half: choose, accept, commit. ``allowed_TV``: what may follow each node, None for all."""
     view, tree = verified.view, verified.tree
-    chosen_T = verified.sampling.choose(verified.logits_TV, Choices.after_nodes(tree))
+    logits_TV = verified.logits_TV if allowed_TV is None else only(verified.logits_TV, allowed_TV)
+    chosen_T = verified.sampling.choose(logits_TV, Choices.after_nodes(tree))
     accepted = accept_path(tree, chosen_T, view.slots)
     commit(context, view, accepted, verified.states, in_place=tree.is_chain)
     predicted_B2 = follow(context, view, view.slots.length_B, accepted.token_BS, accepted.count_B)

@@ -1,0 +1,164 @@
+"""Answers with a grammar: valid, and those of plain decoding whatever drafts."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from specserve import LLM, SamplingParams, grammar
+from specserve.config.paths import BUNDLED_MODEL
+from specserve.engine.grammars import Grammars, step_masks
+from tests.engines import Checkpoints, answer_one, make_scheduler
+
+pytest.importorskip("llguidance")
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+VERSION = r"v[0-9]{1,2}\.[0-9]{1,2}( beta)?"
+CITIES = ["Paris", "Pisa", "Porto, in Portugal"]
+GRAMMARS = {
+    "schema": grammar.json_schema(PERSON),
+    "regex": grammar.regex(VERSION),
+    "choice": grammar.choice(CITIES),
+    "lark": grammar.lark('start: "[" item ("," item)* "]"\nitem: /[a-c]{1,3}/'),
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"speculative_algorithm": "EAGLE3", "shape": (4, 1, 5)},
+    "tree": {"speculative_algorithm": "EAGLE3", "shape": (4, 4, 16)},
+    "ngram": {"speculative_algorithm": "NGRAM", "shape": (4, 2, 9)},
+    "adaptive": {"speculative_algorithm": "EAGLE"},
+}
+
+
+def is_valid(kind: str, text: str) -> bool:
+    if kind == "schema":
+        jsonschema.validate(json.loads(text), PERSON)
+        return True
+    if kind == "choice":
+        return text in CITIES
+    pattern = VERSION if kind == "regex" else r"\[[abc]{1,3}(,[abc]{1,3})*\]"
+    return re.fullmatch(pattern, text) is not None
+
+
+def requests() -> list[tuple[str, str, SamplingParams]]:
+    """Kind, prompt and parameters; every fifth is free."""
+    made = []
+    for index in range(20):
+        kind = "free" if index % 5 == 4 else [*GRAMMARS][index % 4]
+        params = SamplingParams(
+            temperature=[0.0, 0.8, 1.3][index % 3],
+            seed=index,
+            max_tokens=60,
+            grammar=GRAMMARS.get(kind),
+            repetition_penalty=1.1 if index % 4 == 3 else 1.0,
+        )
+        made.append((kind, f"User: number {index}, please.\nAssistant: ", params))
+    return made
+
+
+def answers(**settings: Any) -> list[tuple[str, str | None]]:
+    shape = settings.pop("shape", None)
+    if shape is not None:
+        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        settings |= dict(zip(names, shape, strict=True))
+    _, prompts, params = zip(*requests(), strict=True)
+    with LLM(dtype="float64", cpu_threads=1, context_length=256, **settings) as llm:
+        found = llm.generate(list(prompts), list(params))
+    return [(each.text, each.finish_reason) for each in found]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[tuple[str, str | None]]:
+    return answers(max_running_requests=1)
+
+
+def test_every_answer_that_ends_is_valid(plain: list[tuple[str, str | None]]) -> None:
+    ended = 0
+    for (kind, _, _), (text, reason) in zip(requests(), plain, strict=True):
+        if kind != "free" and reason == "stop":
+            assert is_valid(kind, text), (kind, text)
+            ended += 1
+    assert ended >= 12
+
+
+@pytest.mark.parametrize("how", SHAPES)
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_drafts_change_no_text(how: str, overlap: str, plain: list[tuple[str, str | None]]) -> None:
+    """In batches of 8, with and without a pool so small that requests are put back."""
+    room = {"max_total_tokens": 1024} if overlap == "on" else {}
+    found = answers(**SHAPES[how], max_running_requests=8, overlap_schedule=overlap, page_size=4, **room)
+    assert found == plain
+
+
+def test_masks_of_a_tree_are_those_of_its_paths() -> None:
+    """Whatever the order of branches; of tokens that may not be where they are, none is needed."""
+    grammars = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0])
+    rng = random.Random(0)
+    for index in range(30):
+        text = GRAMMARS[[*GRAMMARS][index % 4]]
+        tokens, parents, paths = [0], [0], [[]]
+        for node in range(1, 24):
+            parent = rng.randrange(node)
+            allowed = _bits(grammars.start(text, paths[parent]).mask()) if paths[parent] is not None else []
+            good = bool(len(allowed)) and rng.random() < 0.8
+            token = int(rng.choice(allowed)) if good else rng.randrange(4096)
+            tokens.append(token)
+            parents.append(parent)
+            fits = paths[parent] is not None and token in allowed and token != 0
+            paths.append([*paths[parent], token] if fits else None)
+        matcher = grammars.start(text, [])
+        for _ in range(2):  # the walk leaves no trace
+            found = step_masks(
+                {1: matcher}, [7, *tokens], [0, *(p + 1 for p in parents)], [0, 1, 25], grammars.words
+            )
+            assert (found[0] == -1).all()
+            for mask, path in zip(found[1:], paths, strict=True):
+                if path is not None:
+                    assert np.array_equal(mask, grammars.start(text, path).mask())
+
+
+def _bits(mask: Any) -> Any:
+    return np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: grammar.json_schema({"not": {"type": "integer"}}), 'Unimplemented keys: ["not"]'),
+        (lambda: grammar.json_schema({"type": "intger"}), "Invalid type: intger"),
+        (lambda: grammar.json_schema("{"), "is no JSON"),
+        (lambda: grammar.json_schema('{}, "x": {}'), "is no JSON"),
+        (lambda: grammar.regex("(a"), "invalid regex"),
+        (lambda: grammar.lark('start: "a" | b'), 'unknown name: "b"'),
+        (lambda: grammar.choice([]), "one text or more"),
+        (lambda: grammar.regex("a" * (grammar.MOST + 1)), "at most 1048576"),
+        (lambda: SamplingParams(grammar=GRAMMARS["regex"], min_tokens=2), "min_tokens: "),
+        (lambda: SamplingParams(grammar=GRAMMARS["regex"], ignore_eos=True), "ignore_eos: "),
+    ],
+)
+def test_what_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        make()
+
+
+def test_an_engine_refuses(agreeing: Checkpoints) -> None:
+    """A grammar without a vocabulary, and one that is none."""
+    refused = answer_one(make_scheduler(agreeing.target), [1], SamplingParams(grammar="start: /a/")).refused
+    assert refused is not None
+    assert "tokenizer.json" in refused
+    with LLM(cpu_threads=1) as llm, pytest.raises(ValueError, match="grammar: "):
+        llm.generate("a", SamplingParams(grammar="start: b"))
