@@ -41,6 +41,7 @@ ORDER = [
     "methods",
     "messages",
     "logs",
+    "grammar",
     "core",
 ]
 

@@ -23,7 +23,7 @@ _NOT_TAKEN = {
     "--enable-lora": "adapters are not served",
     "--enable-metrics": "metrics are always at /metrics",
     "--ep-size": _ONE_DEVICE,
-    "--grammar-backend": "structured output is not served",
+    "--grammar-backend": "llguidance is the one there is",
     "--json-model-override-args": "change config.json; a draft's with --speculative-draft-config-override",
     "--kv-cache-dtype": "the KV cache has the dtype of the model",
     "--load-format": "safetensors or pytorch_model.bin, whichever the checkpoint has",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from fastapi import FastAPI, Request
 from pydantic import Field
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from specserve.core import MAX_LOGPROBS, FieldError, SamplingParams, TokenLogprob
 from specserve.frontend.conversation import Messages, of_request
-from specserve.frontend.fields import Refusal, Strict
+from specserve.frontend.fields import Refusal
 from specserve.frontend.generation import Job
 from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front
@@ -28,13 +28,9 @@ from specserve.server.schema import (
     ChatLogprobs,
 )
 from specserve.server.streaming import unless_left
+from specserve.server.structured import with_grammar
 
 _NO_TOOLS = "this server calls no tools"
-
-
-class ResponseFormat(Strict):
-    type: Literal["text"]
-    """Plain text."""
 
 
 class ChatRequest(GenerationRequest):
@@ -64,8 +60,6 @@ class ChatRequest(GenerationRequest):
     """Log-probabilities of the answer's tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives for each token; only with `logprobs`."""
-    response_format: ResponseFormat | None = None
-    """Plain text."""
     safety_identifier: str | None = None
     """A label that changes no answer."""
     prompt_cache_key: str | None = None
@@ -89,6 +83,7 @@ async def _chat(front: Front, request: ChatRequest) -> Response:
     with front.place(request.choices, "n"):
         prompt = await front.encode_chat(of_request(request.messages))
         params = await with_prediction(front, request, params)
+        params = await with_grammar(request, params, front.has_tokenizer)
         front.check(prompt, params, "messages")
         jobs = [Job(prompt, params, choice, request.streams_runs) for choice in range(request.choices)]
         writer = _Writer(front, request, jobs)

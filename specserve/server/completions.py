@@ -33,6 +33,7 @@ from specserve.server.protocol import (
 )
 from specserve.server.schema import Completion, CompletionChoice
 from specserve.server.streaming import unless_left
+from specserve.server.structured import with_grammar
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -82,6 +83,7 @@ async def _complete(front: Front, request: CompletionRequest) -> Response:
         raise FieldError(name, words)
     with front.place(count, name):
         params = await with_prediction(front, request, params)
+        params = await with_grammar(request, params, front.has_tokenizer)
         prompts = [await _Prompt.of(front, item, name, params, request.echo) for name, item in given.items()]
         writer = _Writer(front, request, prompts, params)
         writer.generation.submit()

@@ -12,6 +12,7 @@ from specserve.core import BIAS, MAX_COUNT, RANGES, FieldError, SamplingParams, 
 from specserve.frontend.conversation import Texts
 from specserve.frontend.fields import ListOf, Refusal, Strict, Text
 from specserve.server.errors import ApiError
+from specserve.server.structured import StructuredRequest
 
 MAX_CHOICES = 128
 MAX_ANSWERS = 2048
@@ -65,7 +66,7 @@ class SpeculationField(Strict):
     """Most nodes drafted for it in a step. Not set: what the server's shape gives."""
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(StructuredRequest):
     """The fields that chat and completions share. null means the default, as with OpenAI."""
 
     model: str

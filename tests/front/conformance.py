@@ -76,6 +76,10 @@ def same(seen: Seen) -> None:
     assert seen.text == seen.ask().text
 
 
+def is_one(seen: Seen) -> None:
+    assert seen.text == "1"
+
+
 def differs(seen: Seen) -> None:
     assert seen.text != seen.ask().text
 
@@ -293,7 +297,7 @@ HOW: dict[str, str] = {
     "echo": "with `logprobs` the prompt is scored, the first token by `null`",
     "stream": "server-sent events; together the whole answer",
     "stream_options.include_usage": "a last chunk with the usage of all",
-    "response_format": "`text`",
+    "response_format": "`text`, `json_object`, `json_schema`; what can't be enforced of a schema is refused",
     "user": LABEL,
     "safety_identifier": LABEL,
     "prompt_cache_key": LABEL + "; prefixes are shared without it",
@@ -306,6 +310,14 @@ HOW: dict[str, str] = {
     "stop_token_ids": "end the answer",
     "speculation": "for this request; never changes the text",
     "return_speculation": "adds `usage.speculation`",
+    "structured_outputs": "vLLM's; `json`, `regex`, `choice`, `grammar` or `json_object`",
+    "guided_json": "vLLM's older name",
+    "guided_regex": "vLLM's older name",
+    "guided_choice": "vLLM's older name",
+    "guided_grammar": "vLLM's older name",
+    "json_schema": "SGLang's; the schema's text",
+    "regex": "SGLang's",
+    "ebnf": "SGLang's",
 }
 NO_TOOLS = "this server calls no tools"
 
@@ -329,6 +341,7 @@ def user(**fields: Any) -> dict[str, Any]:
 CHAT_ONLY: dict[str, Any] = {"routes": (CHAT,)}
 TEXT_ONLY: dict[str, Any] = {"routes": (COMPLETIONS,)}
 NEITHER = "not supported"
+ONE = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"const": 1}}}
 CASES: list[Case] = [
     *honoured("model", answered_with_name, "openai/Specserve-Chat"),
     *refused("model", "no model 'gpt-4' here", "gpt-4"),
@@ -437,7 +450,15 @@ CASES: list[Case] = [
         refused=NEITHER,
     ),
     *honoured("response_format", same, {"type": "text"}, **CHAT_ONLY),
-    *refused("response_format", "'text'", {"type": "json_object"}, {"type": "json_schema"}, **CHAT_ONLY),
+    *honoured("response_format", is_one, ONE, **CHAT_ONLY),
+    *refused("response_format", "'text'", {"type": "structural_tag"}, **CHAT_ONLY),
+    *refused("response_format", "needed for the type", {"type": "json_schema"}, **CHAT_ONLY),
+    *honoured("structured_outputs", is_one, {"json": {"const": 1}}, {"regex": "1"}, {"choice": ["1"]}),
+    *honoured("guided_json", is_one, {"const": 1}),
+    *honoured("json_schema", is_one, '{"const": 1}'),
+    *(case for name in ("guided_regex", "regex") for case in honoured(name, is_one, "1")),
+    *honoured("guided_choice", is_one, ["1"]),
+    *(case for name in ("guided_grammar", "ebnf") for case in honoured(name, is_one, 'root ::= "1"')),
     *honoured("user", same, "somebody"),
     *honoured("safety_identifier", same, "somebody", **CHAT_ONLY),
     *honoured("prompt_cache_key", same, "some key", **CHAT_ONLY),

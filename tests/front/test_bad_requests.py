@@ -163,7 +163,7 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"store": True}, "store", "not supported"),
     (CHAT, {"store": 0}, "store", "not supported"),
     (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls", "not supported"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "'text'"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     (CHAT, {"logprobs": 1}, "logprobs", "valid boolean"),

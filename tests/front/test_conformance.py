@@ -29,7 +29,8 @@ FLAGS = ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3", "-
 FLAGS += ["--speculative-num-draft-tokens", "6", "--device", "cpu", "--dtype", "float32"]
 OWN = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
 EXTENSIONS = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "prediction",
-              "speculation", "return_speculation"}  # fmt: skip
+              "speculation", "return_speculation", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+              "guided_grammar", "json_schema", "regex", "ebnf"}  # fmt: skip
 HONOURED = [(route, case) for case in CASES if case.check for route in case.routes]
 REFUSED = [(route, case) for case in CASES if case.refused for route in case.routes]
 
@@ -53,6 +54,7 @@ NAMED_OTHERWISE = {  # by field and words: what the error's param is instead
     ("messages[].tool_calls", "This model has no role tool"): "messages",
     ("stream_options.include_usage", "only with stream"): "stream_options",
     ("response_format", "'text'"): "response_format.type",
+    ("response_format", "needed for the type"): "response_format.json_schema",
     ("prediction", "'content'"): "prediction.type",
     ("speculation", "greater than or equal to 0"): "speculation.max_draft_tokens",
 }

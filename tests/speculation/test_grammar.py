@@ -142,6 +142,10 @@ def _bits(mask: Any) -> Any:
         (lambda: grammar.json_schema({"type": "intger"}), "Invalid type: intger"),
         (lambda: grammar.json_schema("{"), "is no JSON"),
         (lambda: grammar.json_schema('{}, "x": {}'), "is no JSON"),
+        (
+            lambda: grammar.json_schema({"not": {}, "x-guidance": {"lenient": True}}),
+            'Unimplemented keys: ["not"]',
+        ),
         (lambda: grammar.regex("(a"), "invalid regex"),
         (lambda: grammar.lark('start: "a" | b'), 'unknown name: "b"'),
         (lambda: grammar.choice([]), "one text or more"),
