@@ -43,7 +43,7 @@ $(python):
 	    $(PYTHON) -m pip --python $(python) install pip; }
 
 $(serve_ready): pyproject.toml | $(python)
-	$(python) -m pip install --editable .
+	$(python) -m pip install --editable '.[grammar]'
 	touch $@
 
 $(test_ready): pyproject.toml | $(python)
