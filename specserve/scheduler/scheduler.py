@@ -427,16 +427,22 @@ class Scheduler:
                 stopped=stopped,
             )
             # Of requests that had all ended, plain decoding would have run a step in vain, too.
-            self._observe(item.launch.seconds, item.shape, item.batch, given, kept / live if live else 1.0)
+            constrained = any(request.params.grammar is not None for request in item.requests)
+            gained = kept / live if live else 1.0
+            self._observe(item.launch.seconds, item.shape, item.batch, given, gained, constrained)
         for observer in self._observers:
             observer.collected(stepped=item.shape is not None)
 
-    def _observe(self, seconds: float, shape: StepShape, batch: Batch, given: Given, gained: float) -> None:
-        """Counts a step of ``gained`` tokens a request, and tells the policy."""
+    def _observe(
+        self, seconds: float, shape: StepShape, batch: Batch, given: Given, gained: float, constrained: bool
+    ) -> None:
+        """Counts a step of ``gained`` tokens a request, and tells the policy. Of a ``constrained`` one the time is no
+        measure of its shape: the host worked in it."""
         requests, cost = len(given.emitted), self._policy.cost
         self._step_counters.ran(shape, requests, seconds)
         if cost is not None:
             self._step_counters.priced(cost, shape, self._policy.plain(requests), batch.kv_tokens, gained)
+            seconds = cost.seconds(shape, batch.kv_tokens) if constrained else seconds
         self._policy.observe(shape, batch, given, seconds)
 
     def _count(self, request: Request, emitted: Emitted, shape: StepShape) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from typing import Any
+from unittest.mock import patch
 
 import jsonschema
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from specserve import LLM, SamplingParams, grammar
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.engine.grammars import Grammars, step_masks
+from specserve.speculation.control.cost import CostModel
 from tests.engines import Checkpoints, answer_one, make_scheduler
 
 pytest.importorskip("llguidance")
@@ -166,3 +168,17 @@ def test_an_engine_refuses(agreeing: Checkpoints) -> None:
     assert "tokenizer.json" in refused
     with LLM(cpu_threads=1) as llm, pytest.raises(ValueError, match="grammar: "):
         llm.generate("a", SamplingParams(grammar="start: b"))
+
+
+def test_a_constrained_step_is_no_measure_of_its_shape() -> None:
+    """The controller is told what it expected, however long the host took."""
+    params = SamplingParams(temperature=0, max_tokens=20, grammar=GRAMMARS["schema"])
+    with (
+        LLM(speculative_algorithm="NGRAM", cpu_threads=1, context_length=256) as llm,
+        patch.object(CostModel, "observe", autospec=True) as observed,
+    ):
+        llm.generate("A person:", params)
+    assert len(observed.call_args_list) > 3
+    for call in observed.call_args_list:
+        cost, shape, kv_tokens, seconds = call.args
+        assert seconds == cost.seconds(shape, kv_tokens)
