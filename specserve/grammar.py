@@ -8,23 +8,33 @@ A schema's key, or a part of an expression, that can't be enforced is refused, n
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, lru_cache
+from typing import Any, TypeVar
 
-MOST = 1 << 20  # characters
+T = TypeVar("T")
+
+MOST = 1 << 17  # characters
+MISSING = "needs llguidance, which is not installed: pip install 'specserve[grammar]'"
 # Between JSON's tokens: nothing, a space, or a line's beginning. Models that may write more don't always stop.
 _OPTIONS = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,8}))?", "lenient": False}
-MISSING = "needs llguidance, which is not installed: pip install 'specserve[grammar]'"
+_STACK = 1 << 29  # bytes: llguidance recurses as deep as a grammar of ``MOST`` characters nests
 
 
 def json_schema(schema: Mapping[str, Any] | bool | str) -> str:
     """JSON that is valid under a schema, an object or its text. Raises ValueError with what can't be enforced."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
-        text = json.dumps(parsed)
+        text = json.dumps({} if parsed is True else parsed)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"is no JSON: {error}") from None
+    if parsed is False:
+        raise ValueError("false allows nothing")
+    if isinstance(parsed, dict) and "x-guidance" in parsed:
+        raise ValueError("x-guidance can't be given")
     return _checked("grammar_from_json_schema", text, overrides=_OPTIONS)
 
 
@@ -42,33 +52,56 @@ def choice(texts: Sequence[str]) -> str:
     """One of some texts, none of them empty. Raises ValueError."""
     if not texts or not all(texts):
         raise ValueError("choices are one text or more, none of them empty")
-    return lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+    quoted = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts)
+    return lark("start: CHOICE\nCHOICE: " + " | ".join(quoted))
 
 
 def lark(grammar: str) -> str:
     """Text that a context-free grammar gives, in llguidance's dialect of Lark, from ``start`` on. Raises ValueError."""
+    if re.search(r"\[[^\]\n]*\btemperature\b", grammar):
+        raise ValueError("a rule has no temperature of its own")
     return _checked("grammar_from_lark", grammar)
 
 
 def ebnf(grammar: str) -> str:
     """The same, in Lark's form or in GBNF, whose rules are ``name ::= ...`` from ``root`` on. Raises ValueError."""
-    if "::=" not in grammar:
+    if not re.search(r"^\s*[\w-]+\s*::=", grammar, re.M):
         return lark(grammar)
     try:
         from llguidance.gbnf_to_lark import gbnf_to_lark
     except ImportError:
         raise ValueError(MISSING) from None
+    _check_size(grammar)
     try:
-        return lark(gbnf_to_lark(grammar))
-    except ValueError:
-        raise
+        translated = with_deep_stack(gbnf_to_lark, grammar).result()
     except Exception as error:  # its own kinds
         raise ValueError(str(error)) from None
+    return lark(translated)
+
+
+def with_deep_stack(work: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Do work that recurses deeply, one piece after the other, in a thread that has the stack for it."""
+    return _deep_thread().submit(work, *arguments)
+
+
+@cache
+def _deep_thread() -> ThreadPoolExecutor:
+    before = threading.stack_size(_STACK)
+    try:
+        thread = ThreadPoolExecutor(1, "grammar")
+        thread.submit(int).result()  # begins the thread
+    finally:
+        threading.stack_size(before)
+    return thread
+
+
+def _check_size(text: str) -> None:
+    if len(text) > MOST:
+        raise ValueError(f"has {len(text)} characters, at most {MOST}")
 
 
 def _checked(make: str, text: str, **options: Any) -> str:
-    if len(text) > MOST:
-        raise ValueError(f"has {len(text)} characters, at most {MOST}")
+    _check_size(text)
     try:
         from llguidance import LLMatcher
     except ImportError:
@@ -76,11 +109,11 @@ def _checked(make: str, text: str, **options: Any) -> str:
     return _valid(str(getattr(LLMatcher, make)(text, **options)))
 
 
-@lru_cache(256)
+@lru_cache(64)
 def _valid(grammar: str) -> str:
     from llguidance import LLMatcher
 
-    _, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    _, messages = with_deep_stack(LLMatcher.validate_grammar_with_warnings, grammar).result()
     if messages:  # a warning says what would not be enforced
         raise ValueError("; ".join(message.strip().splitlines()[0] for message in messages))
     return grammar

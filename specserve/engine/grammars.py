@@ -2,24 +2,33 @@
 some texts. By llguidance, which refuses what it can't enforce.
 
 A request's *matcher* has consumed its output. After a node of a tree those tokens may follow that continue the path to
-it, so the text is that of plain decoding. Shapes: B rows of a batch, T nodes, W words of 32 tokens each.
+it, so the text is that of plain decoding. Nodes are looked at on copies of the matcher: undoing tokens leaves traces.
+
+Shapes: N nodes, W words of 32 tokens each.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-log = logging.getLogger(__name__)
+from specserve.grammar import with_deep_stack
 
-KEPT = 256  # compiled grammars
+KEPT = 64  # compiled grammars
+MOST_ITEMS = (
+    5000  # that a parser may look at for a token: an ambiguous grammar takes a tenth of a second for so many
+)
 Words = npt.NDArray[np.int32]
+
+
+class GrammarError(ValueError):
+    """An answer that its grammar can't follow any further: too ambiguous, or with too many states."""
 
 
 class Grammars:
@@ -30,92 +39,86 @@ class Grammars:
         import llguidance
 
         if not tokenizer.is_file():
-            raise ValueError(f"needs {tokenizer}, which does not exist")
+            raise ValueError(f"needs {tokenizer.name} next to the model, which is not there")
         self._tokenizer = llguidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(end_ids))
-        self._make = llguidance.LLMatcher
-        self._compiled = lru_cache(KEPT)(self._compile)
+        self._limits = llguidance.LLParserLimits(step_max_items=MOST_ITEMS, verbose_errors=False)
+        self._matcher = llguidance.LLMatcher
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
         self.words = -(-vocab_size // 32)
 
-    def _compile(self, grammar: str) -> Any:
-        matcher = self._make(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error().strip().splitlines()[0])
-        return matcher
+    def compile(self, grammar: str) -> Future[None]:
+        """Begin to compile; nothing waits for it. The result raises ValueError for what can't be enforced."""
+        return with_deep_stack(self._compile, grammar)
 
-    def check(self, grammar: str) -> None:
-        """Raises ValueError with the reason why it can't be enforced."""
-        self._compiled(grammar)
+    def _compile(self, grammar: str) -> None:
+        if grammar in self._compiled:
+            return
+        matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        begin = matcher.deep_copy()
+        if not matcher.is_error():
+            begin.compute_bitmask()
+        if begin.is_error() or (warnings := matcher.get_grammar_warnings()):
+            raise ValueError(_first_line(begin.get_error() or "; ".join(warnings)))
+        self._compiled[grammar] = matcher
+        while len(self._compiled) > KEPT:
+            self._compiled.popitem(last=False)
 
     def start(self, grammar: str, output: Sequence[int]) -> Matcher:
-        """Return a matcher of an answer so far."""
-        return Matcher(self._compiled(grammar).deep_copy(), self.words, output)
+        """Return a matcher of an answer so far. Raises GrammarError."""
+        if (compiled := self._compiled.get(grammar)) is None:
+            self.compile(grammar).result()
+            compiled = self._compiled[grammar]
+        matcher = Matcher(compiled.deep_copy(), self.words)
+        matcher.consume(output)
+        return matcher
+
+    def forget(self, grammar: str) -> None:
+        """Compile it anew the next time: what one answer filled up would be full for all."""
+        self._compiled.pop(grammar, None)
 
 
 class Matcher:
     """What may follow an answer."""
 
-    def __init__(self, matcher: Any, words: int, output: Sequence[int]) -> None:
+    def __init__(self, matcher: Any, words: int) -> None:
         self._matcher = matcher
         self._words = words
-        self.consume(output)
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Go on with tokens of the answer."""
-        for token in tokens:
-            if not self._matcher.consume_token(token):
-                log.warning("a grammar lost an answer: %s", self._matcher.get_error())
-                return
+        """Go on with tokens of the answer. Raises GrammarError."""
+        self._matcher.consume_tokens(list(tokens))
+        self._check()
 
     def mask(self) -> Words:
-        """Tokens that may follow, a bit each ``[W]``."""
-        return np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
+        """Tokens that may follow, a bit each ``[W]``. Raises GrammarError."""
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
+        self._check()
+        return words
 
-    def masks(self, tokens: Sequence[int], parents: Sequence[int], out_TW: Words) -> None:
-        """Write the masks after each node of a tree, whose root is the answer's last token. ``parents`` are indices of
-        nodes before. What comes after a token that may not be where it is, is never chosen, and left as it is."""
-        path = [0]  # nodes that the matcher has consumed after the root
-        out_TW[0] = self.mask()
-        reached = [True] + [False] * (len(tokens) - 1)
+    def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> Words:
+        """Masks after each node of a tree ``[N, W]``, whose root is the answer's last token. ``parents`` are indices of
+        nodes before. After what may not be where it is, and so is never chosen, everything may follow. Raises
+        GrammarError."""
+        out_NW = np.full((len(tokens), self._words), -1, np.int32)
+        out_NW[0] = self.mask()
+        at: list[Any] = [self._matcher, *[None] * (len(tokens) - 1)]
         for node in range(1, len(tokens)):
-            parent = parents[node]
-            if not reached[parent]:
+            if (parent := at[parents[node]]) is None:
                 continue
-            up = len(path) - 1 - path.index(parent) if parent in path else None
-            if up is None:  # a branch that was left: begin at the root
-                chain = _chain(parent, parents)
-                self._matcher.rollback(len(path) - 1)
-                self._matcher.consume_tokens([tokens[each] for each in chain[1:]])
-                path = chain
-            elif up:
-                self._matcher.rollback(up)
-                del path[-up:]
-            if self._matcher.try_consume_tokens([tokens[node]]) == 1:
-                path.append(node)
-                reached[node] = True
-                out_TW[node] = self.mask()
-        self._matcher.rollback(len(path) - 1)
+            copy = parent.deep_copy()
+            if copy.try_consume_tokens([tokens[node]]) != 1:
+                continue
+            words = np.frombuffer(copy.compute_bitmask(), np.int32)[: self._words]
+            if not copy.is_error():
+                at[node], out_NW[node] = copy, words
+            else:  # plain decoding would fail here; a draft does not
+                out_NW[node] = 0
+        return out_NW
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(_first_line(self._matcher.get_error()))
 
 
-def _chain(node: int, parents: Sequence[int]) -> list[int]:
-    """Nodes from the root to ``node``."""
-    chain = [node]
-    while chain[-1]:
-        chain.append(parents[chain[-1]])
-    return chain[::-1]
-
-
-def step_masks(
-    matchers: Mapping[int, Matcher],
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    starts: Sequence[int],
-    words: int,
-) -> Words:
-    """Masks of all nodes ``[T, W]``, packed by row: a row's begin at its entry of ``starts``. Of rows without a matcher
-    everything may follow. ``parents`` count from the batch's first node."""
-    out_TW = np.full((len(tokens), words), -1, np.int32)
-    for row, matcher in matchers.items():
-        begin, end = starts[row], starts[row + 1]
-        own = [parent - begin for parent in parents[begin:end]]
-        matcher.masks(tokens[begin:end], own, out_TW[begin:end])
-    return out_TW
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0]

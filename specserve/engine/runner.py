@@ -6,7 +6,8 @@ Shapes: B requests, S draft levels, T packed tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from specserve.core import SamplingParams, TokenLogprob
 from specserve.engine.commands import Admit, Command, Prefill, Row, SetDraftRows, SetPages, Step
-from specserve.engine.grammars import Grammars, Matcher, Words, step_masks
+from specserve.engine.grammars import GrammarError, Grammars, Matcher, Words
 from specserve.engine.graphs import PromptGraph, StepGraph
 from specserve.engine.prompts import PromptSize, Run, size_for
 from specserve.layers.decoder import MANY_TOKENS
 from specserve.speculation.context import Context, View
 from specserve.speculation.logprobs import Logprobs, token_logprobs
 from specserve.speculation.prefill import PrefillResult, PromptChunks, Scored, prefill
+from specserve.speculation.sampler import Allowed
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs, to_device
 from specserve.speculation.step import StepResult, plant_and_verify, settle, step
@@ -168,6 +170,7 @@ class Runner:
         self._graphs = graphs
         self._prompts = prompts or {}
         self.grammars: Grammars | None = None  # with one, requests may have grammars
+        self.failed: dict[int, str] = {}  # slots whose grammars can't follow their answers, and why
         self._matchers: dict[int, Matcher] = {}  # by slot
 
     @torch.inference_mode()
@@ -207,7 +210,8 @@ class Runner:
             self._matchers.pop(row.slot, None)
             if row.params.grammar is not None:
                 assert self.grammars is not None, "admission refuses grammars without"
-                self._matchers[row.slot] = self.grammars.start(row.params.grammar, row.output)
+                with self._failing(row.slot, row.params):
+                    self._matchers[row.slot] = self.grammars.start(row.params.grammar, row.output)
         self.context.state.admit(command.rows, self.context.pool.page_feature)
 
     def set_pages(self, command: SetPages) -> None:
@@ -248,7 +252,7 @@ class Runner:
             longest=max(counts),
             spans=[(row.length - count, count) for row, count in zip(rows, counts, strict=True)],
             scored=self._scored(rows, counts),
-            allowed_BV=self._allowed_first(rows),
+            allowed=self._first_allowed(rows),
         )
         return prefill(self.context, self._view(rows, rows_B), chunks)
 
@@ -259,7 +263,7 @@ class Runner:
         slots = [*(row.slot for row in rows), *padding]
         stopwatch = Stopwatch(self.context.state.device)
         graph = self._graphs.get(shape)
-        if any(row.params.grammar is not None for row in rows):
+        if any(row.slot in self._matchers for row in rows):
             result = self._constrained(rows, slots, shape)
         elif graph is not None:
             result = graph.replay(slots)
@@ -275,32 +279,52 @@ class Runner:
     def _constrained(self, rows: Sequence[Row], slots: list[int], shape: StepShape) -> StepResult:
         """A step in two halves: between them the host looks what may follow each node of the trees."""
         verified = plant_and_verify(self.context, self._view(rows, self._tensor(slots)), shape)
-        tree, matchers = verified.tree, {}
-        for index, row in enumerate(rows):
-            if row.params.grammar is not None:
-                matchers[index] = self._matchers[row.slot]
-                matchers[index].consume(row.tokens)
-        tokens, parents, starts = (each.tolist() for each in (tree.token_T, tree.parent_T, tree.q_start))
-        assert self.grammars is not None
-        masks = step_masks(matchers, tokens, parents, starts, self.grammars.words)
-        return settle(self.context, verified, self._unpacked(masks))
+        tree = verified.tree
+        index: list[int] = []
+        masks: list[Words] = []
+        packed = torch.cat([tree.token_T, tree.parent_T, tree.q_start]).tolist()
+        tokens, parents, starts = (
+            packed[: shape.nodes], packed[shape.nodes : 2 * shape.nodes], packed[2 * shape.nodes :]
+        )  # fmt: skip
+        for number, row in enumerate(rows):
+            if (matcher := self._matchers.get(row.slot)) is None:
+                continue
+            begin, end = starts[number], starts[number + 1]
+            with self._failing(row.slot, row.params):
+                matcher.consume(row.tokens)
+                masks.append(matcher.masks(tokens[begin:end], [each - begin for each in parents[begin:end]]))
+                index += range(begin, end)
+        return settle(self.context, verified, self._allowed(index, masks))
 
-    def _allowed_first(self, rows: Sequence[Row]) -> Tensor | None:
-        """What each prompt's answer may begin with, None where it may be anything."""
-        if not any(row.final and row.params.grammar is not None for row in rows):
+    def _first_allowed(self, rows: Sequence[Row]) -> Allowed | None:
+        """What the answers may begin with whose prompts end here."""
+        index, masks = [], []
+        for number, row in enumerate(rows):
+            if row.final and (matcher := self._matchers.get(row.slot)) is not None:
+                with self._failing(row.slot, row.params):
+                    masks.append(matcher.mask()[None])
+                    index.append(number)
+        return self._allowed(index, masks)
+
+    def _allowed(self, index: list[int], masks: list[Words]) -> Allowed | None:
+        """Of rows ``index`` of the logits, from words of bits."""
+        if not index:
             return None
-        assert self.grammars is not None
-        masks = np.full((len(rows), self.grammars.words), -1, np.int32)
-        for index, row in enumerate(rows):
-            if row.final and row.params.grammar is not None:
-                masks[index] = self._matchers[row.slot].mask()
-        return self._unpacked(masks)
+        bytes_NW = torch.from_numpy(np.concatenate(masks)).view(torch.uint8).to(self.context.state.device)
+        bits = torch.arange(8, dtype=torch.uint8, device=bytes_NW.device)
+        allowed_NV = ((bytes_NW[:, :, None] >> bits) & 1).flatten(1)[:, : self.context.vocab_size].bool()
+        return Allowed(self._tensor(index), allowed_NV)
 
-    def _unpacked(self, masks: Words) -> Tensor:
-        """Booleans ``[N, V]`` of words of bits."""
-        words_NW = torch.from_numpy(masks).to(self.context.state.device)
-        bits = torch.arange(32, dtype=torch.int32, device=words_NW.device)
-        return ((words_NW[:, :, None] >> bits) & 1).flatten(1)[:, : self.context.vocab_size].bool()
+    @contextmanager
+    def _failing(self, slot: int, params: SamplingParams) -> Iterator[None]:
+        """Note whose grammar can't follow its answer; it gets no more tokens of use."""
+        try:
+            yield
+        except GrammarError as error:
+            self._matchers.pop(slot, None)
+            self.failed[slot] = str(error)
+            if self.grammars is not None and params.grammar is not None:
+                self.grammars.forget(params.grammar)
 
     @torch.inference_mode()
     def set_draft_rows(self, command: SetDraftRows) -> None:

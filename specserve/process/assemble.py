@@ -127,7 +127,9 @@ def assemble(
         headroom=plan.headroom,
         overlap=_overlap(config, context.drafter),
     )
+    no_grammars = _prepare_grammars(config, runner)
     info: dict[str, object] = {
+        "no_grammars": no_grammars,
         "context_length": capacity.context_length,
         "max_total_tokens": capacity.pool_tokens,
         "num_pages": memory.allocator.capacity,
@@ -141,28 +143,22 @@ def assemble(
             "memory_bytes": graphs.memory_bytes,
         },
     }
-    check_grammar = _prepare_grammars(config, runner)
-    admission = Admission(capacity, config.model.eos_token_ids, config.random_seed, check_grammar)
+    admission = Admission(capacity, config.model.eos_token_ids, config.random_seed, no_grammars)
     live_map = context.drafter.live_map
     observers = [DynamicMapObserver(live_map, runner)] if live_map is not None else []
     return Scheduler(runner, memory, admission, limits, policy, info, observers)
 
 
-def _prepare_grammars(config: EngineConfig, runner: Runner) -> Callable[[str], None]:
-    """Let requests have grammars, where that can be. Return what checks them."""
+def _prepare_grammars(config: EngineConfig, runner: Runner) -> str | None:
+    """Let requests have grammars. Return why they can't."""
     vocabulary = config.tokenizer_path / "tokenizer.json"
     try:
         runner.grammars = Grammars(vocabulary, config.model.vocab_size, config.model.eos_token_ids)
-        return runner.grammars.check
     except ImportError:
-        reason = MISSING
+        return MISSING
     except ValueError as error:
-        reason = str(error)
-
-    def refuse(_: str) -> None:
-        raise ValueError(reason)
-
-    return refuse
+        return str(error)
+    return None
 
 
 def _overlap(config: EngineConfig, drafter: Drafter) -> bool:

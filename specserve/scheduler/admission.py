@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 
 from specserve.core import MAX_SEED, Capacity, FieldError
 from specserve.messages import Submit
@@ -21,12 +20,12 @@ class Admission:
         capacity: Capacity,
         eos_token_ids: tuple[int, ...],
         random_seed: int | None,
-        check_grammar: Callable[[str], None],
+        no_grammars: str | None,
     ) -> None:
-        """``check_grammar`` raises ValueError for one that can't be enforced."""
+        """``no_grammars``: why requests can't have them, None where they can."""
         self._capacity = capacity
         self._eos_token_ids = eos_token_ids
-        self._check_grammar = check_grammar
+        self._no_grammars = no_grammars
         self._seeds = random.Random(random_seed)
         self._arrivals = itertools.count()
 
@@ -34,11 +33,8 @@ class Admission:
         """Raises FieldError for a request that can't be served."""
         params, prompt = message.params, message.token_ids
         self._capacity.check(prompt, params)
-        if params.grammar is not None:
-            try:
-                self._check_grammar(params.grammar)
-            except ValueError as error:
-                raise FieldError("grammar", str(error)) from None
+        if params.grammar is not None and self._no_grammars is not None:
+            raise FieldError("grammar", self._no_grammars)
         room = self._capacity.room
         limit = room if params.max_tokens is None else min(len(prompt) + params.max_tokens, room)
         eos = () if params.ignore_eos else self._eos_token_ids

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 import msgspec
@@ -35,6 +36,8 @@ from specserve.speculation.shape import StepShape
 from specserve.speculation.state import RowInit
 
 log = logging.getLogger(__name__)
+
+COMPILE_WAIT = 0.005  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class Scheduler:
         self._limits = limits
         self._policy = policy
         self._waiting: OrderedDict[str, Request] = OrderedDict()  # by id, the head of the queue first
+        self._compiling: dict[str, tuple[Submit, Future[None]]] = {}  # by id
         self._running: list[Request] = []  # in order of arrival
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self._inflight: deque[_InFlight] = deque()
@@ -97,25 +101,47 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._inflight or self._outbox)
+        return bool(self._waiting or self._running or self._inflight or self._outbox or self._compiling)
 
     def submit(self, message: Submit) -> None:
         """Queues a request; a refusal comes out of ``run_once``."""
+        grammar = message.params.grammar
+        if grammar is not None and (grammars := self.runner.grammars) is not None:
+            self._compiling[message.rid] = message, grammars.compile(grammar)
+        else:
+            self._enqueue(message)
+
+    def _enqueue(self, message: Submit) -> None:
         try:
             self._waiting[message.rid] = self._admission.admit(message)
         except FieldError as refused:
             self._outbox.append(Failed(message.rid, refused.reason, refused.param))
 
+    def _take_compiled(self) -> None:
+        """Queues requests whose grammars are compiled. With nothing else to do, waits for one a while."""
+        if not self._compiling:
+            return
+        if not (self._waiting or self._running or self._inflight or self._outbox):
+            wait([future for _, future in self._compiling.values()], COMPILE_WAIT, FIRST_COMPLETED)
+        for rid, (message, future) in [*self._compiling.items()]:
+            if not future.done():
+                continue
+            del self._compiling[rid]
+            if (error := future.exception()) is None:
+                self._enqueue(message)
+            else:
+                self._outbox.append(Failed(rid, str(error), "grammar"))
+
     def abort(self, rid: str) -> None:
         """Ends a request at once and frees what it holds. Unknown ids are ignored."""
-        if self._waiting.pop(rid, None) is None:
+        if self._compiling.pop(rid, None) is None and self._waiting.pop(rid, None) is None:
             for request in [r for r in self._running if r.rid == rid]:
                 self._vacate(request)
 
     def flush_cache(self) -> int | None:
         """Empties the prefix cache. Returns the pages it held; None, with nothing done, while there are requests."""
         cache = self.memory.cache
-        if self._waiting or self._running:
+        if self._waiting or self._running or self._compiling:
             return None
         return cache.clear() if cache is not None else 0
 
@@ -137,6 +163,7 @@ class Scheduler:
 
     def run_once(self) -> list[Tokens | Failed]:
         """One iteration. Returns what there is to tell the front."""
+        self._take_compiled()
         self._admit()
         launched = self._launch_prefill() + self._launch_step()
         keep = launched if self._limits.overlap else 0
@@ -165,6 +192,7 @@ class Scheduler:
         for request in [*self._running]:
             self._vacate(request)
         self._waiting.clear()
+        self._compiling.clear()
         self._inflight.clear()
 
     # Admission.
@@ -258,7 +286,8 @@ class Scheduler:
         if launch is None:
             return 0
         self._inflight.append(_InFlight(launch, requests))
-        for request in requests:
+        self._end_failed(requests)
+        for request in [r for r in requests if r.slot >= 0]:
             request.pending += not request.prefilling
             self._begun += not request.prefilling
             if self.memory.remember(request):
@@ -293,9 +322,18 @@ class Scheduler:
         for request in ready:
             request.inflight += item.adds
             request.pending += 1
+        self._end_failed(ready)
         self._counters.steps += 1
         self._begun = 0
         return 1
+
+    def _end_failed(self, requests: Sequence[Request]) -> None:
+        """Ends those whose grammars can't follow their answers any further."""
+        failed, self.runner.failed = self.runner.failed, {}
+        for request in [r for r in requests if r.slot in failed]:
+            reason = failed[request.slot]
+            self._vacate(request)
+            self._outbox.append(Failed(request.rid, f"the grammar can't follow the answer: {reason}"))
 
     def _ready(self) -> list[Request]:
         """Those that a step may serve."""

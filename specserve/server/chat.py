@@ -83,7 +83,7 @@ async def _chat(front: Front, request: ChatRequest) -> Response:
     with front.place(request.choices, "n"):
         prompt = await front.encode_chat(of_request(request.messages))
         params = await with_prediction(front, request, params)
-        params = await with_grammar(request, params, front.has_tokenizer)
+        params = await with_grammar(request, params, front.no_grammars)
         front.check(prompt, params, "messages")
         jobs = [Job(prompt, params, choice, request.streams_runs) for choice in range(request.choices)]
         writer = _Writer(front, request, jobs)

@@ -83,7 +83,7 @@ async def _complete(front: Front, request: CompletionRequest) -> Response:
         raise FieldError(name, words)
     with front.place(count, name):
         params = await with_prediction(front, request, params)
-        params = await with_grammar(request, params, front.has_tokenizer)
+        params = await with_grammar(request, params, front.no_grammars)
         prompts = [await _Prompt.of(front, item, name, params, request.echo) for name, item in given.items()]
         writer = _Writer(front, request, prompts, params)
         writer.generation.submit()

@@ -103,6 +103,14 @@ class Front:
         return 0.0 if self.settings.requests_all_greedy else 1.0
 
     @property
+    def no_grammars(self) -> str | None:
+        """Why requests can't have grammars, None where they can."""
+        if not self.has_tokenizer:
+            return "this server runs without a tokenizer"
+        reason = self.engine.info.get("no_grammars")
+        return None if reason is None else str(reason)
+
+    @property
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 

@@ -103,6 +103,10 @@ def _forms(request: StructuredRequest) -> Iterator[tuple[str, Callable[[], str]]
         if (value := getattr(request, name)) is not None:
             yield name, partial(make_it, value)
     if (outputs := request.structured_outputs) is not None:
+        if not outputs.model_fields_set:
+            raise FieldError(
+                "structured_outputs", "says nothing: json, regex, choice, grammar or json_object"
+            )
         if outputs.json_object:
             yield "structured_outputs.json_object", grammar.json_object
         for name, make_it in _OF_OUTPUTS.items():
@@ -128,18 +132,18 @@ _OF_OUTPUTS: dict[str, Callable[[Any], str]] = {
 
 
 async def with_grammar(
-    request: StructuredRequest, params: SamplingParams, has_tokenizer: bool
+    request: StructuredRequest, params: SamplingParams, no_grammars: str | None
 ) -> SamplingParams:
-    """The same with the grammar of what the request says that its answer must be. Raises FieldError naming what can't
-    be enforced."""
+    """The same with the grammar of what the request says that its answer must be. ``no_grammars``: why there can be
+    none. Raises FieldError naming what can't be enforced."""
     forms = list(_forms(request))
     if not forms:
         return params
     param, make = forms[0]
     if len(forms) > 1:
         raise FieldError(forms[1][0], f"an answer has one form, and {param} is given")
-    if not has_tokenizer:
-        raise FieldError(param, "this server runs without a tokenizer")
+    if no_grammars is not None:
+        raise FieldError(param, no_grammars)
     begin = time.monotonic()
     try:
         text = await asyncio.to_thread(make)

@@ -22,7 +22,7 @@ from specserve.layers.batch import TokenBatch
 from specserve.speculation.commit import follow
 from specserve.speculation.context import Context, PromptTokens, TargetStates, View
 from specserve.speculation.logprobs import Logprobs, prompt_logprobs
-from specserve.speculation.sampler import Choices, only, open_sampling
+from specserve.speculation.sampler import Allowed, Choices, open_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class PromptChunks:
     longest: int
     spans: Sequence[tuple[int, int]] | None
     scored: Scored | None = None
-    allowed_BV: Tensor | None = None  # bool, what may be chosen; None: anything
+    allowed: Allowed | None = None  # what may be chosen after some of the runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     hidden_XH, tapped = context.target(batch)
     end_B = position_T[last_B] + 1
     logits_BV = context.target.logits(hidden_XH[last_B] if every else hidden_XH)
-    choosable_BV = logits_BV if chunks.allowed_BV is None else only(logits_BV, chunks.allowed_BV)
+    choosable_BV = logits_BV if chunks.allowed is None else chunks.allowed.of(logits_BV)
     token_B = _first_tokens(context, view, choosable_BV, end_B, chunks.final_B)
     prompts = PromptTokens(
         chunks.token_T, position_T, page_T, offset_T, chunks.q_start, end_B, token_B, chunks.final_B

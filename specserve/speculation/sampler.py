@@ -63,6 +63,19 @@ class Choices:
         return cls(rows_B, position_B, rows_B[:, None][:, :0], None)
 
 
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What may be chosen in rows ``index_N`` of logits: booleans ``[N, V]``. In others anything may."""
+
+    index_N: Tensor
+    allowed_NV: Tensor
+
+    def of(self, logits_XV: Tensor) -> Tensor:
+        """The logits, minus infinity where nothing may be chosen."""
+        logits_NV = logits_XV[self.index_N].masked_fill(~self.allowed_NV, -torch.inf)
+        return logits_XV.index_copy(0, self.index_N, logits_NV)
+
+
 class Sampling(Protocol):
     """The sampler of one launch."""
 
@@ -202,11 +215,6 @@ def _history(choices: Choices, table: SamplingState, vocab: VocabMap | None) -> 
     if vocab is not None:
         counts_NV, in_prompt_NV = counts_NV[:, vocab.ids], in_prompt_NV[:, vocab.ids]
     return counts_NV, in_prompt_NV
-
-
-def only(logits_NV: Tensor, allowed_NV: Tensor) -> Tensor:
-    """The logits of what is allowed; nothing else is ever chosen."""
-    return logits_NV.masked_fill(~allowed_NV, -torch.inf)
 
 
 def best(scores_NV: Tensor) -> Tensor:

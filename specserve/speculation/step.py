@@ -19,7 +19,7 @@ from specserve.attention.paged import PagedAttend
 from specserve.layers.batch import TokenBatch
 from specserve.speculation.commit import commit, follow
 from specserve.speculation.context import Context, TargetStates, View
-from specserve.speculation.sampler import Choices, Sampling, only
+from specserve.speculation.sampler import Allowed, Choices, Sampling
 from specserve.speculation.shape import StepShape
 
 
@@ -58,10 +58,10 @@ def plant_and_verify(context: Context, view: View, shape: StepShape) -> Verified
     return Verified(view, sampling, tree, logits_TV, states)
 
 
-def settle(context: Context, verified: Verified, allowed_TV: Tensor | None = None) -> StepResult:
-    """The step's second half: choose, accept, commit. ``allowed_TV``: what may follow each node, None for all."""
+def settle(context: Context, verified: Verified, allowed: Allowed | None = None) -> StepResult:
+    """The step's second half: choose, accept, commit. ``allowed``: what may follow some nodes."""
     view, tree = verified.view, verified.tree
-    logits_TV = verified.logits_TV if allowed_TV is None else only(verified.logits_TV, allowed_TV)
+    logits_TV = verified.logits_TV if allowed is None else allowed.of(verified.logits_TV)
     chosen_T = verified.sampling.choose(logits_TV, Choices.after_nodes(tree))
     accepted = accept_path(tree, chosen_T, view.slots)
     commit(context, view, accepted, verified.states, in_place=tree.is_chain)

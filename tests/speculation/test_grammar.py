@@ -9,12 +9,13 @@ from typing import Any
 from unittest.mock import patch
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 
 from specserve import LLM, SamplingParams, grammar
 from specserve.config.paths import BUNDLED_MODEL
-from specserve.engine.grammars import Grammars, step_masks
+from specserve.engine.grammars import Grammars
 from specserve.speculation.control.cost import CostModel
 from tests.engines import Checkpoints, answer_one, make_scheduler
 
@@ -106,35 +107,88 @@ def test_drafts_change_no_text(how: str, overlap: str, plain: list[tuple[str, st
     assert found == plain
 
 
-def test_masks_of_a_tree_are_those_of_its_paths() -> None:
-    """Whatever the order of branches; of tokens that may not be where they are, none is needed."""
-    grammars = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0])
-    rng = random.Random(0)
-    for index in range(30):
-        text = GRAMMARS[[*GRAMMARS][index % 4]]
+RECURSIVE = {
+    "brackets": 'start: s\ns: "(" s ")" | "x" | s s |',
+    "a limit of tokens": "start: a\na[max_tokens=3]: /[a-z]*/",
+    "a schema of itself": grammar.json_schema({"$defs": {"n": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},
+                                               "type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*GRAMMARS, *RECURSIVE])
+def test_masks_of_a_tree_are_those_of_its_paths(name: str) -> None:
+    """Whatever the order of branches, and however often a matcher is asked; of tokens that may not be where they are
+    none is needed."""
+    grammars, text = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0]), {**GRAMMARS, **RECURSIVE}[name]
+    rng, output = random.Random(0), []
+    live = grammars.start(text, [])
+    for _ in range(12):
         tokens, parents, paths = [0], [0], [[]]
-        for node in range(1, 24):
+        for node in range(1, 20):
             parent = rng.randrange(node)
-            allowed = _bits(grammars.start(text, paths[parent]).mask()) if paths[parent] is not None else []
-            good = bool(len(allowed)) and rng.random() < 0.8
-            token = int(rng.choice(allowed)) if good else rng.randrange(4096)
+            path = paths[parent]
+            allowed = [] if path is None else _bits(grammars.start(text, [*output, *path]).mask())
+            token = int(rng.choice(allowed)) if len(allowed) and rng.random() < 0.8 else rng.randrange(4096)
             tokens.append(token)
             parents.append(parent)
-            fits = paths[parent] is not None and token in allowed and token != 0
-            paths.append([*paths[parent], token] if fits else None)
-        matcher = grammars.start(text, [])
-        for _ in range(2):  # the walk leaves no trace
-            found = step_masks(
-                {1: matcher}, [7, *tokens], [0, *(p + 1 for p in parents)], [0, 1, 25], grammars.words
-            )
-            assert (found[0] == -1).all()
-            for mask, path in zip(found[1:], paths, strict=True):
-                if path is not None:
-                    assert np.array_equal(mask, grammars.start(text, path).mask())
+            paths.append([*path, token] if path is not None and token in allowed and token != 0 else None)
+        found = live.masks(tokens, parents)
+        for mask, path in zip(found, paths, strict=True):
+            if path is not None:
+                assert np.array_equal(mask, grammars.start(text, [*output, *path]).mask())
+        more = rng.choice([path for path in paths if path is not None])[:2]
+        live.consume(more)
+        output += more
 
 
 def _bits(mask: Any) -> Any:
     return np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]
+
+
+@pytest.mark.parametrize("name", ["brackets", "a limit of tokens"])
+def test_drafts_change_no_text_of_odd_grammars(name: str) -> None:
+    params = [
+        SamplingParams(temperature=1.2, seed=i, max_tokens=24, grammar=RECURSIVE[name]) for i in range(12)
+    ]
+    found = []
+    for algorithm in ("NONE", "NGRAM", "EAGLE3"):
+        shape = SHAPES["tree"]["shape"] if algorithm != "NONE" else ()
+        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        given: dict[str, Any] = dict(zip(names, shape, strict=False))
+        with LLM(
+            dtype="float64", cpu_threads=1, context_length=128, speculative_algorithm=algorithm, **given
+        ) as llm:
+            found.append([each.text for each in llm.generate(["a"] * 12, params)])
+    assert found[0] == found[1] == found[2]
+
+
+def test_grammars_that_nest_deeply_or_choose_among_many() -> None:
+    """They take no process down, and are compiled where nobody waits."""
+    rules = "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(6000)) + '\na6000: "x"'
+    grammars = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0])
+    assert len(_bits(grammars.start(grammar.lark(rules), []).mask())) == 1
+    many = [f"item {i}" for i in range(8000)]
+    with LLM(cpu_threads=1) as llm:
+        (found,) = llm.generate(["One:"], SamplingParams(grammar=grammar.choice(many), seed=1, max_tokens=20))
+    assert found.text in many
+
+
+def test_an_answer_that_its_grammar_can_not_follow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fails alone; the one next to it, and the next with the same grammar, go on. Nothing of it is logged."""
+    monkeypatch.setattr("specserve.engine.grammars.MOST_ITEMS", 300)
+    ambiguous, ends = 'start: s\ns: s s | "a" | s s s', dict.fromkeys(range(6), -100.0)
+    params = SamplingParams(grammar=ambiguous, temperature=0, max_tokens=100, logit_bias=ends)
+    free, few = SamplingParams(temperature=0, max_tokens=30), msgspec.structs.replace(params, max_tokens=3)
+    for algorithm in ("NONE", "NGRAM"):
+        with LLM(cpu_threads=1, context_length=512, speculative_algorithm=algorithm) as llm:
+            with pytest.raises(ValueError, match="the grammar can't follow the answer"):
+                llm.generate(["a", "b"], [params, free])
+            short, other = llm.generate(["a", "b"], [few, free])
+        assert re.fullmatch("a+", short.text)
+        assert len(other.token_ids) > 3
+    assert "aaa" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -144,14 +198,13 @@ def _bits(mask: Any) -> Any:
         (lambda: grammar.json_schema({"type": "intger"}), "Invalid type: intger"),
         (lambda: grammar.json_schema("{"), "is no JSON"),
         (lambda: grammar.json_schema('{}, "x": {}'), "is no JSON"),
-        (
-            lambda: grammar.json_schema({"not": {}, "x-guidance": {"lenient": True}}),
-            'Unimplemented keys: ["not"]',
-        ),
+        (lambda: grammar.json_schema({"x-guidance": {"item_separator": ";"}}), "x-guidance can't be given"),
+        (lambda: grammar.json_schema("false"), "false allows nothing"),
+        (lambda: grammar.lark('start: a\na[temperature=0.5]: "a"'), "no temperature of its own"),
         (lambda: grammar.regex("(a"), "invalid regex"),
         (lambda: grammar.lark('start: "a" | b'), 'unknown name: "b"'),
         (lambda: grammar.choice([]), "one text or more"),
-        (lambda: grammar.regex("a" * (grammar.MOST + 1)), "at most 1048576"),
+        (lambda: grammar.regex("a" * (grammar.MOST + 1)), "at most 131072"),
         (lambda: SamplingParams(grammar=GRAMMARS["regex"], min_tokens=2), "min_tokens: "),
         (lambda: SamplingParams(grammar=GRAMMARS["regex"], ignore_eos=True), "ignore_eos: "),
     ],
