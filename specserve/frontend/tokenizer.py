@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,13 @@ from specserve.frontend.detokenizer import Detokenizer
 from specserve.frontend.template import ChatTemplate
 
 CHARACTERS = 16  # a token, at most, of a text that is tokenized at once
+
+
+def hide_torch() -> None:
+    """Keeps PyTorch out of this process, which Transformers imports where it finds it: no tokenizer has a use for it,
+    unless its code comes with the model. Does nothing once it is imported."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # None: there is no such module
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that PyTorch is missing
 
 
 class TooLong(ValueError):

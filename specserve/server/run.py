@@ -132,9 +132,11 @@ async def _load(front: Front, server: Server, listener: socket.socket) -> None:
 
 
 def _load_tokenizer(path: str, settings: Settings) -> Tokenizer:
-    import transformers
+    from specserve.frontend.tokenizer import Tokenizer, hide_torch
 
-    from specserve.frontend.tokenizer import Tokenizer
+    if not settings.trust_remote_code:
+        hide_torch()
+    import transformers
 
     transformers.logging.get_logger()  # from here on it has a handler of its own
     adopt_loggers()

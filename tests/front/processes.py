@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# A fake engine needs no PyTorch, and Transformers' tokenizers start in a third of the time without it.
 RUN = (
-    "import sys; sys.modules['torch'] = None; from specserve import launch; from tests.front import fake_engine;"
+    "import sys; from specserve import launch; from tests.front import fake_engine;"
     "launch.end(launch.main(sys.argv[2:], getattr(fake_engine, sys.argv[1])))"
 )
 
@@ -32,7 +31,6 @@ class Server:
             **{name: value for name, value in os.environ.items() if not name.startswith("SPECSERVE_")},
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
             "PYTHONWARNINGS": "default",
-            "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # nothing is said of a PyTorch that is missing
         }
         self.process = subprocess.Popen(
             [sys.executable, *arguments], cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True
