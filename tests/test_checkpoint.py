@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import re
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,9 +20,24 @@ from examples.bundled_model.save_target import save_target
 from specserve.layers.batch import TokenBatch
 from specserve.models.checkpoint import TensorFiles, load_target
 from specserve.tools.train.attend import CausalAttend
+from tests.reference.models import make_llama
 from tests.train_models import tiny_batch, tiny_config, tiny_target
 
 CPU = torch.device("cpu")
+LOAD = """
+import sys, torch
+from pathlib import Path
+from specserve.models.checkpoint import load_target
+
+def peak():
+    found = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+    return int(found.split()[1]) * 1024
+
+torch.zeros(1) + 1
+begin = peak()
+model = load_target(Path(sys.argv[1]), torch.float32, torch.device("cpu"))
+print(peak() - begin, sum(each.nbytes for each in model.parameters()))
+"""
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -82,3 +102,34 @@ def test_names_are_canonical(tmp_path: Path) -> None:
     save_file({name: torch.zeros(1) for name in names}, tmp_path / "model.safetensors")
     found = TensorFiles(tmp_path).names()
     assert sorted(found) == ["fc.weight", "layers.0.hidden_norm.weight", "layers.0.mlp.down_proj.weight"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_loading_holds_no_second_copy(tmp_path: Path) -> None:
+    """Neither its own nor the file's pages: a container's limit counts both."""
+    path = make_llama(tmp_path, hidden=512, inner=2048, layers=10)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(path)], env=environ, capture_output=True, text=True, check=True
+    )
+    peak, size = map(int, done.stdout.split())
+    assert size > 150e6
+    assert peak < 1.5 * size
+
+
+def test_the_log_says_how_fast_weights_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        load_target(make_llama(tmp_path), torch.float32, CPU)
+    (line,) = [message for message in caplog.messages if "read" in message]
+    assert re.fullmatch(rf"{re.escape(str(tmp_path))}: read 0\.00 GB in \d+\.\d s, \d+\.\d\d GB/s", line)
+
+
+def test_nothing_is_read_of_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_llama(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": torch.zeros(3, 3)}, path / "model.safetensors")
+    copied: list[object] = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *given: copied.append(given))
+    with pytest.raises(ValueError, match=r"lm_head.weight has shape \[3, 3\]"):
+        load_target(path, torch.float32, CPU)
+    assert not copied

@@ -252,16 +252,21 @@ def slot_positions(config: EngineConfig, plan: ShapePlan) -> int:
 
 def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
     """Raises ValueError where the device has not so much memory."""
+    begin = time.perf_counter()
+    tokens, size = pages * config.page_size, pages * config.page_bytes / 2**30
     try:
-        return KVPool(config, pages, device)
+        pool = KVPool(config, pages, device)
     except RuntimeError as error:
         if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
             raise
-        tokens, size = pages * config.page_size, pages * config.page_bytes / 2**30
         raise ValueError(
             f"--max-total-tokens: a KV pool of {tokens} tokens takes {size:.1f} GiB, which the {device.type} does not "
             "have; expected fewer tokens"
         ) from None
+    if device.type != "meta":
+        seconds = time.perf_counter() - begin
+        log.info("the KV pool holds %d tokens in %.2f GiB, made in %.1f s", tokens, size, seconds)
+    return pool
 
 
 def _attention(config: EngineConfig, pool: PoolConfig) -> AttentionBackend:
