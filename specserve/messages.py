@@ -1,7 +1,7 @@
 """What the front process and the engine say to each other: one direction each way, no call-backs.
 
-Front to engine: Submit, Abort, Flush. Engine to front: Tokens, Failed, Flushed, Stats, Ready, Broken. Encoded with
-msgpack, as lists: all that there is to say at a time travels together (docs/decisions).
+Front to engine: Submit, Abort, Flush. Engine to front: Starting, Ready, Tokens, Failed, Flushed, Stats, Broken.
+Encoded with msgpack, as lists: all that there is to say at a time travels together (docs/decisions).
 """
 
 from __future__ import annotations
@@ -148,6 +148,12 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     eager_steps: int = 0
 
 
+class Starting(msgspec.Struct, tag=True, frozen=True):
+    """What the engine is at while it does not serve yet."""
+
+    phase: str
+
+
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The engine serves. ``info`` is what it resolved: model, context length, pool size, speculation."""
 
@@ -162,7 +168,7 @@ class Broken(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Submit | Abort | Flush
-ToFront = Tokens | Failed | Flushed | Stats | Ready | Broken
+ToFront = Starting | Ready | Tokens | Failed | Flushed | Stats | Broken
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(list[ToEngine]).decode

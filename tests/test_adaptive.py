@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from specserve import LLM, SamplingParams
 from specserve.config import make_settings, resolve
 from specserve.core import Speculation
 from specserve.engine.shapes import AdaptiveShapes, candidate_shapes
+from specserve.process import phase
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
@@ -112,6 +114,24 @@ def counted(run: Callable[[], None]) -> float:
     with Operators() as operators:
         run()
     return operators.count
+
+
+def test_a_start_says_what_it_is_at(agreeing: Checkpoints) -> None:
+    phases: list[str] = []
+    token = phase.HEARS.set(phases.append)
+    try:
+        LLM(**drafted(agreeing)).close()
+    finally:
+        phase.HEARS.reset(token)
+    assert phases == [
+        "reading the model's weights",
+        "reading the draft",
+        "making the KV pool",
+        "choosing threads",
+        "measuring steps",
+    ]
+    page = (Path(__file__).parents[1] / "docs" / "operating.md").read_text()
+    assert all(f"`{name}`" in page for name in phases)
 
 
 def test_costs_are_measured_at_start(agreeing: Checkpoints) -> None:

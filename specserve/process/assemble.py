@@ -40,6 +40,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.draft.token_map import read_named_map
 from specserve.models.llama import LlamaModel
 from specserve.models.special_tokens import special_tokens
+from specserve.process import phase
 from specserve.scheduler.admission import Admission
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import DynamicMapObserver
@@ -94,15 +95,18 @@ def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = l
         torch.set_num_threads(config.cpu_threads)
     context = create_context(config, plan)
     if config.device == "cpu" and config.cpu_threads is None:
+        phase.enter("choosing threads")
         choose_threads(context, min(config.cores, torch.get_num_threads()))
     before_launch()
-    captured = plan.captured()
+    if captured := plan.captured():
+        phase.enter("capturing CUDA graphs")
     graphs = (
         Graphs.capture(context, captured, sizes_within(config.context_length)) if captured else Graphs({})
     )
     policy = shape_policy(plan, context, graphs)
     runner = Runner(context, graphs.steps, graphs.prompts, graphs.capture_next)
     if config.device == "cuda":
+        phase.enter("warming up")
         runner.warm_up(config.longest_launch)
     return assemble(config, plan, runner, policy, graphs)
 
@@ -181,6 +185,7 @@ def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePoli
     """What chooses among them; measured costs first, where it needs them."""
     if not plan.adaptive:
         return StaticShapes(plan.speculation, plan.padding)
+    phase.enter("measuring steps")
     begin = time.perf_counter()
     if graphs.steps:
         cost = measure_graphs(context, graphs.steps)
@@ -208,7 +213,9 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     """Target, draft, pool and state on the device."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     positions = slot_positions(config, plan)
+    phase.enter("reading the model's weights")
     target = load_target(config.model_path, dtype, device, max_positions=positions)
+    phase.enter("reading the draft")
     drafter = create_drafter(config, target, positions, dtype)
     pack_linears(target)  # last: a draft may pick rows of the plain head
     pool_config = PoolConfig(
@@ -219,6 +226,7 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
         dtype=dtype,
     )
     pages = pool_pages(pool_config, config.max_total_tokens, config.mem_fraction_static, device)
+    phase.enter("making the KV pool")
     attention = _attention(config, pool_config)
     state = DecodeState(
         slots=config.max_running_requests,

@@ -18,6 +18,7 @@ from specserve.messages import (
     Flush,
     Flushed,
     Ready,
+    Starting,
     Stats,
     Submit,
     ToEngine,
@@ -28,6 +29,7 @@ from specserve.messages import (
 
 State = Literal["loading", "ready", "broken", "stopped"]
 Send = Callable[[ToEngine], None]
+FIRST_PHASE = "starting the engine's process"  # which says nothing yet
 
 
 class EngineGone(Exception):
@@ -89,6 +91,7 @@ class EngineClient:
 
     def __init__(self, send: Send | None = None) -> None:
         self.state: State = "loading"
+        self.phase = FIRST_PHASE  # of an engine that loads
         self.info: dict[str, Any] = {}
         self.stats: Stats | None = None
         self.failure = Broken("")  # of the latest engine that broke
@@ -114,7 +117,7 @@ class EngineClient:
         if self.state == "stopped":
             return
         self.restarts += self.state == "broken"
-        self.state, self._send = "loading", send
+        self.state, self.phase, self._send = "loading", FIRST_PHASE, send
         self.settled.clear()
         self.gone.clear()
 
@@ -165,6 +168,8 @@ class EngineClient:
                 done = self._flushes.popleft()
                 if not done.done():
                     done.set_result(message.pages)
+            case Starting():
+                self.phase = message.phase
             case Ready() if self.state == "loading":
                 self.info = message.info
                 self.state = "ready"

@@ -29,6 +29,7 @@ from specserve.messages import (
     Flush,
     Flushed,
     Ready,
+    Starting,
     Stats,
     Submit,
     ToEngine,
@@ -37,6 +38,7 @@ from specserve.messages import (
     decode_to_engine,
     encode,
 )
+from specserve.process import phase
 
 if TYPE_CHECKING:
     from specserve.config.engine import EngineConfig
@@ -111,7 +113,12 @@ def load_engine(config: EngineConfig) -> Scheduler:
     from specserve.process.compile import CompileAhead
 
     ahead = CompileAhead.begin(config)
-    scheduler = create_scheduler(config, ahead.wait)
+
+    def wait() -> None:
+        phase.enter("compiling kernels")
+        ahead.wait()
+
+    scheduler = create_scheduler(config, wait)
     ahead.load()
     return scheduler
 
@@ -149,6 +156,7 @@ def _end_with_parent(addresses: Addresses) -> NoReturn:
 
 def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
     """Returns the exit code."""
+    phase.HEARS.set(lambda name: _send(outbox, [Starting(name)]))
     try:
         built = build(settings)
     except ValueError as error:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import msgspec
+
 from specserve.config import Settings, make_settings
 from specserve.core import Capacity, FieldError, SamplingParams
 from specserve.frontend.conversation import Conversation
@@ -19,6 +21,7 @@ from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer, TooLong
 from specserve.metrics.front import Metrics
 from specserve.process.client import EngineClient
+from specserve.server import schema
 from specserve.server.errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -88,6 +91,19 @@ class Front:
         if self.engine.state != "ready":
             return self.engine.words
         return None if self._loaded else "the model is loading"
+
+    @property
+    def health(self) -> schema.Health | schema.Unready:
+        """What those hear who ask whether to send requests."""
+        state = self.engine.state
+        if self.stopping or state == "stopped":
+            return schema.Unready("stopping")
+        reason = self.engine.failure.message or msgspec.UNSET
+        if state == "broken":
+            return schema.Unready("failed", reason=reason)
+        if state == "loading":
+            return schema.Unready("starting", self.engine.phase, reason)
+        return schema.Health() if self._loaded else schema.Unready("starting", "loading the tokenizer")
 
     @property
     def context_length(self) -> int:

@@ -31,9 +31,17 @@ _ERRORS: Responses = {
 }
 
 
-def answers(model: type[msgspec.Struct], stream: type[msgspec.Struct] | None = None) -> Responses:
-    """The answers of a route: ``model`` as JSON; ``stream`` is what the data of each event of a stream holds."""
+def answers(
+    model: type[msgspec.Struct],
+    stream: type[msgspec.Struct] | None = None,
+    unready: type[msgspec.Struct] | None = None,
+) -> Responses:
+    """The answers of a route: ``model`` as JSON; ``stream`` is what the data of each event of a stream holds;
+    ``unready`` what 503 says, where it is no error."""
     found: dict[str, Any] = {"application/json": {"schema": _is(model)}}
+    if unready is not None:
+        content = {"application/json": {"schema": _is(unready)}}
+        return {**answers(model), 503: {"content": content, "description": "No request would be served"}}
     if stream is None:
         return {200: {"content": found, "description": "An answer"}, **_ERRORS}
     said = {

@@ -13,7 +13,7 @@ from specserve.frontend.conversation import Messages, of_request
 from specserve.frontend.fields import ListOf, Strict, Text
 from specserve.process.client import EngineGone
 from specserve.server import schema
-from specserve.server.errors import ApiError
+from specserve.server.errors import RETRY_AFTER, ApiError
 from specserve.server.front import Front
 from specserve.server.openapi import answers
 from specserve.server.protocol import Int
@@ -50,11 +50,13 @@ def add_figures(app: FastAPI, front: Front) -> None:
     """Adds the routes that say how the server is."""
 
     @app.head("/health", include_in_schema=False)
-    @app.get("/health", response_model=None, responses=answers(schema.Health))
+    @app.get("/health", response_model=None, responses=answers(schema.Health, unready=schema.Unready))
     async def get_health() -> Response:
-        if front.unready is not None:
-            raise ApiError(503, front.unready, code="not_ready")
-        return Json(schema.Health())
+        """200 when a request would be served, else 503 and whether it starts, has failed or stops."""
+        health = front.health
+        if isinstance(health, schema.Unready):
+            return Json(health, 503, {"retry-after": str(RETRY_AFTER[503])})
+        return Json(health)
 
     @app.head("/live", include_in_schema=False)
     @app.get("/live", response_model=None, responses=answers(schema.Live))

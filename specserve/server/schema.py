@@ -161,6 +161,14 @@ class Health(Answer):
     status: Literal["ok"] = "ok"
 
 
+class Unready(Answer):
+    """``phase``: what a starting server is at. ``reason``: why there is no engine, or why the one before is gone."""
+
+    status: Literal["starting", "failed", "stopping"]
+    phase: str | UnsetType = UNSET
+    reason: str | UnsetType = UNSET
+
+
 class Live(Answer):
     status: Literal["alive"] = "alive"
 

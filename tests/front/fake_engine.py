@@ -15,6 +15,7 @@ from pathlib import Path
 from specserve.config import Settings, resolve_paths
 from specserve.core import SpeculationUsage, TokenLogprob
 from specserve.messages import Failed, Stats, Submit, Tokens
+from specserve.process import phase
 from specserve.process.worker import Built
 
 CONTEXT = 256
@@ -150,6 +151,7 @@ def build_slow(settings: Settings) -> Built:
 
 def build_for_ever(settings: Settings) -> Built:
     """Says that it has begun, and never ends."""
+    phase.enter("building for ever")
     print("building", file=sys.stderr, flush=True)
     threading.Event().wait()
     raise AssertionError

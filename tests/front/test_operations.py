@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from specserve.config import SETTINGS, Settings
 from specserve.core import SamplingParams
-from specserve.messages import Abort, Broken, Failed, Stats, Submit, ToEngine, Tokens
+from specserve.messages import Abort, Broken, Failed, Ready, Starting, Stats, Submit, ToEngine, Tokens
 from specserve.process.client import EngineClient
 from specserve.server.app import create_app
 from specserve.server.front import Front
@@ -88,14 +89,43 @@ def test_nothing_is_served_while_loading() -> None:
     engine = EngineClient(lambda _: None)
     front = Front(Settings(served_model_name=("tiny",)), engine)
     with TestClient(create_app(front)) as client:
-        assert client.get("/health").status_code == 503
         response = client.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
-        assert response.status_code == 503
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
         assert response.json()["error"]["message"] == "the model is loading"
         assert client.get("/server_info").json()["status"] == "the model is loading"
         engine.fail(Broken("out of luck"))
-        assert "out of luck" in client.get("/health").json()["error"]["message"]
         assert client.get("/live").json() == {"status": "alive"}
+    front.close()
+
+
+def test_health_tells_starting_from_broken() -> None:
+    engine = EngineClient(lambda _: None)
+    front = Front(Settings(served_model_name=("tiny",)), engine)
+    with TestClient(create_app(front)) as client:
+
+        def health() -> Any:
+            answer = client.get("/health")
+            assert answer.status_code == (200 if answer.json()["status"] == "ok" else 503)
+            assert answer.headers.get("retry-after") == (None if answer.status_code == 200 else "5")
+            return answer.json()
+
+        assert health() == {"status": "starting", "phase": "starting the engine's process"}
+        engine.receive(Starting("reading"))
+        assert health() == {"status": "starting", "phase": "reading"}
+        engine.fail(Broken("out of luck"))
+        assert health() == {"status": "failed", "reason": "out of luck"}
+        engine.connect(lambda _: None)
+        assert health() == {
+            "status": "starting",
+            "phase": "starting the engine's process",
+            "reason": "out of luck",
+        }
+        engine.receive(Ready({}))
+        assert health() == {"status": "starting", "phase": "loading the tokenizer"}
+        front.finish_loading(None)
+        assert health() == {"status": "ok"}
+        engine.stop()
+        assert health() == {"status": "stopping"}
     front.close()
 
 

@@ -224,6 +224,19 @@ def test_stop_while_the_tokenizer_loads(model: Path) -> None:
     assert "Traceback" not in "".join(server.lines)
 
 
+def test_health_says_what_the_engine_is_at(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with running("build_for_ever", model, "--port", str(port)) as server:
+        server.url = f"http://127.0.0.1:{port}"
+        wait(lambda: "building\n" in server.lines, 60)
+        body = {"status": "starting", "phase": "building for ever"}
+        wait(lambda: json.loads(server.get("/health")[1]) == body, 10)
+        assert server.get("/health")[0] == 503
+        assert server.get("/v1/models")[0] == 503
+        assert server.stop() == 0
+
+
 def test_engine_ends_with_its_parent(model: Path) -> None:
     with running("build_echo", model) as server:
         server.wait_ready()

@@ -82,6 +82,10 @@ def test_answers_of_all_routes(serve: Serve) -> None:
     ):
         msgspec.json.decode(client.post(route, json=body).content, type=described)
     msgspec.json.decode(client.get("/v1/models/none").content, type=schema.Error)
+    client.app.state.front.stopping = True  # type: ignore[attr-defined]
+    msgspec.json.decode(client.get("/health").content, type=schema.Unready)
+    unready = client.get("/openapi.json").json()["paths"]["/health"]["get"]["responses"]["503"]
+    assert unready["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Unready"}
 
 
 @pytest.mark.parametrize("settings", [{}, {"skip_tokenizer_init": True}])
