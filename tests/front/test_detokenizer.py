@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -156,3 +157,26 @@ def test_bytes_of_tokens() -> None:
     ids = fallback._tokenizer.convert_tokens_to_ids
     assert [fallback.token_bytes(ids(piece)) for piece in ("▁world", "<0xE2>")] == [b" world", b"\xe2"]
     assert byte_level.token_bytes(10_000) == b""
+
+
+@pytest.mark.parametrize(
+    ("make", "pool"), [(byte_tokenizer, [*range(260)]), (sentence_piece_tokenizer, [0, *range(257, 262)])]
+)
+def test_texts_are_the_librarys(make: Callable[[], Any], pool: list[int]) -> None:
+    """Of all but the bytes of a fallback, whichever of its methods is called."""
+    theirs, rng = make(), random.Random(2)
+    ours = Tokenizer(theirs)
+    for _ in range(100):
+        tokens = rng.choices(pool, k=rng.randrange(9))
+        for skip in (False, True):
+            expected = theirs.decode(tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert ours.decode(tokens, skip) == expected
+
+
+def test_a_class_of_its_own_decodes_as_it_likes() -> None:
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, *given: Any, **named: Any) -> str:
+            return str(super()._decode(*given, **named)).upper()
+
+    backend = byte_tokenizer().backend_tokenizer
+    assert Tokenizer(Loud(tokenizer_object=backend)).decode(list(b"ab c")) == "AB C"
