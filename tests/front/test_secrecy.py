@@ -197,7 +197,7 @@ def test_keys_are_compared_in_constant_time(serve: Serve, monkeypatch: pytest.Mo
 
 
 def test_no_file_is_unpickled_with_code() -> None:
-    """Each ``torch.load`` of the package reads weights only, and nothing else reads pickles but what a process sends its child."""
+    """Each ``torch.load`` of the package reads weights only; else a child reads what its process sends it."""
     loads = []
     for file in Path(specserve.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
