@@ -72,7 +72,7 @@ class Message(Strict):
     content: Texts | None = None
     """Text, or parts that are joined as they are. Required, except with `tool_calls`."""
     name: Text | None = None
-    """Who of several speaks, if the chat template has a place for it."""
+    """Who of several speaks; left out where the chat template has no place for it."""
     tool_calls: Annotated[ListOf[ToolCall], Field(max_length=MAX_PARTS)] | None = None
     """Calls that an assistant made, if the chat template has a place for them."""
     tool_call_id: Text | None = None

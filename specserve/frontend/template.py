@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from specserve.core import FieldError
 from specserve.frontend.conversation import Conversation, check_results
+
+log = logging.getLogger(__name__)
 
 
 class ChatTemplate:
@@ -14,11 +17,12 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._names_left_out = False  # and the log says so
 
     def render(self, messages: Conversation) -> str:
         """The text up to where the assistant answers. Raises ValueError with the reason when there is no template, or
-        when it refuses the messages; FieldError when it leaves out a text of the system or the user, or a name, of a
-        speaker or of a called function."""
+        when it refuses the messages; FieldError when it leaves out a text of the system or the user, or the name of a
+        called function. Names of speakers that it leaves out are noted once in the log."""
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; use completions instead")
         check_results(messages)
@@ -31,7 +35,16 @@ class ChatTemplate:
         except Exception as error:  # the template's own, or whatever its expressions run into
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None
         _check_whole(messages, text)
+        self._note_names(messages, text)
         return text
+
+    def _note_names(self, messages: Conversation, text: str) -> None:
+        if self._names_left_out or all((m.get("name") or "") in text for m in messages):
+            return
+        self._names_left_out = True
+        log.warning(
+            "the model's chat template has no place for speakers (messages[].name): it leaves them out"
+        )
 
 
 def _check_whole(messages: Conversation, text: str) -> None:
@@ -48,10 +61,8 @@ def _check_whole(messages: Conversation, text: str) -> None:
 
 
 def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What no template rewrites of a message, each after the field that it is in: names, and of what it is told the
-    first line; of earlier answers some leave out the reasoning."""
-    if name := message.get("name"):
-        yield "name", name
+    """What no template rewrites of a message, each after the field that it is in: names of called functions, and of
+    what it is told the first line; of earlier answers some leave out the reasoning."""
     content = message.get("content")
     if message["role"] in ("system", "user") and isinstance(content, str) and content.strip():
         yield "content", content.strip().splitlines()[0].strip()

@@ -39,19 +39,20 @@ class ResponseFormat(Strict):
 
 class ChatRequest(GenerationRequest):
     refused: ClassVar[Mapping[str, Refusal]] = {
+        **GenerationRequest.refused,
         "tools": Refusal(_NO_TOOLS, []),
-        "tool_choice": Refusal(_NO_TOOLS, "none"),
+        "tool_choice": Refusal(_NO_TOOLS, "none", "auto"),
         "parallel_tool_calls": Refusal(_NO_TOOLS, True, False),
         "functions": Refusal(_NO_TOOLS, []),
         "function_call": Refusal(_NO_TOOLS, "none"),
         "audio": Refusal("text alone"),
         "modalities": Refusal("text alone", ["text"]),
-        "reasoning_effort": Refusal("the effort of a model can't be set"),
-        "verbosity": Refusal("the verbosity of a model can't be set"),
+        "reasoning_effort": Refusal("the effort of a model can't be set", "none"),
+        "verbosity": Refusal("the verbosity of a model can't be set", "medium"),
+        "add_generation_prompt": Refusal("an answer is always begun", True),
         "web_search_options": Refusal("there is no web search"),
         "moderation": Refusal("nothing is moderated"),
         "store": Refusal("nothing is stored", False),
-        "metadata": Refusal("nothing is stored", {}),
         "service_tier": Refusal("there are no tiers", "auto", "default"),
         "prompt_cache_options": Refusal("the prefix cache is shared by all and can't be set by request"),
         "prompt_cache_retention": Refusal("the prefix cache can't be set by request"),
@@ -70,6 +71,8 @@ class ChatRequest(GenerationRequest):
     """A label that changes no answer."""
     prompt_cache_key: str | None = None
     """A label that changes no answer; prompts share cached prefixes without it."""
+    metadata: dict[str, str] | None = None
+    """Labels that change no answer."""
 
 
 def add_chat(app: FastAPI, front: Front) -> None:
@@ -100,7 +103,7 @@ def _params(front: Front, request: ChatRequest) -> SamplingParams:
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise FieldError("max_completion_tokens", "differs from max_tokens, its older name")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise FieldError("top_logprobs", "only with logprobs: true")
     return sampling_params(
         request,
@@ -140,7 +143,7 @@ class _Writer(Writer):
             yield ChatCompletionChunk(**self._head, choices=[], usage=self._usage())
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatCompletionChunk:
-        return ChatCompletionChunk(**self._head, choices=[choice], usage=self._usage_of_chunks)
+        return ChatCompletionChunk(**self._head, choices=[choice], usage=self._usage_of_chunk(choice.index))
 
     def _logprobs(self, found: list[TokenLogprob]) -> ChatLogprobs | None:
         return None if self._top is None else chat_logprobs(found, self._top, self._front.tokenizer)

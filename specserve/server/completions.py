@@ -42,6 +42,7 @@ Several = Annotated[ListOf[T], Field(max_length=MAX_ANSWERS)]
 
 class CompletionRequest(GenerationRequest):
     refused: ClassVar[Mapping[str, Refusal]] = {
+        **GenerationRequest.refused,
         "suffix": Refusal("nothing is inserted before a suffix", ""),
     }
     prompt: Text | ListOf[Int] | Several[Text] | Several[ListOf[Int]]
@@ -264,7 +265,7 @@ class _Writer(Writer):
         return self.generation.answers[prompt * count : (prompt + 1) * count]
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
-        return Completion(**self._head, choices=[choice], usage=self._usage_of_chunks)
+        return Completion(**self._head, choices=[choice], usage=self._usage_of_chunk(choice.index))
 
 
 def _best(answers: Sequence[Answer], count: int) -> Sequence[Answer]:

@@ -161,12 +161,7 @@ class Front:
 
     def check(self, prompt: Sequence[int], params: SamplingParams, param: str) -> None:
         """Raises FieldError, which calls the prompt ``param``, for a request that the engine would refuse."""
-        try:
-            self.capacity.check(prompt, params)
-        except FieldError as error:
-            if error.param != "prompt":
-                raise
-            raise FieldError(param, error.reason, error.code) from None
+        self.capacity.check(prompt, params, param)
 
     async def encode(self, text: str, param: str) -> list[int]:
         """Raises ApiError naming ``param`` for a text far longer than the context."""

@@ -49,6 +49,8 @@ class StreamOptions(Strict):
     }
     include_usage: bool | None = None
     """A stream ends with a chunk that holds `usage`."""
+    continuous_usage_stats: bool | None = None
+    """Each chunk holds `usage`: that of its choice, so far."""
 
 
 class PredictionField(Strict):
@@ -68,6 +70,11 @@ class SpeculationField(Strict):
 class GenerationRequest(Strict):
     """The fields that chat and completions share. null means the default, as with OpenAI."""
 
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "priority": Refusal("requests are served in the order of their arrival", 0),
+        "length_penalty": Refusal("there is no beam search", 1),
+        "use_beam_search": Refusal("there is no beam search", False),
+    }
     model: str
     """One of the served names."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
@@ -123,6 +130,11 @@ class GenerationRequest(Strict):
         """Whether a stream ends with a usage chunk: asked for, or the only place for what was asked for."""
         asked = self.stream_options is not None and self.stream_options.include_usage
         return bool(asked or self.return_speculation)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream says what its choice has used so far."""
+        return bool(self.stream_options is not None and self.stream_options.continuous_usage_stats)
 
     @property
     def streams_runs(self) -> bool:

@@ -48,7 +48,7 @@ class Usage(Answer):
     completion_tokens: Natural
     total_tokens: Natural
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: PredictedTokens | UnsetType = UNSET
+    completion_tokens_details: PredictedTokens
     speculation: SpeculationTotals | UnsetType = UNSET
 
 

@@ -45,6 +45,7 @@ def test_whole_answer(serve: Serve) -> None:
         "completion_tokens": 10,
         "total_tokens": prompt + 10,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }
     sent = engine.submitted[0]
     assert bytes(sent.token_ids) == b"user:hello\nassistant:"

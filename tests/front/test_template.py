@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -85,7 +86,6 @@ def test_what_a_template_makes_of_a_text_is_its_own_way(
 @pytest.mark.parametrize(
     ("template", "messages", "words"),
     [
-        (USERS, [{**ASKED, "name": "Ann"}], "messages.0.name: the model's chat template has no place for it (role"),
         (USERS, [SYSTEM, ASKED], "messages.0.content: the model's chat template has no place for it (role system)"),
         (USERS, [ASKED, CALLED, RESULT], "messages.1.tool_calls.0.function.name: "),
         (EITHER, [ASKED, TWO, {**RESULT, "tool_call_id": "8"}], "messages.2.tool_call_id: results come in the order"),
@@ -101,6 +101,20 @@ def test_refused(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, template: str | None, messages: list[Any], words: str
 ) -> None:
     assert words in sent(serve, monkeypatch, template, messages)
+
+
+def test_a_name_without_a_place_is_left_out_and_noted_once(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = [{**ASKED, "name": "Ann"}]
+    with caplog.at_level(logging.WARNING, "specserve"):
+        assert sent(serve, monkeypatch, TOOLS, named) == "user(Ann):1 + 2?;"
+        assert caplog.messages == []
+        template = ChatTemplate(byte_tokenizer(USERS))
+        assert [template.render(given) for given in (named, [ASKED], named)] == ["1 + 2?"] * 3
+    (noted,) = caplog.messages
+    assert "no place for speakers (messages[].name)" in noted
+    assert "Ann" not in noted
 
 
 def test_names_are_found_in_any_order() -> None:
