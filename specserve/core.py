@@ -89,10 +89,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How a request's tokens are chosen and when it ends. The names are OpenAI's and vLLM's.
 
     Raises ValueError naming the parameter and the accepted values. ``max_tokens`` None means up to the context
-    length, 0 runs the prompt alone; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1 and
-    ``top_p`` 1 are off; ``logprobs`` is the number of alternatives reported with each token (0: the token's own
+    length, 0 runs the prompt alone; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1
+    and ``top_p`` 1 are off; ``logprobs`` is the number of alternatives reported with each token (0: the token's own
     only), ``prompt_logprobs`` the same for the prompt's tokens, which are then computed anew, cached or not;
-    ``prediction`` is what the answer is expected to be, text or token ids: it is tried as drafts and changes no token.
+    ``skip_special_tokens`` False writes special tokens as text; ``include_stop_str_in_output`` keeps what ended the
+    answer, stop string or token, in its text; ``prediction`` is what the answer is expected to be, text or token
+    ids: it is tried as drafts and changes no token.
     """
 
     max_tokens: int | None = None
@@ -112,6 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     speculation: Speculation = Speculation()
     prediction: str | list[int] | None = None
 

@@ -44,6 +44,10 @@ def _object(arguments: str | dict[str, Any]) -> dict[str, Any]:
     raise PydanticCustomError("arguments", "must be an object or the text of a JSON object")
 
 
+Variables = Annotated[dict[str, Any], AfterValidator(_object)]
+"""Of a chat template, by name."""
+
+
 class Function(Strict):
     name: Text
     """The function's name."""

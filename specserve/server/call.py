@@ -51,6 +51,8 @@ class Writer(ABC):
         self._include_usage = request.include_usage
         self._continuous_usage = request.continuous_usage
         self._return_speculation = request.return_speculation
+        self._return_prompt_ids = bool(request.return_token_ids)
+        self._with_ids = self._return_prompt_ids or not front.has_tokenizer
         self._streams = request.stream
         self._streams_runs = request.streams_runs
 
@@ -71,6 +73,14 @@ class Writer(ABC):
     @abstractmethod
     def chunks(self) -> AsyncIterator[Head]:
         """The answer as it comes."""
+
+    def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:
+        """Token ids, if they were asked for or there is no text."""
+        return token_ids if self._with_ids else UNSET
+
+    def _prompt_ids(self, index: int) -> list[int] | UnsetType:
+        """Those of a choice's prompt, if they were asked for."""
+        return list(self.generation.jobs[index].prompt) if self._return_prompt_ids else UNSET
 
     def _runs(self, delta: Delta) -> Runs | UnsetType:
         """What a chunk says of its steps."""

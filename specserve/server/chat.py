@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from specserve.core import MAX_LOGPROBS, FieldError, SamplingParams, TokenLogprob
-from specserve.frontend.conversation import Messages, of_request
+from specserve.frontend.conversation import Messages, Variables, of_request
 from specserve.frontend.fields import Refusal, Strict
 from specserve.frontend.generation import Job
 from specserve.server.call import Writer, with_prediction
@@ -65,6 +65,8 @@ class ChatRequest(GenerationRequest):
     """Log-probabilities of the answer's tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives for each token; only with `logprobs`."""
+    chat_template_kwargs: Variables | None = None
+    """Variables of the model's chat template, such as `enable_thinking`: those that it reads."""
     response_format: ResponseFormat | None = None
     """Plain text."""
     safety_identifier: str | None = None
@@ -90,7 +92,7 @@ async def _chat(front: Front, request: ChatRequest) -> Response:
     check_stream_options(request)
     params = _params(front, request)
     with front.place(request.choices, "n"):
-        prompt = await front.encode_chat(of_request(request.messages))
+        prompt = await front.encode_chat(of_request(request.messages), request.chat_template_kwargs)
         params = await with_prediction(front, request, params)
         front.check(prompt, params, "messages")
         jobs = [Job(prompt, params, choice, request.streams_runs) for choice in range(request.choices)]
@@ -124,8 +126,10 @@ class _Writer(Writer):
         for index, found in enumerate(self.generation.answers):
             assert found.finish_reason is not None, "the jobs have ended"
             message, logprobs = AnswerMessage(found.text), self._logprobs(found.logprobs)
-            choices.append(ChatChoice(index, message, logprobs, found.finish_reason))
-        return ChatCompletion(**self._head, choices=choices, usage=self._usage())
+            ids = self._ids(found.token_ids)
+            choices.append(ChatChoice(index, message, logprobs, found.finish_reason, ids))
+        usage, prompt = self._usage(), self._prompt_ids(0)
+        return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_token_ids=prompt)
 
     async def chunks(self) -> AsyncIterator[ChatCompletionChunk]:
         """Per choice: the role, text as it comes, the finish reason; then the usage of all, if asked for."""
@@ -133,10 +137,14 @@ class _Writer(Writer):
         async for index, delta in self.generation.deltas():
             if index not in begun:
                 begun.add(index)
-                yield self._chunk(ChatChunkChoice(index, ChatDelta("", "assistant")))
-            if delta.text or delta.logprobs or delta.pieces:
-                logprobs, runs = self._logprobs(delta.logprobs or []), self._runs(delta)
-                yield self._chunk(ChatChunkChoice(index, ChatDelta(delta.text), logprobs, speculation=runs))
+                first = self._chunk(ChatChunkChoice(index, ChatDelta("", "assistant")))
+                first.prompt_token_ids = self._prompt_ids(index)
+                yield first
+            if delta.text or delta.logprobs or delta.pieces or (self._with_ids and delta.token_ids):
+                logprobs = self._logprobs(delta.logprobs or [])
+                choice = ChatChunkChoice(index, ChatDelta(delta.text), logprobs)
+                choice.token_ids, choice.speculation = self._ids(delta.token_ids), self._runs(delta)
+                yield self._chunk(choice)
             if delta.finish_reason:
                 yield self._chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=delta.finish_reason))
         if self._include_usage:

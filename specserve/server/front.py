@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -175,11 +175,13 @@ class Front:
         """Raises TooLong for a text of far more than ``most`` tokens."""
         return await self._off_loop(self.tokenizer.encode_answer, text, most)
 
-    async def encode_chat(self, messages: Conversation) -> list[int]:
+    async def encode_chat(
+        self, messages: Conversation, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Raises ApiError with the chat template's reason, or as ``encode`` does."""
         self._check_text("messages")
         try:
-            return await self._off_loop(self.tokenizer.encode_chat, messages, self.capacity.room)
+            return await self._off_loop(self.tokenizer.encode_chat, messages, self.capacity.room, variables)
         except TooLong as error:
             raise self.capacity.too_long("messages", str(error)) from None
         except FieldError:

@@ -114,6 +114,12 @@ class GenerationRequest(Strict):
     """Nothing but `max_tokens` ends an answer before it has that many."""
     stop_token_ids: ListOf[Int] | None = None
     """Tokens that end the answer."""
+    skip_special_tokens: bool | None = None
+    """false writes the answer's special tokens as text. Not set: true."""
+    include_stop_str_in_output: bool | None = None
+    """What ends the answer, of `stop` or a token, is part of its text."""
+    return_token_ids: bool | None = None
+    """Adds `prompt_token_ids`, and to choices `token_ids`."""
     prediction: PredictionField | None = None
     """What the answer is expected to be; tried as drafts, changes no text."""
     speculation: SpeculationField | None = None
@@ -144,7 +150,14 @@ class GenerationRequest(Strict):
 
 _AS_THEY_ARE = (
     *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("min_tokens", "seed", "stop_token_ids", "ignore_eos"),
+    *(
+        "min_tokens",
+        "seed",
+        "stop_token_ids",
+        "ignore_eos",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+    ),
 )
 
 

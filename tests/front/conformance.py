@@ -226,6 +226,23 @@ def counts(seen: Seen) -> None:
     assert usage.prompt_tokens_details.cached_tokens >= 0
 
 
+def with_ids(seen: Seen) -> None:
+    """Whose text is the text."""
+    ids = seen.answer.choices[0].token_ids
+    assert len(ids) == seen.answer.usage.completion_tokens
+    prompts = seen.answer if seen.route == CHAT else seen.answer.choices[0]
+    assert len(prompts.prompt_token_ids) == seen.answer.usage.prompt_tokens
+    assert (
+        seen.ask(prompt=ids, max_tokens=0, echo=True).text == seen.text if seen.route == COMPLETIONS else ids
+    )
+    same(seen)
+
+
+def stopped_with_it(seen: Seen) -> None:
+    whole = seen.ask(temperature=0).text
+    assert seen.text == whole[: whole.index("e") + 1]
+
+
 def to_the_end(seen: Seen) -> None:
     assert seen.answer.usage.completion_tokens == 24
     assert seen.answer.choices[0].finish_reason == "length"
@@ -306,6 +323,10 @@ HOW: dict[str, str] = {
     "ignore_eos": "the end token does not end the answer",
     "min_tokens": "nothing ends the answer before",
     "stop_token_ids": "end the answer",
+    "skip_special_tokens": "`false` writes special tokens as text",
+    "include_stop_str_in_output": "the text ends with what ended it",
+    "return_token_ids": "`prompt_token_ids`, and `token_ids` of each choice",
+    "chat_template_kwargs": "variables that the chat template reads, and not the server's own",
     "speculation": "for this request; never changes the text",
     "return_speculation": "adds `usage.speculation`",
 }
@@ -501,6 +522,18 @@ CASES: list[Case] = [
         at_least_4,
     ),
     *refused("min_tokens", "min_tokens must be in [0, 8]", 9),
+    *honoured("skip_special_tokens", same, True, False),  # no answer here has one: test_completions.py
+    Case(
+        "include_stop_str_in_output",
+        {"include_stop_str_in_output": True, "stop": "e", "temperature": 0},
+        stopped_with_it,
+    ),
+    *honoured("include_stop_str_in_output", same, False),
+    *honoured("return_token_ids", with_ids, True),
+    *honoured("return_token_ids", same, False),
+    *honoured("chat_template_kwargs", same, {}, **CHAT_ONLY),  # with variables: test_template.py
+    *refused("chat_template_kwargs", "does not read it", {"enable_thinking": True}, **CHAT_ONLY),
+    *refused("chat_template_kwargs", "is set by the server", {"messages": []}, **CHAT_ONLY),
     Case("speculation", {"speculation": {"enabled": False}, "return_speculation": True}, undrafted),
     *refused("speculation", "greater than or equal to 0", {"max_draft_tokens": -1}),
     *honoured("return_speculation", drafted, True),

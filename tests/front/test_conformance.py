@@ -30,7 +30,8 @@ FLAGS += ["--speculative-num-draft-tokens", "6", "--device", "cpu", "--dtype", "
 OWN = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
 EXTENSIONS = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "prediction",
               "speculation", "return_speculation", "priority", "length_penalty", "use_beam_search",
-              "add_generation_prompt"}  # fmt: skip
+              "add_generation_prompt", "skip_special_tokens", "include_stop_str_in_output",
+              "return_token_ids", "chat_template_kwargs"}  # fmt: skip
 HONOURED = [(route, case) for case in CASES if case.check for route in case.routes]
 REFUSED = [(route, case) for case in CASES if case.refused for route in case.routes]
 
@@ -54,6 +55,8 @@ NAMED_OTHERWISE = {  # by field and words: what the error's param is instead
     ("stream_options.include_usage", "only with stream"): "stream_options",
     ("stream_options.continuous_usage_stats", "only with stream"): "stream_options",
     ("metadata", "valid string"): "metadata.a",
+    ("chat_template_kwargs", "does not read it"): "chat_template_kwargs.enable_thinking",
+    ("chat_template_kwargs", "is set by the server"): "chat_template_kwargs.messages",
     ("response_format", "'text'"): "response_format.type",
     ("prediction", "'content'"): "prediction.type",
     ("speculation", "greater than or equal to 0"): "speculation.max_draft_tokens",
@@ -334,6 +337,7 @@ def test_other_routes(client: openai.OpenAI, server: Live) -> None:
     """The client's other calls, and its way to routes that OpenAI does not have."""
     (model,) = client.models.list().data
     assert client.models.retrieve(model.id).id == model.id == "specserve-chat"
+    assert model.to_dict()["max_model_len"] == server.built.settings.context_length
     msgspec.json.decode(client.models.with_raw_response.list().http_response.content, type=schema.Models)
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
