@@ -42,7 +42,7 @@ class Front:
 
     def __init__(self, settings: Settings, engine: EngineClient) -> None:
         self.engine = engine
-        self.metrics = Metrics(lambda: engine.stats, lambda: engine.restarts)
+        self.metrics = Metrics(lambda: engine.stats, lambda: engine.restarts, self._first_name)
         self.token_statistics = TokenStatistics() if settings.token_statistics else None
         self.started = int(time.time())
         self.stopping = False
@@ -79,6 +79,9 @@ class Front:
         if self._resolved is None or self._resolved[0] is not said:
             self._resolved = said, make_settings(**said)
         return self._resolved[1]
+
+    def _first_name(self) -> str:
+        return next(iter(self.settings.served_model_name), "")
 
     @property
     def unready(self) -> str | None:
