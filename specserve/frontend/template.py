@@ -48,14 +48,16 @@ class ChatTemplate:
         return text
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        for name in variables:
+        """false and null ask for nothing: that is what a template reads where nothing is set."""
+        for name, value in variables.items():
+            param = f"chat_template_kwargs.{name}"
             if name in self._reserved:
-                words = "is set by the server and can't be given"
-            elif not re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)):
-                words = "the model's chat template does not read it"
-            else:
-                continue
-            raise FieldError(f"chat_template_kwargs.{name}", words)
+                raise FieldError(param, "is set by the server and can't be given")
+            if value is not None and value is not False and not self._reads(name):
+                raise FieldError(param, "the model's chat template does not read it")
+
+    def _reads(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)) is not None
 
     def _note_names(self, messages: Conversation, text: str) -> None:
         if self._names_left_out or all((m.get("name") or "") in text for m in messages):

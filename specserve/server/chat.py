@@ -66,7 +66,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives for each token; only with `logprobs`."""
     chat_template_kwargs: Variables | None = None
-    """Variables of the model's chat template, such as `enable_thinking`: those that it reads."""
+    """Variables of the chat template, such as `enable_thinking`: those that it reads, others at false or null."""
     response_format: ResponseFormat | None = None
     """Plain text."""
     safety_identifier: str | None = None

@@ -326,7 +326,7 @@ HOW: dict[str, str] = {
     "skip_special_tokens": "`false` writes special tokens as text",
     "include_stop_str_in_output": "the text ends with what ended it",
     "return_token_ids": "`prompt_token_ids`, and `token_ids` of each choice",
-    "chat_template_kwargs": "variables that the chat template reads, and not the server's own",
+    "chat_template_kwargs": "variables that the chat template reads, others at `false` or null; not the server's own",
     "speculation": "for this request; never changes the text",
     "return_speculation": "adds `usage.speculation`",
 }
@@ -531,7 +531,7 @@ CASES: list[Case] = [
     *honoured("include_stop_str_in_output", same, False),
     *honoured("return_token_ids", with_ids, True),
     *honoured("return_token_ids", same, False),
-    *honoured("chat_template_kwargs", same, {}, **CHAT_ONLY),  # with variables: test_template.py
+    *honoured("chat_template_kwargs", same, {}, {"enable_thinking": False}, **CHAT_ONLY),
     *refused("chat_template_kwargs", "does not read it", {"enable_thinking": True}, **CHAT_ONLY),
     *refused("chat_template_kwargs", "is set by the server", {"messages": []}, **CHAT_ONLY),
     Case("speculation", {"speculation": {"enabled": False}, "return_speculation": True}, undrafted),

@@ -130,6 +130,7 @@ def test_variables_of_the_template(serve: Serve, monkeypatch: pytest.MonkeyPatch
         return sent(serve, monkeypatch, THINKS, [ASKED], chat_template_kwargs=variables)
 
     assert prompt() == prompt(enable_thinking=False) == "1 + 2?"
+    assert prompt(thoughtful=False, mood=None) == "1 + 2?"
     assert prompt(enable_thinking=True) == "1 + 2?<think>"
     assert (
         prompt(thinking=True) == "chat_template_kwargs.thinking: the model's chat template does not read it"
