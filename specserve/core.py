@@ -34,10 +34,11 @@ RANGES: dict[str, tuple[float, float, bool]] = {
 
 
 class FieldError(ValueError):
-    """A field is at fault: ``param`` names it, as in ``messages.2.content``. ``code`` is OpenAI's, if it has one."""
+    """A field is at fault: ``param`` names it, as in ``messages.2.content``. ``code`` is OpenAI's, if it has one.
+    ``preface``: what is said before."""
 
-    def __init__(self, param: str, reason: str, code: str | None = None) -> None:
-        super().__init__(f"{param}: {reason}")
+    def __init__(self, param: str, reason: str, code: str | None = None, preface: str = "") -> None:
+        super().__init__(f"{preface}{param}: {reason}")
         self.param = param
         self.reason = reason
         self.code = code
@@ -88,11 +89,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How a request's tokens are chosen and when it ends. The names are OpenAI's and vLLM's.
 
     Raises ValueError naming the parameter and the accepted values. ``max_tokens`` None means up to the context
-    length, 0 runs the prompt alone; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1 and
-    ``top_p`` 1 are off; ``logprobs`` is the number of alternatives reported with each token (0: the token's own
+    length, 0 runs the prompt alone; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1
+    and ``top_p`` 1 are off; ``logprobs`` is the number of alternatives reported with each token (0: the token's own
     only), ``prompt_logprobs`` the same for the prompt's tokens, which are then computed anew, cached or not;
-    ``prediction`` is what the answer is expected to be, text or token ids: it is tried as drafts and changes no token;
-    ``grammar`` is what the answer must be, as the functions of ``specserve.grammar`` give it.
+    ``skip_special_tokens`` False writes special tokens as text; ``include_stop_str_in_output`` keeps what ended the
+    answer, stop string or token, in its text; ``prediction`` is what the answer is expected to be, text or token
+    ids: it is tried as drafts and changes no token; ``grammar`` is what the answer must be, as the functions of
+    ``specserve.grammar`` give it.
     """
 
     max_tokens: int | None = None
@@ -112,6 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     speculation: Speculation = Speculation()
     prediction: str | list[int] | None = None
     grammar: str | None = None
@@ -163,14 +167,15 @@ class Capacity:
         """Tokens of a prompt and its answer together, at most."""
         return min(self.context_length, self.pool_tokens)
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raises FieldError for a request that can't be served. Of a prompt that is too long no token is looked at."""
+    def check(self, prompt: Sequence[int], params: SamplingParams, param: str = "prompt") -> None:
+        """Raises FieldError, which calls the prompt ``param``, for a request that can't be served. Of a prompt that is
+        too long no token is looked at."""
         if not prompt:
-            raise FieldError("prompt", "must not be empty")
+            raise FieldError(param, "must not be empty")
         room = self.room - len(prompt)
         if room < 1:
-            raise self.too_long("prompt", f"has {len(prompt)} tokens")
-        self.check_tokens("prompt", prompt)
+            raise self.too_long(param, f"has {len(prompt)} tokens")
+        self.check_tokens(param, prompt)
         if params.min_tokens > room:
             raise FieldError("min_tokens", f"there is room for {room} tokens, found {params.min_tokens}")
         predicted = params.prediction or ()
@@ -191,11 +196,13 @@ class Capacity:
             raise FieldError(param, f"token ids are from 0 to {self.vocab_size - 1}, found {wrong}")
 
     def too_long(self, param: str, has: str) -> FieldError:
+        """Begins with OpenAI's words, by which clients know it and learn the length."""
         short = (
             "the context length" if self.context_length == self.room else "the KV pool (--max-total-tokens)"
         )
         words = f"{has}; {short} is {self.room}, the answer included"
-        return FieldError(param, words, "context_length_exceeded")
+        preface = f"This model's maximum context length is {self.room} tokens. "
+        return FieldError(param, words, "context_length_exceeded", preface)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -58,7 +58,9 @@ class LLM:
         self.settings, _, config = resolve_engine(given)
         self._tokenizer: Tokenizer | None = None
         if not given.skip_tokenizer_init:
-            self._tokenizer = Tokenizer.load(str(config.tokenizer_path), given.trust_remote_code)
+            self._tokenizer = Tokenizer.load(
+                str(config.tokenizer_path), given.trust_remote_code, given.chat_template
+            )
         self._vocab_size = config.model.vocab_size
         self._engine: Engine | None = create_scheduler(config)
         self._calls = 0
@@ -84,20 +86,27 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or a list of them, in order, through the model's chat template.
 
-        ``sampling_params`` as for ``generate``.
+        ``sampling_params`` as for ``generate``; ``chat_template_kwargs`` are variables that the chat template reads,
+        such as ``enable_thinking``.
         """
         if not isinstance(messages, Sequence):
             raise ValueError(f"messages must be a list, found {type(messages).__name__}")
         one = not messages or isinstance(messages[0], Mapping)
         if one:
-            return self._run([self._encode_chat(messages)], sampling_params, progress, "conversation {}")
+            return self._run(
+                [self._encode_chat(messages, chat_template_kwargs)],
+                sampling_params,
+                progress,
+                "conversation {}",
+            )
         prompts = []
         for index, conversation in enumerate(messages):
             try:
-                prompts.append(self._encode_chat(conversation))
+                prompts.append(self._encode_chat(conversation, chat_template_kwargs))
             except ValueError as error:
                 raise ValueError(f"conversation {index}: {error}") from None
         return self._run(prompts, sampling_params, progress, "conversation {}")
@@ -149,11 +158,11 @@ class LLM:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= last:
                 raise ValueError(f"{where} must hold token ids from 0 to {last}, found {token!r}")
 
-    def _encode_chat(self, messages: object) -> list[int]:
+    def _encode_chat(self, messages: object, variables: Mapping[str, Any] | None) -> list[int]:
         tokenizer = self._need_tokenizer("chat")
         if not (conversation := plain(messages)):
             raise ValueError("messages must not be empty")
-        return tokenizer.encode_chat(conversation)
+        return tokenizer.encode_chat(conversation, variables=variables)
 
     def _with_ids(self, params: SamplingParams, where: str) -> SamplingParams:
         """The same with the token ids of its prediction."""

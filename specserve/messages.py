@@ -146,6 +146,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     violations: int = 0
     late_kernels: int = 0
     eager_steps: int = 0
+    pages_idle: int = 0  # cached ones that no request uses
 
 
 class Starting(msgspec.Struct, tag=True, frozen=True):

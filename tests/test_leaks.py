@@ -97,6 +97,7 @@ def test_everything_is_whole_again(
     if memory.cache is not None:
         assert memory.cache.num_pages > 0
         assert memory.cache.evictable() == memory.cache.num_pages
+        assert scheduler.stats().pages_idle == memory.cache.num_pages
         memory.cache.clear()
     assert memory.allocator.free == memory.allocator.capacity
 

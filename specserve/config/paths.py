@@ -31,7 +31,7 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
     """
     notes: list[str] = []
     if settings.skip_tokenizer_init:
-        settings = settings.without(["trust_remote_code"], _UNREAD, notes)
+        settings = settings.without(["trust_remote_code", "chat_template"], _UNREAD, notes)
     places = _Places(settings, notes, [])
     model = settings.model_path
     if model is None:

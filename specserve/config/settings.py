@@ -98,6 +98,11 @@ class Settings:
     tokenizer_path: str | None = setting(
         None, "Directory or hub id of the tokenizer. Not set: the model's.", group=MODEL
     )
+    chat_template: str | None = setting(
+        None,
+        "Chat template of Jinja in place of the tokenizer's: a file, or the text itself.",
+        group=MODEL,
+    )
     skip_tokenizer_init: bool = setting(
         False,
         "Load no tokenizer: completions take prompts of token ids and answer with token ids; "

@@ -16,7 +16,6 @@ from specserve.config.values import convert, nearest
 PREFIX = "SPECSERVE_"
 _ONE_DEVICE = "the model runs in one process on one device"
 _NOT_TAKEN = {
-    "--chat-template": "the checkpoint's own template is used",
     "--data-parallel-size": _ONE_DEVICE,
     "--dp-size": _ONE_DEVICE,
     "--dp": _ONE_DEVICE,

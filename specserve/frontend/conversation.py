@@ -44,6 +44,10 @@ def _object(arguments: str | dict[str, Any]) -> dict[str, Any]:
     raise PydanticCustomError("arguments", "must be an object or the text of a JSON object")
 
 
+Variables = Annotated[dict[str, Any], AfterValidator(_object)]
+"""Of a chat template, by name."""
+
+
 class Function(Strict):
     name: Text
     """The function's name."""
@@ -72,7 +76,7 @@ class Message(Strict):
     content: Texts | None = None
     """Text, or parts that are joined as they are. Required, except with `tool_calls`."""
     name: Text | None = None
-    """Who of several speaks, if the chat template has a place for it."""
+    """Who of several speaks; left out where the chat template has no place for it."""
     tool_calls: Annotated[ListOf[ToolCall], Field(max_length=MAX_PARTS)] | None = None
     """Calls that an assistant made, if the chat template has a place for them."""
     tool_call_id: Text | None = None

@@ -57,8 +57,10 @@ class Refusal:
         self.no_ops = (None, *no_ops)
 
     def allows(self, value: object) -> bool:
-        """1 and 0 are no booleans."""
-        return any(type(value) is type(no_op) and value == no_op for no_op in self.no_ops)
+        """1 and 0 are no booleans; 1.0 is 1."""
+        return any(
+            isinstance(value, bool) == isinstance(no_op, bool) and value == no_op for no_op in self.no_ops
+        )
 
 
 class Strict(BaseModel):

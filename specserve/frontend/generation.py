@@ -12,7 +12,7 @@ from specserve.core import SamplingParams, SpeculationUsage
 from specserve.frontend.output import Answer, Delta, OutputProcessor
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.messages import Failed, Submit, Tokens
+from specserve.messages import Failed, FinishReason, Submit, Tokens
 from specserve.process.client import EngineClient, Inbox
 
 
@@ -26,12 +26,15 @@ class RequestFailed(Exception):
 
 
 class Clock(Protocol):
-    """Who measures the requests."""
+    """Who measures the requests. ``prefill`` is the part of the seconds that was after the queue, ``decode`` the one
+    after the first token."""
 
     def queued(self, seconds: float) -> None: ...
-    def first_token(self, seconds: float) -> None: ...
+    def first_token(self, seconds: float, prefill: float) -> None: ...
     def next_tokens(self, seconds: float, tokens: int) -> None: ...
-    def finished(self, seconds: float, speculation: SpeculationUsage) -> None: ...
+    def finished(
+        self, seconds: float, decode: float, reason: FinishReason, speculation: SpeculationUsage
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Generation:
         self._timeout = timeout
         self._rids = {f"{self.name}-{index}": index for index in range(len(jobs))}
         self._outputs = [_processor(job, tokenizer) for job in jobs]
-        self._started = self._last = [0.0] * len(jobs)
+        self._started = self._first_at = self._last = [0.0] * len(jobs)
         self._inbox: Inbox | None = None
         self._first: Tokens | None = None
 
@@ -80,7 +83,7 @@ class Generation:
     def submit(self) -> None:
         """Hands the jobs to the engine."""
         self._started = [time.monotonic()] * len(self.jobs)
-        self._last = list(self._started)
+        self._first_at, self._last = list(self._started), list(self._started)
         requests = [
             Submit(rid, list(job.prompt), job.params, job.choice)
             for rid, job in zip(self._rids, self.jobs, strict=True)
@@ -137,14 +140,18 @@ class Generation:
     def _measure(self, index: int, delta: Delta, queued: float) -> None:
         now = time.monotonic()
         if len(self._outputs[index].answer.token_ids) == len(delta.token_ids):
+            self._first_at[index] = now
             self._clock.queued(queued)
             if delta.token_ids:  # none where the prompt alone was to be scored
-                self._clock.first_token(now - self._started[index])
+                seconds = now - self._started[index]
+                self._clock.first_token(seconds, max(seconds - queued, 0.0))
         else:
             self._clock.next_tokens(now - self._last[index], len(delta.token_ids))
         self._last[index] = now
         if delta.finish_reason is not None:
-            self._clock.finished(now - self._started[index], self._outputs[index].answer.speculation)
+            speculation = self._outputs[index].answer.speculation
+            seconds, decode = now - self._started[index], now - self._first_at[index]
+            self._clock.finished(seconds, decode, delta.finish_reason, speculation)
 
 
 def _processor(job: Job, tokenizer: Tokenizer | None) -> OutputProcessor:

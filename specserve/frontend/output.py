@@ -55,7 +55,9 @@ class OutputProcessor:
         self._params = params
         self._detokenizer = detokenizer
         self._by_token = by_token and detokenizer is not None
-        self._stop = StopFinder(params.stop) if detokenizer and params.stop else None
+        self._stop: StopFinder | None = None
+        if detokenizer and params.stop:
+            self._stop = StopFinder(params.stop, params.include_stop_str_in_output)
 
     def push(self, message: Tokens) -> Delta:
         """Adds a message to the answer and returns what it added."""
@@ -79,7 +81,8 @@ class OutputProcessor:
         detokenizer = self._detokenizer
         if detokenizer is None:
             return [], len(message.token_ids), False
-        visible = message.token_ids[:-1] if message.stop_token else message.token_ids
+        hidden = message.stop_token and not self._params.include_stop_str_in_output
+        visible = message.token_ids[:-1] if hidden else message.token_ids
         if self._stop is not None:
             return self._read_to_stop(detokenizer, self._stop, visible, message)
         pushes = [[token] for token in visible] if self._by_token else [visible] if visible else []

@@ -12,19 +12,22 @@ class StopFinder:
     complete first counts, the longest of those that end together.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], included: bool = False) -> None:
+        """``included``: the stop string is text of the answer, too."""
         self._stops = stops
+        self._included = included
         self._held = ""
 
     def feed(self, text: str, armed: bool = True) -> tuple[str, bool]:
-        """Returns the text that is certainly before any stop string, and whether one was found.
+        """Returns the text that is certainly before any stop string, with the one found if it is included, and
+        whether one was found.
 
         Stop strings that are complete while not ``armed`` are ordinary text.
         """
         seen, text = len(self._held), self._held + text
-        if armed and (start := self._find(text, seen)) is not None:
+        if armed and (place := self._find(text, seen)) is not None:
             self._held = ""
-            return text[:start], True
+            return text[: place[1] if self._included else place[0]], True
         hold = self._possible_start(text)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold], False
@@ -34,14 +37,17 @@ class StopFinder:
         held, self._held = self._held, ""
         return held
 
-    def _find(self, text: str, seen: int) -> int | None:
-        """Where the first stop string to end beyond ``seen`` begins."""
+    def _find(self, text: str, seen: int) -> tuple[int, int] | None:
+        """Where the first stop string to end beyond ``seen`` begins and ends."""
         found = [
             (start + len(stop), start)
             for stop in self._stops
             if (start := text.find(stop, max(0, seen - len(stop) + 1))) >= 0
         ]
-        return min(found)[1] if found else None
+        if not found:
+            return None
+        end, start = min(found)
+        return start, end
 
     def _possible_start(self, text: str) -> int:
         """Length of the longest end of ``text`` that is the start of a stop string and not all of it."""

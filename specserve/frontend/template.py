@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateSyntaxError
 
 from specserve.core import FieldError
 from specserve.frontend.conversation import Conversation, check_results
+
+log = logging.getLogger(__name__)
 
 
 class ChatTemplate:
@@ -14,24 +22,78 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._names_left_out = False  # and the log says so
+        own = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._reserved = {"messages", *own, *tokenizer.special_tokens_map}
 
-    def render(self, messages: Conversation) -> str:
+    def render(self, messages: Conversation, variables: Mapping[str, Any] | None = None) -> str:
         """The text up to where the assistant answers. Raises ValueError with the reason when there is no template, or
-        when it refuses the messages; FieldError when it leaves out a text of the system or the user, or a name, of a
-        speaker or of a called function."""
+        when it refuses the messages; FieldError when it leaves out a text of the system or the user, or the name of a
+        called function. Names of speakers that it leaves out are noted once in the log. ``variables``: what else the
+        template may read, such as ``enable_thinking``; FieldError for one that it does not."""
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; use completions instead")
         check_results(messages)
+        self._check_variables(variables or {})
         try:
             text = str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=True
+                    list(messages), tokenize=False, add_generation_prompt=True, **(variables or {})
                 )
             )
         except Exception as error:  # the template's own, or whatever its expressions run into
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None
         _check_whole(messages, text)
+        self._note_names(messages, text)
         return text
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        """false and null ask for nothing: that is what a template reads where nothing is set."""
+        for name, value in variables.items():
+            param = f"chat_template_kwargs.{name}"
+            if name in self._reserved:
+                raise FieldError(param, "is set by the server and can't be given")
+            if value is not None and value is not False and not self._reads(name):
+                raise FieldError(param, "the model's chat template does not read it")
+
+    def _reads(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)) is not None
+
+    def _note_names(self, messages: Conversation, text: str) -> None:
+        if self._names_left_out or all((m.get("name") or "") in text for m in messages):
+            return
+        self._names_left_out = True
+        log.warning(
+            "the model's chat template has no place for speakers (messages[].name): it leaves them out"
+        )
+
+
+def read_template(given: str) -> str:
+    """The template that ``--chat-template`` gives: its text, or a file's. Raises ValueError for neither."""
+    if _is_template(given):
+        return given
+    try:
+        text = Path(given).expanduser().read_text()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--chat-template: {given!r} is no template of Jinja and no file: {error}") from None
+    if not _is_template(text):
+        raise ValueError(f"--chat-template: {given} holds no template of Jinja, which has {{{{ or {{%")
+    return text
+
+
+def _is_template(text: str) -> bool:
+    return "{{" in text or "{%" in text
+
+
+def replace_template(tokenizer: Any, given: str) -> None:
+    """Makes the template of ``--chat-template`` the tokenizer's. Raises ValueError for one that is not well formed."""
+    tokenizer.chat_template = read_template(given)
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"--chat-template: line {error.lineno}: {error.message}") from None
+    except Exception as error:  # its own: it may want other conversations
+        log.info("the chat template of --chat-template refuses a lone message: %s", error)
 
 
 def _check_whole(messages: Conversation, text: str) -> None:
@@ -48,10 +110,8 @@ def _check_whole(messages: Conversation, text: str) -> None:
 
 
 def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What no template rewrites of a message, each after the field that it is in: names, and of what it is told the
-    first line; of earlier answers some leave out the reasoning."""
-    if name := message.get("name"):
-        yield "name", name
+    """What no template rewrites of a message, each after the field that it is in: names of called functions, and of
+    what it is told the first line; of earlier answers some leave out the reasoning."""
     content = message.get("content")
     if message["role"] in ("system", "user") and isinstance(content, str) and content.strip():
         yield "content", content.strip().splitlines()[0].strip()

@@ -7,12 +7,12 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specserve.frontend.conversation import Conversation
 from specserve.frontend.detokenizer import Detokenizer
-from specserve.frontend.template import ChatTemplate
+from specserve.frontend.template import ChatTemplate, replace_template
 
 CHARACTERS = 16  # a token, at most, of a text that is tokenized at once
 
@@ -42,15 +42,18 @@ class Tokenizer:
         self._bytes = {token: byte for byte, token in enumerate(self._byte_tokens)}
 
     @classmethod
-    def load(cls, path: str, trust_remote_code: bool = False) -> Tokenizer:
-        """Raises ValueError naming the path."""
+    def load(cls, path: str, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
+        """Raises ValueError naming the path. ``chat_template``: another than the checkpoint's, its text or a file."""
         from transformers import AutoTokenizer
 
         try:
-            return cls(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
+            found = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         except Exception as error:  # the library raises nearly everything, from OSError to KeyError
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the tokenizer of {path} can't be loaded: {reason}") from None
+        if chat_template is not None:
+            replace_template(found, chat_template)
+        return cls(found)
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Ids of a plain prompt, with the special tokens that the tokenizer puts around one. Raises TooLong for a text
@@ -61,10 +64,15 @@ class Tokenizer:
         """Ids of what a model might write: no special tokens around it. ``most`` as above."""
         return self._encode(text, most, False)
 
-    def encode_chat(self, messages: Conversation, most: int | None = None) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Conversation,
+        most: int | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Ids of a conversation up to where the assistant answers. Raises ValueError with the reason. ``most`` as
-        above."""
-        return self._encode(self._template.render(messages), most, False)
+        above; ``variables`` are the template's."""
+        return self._encode(self._template.render(messages, variables), most, False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         ids = self._valid(token_ids, skip_special_tokens) if self._bytes else list(token_ids)

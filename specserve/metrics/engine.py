@@ -42,6 +42,11 @@ def _load(stats: Stats) -> Iterator[Metric]:
         stats.pages_cached,
     )
     yield _gauge("kv_page_use_ratio", "Part of the pages that hold something, 0 to 1.", used)
+    yield _gauge(
+        "kv_page_request_ratio",
+        "Part of the pages that requests use, 0 to 1: cached pages that no request uses count as free.",
+        used - stats.pages_idle / max(stats.pages_total, 1),
+    )
     yield _counter(
         "preemptions",
         "Times that a request was put back into the queue for want of pages or of the device's memory.",

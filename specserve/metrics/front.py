@@ -10,11 +10,13 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from specserve.core import SpeculationUsage
-from specserve.messages import Stats
+from specserve.messages import FinishReason, Stats
 from specserve.metrics.engine import EngineCollector
+from specserve.metrics.vllm import VllmNames
 
 _SHORT = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4)
 _LONG = (0.01, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
+_OPENMETRICS = "application/openmetrics-text"
 _LENGTHS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 13, 16)
 
 
@@ -30,11 +32,17 @@ class _Restarts(Collector):
 
 class Metrics:
     """The front's own measurements and, through ``stats``, the engine's latest. ``restarts`` gives the number of
-    engines that replaced another."""
+    engines that replaced another, ``model`` what the model is called."""
 
-    def __init__(self, stats: Callable[[], Stats | None], restarts: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], Stats | None],
+        restarts: Callable[[], int] = lambda: 0,
+        model: Callable[[], str] = lambda: "",
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(stats))
+        engine = EngineCollector(stats)
+        self._registry.register(engine)
         self._registry.register(_Restarts(restarts))
         ProcessCollector(registry=self._registry)
         self._requests = Counter(
@@ -64,6 +72,20 @@ class Metrics:
             "From a message of tokens to the next, divided by the tokens of the latter, once a token.",
             _SHORT,
         )
+        self._prefill = self._histogram(
+            "prefill_seconds",
+            "From a request's first slot and pages to its first token, each choice by itself.",
+            _LONG,
+        )
+        self._decode = self._histogram(
+            "decode_seconds", "From a request's first token to its last, each choice by itself.", _LONG
+        )
+        self._finished = Counter(
+            "specserve_finished_requests",
+            "Requests that came to their end, each choice by itself, by its finish_reason.",
+            ("reason",),
+            registry=self._registry,
+        )
         self._request = self._histogram(
             "request_seconds", "From the tokenized request to its last token, each choice by itself.", _LONG
         )
@@ -74,6 +96,16 @@ class Metrics:
             _LENGTHS,
         )
 
+        measured = (
+            self._first_token,
+            self._inter_token,
+            self._request,
+            self._queue,
+            self._prefill,
+            self._decode,
+        )
+        self._registry.register(VllmNames([engine, self._finished, *measured], model))
+
     def answered(self, endpoint: str, status: int) -> None:
         self._requests.labels(endpoint, str(status)).inc()
 
@@ -83,21 +115,29 @@ class Metrics:
     def queued(self, seconds: float) -> None:
         self._queue.observe(seconds)
 
-    def first_token(self, seconds: float) -> None:
+    def first_token(self, seconds: float, prefill: float) -> None:
         self._first_token.observe(seconds)
+        self._prefill.observe(prefill)
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         for _ in range(tokens):
             self._inter_token.observe(seconds / tokens)
 
-    def finished(self, seconds: float, speculation: SpeculationUsage) -> None:
+    def finished(
+        self, seconds: float, decode: float, reason: FinishReason, speculation: SpeculationUsage
+    ) -> None:
         self._request.observe(seconds)
+        self._decode.observe(decode)
+        self._finished.labels(reason).inc()
         if speculation.steps:
             self._accepted_length.observe(speculation.mean_accepted_length)
 
     def text(self, accept: str = "") -> tuple[bytes, str]:
-        """OpenMetrics or Prometheus' text, as ``accept`` has it, and which."""
+        """OpenMetrics or Prometheus' text, as ``accept`` has it, and which. No name needs escaping; the library's would
+        replace the colon of vLLM's in OpenMetrics."""
         encode, kind = choose_encoder(accept)
+        if kind.startswith(_OPENMETRICS):
+            encode, _ = choose_encoder(f"{_OPENMETRICS}; version=1.0.0; escaping=allow-utf-8")
         return encode(self._registry), kind
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:

@@ -180,6 +180,7 @@ class Scheduler:
             pages_total=memory.allocator.capacity,
             pages_free=memory.allocator.free,
             pages_cached=memory.cache.num_pages if memory.cache is not None else 0,
+            pages_idle=memory.allocator.idle,
             late_kernels=WATCH.late,
             eager_steps=self.runner.eager_steps,
             step_totals=self._step_counters.totals(

@@ -63,10 +63,12 @@ def _add_models(app: FastAPI, front: Front) -> None:
 
     @app.get("/v1/models/{name:path}", response_model=None, responses=answers(schema.Model))
     async def get_model(name: str) -> Json:
+        if front.unready is not None:
+            raise ApiError(503, front.unready, code="not_ready")
         if not is_served(name, front.settings.served_model_name):
             raise ApiError(404, f"no model {name!r} here", "model", "model_not_found")
         return Json(_model(front, name))
 
 
 def _model(front: Front, name: str) -> schema.Model:
-    return schema.Model(name, front.started)
+    return schema.Model(name, front.started, front.capacity.room)

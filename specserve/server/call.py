@@ -49,8 +49,10 @@ class Writer(ABC):
             "model": request.model,
         }
         self._include_usage = request.include_usage
-        self._usage_of_chunks = None if request.include_usage else UNSET
+        self._continuous_usage = request.continuous_usage
         self._return_speculation = request.return_speculation
+        self._return_prompt_ids = bool(request.return_token_ids)
+        self._with_ids = self._return_prompt_ids or not front.has_tokenizer
         self._streams = request.stream
         self._streams_runs = request.streams_runs
 
@@ -72,6 +74,14 @@ class Writer(ABC):
     def chunks(self) -> AsyncIterator[Head]:
         """The answer as it comes."""
 
+    def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:
+        """Token ids, if they were asked for or there is no text."""
+        return token_ids if self._with_ids else UNSET
+
+    def _prompt_ids(self, index: int) -> list[int] | UnsetType:
+        """Those of a choice's prompt, if they were asked for."""
+        return list(self.generation.jobs[index].prompt) if self._return_prompt_ids else UNSET
+
     def _runs(self, delta: Delta) -> Runs | UnsetType:
         """What a chunk says of its steps."""
         if not self._streams_runs:
@@ -82,6 +92,19 @@ class Writer(ABC):
         """Tokens of all choices; a prompt, with its cached tokens, counts once for all its choices."""
         jobs, answers = self.generation.jobs, self.generation.answers
         firsts = [(job, answer) for job, answer in zip(jobs, answers, strict=True) if job.choice == 0]
+        return self._counted(firsts, jobs, answers)
+
+    def _usage_of_chunk(self, index: int) -> Usage | UnsetType | None:
+        """What a chunk of a choice holds: the tokens of that choice so far, if each chunk is to say so."""
+        if not self._continuous_usage:
+            return None if self._include_usage else UNSET
+        job, answer = self.generation.jobs[index], self.generation.answers[index]
+        return self._counted([(job, answer)], [job], [answer])
+
+    def _counted(
+        self, firsts: Sequence[tuple[Job, Answer]], jobs: Sequence[Job], answers: Sequence[Answer]
+    ) -> Usage:
+        """Prompts of ``firsts``, and answers."""
         prompt = sum(len(job.prompt) for job, _ in firsts)
         completion = sum(len(answer.token_ids) for answer in answers)
         return Usage(
@@ -94,12 +117,10 @@ class Writer(ABC):
         )
 
 
-def _predicted(jobs: Sequence[Job], answers: Sequence[Answer]) -> PredictedTokens | UnsetType:
-    """What became of the predicted text, of all choices together."""
+def _predicted(jobs: Sequence[Job], answers: Sequence[Answer]) -> PredictedTokens:
+    """What became of the predicted text, of all choices together: nothing without one."""
     pairs = zip(jobs, answers, strict=True)
     given = [(len(job.params.prediction), each) for job, each in pairs if job.params.prediction is not None]
-    if not given:
-        return UNSET
     accepted = sum(each.speculation.predicted for _, each in given)
     return PredictedTokens(accepted, sum(size for size, _ in given) - accepted)
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from specserve.core import MAX_LOGPROBS, FieldError, SamplingParams, TokenLogprob
-from specserve.frontend.conversation import Messages, of_request
+from specserve.frontend.conversation import Messages, Variables, of_request
 from specserve.frontend.fields import Refusal
 from specserve.frontend.generation import Job
 from specserve.server.call import Writer, with_prediction
@@ -35,19 +35,20 @@ _NO_TOOLS = "this server calls no tools"
 
 class ChatRequest(GenerationRequest):
     refused: ClassVar[Mapping[str, Refusal]] = {
+        **GenerationRequest.refused,
         "tools": Refusal(_NO_TOOLS, []),
-        "tool_choice": Refusal(_NO_TOOLS, "none"),
+        "tool_choice": Refusal(_NO_TOOLS, "none", "auto"),
         "parallel_tool_calls": Refusal(_NO_TOOLS, True, False),
         "functions": Refusal(_NO_TOOLS, []),
         "function_call": Refusal(_NO_TOOLS, "none"),
         "audio": Refusal("text alone"),
         "modalities": Refusal("text alone", ["text"]),
-        "reasoning_effort": Refusal("the effort of a model can't be set"),
-        "verbosity": Refusal("the verbosity of a model can't be set"),
+        "reasoning_effort": Refusal("the effort of a model can't be set", "none"),
+        "verbosity": Refusal("the verbosity of a model can't be set", "medium"),
+        "add_generation_prompt": Refusal("an answer is always begun", True),
         "web_search_options": Refusal("there is no web search"),
         "moderation": Refusal("nothing is moderated"),
         "store": Refusal("nothing is stored", False),
-        "metadata": Refusal("nothing is stored", {}),
         "service_tier": Refusal("there are no tiers", "auto", "default"),
         "prompt_cache_options": Refusal("the prefix cache is shared by all and can't be set by request"),
         "prompt_cache_retention": Refusal("the prefix cache can't be set by request"),
@@ -60,10 +61,14 @@ class ChatRequest(GenerationRequest):
     """Log-probabilities of the answer's tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives for each token; only with `logprobs`."""
+    chat_template_kwargs: Variables | None = None
+    """Variables of the chat template, such as `enable_thinking`: those that it reads, others at false or null."""
     safety_identifier: str | None = None
     """A label that changes no answer."""
     prompt_cache_key: str | None = None
     """A label that changes no answer; prompts share cached prefixes without it."""
+    metadata: dict[str, str] | None = None
+    """Labels that change no answer."""
 
 
 def add_chat(app: FastAPI, front: Front) -> None:
@@ -81,7 +86,7 @@ async def _chat(front: Front, request: ChatRequest) -> Response:
     check_stream_options(request)
     params = _params(front, request)
     with front.place(request.choices, "n"):
-        prompt = await front.encode_chat(of_request(request.messages))
+        prompt = await front.encode_chat(of_request(request.messages), request.chat_template_kwargs)
         params = await with_prediction(front, request, params)
         params = await with_grammar(request, params, front.no_grammars)
         front.check(prompt, params, "messages")
@@ -95,7 +100,7 @@ def _params(front: Front, request: ChatRequest) -> SamplingParams:
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
         raise FieldError("max_completion_tokens", "differs from max_tokens, its older name")
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise FieldError("top_logprobs", "only with logprobs: true")
     return sampling_params(
         request,
@@ -116,8 +121,10 @@ class _Writer(Writer):
         for index, found in enumerate(self.generation.answers):
             assert found.finish_reason is not None, "the jobs have ended"
             message, logprobs = AnswerMessage(found.text), self._logprobs(found.logprobs)
-            choices.append(ChatChoice(index, message, logprobs, found.finish_reason))
-        return ChatCompletion(**self._head, choices=choices, usage=self._usage())
+            ids = self._ids(found.token_ids)
+            choices.append(ChatChoice(index, message, logprobs, found.finish_reason, ids))
+        usage, prompt = self._usage(), self._prompt_ids(0)
+        return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_token_ids=prompt)
 
     async def chunks(self) -> AsyncIterator[ChatCompletionChunk]:
         """Per choice: the role, text as it comes, the finish reason; then the usage of all, if asked for."""
@@ -125,17 +132,21 @@ class _Writer(Writer):
         async for index, delta in self.generation.deltas():
             if index not in begun:
                 begun.add(index)
-                yield self._chunk(ChatChunkChoice(index, ChatDelta("", "assistant")))
-            if delta.text or delta.logprobs or delta.pieces:
-                logprobs, runs = self._logprobs(delta.logprobs or []), self._runs(delta)
-                yield self._chunk(ChatChunkChoice(index, ChatDelta(delta.text), logprobs, speculation=runs))
+                first = self._chunk(ChatChunkChoice(index, ChatDelta("", "assistant")))
+                first.prompt_token_ids = self._prompt_ids(index)
+                yield first
+            if delta.text or delta.logprobs or delta.pieces or (self._with_ids and delta.token_ids):
+                logprobs = self._logprobs(delta.logprobs or [])
+                choice = ChatChunkChoice(index, ChatDelta(delta.text), logprobs)
+                choice.token_ids, choice.speculation = self._ids(delta.token_ids), self._runs(delta)
+                yield self._chunk(choice)
             if delta.finish_reason:
                 yield self._chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=delta.finish_reason))
         if self._include_usage:
             yield ChatCompletionChunk(**self._head, choices=[], usage=self._usage())
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatCompletionChunk:
-        return ChatCompletionChunk(**self._head, choices=[choice], usage=self._usage_of_chunks)
+        return ChatCompletionChunk(**self._head, choices=[choice], usage=self._usage_of_chunk(choice.index))
 
     def _logprobs(self, found: list[TokenLogprob]) -> ChatLogprobs | None:
         return None if self._top is None else chat_logprobs(found, self._top, self._front.tokenizer)

@@ -43,6 +43,7 @@ Several = Annotated[ListOf[T], Field(max_length=MAX_ANSWERS)]
 
 class CompletionRequest(GenerationRequest):
     refused: ClassVar[Mapping[str, Refusal]] = {
+        **GenerationRequest.refused,
         "suffix": Refusal("nothing is inserted before a suffix", ""),
     }
     prompt: Text | ListOf[Int] | Several[Text] | Several[ListOf[Int]]
@@ -99,8 +100,8 @@ def _check_best_of(request: CompletionRequest) -> None:
 
 
 def _params(front: Front, request: CompletionRequest) -> SamplingParams:
-    if request.stop and not front.has_tokenizer:
-        raise FieldError("stop", "this server runs without a tokenizer; use stop_token_ids")
+    if not front.has_tokenizer:
+        _check_textless(request)
     return sampling_params(
         request,
         vocab_size=front.vocab_size,
@@ -109,6 +110,18 @@ def _params(front: Front, request: CompletionRequest) -> SamplingParams:
         prompt_logprobs=request.logprobs if request.echo else None,
         default_temperature=front.default_temperature,
     )
+
+
+def _check_textless(request: CompletionRequest) -> None:
+    """Refuses what there is no text for."""
+    if request.stop:
+        raise FieldError("stop", "this server runs without a tokenizer; use stop_token_ids")
+    for name, asked in (
+        ("skip_special_tokens", request.skip_special_tokens is False),
+        ("include_stop_str_in_output", request.include_stop_str_in_output),
+    ):
+        if asked:
+            raise FieldError(name, "this server runs without a tokenizer, answers have no text")
 
 
 def _prompts(request: CompletionRequest) -> dict[str, str | list[int]]:
@@ -168,7 +181,7 @@ class _Writer(Writer):
         super().__init__(front, request, jobs, "cmpl")
         self._request = request
         self._prompts = prompts
-        self._ids = not front.has_tokenizer
+        self._begun: set[int] = set()  # choices of a stream
         self._written: dict[
             int, schema.CompletionLogprobs
         ] = {}  # by prompt: their logprobs as they are written
@@ -179,9 +192,10 @@ class _Writer(Writer):
             for best in _best(self._answers(prompt), self._request.choices):
                 index = len(choices)
                 found = self._piece(index, self._scores_of(prompt), best)
-                choices.append(
-                    _after(await self._repeat(prompt, index), found) if self._request.echo else found
-                )
+                if self._request.echo:
+                    found = _after(await self._repeat(prompt, index), found)
+                found.prompt_token_ids = self._prompt_ids(prompt * self._request.candidates)
+                choices.append(found)
         return Completion(**self._head, choices=choices, usage=self._usage())
 
     async def chunks(self) -> AsyncIterator[Completion]:
@@ -194,7 +208,7 @@ class _Writer(Writer):
                 scores[index] = self._scores_of(prompt)
                 if self._request.echo:
                     yield self._chunk(await self._repeat(prompt, index))
-            if delta.text or delta.logprobs or delta.finish_reason or self._ids or delta.pieces:
+            if delta.text or delta.logprobs or delta.finish_reason or self._with_ids or delta.pieces:
                 choice = self._piece(index, scores[index], delta)
                 choice.speculation = self._runs(delta)
                 yield self._chunk(choice)
@@ -220,15 +234,15 @@ class _Writer(Writer):
         logprobs: schema.CompletionLogprobs | None,
         reason: FinishReason | None,
     ) -> CompletionChoice:
-        """Without a tokenizer it carries ``token_ids``."""
-        return CompletionChoice(index, text, logprobs, reason, token_ids if self._ids else UNSET)
+        return CompletionChoice(index, text, logprobs, reason, self._ids(token_ids))
 
     def _scores_of(self, prompt: int) -> CompletionLogprobs | None:
         """What writes the logprobs of a prompt or of an answer to it, None if none are asked for."""
         if self._request.logprobs is None:
             return None
-        given, tokenizer = self._prompts[prompt], None if self._ids else self._front.tokenizer
-        return CompletionLogprobs(self._request.logprobs, tokenizer, len(given.text), given.tokens)
+        given, tokenizer = self._prompts[prompt], self._front.tokenizer if self._front.has_tokenizer else None
+        hides = self._request.skip_special_tokens is not False
+        return CompletionLogprobs(self._request.logprobs, tokenizer, len(given.text), given.tokens, hides)
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Those of all jobs. A prompt is scored by its first one: where scores are written the others wait for it."""
@@ -266,7 +280,11 @@ class _Writer(Writer):
         return self.generation.answers[prompt * count : (prompt + 1) * count]
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
-        return Completion(**self._head, choices=[choice], usage=self._usage_of_chunks)
+        """The first one of a choice has the ids of its prompt."""
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            choice.prompt_token_ids = self._prompt_ids(choice.index)
+        return Completion(**self._head, choices=[choice], usage=self._usage_of_chunk(choice.index))
 
 
 def _best(answers: Sequence[Answer], count: int) -> Sequence[Answer]:

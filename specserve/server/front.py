@@ -7,7 +7,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ class Front:
 
     def __init__(self, settings: Settings, engine: EngineClient) -> None:
         self.engine = engine
-        self.metrics = Metrics(lambda: engine.stats, lambda: engine.restarts)
+        self.metrics = Metrics(lambda: engine.stats, lambda: engine.restarts, self._first_name)
         self.token_statistics = TokenStatistics() if settings.token_statistics else None
         self.started = int(time.time())
         self.stopping = False
@@ -82,6 +82,9 @@ class Front:
         if self._resolved is None or self._resolved[0] is not said:
             self._resolved = said, make_settings(**said)
         return self._resolved[1]
+
+    def _first_name(self) -> str:
+        return next(iter(self.settings.served_model_name), "")
 
     @property
     def unready(self) -> str | None:
@@ -185,12 +188,7 @@ class Front:
 
     def check(self, prompt: Sequence[int], params: SamplingParams, param: str) -> None:
         """Raises FieldError, which calls the prompt ``param``, for a request that the engine would refuse."""
-        try:
-            self.capacity.check(prompt, params)
-        except FieldError as error:
-            if error.param != "prompt":
-                raise
-            raise FieldError(param, error.reason, error.code) from None
+        self.capacity.check(prompt, params, param)
 
     async def encode(self, text: str, param: str) -> list[int]:
         """Raises ApiError naming ``param`` for a text far longer than the context."""
@@ -204,11 +202,13 @@ class Front:
         """Raises TooLong for a text of far more than ``most`` tokens."""
         return await self._off_loop(self.tokenizer.encode_answer, text, most)
 
-    async def encode_chat(self, messages: Conversation) -> list[int]:
+    async def encode_chat(
+        self, messages: Conversation, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Raises ApiError with the chat template's reason, or as ``encode`` does."""
         self._check_text("messages")
         try:
-            return await self._off_loop(self.tokenizer.encode_chat, messages, self.capacity.room)
+            return await self._off_loop(self.tokenizer.encode_chat, messages, self.capacity.room, variables)
         except TooLong as error:
             raise self.capacity.too_long("messages", str(error)) from None
         except FieldError:

@@ -42,15 +42,21 @@ def chat_logprobs(found: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer)
 
 class CompletionLogprobs:
     """``choice.logprobs`` of completions, piece by piece: offsets go on where the last piece ended, the first begins at
-    ``offset``. ``prompt``: tokens before the answer, which may end in a part of a character."""
+    ``offset``. ``prompt``: tokens before the answer, which may end in a part of a character. ``hides_special``: special
+    tokens have no text."""
 
     def __init__(
-        self, top: int, tokenizer: Tokenizer | None, offset: int = 0, prompt: Sequence[int] = ()
+        self,
+        top: int,
+        tokenizer: Tokenizer | None,
+        offset: int = 0,
+        prompt: Sequence[int] = (),
+        hides_special: bool = True,
     ) -> None:
         self._top = top
+        self._hidden = tokenizer.is_special if tokenizer and hides_special else lambda _: False
         self._to_bytes = to_bytes = token_bytes(tokenizer)
         self._name = functools.cache(lambda token: _name(to_bytes(token)))
-        self._tokenizer = tokenizer
         self._characters = _Characters()
         self._first = offset
         for token in prompt[-CONTEXT:]:
@@ -86,7 +92,7 @@ class CompletionLogprobs:
         return max(self._first, begin)
 
     def _add(self, token: int) -> tuple[str, str]:
-        if self._tokenizer is not None and self._tokenizer.is_special(token):
+        if self._hidden(token):
             return "", ""
         return self._characters.add(self._to_bytes(token))
 

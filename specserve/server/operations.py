@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from specserve import __version__
 from specserve.core import FieldError
-from specserve.frontend.conversation import Messages, of_request
+from specserve.frontend.conversation import Messages, Variables, of_request
 from specserve.frontend.fields import ListOf, Strict, Text
 from specserve.process.client import EngineGone
 from specserve.server import schema
@@ -30,6 +30,8 @@ class TokenizeRequest(Strict):
     """A text, tokenized as the prompt of a completion."""
     messages: Messages | None = None
     """A conversation, tokenized as by chat."""
+    chat_template_kwargs: Variables | None = None
+    """As in chat; only with `messages`."""
 
 
 class DetokenizeRequest(Strict):
@@ -99,12 +101,14 @@ def add_operations(app: FastAPI, front: Front) -> None:
         front.check_call(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise FieldError("prompt", "give either prompt or messages")
+        if request.chat_template_kwargs and request.messages is None:
+            raise FieldError("chat_template_kwargs", "only with messages")
         if request.messages is not None:
-            work = front.encode_chat(of_request(request.messages))
+            work = front.encode_chat(of_request(request.messages), request.chat_template_kwargs)
         else:
             work = front.encode(request.prompt or "", "prompt")
         tokens = await unless_left(http.receive, work)
-        return Json(schema.Tokenized(tokens, len(tokens), front.context_length))
+        return Json(schema.Tokenized(tokens, len(tokens), front.capacity.room))
 
     @app.post("/detokenize", response_model=None, responses=answers(schema.Detokenized))
     async def post_detokenize(request: DetokenizeRequest, http: Request) -> Response:

@@ -50,6 +50,8 @@ class StreamOptions(Strict):
     }
     include_usage: bool | None = None
     """A stream ends with a chunk that holds `usage`."""
+    continuous_usage_stats: bool | None = None
+    """Each chunk holds `usage`: that of its choice, so far."""
 
 
 class PredictionField(Strict):
@@ -69,6 +71,11 @@ class SpeculationField(Strict):
 class GenerationRequest(StructuredRequest):
     """The fields that chat and completions share. null means the default, as with OpenAI."""
 
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "priority": Refusal("requests are served in the order of their arrival", 0),
+        "length_penalty": Refusal("there is no beam search", 1),
+        "use_beam_search": Refusal("there is no beam search", False),
+    }
     model: str
     """One of the served names."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
@@ -108,6 +115,12 @@ class GenerationRequest(StructuredRequest):
     """Nothing but `max_tokens` ends an answer before it has that many."""
     stop_token_ids: ListOf[Int] | None = None
     """Tokens that end the answer."""
+    skip_special_tokens: bool | None = None
+    """false writes the answer's special tokens as text. Not set: true."""
+    include_stop_str_in_output: bool | None = None
+    """What ends the answer, of `stop` or a token, is part of its text."""
+    return_token_ids: bool | None = None
+    """Adds `prompt_token_ids`, and to choices `token_ids`."""
     prediction: PredictionField | None = None
     """What the answer is expected to be; tried as drafts, changes no text."""
     speculation: SpeculationField | None = None
@@ -126,6 +139,11 @@ class GenerationRequest(StructuredRequest):
         return bool(asked or self.return_speculation)
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream says what its choice has used so far."""
+        return bool(self.stream_options is not None and self.stream_options.continuous_usage_stats)
+
+    @property
     def streams_runs(self) -> bool:
         """Whether each chunk says which of its tokens came from which step."""
         return bool(self.stream and self.return_speculation)
@@ -133,7 +151,14 @@ class GenerationRequest(StructuredRequest):
 
 _AS_THEY_ARE = (
     *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("min_tokens", "seed", "stop_token_ids", "ignore_eos"),
+    *(
+        "min_tokens",
+        "seed",
+        "stop_token_ids",
+        "ignore_eos",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+    ),
 )
 
 

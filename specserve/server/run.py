@@ -140,7 +140,7 @@ def _load_tokenizer(path: str, settings: Settings) -> Tokenizer:
 
     transformers.logging.get_logger()  # from here on it has a handler of its own
     adopt_loggers()
-    return Tokenizer.load(path, settings.trust_remote_code)
+    return Tokenizer.load(path, settings.trust_remote_code, settings.chat_template)
 
 
 def _exit_code(keeping: asyncio.Task[Broken]) -> int:

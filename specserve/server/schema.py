@@ -48,7 +48,7 @@ class Usage(Answer):
     completion_tokens: Natural
     total_tokens: Natural
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: PredictedTokens | UnsetType = UNSET
+    completion_tokens_details: PredictedTokens
     speculation: SpeculationTotals | UnsetType = UNSET
 
 
@@ -85,6 +85,7 @@ class ChatChoice(Answer):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Reason
+    token_ids: list[Natural] | UnsetType = UNSET
 
 
 class Head(Answer, kw_only=True):
@@ -100,6 +101,7 @@ class ChatCompletion(Head, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[Natural] | UnsetType = UNSET
 
 
 class ChatDelta(Answer):
@@ -112,6 +114,7 @@ class ChatChunkChoice(Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: Reason | None = None
+    token_ids: list[Natural] | UnsetType = UNSET
     speculation: Runs | UnsetType = UNSET
 
 
@@ -119,6 +122,7 @@ class ChatCompletionChunk(Head, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[Natural] | UnsetType = UNSET
 
 
 class CompletionLogprobs(Answer):
@@ -134,6 +138,7 @@ class CompletionChoice(Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: Reason | None
     token_ids: list[Natural] | UnsetType = UNSET
+    prompt_token_ids: list[Natural] | UnsetType = UNSET
     speculation: Runs | UnsetType = UNSET
 
 
@@ -148,6 +153,7 @@ class Completion(Head, kw_only=True):
 class Model(Answer):
     id: str
     created: int
+    max_model_len: Natural
     object: Literal["model"] = "model"
     owned_by: str = "specserve"
 

@@ -230,6 +230,23 @@ def counts(seen: Seen) -> None:
     assert usage.prompt_tokens_details.cached_tokens >= 0
 
 
+def with_ids(seen: Seen) -> None:
+    """Whose text is the text."""
+    ids = seen.answer.choices[0].token_ids
+    assert len(ids) == seen.answer.usage.completion_tokens
+    prompts = seen.answer if seen.route == CHAT else seen.answer.choices[0]
+    assert len(prompts.prompt_token_ids) == seen.answer.usage.prompt_tokens
+    assert (
+        seen.ask(prompt=ids, max_tokens=0, echo=True).text == seen.text if seen.route == COMPLETIONS else ids
+    )
+    same(seen)
+
+
+def stopped_with_it(seen: Seen) -> None:
+    whole = seen.ask(temperature=0).text
+    assert seen.text == whole[: whole.index("e") + 1]
+
+
 def to_the_end(seen: Seen) -> None:
     assert seen.answer.usage.completion_tokens == 24
     assert seen.answer.choices[0].finish_reason == "length"
@@ -277,7 +294,7 @@ HOW: dict[str, str] = {
     "messages": "any number; what the model's chat template refuses is refused with its reason",
     "messages[].role": "`developer` is written as `system`; `tool` answers a call of the message before",
     "messages[].content": "text or text parts",
-    "messages[].name": "where the chat template writes names",
+    "messages[].name": "where the chat template writes names; else left out, and the log says so once",
     "messages[].tool_calls": "where the chat template writes calls, and the text next to them if there is one",
     "messages[].tool_call_id": "of a call of the assistant's message before, in the order of the calls, each once",
     "prompt": "text, texts, token ids, lists of them",
@@ -297,8 +314,10 @@ HOW: dict[str, str] = {
     "echo": "with `logprobs` the prompt is scored, the first token by `null`",
     "stream": "server-sent events; together the whole answer",
     "stream_options.include_usage": "a last chunk with the usage of all",
+    "stream_options.continuous_usage_stats": "each chunk has the usage of its choice so far",
     "response_format": "`text`, `json_object`, `json_schema`; what can't be enforced of a schema is refused",
     "user": LABEL,
+    "metadata": "labels that change no answer",
     "safety_identifier": LABEL,
     "prompt_cache_key": LABEL + "; prefixes are shared without it",
     "prediction": "text that is tried as drafts; changes no answer",
@@ -308,6 +327,10 @@ HOW: dict[str, str] = {
     "ignore_eos": "the end token does not end the answer",
     "min_tokens": "nothing ends the answer before",
     "stop_token_ids": "end the answer",
+    "skip_special_tokens": "`false` writes special tokens as text",
+    "include_stop_str_in_output": "the text ends with what ended it",
+    "return_token_ids": "`prompt_token_ids`, and `token_ids` of each choice",
+    "chat_template_kwargs": "variables that the chat template reads, others at `false` or null; not the server's own",
     "speculation": "for this request; never changes the text",
     "return_speculation": "adds `usage.speculation`",
     "structured_outputs": "vLLM's; `json`, `regex`, `choice`, `grammar` or `json_object`",
@@ -320,6 +343,7 @@ HOW: dict[str, str] = {
     "ebnf": "SGLang's",
 }
 NO_TOOLS = "this server calls no tools"
+NO_BEAMS = "there is no beam search"
 
 
 def honoured(name: str, check: Check, *values: Any, **more: Any) -> list[Case]:
@@ -371,7 +395,7 @@ CASES: list[Case] = [
             {"type": "refusal", "refusal": "x"},
         )
     ),
-    Case("messages[].name", user(name="Ann"), refused="template has no place for it (role user)", **CHAT_ONLY),
+    Case("messages[].name", user(name="Ann"), same, **CHAT_ONLY),
     Case(
         "messages[].tool_calls",
         messages(ASKED, CALLED, {"role": "tool", "content": "x", "tool_call_id": "1"}),
@@ -436,6 +460,7 @@ CASES: list[Case] = [
     *honoured("logprobs", logprobs_of_completions, 2, **TEXT_ONLY),
     *refused("logprobs", "less than or equal to 20", 21, **TEXT_ONLY),
     Case("top_logprobs", {"logprobs": True, "top_logprobs": 3}, logprobs_of_chat, **CHAT_ONLY),
+    *honoured("top_logprobs", same, 0, **CHAT_ONLY),
     *refused("top_logprobs", "only with logprobs", 3, **CHAT_ONLY),
     *honoured("echo", echoed, True, **TEXT_ONLY),
     Case("echo", {"echo": True, "n": 2}, echoed, **TEXT_ONLY),
@@ -443,7 +468,11 @@ CASES: list[Case] = [
     *honoured("echo", same, False, **TEXT_ONLY),
     *honoured("stream", same, False),
     Case("stream_options.include_usage", {}, counts),  # each stream of the tests asks for it
-    Case("stream_options.include_usage", {"stream_options": {"include_usage": True}}, refused="only with stream"),
+    Case("stream_options.continuous_usage_stats", {}, counts),  # and a test of its own
+    *(
+        Case(f"stream_options.{name}", {"stream_options": {name: True}}, refused="only with stream")
+        for name in ("include_usage", "continuous_usage_stats")
+    ),
     Case(
         "stream_options.include_obfuscation",
         {"stream": True, "stream_options": {"include_obfuscation": True}},
@@ -460,25 +489,37 @@ CASES: list[Case] = [
     *honoured("guided_choice", is_one, ["1"]),
     *(case for name in ("guided_grammar", "ebnf") for case in honoured(name, is_one, 'root ::= "1"')),
     *honoured("user", same, "somebody"),
+    *honoured("metadata", same, {"a": "b"}, {}, **CHAT_ONLY),
+    *refused("metadata", "valid string", {"a": 1}, **CHAT_ONLY),
     *honoured("safety_identifier", same, "somebody", **CHAT_ONLY),
     *honoured("prompt_cache_key", same, "some key", **CHAT_ONLY),
     *refused("suffix", "nothing is inserted before a suffix", "x", **TEXT_ONLY),
     *(
         case
         for name, reason, none, *values in (
-            ("tools", NO_TOOLS, [], [TOOL]), ("tool_choice", NO_TOOLS, "none", "auto", "required"),
+            ("tools", NO_TOOLS, [], [TOOL]), ("tool_choice", NO_TOOLS, "auto", "required"),
             ("functions", NO_TOOLS, [], [{"name": "f"}]), ("function_call", NO_TOOLS, "none", "auto"),
-            ("parallel_tool_calls", NO_TOOLS, False, 1),
+            ("tool_choice", NO_TOOLS, "none", {"type": "function", "function": {"name": "f"}}),
+            ("parallel_tool_calls", NO_TOOLS, False, 1), ("parallel_tool_calls", NO_TOOLS, True, "true"),
+            ("add_generation_prompt", "an answer is always begun", True, False),
             ("modalities", "text alone", ["text"], ["text", "audio"]),
             ("audio", "text alone", None, {"format": "wav", "voice": "x"}),
-            ("reasoning_effort", "effort", None, "low"), ("verbosity", "verbosity", None, "low"),
+            ("reasoning_effort", "effort", "none", "low"), ("verbosity", "verbosity", "medium", "low"),
             ("web_search_options", "no web search", None, {}), ("moderation", "moderated", None, {"model": "x"}),
-            ("store", "nothing is stored", False, True), ("metadata", "nothing is stored", {}, {"a": "b"}),
+            ("store", "nothing is stored", False, True),
             ("service_tier", "no tiers", "auto", "flex", "priority"),
             ("prompt_cache_options", "prefix cache", None, {"mode": "implicit"}),
             ("prompt_cache_retention", "prefix cache", None, "24h"),
         )
         for case in (*honoured(name, same, none, **CHAT_ONLY), *refused(name, reason, *values, **CHAT_ONLY))
+    ),
+    *(
+        case
+        for name, reason, none, wrong in (
+            ("priority", "in the order of their arrival", 0, 1),
+            ("length_penalty", NO_BEAMS, 1.0, 0.5), ("use_beam_search", NO_BEAMS, False, True),
+        )
+        for case in (*honoured(name, same, none), *refused(name, reason, wrong))
     ),
     *honoured("prediction", predicted, {"type": "content", "content": "zq zq zq"}),
     *honoured("prediction", predicted_in_part, {"type": "content", "content": [{"type": "text", "text": "1"}]}),
@@ -502,6 +543,18 @@ CASES: list[Case] = [
         at_least_4,
     ),
     *refused("min_tokens", "min_tokens must be in [0, 8]", 9),
+    *honoured("skip_special_tokens", same, True, False),  # no answer here has one: test_completions.py
+    Case(
+        "include_stop_str_in_output",
+        {"include_stop_str_in_output": True, "stop": "e", "temperature": 0},
+        stopped_with_it,
+    ),
+    *honoured("include_stop_str_in_output", same, False),
+    *honoured("return_token_ids", with_ids, True),
+    *honoured("return_token_ids", same, False),
+    *honoured("chat_template_kwargs", same, {}, {"enable_thinking": False}, **CHAT_ONLY),
+    *refused("chat_template_kwargs", "does not read it", {"enable_thinking": True}, **CHAT_ONLY),
+    *refused("chat_template_kwargs", "is set by the server", {"messages": []}, **CHAT_ONLY),
     Case("speculation", {"speculation": {"enabled": False}, "return_speculation": True}, undrafted),
     *refused("speculation", "greater than or equal to 0", {"max_draft_tokens": -1}),
     *honoured("return_speculation", drafted, True),

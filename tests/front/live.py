@@ -38,7 +38,9 @@ def live(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Live]:
     client = _connect(built.engine)
     front = Front(built.settings, client)
     client.receive(Ready(_info(built)))
-    front.finish_loading(Tokenizer.load(built.settings.tokenizer_path))
+    front.finish_loading(
+        Tokenizer.load(built.settings.tokenizer_path, chat_template=built.settings.chat_template)
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(create_app(front), log_config=None, lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -263,7 +263,10 @@ def test_tokens_of_a_prompt_that_is_too_long_are_not_looked_at() -> None:
     answer, _ = asyncio.run(longest_stall(COMPLETIONS, {**PROMPT, "prompt": [999] * 300}))
     error = answer.json()["error"]
     assert error["code"] == LENGTH
-    assert error["message"] == "prompt: has 300 tokens; the context length is 256, the answer included"
+    openai_says = "This model's maximum context length is 256 tokens. "
+    assert error["message"] == (
+        f"{openai_says}prompt: has 300 tokens; the context length is 256, the answer included"
+    )
 
 
 @pytest.mark.parametrize(

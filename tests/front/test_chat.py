@@ -45,6 +45,7 @@ def test_whole_answer(serve: Serve) -> None:
         "completion_tokens": 10,
         "total_tokens": prompt + 10,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0},
     }
     sent = engine.submitted[0]
     assert bytes(sent.token_ids) == b"user:hello\nassistant:"
@@ -248,3 +249,25 @@ def test_ignore_eos(serve: Serve, ignore: bool) -> None:
         "length" if ignore else "stop"
     )
     assert engine._reply(engine.submitted[0])[-1] == EOS
+
+
+def test_token_ids(serve: Serve) -> None:
+    """Of a part of a character, too, which has no text yet."""
+    client, _ = serve("aé", stride=2)
+    prompt = list(b"user:hello\nassistant:")
+    whole = post(client, return_token_ids=True).json()
+    assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (prompt, [97, 0xC3, 0xA9, EOS])
+    first, *chunks = events(post(client, return_token_ids=True, stream=True))
+    assert (first["prompt_token_ids"], first["choices"][0].get("token_ids")) == (prompt, None)
+    assert not any("prompt_token_ids" in chunk for chunk in chunks)
+    ids = [chunk["choices"][0].get("token_ids") for chunk in chunks]
+    assert ids == [[97, 0xC3], [0xA9, EOS], None]
+    assert "token_ids" not in post(client).json()["choices"][0]
+
+
+def test_the_stop_string_is_part_of_the_text_if_asked_for(serve: Serve) -> None:
+    client, _ = serve("one two three")
+    asked = {"stop": ["wo"], "include_stop_str_in_output": True}
+    assert post(client, **asked).json()["choices"][0]["message"]["content"] == "one two"
+    chunks = events(post(client, stream=True, **asked))
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "one two"

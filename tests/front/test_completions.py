@@ -119,6 +119,39 @@ def test_special_tokens_have_no_length() -> None:
     assert found.format(tokens).text_offset == [0, 1, 1, 2]
 
 
+def test_special_tokens_as_text(serve: Serve) -> None:
+    """With their length; the one that ends the answer only if that is to be part of it."""
+    client, engine = serve()
+    engine._reply = lambda _: [97, 257, 98, 256]
+    for fields, text in (
+        ({}, "ab"),
+        ({"skip_special_tokens": False}, "a<sep>b"),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "a<sep>b<eos>"),
+        ({"skip_special_tokens": True, "include_stop_str_in_output": True}, "ab"),
+    ):
+        choice = post(client, logprobs=0, **fields).json()["choices"][0]
+        assert choice["text"] == text
+        offsets = [0, 1, 1, 2] if fields.get("skip_special_tokens", True) else [0, 1, 6, 7]
+        assert choice["logprobs"]["text_offset"] == offsets
+
+
+@pytest.mark.parametrize(("echo", "before"), [(False, []), (True, list(b"ab"))])
+def test_token_ids(serve: Serve, echo: bool, before: list[int]) -> None:
+    """With ``echo`` the ids, too, begin with the prompt. In a stream the prompt's come once for each choice."""
+    client, _ = serve("xyzw")
+    asked = {"prompt": ["ab", "ab"], "n": 2, "return_token_ids": True, "echo": echo, "stop": "w"}
+    choices = post(client, **asked).json()["choices"]
+    ids = [*before, *b"xyzw"]
+    assert [(choice["token_ids"], choice["prompt_token_ids"]) for choice in choices] == [(ids, [97, 98])] * 4
+    streamed: dict[int, list[Any]] = {}
+    for chunk in events(post(client, stream=True, **asked)):
+        streamed.setdefault(chunk["choices"][0]["index"], []).append(chunk["choices"][0])
+    for found in streamed.values():
+        assert [choice.get("prompt_token_ids") for choice in found] == [[97, 98]] + [None] * (len(found) - 1)
+        assert [token for choice in found for token in choice["token_ids"]] == ids
+    assert len(streamed) == 4
+
+
 @pytest.mark.parametrize("max_tokens", [2, 0])
 def test_echo(serve: Serve, max_tokens: int) -> None:
     client, engine = serve("cd", end=False)
@@ -286,6 +319,12 @@ def test_without_a_tokenizer(serve: Serve) -> None:
         (post(client), "prompt", "may be token ids"),
         (post(client, prompt=["a"]), "prompt.0", "may be token ids"),
         (post(client, prompt=[1], stop="x"), "stop", "use stop_token_ids"),
+        (post(client, prompt=[1], skip_special_tokens=False), "skip_special_tokens", "have no text"),
+        (
+            post(client, prompt=[1], include_stop_str_in_output=True),
+            "include_stop_str_in_output",
+            "have no text",
+        ),
         (client.post("/v1/chat/completions", json=asked), "messages", "may be token ids"),
         (client.post("/tokenize", json={"prompt": "a"}), "prompt", "may be token ids"),
         (client.post("/detokenize", json={"tokens": [1]}), "tokens", "can't be turned into text"),

@@ -30,7 +30,10 @@ FLAGS += ["--speculative-num-draft-tokens", "6", "--device", "cpu", "--dtype", "
 OWN = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
 EXTENSIONS = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "prediction",
               "speculation", "return_speculation", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-              "guided_grammar", "json_schema", "regex", "ebnf"}  # fmt: skip
+              "guided_grammar", "json_schema", "regex", "ebnf",
+              "priority", "length_penalty", "use_beam_search",
+              "add_generation_prompt", "skip_special_tokens", "include_stop_str_in_output",
+              "return_token_ids", "chat_template_kwargs"}  # fmt: skip
 HONOURED = [(route, case) for case in CASES if case.check for route in case.routes]
 REFUSED = [(route, case) for case in CASES if case.refused for route in case.routes]
 
@@ -50,9 +53,12 @@ def client(server: Live) -> Iterator[openai.OpenAI]:
 NAMED_OTHERWISE = {  # by field and words: what the error's param is instead
     ("messages[].role", "no call of this id"): "messages[].tool_call_id",
     ("messages[].content", "'text'"): "messages[].content[].type",
-    ("messages[].name", "no place for name"): "messages",  # the template sees the whole conversation
     ("messages[].tool_calls", "This model has no role tool"): "messages",
     ("stream_options.include_usage", "only with stream"): "stream_options",
+    ("stream_options.continuous_usage_stats", "only with stream"): "stream_options",
+    ("metadata", "valid string"): "metadata.a",
+    ("chat_template_kwargs", "does not read it"): "chat_template_kwargs.enable_thinking",
+    ("chat_template_kwargs", "is set by the server"): "chat_template_kwargs.messages",
     ("response_format", "'text'"): "response_format.type",
     ("response_format", "needed for the type"): "response_format.json_schema",
     ("prediction", "'content'"): "prediction.type",
@@ -208,6 +214,28 @@ def test_streams_are_as_described(caller: Caller, route: str) -> None:
     assert usage.completion_tokens == seen.answer.usage.completion_tokens
 
 
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("route", BOTH)
+def test_usage_of_each_chunk(caller: Caller, route: str, last: bool) -> None:
+    """As guidellm asks for it: of the chunk's choice, so far. The last chunk has that of all."""
+    fields: dict[str, Any] = {"n": 2, "seed": 3}
+    if route == COMPLETIONS:
+        fields |= {"prompt": ["a", "def add(a, b):"]}
+    options = {"stream": True, "stream_options": {"include_usage": last, "continuous_usage_stats": True}}
+    given, found = arguments({**BASE[route], **fields, **options}), []
+    for chunk in create(caller.client, route).create(**given):
+        found.append(([choice.index for choice in chunk.choices], tokens(chunk)))
+    whole = Asked(caller, route, fields).answer
+    if last:
+        assert found.pop() == ([], tokens(whole))
+    ends: dict[int, tuple[int, int, int]] = {}
+    for (index,), usage in found:
+        assert usage[1] >= ends.get(index, (0, 0, 0))[1]
+        ends[index] = usage
+    assert sum(made for _, made, _ in ends.values()) == whole.usage.completion_tokens
+    assert sum(prompt for prompt, _, _ in ends.values()) == 2 * whole.usage.prompt_tokens
+
+
 SAMPLED = {"temperature": 1.0, "max_tokens": 24, "seed": 3}
 LOSSLESS: list[dict[str, Any]] = [
     {"n": 3},
@@ -272,6 +300,7 @@ def test_refused(client: openai.OpenAI, route: str, case: Case) -> None:
     assert caught.value.status_code == (404 if case.field == "model" else 400)
     msgspec.json.decode(caught.value.response.content, type=schema.Error)
     assert case.refused in caught.value.message
+    assert (caught.value.code == "unsupported_parameter") == ("not supported: " in caught.value.message)
     named = re.sub(r"\.\d+\.", "[].", caught.value.param or "")
     assert named == NAMED_OTHERWISE.get((case.field, case.refused), case.field)
 
@@ -311,6 +340,7 @@ def test_other_routes(client: openai.OpenAI, server: Live) -> None:
     """The client's other calls, and its way to routes that OpenAI does not have."""
     (model,) = client.models.list().data
     assert client.models.retrieve(model.id).id == model.id == "specserve-chat"
+    assert model.to_dict()["max_model_len"] == server.built.settings.context_length
     msgspec.json.decode(client.models.with_raw_response.list().http_response.content, type=schema.Models)
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")

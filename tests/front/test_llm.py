@@ -109,6 +109,16 @@ def test_chat(llm: LLM) -> None:
     assert texts(llm.chat([one, one], SamplingParams(max_tokens=4), progress=True)) == ["user", "user"]
 
 
+def test_another_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}"
+    llm = make(tmp_path, monkeypatch, chat_template=template)
+    asked = [{"role": "user", "content": "hi"}]
+    assert texts(llm.chat(asked)) == ["hi"]
+    assert texts(llm.chat([asked, asked], chat_template_kwargs={"mood": "!"})) == ["hi!", "hi!"]
+    with pytest.raises(ValueError, match=r"chat_template_kwargs\.tone: .*does not read it"):
+        llm.chat(asked, chat_template_kwargs={"tone": "!"})
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

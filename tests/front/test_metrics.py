@@ -43,15 +43,15 @@ TOTALS = StepTotals(
 
 
 def stats(totals: StepTotals) -> Stats:
-    return Stats(1, 2, 100, 75, 5, 7, 8, 9, 10, 11, 12, 13, totals)
+    return Stats(1, 2, 128, 96, 20, 7, 8, 9, 10, 11, 12, 13, totals, pages_idle=16)
 
 
-def shown(totals: StepTotals = TOTALS) -> str:
+def shown(totals: StepTotals = TOTALS, accept: str = "") -> str:
     """Everything there is to see."""
-    metrics = Metrics(lambda: stats(totals))
+    metrics = Metrics(lambda: stats(totals), model=lambda: "tiny")
     metrics.answered("/v1/completions", 200)
-    metrics.finished(2.0, SpeculationUsage(steps=4, drafted=12, accepted=6))
-    return metrics.text()[0].decode()
+    metrics.finished(2.0, 1.5, "length", SpeculationUsage(steps=4, drafted=12, accepted=6))
+    return metrics.text(accept)[0].decode()
 
 
 class Described(NamedTuple):
@@ -91,6 +91,63 @@ def test_the_page_defines_what_is_shown() -> None:
     assert dict(rows) == metrics_shown()
 
 
+OPENMETRICS = "application/openmetrics-text;version=1.0.0"
+ACCEPTS = [
+    "",
+    f"{OPENMETRICS};q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",  # Prometheus 2
+    f"{OPENMETRICS};escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,*/*",  # Prometheus 3
+    f"{OPENMETRICS};escaping=values",
+    "text/plain;version=1.0.0;escaping=underscores",
+]
+
+
+@pytest.mark.parametrize("accept", ACCEPTS)
+def test_vllm_names_are_those_of_the_page(accept: str) -> None:
+    """Each shows what ours shows, with the model's name."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    rows = dict(re.findall(r"^\| `(vllm:\w+)` \| `(specserve_\w+)`", page, re.M))
+    text = shown(accept=accept)
+    values: dict[str, list[str]] = {}
+    for name, labels, value in re.findall(r"^(vllm:\w+){(.*)} (\S+)$", text, re.M):
+        assert 'model_name="tiny"' in labels
+        values.setdefault(re.sub("_(bucket|sum|count)$", "", name), []).append(value)
+    assert sorted(values) == sorted(rows)
+    assert len(re.findall("^# TYPE vllm", text, re.M)) == len(rows)
+    for name, ours in rows.items():
+        expected = re.findall(rf"^{ours}(?:_bucket|_sum|_count)?(?:{{.*}})? (\S+)$", text, re.M)
+        assert values[name] == (expected[:1] if name.startswith("vllm:spec_decode_num_drafts") else expected)
+
+
+def test_vllm_names_and_labels() -> None:
+    lines = shown().splitlines()
+    for line in (
+        'num_requests_running{model_name="tiny"} 1.0', 'kv_cache_usage_perc{model_name="tiny"} 0.125',
+        'prefix_cache_queries_total{model_name="tiny"} 11.0', 'prefix_cache_hits_total{model_name="tiny"} 12.0',
+        'request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+        'e2e_request_latency_seconds_bucket{le="2.0",model_name="tiny"} 1.0',
+        'request_decode_time_seconds_sum{model_name="tiny"} 1.5',
+        'spec_decode_num_drafts_total{model_name="tiny"} 8.0',
+        'spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"} 6.0',
+        'spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="2"} 0.0',
+    ):  # fmt: skip
+        assert f"vllm:{line}" in lines
+
+
+def test_a_request_is_measured_in_parts(serve: Serve) -> None:
+    client, _ = serve("abc")
+    answer = client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "n": 2})
+    assert answer.status_code == 200
+    lines = client.get("/metrics").text.splitlines()
+    assert 'specserve_finished_requests_total{reason="stop"} 2.0' in lines
+    assert 'vllm:request_success_total{finished_reason="stop",model_name="tiny"} 2.0' in lines
+    seconds = dict(line.split() for line in lines if re.match(r"specserve_\w+_seconds_sum ", line))
+    parts = [
+        float(seconds[f"specserve_{name}_seconds_sum"]) for name in ("queue", "prefill", "decode", "request")
+    ]
+    assert sum(parts[:3]) == pytest.approx(parts[3])
+    assert min(parts[1:]) > 0
+
+
 def test_steps_and_levels() -> None:
     lines = shown().splitlines()
     for line in (
@@ -109,7 +166,7 @@ def test_what_is_not_known_is_not_shown() -> None:
     """No drafter: no levels. A fixed shape: nobody knows what plain decoding costs."""
     text = shown(StepTotals(shape="off", shapes={"off": ShapeTotals(1, 0.5)}))
     assert "spec_shape_steps" in text
-    assert not re.search("spec_(level|plain|predicted|cost)", text)
+    assert not re.search("spec_(level|plain|predicted|cost)|spec_decode_num_drafts|per_pos", text)
 
 
 def test_stats_survive_the_way_between_processes() -> None:
@@ -147,7 +204,7 @@ def test_time_in_the_queue(agreeing: Checkpoints) -> None:
 
 def test_a_request_without_a_step_has_no_length() -> None:
     metrics = Metrics(lambda: None)
-    metrics.finished(1.0, SpeculationUsage())
+    metrics.finished(1.0, 0.5, "stop", SpeculationUsage())
     lines = metrics.text()[0].decode().splitlines()
     assert "specserve_request_seconds_count 1.0" in lines
     assert "specserve_request_accepted_length_tokens_count 0.0" in lines

@@ -25,12 +25,12 @@ def tokens(ids: list[int], reason: FinishReason | None = None, **fields: object)
     return Tokens("r", ids, fields.pop("runs", [len(ids)]), reason, **fields)  # type: ignore[arg-type]
 
 
-def first_stop(text: str, stops: list[str]) -> int | None:
-    """Reads the text a character at a time: the slow way to say which stop string comes first."""
+def first_stop(text: str, stops: list[str]) -> tuple[int, int] | None:
+    """Reads the text a character at a time: the slow way to say which stop string comes first, from where to where."""
     for end in range(1, len(text) + 1):
         found = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if found:
-            return min(found)
+            return min(found), end
     return None
 
 
@@ -46,15 +46,16 @@ def test_stop_strings_do_not_depend_on_the_pieces() -> None:
         stops = [
             "".join(rng.choice("ab") for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(1, 3))
         ]
-        finder, given, found = StopFinder(stops), "", False
+        included = rng.random() < 0.5
+        finder, given, found = StopFinder(stops, included), "", False
         for piece in split(text, rng):
             new, found = finder.feed(piece)
             given += new
             if found:
                 break
         given += finder.flush()
-        start = first_stop(text, stops)
-        assert (given, found) == (text if start is None else text[:start], start is not None)
+        place = first_stop(text, stops)
+        assert (given, found) == (text if place is None else text[: place[included]], place is not None)
         found_some += found
     assert 500 < found_some < 2900
 
@@ -117,6 +118,15 @@ def test_stop_token_has_no_text_but_counts(stop: list[str]) -> None:
     out = processor(stop=stop, stop_token_ids=[66])
     delta = out.push(tokens([65, 66], "stop", stop_token=True))
     assert (delta.text, delta.finish_reason, out.answer.token_ids) == ("A", "stop", [65, 66])
+
+
+@pytest.mark.parametrize("stop", [[], ["zzz"]])
+def test_what_ended_the_answer_is_text_if_asked_for(stop: list[str]) -> None:
+    out = processor(stop=stop, stop_token_ids=[66], include_stop_str_in_output=True)
+    assert out.push(tokens([65, 66], "stop", stop_token=True)).text == "AB"
+    out = processor(stop=["bc", *stop], include_stop_str_in_output=True)
+    assert (out.push(tokens(list(b"ab"))).text, out.push(tokens(list(b"cd"))).text) == ("a", "bc")
+    assert out.answer.token_ids == list(b"abc")
 
 
 @pytest.mark.parametrize("stop", [[], ["zzz"]])

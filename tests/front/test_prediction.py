@@ -45,7 +45,8 @@ def ask(client: openai.OpenAI, prediction: Any = None, **fields: Any) -> Any:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_right_prediction_takes_a_quarter_of_the_steps(client: openai.OpenAI, temperature: float) -> None:
     whole = ask(client, temperature=temperature)
-    assert whole.usage.completion_tokens_details is None
+    nothing = whole.usage.completion_tokens_details
+    assert (nothing.accepted_prediction_tokens, nothing.rejected_prediction_tokens) == (0, 0)
     text, tokens = whole.choices[0].message.content, whole.usage.completion_tokens
     parts = [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]
     for content in (text, parts):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specserve.frontend.template import ChatTemplate
+from specserve.frontend.tokenizer import Tokenizer
 from tests.front.conftest import Serve
 from tests.front.fakes import byte_tokenizer
 
@@ -33,12 +37,14 @@ NO_TOOLS = (
 )
 
 
-def sent(serve: Serve, monkeypatch: pytest.MonkeyPatch, template: str | None, messages: list[Any]) -> Any:
+def sent(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, template: str | None, messages: list[Any], **fields: Any
+) -> Any:
     """The text of the prompt, or the error."""
     client, engine = serve()
     tokenizer = client.app.state.front.tokenizer  # type: ignore[attr-defined]
     monkeypatch.setattr(tokenizer, "_template", ChatTemplate(byte_tokenizer(template)))
-    answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages})
+    answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages, **fields})
     if answer.status_code != 200:
         assert answer.status_code == 400
         assert engine.submitted == []
@@ -85,7 +91,6 @@ def test_what_a_template_makes_of_a_text_is_its_own_way(
 @pytest.mark.parametrize(
     ("template", "messages", "words"),
     [
-        (USERS, [{**ASKED, "name": "Ann"}], "messages.0.name: the model's chat template has no place for it (role"),
         (USERS, [SYSTEM, ASKED], "messages.0.content: the model's chat template has no place for it (role system)"),
         (USERS, [ASKED, CALLED, RESULT], "messages.1.tool_calls.0.function.name: "),
         (EITHER, [ASKED, TWO, {**RESULT, "tool_call_id": "8"}], "messages.2.tool_call_id: results come in the order"),
@@ -101,6 +106,84 @@ def test_refused(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, template: str | None, messages: list[Any], words: str
 ) -> None:
     assert words in sent(serve, monkeypatch, template, messages)
+
+
+def test_a_name_without_a_place_is_left_out_and_noted_once(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = [{**ASKED, "name": "Ann"}]
+    with caplog.at_level(logging.WARNING, "specserve"):
+        assert sent(serve, monkeypatch, TOOLS, named) == "user(Ann):1 + 2?;"
+        assert caplog.messages == []
+        template = ChatTemplate(byte_tokenizer(USERS))
+        assert [template.render(given) for given in (named, [ASKED], named)] == ["1 + 2?"] * 3
+    (noted,) = caplog.messages
+    assert "no place for speakers (messages[].name)" in noted
+    assert "Ann" not in noted
+
+
+THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}<think>{{ bos_token }}{% endif %}"
+
+
+def test_variables_of_the_template(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prompt(**variables: Any) -> Any:
+        return sent(serve, monkeypatch, THINKS, [ASKED], chat_template_kwargs=variables)
+
+    assert prompt() == prompt(enable_thinking=False) == "1 + 2?"
+    assert prompt(thoughtful=False, mood=None) == "1 + 2?"
+    assert prompt(enable_thinking=True) == "1 + 2?<think>"
+    assert (
+        prompt(thinking=True) == "chat_template_kwargs.thinking: the model's chat template does not read it"
+    )
+    for name in ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "eos_token"):
+        assert (
+            prompt(**{name: "x"}) == f"chat_template_kwargs.{name}: is set by the server and can't be given"
+        )
+
+
+def test_variables_that_are_no_text(serve: Serve) -> None:
+    client, _ = serve()
+    body = {"model": "tiny", "messages": [ASKED], "chat_template_kwargs": {"a": "\ud800"}}
+    json_type = {"content-type": "application/json"}
+    answer = client.post("/v1/chat/completions", content=json.dumps(body), headers=json_type)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+def test_tokenize_renders_as_chat_does(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, _ = serve()
+    tokenizer = client.app.state.front.tokenizer  # type: ignore[attr-defined]
+    monkeypatch.setattr(tokenizer, "_template", ChatTemplate(byte_tokenizer(THINKS)))
+    body = {"messages": [ASKED], "chat_template_kwargs": {"enable_thinking": True}}
+    assert bytes(client.post("/tokenize", json=body).json()["tokens"]) == b"1 + 2?<think>"
+    refused = client.post("/tokenize", json={**body, "messages": None, "prompt": "a"})
+    assert refused.json()["error"]["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_another_template(model: Path, tmp_path: Path, as_file: bool) -> None:
+    given = USERS + "!"
+    if as_file:
+        (tmp_path / "chat.jinja").write_text(given)
+        given = str(tmp_path / "chat.jinja")
+    tokenizer = Tokenizer.load(str(model), chat_template=given)
+    assert bytes(tokenizer.encode_chat([ASKED])) == b"1 + 2?!"
+    assert bytes(Tokenizer.load(str(model)).encode_chat([ASKED])) == b"user:1 + 2?\nassistant:"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("no/such/file.jinja", "'no/such/file.jinja' is no template of Jinja and no file"),
+        ("chatml", "'chatml' is no template of Jinja and no file"),
+        ("{{ a", "line 1: unexpected end of template"),
+        ("{% for m in messages %}", "line 1: Unexpected end of template"),
+        (__file__.replace("test_template.py", "__init__.py"), "holds no template of Jinja"),
+    ],
+)
+def test_a_template_that_is_none(model: Path, given: str, words: str) -> None:
+    with pytest.raises(ValueError, match=r"^--chat-template: ") as caught:
+        Tokenizer.load(str(model), chat_template=given)
+    assert words in str(caught.value)
 
 
 def test_names_are_found_in_any_order() -> None:

@@ -74,7 +74,9 @@ def _check(given: Settings, options: argparse.Namespace, report: Report) -> None
         settings, _, config = resolve_engine(_with_shape(given), with_front=True)
         tokenizer = None
         if not settings.skip_tokenizer_init:
-            tokenizer = Tokenizer.load(str(config.tokenizer_path), settings.trust_remote_code)
+            tokenizer = Tokenizer.load(
+                str(config.tokenizer_path), settings.trust_remote_code, settings.chat_template
+            )
         find_mismatches(config, tokenizer, report)
         engine = load_engine(config)
     try:

@@ -82,7 +82,7 @@ def _work(local: Settings, options: Namespace) -> Work:
     assert local.model_path is not None
     assert local.tokenizer_path is not None
     rows = read_prompts(options.prompts, Path(local.model_path))
-    tokenizer = Tokenizer.load(local.tokenizer_path, local.trust_remote_code)
+    tokenizer = Tokenizer.load(local.tokenizer_path, local.trust_remote_code, local.chat_template)
     return Work(encode(rows, tokenizer), options.max_tokens, options.temperature)
 
 
