@@ -10,6 +10,7 @@ from typing import Protocol
 
 from specserve.core import SamplingParams, SpeculationUsage
 from specserve.frontend.output import Answer, Delta, OutputProcessor
+from specserve.frontend.parsers.registry import AnswerParser
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Failed, Submit, Tokens
@@ -36,12 +37,15 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One answer that a call asks for. ``by_token``: its deltas say which text came with which token."""
+    """One answer that a call asks for. ``by_token``: its deltas say which text came with which token.
+    ``parser`` takes its text apart, in which the special tokens ``shown`` are, whatever the parameters say."""
 
     prompt: Sequence[int]
     params: SamplingParams
     choice: int = 0
     by_token: bool = False
+    parser: AnswerParser | None = None
+    shown: Sequence[str] = ()
 
 
 class Generation:
@@ -148,5 +152,7 @@ class Generation:
 
 
 def _processor(job: Job, tokenizer: Tokenizer | None) -> OutputProcessor:
-    detokenizer = tokenizer.detokenizer(job.prompt, job.params.skip_special_tokens) if tokenizer else None
-    return OutputProcessor(job.params, detokenizer, job.by_token)
+    detokenizer = (
+        tokenizer.detokenizer(job.prompt, job.params.skip_special_tokens, job.shown) if tokenizer else None
+    )
+    return OutputProcessor(job.params, detokenizer, job.by_token, job.parser)

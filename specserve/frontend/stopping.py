@@ -45,10 +45,11 @@ class StopFinder:
 
     def _possible_start(self, text: str) -> int:
         """Length of the longest end of ``text`` that is the start of a stop string and not all of it."""
-        return max((_overlap(text, stop) for stop in self._stops), default=0)
+        return max((overlap(text, stop) for stop in self._stops), default=0)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is the start of ``stop`` and not all of it."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if stop.startswith(text[-length:]):
             return length

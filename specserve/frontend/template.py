@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specserve.core import FieldError
 from specserve.frontend.conversation import Conversation, check_results
+from specserve.frontend.tools import Tool
 
 
 class ChatTemplate:
@@ -15,23 +17,41 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def render(self, messages: Conversation) -> str:
+    @property
+    def text(self) -> str:
+        """The one for conversations with tools, empty if there is no template."""
+        if not self._tokenizer.chat_template:
+            return ""
+        return str(self._tokenizer.get_chat_template(tools=[{}]))
+
+    def render(self, messages: Conversation, tools: Sequence[Tool] = ()) -> str:
         """The text up to where the assistant answers. Raises ValueError with the reason when there is no template, or
         when it refuses the messages; FieldError when it leaves out a text of the system or the user, or a name, of a
-        speaker or of a called function."""
+        speaker or of a function."""
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; use completions instead")
         check_results(messages)
         try:
             text = str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=True
+                    list(messages),
+                    tools=[tool.plain() for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=True,
                 )
             )
         except Exception as error:  # the template's own, or whatever its expressions run into
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None
         _check_whole(messages, text)
+        self._check_tools(tools, text)
         return text
+
+    def _check_tools(self, tools: Sequence[Tool], text: str) -> None:
+        """Raises FieldError for a function that the text does not name."""
+        for index, tool in enumerate(tools):
+            if tool.function.name not in text or not re.search(r"\btools\b", self.text):
+                words = "the model's chat template has no place for it"
+                raise FieldError(f"tools.{index}.function.name", words)
 
 
 def _check_whole(messages: Conversation, text: str) -> None:

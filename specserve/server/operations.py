@@ -11,6 +11,7 @@ from specserve import __version__
 from specserve.core import FieldError
 from specserve.frontend.conversation import Messages, of_request
 from specserve.frontend.fields import ListOf, Strict, Text
+from specserve.frontend.tools import Tools
 from specserve.process.client import EngineGone
 from specserve.server import schema
 from specserve.server.errors import ApiError
@@ -30,6 +31,8 @@ class TokenizeRequest(Strict):
     """A text, tokenized as the prompt of a completion."""
     messages: Messages | None = None
     """A conversation, tokenized as by chat."""
+    tools: Tools | None = None
+    """Tools of the conversation; only with `messages`."""
 
 
 class DetokenizeRequest(Strict):
@@ -97,8 +100,10 @@ def add_operations(app: FastAPI, front: Front) -> None:
         front.check_call(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise FieldError("prompt", "give either prompt or messages")
+        if request.tools and request.messages is None:
+            raise FieldError("tools", "only with messages")
         if request.messages is not None:
-            work = front.encode_chat(of_request(request.messages))
+            work = front.encode_chat(of_request(request.messages), request.tools or ())
         else:
             work = front.encode(request.prompt or "", "prompt")
         tokens = await unless_left(http.receive, work)
