@@ -38,14 +38,13 @@ class Clock(Protocol):
 @dataclass(frozen=True, slots=True)
 class Job:
     """One answer that a call asks for. ``by_token``: its deltas say which text came with which token.
-    ``parser`` takes its text apart, in which the special tokens ``shown`` are, whatever the parameters say."""
+    ``parser`` takes its text apart."""
 
     prompt: Sequence[int]
     params: SamplingParams
     choice: int = 0
     by_token: bool = False
     parser: AnswerParser | None = None
-    shown: Sequence[str] = ()
 
 
 class Generation:
@@ -152,7 +151,9 @@ class Generation:
 
 
 def _processor(job: Job, tokenizer: Tokenizer | None) -> OutputProcessor:
-    detokenizer = (
-        tokenizer.detokenizer(job.prompt, job.params.skip_special_tokens, job.shown) if tokenizer else None
-    )
-    return OutputProcessor(job.params, detokenizer, job.by_token, job.parser)
+    parser, detokenizer = job.parser, None
+    if tokenizer is not None:
+        marks = parser.marks if parser else ()
+        detokenizer = tokenizer.detokenizer(job.prompt, job.params.skip_special_tokens, marks)
+    by_token = job.by_token or (parser is not None and parser.tells_reasoning)
+    return OutputProcessor(job.params, detokenizer, by_token, parser)

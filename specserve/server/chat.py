@@ -95,7 +95,10 @@ async def _chat(front: Front, request: ChatRequest) -> Response:
         prompt = await front.encode_chat(of_request(request.messages), tools)
         params = await with_prediction(front, request, params)
         front.check(prompt, params, "messages")
-        jobs = [_job(front, request, prompt, params, choice, tools) for choice in range(request.choices)]
+        jobs = [
+            Job(prompt, params, choice, request.streams_runs, front.answer_parser(prompt, tools))
+            for choice in range(request.choices)
+        ]
         writer = _Writer(front, request, jobs)
         writer.generation.submit()
     return await writer.respond()
@@ -129,20 +132,6 @@ def _tools(front: Front, request: ChatRequest) -> list[Tool]:
         words = "not supported: it is not known how this model writes calls (--tool-call-parser)"
         raise FieldError("tools", words, "unsupported_parameter")
     return request.tools
-
-
-def _job(
-    front: Front,
-    request: ChatRequest,
-    prompt: list[int],
-    params: SamplingParams,
-    choice: int,
-    tools: list[Tool],
-) -> Job:
-    parser = front.answer_parser(prompt, tools)
-    by_token = request.streams_runs or parser.tells_reasoning
-    shown = front.calls_format.marks if tools and front.calls_format else ()
-    return Job(prompt, params, choice, by_token, parser, shown)
 
 
 class _Writer(Writer):

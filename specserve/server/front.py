@@ -205,11 +205,15 @@ class Front:
 
     def answer_parser(self, prompt: Sequence[int], tools: Sequence[Tool]) -> AnswerParser:
         """What takes one answer to a conversation apart."""
-        thought = None
+        thought, calls = None, None
+        marks: tuple[str, ...] = ()
         if self.settings.reasoning_parser != "none":
             thought = ThinkParser(self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False))
-        calls = self.calls_format.parser(names_of(tools)) if tools and self.calls_format else None
-        return AnswerParser(thought, calls)
+            marks += ThinkParser.marks
+        if tools and self.calls_format is not None:
+            calls = self.calls_format.parser(names_of(tools))
+            marks += self.calls_format.marks
+        return AnswerParser(thought, calls, marks)
 
     async def decode(self, tokens: Sequence[int], param: str) -> str:
         """The text of tokens, special ones included. Raises ApiError for more than a context has, for what is in no

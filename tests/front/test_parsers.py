@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from specserve.config.settings import CALL_FORMATS, REASONING_FORMATS, Settings
+from specserve.config import Settings, resolve_paths
+from specserve.config.settings import CALL_FORMATS, REASONING_FORMATS
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Parser, Reasoning, call, merged
 from specserve.frontend.parsers.registry import FORMATS, AnswerParser, choose_format
 from specserve.frontend.parsers.think import ThinkParser
@@ -41,6 +42,7 @@ HERMES: dict[str, Found] = {
     f"<tool_call>\n{F}\n": F_CALL,
     f"<tool_call>{F} and more": [*F_CALL, Content(" and more")],
     '<tool_call>{"name": "f"}</tool_call>': calls(("f", "{}")),
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>': calls(("f", '{"a": 1}')),
     '<tool_call>{"arguments": {}, "name": "\\u0066"}</tool_call>': calls(("f", "{}")),
     '<tool_call>{"name": "f", "arguments": {"big": 12345678901234567890, "e": 1e2}}</tool_call>': calls(
         ("f", '{"big": 12345678901234567890, "e": 1e2}')
@@ -63,6 +65,8 @@ HERMES: dict[str, Found] = {
         '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
         '<tool_call>{"name": "f", "name": "f"}</tool_call>',
         '<tool_call>{"name": 5}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "text"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}, "parameters": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>',
         '<tool_call>{"name": "f"]</tool_call>',
         "<tool_call>{}</tool_call>",
@@ -80,10 +84,11 @@ LLAMA3: dict[str, Found] = {
     f"{LLAMA}\n{LLAMA_CITY}\n": [*F_CALL, *CITY_CALL],
     f"I will call it: {LLAMA}": [Content("I will call it:"), *F_CALL],
     '{"type": "function", "name": "f", "parameters": {}}': calls(("f", "{}")),
+    F: F_CALL,
     f"while (x) {{ y(); }} {LLAMA}": [Content("while (x) { y(); }"), *F_CALL],
     **{text: content(text) for text in (
         "plain {text}; { ", "{", '{ "', '{"na', '{"name"', '{"name": "f", "parameters": {', "<|python_tag|>",
-        "<|python_tag|>print(1)", "<|python_tag|>  ", F, '{"name": "unknown", "parameters": {}};',
+        "<|python_tag|>print(1)", "<|python_tag|>  ", '{"name": "unknown", "parameters": {}};',
         '{"type": "function", "function": {"name": "f", "parameters": {}}}',
         '{"name": "f", "description": "what it does", "parameters": {}}', '{"name": "f" + "g"}',
     )},
@@ -132,6 +137,10 @@ KINDS: dict[str, tuple[Callable[[], Parser], dict[str, Found]]] = {
     "mistral": (tools_of("mistral"), MISTRAL),
     "think": (lambda: AnswerParser(ThinkParser("assistant:")), THINK),
     "opened": (lambda: AnswerParser(ThinkParser("assistant:<think>\n")), OPENED),
+    "closed": (
+        lambda: AnswerParser(ThinkParser("assistant:<think>\n\n</think>\n\n")),
+        {"Hi": content("Hi"), "<think>a</think>b": [Reasoning("a"), Content("b")]},
+    ),
     "both": (lambda: AnswerParser(ThinkParser(""), FORMATS["qwen3"].parser(NAMES)), BOTH),
     "neither": (
         AnswerParser,
@@ -224,6 +233,11 @@ def test_settings_name_the_formats() -> None:
     assert tuple(FORMATS) == CALL_FORMATS
     for name in REASONING_FORMATS:
         assert Settings(reasoning_parser=name).reasoning_parser == name
+    unread = Settings(skip_tokenizer_init=True, tool_call_parser="hermes", reasoning_parser="mimo")
+    assert any(
+        note.startswith("--tool-call-parser, --reasoning-parser changes nothing")
+        for note in resolve_paths(unread)[1]
+    )
     with pytest.raises(ValueError, match=r"tool.call.parser.*auto, none, hermes, .*, llama3_json, mistral"):
         Settings(tool_call_parser="glm")
     with pytest.raises(ValueError, match=r"reasoning.parser.*none, qwen3, deepseek_r1, .*mimo"):

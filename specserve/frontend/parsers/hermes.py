@@ -22,4 +22,4 @@ class HermesParser(ObjectCallParser):
         if not final and len(rest) < len(CLOSE) and CLOSE.startswith(rest):
             return None
         size = len(text) - len(rest) + len(CLOSE) if rest.startswith(CLOSE) else end
-        return size, call_of(text[start:end], self.names, "arguments")
+        return size, call_of(text[start:end], self.names)

@@ -6,7 +6,7 @@ from specserve.frontend.parsers.base import Read
 from specserve.frontend.parsers.objects import ObjectCallParser, call_of
 
 TAG = "<|python_tag|>"
-_KEYS = ('"name"', '"parameters"', '"type"')
+_KEYS = ('"name"', '"parameters"', '"arguments"', '"type"')
 
 
 class Llama3JsonParser(ObjectCallParser):
@@ -22,7 +22,7 @@ class Llama3JsonParser(ObjectCallParser):
     def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
         if end == len(text) and not final:
             return None  # it may go on with a semicolon
-        calls = call_of(text[start:end], self.names, "parameters")
+        calls = call_of(text[start:end], self.names)
         return end + (bool(calls) and text[end : end + 1] == ";"), calls
 
 

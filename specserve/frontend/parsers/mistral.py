@@ -42,7 +42,7 @@ class MistralParser(ObjectCallParser):
     def _list(self, written: str) -> list[Event]:
         """The calls of a list, all or none."""
         try:
-            found = [call_of(item, self.names, "arguments") for item in items(written)]
+            found = [call_of(item, self.names) for item in items(written)]
         except ValueError:
             return []
         return [event for calls in found for event in calls] if all(found) else []

@@ -93,23 +93,25 @@ class ObjectCallParser(CallParser):
         return self.whole(text, self._start, end, final)
 
 
-def call_of(text: str, names: Collection[str], arguments: str) -> list[Event]:
-    """The call that an object is: ``name``, and the object ``arguments`` or nothing, and ``type`` if it is function.
-    Nothing if it is no call of one of ``names``."""
+def call_of(text: str, names: Collection[str]) -> list[Event]:
+    """The call that an object is: ``name``, with ``arguments``, ``parameters`` or neither, and ``type`` if that is
+    function. Nothing if it is no call of one of ``names``."""
     try:
         found = dict(_members(text))
         if json.loads(found.pop("type", '"function"')) != "function":
             return []
-        name, given = json.loads(found.pop("name")), found.pop(arguments, "{}")
+        name = json.loads(found.pop("name"))
     except (ValueError, KeyError):
         return []
+    given = found.pop("parameters" if "parameters" in found else "arguments", "{}")
     return [] if found else named_call(name, given, names)
 
 
 def named_call(name: object, arguments: str, names: Collection[str]) -> list[Event]:
-    """A call of one of ``names`` with the text of an object, or nothing."""
+    """A call of one of ``names`` with the text of an object, which may be written as a string; or nothing."""
     known = isinstance(name, str) and name in names
-    return call(str(name), arguments) if known and read_object(arguments) is not None else []
+    given = str(json.loads(arguments)) if arguments.startswith('"') else arguments
+    return call(str(name), given) if known and read_object(given) is not None else []
 
 
 def items(text: str) -> list[str]:

@@ -71,9 +71,13 @@ def choose_format(name: str, template: str) -> tuple[Format | None, str]:
 
 
 class AnswerParser(Parser):
-    """Reasoning first, if it is told apart; then calls, if there are functions to call, in the content."""
+    """Reasoning first, if it is told apart; then calls, if there are functions to call, in the content. Special tokens
+    that are ``marks`` must be in the text."""
 
-    def __init__(self, thought: ThinkParser | None = None, calls: CallParser | None = None) -> None:
+    def __init__(
+        self, thought: ThinkParser | None = None, calls: CallParser | None = None, marks: tuple[str, ...] = ()
+    ) -> None:
+        self.marks = marks
         self._thought = thought
         self._calls = calls
 

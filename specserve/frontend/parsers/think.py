@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from specserve.frontend.parsers.base import Content, Event, Parser, Reasoning
 from specserve.frontend.stopping import overlap
@@ -14,6 +14,8 @@ Stage = Literal["before", "thinking", "after", "content"]
 class ThinkParser(Parser):
     """Reasoning stands at the very beginning; its first mark may be the end of the prompt. White space around it is
     part of the format."""
+
+    marks: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
     def __init__(self, prompt: str) -> None:
         """``prompt``: its end, at least as long as the mark and white space."""
