@@ -50,7 +50,7 @@ class StopFinder:
 
 def overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that is the start of ``stop`` and not all of it."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) - at if at >= 0 else 0

@@ -51,6 +51,9 @@ HERMES: dict[str, Found] = {
     f'<tool_call>{{"name": "f, "arguments\n</tool_call>\n<tool_call>{F}</tool_call>': [
         Content('<tool_call>{"name": "f, "arguments\n</tool_call>'), *F_CALL,
     ],
+    f'<tool_call>{{\\"name\\": \\"f\\"}}</tool_call><tool_call>{F}</tool_call>': [
+        Content('<tool_call>{\\"name\\": \\"f\\"}</tool_call>'), *F_CALL,
+    ],
     f"<tool_call>{{'name': 1}}</tool_call>{F}<tool_call>{F}": [
         Content(f"<tool_call>{{'name': 1}}</tool_call>{F}"), *F_CALL,
     ],

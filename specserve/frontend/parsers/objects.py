@@ -38,7 +38,7 @@ class Scanner:
             return self.at
         while mark := (_INSIDE if self._quoted else _OUTSIDE).search(text, self.at):
             self.at = mark.start()
-            if mark.group() == "\\":
+            if self._quoted and mark.group() == "\\":
                 if mark.end() == len(text):
                     return None  # what it escapes is not there yet
                 self.at += 1
