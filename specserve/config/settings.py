@@ -19,7 +19,7 @@ from specserve.methods import METHOD_NAMES, NONE, Method, method_of
 
 MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
 MAX_SLOTS = 65536  # what attention's kernels look requests up among at most
-CALL_FORMATS = ("hermes", "qwen", "qwen25", "qwen3", "llama3", "llama3_json", "mistral")
+CALL_FORMATS = ("hermes", "qwen", "qwen25", "qwen3", "llama3", "llama3_json", "mistral", "pythonic")
 REASONING_FORMATS = ("qwen3", "deepseek_r1", "deepseek-r1", "mimo")
 NO_OPS = ("enable_torch_compile", "torch_compile_max_bs")
 """Accepted for SGLang's commands and never read: nothing is compiled by torch."""

@@ -109,6 +109,23 @@ MISTRAL: dict[str, Found] = {
         f"[TOOL_CALLS][{F}", "[TOOL_CALLS]f[ARGS][]",
     )},
 }  # fmt: skip
+PYTHONIC: dict[str, Found] = {
+    "[f(a=1)]": calls(("f", '{"a": 1}')),
+    r"""So: [f(a=-1.5, b='it\'s "x" ]', c = [True, None, {"k": False}]), get_weather( ) ]""": [
+        Content("So:"),
+        *calls(
+            ("f", r"""{"a": -1.5, "b": "it's \"x\" ]", "c": [true, null, {"k": false}]}"""), ("get_weather", "{}")
+        ),
+    ],
+    r"""[f(text="a\nb = True é")] Done""": [*calls(("f", r"""{"text": "a\nb = True é"}""")), Content(" Done")],
+    r"[f(a='\d')]": calls(("f", r"""{"a": "\\d"}""")),
+    "see [1] and x[i], then [f()]": [Content("see [1] and x[i], then"), *calls(("f", "{}"))],
+    **{text: content(text) for text in (
+        "[", "[ ", "[g(a=1)]", "[f", "[f(", "[f(a=1)", "[f(1)]", "[f(a=g)]", "[f(a=1+1)]", "[f(a=1, a=2)]", "[f(a=1])",
+        "[f(a='x\n')]", "[f(**{})]", "[f()", "[f() f()]", "[f(), g()]", "[f(a=b'x')]", r"[f(a='\ud800')]", "[f(]",
+        r"[f(a='\x')]", "[f(a=nan)]", '[f(a="""x""")]', "[f(a=(1))]", "[f(a==1)]", "[f].",
+    )},
+}  # fmt: skip
 THINK: dict[str, Found] = {
     "<think>\nHm <b>.\n\nSo\n</think>\n\n Hi \n": [Reasoning("Hm <b>.\n\nSo"), Content("Hi \n")],
     "\n<think>a</think>b<think>c</think>": [Reasoning("a"), Content("b<think>c</think>")],
@@ -138,6 +155,7 @@ KINDS: dict[str, tuple[Callable[[], Parser], dict[str, Found]]] = {
     "hermes": (tools_of("hermes"), HERMES),
     "llama3_json": (tools_of("llama3_json"), LLAMA3),
     "mistral": (tools_of("mistral"), MISTRAL),
+    "pythonic": (tools_of("pythonic"), PYTHONIC),
     "think": (lambda: AnswerParser(ThinkParser("assistant:")), THINK),
     "opened": (lambda: AnswerParser(ThinkParser("assistant:<think>\n")), OPENED),
     "closed": (
@@ -183,7 +201,7 @@ def test_no_cut_changes_anything(kind: str) -> None:
         assert found(make(), *pieces) == found(make(), text), pieces
 
 
-@pytest.mark.parametrize("kind", ["hermes", "llama3_json", "mistral"])
+@pytest.mark.parametrize("kind", ["hermes", "llama3_json", "mistral", "pythonic"])
 def test_nothing_is_lost(kind: str) -> None:
     """Without functions all is content, as it came."""
     for text in KINDS[kind][1]:
@@ -217,6 +235,8 @@ def test_a_call_comes_when_it_is_whole() -> None:
         "<tool_call>" + '{"a":' * 20_000 + "1" + "}" * 20_000,
         "[TOOL_CALLS]" + "[" * 20_000 + "]" * 20_000,
         '{"name": ' * 20_000,
+        "[f(" * 20_000,
+        "[f(a=" + "-" * 100_000 + "1)]",
         "{" * 50_000,
         "<think>" * 20_000,
         " " * 100_000,
@@ -225,7 +245,7 @@ def test_a_call_comes_when_it_is_whole() -> None:
 )
 def test_hostile_texts_take_no_longer(text: str) -> None:
     begin = time.process_time()
-    for kind in ("hermes", "llama3_json", "mistral", "think"):
+    for kind in ("hermes", "llama3_json", "mistral", "pythonic", "think"):
         parser = KINDS[kind][0]()
         events = [event for at in range(0, len(text), 4) for event in parser.feed(text[at : at + 4])]
         assert not any(isinstance(event, Call | Arguments) for event in [*events, *parser.finish()])
@@ -241,7 +261,9 @@ def test_settings_name_the_formats() -> None:
         note.startswith("--tool-call-parser, --reasoning-parser changes nothing")
         for note in resolve_paths(unread)[1]
     )
-    with pytest.raises(ValueError, match=r"tool.call.parser.*auto, none, hermes, .*, llama3_json, mistral"):
+    with pytest.raises(
+        ValueError, match=r"tool.call.parser.*auto, none, hermes, .*, llama3_json, mistral, pythonic"
+    ):
         Settings(tool_call_parser="glm")
     with pytest.raises(ValueError, match=r"reasoning.parser.*none, qwen3, deepseek_r1, .*mimo"):
         Settings(reasoning_parser="glm")
@@ -253,6 +275,7 @@ def test_settings_name_the_formats() -> None:
         ("{% if tools %}<tool_call>\n{}\n</tool_call>{% endif %}", "hermes"),
         ('{% if tools %}{"name": function name, "parameters": dictionary of{% endif %}', "llama3_json"),
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
+        ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", "pythonic"),
         ("{% if tools %}<tool_call></tool_call><function=f>{% endif %}", None),
         ("{% if tools %}<tool_call></tool_call>[TOOL_CALLS]{% endif %}", None),
         ("<tool_call></tool_call>", None),

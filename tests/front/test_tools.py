@@ -243,12 +243,15 @@ def test_a_template_without_a_place_for_tools(serve: Serve, template: str) -> No
     [
         ("llama3_json", '{"name": "add", "parameters": {"a": 1,  "b": "é"}}; {"name": "now"}'),
         ("mistral", f'[TOOL_CALLS] [{ADD}, {{"name": "now"}}]'),
+        ("pythonic", """[add(a=1, b='é'), now()]"""),
         ("qwen25", f"<tool_call>{ADD}</tool_call><tool_call>{NOW}</tool_call>"),
     ],
 )
 def test_formats(ask: Ask, streams: bool, name: str, text: str) -> None:
     (choice,) = ask(text, streams=streams, given={"tool_call_parser": name}).choices
-    assert said(choice) == ("tool_calls", None, [("add", ARGUMENTS), ("now", "{}")])
+    reason, content, calls = said(choice)
+    assert (reason, content, [called for called, _ in calls]) == ("tool_calls", None, ["add", "now"])
+    assert [json.loads(given) for _, given in calls] == [{"a": 1, "b": "é"}, {}]
     if name == "mistral":
         assert all(len(call.id) == 9 and call.id.isalnum() for call in choice.message.tool_calls)
 

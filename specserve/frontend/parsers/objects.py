@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import ClassVar, NoReturn, TypeVar
 
 from specserve.frontend.conversation import read_object
 from specserve.frontend.parsers.base import CallParser, Event, Read, call
@@ -15,9 +15,6 @@ T = TypeVar("T")
 
 BROKEN = -1
 MAX_DEPTH = 64  # of brackets in brackets
-_OUTSIDE = re.compile(r"[^ \t\n\r,:0-9.+\-Eaeflnrstu]")  # quotes, brackets, and what is in no number or word
-_INSIDE = re.compile(r'["\\\x00-\x1f]')  # of a string, which may hold no control characters
-_CLOSES = {"{": "}", "[": "]"}
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -25,10 +22,17 @@ class Scanner:
     """Finds the end of the object or list that begins at ``start``. Each character is looked at once; ``at`` is the
     first one that was not."""
 
+    closes: ClassVar[Mapping[str, str]] = {"{": "}", "[": "]"}
+    outside = re.compile(
+        r"[^ \t\n\r,:0-9.+\-Eaeflnrstu]"
+    )  # quotes, brackets, and what is in no number or word
+    inside: ClassVar[Mapping[str, re.Pattern[str]]] = {'"': re.compile(r'["\\\x00-\x1f]')}
+    """By quote: what ends a string, what escapes, and what no string holds."""
+
     def __init__(self, start: int = 0) -> None:
         self.at = start
         self._expected: list[str] = []
-        self._quoted = False
+        self._quote = ""
         self._ended = False
 
     def end(self, text: str) -> int | None:
@@ -36,9 +40,9 @@ class Scanner:
         it can't be one any more, because of what is ``at``."""
         if self._ended:
             return self.at
-        while mark := (_INSIDE if self._quoted else _OUTSIDE).search(text, self.at):
+        while mark := self.inside.get(self._quote, self.outside).search(text, self.at):
             self.at = mark.start()
-            if self._quoted and mark.group() == "\\":
+            if self._quote and mark.group() == "\\":
                 if mark.end() == len(text):
                     return None  # what it escapes is not there yet
                 self.at += 1
@@ -53,17 +57,23 @@ class Scanner:
 
     def _fits(self, found: str) -> bool:
         """Whether it may stand there: a quote, a bracket, or what no JSON has."""
-        if found == '"':
-            self._quoted = not self._quoted
-        elif not self._quoted and found in _CLOSES and len(self._expected) < MAX_DEPTH:
-            self._expected.append(_CLOSES[found])
+        if self._quote:
+            ends = found == self._quote
+            self._quote = ""
+            return ends
+        if found in self.inside:
+            self._quote = found
+        elif found in self.closes and len(self._expected) < MAX_DEPTH:
+            self._expected.append(self.closes[found])
         else:
-            return not self._quoted and self._expected[-1:] == [found] and bool(self._expected.pop())
+            return self._expected[-1:] == [found] and bool(self._expected.pop())
         return True
 
 
 class ObjectCallParser(CallParser):
-    """Calls that are JSON objects, or lists of them, after what they open with."""
+    """Calls that are objects, or lists of them, after what they open with."""
+
+    scanner: ClassVar[type[Scanner]] = Scanner
 
     def begin(self) -> None:
         self._scanner: Scanner | None = None
@@ -84,7 +94,7 @@ class ObjectCallParser(CallParser):
                 return None
             if not begins:
                 return max(self._start, 1), []
-            self._scanner = Scanner(self._start)
+            self._scanner = self.scanner(self._start)
         end = self._scanner.end(text)
         if end == BROKEN:
             return self._scanner.at, []
@@ -97,7 +107,7 @@ def call_of(text: str, names: Collection[str]) -> list[Event]:
     """The call that an object is: ``name``, with ``arguments``, ``parameters`` or neither, and ``type`` if that is
     function. Nothing if it is no call of one of ``names``."""
     try:
-        found = dict(_members(text))
+        found = dict(members(text))
         if json.loads(found.pop("type", '"function"')) != "function":
             return []
         name = json.loads(found.pop("name"))
@@ -119,7 +129,7 @@ def items(text: str) -> list[str]:
     return list(_separated(text, "[", "]", lambda at: _value(text, at)))
 
 
-def _members(text: str) -> Iterator[tuple[str, str]]:
+def members(text: str) -> Iterator[tuple[str, str]]:
     """The members of an object, each value as it is written. Raises ValueError for what is no object, and for a key
     that is there twice."""
     seen = set()

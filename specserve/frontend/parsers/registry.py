@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from specserve.frontend.parsers import hermes, llama3_json, mistral
+from specserve.frontend.parsers import hermes, llama3_json, mistral, pythonic
 from specserve.frontend.parsers.base import CallParser, Content, Event, Parser
 from specserve.frontend.parsers.think import ThinkParser
 
@@ -45,6 +45,7 @@ _LLAMA3 = Format(
 _MISTRAL = Format(
     "mistral", mistral.MistralParser, ("[TOOL_CALLS]",), (mistral.OPEN, mistral.ARGS), _short_id
 )
+_PYTHONIC = Format("pythonic", pythonic.PythonicParser, ("[func_name1(params_name1=",), ())
 FORMATS: Mapping[str, Format] = {
     "hermes": _HERMES,
     "qwen": _HERMES,
@@ -53,6 +54,7 @@ FORMATS: Mapping[str, Format] = {
     "llama3": _LLAMA3,
     "llama3_json": _LLAMA3,
     "mistral": _MISTRAL,
+    "pythonic": _PYTHONIC,
 }
 
 
