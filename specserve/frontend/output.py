@@ -124,7 +124,7 @@ class OutputProcessor:
             before = parser.thinking
             delta.events += parser.feed(piece)
             if before or parser.thinking:
-                self.answer.reasoning_tokens = number
+                self.answer.reasoning_tokens = min(number, have + len(delta.token_ids))
         if delta.finish_reason:
             delta.events += parser.finish()
 

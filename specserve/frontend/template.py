@@ -48,8 +48,9 @@ class ChatTemplate:
 
     def _check_tools(self, tools: Sequence[Tool], text: str) -> None:
         """Raises FieldError for a function that the text does not name."""
+        place = bool(tools) and re.search(r"\btools\b", self.text) is not None
         for index, tool in enumerate(tools):
-            if tool.function.name not in text or not re.search(r"\btools\b", self.text):
+            if not place or tool.function.name not in text:
                 words = "the model's chat template has no place for it"
                 raise FieldError(f"tools.{index}.function.name", words)
 
