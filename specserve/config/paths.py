@@ -21,6 +21,7 @@ BUNDLED_NAME = "specserve-chat"
 
 _DRAFT_FLAG = "--speculative-draft-model-path"
 _DRAFT_REVISION = "--speculative-draft-model-revision"
+_OF_TOKENIZER = ("trust_remote_code", "chat_template", "tool_call_parser", "reasoning_parser")
 _UNREAD = ": --skip-tokenizer-init loads no tokenizer"
 
 
@@ -31,7 +32,7 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
     """
     notes: list[str] = []
     if settings.skip_tokenizer_init:
-        settings = settings.without(["trust_remote_code", "chat_template"], _UNREAD, notes)
+        settings = settings.without(_OF_TOKENIZER, _UNREAD, notes)
     places = _Places(settings, notes, [])
     model = settings.model_path
     if model is None:

@@ -19,6 +19,8 @@ from specserve.methods import METHOD_NAMES, NONE, Method, method_of
 
 MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
 MAX_SLOTS = 65536  # what attention's kernels look requests up among at most
+CALL_FORMATS = ("hermes", "qwen", "qwen25", "qwen3", "llama3", "llama3_json", "mistral", "pythonic")
+REASONING_FORMATS = ("qwen3", "deepseek_r1", "deepseek-r1", "mimo")
 NO_OPS = ("enable_torch_compile", "torch_compile_max_bs")
 """Accepted for SGLang's commands and never read: nothing is compiled by torch."""
 
@@ -136,6 +138,20 @@ class Settings:
         choices=("auto", "bfloat16", "float16", "float32", "float64"),
     )
 
+    tool_call_parser: str = setting(
+        "auto",
+        "How the model writes calls of tools. auto: what its chat template says, as long as that is one known format; "
+        "none refuses `tools`. qwen, qwen25 and qwen3 are other names of hermes, llama3 one of llama3_json.",
+        group=SERVER,
+        choices=("auto", "none", *CALL_FORMATS),
+    )
+    reasoning_parser: str = setting(
+        "none",
+        "How the model writes its reasoning, which chat then sends as `reasoning_content`. All are the same: "
+        "between <think> and </think>, of which the first may be the end of the prompt. none: it is content.",
+        group=SERVER,
+        choices=("none", *REASONING_FORMATS),
+    )
     host: str = setting("127.0.0.1", "Address to listen on.", group=SERVER)
     port: int = setting(30000, "Port to listen on; 0 takes any free one.", group=SERVER, low=0, high=65535)
     api_key: str | None = setting(

@@ -31,15 +31,14 @@ _NOT_TAKEN = {
     "--nnodes": _ONE_DEVICE,
     "--pp-size": _ONE_DEVICE,
     "--quantization": "weights are served in --dtype, unquantized",
-    "--reasoning-parser": "answers are not taken apart",
     "--sampling-backend": "there is one sampler, keyed by position so that no draft changes a text",
     "--schedule-policy": "requests are served in the order in which they come",
-    "--tool-call-parser": "no tools are called",
 }
 """Flags of SGLang's that are refused, and why."""
 _ELSEWHERE = {
     "--block-size": "--page-size",
     "--disable-log-stats": "--log-level warning",
+    "--enable-auto-tool-choice": "--tool-call-parser",
     "--enforce-eager": "--disable-cuda-graph",
     "--gpu-memory-utilization": "--mem-fraction-static",
     "--max-model-len": "--context-length",

@@ -34,24 +34,31 @@ def joined(texts: str | list[TextPart]) -> str:
     return texts if isinstance(texts, str) else "".join(part.text for part in texts)
 
 
-def _object(arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Templates write the arguments as JSON themselves: they get the object, not its text."""
+def read_object(given: str | dict[str, Any]) -> dict[str, Any] | None:
+    """A JSON object, or the one that a text is; None for what is none, or none that UTF-8 can encode."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
-        given: Any = json.loads(arguments) if isinstance(arguments, str) else arguments
-        json.dumps(given, ensure_ascii=False).encode()  # half a surrogate pair may be written as an escape
-        if isinstance(given, dict):
-            return given
-    raise PydanticCustomError("arguments", "must be an object or the text of a JSON object")
+        found: Any = json.loads(given) if isinstance(given, str) else given
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair may be written as an escape
+        if isinstance(found, dict):
+            return found
+    return None
 
 
-Variables = Annotated[dict[str, Any], AfterValidator(_object)]
+def json_object(arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """Templates write the arguments as JSON themselves: they get the object, not its text."""
+    if (found := read_object(arguments)) is None:
+        raise PydanticCustomError("arguments", "must be an object or the text of a JSON object")
+    return found
+
+
+Variables = Annotated[dict[str, Any], AfterValidator(json_object)]
 """Of a chat template, by name."""
 
 
 class Function(Strict):
     name: Text
     """The function's name."""
-    arguments: Annotated[Text | dict[str, Any], AfterValidator(_object)]
+    arguments: Annotated[Text | dict[str, Any], AfterValidator(json_object)]
     """A JSON object, or its text."""
 
 
@@ -79,6 +86,8 @@ class Message(Strict):
     """Who of several speaks; left out where the chat template has no place for it."""
     tool_calls: Annotated[ListOf[ToolCall], Field(max_length=MAX_PARTS)] | None = None
     """Calls that an assistant made, if the chat template has a place for them."""
+    reasoning_content: Text | None = None
+    """What an assistant thought, as answers have it; many chat templates leave it out of earlier answers."""
     tool_call_id: Text | None = None
     """In a tool's message, and required there: the call that it answers."""
 
@@ -87,6 +96,8 @@ class Message(Strict):
         """Refuses what has no meaning in a message of the role."""
         if self.tool_calls and self.role != "assistant":
             raise fault("role", "only in messages of the role assistant", "tool_calls")
+        if self.reasoning_content and self.role != "assistant":
+            raise fault("role", "only in messages of the role assistant", "reasoning_content")
         if self.tool_call_id and self.role != "tool":
             raise fault("role", "only in messages of the role tool", "tool_call_id")
         if self.content is None and not self.tool_calls:
@@ -99,7 +110,7 @@ class Message(Strict):
             "role": "system" if self.role == "developer" else self.role,
             "content": joined(self.content or ""),
         }
-        for field in ("name", "tool_call_id"):
+        for field in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, field)) is not None:
                 found[field] = value
         if self.tool_calls:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from specserve.core import SamplingParams, SpeculationUsage
 from specserve.frontend.output import Answer, Delta, OutputProcessor
+from specserve.frontend.parsers.registry import AnswerParser
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Failed, FinishReason, Submit, Tokens
@@ -39,12 +40,14 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One answer that a call asks for. ``by_token``: its deltas say which text came with which token."""
+    """One answer that a call asks for. ``by_token``: its deltas say which text came with which token.
+    ``parser`` takes its text apart."""
 
     prompt: Sequence[int]
     params: SamplingParams
     choice: int = 0
     by_token: bool = False
+    parser: AnswerParser | None = None
 
 
 class Generation:
@@ -155,5 +158,9 @@ class Generation:
 
 
 def _processor(job: Job, tokenizer: Tokenizer | None) -> OutputProcessor:
-    detokenizer = tokenizer.detokenizer(job.prompt, job.params.skip_special_tokens) if tokenizer else None
-    return OutputProcessor(job.params, detokenizer, job.by_token)
+    parser, detokenizer = job.parser, None
+    if tokenizer is not None:
+        marks = parser.marks if parser else ()
+        detokenizer = tokenizer.detokenizer(job.prompt, job.params.skip_special_tokens, marks)
+    by_token = job.by_token or (parser is not None and parser.tells_reasoning)
+    return OutputProcessor(job.params, detokenizer, by_token, parser)

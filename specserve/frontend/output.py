@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.frontend.detokenizer import Detokenizer
+from specserve.frontend.parsers.base import Event
+from specserve.frontend.parsers.registry import AnswerParser
 from specserve.frontend.stopping import StopFinder
 from specserve.messages import FinishReason, Tokens
 
@@ -15,7 +17,7 @@ class Delta:
     """What one message of the engine adds to an answer. ``text`` may lag behind ``token_ids``, never lead.
 
     ``runs`` splits ``token_ids`` by step, as in the message; ``pieces`` is ``text`` by the token that made it certain,
-    if that was asked for.
+    if that was asked for; ``events`` is what a parser found in it, if there is one.
     """
 
     text: str
@@ -24,6 +26,7 @@ class Delta:
     finish_reason: FinishReason | None
     runs: list[int]
     pieces: list[str] | None
+    events: list[Event] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -37,6 +40,8 @@ class Answer:
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     speculation: SpeculationUsage = field(default_factory=SpeculationUsage)
+    events: list[Event] = field(default_factory=list)
+    reasoning_tokens: int = 0  # those of its marks, too
 
 
 class OutputProcessor:
@@ -44,17 +49,23 @@ class OutputProcessor:
 
     A stop string ends the answer at the token that completes it; the tokens after it are not counted. If the
     engine does not know yet, ``must_abort`` is true and it must be told. No ``detokenizer``: no text.
-    ``by_token``: deltas say which text came with which token.
+    ``by_token``: deltas say which text came with which token; a parser that tells reasoning needs it. ``parser``: takes
+    the text apart.
     """
 
     def __init__(
-        self, params: SamplingParams, detokenizer: Detokenizer | None, by_token: bool = False
+        self,
+        params: SamplingParams,
+        detokenizer: Detokenizer | None,
+        by_token: bool = False,
+        parser: AnswerParser | None = None,
     ) -> None:
         self.answer = Answer()
         self.must_abort = False
         self._params = params
         self._detokenizer = detokenizer
         self._by_token = by_token and detokenizer is not None
+        self._parser = parser
         self._stop: StopFinder | None = None
         if detokenizer and params.stop:
             self._stop = StopFinder(params.stop, params.include_stop_str_in_output)
@@ -73,6 +84,8 @@ class OutputProcessor:
             _kept_runs(message.runs, kept),
             _by_token(parts, kept) if self._by_token else None,
         )
+        if self._parser is not None:
+            self._parse(delta, self._parser)
         self._add(delta, message)
         return delta
 
@@ -107,12 +120,24 @@ class OutputProcessor:
             parts += [text, stop.flush()]
         return parts, len(message.token_ids), found
 
+    def _parse(self, delta: Delta, parser: AnswerParser) -> None:
+        """Adds what the parser finds, and counts the tokens of reasoning."""
+        have = len(self.answer.token_ids)
+        for number, piece in enumerate(delta.pieces or [delta.text], have + 1):
+            before = parser.thinking
+            delta.events += parser.feed(piece)
+            if before or parser.thinking:
+                self.answer.reasoning_tokens = min(number, have + len(delta.token_ids))
+        if delta.finish_reason:
+            delta.events += parser.finish()
+
     def _add(self, delta: Delta, message: Tokens) -> None:
         answer = self.answer
         answer.text += delta.text
         answer.token_ids += delta.token_ids
         answer.logprobs += delta.logprobs or []
         answer.prompt_logprobs += message.prompt_logprobs or []
+        answer.events += delta.events
         answer.finish_reason = delta.finish_reason
         answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
         if message.speculation is not None:

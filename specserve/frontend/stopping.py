@@ -51,11 +51,12 @@ class StopFinder:
 
     def _possible_start(self, text: str) -> int:
         """Length of the longest end of ``text`` that is the start of a stop string and not all of it."""
-        return max((_overlap(text, stop) for stop in self._stops), default=0)
+        return max((overlap(text, stop) for stop in self._stops), default=0)
 
 
-def _overlap(text: str, stop: str) -> int:
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is the start of ``stop`` and not all of it."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) - at if at >= 0 else 0

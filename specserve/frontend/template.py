@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from jinja2 import TemplateSyntaxError
 
 from specserve.core import FieldError
 from specserve.frontend.conversation import Conversation, check_results
+from specserve.frontend.tools import Tool
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +27,23 @@ class ChatTemplate:
         own = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = {"messages", *own, *tokenizer.special_tokens_map}
 
-    def render(self, messages: Conversation, variables: Mapping[str, Any] | None = None) -> str:
+    @property
+    def text(self) -> str:
+        """The one for conversations with tools, empty if there is no template."""
+        if not self._tokenizer.chat_template:
+            return ""
+        return str(self._tokenizer.get_chat_template(tools=[{}]))
+
+    def render(
+        self,
+        messages: Conversation,
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text up to where the assistant answers. Raises ValueError with the reason when there is no template, or
         when it refuses the messages; FieldError when it leaves out a text of the system or the user, or the name of a
-        called function. Names of speakers that it leaves out are noted once in the log. ``variables``: what else the
-        template may read, such as ``enable_thinking``; FieldError for one that it does not."""
+        function. Names of speakers that it leaves out are noted once in the log. ``variables``: what else the template
+        may read, such as ``enable_thinking``; FieldError for one that it does not."""
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; use completions instead")
         check_results(messages)
@@ -38,14 +51,27 @@ class ChatTemplate:
         try:
             text = str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=True, **(variables or {})
+                    list(messages),
+                    tools=[tool.plain() for tool in tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **(variables or {}),
                 )
             )
         except Exception as error:  # the template's own, or whatever its expressions run into
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None
         _check_whole(messages, text)
         self._note_names(messages, text)
+        self._check_tools(tools, text)
         return text
+
+    def _check_tools(self, tools: Sequence[Tool], text: str) -> None:
+        """Raises FieldError for a function that the text does not name."""
+        place = bool(tools) and re.search(r"\btools\b", self.text) is not None
+        for index, tool in enumerate(tools):
+            if not place or tool.function.name not in text:
+                words = "the model's chat template has no place for it"
+                raise FieldError(f"tools.{index}.function.name", words)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         """false and null ask for nothing: that is what a template reads where nothing is set."""

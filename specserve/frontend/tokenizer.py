@@ -7,12 +7,13 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from specserve.frontend.conversation import Conversation
 from specserve.frontend.detokenizer import Detokenizer
 from specserve.frontend.template import ChatTemplate, replace_template
+from specserve.frontend.tools import Tool
 
 CHARACTERS = 16  # a token, at most, of a text that is tokenized at once
 
@@ -68,11 +69,17 @@ class Tokenizer:
         self,
         messages: Conversation,
         most: int | None = None,
+        tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a conversation up to where the assistant answers. Raises ValueError with the reason. ``most`` as
         above; ``variables`` are the template's."""
-        return self._encode(self._template.render(messages, variables), most, False)
+        return self._encode(self._template.render(messages, tools, variables), most, False)
+
+    @property
+    def template_text(self) -> str:
+        """The chat template that conversations with tools are written by, empty if there is none."""
+        return self._template.text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         ids = self._valid(token_ids, skip_special_tokens) if self._bytes else list(token_ids)
@@ -96,8 +103,24 @@ class Tokenizer:
         """The library would warn of more than the model's length (``verbose``), which is for others to judge."""
         return list(self._tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
-    def detokenizer(self, prompt: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        return Detokenizer(functools.partial(self.decode, skip_special_tokens=skip_special_tokens), prompt)
+    def detokenizer(
+        self, prompt: Sequence[int], skip_special_tokens: bool, shown: Collection[str] = ()
+    ) -> Detokenizer:
+        """``shown``: special tokens that are not skipped."""
+        texts = (
+            {self._tokenizer.convert_ids_to_tokens(token): token for token in self._special} if shown else {}
+        )
+        kept = {token for text, token in texts.items() if text in shown}
+        if not skip_special_tokens or not kept:
+            return Detokenizer(
+                functools.partial(self.decode, skip_special_tokens=skip_special_tokens), prompt
+            )
+        skipped = self._special - kept
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return self.decode([each for each in token_ids if each not in skipped], skip_special_tokens=False)
+
+        return Detokenizer(decode, prompt)
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token has no text in an answer."""

@@ -19,7 +19,7 @@ from specserve.frontend.output import Answer, Delta
 from specserve.frontend.tokenizer import TooLong
 from specserve.server.front import Front
 from specserve.server.protocol import GenerationRequest
-from specserve.server.schema import CachedTokens, Head, PredictedTokens, Runs, SpeculationTotals, Usage
+from specserve.server.schema import CachedTokens, CompletionTokens, Head, Runs, SpeculationTotals, Usage
 from specserve.server.streaming import Json, stream
 
 
@@ -112,17 +112,21 @@ class Writer(ABC):
             completion,
             prompt + completion,
             CachedTokens(sum(answer.cached_tokens for _, answer in firsts)),
-            _predicted(jobs, answers),
+            _details(jobs, answers),
             _speculation(answers) if self._return_speculation else UNSET,
         )
 
 
-def _predicted(jobs: Sequence[Job], answers: Sequence[Answer]) -> PredictedTokens:
-    """What became of the predicted text, of all choices together: nothing without one."""
-    pairs = zip(jobs, answers, strict=True)
+def _details(jobs: Sequence[Job], answers: Sequence[Answer]) -> CompletionTokens:
+    """What became of the predicted text, nothing without one, and how much was reasoning, of all choices together."""
+    pairs = list(zip(jobs, answers, strict=True))
     given = [(len(job.params.prediction), each) for job, each in pairs if job.params.prediction is not None]
     accepted = sum(each.speculation.predicted for _, each in given)
-    return PredictedTokens(accepted, sum(size for size, _ in given) - accepted)
+    found = CompletionTokens(accepted, sum(size for size, _ in given) - accepted)
+    told = [each for job, each in pairs if job.parser is not None and job.parser.tells_reasoning]
+    if told:
+        found.reasoning_tokens = sum(each.reasoning_tokens for each in told)
+    return found
 
 
 def _speculation(answers: Sequence[Answer]) -> SpeculationTotals:

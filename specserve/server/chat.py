@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Annotated, ClassVar
 
 from fastapi import FastAPI, Request
@@ -13,13 +13,16 @@ from specserve.core import MAX_LOGPROBS, FieldError, SamplingParams, TokenLogpro
 from specserve.frontend.conversation import Messages, Variables, of_request
 from specserve.frontend.fields import Refusal
 from specserve.frontend.generation import Job
+from specserve.frontend.output import Delta
+from specserve.frontend.parsers.registry import FORMATS
+from specserve.frontend.tools import NEEDS_GRAMMAR, Tool, ToolChoice, Tools
 from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front
 from specserve.server.logprobs import chat_logprobs
 from specserve.server.openapi import answers
+from specserve.server.parsed import Deltas, finish_reason, message
 from specserve.server.protocol import Count, GenerationRequest, check_stream_options, sampling_params
 from specserve.server.schema import (
-    AnswerMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -30,17 +33,12 @@ from specserve.server.schema import (
 from specserve.server.streaming import unless_left
 from specserve.server.structured import with_grammar
 
-_NO_TOOLS = "this server calls no tools"
-
 
 class ChatRequest(GenerationRequest):
     refused: ClassVar[Mapping[str, Refusal]] = {
         **GenerationRequest.refused,
-        "tools": Refusal(_NO_TOOLS, []),
-        "tool_choice": Refusal(_NO_TOOLS, "none", "auto"),
-        "parallel_tool_calls": Refusal(_NO_TOOLS, True, False),
-        "functions": Refusal(_NO_TOOLS, []),
-        "function_call": Refusal(_NO_TOOLS, "none"),
+        "functions": Refusal("its newer name is tools", []),
+        "function_call": Refusal("its newer name is tool_choice", "none"),
         "audio": Refusal("text alone"),
         "modalities": Refusal("text alone", ["text"]),
         "reasoning_effort": Refusal("the effort of a model can't be set", "none"),
@@ -63,6 +61,12 @@ class ChatRequest(GenerationRequest):
     """Alternatives for each token; only with `logprobs`."""
     chat_template_kwargs: Variables | None = None
     """Variables of the chat template, such as `enable_thinking`: those that it reads, others at false or null."""
+    tools: Tools | None = None
+    """Functions that the model may call, if its chat template has a place for them."""
+    tool_choice: ToolChoice | None = None
+    """`none` leaves the tools out of the prompt. Not set: `auto`, if there are tools."""
+    parallel_tool_calls: bool | None = None
+    """false, for one call at most, is refused where tools may be called: it needs a grammar."""
     safety_identifier: str | None = None
     """A label that changes no answer."""
     prompt_cache_key: str | None = None
@@ -85,12 +89,17 @@ async def _chat(front: Front, request: ChatRequest) -> Response:
     front.check_call(request.model)
     check_stream_options(request)
     params = _params(front, request)
+    tools = _tools(front, request)
     with front.place(request.choices, "n"):
-        prompt = await front.encode_chat(of_request(request.messages), request.chat_template_kwargs)
+        messages = of_request(request.messages)
+        prompt = await front.encode_chat(messages, tools, request.chat_template_kwargs)
         params = await with_prediction(front, request, params)
         params = await with_grammar(request, params, front.no_grammars)
         front.check(prompt, params, "messages")
-        jobs = [Job(prompt, params, choice, request.streams_runs) for choice in range(request.choices)]
+        jobs = [
+            Job(prompt, params, choice, request.streams_runs, front.answer_parser(prompt, tools))
+            for choice in range(request.choices)
+        ]
         writer = _Writer(front, request, jobs)
         writer.generation.submit()
     return await writer.respond()
@@ -111,39 +120,65 @@ def _params(front: Front, request: ChatRequest) -> SamplingParams:
     )
 
 
+def _tools(front: Front, request: ChatRequest) -> list[Tool]:
+    """Those that the model may call. Raises FieldError for what can't be had."""
+    if not request.tools or request.tool_choice == "none":
+        return []
+    if request.parallel_tool_calls is False:
+        words = f"not supported: false, with tools: {NEEDS_GRAMMAR}"
+        raise FieldError("parallel_tool_calls", words, "unsupported_parameter")
+    if front.has_tokenizer and front.calls_format is None:
+        words = "not supported: it is not known how this model writes calls (--tool-call-parser)"
+        raise FieldError("tools", words, "unsupported_parameter")
+    return request.tools
+
+
 class _Writer(Writer):
     def __init__(self, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
         super().__init__(front, request, jobs, "chatcmpl")
+        self._new_id = (front.calls_format or FORMATS["hermes"]).new_id
         self._top = (request.top_logprobs or 0) if request.logprobs else None
 
     async def whole(self) -> ChatCompletion:
         choices = []
         for index, found in enumerate(self.generation.answers):
             assert found.finish_reason is not None, "the jobs have ended"
-            message, logprobs = AnswerMessage(found.text), self._logprobs(found.logprobs)
-            ids = self._ids(found.token_ids)
-            choices.append(ChatChoice(index, message, logprobs, found.finish_reason, ids))
+            said, logprobs = message(found.events, self._new_id), self._logprobs(found.logprobs)
+            reason, ids = finish_reason(found.finish_reason, found.events), self._ids(found.token_ids)
+            choices.append(ChatChoice(index, said, logprobs, reason, ids))
         usage, prompt = self._usage(), self._prompt_ids(0)
         return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_token_ids=prompt)
 
     async def chunks(self) -> AsyncIterator[ChatCompletionChunk]:
-        """Per choice: the role, text as it comes, the finish reason; then the usage of all, if asked for."""
-        begun: set[int] = set()
+        """Per choice: the role, what the answer has as it comes, the finish reason; then the usage of all, if asked
+        for."""
+        begun: dict[int, Deltas] = {}
         async for index, delta in self.generation.deltas():
             if index not in begun:
-                begun.add(index)
+                begun[index] = Deltas(self._new_id)
                 first = self._chunk(ChatChunkChoice(index, ChatDelta("", "assistant")))
                 first.prompt_token_ids = self._prompt_ids(index)
                 yield first
-            if delta.text or delta.logprobs or delta.pieces or (self._with_ids and delta.token_ids):
-                logprobs = self._logprobs(delta.logprobs or [])
-                choice = ChatChunkChoice(index, ChatDelta(delta.text), logprobs)
-                choice.token_ids, choice.speculation = self._ids(delta.token_ids), self._runs(delta)
+            for choice in self._pieces(index, begun[index], delta):
                 yield self._chunk(choice)
             if delta.finish_reason:
-                yield self._chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=delta.finish_reason))
+                reason = finish_reason(delta.finish_reason, self.generation.answers[index].events)
+                yield self._chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=reason))
         if self._include_usage:
             yield ChatCompletionChunk(**self._head, choices=[], usage=self._usage())
+
+    def _pieces(self, index: int, deltas: Deltas, delta: Delta) -> Iterator[ChatChunkChoice]:
+        """What a message of the engine adds; the first piece has what is known of its tokens."""
+        found = deltas.of(delta.events)
+        has_ids = self._with_ids and delta.token_ids
+        if not found and (delta.logprobs or has_ids or (delta.pieces and self._streams_runs)):
+            found = [ChatDelta("")]
+        for number, each in enumerate(found):
+            choice = ChatChunkChoice(index, each)
+            if number == 0:
+                choice.logprobs = self._logprobs(delta.logprobs or [])
+                choice.token_ids, choice.speculation = self._ids(delta.token_ids), self._runs(delta)
+            yield choice
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatCompletionChunk:
         return ChatCompletionChunk(**self._head, choices=[choice], usage=self._usage_of_chunk(choice.index))

@@ -17,8 +17,11 @@ from specserve.config import Settings, make_settings
 from specserve.core import Capacity, FieldError, SamplingParams
 from specserve.frontend.conversation import Conversation
 from specserve.frontend.generation import Generation, Job
+from specserve.frontend.parsers.registry import AnswerParser, Format, choose_format
+from specserve.frontend.parsers.think import ThinkParser
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer, TooLong
+from specserve.frontend.tools import Tool, names_of
 from specserve.metrics.front import Metrics
 from specserve.process.client import EngineClient
 from specserve.server import schema
@@ -27,6 +30,7 @@ from specserve.server.errors import ApiError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_TAIL = 32  # tokens of a prompt's end, which hold a mark of reasoning
 _WITHOUT = "this server runs without a tokenizer (--skip-tokenizer-init)"
 
 
@@ -55,6 +59,9 @@ class Front:
         self._resolved: tuple[object, Settings] | None = None  # what the engine said, and the settings of it
         self._loaded = False
         self._tokenizer: Tokenizer | None = None
+        self.calls_format: Format | None = (
+            None  # in which the model writes calls of tools, where that is known
+        )
         self.thread = ThreadPoolExecutor(1, "tokenizer")  # keeps long prompts off the event loop
         self._waiting: set[asyncio.Future[Any]] = set()  # for the thread
         self._ended = False
@@ -62,6 +69,10 @@ class Front:
     def finish_loading(self, tokenizer: Tokenizer | None) -> None:
         """The tokenizer is there, unless there is to be none."""
         self._tokenizer = tokenizer
+        if tokenizer is not None:
+            found, why = choose_format(self._given.tool_call_parser, tokenizer.template_text)
+            self.calls_format = found
+            log.info("calls of tools are %s: %s", f"read as {found.name}" if found else "not read", why)
         self._loaded = True
 
     def end(self) -> None:
@@ -203,18 +214,34 @@ class Front:
         return await self._off_loop(self.tokenizer.encode_answer, text, most)
 
     async def encode_chat(
-        self, messages: Conversation, variables: Mapping[str, Any] | None = None
+        self,
+        messages: Conversation,
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Raises ApiError with the chat template's reason, or as ``encode`` does."""
         self._check_text("messages")
         try:
-            return await self._off_loop(self.tokenizer.encode_chat, messages, self.capacity.room, variables)
+            arguments = messages, self.capacity.room, tools, variables
+            return await self._off_loop(self.tokenizer.encode_chat, *arguments)
         except TooLong as error:
             raise self.capacity.too_long("messages", str(error)) from None
         except FieldError:
             raise
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
+
+    def answer_parser(self, prompt: Sequence[int], tools: Sequence[Tool]) -> AnswerParser:
+        """What takes one answer to a conversation apart."""
+        thought, calls = None, None
+        marks: tuple[str, ...] = ()
+        if self.settings.reasoning_parser != "none":
+            thought = ThinkParser(self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False))
+            marks += ThinkParser.marks
+        if tools and self.calls_format is not None:
+            calls = self.calls_format.parser(names_of(tools))
+            marks += self.calls_format.marks
+        return AnswerParser(thought, calls, marks)
 
     async def decode(self, tokens: Sequence[int], param: str) -> str:
         """The text of tokens, special ones included. Raises ApiError for more than a context has, for what is in no

@@ -11,6 +11,7 @@ from specserve import __version__
 from specserve.core import FieldError
 from specserve.frontend.conversation import Messages, Variables, of_request
 from specserve.frontend.fields import ListOf, Strict, Text
+from specserve.frontend.tools import Tools
 from specserve.process.client import EngineGone
 from specserve.server import schema
 from specserve.server.errors import RETRY_AFTER, ApiError
@@ -32,6 +33,8 @@ class TokenizeRequest(Strict):
     """A conversation, tokenized as by chat."""
     chat_template_kwargs: Variables | None = None
     """As in chat; only with `messages`."""
+    tools: Tools | None = None
+    """Tools of the conversation; only with `messages`."""
 
 
 class DetokenizeRequest(Strict):
@@ -101,10 +104,13 @@ def add_operations(app: FastAPI, front: Front) -> None:
         front.check_call(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise FieldError("prompt", "give either prompt or messages")
+        if request.tools and request.messages is None:
+            raise FieldError("tools", "only with messages")
         if request.chat_template_kwargs and request.messages is None:
             raise FieldError("chat_template_kwargs", "only with messages")
         if request.messages is not None:
-            work = front.encode_chat(of_request(request.messages), request.chat_template_kwargs)
+            messages = of_request(request.messages)
+            work = front.encode_chat(messages, request.tools or (), request.chat_template_kwargs)
         else:
             work = front.encode(request.prompt or "", "prompt")
         tokens = await unless_left(http.receive, work)

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 Natural = Annotated[int, Meta(ge=0)]
 Logprob = Annotated[float, Meta(le=0)]
 Reason = Literal["stop", "length"]
+ChatReason = Literal["stop", "length", "tool_calls"]
 Kind = Literal["invalid_request_error", "requests", "server_error"]
 
 
@@ -31,9 +32,12 @@ class CachedTokens(Answer):
     cached_tokens: Natural
 
 
-class PredictedTokens(Answer):
+class CompletionTokens(Answer):
+    """``reasoning_tokens``: where reasoning is told from the rest."""
+
     accepted_prediction_tokens: Natural
     rejected_prediction_tokens: Natural
+    reasoning_tokens: Natural | UnsetType = UNSET
 
 
 class SpeculationTotals(Answer):
@@ -48,7 +52,7 @@ class Usage(Answer):
     completion_tokens: Natural
     total_tokens: Natural
     prompt_tokens_details: CachedTokens
-    completion_tokens_details: PredictedTokens
+    completion_tokens_details: CompletionTokens
     speculation: SpeculationTotals | UnsetType = UNSET
 
 
@@ -74,17 +78,34 @@ class ChatLogprobs(Answer):
     refusal: None = None
 
 
+class CalledFunction(Answer):
+    """``arguments``: the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AnswerMessage(Answer):
-    content: str
+    """``content`` is null where there are calls alone."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Answer):
     index: Natural
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Reason
+    finish_reason: ChatReason
     token_ids: list[Natural] | UnsetType = UNSET
 
 
@@ -104,16 +125,32 @@ class ChatCompletion(Head, kw_only=True):
     prompt_token_ids: list[Natural] | UnsetType = UNSET
 
 
+class FunctionDelta(Answer):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Answer):
+    """The first one of a call has its id, type and name, the others pieces of its arguments."""
+
+    index: Natural
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Answer):
     content: str | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Answer):
     index: Natural
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: Reason | None = None
+    finish_reason: ChatReason | None = None
     token_ids: list[Natural] | UnsetType = UNSET
     speculation: Runs | UnsetType = UNSET
 

@@ -320,6 +320,9 @@ HOW: dict[str, str] = {
     "metadata": "labels that change no answer",
     "safety_identifier": LABEL,
     "prompt_cache_key": LABEL + "; prefixes are shared without it",
+    "tools": "functions, where the chat template has a place for them and how the model writes calls is known",
+    "tool_choice": "`auto` and `none`, which leaves the tools out of the prompt",
+    "parallel_tool_calls": "true; false where nothing may be called",
     "prediction": "text that is tried as drafts; changes no answer",
     "top_k": "0 and -1 are off",
     "min_p": "0 to 1",
@@ -342,8 +345,8 @@ HOW: dict[str, str] = {
     "regex": "SGLang's",
     "ebnf": "SGLang's",
 }
-NO_TOOLS = "this server calls no tools"
 NO_BEAMS = "there is no beam search"
+GRAMMAR = "it needs a grammar"
 
 
 def honoured(name: str, check: Check, *values: Any, **more: Any) -> list[Case]:
@@ -497,10 +500,12 @@ CASES: list[Case] = [
     *(
         case
         for name, reason, none, *values in (
-            ("tools", NO_TOOLS, [], [TOOL]), ("tool_choice", NO_TOOLS, "auto", "required"),
-            ("functions", NO_TOOLS, [], [{"name": "f"}]), ("function_call", NO_TOOLS, "none", "auto"),
-            ("tool_choice", NO_TOOLS, "none", {"type": "function", "function": {"name": "f"}}),
-            ("parallel_tool_calls", NO_TOOLS, False, 1), ("parallel_tool_calls", NO_TOOLS, True, "true"),
+            ("tools", "it is not known how this model writes calls", [], [TOOL]),
+            ("tool_choice", GRAMMAR, "none", "required", {"type": "function", "function": {"name": "f"}}),
+            ("tool_choice", "'none' or 'auto'", "auto", "any"),
+            ("parallel_tool_calls", "valid boolean", False, 1),
+            ("functions", "its newer name is tools", [], [{"name": "f"}]),
+            ("function_call", "its newer name is tool_choice", "none", "auto"),
             ("add_generation_prompt", "an answer is always begun", True, False),
             ("modalities", "text alone", ["text"], ["text", "audio"]),
             ("audio", "text alone", None, {"format": "wav", "voice": "x"}),
@@ -521,6 +526,8 @@ CASES: list[Case] = [
         )
         for case in (*honoured(name, same, none), *refused(name, reason, wrong))
     ),
+    Case("tool_choice", {"tool_choice": "none", "tools": [TOOL]}, same, **CHAT_ONLY),
+    Case("parallel_tool_calls", {"parallel_tool_calls": False, "tools": [TOOL]}, refused=GRAMMAR, **CHAT_ONLY),
     *honoured("prediction", predicted, {"type": "content", "content": "zq zq zq"}),
     *honoured("prediction", predicted_in_part, {"type": "content", "content": [{"type": "text", "text": "1"}]}),
     *refused("prediction", "'content'", {"type": "other", "content": "x"}),
@@ -572,7 +579,7 @@ is not made of the cases, or when the client's request types have a field that i
 the reason; null is the same as absent. The fields are described in [HTTP and Python API](api.md).
 
 *By the template*: the chat template of the model decides, and the bundled model's has no place for it;
-`tests/front/test_template.py` has templates that do.
+`tests/front/test_template.py` and `tests/front/test_tools.py` have templates that do.
 
 | field | chat | completions | how | tested as honoured | tested as refused |
 |---|---|---|---|---|---|

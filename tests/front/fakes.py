@@ -43,7 +43,7 @@ def ready_info(engine: FakeEngine, settings: Settings) -> dict[str, Any]:
     }
 
 
-def fake_front(engine: FakeEngine, **settings: Any) -> Front:
+def fake_front(engine: FakeEngine, template: str | None = TEMPLATE, **settings: Any) -> Front:
     """A front whose engine runs on the same event loop."""
     given = Settings(served_model_name=("tiny",), **settings)
 
@@ -65,5 +65,5 @@ def fake_front(engine: FakeEngine, **settings: Any) -> Front:
     client = EngineClient(send)
     front = Front(given, client)
     client.receive(Ready(ready_info(engine, given)))
-    front.finish_loading(None if given.skip_tokenizer_init else Tokenizer(byte_tokenizer()))
+    front.finish_loading(None if given.skip_tokenizer_init else Tokenizer(byte_tokenizer(template)))
     return front

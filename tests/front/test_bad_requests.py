@@ -20,6 +20,8 @@ GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": "tiny", "prompt": "a"},
 }
 LONG = "x" * 300
+TOOL = {"type": "function", "function": {"name": "f"}}
+USER = {"role": "user", "content": "a"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 BOTH: list[tuple[dict[str, Any], str | None, str]] = [
@@ -151,12 +153,47 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
         "messages.1.refusal",
         "messages.1.refusal: not supported",
     ),
-    (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools: not supported: this server calls no tools"),
-    (CHAT, {"tool_choice": "required"}, "tool_choice", "not supported"),
+    (CHAT, {"tools": [TOOL]}, "tools", "not supported: it is not known how this model writes calls"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools.0.function", "required"),
+    (
+        CHAT,
+        {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
+        "tools.0.type",
+        "Input should be 'function'",
+    ),
+    (
+        CHAT,
+        {"tools": [{"type": "function", "function": {"name": ""}}]},
+        "tools.0.function.name",
+        "at least 1",
+    ),
+    (
+        CHAT,
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        "tools.0.function.strict",
+        "not supported: it needs a grammar",
+    ),
+    (CHAT, {"tools": [TOOL, TOOL]}, "tools", "f is there twice"),
+    (CHAT, {"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "it needs a grammar"),
+    (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "required: it needs a grammar"),
+    (
+        CHAT,
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tool_choice",
+        "a named function: it needs a grammar",
+    ),
+    (CHAT, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools: it needs a grammar"),
+    (CHAT, {"tool_choice": "any"}, "tool_choice", "'none' or 'auto'"),
+    (
+        CHAT,
+        {"messages": [{**USER, "reasoning_content": "a"}]},
+        "messages.0.reasoning_content",
+        "role assistant",
+    ),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities", "not supported"),
     (CHAT, {"store": True}, "store", "not supported"),
     (CHAT, {"store": 0}, "store", "not supported"),
-    (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls", "not supported"),
+    (CHAT, {"parallel_tool_calls": 1}, "parallel_tool_calls", "valid boolean"),
     (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "'text'"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs", "only with logprobs"),
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),

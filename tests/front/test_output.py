@@ -8,6 +8,9 @@ import pytest
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.frontend.output import OutputProcessor
+from specserve.frontend.parsers.base import Content
+from specserve.frontend.parsers.registry import AnswerParser
+from specserve.frontend.parsers.think import ThinkParser
 from specserve.frontend.stopping import StopFinder
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import FinishReason, Tokens
@@ -185,3 +188,22 @@ def test_without_a_tokenizer_there_are_ids() -> None:
     out = OutputProcessor(SamplingParams(), None)
     assert out.push(tokens([1, 2], "length")).text == ""
     assert out.answer.token_ids == [1, 2]
+
+
+@pytest.mark.parametrize("stride", [1, 2, 5, 40])
+@pytest.mark.parametrize("end", [True, False])
+def test_reasoning_is_counted_by_token(stride: int, end: bool) -> None:
+    """However many tokens a message holds, and whether the last one holds any."""
+    for text, expected in (("<think>é</think>\n\nHi", 17), ("<think>hm", None), ("Hi <think>", 0)):
+        ids = [*text.encode(), *([EOS] if end else [])]
+        parser = AnswerParser(ThinkParser(""))
+        detokenizer = TOKENIZER.detokenizer([65], True, ThinkParser.marks)
+        out = OutputProcessor(SamplingParams(), detokenizer, by_token=True, parser=parser)
+        for at in range(0, len(ids), stride):
+            last = end and at + stride >= len(ids)
+            out.push(tokens(ids[at : at + stride], "stop" if last else None, stop_token=last))
+        if not end:
+            out.push(tokens([], "length", runs=[]))
+        assert out.answer.reasoning_tokens == (len(ids) if expected is None else expected)
+        found = "".join(event.text for event in out.answer.events if isinstance(event, Content))
+        assert found == ("" if expected is None else text.rpartition("</think>")[2].lstrip())

@@ -1,0 +1,1 @@
+"""Parsers of answers: reasoning and calls of tools, found in text that arrives in pieces."""

@@ -1,0 +1,291 @@
+"""What parsers find in answers, however the text is cut."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+
+from specserve.config import Settings, resolve_paths
+from specserve.config.settings import CALL_FORMATS, REASONING_FORMATS
+from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Parser, Reasoning, call, merged
+from specserve.frontend.parsers.registry import FORMATS, AnswerParser, choose_format
+from specserve.frontend.parsers.think import ThinkParser
+
+NAMES = ("f", "get_weather")
+F = '{"name": "f", "arguments": {"a": [1, "}"]}}'
+CITY = '{"name":"get_weather","arguments":{"city": "Zürich \\"x\\" </tool_call>","n": 1.0}}'
+Found = list[Event]
+
+
+def calls(*given: tuple[str, str]) -> Found:
+    return [event for name, arguments in given for event in call(name, arguments)]
+
+
+F_CALL = calls(("f", '{"a": [1, "}"]}'))
+CITY_CALL = calls(("get_weather", '{"city": "Zürich \\"x\\" </tool_call>","n": 1.0}'))
+
+
+def content(text: str) -> Found:
+    return [Content(text)]
+
+
+HERMES: dict[str, Found] = {
+    f"<tool_call>\n{F}\n</tool_call>": F_CALL,
+    f"<tool_call>{F}</tool_call>": F_CALL,
+    f"Let me look.\n\n<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{CITY}\n</tool_call>\n": [
+        Content("Let me look."), *F_CALL, *CITY_CALL,
+    ],
+    f" \n<tool_call>{F}</tool_call>\nDone. \n": [*F_CALL, Content(" \n\nDone. \n")],
+    f"<tool_call>\n{F}\n": F_CALL,
+    f"<tool_call>{F} and more": [*F_CALL, Content(" and more")],
+    '<tool_call>{"name": "f"}</tool_call>': calls(("f", "{}")),
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>': calls(("f", '{"a": 1}')),
+    '<tool_call>{"arguments": {}, "name": "\\u0066"}</tool_call>': calls(("f", "{}")),
+    '<tool_call>{"name": "f", "arguments": {"big": 12345678901234567890, "e": 1e2}}</tool_call>': calls(
+        ("f", '{"big": 12345678901234567890, "e": 1e2}')
+    ),
+    f"<tool_call><tool_call>{F}</tool_call>": [Content("<tool_call>"), *F_CALL],
+    f'<tool_call>{{"name": "f, "arguments\n</tool_call>\n<tool_call>{F}</tool_call>': [
+        Content('<tool_call>{"name": "f, "arguments\n</tool_call>'), *F_CALL,
+    ],
+    f'<tool_call>{{\\"name\\": \\"f\\"}}</tool_call><tool_call>{F}</tool_call>': [
+        Content('<tool_call>{\\"name\\": \\"f\\"}</tool_call>'), *F_CALL,
+    ],
+    f"<tool_call>{{'name': 1}}</tool_call>{F}<tool_call>{F}": [
+        Content(f"<tool_call>{{'name': 1}}</tool_call>{F}"), *F_CALL,
+    ],
+    **{text: content(text) for text in (
+        "", "plain text \n", "<tool", "a <tool_call> b", "<tool_call>", "<tool_call>\n", "<tool_call>\n{", F,
+        '<tool_call>{"name": "f", "arguments": {"a": "half',
+        '<tool_call>{"name": "f", "arguments": {"a": "half\\',
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}, "more": 1}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "f", "name": "f"}</tool_call>',
+        '<tool_call>{"name": 5}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": "text"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {}, "parameters": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "f"]</tool_call>',
+        "<tool_call>{}</tool_call>",
+        "<tool_call>" + "{" * 30 + '"a',
+    ) if text},
+    "": [],
+}  # fmt: skip
+LLAMA = F.replace("arguments", "parameters")
+LLAMA_CITY = CITY.replace("arguments", "parameters")
+LLAMA3: dict[str, Found] = {
+    LLAMA: F_CALL,
+    f"<|python_tag|>{LLAMA}": F_CALL,
+    f"<|python_tag|> {LLAMA}; {LLAMA_CITY}": [*F_CALL, *CITY_CALL],
+    f"{LLAMA};{LLAMA};\n": [*F_CALL, *F_CALL],
+    f"{LLAMA}\n{LLAMA_CITY}\n": [*F_CALL, *CITY_CALL],
+    f"I will call it: {LLAMA}": [Content("I will call it:"), *F_CALL],
+    '{"type": "function", "name": "f", "parameters": {}}': calls(("f", "{}")),
+    F: F_CALL,
+    f"while (x) {{ y(); }} {LLAMA}": [Content("while (x) { y(); }"), *F_CALL],
+    **{text: content(text) for text in (
+        "plain {text}; { ", "{", '{ "', '{"na', '{"name"', '{"name": "f", "parameters": {', "<|python_tag|>",
+        "<|python_tag|>print(1)", "<|python_tag|>  ", '{"name": "unknown", "parameters": {}};',
+        '{"type": "function", "function": {"name": "f", "parameters": {}}}',
+        '{"name": "f", "description": "what it does", "parameters": {}}', '{"name": "f" + "g"}',
+    )},
+}  # fmt: skip
+MISTRAL: dict[str, Found] = {
+    f"[TOOL_CALLS] [{F}]": F_CALL,
+    f"[TOOL_CALLS][{F}, {CITY}]": [*F_CALL, *CITY_CALL],
+    'So: [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get_weather[ARGS]{}': [
+        Content("So:"), *calls(("f", '{"a": 1}'), ("get_weather", "{}")),
+    ],
+    "[TOOL_CALLS]f{}": calls(("f", "{}")),
+    **{text: content(text) for text in (
+        "[TOOL", "[TOOL_CALLS]", "[TOOL_CALLS] f", "[TOOL_CALLS]f[ARG", "[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]f[ARGS]x",
+        f'[TOOL_CALLS][{F}, {{"name": "unknown"}}]', "[TOOL_CALLS][]", "[TOOL_CALLS][1]", "[TOOL_CALLS]g[ARGS]{}",
+        f"[TOOL_CALLS][{F}", "[TOOL_CALLS]f[ARGS][]",
+    )},
+}  # fmt: skip
+PYTHONIC: dict[str, Found] = {
+    "[f(a=1)]": calls(("f", '{"a": 1}')),
+    r"""So: [f(a=-1.5, b='it\'s "x" ]', c = [True, None, {"k": False}]), get_weather( ) ]""": [
+        Content("So:"),
+        *calls(
+            ("f", r"""{"a": -1.5, "b": "it's \"x\" ]", "c": [true, null, {"k": false}]}"""), ("get_weather", "{}")
+        ),
+    ],
+    r"""[f(text="a\nb = True é")] Done""": [*calls(("f", r"""{"text": "a\nb = True é"}""")), Content(" Done")],
+    r"[f(a='\d')]": calls(("f", r"""{"a": "\\d"}""")),
+    "see [1] and x[i], then [f()]": [Content("see [1] and x[i], then"), *calls(("f", "{}"))],
+    **{text: content(text) for text in (
+        "[", "[ ", "[g(a=1)]", "[f", "[f(", "[f(a=1)", "[f(1)]", "[f(a=g)]", "[f(a=1+1)]", "[f(a=1, a=2)]", "[f(a=1])",
+        "[f(a='x\n')]", "[f(**{})]", "[f()", "[f() f()]", "[f(), g()]", "[f(a=b'x')]", r"[f(a='\ud800')]", "[f(]",
+        r"[f(a='\x')]", "[f(a=nan)]", '[f(a="""x""")]', "[f(a=(1))]", "[f(a==1)]", "[f].",
+    )},
+}  # fmt: skip
+THINK: dict[str, Found] = {
+    "<think>\nHm <b>.\n\nSo\n</think>\n\n Hi \n": [Reasoning("Hm <b>.\n\nSo"), Content("Hi \n")],
+    "\n<think>a</think>b<think>c</think>": [Reasoning("a"), Content("b<think>c</think>")],
+    "<think>\n\n</think>\n\nHi": content("Hi"),
+    "<think>never ended </thi": [Reasoning("never ended </thi")],
+    "<think>ended </think> \n": [Reasoning("ended")],
+    "<think> \n": [],
+    **{text: content(text) for text in (" Hi <think>a</think>", "<thin", " \n", "a</think>b")},
+}
+OPENED: dict[str, Found] = {
+    "Hm\n</think>\n\nHi": [Reasoning("Hm"), Content("Hi")],
+    "\n</think>Hi": content("Hi"),
+    "only thought\n": [Reasoning("only thought")],
+}
+BOTH: dict[str, Found] = {
+    f"<think>\n<tool_call>{F}</tool_call>\n</think>\n\nNow. <tool_call>\n{F}\n</tool_call>": [
+        Reasoning(f"<tool_call>{F}</tool_call>"), Content("Now."), *F_CALL,
+    ],
+}  # fmt: skip
+
+
+def tools_of(name: str) -> Callable[[], Parser]:
+    return lambda: AnswerParser(None, FORMATS[name].parser(NAMES))
+
+
+KINDS: dict[str, tuple[Callable[[], Parser], dict[str, Found]]] = {
+    "hermes": (tools_of("hermes"), HERMES),
+    "llama3_json": (tools_of("llama3_json"), LLAMA3),
+    "mistral": (tools_of("mistral"), MISTRAL),
+    "pythonic": (tools_of("pythonic"), PYTHONIC),
+    "think": (lambda: AnswerParser(ThinkParser("assistant:")), THINK),
+    "opened": (lambda: AnswerParser(ThinkParser("assistant:<think>\n")), OPENED),
+    "closed": (
+        lambda: AnswerParser(ThinkParser("assistant:<think>\n\n</think>\n\n")),
+        {"Hi": content("Hi"), "<think>a</think>b": [Reasoning("a"), Content("b")]},
+    ),
+    "both": (lambda: AnswerParser(ThinkParser(""), FORMATS["qwen3"].parser(NAMES)), BOTH),
+    "neither": (
+        AnswerParser,
+        {f"<think>a</think>{F} <tool_call>": content(f"<think>a</think>{F} <tool_call>")},
+    ),
+}
+EXAMPLES = [(kind, text) for kind, (_, examples) in KINDS.items() for text in examples]
+
+
+def found(parser: Parser, *pieces: str) -> Found:
+    return merged([*(event for piece in pieces for event in parser.feed(piece)), *parser.finish()])
+
+
+@pytest.mark.parametrize(("kind", "text"), EXAMPLES)
+def test_what_is_found(kind: str, text: str) -> None:
+    """Whole, cut in two at each place, and in characters."""
+    make, examples = KINDS[kind]
+    expected = examples[text]
+    assert found(make(), text) == expected
+    for at in range(len(text) + 1):
+        assert found(make(), text[:at], text[at:]) == expected, at
+    assert found(make(), *text) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cut_changes_anything(kind: str) -> None:
+    """Examples one after another, broken ones among them, cut into many pieces."""
+    make, examples = KINDS[kind]
+    draw = random.Random(kind)
+    for _ in range(300):
+        texts = draw.choices(list(examples), k=3)
+        cut = draw.randint(0, len(texts[1]))
+        text = texts[0] + draw.choice(["", "\n", " x "]) + texts[1][:cut] + texts[2]
+        places = sorted(draw.choices(range(len(text) + 1), k=draw.randint(2, 12)))
+        pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+        assert "".join(pieces) == text
+        assert found(make(), *pieces) == found(make(), text), pieces
+
+
+@pytest.mark.parametrize("kind", ["hermes", "llama3_json", "mistral", "pythonic"])
+def test_nothing_is_lost(kind: str) -> None:
+    """Without functions all is content, as it came."""
+    for text in KINDS[kind][1]:
+        for given in (text, text * 3):
+            assert found(AnswerParser(None, FORMATS[kind].parser(())), *given) == (
+                content(given) if given else []
+            )
+
+
+def test_plain_text_is_not_kept_back() -> None:
+    parser = FORMATS["llama3_json"].parser(NAMES)
+    for piece in ("int main() { return 0;", "}", ' {"a": 1}', ' {"names": 2'):
+        assert merged(parser.feed(piece)) == content(piece)
+
+
+def test_a_call_comes_when_it_is_whole() -> None:
+    parser = FORMATS["hermes"].parser(NAMES)
+    assert merged(parser.feed("So\n")) == content("So")
+    assert parser.feed("<tool_call>") + parser.feed(F) == []
+    assert parser.feed("\n</tool_call>") == F_CALL
+    assert parser.finish() == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" * 20_000,
+        "<tool_call>{" * 20_000,
+        '<tool_call>{"' * 20_000,
+        "<tool_call>" + " " * 100_000,
+        "<tool_call>" + '{"a":' * 20_000 + "1" + "}" * 20_000,
+        "[TOOL_CALLS]" + "[" * 20_000 + "]" * 20_000,
+        '{"name": ' * 20_000,
+        "[f(" * 20_000,
+        "[f(a=" + "-" * 100_000 + "1)]",
+        "{" * 50_000,
+        "<think>" * 20_000,
+        " " * 100_000,
+    ],
+    ids=lambda text: text[:20],
+)
+def test_hostile_texts_take_no_longer(text: str) -> None:
+    begin = time.process_time()
+    for kind in ("hermes", "llama3_json", "mistral", "pythonic", "think"):
+        parser = KINDS[kind][0]()
+        events = [event for at in range(0, len(text), 4) for event in parser.feed(text[at : at + 4])]
+        assert not any(isinstance(event, Call | Arguments) for event in [*events, *parser.finish()])
+    assert time.process_time() - begin < 10
+
+
+def test_settings_name_the_formats() -> None:
+    assert tuple(FORMATS) == CALL_FORMATS
+    for name in REASONING_FORMATS:
+        assert Settings(reasoning_parser=name).reasoning_parser == name
+    unread = Settings(skip_tokenizer_init=True, tool_call_parser="hermes", reasoning_parser="mimo")
+    assert any(
+        note.startswith("--tool-call-parser, --reasoning-parser changes nothing")
+        for note in resolve_paths(unread)[1]
+    )
+    with pytest.raises(
+        ValueError, match=r"tool.call.parser.*auto, none, hermes, .*, llama3_json, mistral, pythonic"
+    ):
+        Settings(tool_call_parser="glm")
+    with pytest.raises(ValueError, match=r"reasoning.parser.*none, qwen3, deepseek_r1, .*mimo"):
+        Settings(reasoning_parser="glm")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% if tools %}<tool_call>\n{}\n</tool_call>{% endif %}", "hermes"),
+        ('{% if tools %}{"name": function name, "parameters": dictionary of{% endif %}', "llama3_json"),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
+        ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", "pythonic"),
+        ("{% if tools %}<tool_call></tool_call><function=f>{% endif %}", None),
+        ("{% if tools %}<tool_call></tool_call>[TOOL_CALLS]{% endif %}", None),
+        ("<tool_call></tool_call>", None),
+        ("{% if tools %}f(){% endif %}", None),
+        ("", None),
+    ],
+)
+def test_auto(template: str, expected: str | None) -> None:
+    chosen, why = choose_format("auto", template)
+    assert (chosen and chosen.name) == expected
+    assert why
+    assert choose_format("none", template)[0] is None
+    assert choose_format("qwen25", template)[0] is FORMATS["hermes"]

@@ -1,0 +1,304 @@
+"""Calls of tools and reasoning in chat, by OpenAI's client over a fake engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from specserve.frontend.template import ChatTemplate
+from specserve.frontend.tokenizer import Tokenizer
+from specserve.server import schema
+from tests.front.conftest import Serve
+from tests.front.fakes import byte_tokenizer
+
+TEMPLATE = (
+    "{% if tools %}{% for t in tools %}{{ t.function | tojson }};{% endfor %}<tool_call></tool_call>{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+OPENED = TEMPLATE.replace("assistant:{% endif %}", "assistant:<think>\n{% endif %}")
+ASKED = [{"role": "user", "content": "1 + 2?"}]
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "now", "description": None, "strict": False}},
+]
+ADD, NOW = '{"name": "add", "arguments": {"a": 1,  "b": "é"}}', '{"name": "now"}'
+TWO = f"So:\n<tool_call>\n{ADD}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>"
+MARKED = f"<tool_call>{NOW}</tool_call>"
+ARGUMENTS = '{"a": 1,  "b": "é"}'
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture
+def ask(serve: Serve) -> Ask:
+    """Answers a question with a text: the choices, whole or put together from a stream by OpenAI's client."""
+
+    def asked(text: str, *, streams: bool = False, given: dict[str, Any] | None = None, **fields: Any) -> Any:
+        client, _ = serve(text, **{"template": TEMPLATE, **(given or {})})
+        with openai.OpenAI(
+            base_url="http://testserver/v1", api_key="x", max_retries=0, http_client=client
+        ) as api:
+            arguments = {"model": "tiny", "messages": ASKED, "tools": TOOLS, **fields}
+            if not streams:
+                raw = api.chat.completions.with_raw_response.create(**arguments)
+                msgspec.json.decode(raw.http_response.content, type=schema.ChatCompletion)
+                return raw.parse()
+            with api.chat.completions.stream(**arguments, stream_options={"include_usage": True}) as stream:
+                for _ in stream:
+                    pass
+                return stream.get_final_completion()
+
+    return asked
+
+
+BOTH = pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+
+
+def said(choice: Any) -> tuple[str, str | None, list[tuple[str, str]]]:
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+    return choice.finish_reason, choice.message.content or None, calls
+
+
+@BOTH
+@pytest.mark.parametrize("stride", [1, 3, 7, 200])
+def test_calls(ask: Ask, streams: bool, stride: int) -> None:
+    (choice,) = ask(TWO, streams=streams, given={"stride": stride}).choices
+    assert said(choice) == ("tool_calls", "So:", [("add", ARGUMENTS), ("now", "{}")])
+    ids = [call.id for call in choice.message.tool_calls]
+    assert len(set(ids)) == 2
+    assert all(each.startswith("call_") for each in ids)
+    assert {call.type for call in choice.message.tool_calls} == {"function"}
+
+
+@BOTH
+def test_calls_alone_have_no_content(ask: Ask, streams: bool) -> None:
+    (choice,) = ask(f"\n<tool_call>{ADD}</tool_call>\n", streams=streams).choices
+    assert said(choice) == ("tool_calls", None, [("add", ARGUMENTS)])
+    if not streams:
+        assert choice.message.content is None
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        (f"<tool_call>{ADD[:-1]}</tool_call>", {}),
+        ('<tool_call>{"name": "sub"}</tool_call>', {}),
+        (TWO, {"tools": openai.omit}),
+        (TWO, {"tool_choice": "none"}),
+        (" plain \n", {"tool_choice": "auto", "parallel_tool_calls": True}),
+    ],
+)
+def test_what_is_no_call_is_content(ask: Ask, streams: bool, text: str, fields: dict[str, Any]) -> None:
+    (choice,) = ask(text, streams=streams, **fields).choices
+    assert said(choice) == ("stop", text, [])
+
+
+@BOTH
+def test_a_call_that_is_cut_is_content(ask: Ask, streams: bool) -> None:
+    text = f"So:\n<tool_call>{ADD}</tool_call><tool_call>{ADD}"
+    cut = len(text.encode()) - 20
+    if streams:  # the client's helper raises for an answer that was cut
+        with pytest.raises(openai.LengthFinishReasonError) as caught:
+            ask(text, streams=True, max_tokens=cut)
+        answer = caught.value.completion
+    else:
+        answer = ask(text, max_tokens=cut)
+    rest = text.rpartition("<tool_call>")[2].encode()[:-20].decode()
+    assert said(answer.choices[0]) == ("length", f"So:\n<tool_call>{rest}", [("add", ARGUMENTS)])
+
+
+@BOTH
+def test_several_choices_and_stop_strings(ask: Ask, streams: bool) -> None:
+    """The stop string cuts the end mark off, and what comes after it."""
+    answer = ask(f"<tool_call>{ADD}</tool_call> more", streams=streams, n=3, stop="</tool")
+    assert [said(choice) for choice in answer.choices] == [("tool_calls", None, [("add", ARGUMENTS)])] * 3
+    assert len({choice.message.tool_calls[0].id for choice in answer.choices}) == 3
+
+
+@BOTH
+def test_logprobs_are_those_of_all_tokens(ask: Ask, streams: bool) -> None:
+    answer = ask(TWO, streams=streams, logprobs=True)
+    items = answer.choices[0].logprobs.content
+    assert bytes(byte for item in items for byte in item.bytes).decode() == TWO + "<eos>"
+    assert answer.usage.completion_tokens == len(items)
+
+
+def chunks(client: TestClient, **fields: Any) -> list[Any]:
+    body = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "stream": True, **fields}
+    lines = client.post("/v1/chat/completions", json=body).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    for line in lines[:-2]:
+        msgspec.json.decode(line.removeprefix("data: "), type=schema.ChatCompletionChunk)
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def test_deltas(serve: Serve) -> None:
+    """One call a chunk: first its id, type and name, then its arguments."""
+    client, _ = serve(TWO, template=TEMPLATE)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks(client)]
+    assert deltas[0] == {"content": "", "role": "assistant"}
+    assert deltas[-1] == {}
+    calls = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    first, second = calls[0][0].pop("id"), calls[2][0].pop("id")
+    assert first != second
+    assert calls == [
+        [{"index": 0, "type": "function", "function": {"arguments": "", "name": "add"}}],
+        [{"index": 0, "function": {"arguments": ARGUMENTS}}],
+        [{"index": 1, "type": "function", "function": {"arguments": "", "name": "now"}}],
+        [{"index": 1, "function": {"arguments": "{}"}}],
+    ]
+
+
+@pytest.mark.parametrize("reasoning", ["none", "qwen3"])
+def test_runs_and_pieces_are_those_of_the_text(serve: Serve, reasoning: str) -> None:
+    text = f"<think>hm</think>{TWO}"
+    client, _ = serve(text, template=TEMPLATE, reasoning_parser=reasoning)
+    found = [each for chunk in chunks(client, return_speculation=True) for each in chunk["choices"]]
+    pieces = [piece for each in found for piece in each.get("speculation", {}).get("pieces", [])]
+    runs = [run for each in found for run in each.get("speculation", {}).get("runs", [])]
+    assert "".join(pieces) == text
+    assert sum(runs) == len(pieces) == len(text.encode()) + 1
+
+
+@BOTH
+@pytest.mark.parametrize("template", [TEMPLATE, OPENED], ids=["by the model", "by the prompt"])
+def test_reasoning(ask: Ask, streams: bool, template: str) -> None:
+    """It is told apart from content and calls, and its tokens, with its marks, are counted."""
+    opening = "" if template == OPENED else "<think>"
+    thought = f"{opening}\n{MARKED}\n</think>"
+    given = {"template": template, "reasoning_parser": "deepseek_r1"}
+    answer = ask(f"{thought}\n\nSo: {MARKED}", streams=streams, given=given)
+    (choice,) = answer.choices
+    assert said(choice) == ("tool_calls", "So:", [("now", "{}")])
+    assert choice.message.reasoning_content == MARKED
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len(thought)
+
+
+@BOTH
+def test_reasoning_alone(ask: Ask, streams: bool) -> None:
+    fields = {"streams": streams, "tools": openai.omit}
+    given = {"reasoning_parser": "mimo"}
+    answer = ask("<think>hm", **fields, given=given)
+    assert said(answer.choices[0]) == ("stop", None, [])
+    assert answer.choices[0].message.reasoning_content == "hm"
+    assert answer.usage.completion_tokens_details.reasoning_tokens == len("<think>hm") + 1
+    plain = ask("Hi <think>hm</think>", **fields, given=given)
+    assert said(plain.choices[0]) == ("stop", "Hi <think>hm</think>", [])
+    assert plain.usage.completion_tokens_details.reasoning_tokens == 0
+    off = ask("<think>hm</think>", **fields)
+    assert off.choices[0].message.content == "<think>hm</think>"
+    assert off.usage.completion_tokens_details.reasoning_tokens is None
+
+
+def test_an_answer_can_be_sent_back(serve: Serve) -> None:
+    client, engine = serve(
+        f"<think>hm</think><tool_call>{ADD}</tool_call>", template=TEMPLATE, reasoning_parser="qwen3"
+    )
+    body = {"model": "tiny", "messages": ASKED, "tools": TOOLS}
+    message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
+    again = client.post("/v1/chat/completions", json={**body, "messages": [*ASKED, message, result]})
+    assert again.status_code == 200, again.text
+    prompt = bytes(engine.submitted[-1].token_ids).decode()
+    assert prompt.endswith('user:1 + 2?;assistant:hmadd{"a": 1, "b": "é"};tool:3;assistant:')
+
+
+def test_tools_reach_the_template(serve: Serve) -> None:
+    client, engine = serve(template=TEMPLATE)
+    head = '{"name": "add", "parameters": {"type": "object"}};{"name": "now"};<tool_call></tool_call>'
+    body = {"messages": ASKED, "tools": TOOLS}
+    assert client.post("/v1/chat/completions", json={"model": "tiny", **body}).status_code == 200
+    prompt = bytes(engine.submitted[-1].token_ids)
+    assert prompt.decode() == f"{head}user:1 + 2?;assistant:"
+    assert client.post("/tokenize", json=body).json()["tokens"] == list(prompt)
+    alone = client.post("/tokenize", json={"prompt": "a", "tools": TOOLS})
+    assert alone.json()["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].content }} add now", "{{ messages[0].content }}{{ tools[0].function.name }}"]
+)
+def test_a_template_without_a_place_for_tools(serve: Serve, template: str) -> None:
+    client, engine = serve(template=template, tool_call_parser="hermes")
+    answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": ASKED, "tools": TOOLS})
+    error = answer.json()["error"]
+    index = 0 if "tools" not in template else 1
+    assert error["param"] == f"tools.{index}.function.name", error
+    assert "template has no place for it" in error["message"]
+    assert engine.submitted == []
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1,  "b": "é"}}; {"name": "now"}'),
+        ("mistral", f'[TOOL_CALLS] [{ADD}, {{"name": "now"}}]'),
+        ("pythonic", """[add(a=1, b='é'), now()]"""),
+        ("qwen25", f"<tool_call>{ADD}</tool_call><tool_call>{NOW}</tool_call>"),
+    ],
+)
+def test_formats(ask: Ask, streams: bool, name: str, text: str) -> None:
+    (choice,) = ask(text, streams=streams, given={"tool_call_parser": name}).choices
+    reason, content, calls = said(choice)
+    assert (reason, content, [called for called, _ in calls]) == ("tool_calls", None, ["add", "now"])
+    assert [json.loads(given) for _, given in calls] == [{"a": 1, "b": "é"}, {}]
+    if name == "mistral":
+        assert all(len(call.id) == 9 and call.id.isalnum() for call in choice.message.tool_calls)
+
+
+def test_no_parser_no_tools(serve: Serve) -> None:
+    client, _ = serve(template=TEMPLATE, tool_call_parser="none")
+    body = {"model": "tiny", "messages": ASKED, "tools": TOOLS}
+    error = client.post("/v1/chat/completions", json=body).json()["error"]
+    assert (error["param"], error["code"]) == ("tools", "unsupported_parameter")
+    assert "--tool-call-parser" in error["message"]
+
+
+@pytest.mark.parametrize("name", ["strict", "required", "parallel_tool_calls"])
+def test_what_needs_a_grammar(serve: Serve, name: str) -> None:
+    client, _ = serve(template=TEMPLATE)
+    fields: dict[str, Any] = {
+        "strict": {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        "required": {"tools": TOOLS, "tool_choice": "required"},
+        "parallel_tool_calls": {"tools": TOOLS, "parallel_tool_calls": False},
+    }[name]
+    error = client.post("/v1/chat/completions", json={"model": "tiny", "messages": ASKED, **fields}).json()[
+        "error"
+    ]
+    assert error["code"] == "unsupported_parameter"
+    assert "it needs a grammar" in error["message"]
+
+
+def test_half_a_surrogate_pair_in_parameters(serve: Serve) -> None:
+    client, _ = serve(template=TEMPLATE)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": ["\ud800"]}}}
+    body = json.dumps({"model": "tiny", "messages": ASKED, "tools": [tool]})
+    answer = client.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools.0.function.parameters"
+
+
+def test_special_tokens_that_are_marks_are_read() -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    ids = [72, 257, 73, 256, 74]
+    assert tokenizer.detokenizer([65], True, ("<sep>",)).push(ids) == "H<sep>IJ"
+    assert tokenizer.detokenizer([65], True, ("<other>",)).push(ids) == "HIJ"
+    assert tokenizer.detokenizer([65], False, ("<sep>",)).push(ids) == "H<sep>I<eos>J"
+
+
+def test_templates_of_several() -> None:
+    """The one for tools is looked at."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "plain", "tool_use": TEMPLATE}
+    assert ChatTemplate(tokenizer).text == TEMPLATE
+    assert ChatTemplate(byte_tokenizer(None)).text == ""
