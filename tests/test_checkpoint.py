@@ -133,3 +133,13 @@ def test_nothing_is_read_of_what_does_not_fit(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match=r"lm_head.weight has shape \[3, 3\]"):
         load_target(path, torch.float32, CPU)
     assert not copied
+
+
+def test_weights_are_read_in_the_callers_mode(tmp_path: Path) -> None:
+    """Threads have modes of their own."""
+    path = make_llama(tmp_path / "model")
+    with torch.inference_mode():
+        inside = load_target(path, torch.float32, torch.device("cpu"))
+    outside = load_target(path, torch.float32, torch.device("cpu"))
+    assert inside.lm_head.weight.is_inference()
+    assert torch.equal(inside.lm_head.weight, outside.lm_head.weight)

@@ -198,8 +198,9 @@ def _check_tensor(files: TensorFiles, name: str, target: Tensor) -> None:
 
 
 def _read(found: Tensor, target: Tensor) -> int:
-    """The bytes that were read."""
-    target.copy_(found)
+    """The bytes that were read. A thread has modes of its own."""
+    with torch.no_grad(), torch.inference_mode(target.is_inference()):
+        target.copy_(found)
     return found.nbytes
 
 
