@@ -67,7 +67,7 @@ def adaptive_llm(
     def wider(config: Any) -> WiderPlan:
         plan = plan_of(config)
         fields = plan.speculation, plan.adaptive, plan.most_slots, plan.padding
-        made.append(WiderPlan(*fields, tuple(fixed), smallest))
+        made.append(WiderPlan(*fields, fixed=tuple(fixed), smallest=smallest))
         return made[-1]
 
     given: dict[str, Any] = {
