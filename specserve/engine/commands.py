@@ -18,14 +18,13 @@ from specserve.speculation.state import RowInit
 @dataclass(frozen=True, slots=True)
 class Row:
     """A request's part in a launch. ``length`` bounds the tokens in its cache, before a step or after a prefill.
+    ``tokens``: of a prefill, what to run; of a step with a grammar, what was emitted since the row's last launch.
     ``scored``, of a prefill: tokens that follow the first ones run, whose log-probabilities are wanted."""
 
     slot: int
     params: SamplingParams
     length: int
-    tokens: Sequence[
-        int
-    ] = ()  # prefill: what to run; a step with a grammar: emitted since the row's last launch
+    tokens: Sequence[int] = ()
     final: bool = True  # prefill: a token is chosen after them
     scored: Sequence[int] = ()
 

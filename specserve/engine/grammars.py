@@ -21,9 +21,7 @@ import numpy.typing as npt
 from specserve.grammar import with_deep_stack
 
 KEPT = 64  # compiled grammars
-MOST_ITEMS = (
-    5000  # that a parser may look at for a token: an ambiguous grammar takes a tenth of a second for so many
-)
+MOST_ITEMS = 5000  # that a parser looks at for a token: a tenth of a second's work
 Words = npt.NDArray[np.int32]
 
 
@@ -46,13 +44,13 @@ class Grammars:
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self.words = -(-vocab_size // 32)
 
-    def compile(self, grammar: str) -> Future[None]:
+    def compile(self, grammar: str) -> Future[object]:
         """Begin to compile; nothing waits for it. The result raises ValueError for what can't be enforced."""
         return with_deep_stack(self._compile, grammar)
 
-    def _compile(self, grammar: str) -> None:
-        if grammar in self._compiled:
-            return
+    def _compile(self, grammar: str) -> Any:
+        if (compiled := self._compiled.get(grammar)) is not None:
+            return compiled
         matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         begin = matcher.deep_copy()
         if not matcher.is_error():
@@ -62,12 +60,11 @@ class Grammars:
         self._compiled[grammar] = matcher
         while len(self._compiled) > KEPT:
             self._compiled.popitem(last=False)
+        return matcher
 
     def start(self, grammar: str, output: Sequence[int]) -> Matcher:
         """Return a matcher of an answer so far. Raises GrammarError."""
-        if (compiled := self._compiled.get(grammar)) is None:
-            self.compile(grammar).result()
-            compiled = self._compiled[grammar]
+        compiled: Any = self._compiled.get(grammar) or self.compile(grammar).result()
         matcher = Matcher(compiled.deep_copy(), self.words)
         matcher.consume(output)
         return matcher
@@ -106,13 +103,10 @@ class Matcher:
             if (parent := at[parents[node]]) is None:
                 continue
             copy = parent.deep_copy()
-            if copy.try_consume_tokens([tokens[node]]) != 1:
-                continue
-            words = np.frombuffer(copy.compute_bitmask(), np.int32)[: self._words]
-            if not copy.is_error():
-                at[node], out_NW[node] = copy, words
-            else:  # plain decoding would fail here; a draft does not
-                out_NW[node] = 0
+            if copy.try_consume_tokens([tokens[node]]) == 1:
+                words = np.frombuffer(copy.compute_bitmask(), np.int32)[: self._words]
+                if not copy.is_error():  # else an answer fails that comes this way
+                    at[node], out_NW[node] = copy, words
         return out_NW
 
     def _check(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specserve.core import SamplingParams, TokenLogprob
 from specserve.engine.commands import Admit, Command, Prefill, Row, SetDraftRows, SetPages, Step
-from specserve.engine.grammars import GrammarError, Grammars, Matcher, Words
+from specserve.engine.grammars import Grammars, Matcher, Words
 from specserve.engine.graphs import PromptGraph, StepGraph
 from specserve.engine.prompts import PromptSize, Run, size_for
 from specserve.layers.decoder import MANY_TOKENS
@@ -208,6 +208,7 @@ class Runner:
     def admit(self, command: Admit) -> None:
         for row in command.rows:
             self._matchers.pop(row.slot, None)
+            self.failed.pop(row.slot, None)
             if row.params.grammar is not None:
                 assert self.grammars is not None, "admission refuses grammars without"
                 with self._failing(row.slot, row.params):
@@ -320,7 +321,7 @@ class Runner:
         """Note whose grammar can't follow its answer; it gets no more tokens of use."""
         try:
             yield
-        except GrammarError as error:
+        except ValueError as error:
             self._matchers.pop(slot, None)
             self.failed[slot] = str(error)
             if self.grammars is not None and params.grammar is not None:

@@ -13,7 +13,7 @@ from specserve.frontend.conversation import json_object
 from specserve.frontend.fields import ListOf, Refusal, Strict, Text
 
 MAX_TOOLS = 1024
-NEEDS_GRAMMAR = "it needs a grammar, and this server has none yet"
+NEEDS_GRAMMAR = "it needs a grammar of calls, which this version does not have"
 
 
 class FunctionTool(Strict):

@@ -10,7 +10,6 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 import msgspec
@@ -24,6 +23,7 @@ from specserve.engine.runner import Emitted, Launch, Runner
 from specserve.engine.shapes import ShapePolicy
 from specserve.messages import Failed, FinishReason, Stats, Submit, Tokens
 from specserve.scheduler.admission import Admission
+from specserve.scheduler.compiling import Compiling
 from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
@@ -36,8 +36,6 @@ from specserve.speculation.shape import StepShape
 from specserve.speculation.state import RowInit
 
 log = logging.getLogger(__name__)
-
-COMPILE_WAIT = 0.005  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class Scheduler:
         self._limits = limits
         self._policy = policy
         self._waiting: OrderedDict[str, Request] = OrderedDict()  # by id, the head of the queue first
-        self._compiling: dict[str, tuple[Submit, Future[None]]] = {}  # by id
+        self._compiling = Compiling()
         self._running: list[Request] = []  # in order of arrival
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self._inflight: deque[_InFlight] = deque()
@@ -107,7 +105,7 @@ class Scheduler:
         """Queues a request; a refusal comes out of ``run_once``."""
         grammar = message.params.grammar
         if grammar is not None and (grammars := self.runner.grammars) is not None:
-            self._compiling[message.rid] = message, grammars.compile(grammar)
+            self._compiling.add(message, grammars.compile(grammar))
         else:
             self._enqueue(message)
 
@@ -118,23 +116,17 @@ class Scheduler:
             self._outbox.append(Failed(message.rid, refused.reason, refused.param))
 
     def _take_compiled(self) -> None:
-        """Queues requests whose grammars are compiled. With nothing else to do, waits for one a while."""
-        if not self._compiling:
-            return
-        if not (self._waiting or self._running or self._inflight or self._outbox):
-            wait([future for _, future in self._compiling.values()], COMPILE_WAIT, FIRST_COMPLETED)
-        for rid, (message, future) in [*self._compiling.items()]:
-            if not future.done():
-                continue
-            del self._compiling[rid]
-            if (error := future.exception()) is None:
+        """Queues requests whose grammars are compiled."""
+        idle = not (self._waiting or self._running or self._inflight or self._outbox)
+        for message, error in self._compiling.take(idle):
+            if error is None:
                 self._enqueue(message)
             else:
-                self._outbox.append(Failed(rid, str(error), "grammar"))
+                self._outbox.append(Failed(message.rid, str(error), "grammar"))
 
     def abort(self, rid: str) -> None:
         """Ends a request at once and frees what it holds. Unknown ids are ignored."""
-        if self._compiling.pop(rid, None) is None and self._waiting.pop(rid, None) is None:
+        if not self._compiling.drop(rid) and self._waiting.pop(rid, None) is None:
             for request in [r for r in self._running if r.rid == rid]:
                 self._vacate(request)
 
@@ -176,7 +168,7 @@ class Scheduler:
         memory = self.memory
         return self._counters.stats(
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=len(self._waiting) + len(self._compiling),
             pages_total=memory.allocator.capacity,
             pages_free=memory.allocator.free,
             pages_cached=memory.cache.num_pages if memory.cache is not None else 0,

@@ -31,7 +31,7 @@ from specserve.server.schema import (
     ChatLogprobs,
 )
 from specserve.server.streaming import unless_left
-from specserve.server.structured import with_grammar
+from specserve.server.structured import form_of, with_grammar
 
 
 class ChatRequest(GenerationRequest):
@@ -90,15 +90,20 @@ async def _chat(front: Front, request: ChatRequest) -> Response:
     check_stream_options(request)
     params = _params(front, request)
     tools = _tools(front, request)
+    if tools and (form := form_of(request)) is not None:
+        raise FieldError(form, "an answer of this form can't call tools: leave them out, or tool_choice none")
     with front.place(request.choices, "n"):
         messages = of_request(request.messages)
         prompt = await front.encode_chat(messages, tools, request.chat_template_kwargs)
         params = await with_prediction(front, request, params)
         params = await with_grammar(request, params, front.no_grammars)
         front.check(prompt, params, "messages")
+        parsers = [front.answer_parser(prompt, tools) for _ in range(request.choices)]
+        if params.grammar is not None and parsers[0].thinking:
+            words = "the prompt leaves the model thinking, and an answer has its form from the beginning"
+            raise FieldError(str(form_of(request)), words)
         jobs = [
-            Job(prompt, params, choice, request.streams_runs, front.answer_parser(prompt, tools))
-            for choice in range(request.choices)
+            Job(prompt, params, choice, request.streams_runs, parser) for choice, parser in enumerate(parsers)
         ]
         writer = _Writer(front, request, jobs)
         writer.generation.submit()

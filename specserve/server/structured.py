@@ -131,6 +131,11 @@ _OF_OUTPUTS: dict[str, Callable[[Any], str]] = {
 }
 
 
+def form_of(request: StructuredRequest) -> str | None:
+    """Return the field that says what the answer must be. Raises FieldError for one that is not whole."""
+    return next((param for param, _ in _forms(request)), None)
+
+
 async def with_grammar(
     request: StructuredRequest, params: SamplingParams, no_grammars: str | None
 ) -> SamplingParams:

@@ -302,3 +302,29 @@ def test_templates_of_several() -> None:
     tokenizer.chat_template = {"default": "plain", "tool_use": TEMPLATE}
     assert ChatTemplate(tokenizer).text == TEMPLATE
     assert ChatTemplate(byte_tokenizer(None)).text == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "words"),
+    [
+        ({}, {}, "can't call tools"),
+        (
+            {"tools": openai.omit},
+            {"template": OPENED, "reasoning_parser": "qwen3"},
+            "leaves the model thinking",
+        ),
+    ],
+)
+def test_a_form_leaves_no_room_for_calls_or_thoughts(
+    ask: Ask, fields: dict[str, Any], given: dict[str, Any], words: str
+) -> None:
+    """The grammar holds from the first token on."""
+    pytest.importorskip("llguidance")
+    form = {"response_format": {"type": "json_object"}}
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        ask("{}", **form, **fields, given=given)
+    assert caught.value.param == "response_format"
+    assert said(ask("{}", **form, tool_choice="none").choices[0]) == ("stop", "{}", [])
+    assert (
+        said(ask("{}", **form, tools=openai.omit, given={"reasoning_parser": "qwen3"}).choices[0])[1] == "{}"
+    )

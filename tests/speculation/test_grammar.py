@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from concurrent.futures import Future
 from typing import Any
 from unittest.mock import patch
 
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 
 from specserve import LLM, SamplingParams, grammar
+from specserve.config import Settings
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.engine.grammars import Grammars
+from specserve.process.assemble import create_scheduler, resolve_engine
 from specserve.speculation.control.cost import CostModel
-from tests.engines import Checkpoints, answer_one, make_scheduler
+from tests.engines import Checkpoints, Client, answer_one, make_scheduler
 
 pytest.importorskip("llguidance")
 
@@ -235,3 +238,24 @@ def test_a_constrained_step_is_no_measure_of_its_shape() -> None:
     for call in observed.call_args_list:
         cost, shape, kv_tokens, seconds = call.args
         assert seconds == cost.seconds(shape, kv_tokens)
+
+
+def test_nobody_waits_for_a_grammar() -> None:
+    """While it is compiled others are answered, and who asked for it may leave."""
+    scheduler = create_scheduler(resolve_engine(Settings(cpu_threads=1, context_length=256))[2])
+    params = SamplingParams(temperature=0, max_tokens=4)
+    constrained = msgspec.structs.replace(params, grammar=GRAMMARS["choice"])
+    client, compilation = Client(scheduler), Future[object]()
+    with patch.object(Grammars, "compile", return_value=compilation):
+        for rid in ("waits", "leaves"):
+            client.submit(rid, [5], constrained)
+    client.submit("free", [5], params)
+    for _ in range(20):
+        client.iterate()
+    assert client.answers["free"].finish_reason == "length"
+    assert scheduler.has_work
+    assert scheduler.stats().waiting == 2
+    scheduler.abort("leaves")
+    compilation.set_result(None)
+    assert client.run()["waits"].tokens
+    assert not client.answers["leaves"].tokens

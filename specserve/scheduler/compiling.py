@@ -1,0 +1,37 @@
+"""Requests whose grammars are being compiled: they queue after that, and hold up nobody meanwhile."""
+
+from __future__ import annotations
+
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+
+from specserve.messages import Submit
+
+WAIT = 0.005  # seconds
+
+
+class Compiling:
+    """Each with the compilation that it waits for."""
+
+    def __init__(self) -> None:
+        self._pending: dict[str, tuple[Submit, Future[object]]] = {}  # by id
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, message: Submit, compilation: Future[object]) -> None:
+        self._pending[message.rid] = message, compilation
+
+    def drop(self, rid: str) -> bool:
+        """Forget a request. Return whether it was here."""
+        return self._pending.pop(rid, None) is not None
+
+    def clear(self) -> None:
+        self._pending.clear()
+
+    def take(self, idle: bool) -> list[tuple[Submit, BaseException | None]]:
+        """Take those whose compilation has ended, and what went wrong. ``idle``: with nothing else to do, wait a while
+        for one."""
+        if idle and self._pending:
+            wait([compilation for _, compilation in self._pending.values()], WAIT, FIRST_COMPLETED)
+        done = [rid for rid, (_, compilation) in self._pending.items() if compilation.done()]
+        return [(message, each.exception()) for message, each in map(self._pending.pop, done)]
