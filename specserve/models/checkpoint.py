@@ -167,12 +167,12 @@ def load_parameters(
     ``rename`` turns a name inside the module into a canonical one. Raises ValueError naming the file and
     tensor when one is missing, of another shape or no plain number; before any is read.
     """
-    targets = {rename(name): target for name, target in file_tensors(module).items() if not target.is_meta}
-    for name, target in targets.items():
+    targets = [(rename(name), target) for name, target in file_tensors(module).items() if not target.is_meta]
+    for name, target in targets:
         _check_tensor(files, name, target)
     begin = time.perf_counter()
     with ThreadPoolExecutor(READERS, "weights") as readers:
-        size = sum(readers.map(lambda name: _read(files[name], targets[name]), targets))
+        size = sum(readers.map(lambda each: _read(files[each[0]], each[1]), targets))
     if size:
         seconds = time.perf_counter() - begin
         log.info(
