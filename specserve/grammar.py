@@ -11,8 +11,9 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cache, lru_cache
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -81,18 +82,30 @@ def ebnf(grammar: str) -> str:
 
 def with_deep_stack(work: Callable[..., T], *arguments: Any) -> Future[T]:
     """Do work that recurses deeply, one piece after the other, in a thread that has the stack for it."""
-    return _deep_thread().submit(work, *arguments)
+    result: Future[T] = Future()
+    _deep_thread().put((result, work, arguments))
+    return result
 
 
 @cache
-def _deep_thread() -> ThreadPoolExecutor:
+def _deep_thread() -> SimpleQueue[Any]:
+    """Begin the thread, which holds up no end of the process, and return what it works on."""
+    tasks: SimpleQueue[Any] = SimpleQueue()
+
+    def run() -> None:
+        while True:
+            result, work, arguments = tasks.get()
+            try:
+                result.set_result(work(*arguments))
+            except Exception as error:
+                result.set_exception(error)
+
     before = threading.stack_size(_STACK)
     try:
-        thread = ThreadPoolExecutor(1, "grammar")
-        thread.submit(int).result()  # begins the thread
+        threading.Thread(target=run, name="grammar", daemon=True).start()
     finally:
         threading.stack_size(before)
-    return thread
+    return tasks
 
 
 def _check_size(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from concurrent.futures import Future
 from typing import Any
 from unittest.mock import patch
@@ -170,6 +171,9 @@ def test_grammars_that_nest_deeply_or_choose_among_many() -> None:
     rules = "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(6000)) + '\na6000: "x"'
     grammars = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0])
     assert len(_bits(grammars.start(grammar.lark(rules), []).mask())) == 1
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "grammar"), (
+        "none is waited for"
+    )
     many = [f"item {i}" for i in range(8000)]
     with LLM(cpu_threads=1) as llm:
         (found,) = llm.generate(["One:"], SamplingParams(grammar=grammar.choice(many), seed=1, max_tokens=20))
