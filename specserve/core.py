@@ -42,6 +42,7 @@ class FieldError(ValueError):
         self.param = param
         self.reason = reason
         self.code = code
+        self.preface = preface
 
 
 @cache

@@ -38,6 +38,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # but the first token's
     finish_reason: FinishReason | None = None
+    stop: str | None = None  # the stop string that ended it
     cached_tokens: int = 0
     speculation: SpeculationUsage = field(default_factory=SpeculationUsage)
     events: list[Event] = field(default_factory=list)
@@ -139,6 +140,7 @@ class OutputProcessor:
         answer.prompt_logprobs += message.prompt_logprobs or []
         answer.events += delta.events
         answer.finish_reason = delta.finish_reason
+        answer.stop = self._stop.found if self._stop is not None else None
         answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)
         if message.speculation is not None:
             before, kept = answer.speculation.predicted, len(delta.token_ids)

@@ -9,7 +9,7 @@ class StopFinder:
     """Gives text on until a stop string is complete, and keeps back an end that may be the start of one.
 
     What it finds does not depend on how the text is cut into pieces: of several stop strings the one that is
-    complete first counts, the longest of those that end together.
+    complete first counts, the longest of those that end together. It is ``found``.
     """
 
     def __init__(self, stops: Sequence[str], included: bool = False) -> None:
@@ -17,6 +17,7 @@ class StopFinder:
         self._stops = stops
         self._included = included
         self._held = ""
+        self.found: str | None = None
 
     def feed(self, text: str, armed: bool = True) -> tuple[str, bool]:
         """Returns the text that is certainly before any stop string, with the one found if it is included, and
@@ -26,7 +27,7 @@ class StopFinder:
         """
         seen, text = len(self._held), self._held + text
         if armed and (place := self._find(text, seen)) is not None:
-            self._held = ""
+            self._held, self.found = "", text[slice(*place)]
             return text[: place[1] if self._included else place[0]], True
         hold = self._possible_start(text)
         self._held = text[len(text) - hold :]

@@ -6,7 +6,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -17,9 +17,10 @@ from specserve.frontend.conversation import joined
 from specserve.frontend.generation import Generation, Job
 from specserve.frontend.output import Answer, Delta
 from specserve.frontend.tokenizer import TooLong
+from specserve.server.errors import ApiError
 from specserve.server.front import Front
 from specserve.server.protocol import GenerationRequest
-from specserve.server.schema import CachedTokens, CompletionTokens, Head, Runs, SpeculationTotals, Usage
+from specserve.server.schema import CachedTokens, CompletionTokens, Runs, SpeculationTotals, Usage
 from specserve.server.streaming import Json, stream
 
 
@@ -38,7 +39,9 @@ async def with_prediction(front: Front, request: GenerationRequest, params: Samp
 
 
 class Writer(ABC):
-    """Writes a call's answers in OpenAI's words."""
+    """Writes a call's answers. ``named_events``: a stream's chunks are events with names."""
+
+    named_events: ClassVar[bool] = False
 
     def __init__(self, front: Front, request: GenerationRequest, jobs: Sequence[Job], kind: str) -> None:
         self.generation: Generation = front.generation(jobs, f"{kind}-{uuid.uuid4().hex}")
@@ -59,7 +62,7 @@ class Writer(ABC):
     async def respond(self) -> Response:
         """The answer, once the jobs are submitted. Aborts what has not ended when it is cancelled."""
         if self._streams:
-            return await stream(self.generation, self.chunks())
+            return await stream(self.generation, self.chunks(), self.failed, self.named_events)
         try:
             await self.generation.run()
         finally:
@@ -67,12 +70,16 @@ class Writer(ABC):
         return Json(await self.whole())
 
     @abstractmethod
-    async def whole(self) -> Head:
+    async def whole(self) -> msgspec.Struct:
         """The answer in one, when the jobs have ended."""
 
     @abstractmethod
-    def chunks(self) -> AsyncIterator[Head]:
+    def chunks(self) -> AsyncIterator[msgspec.Struct]:
         """The answer as it comes."""
+
+    def failed(self, error: ApiError) -> msgspec.Struct:
+        """The last chunk of a stream that an error ends."""
+        return error.body
 
     def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         """Token ids, if they were asked for or there is no text."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import Annotated, ClassVar
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Annotated, ClassVar, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import Field
@@ -32,6 +32,8 @@ from specserve.server.schema import (
 )
 from specserve.server.streaming import unless_left
 from specserve.server.structured import form_of, with_grammar
+
+W = TypeVar("W", bound=Writer)
 
 
 class ChatRequest(GenerationRequest):
@@ -86,6 +88,15 @@ def add_chat(app: FastAPI, front: Front) -> None:
 
 
 async def _chat(front: Front, request: ChatRequest) -> Response:
+    writer = await begin(front, request, _Writer)
+    return await writer.respond()
+
+
+async def begin(
+    front: Front, request: ChatRequest, make: Callable[[Front, ChatRequest, list[Job]], W]
+) -> W:
+    """Checks a request and submits its answers: whoever asks for a chat, in whichever API's words, comes by here.
+    ``make`` writes the answers. Raises FieldError and ApiError that name the request's fields."""
     front.check_call(request.model)
     check_stream_options(request)
     params = _params(front, request)
@@ -105,9 +116,9 @@ async def _chat(front: Front, request: ChatRequest) -> Response:
         jobs = [
             Job(prompt, params, choice, request.streams_runs, parser) for choice, parser in enumerate(parsers)
         ]
-        writer = _Writer(front, request, jobs)
+        writer = make(front, request, jobs)
         writer.generation.submit()
-    return await writer.respond()
+    return writer
 
 
 def _params(front: Front, request: ChatRequest) -> SamplingParams:

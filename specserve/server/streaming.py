@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 CLIENT_LEFT = 499  # nginx's number; nobody receives it, the metrics show it
 ENDED_BY = "specserve.ended_by"  # in the scope: the status of the error that ended a stream
+_DONE = b"data: [DONE]\n\n"
 
 
 class Json(Response):
@@ -36,24 +37,40 @@ class ClientLeft(ApiError):
         super().__init__(CLIENT_LEFT, "the client has left")
 
 
-async def stream(generation: Generation, chunks: AsyncIterator[msgspec.Struct]) -> Response:
-    """Answers with the chunks. Begins with the first tokens, so that a refusal has its own status."""
+async def stream(
+    generation: Generation,
+    chunks: AsyncIterator[msgspec.Struct],
+    failed: Callable[[ApiError], msgspec.Struct],
+    named: bool,
+) -> Response:
+    """Answers with the chunks. Begins with the first tokens, so that a refusal has its own status. ``failed``: what is
+    sent of an error after that. ``named``: chunks are tagged structs, events are called by the tag, and the last chunk
+    ends the stream; else ``[DONE]`` does."""
     try:
         await generation.start()
     except BaseException:
         generation.close()
         raise
-    return _EventStream(generation, chunks)
+    return _EventStream(generation, chunks, failed, named)
 
 
 class _EventStream(Response):
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, chunks: AsyncIterator[msgspec.Struct]) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        chunks: AsyncIterator[msgspec.Struct],
+        failed: Callable[[ApiError], msgspec.Struct],
+        named: bool,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._generation = generation
         self._chunks = chunks
+        self._failed = failed
+        self._event = _named_event if named else _event
+        self._end = b"" if named else _DONE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -66,17 +83,24 @@ class _EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for chunk in self._chunks:
-                await send(_event(msgspec.json.encode(chunk)))
+                await send(_body(self._event(chunk)))
         except RequestFailed as failure:
             error = as_answer(failure)
             scope[ENDED_BY] = error.status
-            await send(_event(msgspec.json.encode(error.body)))
-        await send(_event(b"[DONE]"))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send(_body(self._event(self._failed(error))))
+        await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
 
-def _event(data: bytes) -> Message:
-    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}
+def _body(data: bytes) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+def _event(chunk: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+
+def _named_event(chunk: msgspec.Struct) -> bytes:
+    return f"event: {chunk.__struct_config__.tag}\n".encode() + _event(chunk)
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
