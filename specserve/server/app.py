@@ -7,6 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from specserve import __version__
 from specserve.server import schema
+from specserve.server.anthropic.routes import add_messages
 from specserve.server.body import BoundedRoute, LimitBody, Turns
 from specserve.server.chat import add_chat
 from specserve.server.completions import add_completions
@@ -16,6 +17,7 @@ from specserve.server.middleware import ApiKey, CountAnswers, RequestIds
 from specserve.server.openapi import add_answers, answers
 from specserve.server.operations import add_figures, add_operations
 from specserve.server.playground.routes import add_playground
+from specserve.server.responses.route import add_responses
 from specserve.server.streaming import Json
 
 
@@ -30,6 +32,9 @@ def create_app(front: Front) -> FastAPI:
     add_handlers(app)
     add_chat(app, front)
     add_completions(app, front)
+    add_responses(app, front)
+    add_messages(app, front)
+    _add_embeddings(app)
     _add_models(app, front)
     add_figures(app, front)
     add_operations(app, front)
@@ -51,6 +56,12 @@ def create_app(front: Front) -> FastAPI:
     app.add_middleware(CountAnswers, front=front)
     app.add_middleware(RequestIds)
     return app
+
+
+def _add_embeddings(app: FastAPI) -> None:
+    @app.post("/v1/embeddings", include_in_schema=False)
+    async def post_embeddings() -> None:
+        raise ApiError(400, "embeddings: the model writes text, it embeds none", code="unsupported_endpoint")
 
 
 def _add_models(app: FastAPI, front: Front) -> None:

@@ -92,15 +92,13 @@ async def _chat(front: Front, request: ChatRequest) -> Response:
     return await writer.respond()
 
 
-async def begin(
-    front: Front, request: ChatRequest, make: Callable[[Front, ChatRequest, list[Job]], W]
-) -> W:
+async def begin(front: Front, request: ChatRequest, make: Callable[[Front, ChatRequest, list[Job]], W]) -> W:
     """Checks a request and submits its answers: whoever asks for a chat, in whichever API's words, comes by here.
     ``make`` writes the answers. Raises FieldError and ApiError that name the request's fields."""
     front.check_call(request.model)
     check_stream_options(request)
     params = _params(front, request)
-    tools = _tools(front, request)
+    tools = callable_tools(front, request)
     if tools and (form := form_of(request)) is not None:
         raise FieldError(form, "an answer of this form can't call tools: leave them out, or tool_choice none")
     with front.place(request.choices, "n"):
@@ -136,7 +134,7 @@ def _params(front: Front, request: ChatRequest) -> SamplingParams:
     )
 
 
-def _tools(front: Front, request: ChatRequest) -> list[Tool]:
+def callable_tools(front: Front, request: ChatRequest) -> list[Tool]:
     """Those that the model may call. Raises FieldError for what can't be had."""
     if not request.tools or request.tool_choice == "none":
         return []

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, whatever went wrong."""
+"""Errors in OpenAI's shape, or Anthropic's where its API is asked, whatever went wrong."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ _FAULTS: Mapping[Fault, tuple[int, str | None]] = {
     "aborted": (400, "aborted"),
 }
 HEADER = "x-request-id"
+ANTHROPIC = "/v1/messages"  # begins the routes of its API
+_KINDS: Mapping[int, schema.AnthropicKind] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 RETRY_AFTER = {429: 1, 503: 5}  # seconds after which it is worth while to ask again
 
 
@@ -42,8 +51,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self._param = param
-        self._code = code
+        self.param = param
+        self.code = code
         self._headers = {**(headers or {})}
         if status in RETRY_AFTER:
             self._headers["retry-after"] = str(RETRY_AFTER[status])
@@ -53,11 +62,19 @@ class ApiError(Exception):
         kind: schema.Kind = "server_error" if self.status >= 500 else "invalid_request_error"
         if self.status == 429:
             kind = "requests"
-        return schema.Error(schema.Fault(_encodable(str(self)), kind, _encodable(self._param), self._code))
+        return schema.Error(schema.Fault(_encodable(str(self)), kind, _encodable(self.param), self.code))
 
     @property
-    def response(self) -> Response:
-        return Response(msgspec.json.encode(self.body), self.status, self._headers, "application/json")
+    def anthropic_body(self) -> schema.AnthropicError:
+        """What Anthropic's clients know: an overflow by these words, other errors by their kind."""
+        kind = _KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        words = "prompt is too long: " if self.code == "context_length_exceeded" else ""
+        return schema.AnthropicError(schema.AnthropicFault(kind, words + _encodable(str(self))))
+
+    def response(self, path: str) -> Response:
+        """``path``: what was asked."""
+        body = self.anthropic_body if path.startswith(ANTHROPIC) else self.body
+        return Response(msgspec.json.encode(body), self.status, self._headers, "application/json")
 
 
 class BodyError(HTTPException):
@@ -69,10 +86,10 @@ class BodyError(HTTPException):
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Makes every error of the app, the framework's own too, answer in OpenAI's shape."""
+    """Makes every error of the app, the framework's own too, answer in the shape of the API that was asked."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        return as_answer(error, request).response
+        return as_answer(error, request).response(request.url.path)
 
     for kind in (ApiError, FieldError, RequestFailed, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)

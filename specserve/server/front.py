@@ -65,6 +65,7 @@ class Front:
         self.thread = ThreadPoolExecutor(1, "tokenizer")  # keeps long prompts off the event loop
         self._waiting: set[asyncio.Future[Any]] = set()  # for the thread
         self._ended = False
+        self._noted: set[str] = set()
 
     def finish_loading(self, tokenizer: Tokenizer | None) -> None:
         """The tokenizer is there, unless there is to be none."""
@@ -74,6 +75,12 @@ class Front:
             self.calls_format = found
             log.info("calls of tools are %s: %s", f"read as {found.name}" if found else "not read", why)
         self._loaded = True
+
+    def note_once(self, words: str) -> None:
+        """Logs, the first time, what of requests changes nothing. ``words`` hold nothing of a request."""
+        if words not in self._noted:
+            self._noted.add(words)
+            log.warning("taken and not heeded: %s", words)
 
     def end(self) -> None:
         """Answers the calls that wait for the tokenizer, and any that come, with an error: there is no engine for them.

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from specserve.server import schema
+from specserve.server.anthropic import schema as of_anthropic
+from specserve.server.responses import schema as of_responses
 
 _REFERENCE = "#/components/schemas/{name}"
 _OWN_BASES = (schema.Answer, schema.Head)
 _STRUCTS = [
     found
-    for found in vars(schema).values()
+    for module in (schema, of_responses, of_anthropic)
+    for found in vars(module).values()
     if isinstance(found, type)
     and issubclass(found, (schema.Answer, schema.ServerInfo))
     and found not in _OWN_BASES
+    and found.__module__ == module.__name__
 ]
 Responses = dict[int | str, dict[str, Any]]
 
@@ -25,37 +30,38 @@ def _is(*models: type) -> dict[str, Any]:
     return {"anyOf": found} if len(found) > 1 else found[0]
 
 
-_ERRORS: Responses = {
-    status: {"content": {"application/json": {"schema": _is(schema.Error)}}, "description": words}
-    for status, words in (("4XX", "The request's mistake"), ("5XX", "The server can't answer it"))
-}
+def _errors(error: type) -> Responses:
+    return {
+        status: {"content": {"application/json": {"schema": _is(error)}}, "description": words}
+        for status, words in (("4XX", "The request's mistake"), ("5XX", "The server can't answer it"))
+    }
 
 
 def answers(
     model: type[msgspec.Struct],
-    stream: type[msgspec.Struct] | None = None,
+    stream: type[msgspec.Struct] | Sequence[type[msgspec.Struct]] | None = None,
     unready: type[msgspec.Struct] | None = None,
+    error: type[msgspec.Struct] = schema.Error,
 ) -> Responses:
-    """The answers of a route: ``model`` as JSON; ``stream`` is what the data of each event of a stream holds;
-    ``unready`` what 503 says, where it is no error."""
+    """The answers of a route: ``model`` as JSON; ``stream`` is what the data of each event of a stream holds, of those
+    with names each kind; ``unready`` what 503 says, where it is no error; ``error`` what is said of one."""
     found: dict[str, Any] = {"application/json": {"schema": _is(model)}}
     if unready is not None:
         content = {"application/json": {"schema": _is(unready)}}
         return {**answers(model), 503: {"content": content, "description": "No request would be served"}}
     if stream is None:
-        return {200: {"content": found, "description": "An answer"}, **_ERRORS}
-    said = {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": _is(stream, schema.Error),
-    }
-    event = {
-        "type": "object",
-        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, said]}},
-        "required": ["data"],
-    }
+        return {200: {"content": found, "description": "An answer"}, **_errors(error)}
+    named = isinstance(stream, Sequence)
+    kinds = stream if isinstance(stream, Sequence) else (stream, error)
+    said = {"type": "string", "contentMediaType": "application/json", "contentSchema": _is(*kinds)}
+    data = said if named else {"anyOf": [{"const": "[DONE]"}, said]}
+    properties = {**({"event": {"type": "string"}} if named else {}), "data": data}
+    event = {"type": "object", "properties": properties, "required": list(properties)}
     found["text/event-stream"] = {"itemSchema": event}
-    return {200: {"content": found, "description": "An answer, or its events with `stream: true`"}, **_ERRORS}
+    return {
+        200: {"content": found, "description": "An answer, or its events with `stream: true`"},
+        **_errors(error),
+    }
 
 
 def add_answers(described: dict[str, Any]) -> dict[str, Any]:

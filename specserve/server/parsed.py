@@ -1,8 +1,11 @@
-"""What parsers found in an answer, as chat writes it."""
+"""What parsers found in an answer: as chat writes it, and as blocks in the order of the text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from msgspec import UNSET
 
@@ -72,3 +75,65 @@ class Deltas:
 
 def _of_call(delta: ToolCallDelta) -> ChatDelta:
     return ChatDelta(tool_calls=[delta])
+
+
+@dataclass
+class Block:
+    """A piece of an answer, in the order in which the model wrote them. ``text``: of a call its arguments."""
+
+    kind: Literal["content", "reasoning", "call"]
+    name: str = ""
+    call_id: str = ""
+    text: str = ""
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    ended: bool = False
+
+
+Step = tuple[Literal["begin", "more", "end"], Block, str]
+"""What becomes of a block: it begins, gets more text, or ends."""
+
+
+class Blocks:
+    """An answer as APIs have it that keep what it is made of in order. ``new_id`` names a call."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self.found: list[Block] = []
+        self._new_id = new_id
+
+    def add(self, events: Sequence[Event]) -> Iterator[Step]:
+        for event in merged(events):
+            match event:
+                case Call(name):
+                    yield from self._begin(Block("call", name, self._new_id()))
+                case Arguments(text):
+                    yield self._more(text)
+                case Content(text) | Reasoning(text):
+                    kind: Literal["content", "reasoning"] = (
+                        "content" if isinstance(event, Content) else "reasoning"
+                    )
+                    if not self.found or self.found[-1].ended or self.found[-1].kind != kind:
+                        yield from self._begin(Block(kind))
+                    yield self._more(text)
+
+    def end(self) -> Iterator[Step]:
+        """Nothing follows the last block."""
+        if self.found and not self.found[-1].ended:
+            self.found[-1].ended = True
+            yield "end", self.found[-1], ""
+
+    def _begin(self, block: Block) -> Iterator[Step]:
+        yield from self.end()
+        self.found.append(block)
+        yield "begin", block, ""
+
+    def _more(self, text: str) -> Step:
+        self.found[-1].text += text
+        return "more", self.found[-1], text
+
+
+def blocks(events: Sequence[Event], new_id: Callable[[], str]) -> list[Block]:
+    """Those of a whole answer."""
+    found = Blocks(new_id)
+    for _ in (*found.add(events), *found.end()):
+        pass
+    return found.found

@@ -11,6 +11,16 @@ Logprob = Annotated[float, Meta(le=0)]
 Reason = Literal["stop", "length"]
 ChatReason = Literal["stop", "length", "tool_calls"]
 Kind = Literal["invalid_request_error", "requests", "server_error"]
+AnthropicKind = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "not_found_error",
+    "request_too_large",
+    "rate_limit_error",
+    "api_error",
+    "overloaded_error",
+    "timeout_error",
+]
 
 
 class Answer(Struct, forbid_unknown_fields=True):
@@ -26,6 +36,17 @@ class Fault(Answer):
 
 class Error(Answer):
     error: Fault
+
+
+class AnthropicFault(Answer):
+    type: AnthropicKind
+    message: str
+
+
+class AnthropicError(Answer, tag_field="type", tag="error"):
+    """Of Anthropic's routes."""
+
+    error: AnthropicFault
 
 
 class CachedTokens(Answer):

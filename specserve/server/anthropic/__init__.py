@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: a translation onto chat."""

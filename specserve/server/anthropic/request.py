@@ -1,0 +1,351 @@
+"""What requests of the Messages API may hold, and the chat that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS
+from specserve.frontend.fields import ListOf, Refusal, Strict, Text, fault
+from specserve.frontend.tools import MAX_TOOLS
+from specserve.server.protocol import MAX_STOPS, Count, Int
+from specserve.server.translate import Translation, check_kind
+
+CACHE = "cache_control: prompts share cached prefixes without it"
+EFFORT = "output_config.effort: the effort of a model can't be set"
+BUDGET = "thinking: the chat template says how much the model thinks; no budget is held"
+EAGER = "tools[].eager_input_streaming: arguments come as soon as they are certain"
+ERROR = "is_error: chat templates have no place for it; the result's text is what the model reads"
+_ALONE = "tools are called by the model alone"
+
+
+class CacheControl(Strict):
+    type: Literal["ephemeral"]
+    """Changes nothing: prompts share cached prefixes without it."""
+    ttl: Literal["5m", "1h"] | None = None
+    """Changes nothing."""
+    scope: str | None = None
+    """Changes nothing."""
+
+
+class TextBlock(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {"citations": Refusal("text alone", [])}
+    type: Literal["text"]
+    """Text alone is read."""
+    text: Text
+    """A block's text."""
+    cache_control: CacheControl | None = None
+    """Changes nothing."""
+
+
+Texts = Text | Annotated[ListOf[TextBlock], Field(max_length=MAX_PARTS)]
+
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+_OTHERS: Mapping[str, tuple[str, ...]] = {"thinking": ("signature",), "tool_result": ("content", "is_error")}
+
+
+class MessageBlock(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "citations": Refusal("text alone", []),
+        "caller": Refusal(_ALONE, {"type": "direct"}),
+    }
+    type: Literal["text", "thinking", "tool_use", "tool_result"]
+    """What the block is."""
+    cache_control: CacheControl | None = None
+    """Changes nothing."""
+    text: Text | None = None
+    """A block's text."""
+    thinking: Text | None = None
+    """What was thought."""
+    signature: str | None = None
+    """Of thinking: changes nothing."""
+    id: Text | None = None
+    """Of a call."""
+    name: Text | None = None
+    """What was called."""
+    input: dict[str, Any] | None = None
+    """A call's arguments."""
+    tool_use_id: Text | None = None
+    """The call that a result answers."""
+    content: Texts | None = None
+    """What a called tool gave."""
+    is_error: bool | None = None
+    """Chat templates have no place for it: the result's text is what the model reads."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MessageBlock:
+        check_kind(self, self.type, _KINDS[self.type], ("type", "cache_control", *_OTHERS.get(self.type, ())))
+        return self
+
+
+class InputMessage(Strict):
+    role: Literal["system", "user", "assistant"]
+    """Who speaks."""
+    content: Text | Annotated[ListOf[MessageBlock], Field(max_length=MAX_PARTS)]
+    """Text, or blocks: `thinking` and `tool_use` of the assistant, `tool_result` of the user."""
+
+    @model_validator(mode="after")
+    def _check(self) -> InputMessage:
+        wrong = {"user": ("thinking", "tool_use"), "assistant": ("tool_result",)}
+        if isinstance(self.content, list):
+            for index, block in enumerate(self.content):
+                if block.type in wrong.get(self.role, ("thinking", "tool_use", "tool_result")):
+                    words = f"no {block.type} in a message of the role {self.role}"
+                    raise fault("role", words, f"content.{index}.type")
+        return self
+
+
+def _callable(kind: object) -> object:
+    """Raises PydanticCustomError for a tool that the server would have to run, or know."""
+    if isinstance(kind, str) and kind != "custom":
+        words = "not supported: {kind}: the server has no tools of its own; custom is taken"
+        raise PydanticCustomError("unsupported", words, {"kind": kind[:80]})
+    return kind
+
+
+class MessageTool(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "defer_loading": Refusal("all tools are in the prompt", False),
+        "allowed_callers": Refusal(_ALONE, ["direct"]),
+        "input_examples": Refusal("the model is told the schema alone", []),
+    }
+    type: Annotated[Literal["custom"], BeforeValidator(_callable)] | None = None
+    """A tool that the caller runs."""
+    name: Text
+    """The tool's name; each once."""
+    description: Text | None = None
+    """What it does, for the model."""
+    input_schema: dict[str, Any]
+    """Its arguments as a JSON schema."""
+    strict: bool | None = None
+    """As in chat."""
+    cache_control: CacheControl | None = None
+    """Changes nothing."""
+    eager_input_streaming: bool | None = None
+    """Changes nothing: arguments come as soon as they are certain."""
+
+    def function(self) -> dict[str, Any]:
+        """The tool as chat has it."""
+        found = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": {**found, "strict": self.strict}}
+
+
+class MessageToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    """`any` is chat's `required`, `tool` its named function."""
+    name: Text | None = None
+    """With the type `tool`: which."""
+    disable_parallel_tool_use: bool | None = None
+    """true: chat's `parallel_tool_calls` false."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MessageToolChoice:
+        needed = ("name",) if self.type == "tool" else ()
+        check_kind(self, self.type, needed, ("type", "disable_parallel_tool_use"))
+        return self
+
+
+class Thinking(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {"display": Refusal("thinking comes as it is", "summarized")}
+    type: Literal["enabled", "adaptive", "disabled"]
+    """`disabled` sets the chat template's `enable_thinking` to false; the others leave it to the template."""
+    budget_tokens: Int | None = None
+    """No budget is held."""
+
+
+class JsonFormat(Strict):
+    type: Literal["json_schema"]
+    """JSON that is valid under a schema."""
+    schema_: dict[str, Any] = Field(alias="schema")
+    """The JSON schema; what of it can't be enforced is refused."""
+
+
+class OutputConfig(Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    """Changes nothing: the effort of a model can't be set."""
+    format: JsonFormat | None = None
+    """What the answer must be."""
+
+
+class ContextEdit(Strict):
+    type: Literal["clear_thinking_20251015"]
+    """The conversation is taken as it is."""
+    keep: Literal["all"]
+    """All of it."""
+
+
+class ContextManagement(Strict):
+    edits: ListOf[ContextEdit] | None = None
+    """Such as ask for nothing."""
+
+
+class MessageMetadata(Strict):
+    user_id: str | None = None
+    """A label that changes no answer."""
+
+
+class CountTokensRequest(Strict):
+    """A conversation whose tokens are counted."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "mcp_servers": Refusal("the server runs no tools", []),
+        "speed": Refusal("there is one speed", "standard"),
+    }
+    model: str
+    """One of the served names."""
+    messages: Annotated[ListOf[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    """The conversation; the user's turn is the last."""
+    system: Texts | None = None
+    """What the system says, before the conversation; blocks are joined as they are."""
+    tools: Annotated[ListOf[MessageTool], Field(max_length=MAX_TOOLS)] | None = None
+    """What the model may call."""
+    tool_choice: MessageToolChoice | None = None
+    """What of it. Not set: `auto`, if there are tools."""
+    thinking: Thinking | None = None
+    """Whether the model thinks."""
+    output_config: OutputConfig | None = None
+    """What the answer must be."""
+    context_management: ContextManagement | None = None
+    """Edits that ask for nothing."""
+    cache_control: CacheControl | None = None
+    """Changes nothing."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CountTokensRequest:
+        if self.messages[-1].role == "assistant":
+            words = "an answer that is begun can't be continued: the user's turn is the last"
+            raise fault("unsupported", f"not supported: {words}", f"messages.{len(self.messages) - 1}.role")
+        return self
+
+    def unheeded(self) -> Iterator[str]:
+        """What of the request changes nothing, with the reason."""
+        blocks = [
+            block
+            for message in self.messages
+            if not isinstance(message.content, str)
+            for block in message.content
+        ]
+        system = [] if self.system is None or isinstance(self.system, str) else self.system
+        tools = self.tools or []
+        if any(each.cache_control is not None for each in (self, *blocks, *system, *tools)):
+            yield CACHE
+        if self.output_config is not None and self.output_config.effort is not None:
+            yield EFFORT
+        if self.thinking is not None and self.thinking.type != "disabled":
+            yield BUDGET
+        if any(tool.eager_input_streaming for tool in tools):
+            yield EAGER
+        if any(block.is_error for block in blocks):
+            yield ERROR
+
+    def chat(self) -> Translation:
+        """The same as a chat."""
+        choice = self.tool_choice or MessageToolChoice(type="auto")
+        named = {"type": "function", "function": {"name": choice.name}}
+        kinds: dict[str, Any] = {"auto": None, "any": "required", "tool": named, "none": "none"}
+        off = self.thinking is not None and self.thinking.type == "disabled"
+        wanted = self.output_config.format if self.output_config is not None else None
+        schema = None if wanted is None else {"name": "output", "schema": wanted.schema_}
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "tools": None if self.tools is None else [tool.function() for tool in self.tools],
+            "tool_choice": kinds[choice.type],
+            "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
+            "chat_template_kwargs": {"enable_thinking": False} if off else None,
+            "response_format": schema and {"type": "json_schema", "json_schema": schema},
+        }
+        names = {
+            "stop": "stop_sequences",
+            "messages": "messages",
+            "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+            "response_format": "output_config.format",
+            "response_format.json_schema": "output_config.format",
+        }
+        for index in range(len(self.tools or ())):
+            names[f"tools.{index}.function"] = f"tools.{index}"
+            names[f"tools.{index}.function.parameters"] = f"tools.{index}.input_schema"
+        found = Translation(fields, names)
+        if self.system is not None:
+            path = found.add("system", "system", content=_joined(self.system))
+            names[f"{path}.content"] = "system"
+        for index, message in enumerate(self.messages):
+            _add(found, f"messages.{index}", message)
+        return found
+
+
+class MessagesRequest(CountTokensRequest):
+    """A request for a message."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        **CountTokensRequest.refused,
+        "container": Refusal("the server runs no tools"),
+        "inference_geo": Refusal("there is one place"),
+        "service_tier": Refusal("there are no tiers", "auto", "standard_only"),
+    }
+    max_tokens: Count
+    """Most tokens of the answer, thinking included."""
+    metadata: MessageMetadata | None = None
+    """Labels that change no answer."""
+    stop_sequences: Annotated[ListOf[Text], Field(max_length=MAX_STOPS)] | None = None
+    """Texts that end the answer and are not part of it; none empty."""
+    stream: bool | None = None
+    """Server-sent events, each with its name."""
+    temperature: float | None = None
+    """As in chat."""
+    top_k: Int | None = None
+    """As in chat."""
+    top_p: float | None = None
+    """As in chat."""
+
+    def chat(self) -> Translation:
+        found = super().chat()
+        found.fields |= {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "stream": self.stream,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+        }
+        return found
+
+
+def _joined(texts: str | list[TextBlock]) -> str:
+    return texts if isinstance(texts, str) else "".join(block.text for block in texts)
+
+
+def _add(chat: Translation, name: str, message: InputMessage) -> None:
+    """Adds a message: each result of a tool is one of its own."""
+    if isinstance(message.content, str):
+        chat.add(message.role, name, content=message.content)
+        return
+    path = ""  # of the message that text goes to
+    for index, block in enumerate(message.content):
+        place = f"{name}.content.{index}"
+        if block.type == "tool_result":
+            path = ""
+            answered = chat.add(
+                "tool", place, content=_joined(block.content or ""), tool_call_id=block.tool_use_id
+            )
+            chat.names[f"{answered}.tool_call_id"] = f"{place}.tool_use_id"
+            continue
+        if not path:
+            path = chat.add(message.role, name, content="")
+        last = chat.messages[-1]
+        if block.type == "text":
+            last["content"] += block.text
+        elif block.type == "thinking":
+            last["reasoning_content"] = last.get("reasoning_content", "") + (block.thinking or "")
+        else:
+            called = {"name": block.name, "arguments": block.input}
+            chat.call(place, "id", {"id": block.id, "function": called})
+    if not message.content:
+        chat.add(message.role, name, content="")

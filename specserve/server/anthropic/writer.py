@@ -1,0 +1,106 @@
+"""A message as it is written, whole or as a stream's events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, ClassVar
+
+from msgspec import Struct
+
+from specserve.frontend.conversation import read_object
+from specserve.frontend.generation import Job
+from specserve.frontend.parsers.registry import FORMATS
+from specserve.server.anthropic import schema
+from specserve.server.call import Writer
+from specserve.server.chat import ChatRequest
+from specserve.server.errors import ApiError
+from specserve.server.front import Front
+from specserve.server.parsed import Block, Blocks, Step, blocks, finish_reason
+
+
+class MessageWriter(Writer):
+    named_events: ClassVar[bool] = True
+
+    def __init__(self, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
+        super().__init__(front, request, jobs, "msg")
+        self._new_id = (front.calls_format or FORMATS["hermes"]).new_id
+        self._ended = 0  # blocks
+
+    async def whole(self) -> schema.AnswerOfMessages:
+        (answer,) = self.generation.answers
+        content = [_content(block) for block in blocks(answer.events, self._new_id)]
+        return self._message(content, *self._stop())
+
+    async def chunks(self) -> AsyncIterator[Struct]:
+        """The message without content, its blocks with their deltas, why it ended."""
+        row = Blocks(self._new_id)
+        begun = False
+        async for _, delta in self.generation.deltas():
+            if not begun:
+                begun = True
+                yield schema.MessageStart(self._message([], None, None))
+                yield schema.Ping()
+            for step in row.add(delta.events):
+                yield self._event(step)
+        for step in row.end():
+            yield self._event(step)
+        yield schema.MessageDelta(schema.StopDelta(*self._stop()), self._message_usage())
+        yield schema.MessageStop()
+
+    def failed(self, error: ApiError) -> Struct:
+        return error.anthropic_body
+
+    def _event(self, step: Step) -> schema.MessageEvent:
+        """What a step is in a stream: of the block after those that have ended."""
+        phase, block, text = step
+        index = self._ended
+        if phase == "begin":
+            return schema.BlockStart(index, _content(block))
+        if phase == "more":
+            return schema.BlockDelta(index, _PIECES[block.kind](text))
+        self._ended += 1
+        return schema.BlockStop(index)
+
+    def _stop(self) -> tuple[schema.StopReason, str | None]:
+        """Why the answer ended, and the stop string if one ended it."""
+        (answer,), (job,) = self.generation.answers, self.generation.jobs
+        assert answer.finish_reason is not None, "the jobs have ended"
+        reason = finish_reason(answer.finish_reason, answer.events)
+        if reason == "length":
+            cut = len(answer.token_ids) == job.params.max_tokens
+            return "max_tokens" if cut else "model_context_window_exceeded", None
+        if reason == "tool_calls":
+            return "tool_use", None
+        return "end_turn" if answer.stop is None else "stop_sequence", answer.stop
+
+    def _message(self, content: list[schema.ContentBlock], *stop: Any) -> schema.AnswerOfMessages:
+        reason, sequence = stop
+        return schema.AnswerOfMessages(
+            id=self.generation.name,
+            model=self._head["model"],
+            content=content,
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=self._message_usage(),
+        )
+
+    def _message_usage(self) -> schema.MessageUsage:
+        usage = self._usage()
+        cached = usage.prompt_tokens_details.cached_tokens
+        return schema.MessageUsage(usage.prompt_tokens - cached, cached, usage.completion_tokens)
+
+
+_PIECES: dict[str, type[Any]] = {
+    "content": schema.TextPiece,
+    "reasoning": schema.ThinkingPiece,
+    "call": schema.InputPiece,
+}
+
+
+def _content(block: Block) -> schema.ContentBlock:
+    """A block as far as it is there. Arguments that were cut are no object: there are none then."""
+    if block.kind == "content":
+        return schema.TextContent(block.text)
+    if block.kind == "reasoning":
+        return schema.ThinkingContent(block.text)
+    return schema.ToolUse(block.call_id, block.name, read_object(block.text) or {})

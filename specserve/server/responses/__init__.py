@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, without a store: a translation onto chat."""

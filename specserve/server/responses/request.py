@@ -1,0 +1,355 @@
+"""What requests for responses may hold, and the chat that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS
+from specserve.frontend.fields import ListOf, Refusal, Strict, Text, fault
+from specserve.frontend.tools import MAX_TOOLS
+from specserve.server.protocol import Count
+from specserve.server.translate import Translation, check_kind
+
+ENCRYPTED = "reasoning.encrypted_content"
+_STATELESS = "nothing is stored: send the whole conversation as input"
+_NO_SUMMARIES = "reasoning comes as it is, not as a summary"
+
+
+class ContentPart(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "annotations": Refusal("text alone", []),
+        "logprobs": Refusal("they are no part of a conversation", []),
+    }
+    type: Literal["input_text", "output_text"]
+    """Text alone is read."""
+    text: Text
+    """A part's text."""
+
+
+Content = Text | Annotated[ListOf[ContentPart], Field(max_length=MAX_PARTS)]
+
+
+class ReasoningPart(Strict):
+    type: Literal["reasoning_text"]
+    """Text alone."""
+    text: Text
+    """What was thought."""
+
+
+_KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "message": (("role", "content"), ("phase",)),
+    "function_call": (("call_id", "name", "arguments"), ()),
+    "function_call_output": (("call_id", "output"), ()),
+    "custom_tool_call": (("call_id", "name", "input"), ()),
+    "custom_tool_call_output": (("call_id", "output"), ()),
+    "reasoning": ((), ("content",)),
+}
+"""Fields of an item by its type: those that are needed, and others."""
+
+
+class InputItem(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "encrypted_content": Refusal("reasoning is read from content, as answers have it"),
+        "summary": Refusal(_NO_SUMMARIES, []),
+        "namespace": Refusal("functions have no namespaces"),
+        "caller": Refusal("functions are called by the model alone", {"type": "direct"}),
+    }
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    ] = "message"
+    """What the item is."""
+    id: str | None = None
+    """A label that changes no answer."""
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    """A label that changes no answer."""
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    """Who speaks, in a message."""
+    content: Content | Annotated[ListOf[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
+    """A message's text, or parts that are joined as they are; the parts of reasoning."""
+    phase: Literal["commentary", "final_answer"] | None = None
+    """A label that changes no answer."""
+    call_id: Text | None = None
+    """Of a call, and of the output that answers it."""
+    name: Text | None = None
+    """What was called."""
+    arguments: Text | None = None
+    """Of a call of a function: the text of a JSON object."""
+    input: Text | None = None
+    """Of a call of a custom tool."""
+    output: Content | None = None
+    """What a called tool gave."""
+
+    @model_validator(mode="after")
+    def _check(self) -> InputItem:
+        check_kind(self, self.type, _KINDS[self.type][0], ("type", "id", "status", *_KINDS[self.type][1]))
+        is_text = isinstance(self.content, str)
+        kinds = () if is_text else {type(part) for part in self.content or ()}
+        if self.type == "reasoning" and (is_text or ContentPart in kinds):
+            raise fault("content", "reasoning has parts of the type reasoning_text", "content")
+        if self.type == "message" and ReasoningPart in kinds:
+            raise fault("content", "a message has parts of the types input_text and output_text", "content")
+        return self
+
+
+def _callable(kind: object) -> object:
+    """Raises PydanticCustomError for a tool that the server would have to run."""
+    if isinstance(kind, str) and kind not in ("function", "custom"):
+        words = "not supported: {kind}: the server runs no tools; function and custom are taken"
+        raise PydanticCustomError("unsupported", words, {"kind": kind[:80]})
+    return kind
+
+
+class CustomFormat(Strict):
+    type: Literal["text"]
+    """Any text; a grammar can't be enforced in the arguments of a call."""
+
+
+class ResponseTool(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "defer_loading": Refusal("all tools are in the prompt", False),
+        "allowed_callers": Refusal("functions are called by the model alone", ["direct"]),
+        "output_schema": Refusal("the model is not told what a function gives"),
+    }
+    type: Annotated[Literal["function", "custom"], BeforeValidator(_callable)]
+    """A function, or a custom tool, which takes a text: the model sees a function of one argument, `input`."""
+    name: Text
+    """The tool's name; each once."""
+    description: Text | None = None
+    """What it does, for the model."""
+    parameters: dict[str, Any] | None = None
+    """A function's parameters as a JSON schema."""
+    strict: bool | None = None
+    """As in chat."""
+    format: CustomFormat | None = None
+    """What a custom tool takes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseTool:
+        others = ("parameters", "strict") if self.type == "function" else ("format",)
+        check_kind(self, self.type, (), ("type", "name", "description", *others))
+        return self
+
+    def function(self) -> dict[str, Any]:
+        """The tool as chat has it."""
+        parameters = self.parameters if self.type == "function" else _ONE_TEXT
+        found = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": {**found, "strict": self.strict}}
+
+
+_ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+class NamedTool(Strict):
+    type: Annotated[Literal["function", "custom"], BeforeValidator(_callable)]
+    """What is to be called."""
+    name: Text
+    """Its name."""
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    """Plain text, any JSON object, or JSON that is valid under a schema."""
+    name: str | None = None
+    """A label that changes no answer."""
+    description: str | None = None
+    """A label that changes no answer."""
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """The JSON schema; what of it can't be enforced is refused."""
+    strict: bool | None = None
+    """Schemas are always enforced."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TextFormat:
+        is_schema = self.type == "json_schema"
+        needed = ("name", "schema_") if is_schema else ()
+        check_kind(self, self.type, needed, ("type", "description", "strict") if is_schema else ("type",))
+        return self
+
+    def response_format(self) -> dict[str, Any]:
+        """The format as chat has it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": self.model_dump(by_alias=True, exclude={"type"})}
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+    """What the answer must be."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """As in chat."""
+
+
+class ReasoningOptions(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "summary": Refusal(_NO_SUMMARIES, "auto", "none"),
+        "generate_summary": Refusal(_NO_SUMMARIES, "auto"),
+    }
+    effort: Text | None = None
+    """As chat's `reasoning_effort`."""
+
+
+class ResponseStreamOptions(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "include_obfuscation": Refusal("the stream is not padded", False)
+    }
+
+
+def _readable(included: object) -> object:
+    """Raises PydanticCustomError for what answers don't have."""
+    if isinstance(included, str) and included != ENCRYPTED:
+        words = "not supported: {given}; {taken} is taken: reasoning is in the answer as it is"
+        raise PydanticCustomError("unsupported", words, {"given": included[:80], "taken": ENCRYPTED})
+    return included
+
+
+class ResponsesRequest(Strict):
+    """A request for a response."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "store": Refusal(_STATELESS, False),
+        "previous_response_id": Refusal(_STATELESS),
+        "conversation": Refusal(_STATELESS),
+        "background": Refusal("answers are waited for", False),
+        "prompt": Refusal("there are no stored prompts"),
+        "truncation": Refusal("a conversation that is too long is refused", "disabled"),
+        "context_management": Refusal("a conversation is taken as it is", []),
+        "max_tool_calls": Refusal("the server runs no tools"),
+        "top_logprobs": Refusal("chat completions have log-probabilities", 0),
+        "moderation": Refusal("nothing is moderated"),
+        "service_tier": Refusal("there are no tiers", "auto", "default"),
+        "prompt_cache_options": Refusal("the prefix cache is shared by all and can't be set by request"),
+        "prompt_cache_retention": Refusal("the prefix cache can't be set by request"),
+    }
+    model: str
+    """One of the served names."""
+    input: Text | Annotated[ListOf[InputItem], Field(max_length=MAX_MESSAGES)]
+    """The conversation: the user's text, or items."""
+    instructions: Text | None = None
+    """What the system says, before the conversation."""
+    max_output_tokens: Count | None = None
+    """Most tokens of the answer, reasoning included. Not set: up to the context length."""
+    temperature: float | None = None
+    """As in chat."""
+    top_p: float | None = None
+    """As in chat."""
+    stream: bool | None = None
+    """Server-sent events, each with its name."""
+    stream_options: ResponseStreamOptions | None = None
+    """Only with `stream`."""
+    tools: Annotated[ListOf[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    """What the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """As in chat."""
+    parallel_tool_calls: bool | None = None
+    """As in chat."""
+    text: TextOptions | None = None
+    """What the answer must be."""
+    reasoning: ReasoningOptions | None = None
+    """How the model thinks."""
+    include: ListOf[Annotated[Literal["reasoning.encrypted_content"], BeforeValidator(_readable)]] | None = (
+        None
+    )
+    """Changes nothing: reasoning is in the answer as it is, and can be sent back."""
+    user: str | None = None
+    """A label that changes no answer."""
+    safety_identifier: str | None = None
+    """A label that changes no answer."""
+    prompt_cache_key: str | None = None
+    """A label that changes no answer; prompts share cached prefixes without it."""
+    metadata: dict[str, str] | None = None
+    """Labels that change no answer."""
+    client_metadata: dict[str, str] | None = None
+    """Labels that change no answer."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponsesRequest:
+        if self.stream_options is not None and not self.stream:
+            raise fault("stream", "only with stream: true", "stream_options")
+        return self
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the custom tools."""
+        return frozenset(tool.name for tool in self.tools or () if tool.type == "custom")
+
+    def chat(self) -> Translation:
+        """The same as a chat."""
+        text, choice = self.text or TextOptions(), self.tool_choice
+        if isinstance(choice, NamedTool):
+            choice_of_chat: Any = {"type": "function", "function": {"name": choice.name}}
+        else:
+            choice_of_chat = choice
+        fields = {
+            "model": self.model,
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "tools": None if self.tools is None else [tool.function() for tool in self.tools],
+            "tool_choice": choice_of_chat,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": text.format and text.format.response_format(),
+            "verbosity": text.verbosity,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+        }
+        names = {
+            "messages": "input",
+            "max_tokens": "max_output_tokens",
+            "response_format": "text.format",
+            "response_format.json_schema": "text.format",
+            "verbosity": "text.verbosity",
+            "reasoning_effort": "reasoning.effort",
+            **{f"tools.{index}.function": f"tools.{index}" for index in range(len(self.tools or ()))},
+        }
+        found = Translation(fields, names)
+        if self.instructions is not None:
+            path = found.add("system", "instructions", content=self.instructions)
+            names[f"{path}.content"] = "instructions"
+        if isinstance(self.input, str):
+            names[f"{found.add('user', 'input', content=self.input)}.content"] = "input"
+        else:
+            for index, item in enumerate(self.input):
+                _add(found, f"input.{index}", item)
+        return found
+
+
+def _add(chat: Translation, name: str, item: InputItem) -> None:
+    """Adds an item. What an assistant thought, said and called in a row is one message."""
+    content: Any = item.content
+    if not isinstance(content, str) and content is not None:
+        content = "".join(part.text for part in content)
+    last = chat.messages[-1] if chat.messages and chat.messages[-1]["role"] == "assistant" else None
+    match item.type:
+        case "message" if item.role != "assistant":
+            chat.add(item.role or "", name, content=content)
+        case "message":
+            if last is None or (last["content"] and not last.get("tool_calls")):
+                chat.add("assistant", name, content="")
+            chat.messages[-1]["content"] += content
+        case "reasoning" if content:
+            if last is None or last["content"] or last.get("tool_calls"):
+                path = chat.add("assistant", name, content="")
+                chat.names[f"{path}.reasoning_content"] = f"{name}.content"
+            thought = chat.messages[-1].get("reasoning_content", "")
+            chat.messages[-1]["reasoning_content"] = thought + content
+        case "function_call" | "custom_tool_call":
+            if last is None:
+                chat.add("assistant", name, content="")
+            given = {"input": item.input} if item.type == "custom_tool_call" else item.arguments
+            chat.call(
+                name, "call_id", {"id": item.call_id, "function": {"name": item.name, "arguments": given}}
+            )
+        case "function_call_output" | "custom_tool_call_output":
+            output: Any = item.output
+            text = output if isinstance(output, str) else "".join(part.text for part in output)
+            path = chat.add("tool", name, content=text, tool_call_id=item.call_id)
+            chat.names |= {f"{path}.tool_call_id": f"{name}.call_id", f"{path}.content": f"{name}.output"}

@@ -1,0 +1,174 @@
+"""A response as it is written, whole or as a stream's events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, ClassVar
+
+from msgspec import UNSET, Struct
+
+from specserve.frontend.conversation import read_object
+from specserve.frontend.generation import Job
+from specserve.frontend.parsers.registry import FORMATS
+from specserve.server.call import Writer
+from specserve.server.chat import ChatRequest
+from specserve.server.errors import ApiError
+from specserve.server.front import Front
+from specserve.server.parsed import Block, Blocks, Step, blocks
+from specserve.server.responses import schema
+from specserve.server.responses.request import ResponsesRequest
+from specserve.server.schema import CachedTokens
+
+
+class ResponseWriter(Writer):
+    named_events: ClassVar[bool] = True
+
+    def __init__(self, given: ResponsesRequest, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
+        super().__init__(front, request, jobs, "resp")
+        self._given = given
+        self._temperature, self._top_p = jobs[0].params.temperature, jobs[0].params.top_p
+        self._new_id = (front.calls_format or FORMATS["hermes"]).new_id
+        self._sent = 0  # events
+        self._items: list[schema.OutputItem] = []
+
+    async def whole(self) -> schema.ResponseObject:
+        (answer,) = self.generation.answers
+        found = blocks(answer.events, self._new_id)
+        self._items = [self._item(block, _status(self._cut and block is found[-1])) for block in found]
+        return self._ended()
+
+    async def chunks(self) -> AsyncIterator[schema.Event]:
+        """The response as it begins, its items with their parts and deltas, the response as it ended."""
+        yield self._event(schema.Created, response=self._response("in_progress"))
+        yield self._event(schema.InProgress, response=self._response("in_progress"))
+        row = Blocks(self._new_id)
+        async for _, delta in self.generation.deltas():
+            for step in row.add(delta.events):
+                for event in self._events(step):
+                    yield event
+        for step in row.end():
+            for event in self._events(step, self._cut):
+                yield event
+        kind = schema.Cut if self._cut else schema.Completed
+        yield self._event(kind, response=self._ended())
+
+    def failed(self, error: ApiError) -> Struct:
+        response = self._response("failed")
+        response.error = schema.ResponseError(error.code or "server_error", str(error))
+        return self._event(schema.Failed, response=response)
+
+    @property
+    def _cut(self) -> bool:
+        return self.generation.answers[0].finish_reason == "length"
+
+    def _events(self, step: Step, cut: bool = False) -> Iterator[schema.Event]:
+        """What a step is in a stream: of the item after those that are done."""
+        phase, block, text = step
+        index = len(self._items)
+        place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": index}
+        if phase == "begin":
+            item = self._item(block, "in_progress", begun=True)
+            yield self._event(schema.ItemAdded, output_index=index, item=item)
+            if block.kind != "call":
+                yield self._event(schema.PartAdded, part=_part(block), **place)
+        elif phase == "more":
+            if block.name not in self._given.custom:  # their input is known when the arguments are whole
+                yield self._event(_DELTAS[block.kind], delta=text, **place)
+        else:
+            yield from self._end(block, place)
+            item = self._item(block, _status(cut))
+            self._items.append(item)
+            yield self._event(schema.ItemDone, output_index=index, item=item)
+
+    def _end(self, block: Block, place: dict[str, Any]) -> Iterator[schema.Event]:
+        if block.kind == "content":
+            yield self._event(schema.TextDone, text=block.text, **place)
+        elif block.kind == "reasoning":
+            yield self._event(schema.ReasoningDone, text=block.text, **place)
+        elif block.name in self._given.custom:
+            given = _input(block.text)
+            yield self._event(schema.InputDelta, delta=given, **place)
+            yield self._event(schema.InputDone, input=given, **place)
+        else:
+            yield self._event(schema.ArgumentsDone, name=block.name, arguments=block.text, **place)
+        if block.kind != "call":
+            yield self._event(schema.PartDone, part=_part(block), **place)
+
+    def _event(self, kind: type[schema.Event], **fields: Any) -> schema.Event:
+        self._sent += 1
+        return kind(sequence_number=self._sent - 1, **fields)
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIXES['custom' if block.name in self._given.custom else block.kind]}_{block.key}"
+
+    def _item(self, block: Block, status: schema.ItemStatus, begun: bool = False) -> schema.OutputItem:
+        """``begun``: nothing of its content is there yet."""
+        head: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        if block.kind == "content":
+            return schema.OutputMessage(content=[] if begun else [schema.OutputText(block.text)], **head)
+        if block.kind == "reasoning":
+            return schema.ReasoningItem(content=[] if begun else [schema.ReasoningText(block.text)], **head)
+        head |= {"call_id": block.call_id, "name": block.name}
+        if block.name in self._given.custom:
+            return schema.CustomCallItem(input="" if begun else _input(block.text), **head)
+        return schema.FunctionCallItem(arguments=block.text, **head)
+
+    def _ended(self) -> schema.ResponseObject:
+        found = self._response(_status(self._cut))
+        usage = self._usage()
+        found.usage = schema.ResponseUsage(
+            usage.prompt_tokens,
+            CachedTokens(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            schema.ReasoningTokens(usage.completion_tokens_details.reasoning_tokens or 0),
+            usage.total_tokens,
+        )
+        found.incomplete_details = schema.Incomplete() if self._cut else None
+        return found
+
+    def _response(self, status: schema.Status) -> schema.ResponseObject:
+        given = self._given
+        shown = given.model_dump(by_alias=True, exclude_none=True)
+        labels = {name: shown.get(name, UNSET) for name in ("user", "prompt_cache_key", "safety_identifier")}
+        return schema.ResponseObject(
+            id=self.generation.name,
+            created_at=self._head["created"],
+            status=status,
+            model=given.model,
+            output=list(self._items),
+            instructions=given.instructions,
+            max_output_tokens=given.max_output_tokens,
+            metadata=given.metadata or {},
+            parallel_tool_calls=given.parallel_tool_calls is not False,
+            reasoning={"effort": None, "summary": None, **shown.get("reasoning", {})},
+            temperature=self._temperature,
+            text={"format": {"type": "text"}, **shown.get("text", {})},
+            tool_choice=shown.get("tool_choice", "auto"),
+            tools=shown.get("tools", []),
+            top_p=self._top_p,
+            **labels,
+        )
+
+
+_PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
+_DELTAS: dict[str, type[schema.Event]] = {
+    "content": schema.TextDelta,
+    "reasoning": schema.ReasoningDelta,
+    "call": schema.ArgumentsDelta,
+}
+
+
+def _status(cut: bool) -> Any:
+    return "incomplete" if cut else "completed"
+
+
+def _part(block: Block) -> schema.OutputText | schema.ReasoningText:
+    kind = schema.OutputText if block.kind == "content" else schema.ReasoningText
+    return kind(block.text)
+
+
+def _input(arguments: str) -> str:
+    """What a custom tool is given: the argument that it is described to have, or what the model wrote."""
+    found = read_object(arguments)
+    given = None if found is None or len(found) != 1 else found.get("input")
+    return given if isinstance(given, str) else arguments

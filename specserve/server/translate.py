@@ -1,0 +1,76 @@
+"""What translations of other APIs onto chat share: one request that is checked in one place, in the caller's words."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from specserve.core import FieldError
+from specserve.frontend.fields import Strict, explain, fault
+from specserve.server.chat import ChatRequest
+from specserve.server.errors import ApiError
+
+
+@dataclass
+class Translation:
+    """A chat's fields as they are built, and what the caller calls them: ``names`` by the longest path in the chat that
+    a field begins with."""
+
+    fields: dict[str, Any]
+    names: dict[str, str]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, role: str, name: str, **message: Any) -> str:
+        """Adds a message, which the caller calls ``name``, and returns its path in the chat."""
+        path = f"messages.{len(self.messages)}"
+        self.names[path] = name
+        self.messages.append({"role": role, **message})
+        return path
+
+    def call(self, name: str, id_name: str, call: Mapping[str, Any]) -> None:
+        """Adds a call to the last message, an assistant's."""
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        path = f"messages.{len(self.messages) - 1}.tool_calls.{len(calls)}"
+        self.names |= {path: name, f"{path}.id": f"{name}.{id_name}", f"{path}.function": name}
+        calls.append(call)
+
+    def name_of(self, path: str) -> str:
+        """What the caller calls a field of the chat."""
+        prefix = path
+        while prefix and prefix not in self.names:
+            prefix = prefix.rpartition(".")[0]
+        return self.names[prefix] + path[len(prefix) :] if prefix else path
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors that name a field of the chat name the caller's instead."""
+        try:
+            yield
+        except FieldError as error:
+            raise FieldError(self.name_of(error.param), error.reason, error.code, error.preface) from None
+        except ApiError as error:
+            error.param = error.param and self.name_of(error.param)
+            raise
+
+    def request(self) -> ChatRequest:
+        """The chat. Raises FieldError that names the caller's field."""
+        given = {name: value for name, value in self.fields.items() if value is not None}
+        with self.named():
+            try:
+                return ChatRequest.model_validate({**given, "messages": self.messages})
+            except ValidationError as error:
+                raise explain(error.errors(include_url=False)) from None
+
+
+def check_kind(model: Strict, kind: str, needed: Collection[str], others: Collection[str]) -> None:
+    """Raises the error of a validator unless a model that is one of several kinds has the fields of its kind alone."""
+    for name in model.model_fields_set:
+        if name not in needed and name not in others and getattr(model, name) is not None:
+            raise fault("kind", f"not in one of the type {kind}", name)
+    for name in needed:
+        if getattr(model, name) is None:
+            raise fault("missing", "", name)
