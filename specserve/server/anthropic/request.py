@@ -227,15 +227,12 @@ class CountTokensRequest(Strict):
 
     def unheeded(self) -> Iterator[str]:
         """What of the request changes nothing, with the reason."""
-        blocks = [
-            block
-            for message in self.messages
-            if not isinstance(message.content, str)
-            for block in message.content
-        ]
+        contents = [each.content for each in self.messages if not isinstance(each.content, str)]
+        blocks = [block for content in contents for block in content]
         system = [] if self.system is None or isinstance(self.system, str) else self.system
         tools = self.tools or []
-        if any(each.cache_control is not None for each in (self, *blocks, *system, *tools)):
+        cached: list[Any] = [self, *blocks, *system, *tools]
+        if any(each.cache_control is not None for each in cached):
             yield CACHE
         if self.output_config is not None and self.output_config.effort is not None:
             yield EFFORT
