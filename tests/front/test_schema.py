@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from typing import Any
@@ -12,15 +13,27 @@ from pydantic import BaseModel
 
 from specserve.core import BIAS, RANGES
 from specserve.server import schema
+from specserve.server.anthropic import schema as of_anthropic
+from specserve.server.anthropic.request import CountTokensRequest, MessagesRequest
 from specserve.server.chat import ChatRequest
 from specserve.server.completions import CompletionRequest
+from specserve.server.responses import schema as of_responses
+from specserve.server.responses.request import ResponsesRequest
 from tests.front.conftest import Serve
 from tests.front.test_chat import HELLO, events
+from tests.front.test_tools import TEMPLATE as TOOLS_TEMPLATE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 REQUESTS: dict[str, type[BaseModel]] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
 WHOLE: dict[str, type[msgspec.Struct]] = {CHAT: schema.ChatCompletion, COMPLETIONS: schema.Completion}
 CHUNK: dict[str, type[msgspec.Struct]] = {CHAT: schema.ChatCompletionChunk, COMPLETIONS: schema.Completion}
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+WHOLES: dict[str, type[msgspec.Struct]] = {
+    RESPONSES: of_responses.ResponseObject,
+    MESSAGES: of_anthropic.AnswerOfMessages,
+    COUNT: of_anthropic.TokenCount,
+}
+EVENTS = {RESPONSES: of_responses.EVENTS, MESSAGES: of_anthropic.EVENTS}
 LIKELY: dict[str, Any] = {
     "model": "tiny",
     "messages": HELLO,
@@ -113,3 +126,62 @@ def test_random_requests(serve: Serve, settings: dict[str, Any]) -> None:
             msgspec.json.decode(answer.content, type=WHOLE[route])
     assert statuses.count(200) > 30
     assert not engine.has_work
+
+
+OTHERS: dict[str, type[BaseModel]] = {
+    RESPONSES: ResponsesRequest,
+    MESSAGES: MessagesRequest,
+    COUNT: CountTokensRequest,
+}
+PIECES: list[Any] = [*ANY, {"type": "text", "text": "a"}, {"type": "json_object"}, {"format": {"type": "text"}},
+    {"effort": "low"}, {"type": "function", "name": "f"}, [{"type": "function", "name": "f", "parameters": {"a": [1]}}],
+    [{"name": "f", "input_schema": {}}], [{"type": "custom", "name": "f"}], {"type": "tool", "name": "f"}, "auto",
+    [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}], {"type": "enabled"},
+    [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]}], [{"type": "text", "text": "a"}],
+    [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}]},
+     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1"}]}],
+    [{"role": "user", "content": []}], [{"role": "user", "content": [{"type": "thinking", "thinking": "\ud800"}]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("route", OTHERS)
+def test_random_requests_of_other_apis(serve: Serve, route: str) -> None:
+    """The same, also with pieces of requests in the wrong places, and changed at any depth."""
+    client, engine = serve("a reply", template=TOOLS_TEMPLATE)
+    rng, statuses, model = random.Random(1), [], OTHERS[route]
+    likely = {"model": "tiny", "input": "hi", "messages": HELLO, "max_tokens": 9}
+    error = schema.Error if route == RESPONSES else schema.AnthropicError
+    for _ in range(400):
+        fields = {name: likely[name] for name in model.model_fields if name in likely}
+        names = [*model.model_fields, *model.refused, "unknown"]  # type: ignore[attr-defined]
+        fields |= {
+            name: changed(rng, rng.choice(PIECES)) for name in rng.sample(names, rng.choice((0, 1, 1, 2, 3)))
+        }
+        answer = client.post(route, content=json.dumps(fields))
+        statuses.append(answer.status_code)
+        if answer.status_code != 200:
+            assert answer.status_code in (400, 404), (fields, answer.text)
+            msgspec.json.decode(answer.content, type=error)
+        elif fields.get("stream"):
+            kinds = {kind.__struct_config__.tag: kind for kind in EVENTS[route]}
+            for line in answer.text.split("\n"):
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    msgspec.convert(event, kinds[event["type"]])
+        else:
+            msgspec.json.decode(answer.content, type=WHOLES[route])
+    assert statuses.count(200) > 40
+    assert not engine.has_work
+
+
+def changed(rng: random.Random, value: Any) -> Any:
+    """The same, or with another value somewhere in it."""
+    if rng.random() < 0.2:
+        return rng.choice(PIECES)
+    if isinstance(value, dict) and value:
+        name = rng.choice(list(value))
+        return {**value, name: changed(rng, value[name])}
+    if isinstance(value, list) and value:
+        index = rng.randrange(len(value))
+        return [*value[:index], changed(rng, value[index]), *value[index + 1 :]]
+    return value

@@ -197,6 +197,9 @@ class CountTokensRequest(Strict):
 
     refused: ClassVar[Mapping[str, Refusal]] = {
         "mcp_servers": Refusal("the server runs no tools", []),
+        "prefill": Refusal("an answer that is begun can't be continued"),
+        "user_profile_id": Refusal("there are no users' profiles"),
+        "workspace_id": Refusal("there are no workspaces"),
         "speed": Refusal("there is one speed", "standard"),
     }
     model: str
@@ -284,6 +287,7 @@ class MessagesRequest(CountTokensRequest):
     refused: ClassVar[Mapping[str, Refusal]] = {
         **CountTokensRequest.refused,
         "container": Refusal("the server runs no tools"),
+        "diagnostics": Refusal("there are none"),
         "inference_geo": Refusal("there is one place"),
         "service_tier": Refusal("there are no tiers", "auto", "standard_only"),
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from specserve.core import FieldError
 from specserve.frontend.conversation import of_request
 from specserve.server.anthropic import schema
 from specserve.server.anthropic.request import CountTokensRequest, MessagesRequest
@@ -17,8 +16,6 @@ from specserve.server.openapi import answers
 from specserve.server.schema import AnthropicError
 from specserve.server.streaming import Json, unless_left
 
-VERSION = "2023-06-01"
-
 
 def add_messages(app: FastAPI, front: Front) -> None:
     """Adds the routes."""
@@ -26,7 +23,7 @@ def add_messages(app: FastAPI, front: Front) -> None:
 
     @app.post(ANTHROPIC, response_model=None, responses=answer)
     async def post_messages(request: MessagesRequest, http: Request) -> Response:
-        _begin(front, request, http)
+        _note(front, request)
         return await unless_left(http.receive, _message(front, request))
 
     count = answers(schema.TokenCount, error=AnthropicError)
@@ -34,15 +31,12 @@ def add_messages(app: FastAPI, front: Front) -> None:
     @app.post(f"{ANTHROPIC}/count_tokens", response_model=None, responses=count)
     async def post_count_tokens(request: CountTokensRequest, http: Request) -> Response:
         """How many tokens the prompt of a message would have."""
-        _begin(front, request, http)
+        _note(front, request)
         return await unless_left(http.receive, _count(front, request))
 
 
-def _begin(front: Front, request: CountTokensRequest, http: Request) -> None:
-    """Raises FieldError for a version that is not spoken, and notes what of the request changes nothing."""
-    version = http.headers.get("anthropic-version", VERSION)
-    if version != VERSION:
-        raise FieldError("anthropic-version", f"must be {VERSION}, found {version[:80]!r}")
+def _note(front: Front, request: CountTokensRequest) -> None:
+    """Notes what of the request changes nothing."""
     for words in request.unheeded():
         front.note_once(f"{ANTHROPIC}: {words}")
 

@@ -1,0 +1,328 @@
+"""Anthropic's Messages API by Anthropic's client: over a fake engine, and over the bundled model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from specserve.server.anthropic import schema
+from specserve.server.anthropic.request import CountTokensRequest, MessagesRequest
+from specserve.server.schema import AnthropicError
+from tests.front.conftest import Serve
+from tests.front.fake_engine import FakeEngine
+from tests.front.live import Live, live
+from tests.front.test_responses import ADD, MANY, QUESTION, TEMPLATE, fail_after, prompt
+
+anthropic = pytest.importorskip("anthropic")
+
+ROUTE, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+ASKED = [{"role": "user", "content": "hi"}]
+GOOD: dict[str, Any] = {"model": "tiny", "max_tokens": 500, "messages": ASKED}
+TOOLS: list[Any] = [
+    {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}},
+    {"name": "note", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}},
+]
+EVENTS = {kind.__struct_config__.tag: kind for kind in schema.EVENTS}
+
+Ask = Callable[..., tuple[Any, FakeEngine]]
+
+
+@pytest.fixture
+def ask(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """Anthropic's client of a server that answers with a text and has room for a thousand tokens."""
+    for module in ("fake_engine", "fakes"):
+        monkeypatch.setattr(f"tests.front.{module}.CONTEXT", 1000)
+
+    def start(text: str = "Hi there!", **settings: Any) -> tuple[Any, FakeEngine]:
+        client, engine = serve(text, **{"template": TEMPLATE, **settings})
+        api = anthropic.Anthropic(
+            base_url="http://testserver", api_key="secret", max_retries=0, http_client=client
+        )
+        return api, engine
+
+    return start
+
+
+def post(api: Any, route: str = ROUTE, **fields: Any) -> Any:
+    return api._client.post(route, json={**GOOD, **fields})
+
+
+def contents(message: Any) -> list[dict[str, Any]]:
+    """The blocks without what is drawn anew for each."""
+    return [{k: v for k, v in block.model_dump().items() if k != "id"} for block in message.content]
+
+
+def test_text(ask: Ask) -> None:
+    api, engine = ask(api_key="secret")
+    system = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    raw = api.messages.with_raw_response.create(**{**GOOD, "max_tokens": 20}, system=system, temperature=0.5)
+    msgspec.json.decode(raw.http_response.content, type=schema.AnswerOfMessages)
+    found = raw.parse()
+    assert prompt(engine) == "system:Be brief.;user:hi;assistant:"
+    assert (engine.submitted[0].params.max_tokens, engine.submitted[0].params.temperature) == (20, 0.5)
+    assert [block.text for block in found.content] == ["Hi there!"]
+    assert (found.stop_reason, found.stop_sequence, found.role) == ("end_turn", None, "assistant")
+    usage = found.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == len(prompt(engine))
+    assert (usage.cache_read_input_tokens, usage.output_tokens) == (4, 10)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 50])
+def test_blocks(ask: Ask, stride: int) -> None:
+    """Thinking, text and calls, whole and in a stream."""
+    api, _ = ask(MANY, stride=stride, reasoning_parser="qwen3")
+    whole = api.messages.create(**GOOD, tools=TOOLS)
+    thought, said, add, note = whole.content
+    assert (thought.type, thought.thinking) == ("thinking", "hm")
+    assert (said.type, said.text) == ("text", "So:")
+    assert (add.type, add.name, add.input) == ("tool_use", "add", {"a": 1})
+    assert (note.name, note.input) == ("note", {"input": "é"})
+    assert add.id != note.id
+    assert whole.stop_reason == "tool_use"
+    with api.messages.stream(**GOOD, tools=TOOLS) as stream:
+        streamed = stream.get_final_message()
+    assert contents(streamed) == contents(whole)
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == ("tool_use", whole.usage.output_tokens)
+
+
+def test_events(ask: Ask) -> None:
+    """In Anthropic's order, each with its name, and none after the last."""
+    api, _ = ask(MANY, stride=2, reasoning_parser="qwen3")
+    answer = post(api, tools=TOOLS, stream=True)
+    found = []
+    for block in answer.text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+        msgspec.convert(found[-1], EVENTS[found[-1]["type"]])
+    kinds = [event["type"] for event in found]
+    once = [kind for kind, before in zip(kinds, [None, *kinds], strict=False) if kind != before]
+    block_events = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert once == ["message_start", "ping", *block_events * 4, "message_delta", "message_stop"]
+    assert [event["index"] for event in found if event["type"] == "content_block_stop"] == [0, 1, 2, 3]
+    assert found[0]["message"]["stop_reason"] is None
+    assert found[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+def test_why_an_answer_ends(ask: Ask) -> None:
+    for text, fields, expected in (
+        ("abc", {}, ("end_turn", None)),
+        ("abcd", {"stop_sequences": ["zz", "c"]}, ("stop_sequence", "c")),
+        ("abcd", {"max_tokens": 2}, ("max_tokens", None)),
+        ("x" * 2000, {"max_tokens": 5000}, ("model_context_window_exceeded", None)),
+        (f"{ADD}c", {"stop_sequences": ["c"], "tools": TOOLS}, ("tool_use", None)),
+    ):
+        api, _ = ask(text)
+        found = api.messages.create(**{**GOOD, **fields})
+        assert (found.stop_reason, found.stop_sequence) == expected
+        with api.messages.stream(**{**GOOD, **fields}) as stream:
+            streamed = stream.get_final_message()
+        assert (streamed.stop_reason, streamed.stop_sequence) == expected
+
+
+def test_an_answer_goes_back_as_it_came(ask: Ask) -> None:
+    api, engine = ask(MANY, reasoning_parser="qwen3")
+    found = api.messages.create(**GOOD, tools=TOOLS)
+    results = [
+        {"type": "tool_result", "tool_use_id": found.content[2].id, "content": "3"},
+        {"type": "tool_result", "tool_use_id": found.content[3].id, "is_error": True,
+         "content": [{"type": "text", "text": "no"}, {"type": "text", "text": "ted"}]},
+        {"type": "text", "text": "go on"},
+    ]  # fmt: skip
+    conversation = [
+        *ASKED,
+        {"role": "assistant", "content": found.content},
+        {"role": "user", "content": results},
+    ]
+    again = {**GOOD, "messages": conversation, "tools": TOOLS}
+    assert api.messages.create(**again).content
+    assert prompt(engine) == (
+        'add;note;user:hi;assistant:(hm)So:[add{"a": 1}][note{"input": "é"}];tool:3;tool:noted;user:go on;assistant:'
+    )
+    counted = {name: again[name] for name in ("model", "messages", "tools")}
+    assert api.messages.count_tokens(**counted).input_tokens == len(engine.submitted[-1].token_ids)
+
+
+def test_what_claude_code_sends(ask: Ask, caplog: pytest.LogCaptureFixture) -> None:
+    """With what changes nothing, which the log says once."""
+    api, engine = ask("Done.")
+    cached = {"cache_control": {"type": "ephemeral"}}
+    body = {
+        "model": "tiny",
+        "max_tokens": 32000,
+        "stream": True,
+        "temperature": 1,
+        "system": [{"type": "text", "text": "x-header: 1;"}, {"type": "text", "text": "You are.", **cached}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "<r>"}, {"type": "text", "text": "List.", **cached}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "ls", "signature": ""},
+                {"type": "text", "text": "I list."},
+                {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}},
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": "a.py", "is_error": False, **cached},
+            ]},
+            {"role": "system", "content": "Reminder."},
+            {"role": "user", "content": "Go on."},
+        ],
+        "tools": [{"name": "Bash", "description": "Runs.", "input_schema": {"type": "object", "properties": {}},
+                   "eager_input_streaming": True}],
+        "metadata": {"user_id": "user_1"},
+        "thinking": {"type": "enabled", "budget_tokens": 31999},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "medium"},
+    }  # fmt: skip
+    headers = {"anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14", "x-api-key": "any"}
+    for _ in range(2):
+        answer = api._client.post(f"{ROUTE}?beta=true", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        assert '"text":"Don' in answer.text
+    assert prompt(engine) == (
+        'Bash;system:x-header: 1;You are.;user:<r>List.;assistant:(ls)I list.[Bash{"command": "ls"}];tool:a.py;'
+        "system:Reminder.;user:Go on.;assistant:"
+    )
+    notes = [record.getMessage() for record in caplog.records if "not heeded" in record.getMessage()]
+    assert len(notes) == len(set(notes)) == 4
+    assert not any("List" in note for note in notes)
+
+
+def test_thinking_is_turned_off_by_the_template(ask: Ask) -> None:
+    api, engine = ask(template=TEMPLATE + "{% if enable_thinking is false %}<no>{% endif %}")
+    for kind, ends in (("disabled", "assistant:<no>"), ("adaptive", "assistant:")):
+        assert post(api, thinking={"type": kind}).status_code == 200
+        assert prompt(engine).endswith(ends)
+
+
+def test_output_has_a_form(ask: Ask) -> None:
+    grammar = pytest.importorskip("specserve.grammar")
+    pytest.importorskip("llguidance")
+    api, engine = ask()
+    wanted = {"type": "object", "properties": {"a": {"const": 1}}}
+    assert post(api, output_config={"format": {"type": "json_schema", "schema": wanted}}).status_code == 200
+    assert engine.submitted[0].params.grammar == grammar.json_schema(wanted)
+
+
+def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(blocks)}]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (said({"type": "image", "source": {}}), "messages.0.content.0.type: "),
+    (said({"type": "document", "source": {}}), "messages.0.content.0.type: "),
+    (said({"type": "text"}), "messages.0.content.0.text: this field is required"),
+    (said({"type": "text", "text": "a", "id": "1"}), "messages.0.content.0.id: not in one of the type text"),
+    (
+        said({"type": "tool_use", "id": "1", "name": "f", "input": {}}),
+        "messages.0.content.0.type: no tool_use in a ",
+    ),
+    (
+        said({"type": "tool_result", "tool_use_id": "1", "content": "a"}),
+        "messages.0.content.0.tool_use_id: no call ",
+    ),
+    (said(role="assistant"), "messages.0.role: not supported: "),
+    ({"messages": []}, "messages: "),
+    ({"messages": [{"role": "user", "content": "x" * 2000}]}, "prompt is too long: "),
+    ({"max_tokens": None}, "max_tokens: "),
+    ({"temperature": -1}, "temperature must be in [0, 100]"),
+    ({"stop_sequences": [""]}, "stop must not hold an empty string"),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "tools.0.type: not supported: web_search_",
+    ),
+    ({"tools": [{"name": "", "input_schema": {}}]}, "tools.0.name: "),
+    ({"tools": [{"name": "f"}]}, "tools.0.input_schema: this field is required"),
+    ({"tool_choice": {"type": "tool"}}, "tool_choice.name: this field is required"),
+    (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        "context_management.edits.0.type: ",
+    ),
+    ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: not supported: "),
+    ({"container": "c"}, "container: not supported: "),
+    ({"foo": 1}, "foo: unknown field"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_refused(ask: Ask, fields: dict[str, Any], words: str) -> None:
+    """In Anthropic's shape, by the names that the caller gave."""
+    api, engine = ask()
+    answer = post(api, **fields)
+    assert answer.status_code == 400
+    error = msgspec.json.decode(answer.content, type=AnthropicError).error
+    assert error.type == "invalid_request_error"
+    assert error.message.startswith(words)
+    assert not engine.submitted
+
+
+def test_errors_of_every_kind(ask: Ask) -> None:
+    api, _ = ask(api_key="secret", max_body_bytes=2000)
+    with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
+        api.with_options(api_key="wrong").messages.create(**GOOD)
+    with pytest.raises(anthropic.NotFoundError, match="no model 'none' here"):
+        api.messages.create(**{**GOOD, "model": "none"})
+    with pytest.raises(anthropic.NotFoundError, match="no model 'none' here"):
+        api.messages.count_tokens(model="none", messages=ASKED)
+    headers = {"x-api-key": "secret"}
+    for answer, status, kind in (
+        (api._client.post(ROUTE, content=b"{", headers=headers), 400, "invalid_request_error"),
+        (api._client.get(ROUTE, headers=headers), 405, "invalid_request_error"),
+        (api._client.post(ROUTE, json={"model": "x" * 3000}, headers=headers), 413, "request_too_large"),
+        (api._client.post(f"{ROUTE}/batches", json={}, headers=headers), 404, "not_found_error"),
+    ):
+        assert answer.status_code == status
+        assert msgspec.json.decode(answer.content, type=AnthropicError).error.type == kind
+    api._client.app.state.front.stopping = True
+    with pytest.raises(anthropic.InternalServerError) as caught:
+        api.messages.create(**GOOD)
+    assert caught.value.body["error"]["type"] == "overloaded_error"
+
+
+def test_an_error_after_the_beginning(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    api, engine = ask("x" * 400)
+    fail_after(engine, 20, monkeypatch)
+    events = post(api, stream=True).text.removesuffix("\n\n").split("\n\n")
+    name, data = events[-1].split("\n")
+    assert name == "event: error"
+    found = msgspec.json.decode(data.removeprefix("data: "), type=AnthropicError)
+    assert (found.error.type, found.error.message) == ("api_error", "lost")
+
+
+def test_every_field_of_the_client_is_known() -> None:
+    from anthropic.types import message_count_tokens_params, message_create_params
+
+    for params, model in (
+        (message_create_params.MessageCreateParamsBase, MessagesRequest),
+        (message_create_params.MessageCreateParamsStreaming, MessagesRequest),
+        (message_count_tokens_params.MessageCountTokensParams, CountTokensRequest),
+    ):
+        assert set(params.__annotations__) - {*model.model_fields, *model.refused} == set()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(["--device", "cpu", "--dtype", "float32", "--speculative-algorithm", "EAGLE3"], {}) as found:
+        yield found
+
+
+def test_bundled_model(server: Live) -> None:
+    """The text is the same whole and in a stream, and the count is the prompt's."""
+    with anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as api:
+        asked: dict[str, Any] = {
+            "model": "specserve-chat",
+            "messages": [{"role": "user", "content": QUESTION}],
+        }
+        whole = api.messages.create(**asked, max_tokens=100, temperature=0)
+        assert whole.stop_reason == "end_turn"
+        assert len(whole.content[0].text) > 20
+        with api.messages.stream(**asked, max_tokens=100, temperature=0) as stream:
+            texts = list(stream.text_stream)
+            assert stream.get_final_message().usage.output_tokens == whole.usage.output_tokens
+        assert len(texts) > 1
+        assert "".join(texts) == whole.content[0].text
+        counted = api.messages.count_tokens(**asked).input_tokens
+        assert counted == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
