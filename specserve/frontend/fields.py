@@ -16,7 +16,7 @@ T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]  # says what is wrong with one element, not with a million
 NOT_SUPPORTED = "Not supported: "  # how the description of a refused field begins
 
-_UNION_TAGS = ("str", "int", "list")
+_UNION_TAGS = ("str", "int", "list", "NamedTool")
 _CODES = {
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",

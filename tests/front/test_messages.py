@@ -59,7 +59,9 @@ def contents(message: Any) -> list[dict[str, Any]]:
 def test_text(ask: Ask) -> None:
     api, engine = ask(api_key="secret")
     system = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
-    raw = api.messages.with_raw_response.create(**{**GOOD, "max_tokens": 20}, system=system, temperature=0.5)
+    raw = api.messages.with_raw_response.create(
+        **{**GOOD, "max_tokens": 20}, system=system, extra_body={"temperature": 0.5}
+    )
     msgspec.json.decode(raw.http_response.content, type=schema.AnswerOfMessages)
     found = raw.parse()
     assert prompt(engine) == "system:Be brief.;user:hi;assistant:"
@@ -114,7 +116,7 @@ def test_why_an_answer_ends(ask: Ask) -> None:
         ("abcd", {"stop_sequences": ["zz", "c"]}, ("stop_sequence", "c")),
         ("abcd", {"max_tokens": 2}, ("max_tokens", None)),
         ("x" * 2000, {"max_tokens": 5000}, ("model_context_window_exceeded", None)),
-        (f"{ADD}c", {"stop_sequences": ["c"], "tools": TOOLS}, ("tool_use", None)),
+        (f"{ADD}zz", {"stop_sequences": ["zz"], "tools": TOOLS}, ("tool_use", None)),
     ):
         api, _ = ask(text)
         found = api.messages.create(**{**GOOD, **fields})
@@ -316,10 +318,10 @@ def test_bundled_model(server: Live) -> None:
             "model": "specserve-chat",
             "messages": [{"role": "user", "content": QUESTION}],
         }
-        whole = api.messages.create(**asked, max_tokens=100, temperature=0)
+        whole = api.messages.create(**asked, max_tokens=100, extra_body={"temperature": 0})
         assert whole.stop_reason == "end_turn"
         assert len(whole.content[0].text) > 20
-        with api.messages.stream(**asked, max_tokens=100, temperature=0) as stream:
+        with api.messages.stream(**asked, max_tokens=100, extra_body={"temperature": 0}) as stream:
             texts = list(stream.text_stream)
             assert stream.get_final_message().usage.output_tokens == whole.usage.output_tokens
         assert len(texts) > 1

@@ -157,7 +157,7 @@ def test_random_requests_of_other_apis(serve: Serve, route: str) -> None:
         fields |= {
             name: changed(rng, rng.choice(PIECES)) for name in rng.sample(names, rng.choice((0, 1, 1, 2, 3)))
         }
-        answer = client.post(route, content=json.dumps(fields))
+        answer = client.post(route, content=json.dumps(fields), headers={"content-type": "application/json"})
         statuses.append(answer.status_code)
         if answer.status_code != 200:
             assert answer.status_code in (400, 404), (fields, answer.text)
