@@ -11,13 +11,18 @@ from pydantic import BaseModel
 
 from specserve.core import MAX_COUNT
 from specserve.frontend.fields import NOT_SUPPORTED
+from specserve.server.anthropic.request import CountTokensRequest, MessagesRequest
 from specserve.server.chat import ChatRequest
 from specserve.server.completions import CompletionRequest
 from specserve.server.operations import AbortRequest, DetokenizeRequest, TokenizeRequest
+from specserve.server.responses.request import ResponsesRequest
 
 REQUESTS: dict[str, type[BaseModel]] = {
     "POST /v1/chat/completions": ChatRequest,
     "POST /v1/completions": CompletionRequest,
+    "POST /v1/responses": ResponsesRequest,
+    "POST /v1/messages": MessagesRequest,
+    "POST /v1/messages/count_tokens": CountTokensRequest,
     "POST /tokenize": TokenizeRequest,
     "POST /detokenize": DetokenizeRequest,
     "POST /abort_request": AbortRequest,
