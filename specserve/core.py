@@ -96,7 +96,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``skip_special_tokens`` False writes special tokens as text; ``include_stop_str_in_output`` keeps what ended the
     answer, stop string or token, in its text; ``prediction`` is what the answer is expected to be, text or token
     ids: it is tried as drafts and changes no token; ``grammar`` is what the answer must be, as the functions of
-    ``specserve.grammar`` give it.
+    ``specserve.grammar`` give it; of those that wait the lowest ``priority`` gets a place first, and of those that run
+    the highest gives its place up first.
     """
 
     max_tokens: int | None = None
@@ -120,6 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Speculation = Speculation()
     prediction: str | list[int] | None = None
     grammar: str | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -133,6 +135,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_range(f"logit_bias[{token}]", bias, -BIAS, BIAS)
         if self.seed is not None:
             _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        _check_range("priority", self.priority, -MAX_COUNT, MAX_COUNT)
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 _check_range(name, count, 0, MAX_LOGPROBS)

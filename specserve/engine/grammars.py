@@ -9,6 +9,7 @@ Shapes: N nodes, W words of 32 tokens each.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,7 +21,8 @@ import numpy.typing as npt
 
 from specserve.grammar import with_deep_stack
 
-KEPT = 64  # compiled grammars
+KEPT = 64  # compiled grammars, most recently used
+KEPT_CHARACTERS = 1 << 20  # of their texts together: what they take of memory grows with it
 MOST_ITEMS = 5000  # that a parser looks at for a token: a tenth of a second's work
 Words = npt.NDArray[np.int32]
 
@@ -50,6 +52,8 @@ class Grammars:
 
     def _compile(self, grammar: str) -> Any:
         if (compiled := self._compiled.get(grammar)) is not None:
+            with contextlib.suppress(KeyError):  # forgotten meanwhile
+                self._compiled.move_to_end(grammar)
             return compiled
         matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         begin = matcher.deep_copy()
@@ -58,9 +62,14 @@ class Grammars:
         if begin.is_error() or (warnings := matcher.get_grammar_warnings()):
             raise ValueError(_first_line(begin.get_error() or "; ".join(warnings)))
         self._compiled[grammar] = matcher
-        while len(self._compiled) > KEPT:
+        while len(self._compiled) > KEPT or self._too_long():
             self._compiled.popitem(last=False)
         return matcher
+
+    def _too_long(self) -> bool:
+        """Whether those kept are too long together. The newest is kept, however long."""
+        texts = list(self._compiled)
+        return len(texts) > 1 and sum(map(len, texts)) > KEPT_CHARACTERS
 
     def start(self, grammar: str, output: Sequence[int]) -> Matcher:
         """Return a matcher of an answer so far. Raises GrammarError."""

@@ -47,6 +47,11 @@ class Request:
     usage: SpeculationUsage = field(default_factory=SpeculationUsage)
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """The lowest comes first."""
+        return self.params.priority, self.arrival
+
+    @property
     def prefilling(self) -> bool:
         return self.prefilled < len(self.context)
 

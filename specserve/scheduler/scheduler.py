@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -82,9 +82,9 @@ class Scheduler:
         self._admission = admission
         self._limits = limits
         self._policy = policy
-        self._waiting: OrderedDict[str, Request] = OrderedDict()  # by id, the head of the queue first
+        self._waiting: dict[str, Request] = {}  # by id; the lowest rank is the head of the queue
         self._compiling = Compiling()
-        self._running: list[Request] = []  # in order of arrival
+        self._running: list[Request] = []  # by rank
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self._inflight: deque[_InFlight] = deque()
         self._begun = 0  # requests whose prompts were done since the last step
@@ -191,9 +191,9 @@ class Scheduler:
     # Admission.
 
     def _admit(self) -> None:
-        """Gives slots and pages to waiting requests, first come first served, while both last."""
+        """Gives slots and pages to waiting requests by rank, while both last."""
         while self._waiting and self._free_slots:
-            request = next(iter(self._waiting.values()))
+            request = min(self._waiting.values(), key=lambda r: r.rank)
             if self._running and self._refused is request and self.memory.prospect < self._enough:
                 return  # a look at a long prompt costs milliseconds
             context = request.tokens
@@ -215,7 +215,7 @@ class Scheduler:
             for observer in self._observers:
                 observer.admitted(request)
             self._running.append(request)
-            self._running.sort(key=lambda r: r.arrival)
+            self._running.sort(key=lambda r: r.rank)
 
     def _begin(self, request: Request, sharing: Sharing) -> RowInit | None:
         """Readies a request for its first chunk, with what was computed of its prompt since it got its slot. Returns
@@ -337,7 +337,7 @@ class Scheduler:
         return request.computed + request.inflight
 
     def _make_room(self, ready: list[Request]) -> tuple[list[Request], Batch, StepShape]:
-        """Sees to the pages of the next step: evicts, then preempts the youngest, then gives up drafting."""
+        """Sees to the pages of the next step: evicts, then preempts the last by rank, then gives up drafting."""
         while True:
             computed = sum(r.computed for r in ready)
             batch = Batch([r.skill for r in ready], [r.room for r in ready], computed, self._begun)
@@ -351,9 +351,9 @@ class Scheduler:
                 self._drain()
                 ready = [r for r in ready if r.slot >= 0]
             elif len(self._running) > 1:
-                youngest = self._running[-1]
-                self._preempt(youngest)
-                ready = [r for r in ready if r is not youngest]
+                last = self._running[-1]
+                self._preempt(last)
+                ready = [r for r in ready if r is not last]
             else:
                 plain = self._policy.plain(len(ready))
                 assert self._reserve(ready, plain), "a request that was admitted fits alone"
@@ -370,11 +370,10 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, remember: bool = True) -> None:
-        """Puts a request back at the head of the queue; what it computed stays in the prefix cache while that lasts."""
+        """Puts a request back in the queue; what it computed stays in the prefix cache while that lasts."""
         self._counters.preemptions += 1
         self._vacate(request, remember)
         self._waiting[request.rid] = request
-        self._waiting.move_to_end(request.rid, last=False)
 
     def _attempt(self, launch: Callable[[], Launch], requests: list[Request], chunk: int) -> Launch | None:
         """None when the device's memory is too small; ``chunk``: prompt tokens, 0 for a step."""
@@ -394,7 +393,7 @@ class Scheduler:
         smaller = self._pressure.fall(len(requests), chunk)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        for request in sorted((r for r in requests if r.slot >= 0), key=lambda r: -r.arrival):
+        for request in sorted((r for r in requests if r.slot >= 0), key=lambda r: r.rank, reverse=True):
             request.failures += not smaller
             if request.failures < ATTEMPTS:
                 self._preempt(request, remember=False)

@@ -72,7 +72,6 @@ class GenerationRequest(StructuredRequest):
     """The fields that chat and completions share. null means the default, as with OpenAI."""
 
     refused: ClassVar[Mapping[str, Refusal]] = {
-        "priority": Refusal("requests are served in the order of their arrival", 0),
         "length_penalty": Refusal("there is no beam search", 1),
         "use_beam_search": Refusal("there is no beam search", False),
     }
@@ -119,6 +118,8 @@ class GenerationRequest(StructuredRequest):
     """false writes the answer's special tokens as text. Not set: true."""
     include_stop_str_in_output: bool | None = None
     """What ends the answer, of `stop` or a token, is part of its text."""
+    priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
+    """Of requests that wait the lowest is served first, of equal ones the oldest. Not set: 0."""
     return_token_ids: bool | None = None
     """Adds `prompt_token_ids`, and to choices `token_ids`."""
     prediction: PredictionField | None = None
@@ -156,6 +157,7 @@ _AS_THEY_ARE = (
         "seed",
         "stop_token_ids",
         "ignore_eos",
+        "priority",
         "skip_special_tokens",
         "include_stop_str_in_output",
     ),

@@ -332,6 +332,7 @@ HOW: dict[str, str] = {
     "stop_token_ids": "end the answer",
     "skip_special_tokens": "`false` writes special tokens as text",
     "include_stop_str_in_output": "the text ends with what ended it",
+    "priority": "vLLM's: of requests that wait the lowest first",
     "return_token_ids": "`prompt_token_ids`, and `token_ids` of each choice",
     "chat_template_kwargs": "variables that the chat template reads, others at `false` or null; not the server's own",
     "speculation": "for this request; never changes the text",
@@ -447,6 +448,8 @@ CASES: list[Case] = [
     Case("best_of", {"best_of": 2, "stream": True}, refused="in a stream", **TEXT_ONLY),
     *(Case("stop", {"stop": stop, "temperature": 0}, stopped) for stop in ("e", ["zzz", "e"])),
     *refused("stop", "at most 16", ["a"] * 17),
+    *honoured("priority", same, 0, 5, -1),
+    *refused("priority", "less than or equal", 2**63),
     *honoured("seed", other_seeds_differ, 7),
     *refused("seed", "less than", 2**63),
     *(
@@ -521,7 +524,6 @@ CASES: list[Case] = [
     *(
         case
         for name, reason, none, wrong in (
-            ("priority", "in the order of their arrival", 0, 1),
             ("length_penalty", NO_BEAMS, 1.0, 0.5), ("use_beam_search", NO_BEAMS, False, True),
         )
         for case in (*honoured(name, same, none), *refused(name, reason, wrong))

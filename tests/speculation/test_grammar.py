@@ -180,6 +180,26 @@ def test_grammars_that_nest_deeply_or_choose_among_many() -> None:
     assert found.text in many
 
 
+def test_compiled_grammars_are_kept_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used go first; the newest stays, however long it is."""
+    first, second, third, long = (grammar.choice([letter * size]) for letter, size in
+                                  (("a", 100), ("b", 100), ("c", 100), ("d", 1000)))  # fmt: skip
+    monkeypatch.setattr("specserve.engine.grammars.KEPT_CHARACTERS", len(first) + len(second) + 50)
+    grammars = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0])
+
+    def compiled(text: str) -> object:
+        return grammars.compile(text).result()
+
+    before, dropped = compiled(first), compiled(second)
+    assert compiled(first) is before
+    compiled(third)
+    assert compiled(first) is before
+    assert compiled(second) is not dropped
+    newest = compiled(long)
+    assert compiled(long) is newest
+    assert compiled(first) is not before
+
+
 def test_an_answer_that_its_grammar_can_not_follow(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -194,3 +194,38 @@ def test_a_request_as_long_as_the_pool(agreeing: Checkpoints) -> None:
             plain = make_scheduler(agreeing.target, context_length=48)
             assert answer.tokens == answer_one(plain, prompt, params).tokens
         assert_idle(scheduler)
+
+
+def test_the_lowest_priority_is_served_first(agreeing: Checkpoints) -> None:
+    """Of those that wait; of equal ones the oldest. Texts are those without."""
+    scheduler = make_scheduler(agreeing.target, max_running_requests=1)
+    client = Client(scheduler)
+    for rid, priority in (("late", 2), ("first", -1), ("second", 0), ("third", 0)):
+        client.submit(rid, PROMPTS[0], msgspec.structs.replace(PENALISED, priority=priority))
+    ended: list[str] = []
+    while scheduler.has_work:
+        client.iterate()
+        ended += [rid for rid, answer in client.answers.items() if answer.finish_reason and rid not in ended]
+    assert ended == ["first", "second", "third", "late"]
+    expected = answer_one(make_scheduler(agreeing.target), PROMPTS[0], PENALISED).tokens
+    assert all(answer.tokens == expected for answer in client.answers.values())
+
+
+def test_the_highest_priority_gives_its_pages_up(agreeing: Checkpoints) -> None:
+    """Though it came first, and others run on."""
+    scheduler = make_scheduler(agreeing.target, page_size=1, max_total_tokens=64)
+    client = Client(scheduler)
+    for index, prompt in enumerate(PROMPTS):
+        params = msgspec.structs.replace(PENALISED, priority=1 if index == 0 else 0)
+        client.submit(str(index), prompt, params)
+    waited: set[str] = set()
+    while scheduler.has_work:
+        client.iterate()
+        if not scheduler.stats().preemptions:
+            continue
+        waited |= {r.rid for r in scheduler._waiting.values()}
+        break
+    assert waited == {"0"}
+    client.run()
+    expected = [answer_one(make_scheduler(agreeing.target), prompt, PENALISED).tokens for prompt in PROMPTS]
+    assert [client.answers[str(index)].tokens for index in range(4)] == expected
