@@ -64,6 +64,8 @@ SPECULATION: dict[str, tuple[str, int, int, int] | None] = {
     "EAGLE3 tree of 64": ("EAGLE3", 6, 8, 64),
     "NGRAM chain": ("NGRAM", 8, 1, 9),
     "NGRAM tree": ("NGRAM", 6, 3, 16),
+    "EAGLE3 chain + NGRAM": ("EAGLE3+NGRAM", 3, 1, 12),
+    "EAGLE tree + NGRAM": ("EAGLE+NGRAM", 4, 3, 16),
 }
 CHOICES: dict[str, Sequence[Any]] = {
     "speculation": list(SPECULATION),

@@ -63,7 +63,7 @@ class TuneEngine:
         _, _, config = resolve_engine(replace(given, **shape), with_front=True)
         torch.set_num_threads(config.cpu_threads or min(config.cores, torch.get_num_threads()))
         running = config.max_running_requests
-        adaptive = ShapePlan(None, True, running, of_text=config.draft_of_text)
+        adaptive = ShapePlan(None, True, running, copies=config.draft_copies)
         plans = [ShapePlan(envelope(candidates), False, running), adaptive]
         plan = max(plans, key=lambda plan: plan.margin)
         context = create_context(config, plan)
@@ -90,7 +90,7 @@ class TuneEngine:
 
     def run_controller(self, batch: int, first: int, count: int) -> Run:
         """The same, each step's shape chosen by the controller; it goes on from what it learned before."""
-        plan = ShapePlan(None, True, batch, self._one_bucket(batch), self.config.draft_of_text)
+        plan = ShapePlan(None, True, batch, self._one_bucket(batch), self.config.draft_copies)
         self._capture(plan.candidates(batch), drafted=True)
         if batch not in self._controllers:
             captured = self._graphs_of(drafted=True)
