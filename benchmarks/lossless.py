@@ -204,7 +204,7 @@ def settings_of(models: Models, configuration: Configuration, items: Sequence[It
     speculation = SPECULATION[configuration["speculation"]]
     if speculation is not None:
         algorithm, steps, topk, tokens = speculation
-        if draft := models.drafts.get(algorithm):
+        if draft := models.drafts.get(algorithm.partition("+")[0]):
             settings["speculative_draft_model_path"] = str(draft)
         settings |= {
             "speculative_algorithm": algorithm,

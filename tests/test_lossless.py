@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from itertools import combinations, product
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -36,12 +35,7 @@ TEXTS = 160
 
 @pytest.fixture
 def models(agreeing: Checkpoints) -> Models:
-    return Models(agreeing.target, drafts_of(agreeing), "float64", "cpu")
-
-
-def drafts_of(checkpoints: Checkpoints) -> dict[str, Path]:
-    eagle, eagle3 = checkpoints.eagle, checkpoints.eagle3
-    return {"EAGLE": eagle, "EAGLE3": eagle3, "EAGLE+NGRAM": eagle, "EAGLE3+NGRAM": eagle3}
+    return Models(agreeing.target, {"EAGLE": agreeing.eagle, "EAGLE3": agreeing.eagle3}, "float64", "cpu")
 
 
 def prompts() -> list[list[int]]:

@@ -40,9 +40,8 @@ def test_every_text_is_that_of_plain_decoding(
     configuration: dict[str, Any], algorithm: str, shape: Shape, agreeing: Checkpoints
 ) -> None:
     prompts = [[3 + i, 9, 14 + i, 2, 33, 2, 33, 2, 3 + i, 9] for i in range(6)]
-    draft = agreeing.draft(algorithm)
-    assert draft is not None
-    models, items = Models(agreeing.target, {algorithm: draft}, "float64", "cpu"), make_items(prompts, 28, 20)
+    drafts = {"EAGLE": agreeing.eagle, "EAGLE3": agreeing.eagle3}
+    models, items = Models(agreeing.target, drafts, "float64", "cpu"), make_items(prompts, 28, 20)
     with patch.dict(lossless.SPECULATION, {"merged": (algorithm, *shape)}):
         given = {**configuration, "toggled": True, "speculation": "merged"}
         row, differences = run_configuration(models, 0, given, items, reference_texts(models, items))
