@@ -73,7 +73,7 @@ class MergedDrafter:
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         sources = context.state.sources
-        assert sources is not None
+        assert sources is not None and shape.copied
         own = self._model.propose(context, view, shape, sampling)
         text = self._lookup.propose(context, view, replace(shape, levels=shape.copied), sampling)
         model_B1, lookup_B1 = sources.weight_RN[view.slots.rows_B].to(own.scores_BP.dtype).split(1, dim=1)
