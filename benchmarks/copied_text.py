@@ -1,10 +1,10 @@
-"""Accepted length of a draft, of lookup, and of both in one tree: on dialogues, on code, and where a text is said again.
+"""Accepted length of a draft, of lookup and of both in one tree: dialogues, code, and a text that is said again.
 
     python -m benchmarks.copied_text [--prompts 12]
 
-The bundled model can't edit a text that it is given, so the edit is made backwards, as in ``benchmarks.prediction``: the
-model's own answer to a code prompt, edited, stands before the prompt, and a grammar holds the model to that answer. A
-step is one target forward that emitted tokens, the bonus token counted. All rows of a workload have the same texts.
+The bundled model can't edit a text that it is given, so the edit is made backwards, as in ``benchmarks.prediction``:
+the model's own answer to a code prompt, edited, stands before the prompt, and a grammar holds the model to that answer.
+A step is one target forward that emitted tokens, the bonus token counted. All rows of a workload have the same texts.
 """
 
 from __future__ import annotations
