@@ -64,6 +64,8 @@ SPECULATION: dict[str, tuple[str, int, int, int] | None] = {
     "EAGLE3 tree of 64": ("EAGLE3", 6, 8, 64),
     "NGRAM chain": ("NGRAM", 8, 1, 9),
     "NGRAM tree": ("NGRAM", 6, 3, 16),
+    "EAGLE3 chain + NGRAM": ("EAGLE3+NGRAM", 3, 1, 12),
+    "EAGLE tree + NGRAM": ("EAGLE+NGRAM", 4, 3, 16),
 }
 CHOICES: dict[str, Sequence[Any]] = {
     "speculation": list(SPECULATION),
@@ -202,7 +204,7 @@ def settings_of(models: Models, configuration: Configuration, items: Sequence[It
     speculation = SPECULATION[configuration["speculation"]]
     if speculation is not None:
         algorithm, steps, topk, tokens = speculation
-        if draft := models.drafts.get(algorithm):
+        if draft := models.drafts.get(algorithm.partition("+")[0]):
             settings["speculative_draft_model_path"] = str(draft)
         settings |= {
             "speculative_algorithm": algorithm,

@@ -105,6 +105,16 @@ class LevelTotals(msgspec.Struct, frozen=True):
     accepted: int
 
 
+class SourceTotals(msgspec.Struct, frozen=True):
+    """Of a drafter that shares trees with another: how many of its first choices were compared with the text, as far
+    as the text followed them and whether they were verified or not; how many of these were right; and how many accepted
+    tokens it had among its candidates, those that both had included."""
+
+    tested: int
+    right: int
+    accepted: int
+
+
 class CostTotals(msgspec.Struct, frozen=True):
     """What the controller's cost model says of the steps that ran: the seconds it foretold for them, the seconds that
     plain decoding would have needed for the tokens they gave, and its mean relative error of late."""
@@ -122,6 +132,7 @@ class StepTotals(msgspec.Struct, frozen=True):
     shape: str | None = None  # of the latest
     shapes: dict[str, ShapeTotals] = {}
     levels: list[LevelTotals] = []
+    sources: dict[str, SourceTotals] = {}  # by drafter, where trees have several
     batches: list[int] = msgspec.field(default_factory=lambda: [0])
     requests: int = 0
     cost: CostTotals | None = None  # None: the shape is fixed, nothing was measured

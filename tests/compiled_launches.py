@@ -286,7 +286,7 @@ def launch_drafted(
     if integers:
         multiply_integers(head_of(scheduler))
     steps = [
-        (each, StepShape(slots=2, nodes=2 * min(3 * branching, 24), levels=2, branching=branching))
+        (each, StepShape(2, 2 * min(3 * branching, 24), 2, branching, copied=4 * ("+" in algorithm)))
         for branching, params in branchings.items()
         for each in params
     ]
@@ -366,6 +366,7 @@ def main() -> None:
         launch_plain(checkpoints)
         launch_drafted(checkpoints, "EAGLE", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "NGRAM", {1: [PLAIN], 4: [PLAIN]})
+        launch_drafted(checkpoints, "EAGLE3+NGRAM", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "EAGLE3", dict.fromkeys((1, 2, 4, 8, 10, 16, 20), both))
         for algorithm in ("EAGLE", "EAGLE3"):
             launch_drafted(checkpoints, algorithm, {1: [PLAIN], 8: [PLAIN]}, integers=True)

@@ -41,17 +41,17 @@ class Checkpoints:
     eagle3: Path
 
     def draft(self, algorithm: str) -> Path | None:
-        return {"EAGLE": self.eagle, "EAGLE3": self.eagle3}.get(algorithm)
+        return {"EAGLE": self.eagle, "EAGLE3": self.eagle3}.get(algorithm.partition("+")[0])
 
-    def scheduler(self, algorithm: str, shape: Shape, **settings: Any) -> Scheduler:
-        """One that drafts."""
+    def scheduler(self, algorithm: str, shape: Shape | None, **settings: Any) -> Scheduler:
+        """One that drafts; ``shape`` None: what the controller chooses."""
         names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         draft = self.draft(algorithm)
         return make_scheduler(
             self.target,
             speculative_algorithm=algorithm,
             speculative_draft_model_path=None if draft is None else str(draft),
-            **dict(zip(names, shape, strict=True)),
+            **({} if shape is None else dict(zip(names, shape, strict=True))),
             **settings,
         )
 

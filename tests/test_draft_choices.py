@@ -225,6 +225,9 @@ def test_which_targets_carry_a_draft(mimo: Path, target: Path) -> None:
         "NEXTN",
         "MTP",
         "NAIVE_EAGLE",
+        "EAGLE+NGRAM",
+        "NEXTN+NGRAM",
+        "MTP+NGRAM",
     ]
     assert not any(carries_draft(name, target) for name in METHOD_NAMES)
     assert not carries_draft("MTP", target / "nowhere")

@@ -33,6 +33,8 @@ SHAPES: list[Shape] = [
     ("EAGLE3", 4, 4, 16),
     ("EAGLE3", 6, 8, 64),
     ("EAGLE", 5, 2, 12),
+    ("EAGLE3+NGRAM", 3, 1, 12),
+    ("EAGLE3+NGRAM", 4, 4, 16),
 ]
 MODELS = Models(BUNDLED_MODEL, BUNDLED_DRAFTS, "float32", "cuda")
 TIE = 1e-4

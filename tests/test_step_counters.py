@@ -207,7 +207,7 @@ def test_batches_of_any_size_are_counted() -> None:
     sizes = [1, 2, 3, 4, 5, 512, 513, 5000]
     for size in sizes:
         counters.ran(StepShape.plain(size), size, 0.5)
-    totals = counters.totals(None, None)
+    totals = counters.totals(None, (), None)
     assert totals.batches == [1, 1, 2, 1, 0, 0, 0, 0, 0, 1, 2]
     assert totals.requests == sum(sizes)
     assert totals.shapes["off"].seconds == 4.0

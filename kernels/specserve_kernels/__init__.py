@@ -14,10 +14,9 @@ from specserve_kernels.reference.linear.quantize import GROUP, Rounded
 from specserve_kernels.reference.linear.quantized import dequantize, quantize
 from specserve_kernels.reference.sampling.philox import gumbel_noise
 from specserve_kernels.reference.sampling.sampling import add_bias, penalize, perturb, truncate
-from specserve_kernels.reference.tree import accept, commit, grow, lookup, prediction, select
+from specserve_kernels.reference.tree import accept, commit, grow, lookup, merge, prediction, select, sources
 from specserve_kernels.reference.tree import gather_slots as _gather_slots
 from specserve_kernels.reference.tree.commit import count_tokens, store_page_features
-from specserve_kernels.reference.tree.merge import merge_pools
 from specserve_kernels.reference.tree.nodes import address, chain_masks, tree_masks
 from specserve_kernels.types import (
     MAX_NODES,
@@ -27,6 +26,7 @@ from specserve_kernels.types import (
     Prediction,
     Slots,
     SlotTables,
+    Sources,
     Tree,
     tree_pool_size,
 )
@@ -43,7 +43,9 @@ grow_level = dispatched(grow.grow_level)
 indexed_linear = dispatched(indexed.indexed_linear)
 integer_linear = dispatched(integer.integer_linear)
 linear = dispatched(_linear.linear)
+merge_pools = dispatched(merge.merge_pools)
 move_kv = dispatched(commit.move_kv)
+observe_source = dispatched(sources.observe_source)
 pair_inputs = dispatched(embed_and_concat.pair_inputs)
 pair_inputs_rounded = dispatched(embed_and_concat.pair_inputs_rounded)
 quantized_linear = dispatched(quantized.quantized_linear)
@@ -65,6 +67,7 @@ __all__ = [
     "Rounded",
     "SlotTables",
     "Slots",
+    "Sources",
     "Tree",
     "accept_path",
     "add_bias",
@@ -88,6 +91,7 @@ __all__ = [
     "linear",
     "merge_pools",
     "move_kv",
+    "observe_source",
     "on_gpu",
     "paged_attention",
     "pair_inputs",

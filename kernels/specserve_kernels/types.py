@@ -75,8 +75,9 @@ class Level:
 class Pool:
     """A drafter's candidates, parents before children. ``parents``: pool index of the parent, -1 for the root.
 
-    Siblings carry different tokens and stand together, the best first. Scores fall along every path; -inf is no
-    candidate. ``levels``: the greatest depth; ``is_chain``: entry i is the only child of entry i - 1.
+    Siblings carry different tokens, and those of one source stand the best first. Scores fall along every path; -inf
+    is no candidate. ``levels``: the greatest depth; ``is_chain``: entry i is the only child of entry i - 1;
+    ``parts``: the pools that it was merged from, none for a pool of one source.
     """
 
     tokens_BP: Tensor  # int64
@@ -85,6 +86,7 @@ class Pool:
     scores_BP: Tensor  # cumulative log-probability
     levels: int
     is_chain: bool
+    parts: tuple[Pool, ...] = ()
 
     @classmethod
     def of_tree(
@@ -131,6 +133,7 @@ class Tree:
     path_TA: Tensor  # [T, S], tokens on the path to each node, the root's not, V where there are none
     q_start: Tensor  # [B + 1]
     is_chain: bool  # every accepted node already lies at its final slot
+    parts: tuple[Pool, ...] = ()  # its pool's
 
     @property
     def levels(self) -> int:
@@ -142,7 +145,7 @@ class Tree:
 class Accepted:
     """The way down each tree, and where its entries lie. ``[B, S + 1]`` each, by depth; page 0 beyond the end.
 
-    *First choices* are nodes of which each, and each above it, is the best child of its parent: what a chain would have
+    *First choices* are nodes of which each, and each above it, comes before its siblings: what a chain would have
     drafted, as far as the tree holds it. Those accepted are how far one would have got."""
 
     path_BS: Tensor  # packed index, 0 beyond the end
@@ -183,6 +186,29 @@ class Prediction:
         tokens = torch.zeros(rows, size, dtype=torch.int32, device=device)
         counts, trust = torch.zeros(rows, 2, device=device), torch.zeros(rows, device=device)
         return cls(tokens, length, place, counts, trust)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What the claims of each of N sources of candidates are worth: ``weight_RN``, float32, multiplies their
+    log-probabilities, 1 for a source that is wrong as often as it says. 0 where there was no request yet; the last row
+    is padding's."""
+
+    weight_RN: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, count: int, device: torch.device) -> Sources:
+        weight_RN = torch.zeros(rows, count, device=device)
+        weight_RN[-1] = 1
+        return cls(weight_RN)
+
+    def begin(self, rows_X: Tensor) -> None:
+        """Requests take these rows, and begin with the geometric mean of what all requests had last."""
+        weight_RN = self.weight_RN[:-1]
+        known_RN = weight_RN > 0
+        log_1N = weight_RN.clamp(min=1e-9).log().where(known_RN, 0).sum(0, keepdim=True)
+        mean_1N = (log_1N / known_RN.sum(0, keepdim=True).clamp(min=1)).exp()
+        self.weight_RN.index_copy_(0, rows_X, mean_1N.expand(len(rows_X), -1))
 
 
 def tree_pool_size(levels: int, branching: int) -> int:

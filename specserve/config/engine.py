@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specserve.config.settings import SETTINGS, Settings
 from specserve.config.speculation import DYNAMIC, shape_of
-from specserve.methods import Method, method_of
+from specserve.methods import Copies, Method, method_of
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
@@ -92,9 +92,9 @@ class EngineConfig:
         )
 
     @property
-    def draft_of_text(self) -> bool:
-        """Whether drafts are copied from a text."""
-        return self.draft is not None and self.draft.method.of_text
+    def draft_copies(self) -> Copies:
+        """Which drafts are copied from a text."""
+        return "none" if self.draft is None else self.draft.method.copies
 
     @property
     def longest_launch(self) -> int:

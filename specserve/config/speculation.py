@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specserve.config.settings import SETTINGS, SPECULATION, Settings
-from specserve.methods import method_of, names_where
+from specserve.methods import MOST_COPIED, method_of, names_where
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
@@ -147,12 +147,14 @@ def _plain(settings: Settings, notes: list[str]) -> Settings:
 
 def _fit(settings: Settings, notes: list[str]) -> Settings:
     steps, topk, tokens = (getattr(settings, name) for name in SHAPE)
-    if topk == 1 and tokens != steps + 1:
+    copies = "none" if settings.method is None else settings.method.copies
+    if topk == 1 and tokens != steps + 1 and copies != "some":
         why = f"with topk 1 a chain of {steps} drafts and its root is verified whole, {tokens} was given"
         tokens = steps + 1
         settings = settings.choose("speculative_num_draft_tokens", tokens, why, notes)
-    of_text = settings.method is not None and settings.method.of_text
-    pool = steps * topk if of_text else pool_size(steps, topk)
+    pool = steps * topk if copies == "all" else pool_size(steps, topk)
+    if copies == "some":
+        pool += MOST_COPIED * topk
     if tokens > pool + 1:
         raise ValueError(
             f"--speculative-num-draft-tokens: {steps} steps of topk {topk} draft {pool} candidates, so at "

@@ -74,7 +74,11 @@ def complete(cost: CostModel, most_slots: int, candidates: Candidates) -> CostMo
 
 def _between(shape: StepShape, measured: Mapping[StepShape, float]) -> float:
     """A line through the nearest measured shapes by nodes, first of the same draft, then of any."""
-    same = [m for m in measured if (m.levels, m.branching) == (shape.levels, shape.branching)]
+    same = [
+        m
+        for m in measured
+        if (m.levels, m.branching, m.copied) == (shape.levels, shape.branching, shape.copied)
+    ]
     points = sorted((m.nodes, measured[m]) for m in same or measured)
     below = max((p for p in points if p[0] <= shape.nodes), default=points[0])
     above = min((p for p in points if p[0] >= shape.nodes), default=points[-1])

@@ -46,6 +46,7 @@ class Emitted:
     logprobs: list[TokenLogprob] | None
     scores: list[TokenLogprob]  # of the row's scored prompt tokens
     predicted: range = range(0)  # of the request's prediction: what its tokens are, from the first on
+    sources: Sequence[int] = ()  # of each source tokens tested, of these right, and accepted
 
 
 class Stopwatch:
@@ -82,15 +83,17 @@ class Launch:
         stopwatch: Stopwatch | None = None,
         predicted_B2: Tensor | None = None,
         scores: Logprobs | None = None,
+        sources_BX: Tensor | None = None,
     ) -> None:
         """``packed`` ``[B, S + 4]``: tokens, -1 beyond the end, then nodes drafted, first choices and those accepted;
         ``predicted_B2``: as in a step's result, None where nobody has a prediction; ``scores``: of the scored prompt
-        tokens, by row."""
+        tokens, by row; ``sources_BX``: as in a step's result."""
         self._rows = rows
         self._stopwatch = stopwatch
         self._packed = _to_host(packed)
         self._logprobs, self._scores = _on_host(logprobs), _on_host(scores)
         self._predicted = None if predicted_B2 is None else _to_host(predicted_B2)
+        self._sources = None if sources_BX is None else _to_host(sources_BX)
         self._event = torch.cuda.Event() if packed.is_cuda else None
         if self._event is not None:
             self._event.record()
@@ -108,7 +111,9 @@ class Launch:
         out, reported, scored = [], 0, 0
         nothing = [(0, 0)] * len(self._rows)
         predicted = nothing if self._predicted is None else self._predicted.tolist()
-        for row, entry, (first, count) in zip(self._rows, self._packed.tolist(), predicted, strict=True):
+        sources = [()] * len(self._rows) if self._sources is None else self._sources.tolist()
+        entries = zip(self._rows, self._packed.tolist(), predicted, sources, strict=True)
+        for row, entry, (first, count), told in entries:
             *chosen, drafted, chain, firsts = entry
             tokens = [token for token in chosen if token >= 0]
             logprobs = None
@@ -119,7 +124,8 @@ class Launch:
             if row.scored:
                 scores = _row_logprobs(self._scores, row.params.prompt_logprobs or 0, row.scored, scored)
                 scored += len(row.scored)
-            out.append(Emitted(tokens, drafted, chain, firsts, logprobs, scores, range(first, first + count)))
+            foretold = range(first, first + count)
+            out.append(Emitted(tokens, drafted, chain, firsts, logprobs, scores, foretold, told))
         return out
 
 
@@ -275,7 +281,8 @@ class Runner:
         accepted = result.accepted
         logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS, accepted.path_BS)
         packed, predicted_B2 = accepted.packed_BX[: len(rows)], _asked(rows, result.predicted_B2)
-        return Launch(packed, logprobs, rows, stopwatch, predicted_B2)
+        told = None if result.sources_BX is None else result.sources_BX[: len(rows)]
+        return Launch(packed, logprobs, rows, stopwatch, predicted_B2, sources_BX=told)
 
     def _constrained(self, rows: Sequence[Row], slots: list[int], shape: StepShape) -> StepResult:
         """A step in two halves: between them the host looks what may follow each node of the trees."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from specserve.methods import MOST_COPIED, Copies
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch, Controller
 from specserve.speculation.control.cost import CostModel
@@ -22,12 +23,16 @@ def batch_buckets(largest: int) -> tuple[int, ...]:
     return (*(size for size in (*_BUCKETS, *more) if size < largest), largest)
 
 
-def step_shape(slots: int, speculation: Speculation | None, drafting: int) -> StepShape:
-    """The shape of a step of ``slots``, with a budget for ``drafting`` of them; plain where that leaves nothing."""
+def step_shape(
+    slots: int, speculation: Speculation | None, drafting: int, copies: Copies = "none"
+) -> StepShape:
+    """The shape of a step of ``slots``, with a budget for ``drafting`` of them; plain where that leaves nothing. Text
+    beside a model's drafts goes as deep as there are nodes for it."""
     if speculation is None or not drafting or slots >= MAX_STEP_NODES:
         return StepShape.plain(slots)
     steps, topk, tokens = speculation
-    return StepShape(slots, min(slots + drafting * (tokens - 1), MAX_STEP_NODES), steps, topk)
+    copied = min(tokens - 1, MOST_COPIED) if copies == "some" else 0
+    return StepShape(slots, min(slots + drafting * (tokens - 1), MAX_STEP_NODES), steps, topk, copied)
 
 
 class ShapePolicy(Protocol):
@@ -63,6 +68,7 @@ class StaticShapes:
 
     speculation: Speculation | None
     padding: Padding = Padding()
+    copies: Copies = "none"
 
     @property
     def cost(self) -> None:
@@ -77,7 +83,7 @@ class StaticShapes:
         size = self.padding.size(slots)
         if size in self.padding.buckets and drafting:
             drafting = size  # one shape a bucket; what some slots may not have goes to others
-        return step_shape(size, self.speculation, drafting)
+        return step_shape(size, self.speculation, drafting, self.copies)
 
     def plain(self, slots: int) -> StepShape:
         return StepShape.plain(self.padding.size(slots))
@@ -121,34 +127,43 @@ _OF_TEXT: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
     (256, ((2, 1, 2), (8, 1, 3), (16, 1, 3))),
 )
 """The same where levels cost nothing: long chains, few nodes for each of many requests."""
+_BESIDE_TEXT: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
+    (4, ((1, 1, 6), (2, 1, 9), (3, 1, 12), (5, 1, 17), (4, 4, 16), (5, 8, 32), (8, 4, 32))),
+    (16, ((1, 1, 4), (2, 1, 6), (3, 1, 8), (5, 1, 12), (4, 4, 16))),
+    (64, ((1, 1, 3), (2, 1, 4), (3, 1, 5), (5, 1, 6))),
+    (256, ((1, 1, 2), (2, 1, 3), (3, 1, 4))),
+)
+"""The same where text is copied beside a model's drafts: nodes for a longer chain than the model's."""
+_TABLES = {"none": _CANDIDATES, "all": _OF_TEXT, "some": _BESIDE_TEXT}
 
 
-def candidate_shapes(slots: int, of_text: bool = False) -> list[StepShape]:
-    """What the controller may choose for a batch of ``slots``, plain decoding first. ``of_text``: drafts are copied
-    from a text, not computed."""
-    table = _OF_TEXT if of_text else _CANDIDATES
+def candidate_shapes(slots: int, copies: Copies = "none") -> list[StepShape]:
+    """What the controller may choose for a batch of ``slots``, plain decoding first. ``copies``: which drafts are
+    copied from a text, not computed."""
+    table = _TABLES[copies]
     choices = next((choices for most, choices in table if slots <= most), table[-1][1])
-    shapes = [step_shape(slots, speculation, slots) for speculation in (None, *choices)]
+    shapes = [step_shape(slots, speculation, slots, copies) for speculation in (None, *choices)]
     return list(dict.fromkeys(shapes))
 
 
 @dataclass(frozen=True, slots=True)
 class ShapePlan:
     """All shapes that an engine may run: ``speculation`` in every step, or, ``adaptive``, the controller's choice.
-    ``of_text``: as ``candidate_shapes`` takes it."""
+    ``copies``: as ``candidate_shapes`` takes it."""
 
     speculation: Speculation | None
     adaptive: bool
     most_slots: int
     padding: Padding = Padding()
-    of_text: bool = False
+    copies: Copies = "none"
 
     def candidates(self, slots: int) -> list[StepShape]:
         """What a batch of ``slots`` may run, plain decoding first."""
         size = self.padding.size(slots)
         if self.adaptive:
-            return candidate_shapes(size, self.of_text)
-        return list(dict.fromkeys(step_shape(size, self.speculation, drafting) for drafting in (0, size)))
+            return candidate_shapes(size, self.copies)
+        drafting = 0, size
+        return list(dict.fromkeys(step_shape(size, self.speculation, each, self.copies) for each in drafting))
 
     def shapes(self) -> list[StepShape]:
         """Those of all batch sizes."""
@@ -166,7 +181,7 @@ class ShapePlan:
     def margin(self) -> int:
         """Positions past a context that steps may look at: rows that end are cut after the step that overran."""
         shapes = self.shapes()
-        return max(s.reserve for s in shapes) + 2 * (max(s.levels for s in shapes) + 1)
+        return max(s.reserve for s in shapes) + 2 * (max(s.depth for s in shapes) + 1)
 
     @property
     def headroom(self) -> int:

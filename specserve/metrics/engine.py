@@ -26,6 +26,8 @@ class EngineCollector(Collector):
         yield from _steps(stats.step_totals)
         if stats.step_totals.drafter is not None:
             yield from _levels(stats.step_totals, stats.step_totals.drafter)
+        if stats.step_totals.sources:
+            yield from _sources(stats.step_totals)
         if stats.step_totals.cost is not None:
             yield from _cost(stats.step_totals.cost)
 
@@ -128,6 +130,20 @@ def _levels(totals: StepTotals, drafter: str) -> Iterator[Metric]:
         accepted.add_metric([drafter, str(number)], level.accepted)
     yield tested
     yield accepted
+
+
+def _sources(totals: StepTotals) -> Iterator[Metric]:
+    helps = {
+        "tested": "First choices of a drafter that were compared with the text, as far as it followed them, verified "
+        "or not. Of drafters that share trees, as the two next.",
+        "right": "Those of them that the text had.",
+        "accepted": "Accepted tokens that a drafter had among its candidates; those that both had count for both.",
+    }
+    for name, text in helps.items():
+        family = CounterMetricFamily(f"specserve_spec_source_{name}_tokens", text, labels=["source"])
+        for source, counts in totals.sources.items():
+            family.add_metric([source], getattr(counts, name))
+        yield family
 
 
 def _cost(cost: CostTotals) -> Iterator[Metric]:

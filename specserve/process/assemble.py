@@ -176,15 +176,13 @@ def _overlap(config: EngineConfig, drafter: Drafter) -> bool:
 def shape_plan(config: EngineConfig) -> ShapePlan:
     """The shapes that steps may have; those within the buckets are captured."""
     padding = Padding(batch_buckets(config.largest_graph) if config.largest_graph is not None else ())
-    return ShapePlan(
-        config.shape, config.adaptive, config.max_running_requests, padding, config.draft_of_text
-    )
+    return ShapePlan(config.shape, config.adaptive, config.max_running_requests, padding, config.draft_copies)
 
 
 def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePolicy:
     """What chooses among them; measured costs first, where it needs them."""
     if not plan.adaptive:
-        return StaticShapes(plan.speculation, plan.padding)
+        return StaticShapes(plan.speculation, plan.padding, plan.copies)
     phase.enter("measuring steps")
     begin = time.perf_counter()
     if graphs.steps:
@@ -238,6 +236,7 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
         sampler_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         device=device,
         prediction_size=prediction_limit(config.context_length) if drafter.vocab_size else 0,
+        sources=len(drafter.needs.sources),
     )
     pool = _pool(pool_config, pages, device)
     return Context(target, drafter, pool, attention, state, config.model.vocab_size)

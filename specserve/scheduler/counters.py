@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 
-from specserve.messages import CostTotals, LevelTotals, ShapeTotals, Stats, StepTotals
+from specserve.messages import CostTotals, LevelTotals, ShapeTotals, SourceTotals, Stats, StepTotals
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
 
@@ -73,6 +73,7 @@ class StepCounters:
     batches: list[int] = field(default_factory=lambda: [0] * BATCH_BUCKETS)
     deepest_tested: Counter[int] = field(default_factory=Counter)  # draft level, 0 for none
     deepest_accepted: Counter[int] = field(default_factory=Counter)
+    sources: list[int] = field(default_factory=list)  # three counts of each
 
     def ran(self, shape: StepShape, requests: int, seconds: float) -> None:
         """A step of this many requests."""
@@ -84,8 +85,13 @@ class StepCounters:
 
     def drafted(self, shape: StepShape, nodes: int, accepted: int) -> None:
         """What a step drafted for one request besides its root, and how much of that the target chose."""
-        self.deepest_tested[min(accepted + 1, nodes, shape.levels)] += 1
+        self.deepest_tested[min(accepted + 1, nodes, shape.depth)] += 1
         self.deepest_accepted[accepted] += 1
+
+    def told(self, counts: Sequence[int]) -> None:
+        """What a step said of the sources of one request's tree: of each three counts, none without several."""
+        if counts:
+            self.sources = [a + b for a, b in zip(self.sources or [0] * len(counts), counts, strict=True)]
 
     def priced(
         self, cost: CostModel, shape: StepShape, plain: StepShape, kv_tokens: int, gained: float
@@ -94,13 +100,15 @@ class StepCounters:
         self.predicted_seconds += cost.seconds(shape, kv_tokens)
         self.plain_seconds += cost.seconds(plain, kv_tokens) * gained
 
-    def totals(self, drafter: str | None, cost: CostModel | None) -> StepTotals:
-        """``cost`` None: its sums mean nothing and are left out."""
+    def totals(self, drafter: str | None, names: Sequence[str], cost: CostModel | None) -> StepTotals:
+        """``names``: of the sources of its trees. ``cost`` None: its sums mean nothing and are left out."""
+        counts = self.sources or [0] * (3 * len(names))
         return StepTotals(
             drafter=drafter,
             shape=self.shape,
             shapes={label: ShapeTotals(self.steps[label], self.seconds[label]) for label in self.steps},
             levels=self._levels(),
+            sources={name: SourceTotals(*counts[3 * i : 3 * i + 3]) for i, name in enumerate(names)},
             batches=list(self.batches),
             requests=self.requests,
             cost=None if cost is None else CostTotals(self.predicted_seconds, self.plain_seconds, cost.error),

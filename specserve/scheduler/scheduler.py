@@ -59,7 +59,7 @@ class _InFlight:
     @property
     def adds(self) -> int:
         """Most tokens it may add to a request's cache beyond what prefill counted."""
-        return self.shape.levels + 1 if self.shape is not None else 0
+        return self.shape.depth + 1 if self.shape is not None else 0
 
 
 class Scheduler:
@@ -176,7 +176,9 @@ class Scheduler:
             late_kernels=WATCH.late,
             eager_steps=self.runner.eager_steps,
             step_totals=self._step_counters.totals(
-                self.runner.context.drafter.name or None, self._policy.cost
+                self.runner.context.drafter.name or None,
+                self.runner.context.drafter.needs.sources,
+                self._policy.cost,
             ),
         )
 
@@ -482,6 +484,7 @@ class Scheduler:
         )
         self._counters.drafted += emitted.drafted
         self._step_counters.drafted(shape, emitted.drafted, len(emitted.tokens) - 1)
+        self._step_counters.told(emitted.sources)
 
     def _extend(self, request: Request, emitted: Emitted, from_step: bool) -> FinishReason | None:
         """Appends tokens up to the request's end and tells the front. Returns why it ends, if it does."""

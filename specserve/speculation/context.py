@@ -38,6 +38,7 @@ class DrafterNeeds:
     last_layer: bool = False  # what the target's last layer gives of every token, in prefill as well
     feature_size: int = 0  # numbers kept for each slot, and for each page's last token
     tokens_on_host: bool = False  # each step's tokens before the next one, which rules out overlap
+    sources: tuple[str, ...] = ()  # whose candidates are told apart, and measured, in one tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
-        """Return candidates of at most ``shape.levels`` levels for every slot, in shapes fixed by ``shape``."""
+        """Return candidates of at most ``shape.depth`` levels for every slot, in shapes fixed by ``shape``."""
         ...
 
     def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:

@@ -10,12 +10,13 @@ from specserve_kernels import MAX_NODES, tree_pool_size
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What a step is captured for. ``nodes``: of the whole batch, roots included. ``levels`` 0 is plain decoding: a
-    tree of one node a slot."""
+    tree of one node a slot. ``copied``: levels of copied text next to a model's, 0 where there is no such drafter."""
 
     slots: int
     nodes: int
     levels: int
     branching: int
+    copied: int = 0
 
     @classmethod
     def plain(cls, slots: int) -> StepShape:
@@ -24,7 +25,12 @@ class StepShape:
     @property
     def pool_size(self) -> int:
         """Most candidates that a drafter proposes for one slot."""
-        return tree_pool_size(self.levels, self.branching)
+        return tree_pool_size(self.levels, self.branching) + self.copied * self.branching
+
+    @property
+    def depth(self) -> int:
+        """Most tokens on a path after the root."""
+        return max(self.levels, self.copied)
 
     @property
     def max_nodes(self) -> int:
@@ -35,4 +41,4 @@ class StepShape:
     def reserve(self) -> int:
         """Positions from ``length`` on that a step may write in a slot: nodes, a drafter's scratch, the bonus token's
         entry."""
-        return max(self.max_nodes, 1 + max(self.levels - 1, 0) * self.branching, self.levels + 2)
+        return max(self.max_nodes, 1 + max(self.levels - 1, 0) * self.branching, self.depth + 2)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from specserve_kernels import Prediction, SlotTables, follow_prediction
+from specserve_kernels import Prediction, SlotTables, Sources, follow_prediction
 from torch import Tensor
 
 from specserve.core import MAX_BIAS, SamplingParams
@@ -89,7 +89,7 @@ class DecodeState:
     ``admit`` writes of every request lies in two tensors of rows side by side, so that few launches write it.
 
     ``positions``: of one slot, whole pages. ``prediction_size``: tokens of the longest predicted text, 0 where nothing
-    is drafted: then there is no table.
+    is drafted: then there is no table. ``sources``: drafters whose claims are measured, 0: there is no table of these.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class DecodeState:
         sampler_dtype: torch.dtype,
         device: torch.device,
         prediction_size: int = 0,
+        sources: int = 0,
     ) -> None:
         rows = slots + 1
         self.dummy = slots
@@ -146,6 +147,7 @@ class DecodeState:
             in_prompt=torch.zeros(rows, vocab_size, dtype=torch.bool, device=device),
         )
         self.prediction = Prediction.empty(rows, prediction_size, device) if prediction_size else None
+        self.sources = Sources.empty(rows, sources, device) if sources else None
         # The dummy row attends to its own position 1: a draft row must see an entry, and slot 0 has none.
         self.slots.length[self.dummy] = 1
 
@@ -179,6 +181,8 @@ class DecodeState:
         self.sampling.bias_ids.index_fill_(0, slots_N, self.sampling.counts.shape[1])
         if self.prediction is not None:
             self.prediction.length_R.index_copy_(0, slots_N, predicted_N)
+        if self.sources is not None:
+            self.sources.begin(slots_N)
         for row, bias, text in zip(rows, biases, predicted, strict=True):
             self._admit_rest(row, bias, text)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specserve_kernels import Accepted, Tree, accept_path, select_tree, single_nodes
+import torch
+from specserve_kernels import Accepted, Tree, accept_path, observe_source, select_tree, single_nodes
 from torch import Tensor
 
 from specserve.attention.base import Nodes
@@ -38,11 +39,13 @@ class Verified:
 class StepResult:
     """``accepted.packed_BX`` are the step's tokens; ``logits_TV`` the target's raw logits at every node;
     ``predicted_B2``, None if no request has a predicted text: the index there of the token that was expected, and how
-    many of the step's tokens were what it says from there on."""
+    many of the step's tokens were what it says from there on; ``sources_BX``, None unless the trees have several
+    sources: three counts of each, as ``observe_source`` gives them."""
 
     accepted: Accepted
     logits_TV: Tensor
     predicted_B2: Tensor | None
+    sources_BX: Tensor | None
 
 
 def step(context: Context, view: View, shape: StepShape) -> StepResult:
@@ -52,7 +55,7 @@ def step(context: Context, view: View, shape: StepShape) -> StepResult:
 
 def plant_and_verify(context: Context, view: View, shape: StepShape) -> Verified:
     """The step's first half: trees of drafts, and the target's logits at their nodes."""
-    sampling = view.sampling(context, shape.levels)
+    sampling = view.sampling(context, shape.depth)
     tree = plant(context, view, shape, sampling)
     logits_TV, states = verify(context, view, shape, tree)
     return Verified(view, sampling, tree, logits_TV, states)
@@ -66,7 +69,17 @@ def settle(context: Context, verified: Verified, allowed: Allowed | None = None)
     accepted = accept_path(tree, chosen_T, view.slots)
     commit(context, view, accepted, verified.states, in_place=tree.is_chain)
     predicted_B2 = follow(context, view, view.slots.length_B, accepted.token_BS, accepted.count_B)
-    return StepResult(accepted, verified.logits_TV, predicted_B2)
+    return StepResult(accepted, verified.logits_TV, predicted_B2, observe(context, view, tree, accepted))
+
+
+def observe(context: Context, view: View, tree: Tree, accepted: Accepted) -> Tensor | None:
+    """Hold what each source of the trees proposed against what was emitted."""
+    sources = context.state.sources
+    if sources is None or not tree.parts:
+        return None
+    emitted = view.slots.rows_B, accepted.token_BS, accepted.count_B
+    found = [observe_source(pool, sources, number, *emitted) for number, pool in enumerate(tree.parts)]
+    return torch.cat(found, dim=1)
 
 
 def plant(context: Context, view: View, shape: StepShape, sampling: Sampling) -> Tree:

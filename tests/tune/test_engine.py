@@ -52,21 +52,24 @@ def test_the_grid_is_pruned() -> None:
 # Runs.
 
 
-def tune_engine(checkpoints: Checkpoints, candidates: Sequence[Candidate], work: Work) -> TuneEngine:
+def tune_engine(
+    checkpoints: Checkpoints, candidates: Sequence[Candidate], work: Work, algorithm: str = "EAGLE3"
+) -> TuneEngine:
     given = make_settings(
         model_path=str(checkpoints.target),
         device="cpu",
         dtype="float64",
         max_running_requests=5,
         random_seed=0,
-        speculative_algorithm="EAGLE3",
+        speculative_algorithm=algorithm,
         speculative_draft_model_path=str(checkpoints.eagle3),
     )
     return TuneEngine.load(resolve_paths(given)[0], candidates, work)
 
 
-def test_runs_of_a_full_batch(agreeing: Checkpoints) -> None:
-    engine = tune_engine(agreeing, [None, (3, 1, 4)], Work(PROMPTS, 20, 0.0))
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE3+NGRAM"])
+def test_runs_of_a_full_batch(algorithm: str, agreeing: Checkpoints) -> None:
+    engine = tune_engine(agreeing, [None, (3, 1, 4)], Work(PROMPTS, 20, 0.0), algorithm)
     for candidate in (None, (3, 1, 4)):
         run = engine.run(candidate, 2, 0, 6)
         assert run.seconds > 0

@@ -19,8 +19,8 @@ from specserve.speculation.shape import StepShape
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Family = tuple[int, int]  # branching; nodes a slot for trees, 0 for chains
-CHAIN: Family = (1, 0)
+Family = tuple[int, int, int]  # branching; nodes a slot for trees, 0 for chains; a model's levels beside text
+CHAIN: Family = (1, 0, 0)
 
 MAX_LEVELS = 64
 FORGET = 0.995  # of what is known of a level, at each step that tests it
@@ -172,8 +172,11 @@ def _chance(odds: Floats) -> Floats:
 
 
 def family_of(shape: StepShape) -> Family:
-    """Shapes of one family share their estimates: all chains do, and trees of equal width and size."""
-    return CHAIN if shape.branching == 1 else (shape.branching, shape.nodes // shape.slots)
+    """Shapes of one family share their estimates: all chains do, and trees of equal width and size; beside copied
+    text, where all are trees, those of as many levels."""
+    if shape.copied:
+        return shape.branching, shape.nodes // shape.slots, shape.levels
+    return CHAIN if shape.branching == 1 else (shape.branching, shape.nodes // shape.slots, 0)
 
 
 def _width_odds(family: Family) -> float:
@@ -221,13 +224,14 @@ class Acceptance:
         slots, budget = len(shifts), shape.nodes - shape.slots
         if not shape.levels or not budget:
             return float(slots)
-        odds_S = self._family_odds(family_of(shape), shape.levels)
+        family = family_of(shape)
+        odds_S = self._family_odds(family, shape.depth)
         each_RS = np.maximum(_chance(odds_S + shifts[:, None]), np.reshape(floors, (-1, 1)))
         reached_RS = np.minimum(each_RS, MOST).cumprod(axis=1)
-        depth_S = np.arange(1, shape.levels + 1)
+        depth_S = np.arange(1, shape.depth + 1)
         reached_RS[depth_S > caps[:, None]] = 0
         kept_RS = reached_RS * (1 - ends) ** depth_S
-        if shape.branching > 1 or budget >= kept_RS.size:
+        if family != CHAIN or budget >= kept_RS.size:
             return slots + float(kept_RS.sum())
         return slots + float(np.partition(kept_RS, -budget, axis=None)[-budget:].sum())
 
@@ -241,12 +245,12 @@ class Acceptance:
             return
         shift_R = np.array([skills[index].shift for index in own])
         accepted_R = np.array(given.emitted)[own] - 1
-        offered_R = np.minimum(shape.levels, np.array(given.drafted)[own])  # exact for chains
-        family, chain_S = family_of(shape), self._chain_odds(shape.levels)
+        offered_R = np.minimum(shape.depth, np.array(given.drafted)[own])  # exact for chains
+        family, chain_S = family_of(shape), self._chain_odds(shape.depth)
         if family == CHAIN:
             chain = tests = _Tests.of(chain_S, shift_R, accepted_R, offered_R)
         else:
-            odds_S = self._family_odds(family, shape.levels)
+            odds_S = self._family_odds(family, shape.depth)
             tests = _Tests.of(odds_S, shift_R, accepted_R, offered_R)
             chain = _Tests.of(chain_S, shift_R, np.array(given.firsts)[own], np.array(given.chains)[own])
             self._learn_tree(family, tests, chain)

@@ -30,11 +30,11 @@ TURNOVER_FORGET = 0.99  # at each step
 FIRST_ALLOWANCE = 5  # steps' time that may be lost before any passed
 
 
-_Kind = tuple[int, int]  # levels and branching
+_Kind = tuple[int, int, int]  # levels, branching, and those copied
 
 
 def _kind(shape: StepShape) -> _Kind:
-    return shape.levels, shape.branching
+    return shape.levels, shape.branching, shape.copied
 
 
 @dataclass(slots=True)
@@ -168,7 +168,7 @@ class Controller:
     def _is_stale(self, shape: StepShape, near: bool) -> bool:
         doubtful = self.cost.error > DOUBT
         told = (
-            self._present is not None and self._present[1] > 1 and shape.branching == 1
+            self._present is not None and self._present[1] > 1 and shape.branching == 1 and not shape.copied
         )  # by the trees that run
         worth = (near and (doubtful or not told)) if shape.levels else doubtful
         limit = STALE_NEAR if worth else STALE_STEPS

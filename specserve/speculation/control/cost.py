@@ -2,8 +2,8 @@
 of both.
 
 The table is made at start on an idle machine and an empty cache. What a loaded one does to it is learned as three
-factors: one for all shapes (the machine), one for a draft's (its levels and branching), and one for the shape alone.
-A step moves all three, so that the cost of a shape that did not run for long follows those that do.
+factors: one for all shapes (the machine), one for a draft's (its levels, branching and copied levels), and one for the
+shape alone. A step moves all three, so that the cost of a shape that did not run for long follows those that do.
 """
 
 from __future__ import annotations
@@ -52,4 +52,5 @@ class CostModel:
 
 
 def _keys(shape: StepShape) -> tuple[Key, Key, Key]:
-    return (), (shape.levels, shape.branching), (shape.levels, shape.branching, shape.slots, shape.nodes)
+    draft = shape.levels, shape.branching, shape.copied
+    return (), draft, (*draft, shape.slots, shape.nodes)

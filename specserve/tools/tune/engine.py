@@ -63,8 +63,9 @@ class TuneEngine:
         _, _, config = resolve_engine(replace(given, **shape), with_front=True)
         torch.set_num_threads(config.cpu_threads or min(config.cores, torch.get_num_threads()))
         running = config.max_running_requests
-        adaptive = ShapePlan(None, True, running, of_text=config.draft_of_text)
-        plans = [ShapePlan(envelope(candidates), False, running), adaptive]
+        copies = config.draft_copies
+        shapes = (envelope(candidates), False), (None, True)
+        plans = [ShapePlan(each, adaptive, running, copies=copies) for each, adaptive in shapes]
         plan = max(plans, key=lambda plan: plan.margin)
         context = create_context(config, plan)
         largest = config.largest_graph
@@ -80,17 +81,17 @@ class TuneEngine:
 
     def shape(self, candidate: Candidate, batch: int) -> StepShape:
         """What a server with this candidate runs for a batch of this many."""
-        return StaticShapes(candidate, self.padding).shape(batch, batch)
+        return StaticShapes(candidate, self.padding, self.config.draft_copies).shape(batch, batch)
 
     def run(self, candidate: Candidate, batch: int, first: int, count: int, quick: bool = False) -> Run:
         """``count`` requests from the ``first`` on through a batch kept full."""
         self._capture([self.shape(candidate, batch)], candidate is not None)
-        policy = StaticShapes(candidate, self._one_bucket(batch))
+        policy = StaticShapes(candidate, self._one_bucket(batch), self.config.draft_copies)
         return self._run(policy, candidate is not None, batch, self.work.requests(first, count, quick))
 
     def run_controller(self, batch: int, first: int, count: int) -> Run:
         """The same, each step's shape chosen by the controller; it goes on from what it learned before."""
-        plan = ShapePlan(None, True, batch, self._one_bucket(batch), self.config.draft_of_text)
+        plan = ShapePlan(None, True, batch, self._one_bucket(batch), self.config.draft_copies)
         self._capture(plan.candidates(batch), drafted=True)
         if batch not in self._controllers:
             captured = self._graphs_of(drafted=True)

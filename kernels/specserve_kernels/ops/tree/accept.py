@@ -106,8 +106,8 @@ def _accept_kernel(
     bits = tl.sum(agrees.to(tl.int64) << local.to(tl.int64), axis=0)
     accepted = inside & ((mask & bits) == mask)
     count = tl.sum(accepted.to(tl.int32), axis=0)
-    # Siblings stand together, the best before the others.
-    is_first = inside & (parent != tl.load(parent_ptr + t - 1, mask=inside & (local > 1), other=-1))
+    elder = (parent[:, None] == parent[None, :]) & (local[None, :] < local[:, None]) & (local > 0)[None, :]
+    is_first = inside & ((local == 0) | (tl.sum(elder.to(tl.int32), axis=1) == 0))
     first_bits = tl.sum(is_first.to(tl.int64) << local.to(tl.int64), axis=0)
     chain = inside & ((mask & first_bits) == mask)
     followed = chain & accepted

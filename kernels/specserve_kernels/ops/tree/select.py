@@ -97,6 +97,7 @@ def select_tree(
         path_TA=path_TA,
         q_start=q_start,
         is_chain=pool.is_chain,
+        parts=pool.parts,
     )
 
 

@@ -1,5 +1,5 @@
 """Merge: the candidates of two drafters in one pool, to compete for the same budget. Shapes as in ``types``; P of the
-first pool, Q of the second. PyTorch on every device."""
+first pool, Q of the second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def merge_pools(first: Pool, second: Pool) -> Pool:
     """Return a pool of the entries of ``first``, then those of ``second``.
 
     A text that both propose keeps its entry in ``first``, with the better of both scores; the one in ``second`` dies
-    and its children become children of the other.
+    and its children become children of the other. On a GPU ``second`` is one ``of_branches``.
     """
     size, levels = first.scores_BP.shape[1], max(first.levels, second.levels)
     theirs_BQP = (_paths(second, levels)[:, :, None] == _paths(first, levels)[:, None]).all(-1)
@@ -32,6 +32,7 @@ def merge_pools(first: Pool, second: Pool) -> Pool:
         scores_BP=torch.cat([raised_BP, second.scores_BP.masked_fill(twin_BQ, -torch.inf)], 1),
         levels=levels,
         is_chain=False,
+        parts=(first, second),
     )
 
 

@@ -54,6 +54,7 @@ def select_tree(
         path_TA=path_tokens(token_T, parent_T, local_T, pool.levels, pad_id),
         q_start=q_start,
         is_chain=pool.is_chain,
+        parts=pool.parts,
     )
 
 

@@ -1,0 +1,92 @@
+"""Accepted length of a draft, of lookup and of both in one tree: dialogues, code, and a text that is said again.
+
+    python -m benchmarks.copied_text [--prompts 12]
+
+The bundled model can't edit a text that it is given, so the edit is made backwards, as in ``benchmarks.prediction``:
+the model's own answer to a code prompt, edited, stands before the prompt, and a grammar holds the model to that answer.
+A step is one target forward that emitted tokens, the bonus token counted. All rows of a workload have the same texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from benchmarks.acceptance import tokens_per_step
+from benchmarks.common import CODE_TOKENS, load_prompts, write_results
+from benchmarks.prediction import before_the_edit
+from specserve import LLM, SamplingParams
+from specserve.grammar import choice
+from specserve.llm import RequestOutput
+
+SHAPES: list[tuple[str, tuple[int, int, int]]] = [
+    ("EAGLE3", (5, 1, 6)),
+    ("EAGLE3", (5, 4, 16)),
+    ("NGRAM", (15, 1, 16)),
+    ("NGRAM", (8, 3, 16)),
+    ("EAGLE3+NGRAM", (5, 1, 6)),
+    ("EAGLE3+NGRAM", (5, 4, 16)),
+]
+Work = list[tuple[list[int], SamplingParams]]
+
+
+def open_llm(algorithm: str, shape: tuple[int, int, int] | None) -> LLM:
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    settings: dict[str, Any] = {} if shape is None else dict(zip(names, shape, strict=True))
+    return LLM(speculative_algorithm=algorithm, max_running_requests=1, **settings)
+
+
+def workloads(count: int) -> dict[str, Work]:
+    """Prompts and how they are answered, greedily."""
+    rows, params = load_prompts(), SamplingParams(temperature=0, max_tokens=CODE_TOKENS)
+    with open_llm("NONE", None) as llm:
+        tokenizer = llm._tokenizer
+        assert tokenizer is not None
+        chats = [tokenizer.encode_chat(row["messages"]) for row in rows if "messages" in row][:count]
+        codes = [row["prompt"] for row in rows if "prompt" in row][:count]
+        answers = [output.text for output in llm.generate(codes, params)]
+        again = [
+            (
+                tokenizer.encode(f"{before_the_edit(answer)}\n\n\n{code}"),
+                SamplingParams(temperature=0, max_tokens=2 * CODE_TOKENS, grammar=choice([answer])),
+            )
+            for code, answer in zip(codes, answers, strict=True)
+            if answer
+        ]
+        return {
+            "dialogue": [(chat, params) for chat in chats],
+            "code": [(tokenizer.encode(code), params) for code in codes],
+            "rewriting": again,
+        }
+
+
+def measure(count: int) -> list[dict[str, Any]]:
+    figures: list[dict[str, Any]] = []
+    work = workloads(count)
+    expected: dict[str, list[list[int]]] = {}
+    for algorithm, shape in SHAPES:
+        row: dict[str, Any] = {"algorithm": algorithm, "shape": shape}
+        with open_llm(algorithm, shape) as llm:
+            for name, requests in work.items():
+                outputs: list[RequestOutput] = llm.generate(
+                    [prompt for prompt, _ in requests], [params for _, params in requests]
+                )
+                texts = [output.token_ids for output in outputs]
+                assert expected.setdefault(name, texts) == texts, f"{algorithm}, {name}: another text"
+                row[name] = round(tokens_per_step(outputs), 2)
+        figures.append(row)
+        print(row, flush=True)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=12)
+    args = parser.parse_args()
+    print("written to", write_results("copied_text", measure(args.prompts)))
+
+
+if __name__ == "__main__":
+    main()

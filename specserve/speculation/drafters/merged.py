@@ -1,0 +1,84 @@
+"""A model's drafts and copied text in one tree, which compete for the same nodes.
+
+Select takes what is likeliest of both. That is no worse than either alone, by as much as their probabilities are right:
+of all trees of as many nodes, it then has the most accepted tokens to be expected, and the trees of either source are
+among them. What each source claims is therefore held against each request's text at every step, and its
+log-probabilities are multiplied by what came of it: see ``specserve_kernels.reference.tree.sources``.
+
+Shapes: B slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from specserve_kernels import Accepted, Pool, merge_pools
+from torch import Tensor
+
+from specserve.methods import parts_of
+from specserve.models.llama import LlamaModel
+from specserve.speculation.context import Context, Drafter, PromptTokens, TargetStates, View
+from specserve.speculation.drafters import load_drafter
+from specserve.speculation.drafters.options import DraftOptions
+from specserve.speculation.dynamic_map import LiveMap
+from specserve.speculation.sampler import Sampling
+from specserve.speculation.shape import StepShape
+
+
+class MergedDrafter:
+    """Runs ``model`` for the shape's levels and lets ``lookup``, which keeps nothing, copy as far as it goes."""
+
+    def __init__(self, name: str, model: Drafter, lookup: Drafter) -> None:
+        self.name = name
+        self.needs = replace(model.needs, sources=(model.name, lookup.name))
+        self.kv = model.kv
+        self._model = model
+        self._lookup = lookup
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        path: Path,
+        target: LlamaModel,
+        layer: int,
+        max_positions: int,
+        dtype: torch.dtype,
+        options: DraftOptions,
+    ) -> MergedDrafter:
+        """Load both. Raises ValueError for a head that does not fit."""
+        model, lookup = (
+            load_drafter(part, path, target, layer, max_positions, dtype, options) for part in parts_of(name)
+        )
+        return cls(name, model, lookup)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def live_map(self) -> LiveMap | None:
+        return self._model.live_map
+
+    def scratch(self, shape: StepShape) -> int:
+        return self._model.scratch(shape)
+
+    def pick(self, rows_R: Tensor) -> None:
+        self._model.pick(rows_R)
+
+    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
+        self._model.prefill(context, view, prompts, states)
+
+    def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
+        sources = context.state.sources
+        assert sources is not None and shape.copied
+        own = self._model.propose(context, view, shape, sampling)
+        text = self._lookup.propose(context, view, replace(shape, levels=shape.copied), sampling)
+        model_B1, lookup_B1 = sources.weight_RN[view.slots.rows_B].to(own.scores_BP.dtype).split(1, dim=1)
+        weighed = replace(text, scores_BP=text.scores_BP * (lookup_B1 / model_B1))
+        return replace(merge_pools(own, weighed), parts=(own, text))
+
+    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+        return self._model.commit(context, accepted, states)
