@@ -41,9 +41,8 @@ class _Verify:
 
     def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
         n = self.nodes
-        return attend_nodes(
-            q_TND, cache, n.pages_BM, n.length_B, n.q_start, n.mask_T, n.max_nodes, self.workspace
-        )
+        tree = n.q_start, n.position_T, n.mask_T, n.max_nodes, n.levels
+        return attend_nodes(q_TND, cache, n.pages_BM, n.length_B, *tree, self.workspace)
 
 
 @dataclass(frozen=True, slots=True)
