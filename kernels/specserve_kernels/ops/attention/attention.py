@@ -66,8 +66,7 @@ def _begin_of(unit, fine, NEAR: tl.constexpr, FAR: tl.constexpr):
 @triton.jit
 def _work(
     length_B, q_start, slots, nodes, ahead,
-    TAIL: tl.constexpr, PATH: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, SLOTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    TAIL: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Of each slot: tiles of rows; where the positions end that rows may share; the last position of a path."""
     slot_S = tl.arange(0, SLOTS)
@@ -83,7 +82,7 @@ def _work(
         last_S = end_S - 1
     else:
         end_S = length_S // ALIGNED * ALIGNED
-        last_S = end_S + PATH - 1
+        last_S = length_S + ahead
     return tl.cdiv(count_S * GROUP, R), end_S, last_S
 
 
@@ -169,25 +168,25 @@ def _on_path(bits_C, number_C):
 
 @triton.jit
 def _fold_paths(
-    q_RD, top_R, sum_RX, acc_RD, start, first, count, length, ahead, begin, low, high, position_T, seen, entries,
+    q_RD, top_R, sum_RX, acc_RD, base, start, first, count, length, ahead, position_T, seen, entries,
     at_head, value, table, scale, page_stride,
-    TAIL: tl.constexpr, KV_START: tl.constexpr, PATH: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    PAGE: tl.constexpr, C: tl.constexpr,
+    TAIL: tl.constexpr, KV_START: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    C: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over what each row's node alone sees: positions from ``begin`` on, those from ``low`` to below
-    ``high``. ``start``: the tile's first row."""
+    """The online softmax over the ``ALIGNED`` positions from ``base`` on, where each row's node sees its own path.
+    ``start``: the tile's first row."""
     R: tl.constexpr = q_RD.shape[0]
     row_R, column_C = start + tl.arange(0, R), tl.arange(0, C)
+    at_C = base + column_C % ALIGNED
     local = start // GROUP
-    while local < tl.minimum((start + R - 1) // GROUP + 1, count):  # C // PATH nodes at a time
-        local_C = local + column_C // PATH
+    while local < tl.minimum((start + R - 1) // GROUP + 1, count):  # C // ALIGNED nodes at a time
+        local_C = local + column_C // ALIGNED
         there_C = local_C < count
         node_C = first.to(tl.int64) + local_C
         position_C = length + ahead + column_C * 0
         if TAIL == "tree":
             position_C = tl.load(position_T + node_C, mask=there_C, other=0).to(tl.int32)
-        at_C = begin + column_C % PATH
-        there_C &= (at_C <= position_C) & (at_C >= tl.maximum(low, KV_START)) & (at_C < high)
+        there_C &= (at_C <= position_C) & (at_C >= KV_START)
         own_C = there_C & (at_C >= length)
         if TAIL == "tree":
             cached_C = length + _on_path(tl.load(seen + node_C, mask=own_C, other=0), at_C - length)
@@ -198,7 +197,7 @@ def _fold_paths(
             q_RD, tl.where(own_C, cached_C, at_C), sees_RC & there_C[None, :], there_C, at_head, value, table, scale,
             top_R, sum_RX, acc_RD, page_stride, HEADS, PAGE,
         )  # fmt: skip
-        local += C // PATH
+        local += C // ALIGNED
     return top_R, sum_RX, acc_RD
 
 
@@ -226,12 +225,11 @@ def _attend_kernel(
     slots,
     total,  # T
     nodes,  # a slot; its most in a chain or tree
-    ahead,  # the position of all tokens is length + ahead, but in a chain or tree
+    ahead,  # the position of all tokens is length + ahead, of a tree the last one's; not in a chain
     entries,  # A
     most,  # units that can be stored
     TAIL: tl.constexpr,
     KV_START: tl.constexpr,
-    PATH: tl.constexpr,  # positions of a node alone
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -250,7 +248,7 @@ def _attend_kernel(
 ):
     head, worker, workers = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.num_programs(0) // HEADS
     tiles_S, end_S, last_S = _work(
-        length_B, q_start, slots, nodes, ahead, TAIL, PATH, GROUP, R, SLOTS, ALIGNED
+        length_B, q_start, slots, nodes, ahead, TAIL, GROUP, R, SLOTS, ALIGNED
     )
     alone = (TAIL == "chain") | (TAIL == "none")
     fine = tl.sum(tiles_S * (_unit_of(last_S, True, True, NEAR, FAR) + 1), 0) <= tl.minimum(workers, most)
@@ -309,37 +307,34 @@ def _attend_kernel(
                 )
                 top_R, sum_RX, acc_RD = nothing_seen(R, D)
         its = (_at(slot, entry_S - tiles_S * stored_S) + tile * stored) * HEADS + head
+        mine = its + unit * HEADS
         if (TAIL == "tree") | (TAIL == "listed"):  # noqa: SIM102
-            if unit + 1 == units:  # the last split that all share goes on with each row's path
-                size = split_size(visible_end, NEAR, FAR)
-                split_end = visible_end // size * size + size
-                top_R, sum_RX, acc_RD = _fold_paths(
-                    q_RD, top_R, sum_RX, acc_RD, tile * R, first, count, length, ahead, visible_end, visible_end,
-                    split_end, position_T, seen, entries, at_head, value, table, scale, page_stride, TAIL, KV_START,
-                    PATH, GROUP, HEADS, PAGE, C,
-                )  # fmt: skip
-                if split_end < visible_end + PATH:  # and the next one
-                    its_top_R, its_sum_RX, its_acc_RD = nothing_seen(R, D)
-                    its_top_R, its_sum_RX, its_acc_RD = _fold_paths(
-                        q_RD, its_top_R, its_sum_RX, its_acc_RD, tile * R, first, count, length, ahead, visible_end,
-                        split_end, visible_end + PATH, position_T, seen, entries, at_head, value, table, scale,
-                        page_stride, TAIL, KV_START, PATH, GROUP, HEADS, PAGE, C,
-                    )  # fmt: skip
-                    if stored > units:
-                        mine = its + units * HEADS
-                        _store_sums(acc, stats, mine, live_R, its_top_R, row_sums(its_sum_RX), its_acc_RD)
-                    else:
+            if unit + 1 == units:  # the last one that all share goes on with each row's path
+                base = visible_end
+                while base <= length + ahead:
+                    if (base > visible_end) & (base % split_size(base, NEAR, FAR) == 0):
                         all_top_R, all_sum_R, all_acc_RD = merge(
                             all_top_R, all_sum_R, all_acc_RD, top_R, row_sums(sum_RX), acc_RD
                         )
-                        top_R, sum_RX, acc_RD = its_top_R, its_sum_RX, its_acc_RD
+                        top_R, sum_RX, acc_RD = nothing_seen(R, D)
+                        if stored > units:
+                            _store_sums(acc, stats, mine, live_R, all_top_R, all_sum_R, all_acc_RD)
+                            all_top_R, all_sum_RX, all_acc_RD = nothing_seen(R, D)
+                            all_sum_R = row_sums(all_sum_RX)
+                            mine += HEADS
+                    top_R, sum_RX, acc_RD = _fold_paths(
+                        q_RD, top_R, sum_RX, acc_RD, base, tile * R, first, count, length, ahead, position_T, seen,
+                        entries, at_head, value, table, scale, page_stride, TAIL, KV_START, GROUP, HEADS, PAGE, C,
+                        ALIGNED,
+                    )  # fmt: skip
+                    base += ALIGNED
         all_top_R, all_sum_R, all_acc_RD = merge(
             all_top_R, all_sum_R, all_acc_RD, top_R, row_sums(sum_RX), acc_RD
         )
         if stored == 1:
             _store_rows(out, all_acc_RD, all_sum_R, node_R, head_R, live_R, HEADS * GROUP)
         else:
-            _store_sums(acc, stats, its + unit * HEADS, live_R, all_top_R, all_sum_R, all_acc_RD)
+            _store_sums(acc, stats, mine, live_R, all_top_R, all_sum_R, all_acc_RD)
             ticket = tickets + (slot * HEADS + head) * tl.cdiv(nodes * GROUP, R) + tile
             tl.debug_barrier()
             if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == units - 1:
@@ -429,7 +424,7 @@ def attend_nodes(
         tail = "chain" if levels is None else "tree"
     return _launch(
         q_TND, cache, pages_BM, length_B, workspace, nodes=max_nodes if tail != "none" else 1, tail=tail,
-        levels=levels or 0, q_start=q_start, position_T=position_T, seen=mask_T,
+        ahead=levels or 0, q_start=q_start, position_T=position_T, seen=mask_T,
     )  # fmt: skip
 
 
@@ -450,7 +445,7 @@ def attend_frontier(
     nodes, entries = scratch_BKA.shape[1:]
     return _launch(
         q_TND, cache, pages_BM, prefix_B, workspace, nodes=nodes, tail="listed" if nodes > 1 and entries else "none",
-        levels=entries, ahead=entries - 1, kv_start=kv_start, seen=scratch_BKA,
+        ahead=entries - 1, entries=entries, kv_start=kv_start, seen=scratch_BKA,
     )  # fmt: skip
 
 
@@ -463,11 +458,11 @@ def _launch(
     *,
     nodes: int,
     tail: str,
-    levels: int,
     q_start: Tensor | None = None,
     position_T: Tensor | None = None,
     seen: Tensor | None = None,
     ahead: int = 0,
+    entries: int = 0,
     kv_start: int = 0,
 ) -> Tensor:
     slots, (total, heads, size), kv_heads = len(length_B), q_TND.shape, cache.shape[3]
@@ -476,7 +471,6 @@ def _launch(
     out = q_TND.new_empty(q_TND.shape)
     q_start, position_T, seen = (length_B if x is None else x for x in (q_start, position_T, seen))
     group = heads // kv_heads
-    path = max(2 * ALIGNED, triton.next_power_of_2(levels + ALIGNED))
     kernel: Any = _attend_kernel
     kernel[(kv_heads * plan.workers,)](
         q_TND,
@@ -497,18 +491,17 @@ def _launch(
         total,
         nodes,
         ahead,
-        ahead + 1,
+        entries,
         plan.most,
         TAIL=tail,
         KV_START=kv_start,
-        PATH=path,
         GROUP=group,
         HEADS=kv_heads,
         D=size,
         PAGE=cache.shape[2],
         R=plan.rows,
         N=plan.block,
-        C=max(_COLUMNS, path),
+        C=_COLUMNS,
         STAGES=plan.stages,
         MERGED=plan.merged,
         MERGED_ROWS=min(16, triton.next_power_of_2(nodes * group)),
