@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 from specserve_kernels.ops.attention import prefill
-from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
+from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes, list_paths
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan
 from specserve_kernels.ops.device import limits_of
 from torch import Tensor
@@ -178,21 +178,11 @@ def ours(shape: Shape, x: Inputs) -> Run:
         scratch_BKA = x.length_B[:, None, None] + own_K1 + level_A
         return lambda cache: attend_frontier(x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work)
     mask_T, depth_T = masks(shape)
-    counts = torch.tensor(shape.counts, device=DEVICE)
-    position_T = x.length_B.repeat_interleave(counts) + depth_T
-    levels = int(depth_T.max()) if shape.kind == "tree" else None
-    return lambda cache: attend_nodes(
-        x.q_TND,
-        cache,
-        x.pages_BM,
-        x.length_B,
-        x.q_start,
-        position_T,
-        mask_T,
-        shape.most or shape.nodes,
-        levels,
-        work,
-    )
+    slot_T = torch.arange(shape.slots, device=DEVICE).repeat_interleave(torch.tensor(shape.counts, device=DEVICE))
+    tree = shape.kind == "tree"
+    path_TA = list_paths(mask_T, slot_T, x.length_B, int(depth_T.max())) if tree else None
+    where = x.pages_BM, x.length_B, x.q_start, path_TA, shape.most or shape.nodes
+    return lambda cache: attend_nodes(x.q_TND, cache, *where, work)
 
 
 def flashinfer_run(shape: Shape, x: Inputs) -> Run | None:

@@ -42,11 +42,11 @@ from specserve_kernels.ops.attention.splits import (
     split_size,
 )
 from specserve_kernels.ops.device import limits_of, tickets
-from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
+from specserve_kernels.ops.pdl import let_next_begin, load_settled, overlap, take_turn, wait_for_inputs
 
 HEAD_DIMS = (32, 64, 128, 256)
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
-_COLUMNS = 128  # of paths that are gathered at a time
+_COLUMNS = 64  # of paths that are gathered at a time
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _begin_of(unit, fine, NEAR: tl.constexpr, FAR: tl.constexpr):
 
 @triton.jit
 def _work(
-    length_B, q_start, slots, nodes, ahead,
+    length_B, q_start, slots, nodes, entries,
     TAIL: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Of each slot: tiles of rows; where the positions end that rows may share; the last position of a path."""
@@ -78,11 +78,11 @@ def _work(
     else:
         count_S = tl.where(there_S, nodes, 0)
     if (TAIL == "chain") | (TAIL == "none"):
-        end_S = tl.maximum(length_S + (count_S if TAIL == "chain" else ahead + 1), 1)
+        end_S = tl.maximum(length_S + (count_S if TAIL == "chain" else entries), 1)
         last_S = end_S - 1
     else:
         end_S = length_S // ALIGNED * ALIGNED
-        last_S = length_S + ahead
+        last_S = length_S + entries - 1
     return tl.cdiv(count_S * GROUP, R), end_S, last_S
 
 
@@ -150,27 +150,36 @@ def _store_rows(out, acc_XD, sum_X, node_X, head_X, live_X, HEADS: tl.constexpr)
     tl.store(at_XD, result_XD.to(out.dtype.element_ty), mask=live_X[:, None])
 
 
-@triton.jit
-def _on_path(bits_C, number_C):
-    """The place of the set bit that ``number_C`` others precede, found by halves."""
-    place_C, width = tl.zeros_like(number_C), 32
-    for _ in tl.static_range(6):
-        half_C = (bits_C >> place_C.to(tl.int64)) & ((1 << width) - 1)
-        ones_C = half_C - ((half_C >> 1) & 0x55555555)
-        ones_C = (ones_C & 0x33333333) + ((ones_C >> 2) & 0x33333333)
-        ones_C = (ones_C + (ones_C >> 4)) & 0x0F0F0F0F
-        ones_C = ((ones_C * 0x01010101 >> 24) & 0xFF).to(tl.int32)
-        place_C += tl.where(number_C >= ones_C, width, 0)
-        number_C -= tl.where(number_C >= ones_C, ones_C, 0)
-        width = width // 2
-    return place_C
+@triton.jit(do_not_specialize=["slots", "entries"])
+def _list_paths_kernel(mask_T, slot_T, length_B, out, slots, entries, OVERLAP: tl.constexpr):
+    """Each node's ancestors and itself in order, as positions in the cache; -1 after the last."""
+    node, bit = tl.program_id(0).to(tl.int64), tl.arange(0, 64)
+    wait_for_inputs(OVERLAP)
+    let_next_begin(OVERLAP)
+    mask = tl.load(mask_T + node).to(tl.int64)
+    length = tl.load(length_B + tl.minimum(tl.load(slot_T + node), slots - 1))  # padding has none
+    on_path = ((mask >> bit.to(tl.int64)) & 1).to(tl.int32)
+    before = tl.cumsum(on_path, 0) - on_path
+    place = tl.where(on_path != 0, before, tl.sum(on_path, 0) + bit - before)
+    listed = tl.where(on_path != 0, length + bit, -1)
+    tl.store(out + node * entries + place, listed.to(tl.int32), mask=place < entries)
+
+
+def list_paths(mask_T: Tensor, slot_T: Tensor, length_B: Tensor, levels: int) -> Tensor:
+    """For ``attend_nodes``: each node's path. ``mask_T``: int64 ancestor bits, ``slot_T``: of which slot a node is,
+    ``levels``: the most depth. Returns int32 ``[T, levels + 1]``: positions in the cache, then -1."""
+    out_TA = mask_T.new_empty((len(mask_T), levels + 1), dtype=torch.int32)
+    kernel: Any = _list_paths_kernel
+    kernel[(len(mask_T),)](
+        mask_T, slot_T, length_B, out_TA, len(length_B), levels + 1, num_warps=1, **overlap()
+    )  # fmt: skip
+    return out_TA
 
 
 @triton.jit
 def _fold_paths(
-    q_RD, top_R, sum_RX, acc_RD, base, start, first, count, length, ahead, position_T, seen, entries,
-    at_head, value, table, scale, page_stride,
-    TAIL: tl.constexpr, KV_START: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    q_RD, top_R, sum_RX, acc_RD, base, start, first, count, length, seen, entries, at_head, value, table, scale,
+    page_stride, KV_START: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
     C: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the ``ALIGNED`` positions from ``base`` on, where each row's node sees its own path.
@@ -183,27 +192,23 @@ def _fold_paths(
         local_C = local + column_C // ALIGNED
         there_C = local_C < count
         node_C = first.to(tl.int64) + local_C
-        position_C = length + ahead + column_C * 0
-        if TAIL == "tree":
-            position_C = tl.load(position_T + node_C, mask=there_C, other=0).to(tl.int32)
-        there_C &= (at_C <= position_C) & (at_C >= KV_START)
-        own_C = there_C & (at_C >= length)
-        if TAIL == "tree":
-            cached_C = length + _on_path(tl.load(seen + node_C, mask=own_C, other=0), at_C - length)
-        else:
-            cached_C = tl.load(seen + node_C * entries + at_C - length, mask=own_C, other=0).to(tl.int32)
+        own_C = at_C >= length
+        listed = seen + node_C * entries + at_C - length
+        own_at_C = tl.load(listed, mask=there_C & own_C & (at_C < length + entries), other=-1).to(tl.int32)
+        cached_C = tl.where(own_C, own_at_C, at_C)
+        there_C &= (at_C >= KV_START) & (cached_C >= 0)
         sees_RC = (row_R // GROUP)[:, None] == local_C[None, :]
         top_R, sum_RX, acc_RD = fold_columns(
-            q_RD, tl.where(own_C, cached_C, at_C), sees_RC & there_C[None, :], there_C, at_head, value, table, scale,
-            top_R, sum_RX, acc_RD, page_stride, HEADS, PAGE,
+            q_RD, cached_C, sees_RC & there_C[None, :], there_C, at_head, value, table, scale, top_R, sum_RX, acc_RD,
+            page_stride, HEADS, PAGE,
         )  # fmt: skip
         local += C // ALIGNED
     return top_R, sum_RX, acc_RD
 
 
 @triton.jit(
-    do_not_specialize=["slots", "table_stride", "total", "nodes", "ahead", "entries", "most"],
-    do_not_specialize_on_alignment=["pages_BM", "length_B", "q_start", "position_T", "seen"],
+    do_not_specialize=["slots", "table_stride", "total", "nodes", "entries", "most"],
+    do_not_specialize_on_alignment=["pages_BM", "length_B", "q_start", "seen"],
 )  # fmt: skip
 def _attend_kernel(
     q,  # [T, Hq, D], rows q_stride apart
@@ -211,8 +216,7 @@ def _attend_kernel(
     pages_BM,
     length_B,
     q_start,  # [B + 1], of a chain or tree
-    position_T,  # of a tree
-    seen,  # of a tree [T] ancestor bits; "listed": [B, K, A] positions in the cache of those from length on
+    seen,  # of a tree or "listed" [T, A] positions in the cache of a path from length on, -1 after its last
     out,  # [T, Hq, D]
     acc,  # [most, HEADS, R, D] float32, and stats [most, HEADS, 2, R]: maxima in base 2, sums, of each unit of a tile
     stats,
@@ -225,8 +229,7 @@ def _attend_kernel(
     slots,
     total,  # T
     nodes,  # a slot; its most in a chain or tree
-    ahead,  # the position of all tokens is length + ahead, of a tree the last one's; not in a chain
-    entries,  # A
+    entries,  # A: the last position of a path is length + A - 1, that of all tokens where there is one only
     most,  # units that can be stored
     TAIL: tl.constexpr,
     KV_START: tl.constexpr,
@@ -248,7 +251,7 @@ def _attend_kernel(
 ):
     head, worker, workers = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.num_programs(0) // HEADS
     tiles_S, end_S, last_S = _work(
-        length_B, q_start, slots, nodes, ahead, TAIL, GROUP, R, SLOTS, ALIGNED
+        length_B, q_start, slots, nodes, entries, TAIL, GROUP, R, SLOTS, ALIGNED
     )
     alone = (TAIL == "chain") | (TAIL == "none")
     fine = tl.sum(tiles_S * (_unit_of(last_S, True, True, NEAR, FAR) + 1), 0) <= tl.minimum(workers, most)
@@ -311,7 +314,7 @@ def _attend_kernel(
         if (TAIL == "tree") | (TAIL == "listed"):  # noqa: SIM102
             if unit + 1 == units:  # the last one that all share goes on with each row's path
                 base = visible_end
-                while base <= length + ahead:
+                while base < length + entries:
                     if (base > visible_end) & (base % split_size(base, NEAR, FAR) == 0):
                         all_top_R, all_sum_R, all_acc_RD = merge(
                             all_top_R, all_sum_R, all_acc_RD, top_R, row_sums(sum_RX), acc_RD
@@ -323,9 +326,8 @@ def _attend_kernel(
                             all_sum_R = row_sums(all_sum_RX)
                             mine += HEADS
                     top_R, sum_RX, acc_RD = _fold_paths(
-                        q_RD, top_R, sum_RX, acc_RD, base, tile * R, first, count, length, ahead, position_T, seen,
-                        entries, at_head, value, table, scale, page_stride, TAIL, KV_START, GROUP, HEADS, PAGE, C,
-                        ALIGNED,
+                        q_RD, top_R, sum_RX, acc_RD, base, tile * R, first, count, length, seen, entries, at_head,
+                        value, table, scale, page_stride, KV_START, GROUP, HEADS, PAGE, C, ALIGNED,
                     )  # fmt: skip
                     base += ALIGNED
         all_top_R, all_sum_R, all_acc_RD = merge(
@@ -402,29 +404,25 @@ def attend_nodes(
     pages_BM: Tensor,
     length_B: Tensor,
     q_start: Tensor,
-    position_T: Tensor,
-    mask_T: Tensor,
+    path_TA: Tensor | None,
     max_nodes: int,
-    levels: int | None,
     workspace: Workspace,
 ) -> Tensor:
-    """Tree attention: node i of slot b sees positions below ``length_B[b]`` and ``length_B[b] + j`` for every bit j of
-    its mask. Keys and values of the nodes are already stored, node i's at ``length_B[b] + i``.
+    """Tree attention: a node of slot b sees positions below ``length_B[b]`` and its path. Keys and values of the nodes
+    are already stored, node i's at ``length_B[b] + i``.
 
     ``q_TND`` ``[T, Hq, D]``, rows may lie further apart than ``Hq * D``; ``cache`` ``[pages, (k, v), page size, Hk,
     D]``, the last three contiguous; both float16, bfloat16 or float32. ``q_start`` ``[B + 1]``: where each slot's
     nodes begin, at most ``max_nodes`` (64) a slot, none only where T is more than B; what lies beyond the last gets
-    zeros. ``position_T``: ``length_B[b]`` and the node's depth, at most ``levels``; with ``levels`` None each slot's
-    nodes are a chain, whose masks and positions are not read. Index tensors are int64 or int32, ``mask_T`` int64;
+    zeros. ``path_TA``: from ``list_paths``; None: each slot's nodes are a chain. Index tensors are int64 or int32;
     ``length_B`` and ``q_start`` are not from the launch right before this one: see ``overlap``. Returns
     ``[T, Hq, D]``, contiguous.
     """
-    tail = "none"
-    if len(q_TND) != len(length_B):
-        tail = "chain" if levels is None else "tree"
+    if len(q_TND) == len(length_B):
+        return _launch(q_TND, cache, pages_BM, length_B, workspace, nodes=1, tail="none")
     return _launch(
-        q_TND, cache, pages_BM, length_B, workspace, nodes=max_nodes if tail != "none" else 1, tail=tail,
-        ahead=levels or 0, q_start=q_start, position_T=position_T, seen=mask_T,
+        q_TND, cache, pages_BM, length_B, workspace, nodes=max_nodes, tail="chain" if path_TA is None else "tree",
+        entries=0 if path_TA is None else path_TA.shape[1], q_start=q_start, seen=path_TA,
     )  # fmt: skip
 
 
@@ -445,7 +443,7 @@ def attend_frontier(
     nodes, entries = scratch_BKA.shape[1:]
     return _launch(
         q_TND, cache, pages_BM, prefix_B, workspace, nodes=nodes, tail="listed" if nodes > 1 and entries else "none",
-        ahead=entries - 1, entries=entries, kv_start=kv_start, seen=scratch_BKA,
+        entries=entries, kv_start=kv_start, seen=scratch_BKA,
     )  # fmt: skip
 
 
@@ -459,17 +457,15 @@ def _launch(
     nodes: int,
     tail: str,
     q_start: Tensor | None = None,
-    position_T: Tensor | None = None,
     seen: Tensor | None = None,
-    ahead: int = 0,
-    entries: int = 0,
+    entries: int = 1,
     kv_start: int = 0,
 ) -> Tensor:
     slots, (total, heads, size), kv_heads = len(length_B), q_TND.shape, cache.shape[3]
     tree = tail in ("tree", "listed")
     plan, sums = workspace.of(q_TND, cache, slots, nodes, pages_BM.shape[1] * cache.shape[2], tree)
     out = q_TND.new_empty(q_TND.shape)
-    q_start, position_T, seen = (length_B if x is None else x for x in (q_start, position_T, seen))
+    q_start, seen = (length_B if x is None else x for x in (q_start, seen))
     group = heads // kv_heads
     kernel: Any = _attend_kernel
     kernel[(kv_heads * plan.workers,)](
@@ -478,7 +474,6 @@ def _launch(
         pages_BM,
         length_B,
         q_start,
-        position_T,
         seen,
         out,
         *sums,
@@ -490,7 +485,6 @@ def _launch(
         slots,
         total,
         nodes,
-        ahead,
         entries,
         plan.most,
         TAIL=tail,
