@@ -178,7 +178,9 @@ def ours(shape: Shape, x: Inputs) -> Run:
         scratch_BKA = x.length_B[:, None, None] + own_K1 + level_A
         return lambda cache: attend_frontier(x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work)
     mask_T, depth_T = masks(shape)
-    slot_T = torch.arange(shape.slots, device=DEVICE).repeat_interleave(torch.tensor(shape.counts, device=DEVICE))
+    slot_T = torch.arange(shape.slots, device=DEVICE).repeat_interleave(
+        torch.tensor(shape.counts, device=DEVICE)
+    )
     tree = shape.kind == "tree"
     path_TA = list_paths(mask_T, slot_T, x.length_B, int(depth_T.max())) if tree else None
     where = x.pages_BM, x.length_B, x.q_start, path_TA, shape.most or shape.nodes

@@ -131,10 +131,10 @@ def _merge_stored(
     top_X, sum_XX, acc_XD = nothing_seen(row_X.shape[0], D)
     sum_X, unit_X = row_sums(sum_XX), tl.zeros_like(row_X)
     for unit in range(0, units, MERGED):
-        loaded = ()
+        loaded: Any = ()
         for i in tl.static_range(MERGED):
             there_X = live_X & (unit_X + i < units)
-            loaded += (_load_sums(acc, stats, its + (unit + i) * apart, row_X, there_X, R, D),)  # type: ignore[assignment]
+            loaded += (_load_sums(acc, stats, its + (unit + i) * apart, row_X, there_X, R, D),)
         for i in tl.static_range(MERGED):
             its_top_X, its_sum_X, its_acc_XD = loaded[i]
             top_X, sum_X, acc_XD = merge(top_X, sum_X, acc_XD, its_top_X, its_sum_X, its_acc_XD)
@@ -250,9 +250,7 @@ def _attend_kernel(
     OVERLAP: tl.constexpr,
 ):
     head, worker, workers = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.num_programs(0) // HEADS
-    tiles_S, end_S, last_S = _work(
-        length_B, q_start, slots, nodes, entries, TAIL, GROUP, R, SLOTS, ALIGNED
-    )
+    tiles_S, end_S, last_S = _work(length_B, q_start, slots, nodes, entries, TAIL, GROUP, R, SLOTS, ALIGNED)
     alone = (TAIL == "chain") | (TAIL == "none")
     fine = tl.sum(tiles_S * (_unit_of(last_S, True, True, NEAR, FAR) + 1), 0) <= tl.minimum(workers, most)
     apart = fine | (tl.sum(tiles_S * (_unit_of(last_S, False, True, NEAR, FAR) + 1), 0) <= most)
