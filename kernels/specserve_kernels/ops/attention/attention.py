@@ -131,12 +131,12 @@ def _merge_stored(
     top_X, sum_XX, acc_XD = nothing_seen(row_X.shape[0], D)
     sum_X, unit_X = row_sums(sum_XX), tl.zeros_like(row_X)
     for unit in range(0, units, MERGED):
-        loaded: Any = ()
+        loaded = ()
         for i in tl.static_range(MERGED):
             there_X = live_X & (unit_X + i < units)
-            loaded += (_load_sums(acc, stats, its + (unit + i) * apart, row_X, there_X, R, D),)
+            loaded += (_load_sums(acc, stats, its + (unit + i) * apart, row_X, there_X, R, D),)  # type: ignore[assignment]
         for i in tl.static_range(MERGED):
-            its_top_X, its_sum_X, its_acc_XD = loaded[i]
+            its_top_X, its_sum_X, its_acc_XD = loaded[i]  # type: ignore[var-annotated]
             top_X, sum_X, acc_XD = merge(top_X, sum_X, acc_XD, its_top_X, its_sum_X, its_acc_XD)
         unit_X += MERGED
     return sum_X, acc_XD
