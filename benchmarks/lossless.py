@@ -294,12 +294,11 @@ def run_matrix(
     models: Models,
     items: Sequence[Item],
     texts: int,
-    choices: Mapping[str, Sequence[Any]] = CHOICES,
+    configurations: Sequence[Configuration],
     show: Callable[[str], None] = print,
 ) -> Report:
-    """Spreads at least ``texts`` answers over all configurations."""
-    expected = reference_texts(models, items)
-    report, configurations = Report(), pairwise(choices)
+    """Spreads at least ``texts`` answers over the configurations."""
+    expected, report = reference_texts(models, items), Report()
     share, start = -(-texts // len(configurations)), 0
     show(f"{len(items)} requests, {len(configurations)} configurations of {share} texts")
     for number, configuration in enumerate(configurations):
@@ -361,13 +360,16 @@ def main() -> None:
     parser.add_argument("--eagle", type=Path, default=BUNDLED_DRAFTS["EAGLE"])
     parser.add_argument("--eagle3", type=Path, default=BUNDLED_DRAFTS["EAGLE3"])
     parser.add_argument("--prompts", type=Path, default=PROMPTS)
+    parser.add_argument("--part", default="0/1", help="K/N: every N-th configuration from the K-th on")
     parser.add_argument("--output", type=Path, help="write the report as JSON")
     args = parser.parse_args()
+    first, step = map(int, args.part.split("/"))
     models = Models(args.model_path, {"EAGLE": args.eagle, "EAGLE3": args.eagle3}, args.dtype, args.device)
     prompts = [prompt[:48] for prompt in read_prompts(args.prompts, args.model_path)]
     begin = time.perf_counter()
     items = make_items(prompts, args.requests, args.max_tokens)
-    report = run_matrix(models, items, args.texts, show=lambda line: print(line, flush=True))
+    configurations = pairwise(CHOICES)[first::step]
+    report = run_matrix(models, items, args.texts, configurations, lambda line: print(line, flush=True))
     if args.output is not None:
         figures = {
             "dtype": args.dtype,

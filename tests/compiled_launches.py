@@ -314,7 +314,9 @@ def launch_attention(size: int, slots: int, nodes: int, dtype: torch.dtype = tor
         torch.zeros(slots + 1, dtype=torch.int64),
         torch.zeros(slots * nodes, dtype=torch.int64),
     )
-    attend_nodes(*shared, length_B, q_start, per_node_T, nodes, Workspace())
+    for levels in (None, 4):
+        given = q_start, per_node_T, per_node_T, nodes, levels
+        attend_nodes(*shared, length_B, *given, Workspace())
     attend_chunks(*shared, q_start, per_node_T, nodes)
     for prefix, tokens in ((False, nodes), (True, nodes), (True, 65)):  # and where tiles are larger
         attend_chunks(*shared, q_start, per_node_T, tokens, kv_TND, prefix)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from specserve.layers.decoder import MLP, LayerConfig, RMSNorm
-from specserve.layers.linear import Linear, pack_linears
+from specserve.layers.linear import Linear, add_in_order, pack_linears
 
 CONFIG = LayerConfig(64, 128, 4, 2, 16, 1e-5, 64)
 
@@ -73,3 +73,32 @@ def test_what_is_trained_on_a_gpu_has_gradients() -> None:
         assert grad is not None
         assert p.grad is not None
         torch.testing.assert_close(grad.cpu(), p.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated"),
+    [
+        *((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False)),
+        *(
+            (128256, 4096, False),
+            (384, 256, False),
+            (1536, 256, True),
+            (256, 768, False),
+            (2304, 3072, False),
+        ),
+    ],
+)
+def test_same_bits_for_all_numbers_of_tokens(outputs: int, inputs: int, gated: bool) -> None:
+    add_in_order()
+    draws = torch.Generator("cuda").manual_seed(0)
+    most = 8192 if outputs < 100_000 else 512
+    x = torch.randn(most, inputs, device="cuda", generator=draws).bfloat16()
+    weight = (torch.randn(outputs, inputs, device="cuda", generator=draws) / inputs**0.5).bfloat16()
+    layer = Linear.of(weight)
+    right = torch.cat([layer(x[i : i + 1], gated) for i in range(40)])
+    sizes = [*range(2, 40), 48, 63, 64, 65, 96, 97, 100, 127, 128, 129, 200, 256, 300, 511, 512]
+    for tokens in [*sizes, *(n for n in (640, 777, 1024, 1500, 2048, 3000, 4096, 8192) if n <= most)]:
+        count = min(tokens, 40)
+        assert torch.equal(layer(x[:tokens], gated)[:count], right[:count]), tokens

@@ -54,7 +54,7 @@ def test_every_pair_of_choices_occurs() -> None:
 def test_every_text_is_identical(models: Models) -> None:
     lines: list[str] = []
     items = make_items(prompts(), TEXTS, 14)
-    report = run_matrix(models, items, TEXTS, show=lines.append)
+    report = run_matrix(models, items, TEXTS, pairwise(CHOICES), lines.append)
     assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
     assert report.texts >= TEXTS
     assert {item.sampling for item in items} == set(SAMPLING)

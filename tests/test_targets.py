@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import specserve.engine.runner
-import specserve.layers.decoder
 from benchmarks.lossless import CHOICES, SAMPLING, Models, make_items, run_matrix
 from examples.bundled_model.save_target import target_config
 from specserve import SamplingParams
@@ -172,63 +171,6 @@ def test_the_reference_and_transformers_agree_in_float64(target: Path) -> None:
     torch.testing.assert_close(our_logits(target, torch.float64), reference, rtol=0, atol=1e-10)
 
 
-def test_projections_may_add_to_the_stream_themselves(target: Path) -> None:
-    """What prompts of many tokens do on a GPU: the same streams, of which those that are tapped stay as they were."""
-    model = load_target(target, torch.float64, CPU, max_positions=len(TOKENS))
-    packing = Packing(torch.tensor([0, len(TOKENS)], dtype=torch.int32), len(TOKENS), flash=False)
-    arguments = torch.tensor(TOKENS), torch.arange(len(TOKENS)), CausalAttend(packing)
-    taps, wanted_W = range(model.config.num_layers + 1), torch.tensor([5, len(TOKENS) - 1])
-
-    def streams(added: bool) -> list[Tensor]:
-        with (
-            torch.no_grad(),
-            patch.object(specserve.layers.decoder, "adds_itself", return_value=added) as asked,
-        ):
-            all_TH, tapped = model(TokenBatch(*arguments, taps))
-            wanted_WH, _ = model(TokenBatch(*arguments, (), wanted_W))
-        assert asked.called
-        return [all_TH, wanted_WH, *tapped]
-
-    torch.testing.assert_close(streams(True), streams(False), rtol=0, atol=1e-12)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_on_a_gpu_they_do_from_many_tokens_on(dtype: torch.dtype, tmp_path: Path) -> None:
-    """In 16 bits. Sums are then rounded once instead of twice, those of wanted rows as those of all."""
-    target = make_llama(tmp_path / "target", seed=3, hidden=64)
-    decoder, gpu = specserve.layers.decoder, torch.device("cuda")
-    draws = torch.Generator().manual_seed(0)
-
-    def streams(count: int, dtype: torch.dtype) -> tuple[list[Tensor], int]:
-        """And how many projections added to the stream."""
-        tokens = torch.randint(64, (count,), generator=draws.manual_seed(0)).to(gpu)
-        model = load_target(target, dtype, gpu, max_positions=count)
-        packing = Packing(torch.tensor([0, count], dtype=torch.int32, device=gpu), count, flash=False)
-        arguments = tokens, torch.arange(count, device=gpu), CausalAttend(packing)
-        wanted_W = torch.tensor([7, count - 1], device=gpu)
-        with torch.no_grad(), patch.object(decoder, "rms_norm", wraps=decoder.rms_norm) as normed:
-            all_TH, tapped = model(TokenBatch(*arguments, range(model.config.num_layers + 1)))
-            wanted_WH, _ = model(TokenBatch(*arguments, (), wanted_W))
-        torch.testing.assert_close(wanted_WH, all_TH[wanted_W], rtol=0.02, atol=0.02)
-        return [all_TH, *tapped], normed.call_count
-
-    def error(found: list[Tensor], right: list[Tensor]) -> float:
-        return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, right, strict=True))
-
-    few, many = decoder.MANY_TOKENS - 1, decoder.MANY_TOKENS
-    right, _ = streams(many, torch.float64)
-    found, added = streams(many, dtype)
-    assert added == 2 * 2 * 3, "two a layer, in two runs"
-    with patch.object(decoder, "adds_itself", return_value=False):
-        twice, none = streams(many, dtype)
-    assert none == 0
-    assert error(found, right) < 1.1 * error(twice, right)
-    assert streams(few, dtype)[1] == 0
-    assert streams(many, torch.float32)[1] == 0
-
-
 @pytest.fixture(scope="module", params=list(MAKERS))
 def agreeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
     """A target of the architecture and drafts that often say what it says."""
@@ -254,7 +196,7 @@ def test_speculation_changes_no_text(agreeing: Models) -> None:
         "page": [1, 16],
     }
     lines: list[str] = []
-    report = run_matrix(agreeing, make_items(prompts(), 28, 12), 56, choices, lines.append)
+    report = run_matrix(agreeing, make_items(prompts(), 28, 12), 56, pairwise(choices), lines.append)
     assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
     assert report.texts >= 56
     assert all(row.mean_accepted_length > 1.1 for row in report.rows), "\n".join(lines)

@@ -13,7 +13,6 @@ import pytest
 from specserve.core import SamplingParams
 from specserve.engine.prompts import PROMPT_SIZES
 from specserve.engine.runner import WARM_UP, Runner
-from specserve.layers import decoder
 from tests.engines import answer_all, context_of, make_scheduler
 from tests.reference.models import make_llama
 
@@ -30,7 +29,7 @@ from tests.reference.models import make_llama
 def test_prompts_of_all_sizes(
     chunk: int, context_length: int, spans: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    """From the beginning and after a prefix, and from many tokens on the norm that follows what adds itself."""
+    """From the beginning and after a prefix."""
     target = make_llama(tmp_path / "target", max_positions=2048)
     scheduler = make_scheduler(target, context_length=context_length)
     context, found = context_of(scheduler), []
@@ -41,16 +40,10 @@ def test_prompts_of_all_sizes(
         found.extend(chunks.spans)
         return plan_prefill(chunks)
 
-    many = patch.object(decoder, "adds_itself", lambda x_TI: len(x_TI) >= decoder.MANY_TOKENS)
-    with (
-        patch.object(type(context.attention), "plan_prefill", lambda _, chunks: planned(chunks)),
-        patch.object(decoder, "rms_norm", wraps=decoder.rms_norm) as norm,
-        many,
-    ):
+    with patch.object(type(context.attention), "plan_prefill", lambda _, chunks: planned(chunks)):
         captured: Any = dict.fromkeys(PROMPT_SIZES)  # compiled before: no replay, which None does not have
         Runner(context, {}, captured).warm_up(min(chunk, context_length - 1))
     assert found == spans
-    assert norm.called == (spans[-1][1] >= decoder.MANY_TOKENS)
     assert context.state.slots.length[context.state.dummy] == 1
     params = SamplingParams(temperature=0, max_tokens=8)
     before = answer_all(make_scheduler(target, context_length=context_length), [([3, 1, 4], params)])

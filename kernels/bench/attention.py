@@ -13,15 +13,15 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
 from unittest import mock
 
 import torch
 from specserve_kernels.ops.attention import prefill
-from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
-from specserve_kernels.ops.attention.launch_plan import Cut
+from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes, list_paths
+from specserve_kernels.ops.attention.launch_plan import LaunchPlan
 from specserve_kernels.ops.device import limits_of
 from torch import Tensor
 
@@ -30,11 +30,10 @@ L2_BYTES = 60e6
 PAGE, HEADS, KV_HEADS, HEAD_DIM = 16, 32, 8, 128
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
 
-BLOCKS = [(64, 4), (64, 8), (32, 4), (32, 8)]
-TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (128, 128, 8, 3), (64, 128, 4, 2)]
-RESIDENT = (2, 3, 4)  # programs of a multiprocessor
-FEW = (0.5, 1, 2)  # that share short work
-# positions, warps and rows, positions, warps, stages that --sweep tries
+WARPS = (4, 8)
+TILES = [(64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3), (64, 128, 8, 2)]
+BLOCKS, STAGES = (32, 64), (2, 3)
+# warps, and rows and stages of prefill that --sweep tries
 
 Run = Callable[[Tensor], Tensor]  # of one cache
 
@@ -89,7 +88,11 @@ SHAPES = [
     Shape("verify", 1, 32, 640),
     Shape("verify", 1, 64, 640),
     Shape("verify", 16, 32, 640),
-    Shape("verify", 16, 32, 640, most=56),
+    Shape("tree", 1, 8, 640),
+    Shape("tree", 1, 32, 640),
+    Shape("tree", 16, 4, 640),
+    Shape("tree", 16, 32, 640),
+    Shape("tree", 16, 32, 640, most=56),
     Shape("verify", 16, 8, 640, most=14),
     Shape("verify", 64, 8, 640),
     Shape("verify", 4, 16, 32768),
@@ -149,9 +152,16 @@ class Inputs:
         return cls(qkv_TND[:, :HEADS], qkv_TND[:, HEADS:], caches, pages_BM, length_B, q_start)
 
 
-def chain_masks(shape: Shape) -> Tensor:
-    bits_T = torch.cat([torch.arange(count, device=DEVICE) for count in shape.counts])
-    return (torch.full_like(bits_T, 2) << bits_T) - 1
+def masks(shape: Shape) -> tuple[Tensor, Tensor]:
+    """Ancestor bits and depths of all nodes: of chains, or of trees of three children a node."""
+    branching, bits, depths = 3 if shape.kind == "tree" else 1, [1], [0]
+    for node in range(1, max(shape.counts)):
+        parent = (node - 1) // branching
+        bits.append(bits[parent] | 1 << node)
+        depths.append(depths[parent] + 1)
+    signed = [mask - (1 << 64) if mask >> 63 else mask for mask in bits]
+    both = [[row[i] for count in shape.counts for i in range(count)] for row in (signed, depths)]
+    return torch.tensor(both[0], device=DEVICE), torch.tensor(both[1], device=DEVICE)
 
 
 def ours(shape: Shape, x: Inputs) -> Run:
@@ -167,10 +177,14 @@ def ours(shape: Shape, x: Inputs) -> Run:
         level_A = torch.arange(shape.entries, device=DEVICE) * shape.nodes
         scratch_BKA = x.length_B[:, None, None] + own_K1 + level_A
         return lambda cache: attend_frontier(x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work)
-    mask_T = chain_masks(shape)
-    return lambda cache: attend_nodes(
-        x.q_TND, cache, x.pages_BM, x.length_B, x.q_start, mask_T, shape.most or shape.nodes, work
+    mask_T, depth_T = masks(shape)
+    slot_T = torch.arange(shape.slots, device=DEVICE).repeat_interleave(
+        torch.tensor(shape.counts, device=DEVICE)
     )
+    tree = shape.kind == "tree"
+    path_TA = list_paths(mask_T, slot_T, x.length_B, int(depth_T.max())) if tree else None
+    where = x.pages_BM, x.length_B, x.q_start, path_TA, shape.most or shape.nodes
+    return lambda cache: attend_nodes(x.q_TND, cache, *where, work)
 
 
 def flashinfer_run(shape: Shape, x: Inputs) -> Run | None:
@@ -272,10 +286,10 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
     if shape.kind == "prefill":
         for tile in TILES:
             chosen = prefill.Tile(*tile)
-            yield str(tile), mock.patch.object(prefill, "_tile_of_own", lambda *_, tile=chosen: tile)
+            yield str(tile), mock.patch.object(prefill, "_tile", lambda *_, tile=chosen: tile)
         return
     limits, row_bytes = limits_of(DEVICE), HEAD_DIM * DTYPE.itemsize
-    chosen = Cut.of(
+    chosen = LaunchPlan.of(
         shape.slots,
         shape.most or shape.nodes,
         HEADS // KV_HEADS,
@@ -283,23 +297,16 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
         row_bytes,
         *limits,
         positions=shape.pages * PAGE,
-        ragged=shape.most > 0,
     )
     need = (shape.most or shape.nodes) * HEADS // KV_HEADS
-    for rows in rows_tried:
+    for rows, block, warps, stages in product(rows_tried, BLOCKS, WARPS, STAGES):
         tiles = -(-need // rows)
-        for resident, one, (block, warps) in product(RESIDENT, FEW, BLOCKS):
-            most = shape.slots * tiles * -(-shape.length // block)
-            workers, few = (
-                max(1, min(int(n * limits.processors) // KV_HEADS, most)) for n in (resident, one)
-            )
-            cut = replace(chosen, rows=rows, tiles=tiles, block=block, warps=warps)
-            cut = replace(cut, workers=workers, few=few)
-            if rows != chosen.rows:
-                cut = replace(cut, merged=1, merge_stages=2, registers=None)
-            note = f"R={rows} workers={workers} few={few} N={block} w={warps}"
-            note += " *" * (cut == chosen)
-            yield note, mock.patch.object(Cut, "of", lambda *_, cut=cut, **__: cut)
+        plan = chosen._replace(rows=rows, tiles=tiles, block=block, warps=warps, stages=stages)
+        plan = plan._replace(
+            workers=max(plan.workers, shape.slots * tiles), most=plan.most * chosen.rows // rows
+        )
+        note = f"R={rows} N={block} w={warps} stages={stages}" + " *" * (plan == chosen)
+        yield note, mock.patch.object(LaunchPlan, "of", lambda *_, plan=plan, **__: plan)
 
 
 def main() -> None:

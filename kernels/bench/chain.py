@@ -108,7 +108,8 @@ class Chain:
         q_TND = rotary_store_kv(
             qkv_TND, self.rope_P2D, self.position_T, KV_HEADS, layer.cache, *self.place_T, keys=False
         )
-        shape = self.pages_BM, self.length_B, self.q_start, self.mask_T, len(q_TND) // len(self.length_B)
+        nodes = len(q_TND) // len(self.length_B)
+        shape = self.pages_BM, self.length_B, self.q_start, self.position_T, self.mask_T, nodes, None
         return attend_nodes(q_TND, layer.cache, *shape, workspace)
 
 

@@ -6,10 +6,7 @@ On a CPU the kernels are interpreted, in float32; on a GPU they run, in all of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from random import Random
 from typing import Any
 
 import pytest
@@ -18,9 +15,9 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from specserve_kernels.ops.attention import attention  # noqa: E402
+from specserve_kernels.ops.attention import attention, launch_plan, prefill  # noqa: E402
 from specserve_kernels.ops.attention.blocks import load_pages  # noqa: E402
-from specserve_kernels.ops.attention.launch_plan import Cut  # noqa: E402
+from specserve_kernels.ops.attention.launch_plan import LaunchPlan  # noqa: E402
 from specserve_kernels.ops.device import H200, Limits, tickets  # noqa: E402
 
 from specserve.attention import ATTENTION  # noqa: E402
@@ -129,13 +126,17 @@ def tree(case: Case, lengths: list[int], counts: list[int], max_nodes: int, spar
     total = sum(counts)
     start = [0, *torch.tensor(counts).cumsum(0).tolist()]
     slots = [b for b, count in enumerate(counts) for _ in range(count)] + [len(counts)] * spare
+    masks = ancestors(counts, case.generator) + [1] * (len(slots) - total)
+    depths = [(m % (1 << 64)).bit_count() - 1 for m in masks]
     return Nodes(
         pages_BM=case.table(len(counts), max(lengths) + max_nodes),
         length_B=case.integers(lengths),
         q_start=case.integers(start),
         slot_T=case.integers(slots),
         local_T=case.integers([t - start[b] if b < len(counts) else 0 for t, b in enumerate(slots)]),
-        mask_T=case.integers(ancestors(counts, case.generator) + [1] * (len(slots) - total)),
+        position_T=case.integers([([*lengths, 0][b]) + d for b, d in zip(slots, depths, strict=True)]),
+        mask_T=case.integers(masks),
+        levels=max(depths),
         max_nodes=max_nodes,
         max_kv=max(lengths) + max_nodes,
     )
@@ -179,8 +180,17 @@ class TestEveryGeometry:
         case.check("plan_prefill", chunks(case, [0, 0], [9, 37]), rows=46, own=True)
 
 
-def cut_as(of: Callable[..., Cut], *given: Any, workers: int, few: int, **named: Any) -> Cut:
-    return replace(of(*given, **named), workers=workers, few=few)
+def launched_with(patch: pytest.MonkeyPatch, **changed: int) -> None:
+    """Launch the next kernels by another plan."""
+    of = LaunchPlan.of
+    patch.setattr(LaunchPlan, "of", lambda *given, **named: of(*given, **named)._replace(**changed))
+
+
+def chain(nodes: Nodes) -> Nodes:
+    """Return as many nodes as chains."""
+    mask_T = (2 << nodes.local_T) - 1
+    position_T = nodes.length_B[nodes.slot_T] + nodes.local_T
+    return replace(nodes, mask_T=mask_T, position_T=position_T, levels=None)
 
 
 def chunks(case: Case, before: list[int], counts: list[int]) -> Chunks:
@@ -218,7 +228,9 @@ class TestShapes:
         chain_T = case.integers(
             [(2 << i) - 1 if i < 62 else (-1 if i == 63 else (1 << 63) - 1) for i in range(64)]
         )
-        case.check("plan_verify", replace(nodes, mask_T=chain_T), rows=64)
+        for levels in (None, 63):
+            request = replace(nodes, mask_T=chain_T, position_T=20 + case.integers(range(64)), levels=levels)
+            case.check("plan_verify", request, rows=64)
 
     def test_many_blocks(self, device: torch.device, dtype: torch.dtype) -> None:
         """All splits have work, some several blocks."""
@@ -241,36 +253,28 @@ class TestShapes:
         lengths = [3 * b for b in range(20)]
         case.check("plan_verify", tree(case, lengths, [1 + b % 3 for b in range(20)], 3), rows=39)
 
-    def test_one_long_among_short(
-        self, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Shares are equal whatever the lengths: several workers have parts of the long one, and one worker has the end
-        of a tile, whole tiles and the beginning of another."""
-        monkeypatch.setattr(attention, "limits_of", lambda _: Limits(4, H200.shared_bytes))
+    def test_splits(self, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of one long context among short ones: each a program's work, or several by turns. Paths go on in a split
+        that begins after the root, and in one that begins with it."""
+        for module in (attention, launch_plan, prefill):
+            monkeypatch.setattr(module, "NEAR", 64)
+            monkeypatch.setattr(module, "FAR", 128)
         case = Case((4, 1, 32), 16, device, dtype)
-        lengths = [20, 1, 340, 60, 5]
-        for workers, few in ((8, 8), (3, 1), (8, 2), (1, 1)):
-            with monkeypatch.context() as patch:
-                cut = partial(cut_as, Cut.of, workers=workers, few=few)
-                patch.setattr(Cut, "of", cut)
-                nodes = tree(case, lengths, [2, 1, 3, 1, 2], max_nodes=4)
-                case.check("plan_verify", nodes, rows=9)
-                scratch_BKA = case.integers(lengths)[:, None, None] + torch.arange(2, device=device)[:, None]
-                frontier = Frontier(case.table(5, 342), case.integers(lengths), 1, scratch_BKA, 342)
-                case.check("plan_draft", frontier, rows=10)
-
-    def test_equal_parts(
-        self, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Of tiles that differ, or whose blocks the parts don't divide; all tickets are given back."""
-        case = Case((4, 1, 32), 16, device, dtype)
-        for workers, blocks in ((4, [1, 3]), (2, [3]), (3, [2, 1])):
-            cut = Cut(16, 1, 32, 4, workers, workers, 3, 0, 1, 1, None)
-            with monkeypatch.context() as patch:
-                patch.setattr(Cut, "of", lambda *_, cut=cut, **__: cut)
-                nodes = tree(case, [32 * count - 3 for count in blocks], [3] * len(blocks), max_nodes=3)
-                case.check("plan_verify", nodes, rows=3 * len(blocks))
-            assert not tickets(1, device).any()
+        for lengths in ([20, 1, 340, 126, 5], [62, 64, 130, 192, 63]):
+            for workers, most in ((40, 40), (3, 40), (1, 5)):
+                with monkeypatch.context() as patch:
+                    launched_with(patch, workers=workers, most=most)
+                    nodes = tree(case, lengths, [2, 1, 3, 4, 2], max_nodes=4)
+                    case.check("plan_verify", nodes, rows=12)
+                    case.check("plan_verify", chain(nodes), rows=12)
+                    prefix_B = case.integers(lengths)
+                    scratch_BKA = prefix_B[:, None, None] + torch.arange(4, device=device).view(2, 2)
+                    case.check(
+                        "plan_draft", Frontier(case.table(5, 344), prefix_B, 1, scratch_BKA, 344), rows=10
+                    )
+                assert not tickets(1, device).any()
+        case.check("plan_prefill", chunks(case, [7, 130], [200, 70]), rows=270)
+        case.check("plan_prefill", chunks(case, [7, 130], [200, 70]), rows=270, own=True)
 
     def test_the_end_of_the_table(self, device: torch.device, dtype: torch.dtype) -> None:
         """The last position is that of the last column's page, and what lies next to the table is no page."""
@@ -311,18 +315,18 @@ class TestShapes:
     def test_others_numbers_stay_away(self, device: torch.device, dtype: torch.dtype) -> None:
         """Whatever stands after a request's own keys and values."""
         case = Case((2, 1, 32), 16, device, dtype)
-        both = chunks(case, [0, 0], [70, 1])
-        qkv_TND = case.normal(71, 4, 32)
+        both = chunks(case, [0, 0], [100, 40])
+        qkv_TND = case.normal(140, 4, 32)
         qkv_TND[:, 2:].unflatten(1, (2, -1)).copy_(case.stored(both))
         backend = TritonAttention(16, dtype)
         right = run(backend, "plan_prefill", both, qkv_TND[:, :2], case.cache, qkv_TND[:, 2:])
-        qkv_TND[70:, 3] = float("inf")  # the value
+        qkv_TND[100:101, 3] = float("inf")  # the value
         found = run(backend, "plan_prefill", both, qkv_TND[:, :2], case.cache, qkv_TND[:, 2:])
-        assert torch.equal(found[:70], right[:70])
-        assert found[70:].isinf().all()
+        assert torch.equal(found[:100], right[:100])
+        assert found[132:].isinf().all()  # whose windows begin after it
 
     def test_same_bits_every_time(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Parts merge in their order, not in the order of arrival."""
+        """Sums merge in their order, not in the order of arrival."""
         case = Case((4, 1, 64), 16, device, dtype)
         nodes, q_TND = tree(case, [500], [4], max_nodes=4), case.normal(4, 4, 64)
         outputs = [run(TritonAttention(16, dtype), "plan_verify", nodes, q_TND, case.cache) for _ in range(3)]
@@ -337,7 +341,7 @@ def _pages_kernel(table, first, last, out, N: tl.constexpr, PAGE: tl.constexpr):
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16, 32, 64, 128])
-def test_no_page_behind_the_last_is_read(page_size: int) -> None:
+def test_no_page_after_the_last_is_read(page_size: int) -> None:
     """Of the block that a loop reads ahead of its end, too: whatever lies there may not be the table's."""
     device, block, last = GPU if torch.cuda.is_available() else CPU, 32, 5
     table = torch.arange(100, 200, device=device)
@@ -348,49 +352,6 @@ def test_no_page_behind_the_last_is_read(page_size: int) -> None:
         at = (first + torch.arange(block)) // page_size
         found = out[0] if 4 * page_size < block else out[torch.arange(block) // page_size].diagonal()
         assert found.tolist() == (100 + at.clamp(max=last)).tolist()
-
-
-@triton.jit
-def _share_kernel(tiles, blocks, longest, workers, few, merge, out, S: tl.constexpr):
-    slot = tl.arange(0, S)
-    share, pitch = attention._share(
-        tl.load(tiles + slot), tl.load(blocks + slot), longest, workers, few, merge
-    )
-    tl.store(out, share)
-    tl.store(out + 1, pitch)
-
-
-def test_shares_are_all_the_work() -> None:
-    """Every block of every tile is in one share, and none is longer than is said."""
-    device, seen = GPU if torch.cuda.is_available() else CPU, set()
-    random = Random(0)
-    for _ in range(300):
-        slots, workers, most = random.choice([1, 3, 8]), random.randint(1, 40), random.choice([2, 10, 60])
-        few, merge = random.randint(1, workers), random.choice([0, 2, 12])
-        longest = random.randint(1, most)
-        blocks = [max(1, longest - random.randrange(random.choice([2, most]))) for _ in range(slots)]
-        tiles = [random.randint(0, random.choice([1, 4])) for _ in range(slots)]
-        longest = max((count for count, some in zip(blocks, tiles, strict=True) if some), default=0)
-        out = torch.zeros(2, dtype=torch.int32, device=device)
-        padded = [
-            torch.tensor(each + [0] * (8 - slots), dtype=torch.int32).to(device) for each in (tiles, blocks)
-        ]
-        _share_kernel[(1,)](*padded, longest, workers, few, merge, out, S=8)
-        share, pitch = out.tolist()
-        lengths = [count for count, some in zip(blocks, tiles, strict=True) for _ in range(some)]
-        work = [block < length for length in lengths for block in range(pitch or length)]
-        assert sum(work) == sum(lengths)
-        assert len(work) <= share * workers
-        even = -(-sum(lengths) // few)
-        even = -(-sum(lengths) // (workers if even > attention.SHORT.value else few))
-        if pitch:
-            seen.add("parts" if share < pitch else "whole")
-            assert max(share, pitch) % min(share, pitch) == 0
-            assert share <= even + max(even // attention.SPARE.value, merge, 1)
-        else:
-            seen.add("even")
-            assert share == even
-    assert seen == {"even", "whole", "parts"}
 
 
 @pytest.mark.gpu
@@ -414,45 +375,133 @@ def test_one_graph_serves_all_lengths() -> None:
         torch.testing.assert_close(out.double(), right, atol=3e-2, rtol=3e-2)
 
 
+PLACES = [0, 1, 15, 16, 17, 31, 63, 64, 100, 127, 128, 500, 1000, 1008, 1019, 1023, 1024, 1025, 1090]
+
+
+class Text:
+    """Keys, values and queries of a text, and what a token sees of it, whichever way it is computed."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, heads: tuple[int, int, int]) -> None:
+        self.heads, self.kv_heads, self.size = heads
+        generator = torch.Generator(GPU).manual_seed(self.size)
+        shape = 1160, self.heads + 2 * self.kv_heads, self.size
+        self.qkv_LND = (torch.randn(shape, device=GPU, generator=generator) * 1.5).to(self.dtype)
+        self.junk_LND = torch.randn(shape, device=GPU, generator=generator).to(self.dtype)
+
+    def cache(self, page_size: int, kv_LND: Tensor) -> Tensor:
+        """A pool whose page i + 1 holds the i-th positions."""
+        pages = -(-len(kv_LND) // page_size)
+        cache = self.qkv_LND.new_zeros(pages + 1, page_size, 2, self.kv_heads, self.size)
+        cache[1:].flatten(0, 1)[: len(kv_LND)] = kv_LND[:, self.heads :].unflatten(1, (2, -1))
+        return cache.transpose(1, 2).contiguous()
+
+    def nodes(self, lengths: list[int], counts: list[int], page_size: int, **changed: Any) -> Nodes:
+        start = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        slot_T = torch.tensor([b for b, count in enumerate(counts) for _ in range(count)], device=GPU)
+        local_T = torch.tensor([i for count in counts for i in range(count)], device=GPU)
+        length_B = torch.tensor(lengths, device=GPU)
+        pages = torch.arange(1, 1 - (-1160 // page_size), device=GPU)
+        nodes = Nodes(
+            pages_BM=pages.expand(len(counts), -1), length_B=length_B, q_start=torch.tensor(start, device=GPU),
+            slot_T=slot_T, local_T=local_T, position_T=length_B[slot_T] + local_T, mask_T=(2 << local_T) - 1,
+            levels=None, max_nodes=max(counts), max_kv=1160,
+        )  # fmt: skip
+        return replace(nodes, **changed)
+
+    def verified(self, nodes: Nodes, q_TND: Tensor, page_size: int, kv_LND: Tensor | None = None) -> Tensor:
+        cache = self.cache(page_size, self.qkv_LND if kv_LND is None else kv_LND)
+        return TritonAttention(page_size, self.dtype).plan_verify(nodes).run(q_TND, cache)
+
+    def decoded(self) -> Tensor:
+        """Each token of ``PLACES`` alone."""
+        q_LND = self.qkv_LND[:, : self.heads]
+        return torch.cat([self.verified(self.nodes([p], [1], 16), q_LND[p : p + 1], 16) for p in PLACES])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("slots", "length"), [(4, 8000), (16, 640), (16, 30000)])
-def test_the_last_to_arrive_merges(slots: int, length: int) -> None:
-    """Thousands of replays of two graphs that share tickets: always the same bits, and tickets back at 0."""
-    generator = torch.Generator("cuda").manual_seed(slots)
-    heads, kv_heads, size, page_size, room = 32, 8, 128, 16, 32768
-    cache = torch.randn(4096, 2, page_size, kv_heads, size, device=GPU, generator=generator).bfloat16()
-    shape = slots, room // page_size
-    pages_BM = torch.randint(1, 4096, shape, device=GPU, generator=generator)
-    length_B = torch.full((slots,), 300, device=GPU)
-    length_B[::5] = length
-    mask_T = ((2 << torch.arange(4, device=GPU)) - 1).repeat(slots)
-    q_start = torch.arange(slots + 1, device=GPU) * 4
-    q_TND = torch.randn(2, slots * 4, heads, size, device=GPU, generator=generator).bfloat16()
+@pytest.mark.parametrize("heads", [*HEADS, (32, 8, 128)])
+class TestSameBits:
+    """A token's attention depends on nothing but the tokens before it, in bfloat16."""
 
-    def layers(nodes: int) -> list[Tensor]:
-        work, outputs = attention.Workspace(), []
-        for layer in q_TND:
-            q = layer[: slots * nodes]
-            outputs.append(attention.attend_nodes(q, cache, pages_BM, length_B, q_start, mask_T, nodes, work))
-        return outputs
+    @pytest.mark.parametrize("page_size", [1, 16, 64])
+    def test_among_others(self, heads: tuple[int, int, int], page_size: int) -> None:
+        text = Text(heads)
+        right = text.decoded()
+        for places in (PLACES, [1159] * 40 + PLACES, PLACES[::-1]):
+            nodes = text.nodes(places, [1] * len(places), page_size)
+            found = text.verified(nodes, text.qkv_LND[places, : text.heads], page_size)
+            assert torch.equal(found[[places.index(p) for p in PLACES]], right)
 
-    expected = {nodes: layers(nodes) for nodes in (1, 4)}
-    graphs, outputs = {}, {}
-    for nodes in (1, 4):
-        graphs[nodes] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[nodes]):
-            outputs[nodes] = layers(nodes)
-    different = torch.zeros((), dtype=torch.int64, device=GPU)
-    for turn in range(3000):
-        nodes = (1, 4, 4, 1, 4)[turn % 5]
-        for out in outputs[nodes]:
-            out.zero_()
-        graphs[nodes].replay()
-        for out, right in zip(outputs[nodes], expected[nodes], strict=True):
-            different += (out != right).sum()
-    assert int(different) == 0
-    assert not tickets(1, q_TND.device).any()
+    @pytest.mark.parametrize("plan", [{}, {"workers": 2}, {"most": 1}], ids=["fine", "coarse", "whole"])
+    @pytest.mark.parametrize("count", [2, 5, 20, 64])
+    def test_in_a_chain(
+        self, heads: tuple[int, int, int], count: int, plan: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text = Text(heads)
+        right = text.decoded()
+        launched_with(monkeypatch, **plan)
+        for ahead in {0, 1, min(count - 1, 14)}:
+            places = [max(0, p - ahead) for p in PLACES]
+            index_T = torch.tensor([p + i for p in places for i in range(count)], device=GPU)
+            found = text.verified(
+                text.nodes(places, [count] * len(places), 16), text.qkv_LND[index_T, : text.heads], 16
+            )
+            at = [b * count + PLACES[b] - p for b, p in enumerate(places)]
+            assert torch.equal(found[at], right)
+
+    @pytest.mark.parametrize("plan", [{}, {"workers": 2}, {"most": 1}], ids=["fine", "coarse", "whole"])
+    @pytest.mark.parametrize("count", [2, 5, 30, 64])
+    def test_in_a_tree(
+        self, heads: tuple[int, int, int], count: int, plan: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Every second node is another token: the path's are at even places."""
+        text = Text(heads)
+        right = text.decoded()
+        launched_with(monkeypatch, **plan)
+        local_T = torch.arange(count, device=GPU)
+        own = [sum(1 << j for j in range(0, i + 1, 2)) | 1 << i for i in range(count)]
+        mask_T = torch.tensor([m - (1 << 64) if m >> 63 else m for m in own], device=GPU)
+        depth_T = (local_T + 1) // 2
+        for ahead in {0, 1, min((count - 1) // 2, 14)}:
+            for place, expected in zip(PLACES, right, strict=True):
+                root = max(0, place - ahead)
+                if 2 * (place - root) >= count:
+                    continue
+                kv_LND = text.qkv_LND.clone()
+                kv_LND[root : root + count] = text.qkv_LND[root + depth_T]
+                kv_LND[root + 1 : root + count : 2] = text.junk_LND[1:count:2]
+                nodes = text.nodes(
+                    [root], [count], 16, mask_T=mask_T, position_T=root + depth_T, levels=int(depth_T.max())
+                )
+                found = text.verified(nodes, kv_LND[root : root + count, : text.heads], 16, kv_LND)
+                assert torch.equal(found[2 * (place - root)], expected), (root, place)
+
+    @pytest.mark.parametrize("page_size", [1, 16, 64])
+    def test_in_a_prompt(self, heads: tuple[int, int, int], page_size: int) -> None:
+        """Whole, in chunks, and with its own keys next to it or not."""
+        text = Text(heads)
+        right, cache = text.decoded(), text.cache(page_size, text.qkv_LND)
+        pages_BM = torch.arange(1, 1 - (-1160 // page_size), device=GPU)[None]
+        for chunk in (1160, 512, 100, 16, 1):
+            found = []
+            for start in range(0, 1160 if chunk > 16 else 130, chunk):
+                own = text.qkv_LND[start : min(start + chunk, 1160)]
+                end = start + len(own)
+                request = Chunks(
+                    pages_BM=pages_BM, q_start=torch.tensor([0, len(own)], device=GPU),
+                    slot_T=torch.zeros(len(own), dtype=torch.int64, device=GPU),
+                    positions_T=torch.arange(start, end, device=GPU), max_tokens=len(own), max_kv=end,
+                    spans=[(start, len(own))],
+                )  # fmt: skip
+                plan = TritonAttention(page_size, text.dtype).plan_prefill(request)
+                kv_TND = own[:, text.heads :] if start % 200 == 0 else None
+                found.append(plan.run(own[:, : text.heads], cache, kv_TND))
+            rows = torch.cat(found)
+            places = [p for p in PLACES if p < len(rows)]
+            assert torch.equal(rows[places], right[: len(places)]), chunk
 
 
 def test_reasons() -> None:

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from specserve_kernels.ops import device
 from specserve_kernels.ops.attention import prefill
-from specserve_kernels.ops.attention.launch_plan import Cut, merged_rows
+from specserve_kernels.ops.attention.launch_plan import LaunchPlan
 from specserve_kernels.ops.device import H200, Limits, limits_of
 from specserve_kernels.ops.linear import linear
 from specserve_kernels.ops.linear import swap_ab as turned_linear
@@ -53,20 +53,16 @@ def test_linear(limits: Limits, outputs: int, chosen: tuple[int, int, int] | Non
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs", "chosen"),
     [
-        (9, 28672, 4096, (16, 128, 128, 3, 4, 1)),
-        (17, 28672, 4096, (32, 256, 64, 4, 8, 1)),
-        (64, 128256, 4096, (64, 256, 64, 4, 8, 1)),
-        (32, 6144, 4096, (32, 64, 128, 5, 4, 1)),
-        (32, 4096, 4096, (32, 64, 128, 5, 4, 2)),
-        (64, 4096, 14336, (64, 64, 128, 4, 4, 2)),
-        (32, 1024, 8192, (32, 64, 128, 5, 4, 4)),  # no more parts than four
-        (100, 28672, 4096, (128, 128, 64, 3, 4, 1)),
-        (32, 512, 1024, (32, 64, 128, 5, 4, 1)),  # no part of fewer than eight steps
+        (9, 28672, 4096, (16, 128, 128, 3, 4)),
+        (17, 28672, 4096, (32, 256, 64, 4, 8)),
+        (64, 128256, 4096, (64, 256, 64, 4, 8)),
+        (32, 6144, 4096, (32, 64, 128, 5, 4)),
+        (64, 6144, 4096, (64, 64, 128, 4, 4)),
+        (100, 28672, 4096, (128, 128, 64, 3, 4)),
     ],
 )
 def test_turned_linear(tokens: int, outputs: int, inputs: int, chosen: tuple[int, ...]) -> None:
     assert turned_linear.pipeline(outputs, inputs, tokens, False, H200) == chosen
-    assert turned_linear.pipeline(outputs, inputs, tokens, True, H200).parts == 1
     if tokens > 16:  # no two on one multiprocessor, but of more tokens
         assert (2 * held(turned_linear.Pipeline(*chosen)) > H200.shared_bytes) == (tokens <= 64)
     for shared in (H200.shared_bytes, 101_376):
@@ -94,10 +90,10 @@ def test_where_the_turned_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
             *(False, False, True, False, True)
         ]
-    assert all(serves(tokens, *each) for tokens in (17, 32, 33, 64) for each in (qkv, o, gate_up, down, head))
-    assert all(
-        serves(tokens, *each) for tokens in (33, 64) for each in ((4096, 12288), (6144, 8192), (4096, 8192))
-    )
+    for tokens in (17, 32, 33, 64):  # 4,096 outputs are 64 programs
+        assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
+            *(True, False, True, False, True)
+        ]
     for tokens in (97, 128):
         assert [serves(tokens, *each) for each in (qkv, o, gate_up, down, head)] == [
             *(False, False, True, False, False)
@@ -109,7 +105,7 @@ def test_where_the_turned_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None
     x = torch.empty(20, 4097, dtype=torch.bfloat16)
     assert not turned_linear.serves(x[:, 1:], x, False)
     monkeypatch.setattr(turned_linear, "capability_of", lambda _: (10, 0))
-    assert not serves(20, *o)
+    assert not serves(20, *qkv)
 
 
 def test_linear_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,31 +115,26 @@ def test_linear_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(linear.linear(x, weight, None), torch.nn.functional.linear(x, weight))
 
 
-# Bytes of a key (bf16 head 128, bf16 head 256 or float32 head 128, float32 head 256), rows, and what is chosen: rows,
-# positions, warps, stages of the merge. What Triton 3.9 allocates for each is below the limit.
+# Bytes of a key (bf16 head 128, bf16 head 256 or float32 head 128, float32 head 256), nodes of 4 rows each, and what is
+# chosen: rows, positions, stages.
 TILES = [
-    (H200, 256, 8, (64, 32, 4, 3)),
-    (H200, 512, 8, (64, 32, 8, 3)),
-    (H200, 1024, 8, (32, 16, 4, 3)),
-    (H200, 128, 1, (16, 64, 4, 1)),
-    (A100, 512, 8, (64, 32, 8, 3)),
-    (L4, 256, 8, (64, 32, 4, 3)),
-    (L4, 256, 1, (16, 64, 4, 1)),
-    (H200, 256, 1, (16, 64, 4, 1)),
-    (H200, 512, 1, (16, 32, 4, 3)),
-    (L4, 512, 8, (64, 16, 8, 2)),
-    (L4, 512, 1, (16, 32, 4, 3)),
-    (RTX5090, 1024, 8, (16, 16, 4, 3)),
-    (T4, 256, 8, (64, 32, 4, 2)),
-    (T4, 512, 8, (32, 16, 4, 2)),
+    (H200, 256, 8, (32, 64, 3)),
+    (H200, 256, 16, (64, 64, 2)),
+    (H200, 512, 16, (64, 32, 2)),
+    (H200, 1024, 16, (32, 32, 3)),
+    (H200, 128, 1, (16, 64, 3)),
+    (L4, 256, 16, (64, 64, 2)),
+    (L4, 1024, 16, (32, 32, 1)),
+    (RTX5090, 256, 1, (16, 64, 2)),
+    (T4, 256, 1, (16, 64, 1)),
 ]
 
 
 @pytest.mark.parametrize(("limits", "row_bytes", "nodes", "chosen"), TILES)
 def test_attention(limits: Limits, row_bytes: int, nodes: int, chosen: tuple[int, ...]) -> None:
-    cut = Cut.of(32 if nodes > 1 else 1, nodes, 4, 8, row_bytes, *limits)
-    assert (cut.rows, cut.block, cut.warps, cut.merge_stages) == chosen
-    assert cut.rows * cut.tiles >= 4 * nodes
+    plan = LaunchPlan.of(32 if nodes > 1 else 1, nodes, 4, 8, row_bytes, *limits)
+    assert (plan.rows, plan.block, plan.stages) == chosen
+    assert plan.rows * plan.tiles >= 4 * nodes
 
 
 def test_prefill() -> None:
@@ -156,100 +147,36 @@ def test_prefill() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "nodes", "positions", "workers", "few"),
+    ("slots", "nodes", "positions", "workers"),
     [
-        (1, 1, 1 << 17, 16, 16),  # one a multiprocessor
-        (1, 1, 640, 10, 10),  # no more than blocks
-        (1, 4, 1 << 17, 16, 16),
-        (1, 8, 1 << 17, 16, 16),
-        (1, 8, 320, 5, 5),
-        (1, 16, 1 << 17, 49, 32),  # eight parts of each of four tiles
-        (4, 4, 1 << 17, 49, 32),
-        (8, 4, 1 << 17, 49, 49),
-        (1, 32, 640, 16, 16),  # large tiles, one a multiprocessor
-        (1, 64, 640, 33, 16),
-        (49, 1, 1 << 17, 49, 49),
-        (50, 1, 1 << 17, 66, 66),  # with fewer registers
+        (1, 1, 1 << 17, 49),  # three a multiprocessor
+        (1, 1, 640, 6),  # no more than units
+        (1, 8, 320, 8),  # two tiles of four units
+        (49, 1, 1 << 17, 49),
+        (64, 1, 1 << 17, 64),  # each tile has one
+        (64, 32, 640, 128),
     ],
 )
-def test_workers(slots: int, nodes: int, positions: int, workers: int, few: int) -> None:
-    """They fill the device, whatever the batch, but where each waits for its keys alone."""
-    cut = Cut.of(slots, nodes, 4, 8, 256, *H200, positions=positions)
-    assert (cut.workers, cut.few) == (workers, few)
-    many_heads = Cut.of(slots, nodes, 1, 1024, 256, *T4, positions=positions)
-    assert (many_heads.workers, many_heads.few) == (1, 1)
-    assert (
-        Cut.of(2, 40, 1, 32, 256, 24, 101_376).few == 1
-    )  # fewer multiprocessors than heads, tiles of 64 rows
+def test_workers(slots: int, nodes: int, positions: int, workers: int) -> None:
+    """They fill the device, and no tile waits for another's."""
+    plan = LaunchPlan.of(slots, nodes, 4, 8, 256, *H200, positions=positions)
+    assert plan.workers == workers
+    assert plan.most >= slots * plan.tiles
 
 
-@pytest.mark.parametrize(
-    ("limits", "row_bytes", "nodes", "resident"),
-    [
-        (H200, 256, 4, 3),
-        (H200, 256, 16, 2),
-        (H200, 512, 4, 3),
-        (H200, 512, 16, 1),  # 135,168 bytes each
-        (A100, 256, 4, 3),
-        (A100, 256, 16, 2),
-        (L4, 256, 4, 2),
-        (L4, 256, 16, 1),
-        (T4, 256, 4, 2),  # 24,576 bytes each
-        (T4, 1024, 4, 1),
-        (L4, 512, 4, 1),  # 74,752 bytes each
-    ],
-)
-def test_no_more_programs_than_have_room(limits: Limits, row_bytes: int, nodes: int, resident: int) -> None:
-    """Those of a multiprocessor share its memory; more would begin when the first end."""
-    cut = Cut.of(4, nodes, 4, 8, row_bytes, *limits)
-    assert cut.workers == resident * limits.processors // 8
-    assert Cut.of(64, nodes, 4, 8, row_bytes, *limits).workers >= cut.workers
-    assert Cut.of(4, 16, 4, 8, 512, *H200, wide=True).workers == 33  # 106,496 bytes each
-    assert Cut.of(16, 56, 4, 8, 256, *A100, ragged=True).workers == 27  # 66,560 bytes each, to merge
+def test_sums_have_a_bound() -> None:
+    """Whatever contexts there may be: units that can't be stored are one program's."""
+    for slots, nodes in ((256, 1), (64, 32), (1, 64)):
+        plan = LaunchPlan.of(slots, nodes, 4, 8, 256, *H200, positions=1 << 20)
+        assert plan.most * 8 * plan.rows * 512 <= max(64 << 20, slots * plan.tiles * 8 * plan.rows * 512)
 
 
-def test_large_tiles_of_several_requests_have_more_stages() -> None:
-    """Where as many programs have room for them."""
-    several, alone, small, unequal, wide = (
-        Cut.of(slots, nodes, 4, 8, 256, *H200, ragged=ragged, wide=wide).stages
-        for slots, nodes, ragged, wide in (
-            *((4, 16, False, False), (1, 32, False, False), (16, 4, False, False)),
-            *((16, 56, True, False), (4, 16, False, True)),
-        )
-    )
-    assert (several, alone, small, unequal, wide) == (5, 3, 3, 3, 3)
-    assert {Cut.of(4, 16, 4, 8, 256, *limits).stages for limits in (A100, L4, RTX5090, T4)} == {3}
-
-
-def test_unequal_trees_have_more_programs() -> None:
-    """Where tiles of one fill and of the next are half empty: three a multiprocessor instead of two."""
-    equal, unequal = (Cut.of(16, 56, 4, 8, 256, *H200, ragged=ragged) for ragged in (False, True))
-    assert (equal.workers, equal.registers) == (33, None)
-    assert (unequal.workers, unequal.registers) == (49, 168)
-    few = Cut.of(16, 4, 4, 8, 256, *H200)
-    assert Cut.of(16, 4, 4, 8, 256, *H200, ragged=True) == few  # chains of few nodes
-
-
-def test_one_request_alone() -> None:
-    """Tiles as small as its rows; whoever merges them reads several parts at once."""
-    cuts = [Cut.of(1, nodes, 4, 8, 256, *H200) for nodes in (1, 2, 4, 5, 8, 9)]
-    assert [cut.rows for cut in cuts] == [16, 16, 16, 32, 32, 16]
-    assert [cut.block for cut in cuts] == [64, 64, 64, 64, 64, 32]
-    assert [cut.merged for cut in cuts] == [16, 16, 8, 4, 4, 1]
-    rows = [merged_rows(cut.rows, need) for cut, need in zip(cuts, (4, 8, 16, 20, 32, 36), strict=True)]
-    assert rows == [4, 8, 16, 32, 32, 16]
-    assert Cut.of(1, 8, 4, 8, 256, 142, 65_536).rows == 16, "no room for blocks of 64"
-    few_heads = Cut.of(1, 8, 7, 2, 256, *H200)
-    assert (few_heads.rows, few_heads.block, few_heads.workers) == (16, 64, 66), "four tiles of both heads"
-
-
-@pytest.mark.parametrize(("slots", "row_bytes"), [(16, 256), (16, 512), (1, 512)])
-def test_others_merge_parts_one_by_one(slots: int, row_bytes: int) -> None:
-    """Several requests leave no registers for more, and larger heads were not tried."""
-    for nodes in (1, 4):
-        cut = Cut.of(slots, nodes, 4, 8, row_bytes, *H200)
-        assert (cut.merged, cut.registers) == (1, None)
-        assert cut.merge_stages > 1
+def test_trees_have_smaller_tiles() -> None:
+    """What is gathered for a node is of use to its rows alone."""
+    plans = [
+        LaunchPlan.of(16, nodes, 4, 8, 256, *H200, tree=tree) for nodes in (4, 32) for tree in (False, True)
+    ]
+    assert [(plan.rows, plan.warps) for plan in plans] == [(16, 4), (16, 8), (64, 4), (32, 4)]
 
 
 def test_tickets_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,6 +163,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
     places = ids_T // nodes * 6 + position_T // 16, position_T % 16
     q_start = torch.arange(0, tokens + 1, nodes, device="cuda")
     mask_T = (2 << ids_T % nodes) - 1
+    levels = None if tokens % 3 else nodes  # a chain's keys stand at their positions, a tree's are gathered
     first_cache = draw(6 * slots, 2, 16, 1, size)
     cache = first_cache.clone()
     wide = [draw(2 * inner, hidden) * hidden**-0.5 for _ in range(layers)]
@@ -179,7 +180,8 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
             mixed = turned_linear(x, mix) if 16 < tokens <= 64 else torch.nn.functional.linear(x, mix)
             qkv = mixed.view(tokens, -1, size)
             q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, *places)
-            x = attend_nodes(q, cache, pages, length_B, q_start, mask_T, nodes, workspace).flatten(1)
+            tree = q_start, position_T, mask_T, nodes, levels
+            x = attend_nodes(q, cache, pages, length_B, *tree, workspace).flatten(1)
             if tokens < 16:  # where the later chains have other launches after each other
                 read, residual = add_rms_norm_rounded(x, residual, norm_H, 1e-5)
                 x = integer_linear(read, *square)

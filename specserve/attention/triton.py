@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from specserve_kernels.ops.attention.attention import HEAD_DIMS, Workspace, attend_frontier, attend_nodes
+from specserve_kernels.ops.attention.attention import (
+    HEAD_DIMS,
+    Workspace,
+    attend_frontier,
+    attend_nodes,
+    list_paths,
+)
 from specserve_kernels.ops.attention.prefill import attend_chunks
 from torch import Tensor
 
@@ -36,14 +42,14 @@ class _Prefill:
 @dataclass(frozen=True, slots=True)
 class _Verify:
     nodes: Nodes
+    path_TA: Tensor | None  # None: chains
     reads_own: ClassVar = False
     workspace: Workspace = field(default_factory=Workspace)
 
     def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
         n = self.nodes
-        return attend_nodes(
-            q_TND, cache, n.pages_BM, n.length_B, n.q_start, n.mask_T, n.max_nodes, self.workspace
-        )
+        tree = n.q_start, self.path_TA, n.max_nodes
+        return attend_nodes(q_TND, cache, n.pages_BM, n.length_B, *tree, self.workspace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,9 @@ class TritonAttention:
         return _Prefill(chunks, prefix=chunks.spans is None or any(first > 0 for first, _ in chunks.spans))
 
     def plan_verify(self, nodes: Nodes) -> _Verify:
-        return _Verify(nodes)
+        n = nodes
+        path_TA = None if n.levels is None else list_paths(n.mask_T, n.slot_T, n.length_B, n.levels)
+        return _Verify(nodes, path_TA)
 
     def plan_draft(self, frontier: Frontier) -> _Draft:
         return _Draft(frontier)

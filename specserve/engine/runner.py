@@ -20,7 +20,6 @@ from specserve.engine.commands import Admit, Command, Prefill, Row, SetDraftRows
 from specserve.engine.grammars import Grammars, Matcher, Words
 from specserve.engine.graphs import PromptGraph, StepGraph
 from specserve.engine.prompts import PromptSize, Run, size_for
-from specserve.layers.decoder import MANY_TOKENS
 from specserve.speculation.context import Context, View
 from specserve.speculation.logprobs import Logprobs, token_logprobs
 from specserve.speculation.prefill import PrefillResult, PromptChunks, Scored, prefill
@@ -30,9 +29,8 @@ from specserve.speculation.state import Needs, to_device
 from specserve.speculation.step import StepResult, plant_and_verify, settle, step
 
 # First positions and tokens: of more than 64, and of more than 96, projections take other kernels, and so does
-# attention after a prefix, for more than 64 again; of many tokens projections add to the residual stream, and another
-# norm follows.
-WARM_UP = ((0, 72), (1, 64), (1, 128), (1, MANY_TOKENS))
+# attention after a prefix, for more than 64 again; of many tokens cuBLAS takes others.
+WARM_UP = ((0, 72), (1, 64), (1, 128), (1, 1024))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from specserve_kernels import (
     add_rms_norm,
     add_rms_norm_rounded,
     embed_rms_norm,
-    on_gpu,
     rms_norm,
 )
 from torch import Tensor, nn
@@ -22,8 +21,6 @@ from specserve.layers.batch import Attend, AttentionInputs
 from specserve.layers.linear import PLAIN
 from specserve.layers.rotary import Rope
 from specserve.layers.weights import Projection, WeightFormat
-
-MANY_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,41 +70,21 @@ class RMSNorm(nn.Module):
         """Returns the norm of the tokens' embeddings and these themselves."""
         return embed_rms_norm(tokens_T, embedding_VH, self.weight, self.eps)
 
-    def add(self, x_TH: Tensor | None, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norm of ``x + residual`` and the sum itself; None: x is in the stream already."""
-        if x_TH is None:
-            return self(residual_TH), residual_TH
+    def add(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the norm of ``x + residual`` and the sum itself."""
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)
 
-    def add_for(
-        self, reader: object, x_TH: Tensor | None, residual_TH: Tensor
-    ) -> tuple[Tensor | Rounded, Tensor]:
+    def add_for(self, reader: object, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
         """As ``add``, the norm quantized where ``reader`` multiplies it as integers."""
-        if x_TH is not None and isinstance(reader, Projection) and reader.quantizes(len(x_TH)):
+        if isinstance(reader, Projection) and reader.quantizes(len(x_TH)):
             return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps)
         return self.add(x_TH, residual_TH)
-
-
-def adds_itself(x_TI: Tensor) -> bool:
-    """Return whether projections of this many tokens add to the residual stream in place: the norm that follows then
-    reads and writes half as much."""
-    return (
-        on_gpu(x_TI.device)
-        and x_TI.itemsize == 2
-        and len(x_TI) >= MANY_TOKENS
-        and not torch.is_grad_enabled()
-    )
-
-
-def kept(residual_TH: Tensor) -> Tensor:
-    """The residual stream as it is now, whatever is added to it."""
-    return residual_TH.clone() if adds_itself(residual_TH) else residual_TH
 
 
 class Attention(nn.Module):
     """Grouped-query attention with one fused q, k, v projection; the mechanism is the caller's ``attend``.
 
-    A block takes what it reads and the residual stream, and returns what it adds and the stream, or None and the sum.
+    A block takes what it reads and the residual stream, and returns what it adds and the stream.
     """
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
@@ -130,8 +107,7 @@ class Attention(nn.Module):
         rope: Rope,
         attend: Attend,
         wanted_W: Tensor | None = None,
-        in_place: bool = False,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Return all rows or the wanted ones; keys and values are kept of all."""
         qkv_TO: Tensor = self.qkv_proj(x_TI)
         qkv_TND = qkv_TO.unflatten(-1, (self.config.qkv_heads, self.config.head_dim))
@@ -141,7 +117,7 @@ class Attention(nn.Module):
         attended_TI = attend(AttentionInputs(self.layer, qkv_TND, self.config.num_kv_heads, rope))
         if wanted_W is not None:
             attended_TI, residual_TH = attended_TI[wanted_W], residual_TH[wanted_W]
-        return self.o_proj.add_to(attended_TI, residual_TH, in_place)
+        return self.o_proj(attended_TI), residual_TH
 
     @property
     def kv_from(self) -> int:
@@ -168,10 +144,8 @@ class MLP(nn.Module):
         self.gate_up_proj = new(name, size, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
         self.down_proj = new(name, inner, {"down_proj": size}, config.mlp_bias)
 
-    def forward(
-        self, x_TH: Tensor | Rounded, residual_TH: Tensor, in_place: bool = False
-    ) -> tuple[Tensor | None, Tensor]:
-        return self.down_proj.add_to(self.gate_up_proj(x_TH, gated=True), residual_TH, in_place)
+    def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+        return self.down_proj(self.gate_up_proj(x_TH, gated=True)), residual_TH
 
 
 class DecoderLayer(nn.Module):
@@ -188,8 +162,8 @@ class DecoderLayer(nn.Module):
         """As ``enter``, with the tokens' embeddings as the stream."""
         return self.input_layernorm.embed(tokens_T, embedding_VH)
 
-    def enter(self, x_TH: Tensor | None, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes the last block's output and the residual stream before it, or None and the stream after it.
+    def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes the last block's output and the residual stream before it.
 
         Returns what attention reads, and the residual stream at the layer's boundary.
         """
@@ -202,10 +176,9 @@ class DecoderLayer(nn.Module):
         rope: Rope,
         attend: Attend,
         wanted_W: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Takes what ``enter`` returned, and returns what it takes, of all rows or of those that are wanted. Keys and
         values are kept of all."""
-        in_place = adds_itself(x_TH)  # decided by all rows, so that wanted ones are rounded the same
-        stream = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W, in_place)
-        out: tuple[Tensor | None, Tensor] = self.mlp(*self.post_attention_layernorm.add(*stream), in_place)
+        stream = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
+        out: tuple[Tensor, Tensor] = self.mlp(*self.post_attention_layernorm.add(*stream))
         return out

@@ -43,6 +43,14 @@ MULTIPLIES_INTEGERS = (8, 0)
 """Compute capability from which on Triton multiplies int8 on tensor cores."""
 
 
+def add_in_order() -> None:
+    """Let cuBLAS add inputs as the kernels here do, in this process: 16 at a time, in their order, whatever the number
+    of tokens. Neither is K cut into ranges nor are sums rounded on the way."""
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+
+
 class Linear(Projection, nn.Linear):
     """Weights as they are. After ``pack`` they are held in oneDNN's layout alone."""
 
@@ -75,11 +83,6 @@ class Linear(Projection, nn.Linear):
         if gated:
             found = silu_and_mul(found)
         return found if out is None else out.copy_(found)
-
-    def add_to(self, x_TI: Tensor, residual_TH: Tensor, in_place: bool) -> tuple[Tensor | None, Tensor]:
-        if in_place and self.bias is None:
-            return None, residual_TH.addmm_(x_TI, self.weight.t())
-        return super().add_to(x_TI, residual_TH, in_place)
 
     def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of the outputs from ``start`` on."""

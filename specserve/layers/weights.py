@@ -37,11 +37,6 @@ class Projection(nn.Module):
         """Return ``[T, O]``, or ``silu_and_mul`` of that where ``gated``; in ``out`` if it is given."""
         raise NotImplementedError
 
-    def add_to(self, x_TI: Tensor, residual_TH: Tensor, in_place: bool) -> tuple[Tensor | None, Tensor]:
-        """Return the outputs and the residual stream, or None and their sum where it was added ``in_place``, which a
-        format need not do."""
-        return self(x_TI), residual_TH
-
     def quantizes(self, tokens: int) -> bool:
         """Return whether it multiplies integers at this number of tokens, so that the norm before it may quantize."""
         return False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specserve.layers.batch import TokenBatch
-from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm, kept
+from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm
 from specserve.layers.linear import Linear
 from specserve.layers.rotary import Rope, rope_table
 from specserve.layers.weights import Projection
@@ -72,7 +72,7 @@ class LlamaModel(nn.Module):
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
         x_TH, residual_TH = first.embed(batch.tokens_T, self.embed_tokens.weight)
-        stream: tuple[Tensor | None, Tensor] = x_TH, residual_TH
+        stream = x_TH, residual_TH
         tapped: dict[int, Tensor] = {}
         last = len(self.layers) - 1
         for boundary, layer in enumerate(self.layers):
@@ -80,7 +80,7 @@ class LlamaModel(nn.Module):
             if boundary:
                 x_TH, residual_TH = layer.enter(*stream)
             if boundary in batch.taps:
-                tapped[boundary] = kept(residual_TH)
+                tapped[boundary] = residual_TH
             wanted = batch.wanted_W if boundary == last else None
             stream = layer(x_TH, residual_TH, rope, batch.attend, wanted)
         hidden_TH, tapped[len(self.layers)] = self.norm.add(*stream)

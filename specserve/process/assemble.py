@@ -33,7 +33,7 @@ from specserve.engine.threads import choose_threads, usable_cores
 from specserve.grammar import MISSING
 from specserve.kv.pool import KVPool, PoolConfig
 from specserve.kv.spec import HeadKV, KVSpec
-from specserve.layers.linear import QUANTIZED, pack_linears
+from specserve.layers.linear import QUANTIZED, add_in_order, pack_linears
 from specserve.models import read_config
 from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.config import ModelConfig
@@ -90,6 +90,7 @@ def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = l
     """
     if config.device == "cuda":
         settle_keys()
+        add_in_order()
     plan = shape_plan(config)
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)

@@ -34,7 +34,6 @@ from specserve.config.engine import EngineConfig
 from specserve.engine.kernels import WATCH, Variant, settle_keys
 from specserve.engine.prompts import short_prefill, sizes_within
 from specserve.engine.shapes import ShapePlan, batch_buckets
-from specserve.layers.decoder import MANY_TOKENS
 from specserve.models.checkpoint import DTYPES
 from specserve.process.assemble import create_shapes, shape_plan
 from specserve.speculation.context import Context, View
@@ -44,7 +43,7 @@ from specserve.speculation.step import step
 
 log = logging.getLogger(__name__)
 
-PROMPT_TOKENS = (1, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 256, 257, MANY_TOKENS - 1, MANY_TOKENS)
+PROMPT_TOKENS = (1, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 256, 257)
 _PACKAGES = (Path(__file__).parents[1], Path(specserve_kernels.__file__).parent)
 
 

@@ -1,7 +1,6 @@
-"""Blocks of keys and values of a paged cache as Triton device functions: their pages, themselves, and one step of the
-online softmax over them (FlashAttention, Dao et al. 2022, arXiv 2205.14135), in base 2.
+"""Keys and values of a paged cache as Triton device functions: the pages of a block, a block, and chosen columns.
 
-Shapes: N positions of a block, M pages of a slot, D head size, R rows of a tile.
+Shapes: N positions of a block, C columns, M pages of a slot, D head size, R rows of a tile.
 """
 
 from __future__ import annotations
@@ -10,6 +9,8 @@ import math
 
 import triton
 import triton.language as tl
+
+from specserve_kernels.ops.attention.splits import fold
 
 LOG2_E = math.log2(math.e)
 
@@ -34,12 +35,12 @@ def load_pages(table, first, last, N: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def load_block(
-    cache,  # at the key head: [pages, 2, PAGE, HEADS, D]
+    at_head,  # the key head in the cache [pages, 2, PAGE, HEADS, D]
+    value,  # its values there
     pages,  # as from load_pages
     first,
     live_N,
     page_stride,
-    kv_stride,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -51,24 +52,22 @@ def load_block(
     for i in tl.static_range(1, len(pages)):  # Triton 3.9 doesn't pipeline a choice of products
         page_N = tl.where(offset_N // PAGE < i, page_N, pages[i])
     row_N = page_N.to(tl.int64) * page_stride + (first % PAGE + offset_N % PAGE) * (HEADS * D)
-    at_ND = cache + row_N[:, None] + tl.arange(0, D)[None, :]
-    k_ND = tl.load(at_ND, mask=live_N[:, None], other=0.0)
-    v_ND = tl.load(at_ND + kv_stride, mask=live_N[:, None], other=0.0)
+    k_ND = tl.load(at_head + row_N[:, None] + tl.arange(0, D)[None, :], mask=live_N[:, None], other=0.0)
+    v_ND = tl.load(value + row_N[:, None] + tl.arange(0, D)[None, :], mask=live_N[:, None], other=0.0)
     return k_ND, v_ND
 
 
 @triton.jit
-def fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD):
-    """One step of the online softmax, in base 2. Rows that have seen nothing keep a sum of 0. Sums are of rows, or by
-    key, ``[R, N]``, to be added up after the last step."""
-    new_R = tl.maximum(top_R, tl.max(score_RN, 1) * scale)
-    base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
-    weight_RN = tl.exp2(score_RN * scale - base_R[:, None])
-    shrink_R = tl.exp2(top_R - base_R)
-    if len(sum_R.shape) == 2:
-        sum_R = sum_R * shrink_R[:, None] + weight_RN
-    else:
-        sum_R = sum_R * shrink_R + tl.sum(weight_RN, 1)
-    acc_RD = acc_RD * shrink_R[:, None]
-    acc_RD = tl.dot(weight_RN.to(v_ND.dtype), v_ND, acc_RD, input_precision="ieee")
-    return new_R, sum_R, acc_RD
+def fold_columns(
+    q_RD, at_C, visible_RC, there_C, at_head, value, table, scale, top_R, sum_RX, acc_RD, page_stride,
+    HEADS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax over keys and values at the cache's positions ``at_C``, those that are there."""
+    D: tl.constexpr = acc_RD.shape[1]
+    page_C = tl.load(table + at_C // PAGE, mask=there_C, other=0).to(tl.int64)
+    row_C = page_C * page_stride + at_C % PAGE * (HEADS * D)
+    k_CD = tl.load(at_head + row_C[:, None] + tl.arange(0, D)[None, :], mask=there_C[:, None], other=0.0)
+    v_CD = tl.load(value + row_C[:, None] + tl.arange(0, D)[None, :], mask=there_C[:, None], other=0.0)
+    score_RC = tl.dot(q_RD, tl.trans(k_CD), input_precision="ieee")
+    score_RC = tl.where(visible_RC, score_RC, float("-inf"))
+    return fold(score_RC, v_CD, scale, top_R, sum_RX, acc_RD)

@@ -1,7 +1,8 @@
 """Causal attention of prompt chunks over a paged cache that already holds their keys and values.
 
 FlashAttention (Dao et al. 2022, arXiv 2205.14135; the loop order of FlashAttention-2, arXiv 2307.08691): a program
-serves a tile of one request's tokens and one query head. Blocks before the tile are seen whole and need no mask.
+serves a tile of one request's tokens and one query head. In which order it adds says ``splits``. Blocks before the
+tile are seen whole and need no mask.
 
 A chunk's own keys and values stand next to its queries, too, one row a token. On Hopper the copy engine reads them from
 there, told their place by descriptors, and pages are read for what came before the chunk alone.
@@ -20,49 +21,94 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specserve_kernels.ops.attention.blocks import LOG2_E, fold, load_block
+from specserve_kernels.ops.attention.blocks import LOG2_E, load_block
+from specserve_kernels.ops.attention.splits import FAR, NEAR, fold, merge, nothing_seen, row_sums, split_size
 from specserve_kernels.ops.device import HOPPER, capability_of, copies, limits_of
 
 _MOST_ROW_BYTES = 256  # of a head that is read by descriptors
 
 
 @triton.jit
-def _fold_pages(
-    q_RD, top_R, sum_R, acc_RD, scale, at_head, table, begin, stop, end, position_R, page_stride, kv_stride,
-    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+def _fold_block(
+    q_RD, k_ND, v_ND, base, end, position_R, scale, all_, top_R, sum_RX, acc_RD,
+    MASKED: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over blocks of pages. If ``MASKED``, a row sees positions below ``end`` and up to its own."""
+    """One step of the online softmax, and before a split's first block, the one before it to those before that. If
+    ``MASKED``, a row sees positions up to its own."""
+    N: tl.constexpr = k_ND.shape[0]
+    D: tl.constexpr = k_ND.shape[1]
+    if base % split_size(base, NEAR, FAR) == 0:
+        all_ = merge(all_[0], all_[1], all_[2], top_R, row_sums(sum_RX), acc_RD)
+        top_R, sum_RX, acc_RD = nothing_seen(q_RD.shape[0], D)
+    score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
+    if MASKED:
+        position_N = base + tl.arange(0, N)
+        score_RN = tl.where(position_N[None, :] <= position_R[:, None], score_RN, float("-inf"))
+        v_ND = tl.where((position_N < end)[:, None], v_ND, 0.0)  # what stands after it may not be finite
+    top_R, sum_RX, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_RX, acc_RD)
+    return all_, top_R, sum_RX, acc_RD
+
+
+@triton.jit
+def _fold_pages(
+    q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, begin, stop, end, position_R, page_stride, kv_stride,
+    HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
+    NEAR: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """The same over blocks of pages."""
     offset_N = tl.arange(0, N)
     for block in tl.range(begin, stop, num_stages=2):
         position_N = block * N + offset_N
         live_N = position_N < end if MASKED else offset_N >= 0
         page_N = tl.load(table + position_N.to(tl.uint32) // PAGE, mask=live_N, other=0).to(tl.int32)
-        k_ND, v_ND = load_block(at_head, (page_N,), block * N, live_N, page_stride, kv_stride, HEADS, D, PAGE)
-        score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
-        if MASKED:
-            visible_RN = (position_N[None, :] <= position_R[:, None]) & live_N[None, :]
-            score_RN = tl.where(visible_RN, score_RN, float("-inf"))
-        top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
-    return top_R, sum_R, acc_RD
+        k_ND, v_ND = load_block(
+            at_head, at_head + kv_stride, (page_N,), block * N, live_N, page_stride, HEADS, D, PAGE
+        )
+        all_, top_R, sum_RX, acc_RD = _fold_block(
+            q_RD,
+            k_ND,
+            v_ND,
+            block * N,
+            end,
+            position_R,
+            scale,
+            all_,
+            top_R,
+            sum_RX,
+            acc_RD,
+            MASKED,
+            NEAR,
+            FAR,
+        )
+    return all_, top_R, sum_RX, acc_RD
 
 
 @triton.jit
 def _fold_own(
-    q_RD, top_R, sum_R, acc_RD, scale, kv_desc, row, k_at, v_at, begin, stop, local_R, count,
-    N: tl.constexpr, STAGES: tl.constexpr, CAUSAL: tl.constexpr, LAST: tl.constexpr,
+    q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, begin, stop, end, position_R,
+    N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, NEAR: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
-    """The same over blocks of the chunk itself, which stand from ``row`` on. If ``CAUSAL``, a row sees those up to its
-    own; after the ``LAST`` one another request's stand, whose values may not be finite."""
+    """The same over blocks of the chunk itself. ``row``: of position 0, were it one of the chunk's."""
     for block in tl.range(begin, stop, num_stages=STAGES):
-        local_N = block * N + tl.arange(0, N)
         k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
-        if LAST:
-            v_ND = tl.where((local_N < count)[:, None], v_ND, 0.0)
-        score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
-        if CAUSAL:
-            score_RN = tl.where(local_N[None, :] <= local_R[:, None], score_RN, float("-inf"))
-        top_R, sum_R, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_R, acc_RD)
-    return top_R, sum_R, acc_RD
+        all_, top_R, sum_RX, acc_RD = _fold_block(
+            q_RD,
+            k_ND,
+            v_ND,
+            block * N,
+            end,
+            position_R,
+            scale,
+            all_,
+            top_R,
+            sum_RX,
+            acc_RD,
+            MASKED,
+            NEAR,
+            FAR,
+        )
+    return all_, top_R, sum_RX, acc_RD
 
 
 @triton.jit(
@@ -91,6 +137,8 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     OWN: tl.constexpr,  # the tokens' own keys and values come from kv_desc
     PAGED: tl.constexpr,  # some keys come from pages
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
 ):
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest first
@@ -108,40 +156,43 @@ def _prefill_kernel(
     else:
         q_at_RD = q + (token_R * q_stride + head * D)[:, None] + column_D[None, :]
         q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
-    top_R = tl.full([R], float("-inf"), tl.float32)
-    sum_R = tl.zeros([R], tl.float32)
-    acc_RD = tl.zeros([R, D], tl.float32)
+    start = 0
     if PAGED:
         start = tl.load(positions_T + first).to(tl.int32)
+    position_R = start + local_R
+    end = start + tl.minimum(tile * R + R, count)
+    whole, stop = (
+        (start + tile * R + 1) // N,
+        tl.cdiv(end, N),
+    )  # blocks that all rows see whole, and that some see
+    top_R, sum_RX, acc_RD = nothing_seen(R, D)
+    all_ = (top_R, row_sums(sum_RX), acc_RD)
+    own = 0
+    if PAGED:
+        own = tl.minimum(tl.cdiv(start, N), stop) if OWN else stop
         at_head = cache + (head // GROUP) * D
         table = pages_BM + slot.to(tl.int64) * table_stride
-        # Blocks that the tile's first token sees whole, and the end of what comes from pages.
-        whole = (start if OWN else start + tile * R + 1) // N
-        end = start if OWN else start + tl.minimum(tile * R + R, count)
-        top_R, sum_R, acc_RD = _fold_pages(
-            q_RD, top_R, sum_R, acc_RD, scale, at_head, table, 0, whole, end, start + local_R, page_stride, kv_stride,
-            HEADS, D, PAGE, N, False,
+        all_, top_R, sum_RX, acc_RD = _fold_pages(
+            q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, 0, tl.minimum(whole, own), end, position_R,
+            page_stride, kv_stride, HEADS, D, PAGE, N, False, NEAR, FAR,
         )  # fmt: skip
-        top_R, sum_R, acc_RD = _fold_pages(
-            q_RD, top_R, sum_R, acc_RD, scale, at_head, table, whole, tl.cdiv(end, N), end, start + local_R,
-            page_stride, kv_stride, HEADS, D, PAGE, N, True,
+        all_, top_R, sum_RX, acc_RD = _fold_pages(
+            q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, tl.minimum(whole, own), own, end, position_R,
+            page_stride, kv_stride, HEADS, D, PAGE, N, True, NEAR, FAR,
         )  # fmt: skip
     if OWN:
-        row, k_at = first.to(tl.int32), (head // GROUP) * D
+        row, k_at = first.to(tl.int32) - start, (head // GROUP) * D
         v_at = HEADS * D + k_at
-        end = tl.minimum(tile * R + R, count)
-        top_R, sum_R, acc_RD = _fold_own(
-            q_RD, top_R, sum_R, acc_RD, scale, kv_desc, row, k_at, v_at, 0, tile * R // N, local_R, count,
-            N, STAGES, False, False,
+        whole = tl.maximum(whole, own)
+        all_, top_R, sum_RX, acc_RD = _fold_own(
+            q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, own, whole, end, position_R,
+            N, STAGES, False, NEAR, FAR,
         )  # fmt: skip
-        top_R, sum_R, acc_RD = _fold_own(
-            q_RD, top_R, sum_R, acc_RD, scale, kv_desc, row, k_at, v_at, tile * R // N, end // N, local_R, count,
-            N, STAGES, True, False,
+        all_, top_R, sum_RX, acc_RD = _fold_own(
+            q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, whole, stop, end, position_R,
+            N, 1, True, NEAR, FAR,
         )  # fmt: skip
-        top_R, sum_R, acc_RD = _fold_own(
-            q_RD, top_R, sum_R, acc_RD, scale, kv_desc, row, k_at, v_at, end // N, tl.cdiv(end, N), local_R, count,
-            N, 1, True, True,
-        )  # fmt: skip
+    top_R, sum_R, acc_RD = merge(all_[0], all_[1], all_[2], top_R, row_sums(sum_RX), acc_RD)
     result_RD = acc_RD / sum_R[:, None]
     out_at_RD = out + (token_R * (HEADS * GROUP * D) + head * D)[:, None] + column_D[None, :]
     tl.store(out_at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
@@ -160,7 +211,7 @@ def _tile_of_own(tokens: int, wide: bool, prefix: bool) -> Tile:
     """Where own keys are read by descriptors. ``wide``: float32."""
     if wide:
         return Tile(32, 32, 4, 2)
-    return Tile(128, 64, 4, 2) if prefix and tokens > 64 else Tile(64, 64, 4, 3)
+    return Tile(64, 64, 4, 2)
 
 
 def _tile(tokens: int, row_bytes: int, wide: bool, shared_bytes: int) -> Tile:
@@ -228,6 +279,8 @@ def attend_chunks(
         STAGES=tile.stages,
         OWN=kv is not None,
         PAGED=kv is None or prefix,
+        NEAR=NEAR,
+        FAR=FAR,
         num_warps=tile.warps,
     )
     return out

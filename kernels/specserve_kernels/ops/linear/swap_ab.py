@@ -2,8 +2,8 @@
 
 Outputs are the rows of what the tensor cores multiply, 64 of them at least, and tokens the columns; blocks of both come
 by the copy engine, which is told their place by descriptors. A gate and what it lets through are two products of the
-same inputs. Few outputs are few programs: then several share the inputs of a tile, as in ``quantized_linear``, and each
-takes most of a multiprocessor's shared memory. Programs that begin while the launch before ends go wherever there is
+same inputs. Inputs are added in their order, 16 at a time, as in all other kernels of ``linear``. A program takes most
+of a multiprocessor's shared memory. Programs that begin while the launch before ends go wherever there is
 room: two that fit into one multiprocessor leave another without work, and a layer of 32 tokens took 23 µs more. Above
 64 tokens two must fit, and all are more than the multiprocessors: there the next launch is let in by the last of them.
 
@@ -17,33 +17,29 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specserve_kernels.ops.device import HOPPER, Limits, capability_of, copies, limits_of, tickets
+from specserve_kernels.ops.device import HOPPER, Limits, capability_of, copies, limits_of
 from specserve_kernels.ops.layer.activation import gate_by_silu
-from specserve_kernels.ops.linear.split_k import add_up, hand_in
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
 
 _MANY_OUTPUTS = 16384  # from this many on, tiles are wide and their inputs are not shared
 _FULL = 0.7  # of the multiprocessors' places that programs take, in all the waves that they need
 _LONE = 64  # tokens, up to which a program is alone on its multiprocessor
 _HALF_EMPTY = 96  # tokens, up to which a tile of 128 takes as long as cuBLAS's
-_LEAST_STEPS, _MOST_PARTS = 8, 4
 
 
 class Pipeline(NamedTuple):
-    """A program's tokens, outputs and inputs of a step; steps in flight, and warps; how many programs share a tile."""
+    """A program's tokens, outputs and inputs of a step; steps in flight, and warps."""
 
     tokens: int
     outputs: int
     inputs: int
     stages: int
     warps: int
-    parts: int = 1
 
     @property
     def stage_bytes(self) -> int:
@@ -66,7 +62,7 @@ def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
 
 
 def _fills(block: Pipeline, outputs: int, limits: Limits) -> bool:
-    programs = block.parts * triton.cdiv(outputs, block.outputs)
+    programs = triton.cdiv(outputs, block.outputs)
     places = limits.processors * max(1, limits.shared_bytes // (block.stages * block.stage_bytes))
     return programs >= _FULL * places * triton.cdiv(programs, places)
 
@@ -80,15 +76,11 @@ def turned_linear(
     width = outputs // 2 if gated else outputs
     block = pipeline(outputs, inputs, tokens, gated, limits_of(x_TI.device))
     rows = block.outputs // 2 if gated else block.outputs
-    tiles, shared = triton.cdiv(width, rows), block.parts > 1
     out_TO = x_TI.new_empty((tokens, width)) if out_TO is None else out_TO
-    part = x_TI.new_empty(tiles * block.parts * block.tokens * rows if shared else 0, dtype=torch.float32)
-    _turned_linear_kernel[(tiles, block.parts)](
+    _turned_linear_kernel[(triton.cdiv(width, rows),)](
         TensorDescriptor.from_tensor(x_TI, [block.tokens, block.inputs]),
         TensorDescriptor.from_tensor(weight_OI, [rows, block.inputs]),
         out_TO,
-        part,
-        tickets(tiles, x_TI.device) if shared else part,
         tokens,
         O=outputs,
         I=inputs,
@@ -96,7 +88,6 @@ def turned_linear(
         BLOCK_T=block.tokens,
         BLOCK_O=rows,
         BLOCK_I=block.inputs,
-        PARTS=block.parts,
         LATE=tokens > _LONE,
         num_warps=block.warps,
         num_stages=block.stages,
@@ -107,7 +98,7 @@ def turned_linear(
 
 def pipeline(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits) -> Pipeline:
     """From a sweep over the layers of Llama-3.1-8B on an H200, but for gates of few outputs. With less shared memory,
-    fewer stages. A gate's two products share a program's outputs, and no tile of theirs is shared."""
+    fewer stages. A gate's two products share a program's outputs."""
     columns = max(16, triton.next_power_of_2(tokens))
     if tokens > _LONE:
         chosen = Pipeline(columns, 128, 64, 3, 4)
@@ -117,20 +108,15 @@ def pipeline(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits
         chosen = Pipeline(columns, 128, 128, 3, 4)
     else:
         chosen = Pipeline(columns, 64, 128, 5 if tokens <= 32 else 4, 4)
-        tiles, steps = triton.cdiv(outputs, chosen.outputs), triton.cdiv(inputs, chosen.inputs)
-        most = min(limits.processors // tiles, steps // _LEAST_STEPS, _MOST_PARTS)
-        chosen = chosen._replace(parts=max(1, most))
     stages = min(chosen.stages, (limits.shared_bytes - 2048) // chosen.stage_bytes)
     return chosen._replace(stages=max(1, stages))
 
 
-@triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
+@triton.jit(do_not_specialize=["tokens"])
 def _turned_linear_kernel(
     x_desc,  # [T, I]
     weight_desc,  # [O, I]
     out_ptr,  # [T, O], half as wide if GATED
-    part_ptr,  # [tiles, PARTS, BLOCK_O, BLOCK_T] float32, if PARTS > 1
-    tickets_ptr,  # [tiles] int32, 0, if PARTS > 1
     tokens,
     O: tl.constexpr,
     I: tl.constexpr,
@@ -138,32 +124,22 @@ def _turned_linear_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    PARTS: tl.constexpr,
     LATE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     WIDTH: tl.constexpr = O // 2 if GATED else O
-    tile = tl.program_id(0)
-    first = tile * BLOCK_O
+    first = tl.program_id(0) * BLOCK_O
     sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     gated = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
-    steps: tl.constexpr = (I + BLOCK_I - 1) // BLOCK_I
-    share: tl.constexpr = (steps + PARTS - 1) // PARTS
-    begin = tl.program_id(1) * share
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP and not LATE)
-    tl.static_assert(PARTS == 1 or not GATED)
-    for step in range(begin, tl.minimum(begin + share, steps)):
-        x = x_desc.load([0, step * BLOCK_I]).T
-        sums = tl.dot(weight_desc.load([first, step * BLOCK_I]), x, sums)
+    for start in range(0, I, BLOCK_I):
+        x = x_desc.load([0, start]).T
+        sums = tl.dot(weight_desc.load([first, start]), x, sums)
         if GATED:
-            gated = tl.dot(weight_desc.load([WIDTH + first, step * BLOCK_I]), x, gated)
+            gated = tl.dot(weight_desc.load([WIDTH + first, start]), x, gated)
     let_next_begin(OVERLAP and LATE)
     o, t = tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_T)
-    if PARTS > 1:
-        if hand_in(sums, part_ptr, tickets_ptr, tile, tl.program_id(1), PARTS):
-            return
-        sums = add_up(part_ptr, tickets_ptr, tile, BLOCK_O, BLOCK_T, PARTS)
     out = sums.to(out_ptr.dtype.element_ty)
     if GATED:
         out = gate_by_silu(out, gated.to(out_ptr.dtype.element_ty))

@@ -1,0 +1,74 @@
+"""The order in which attention adds, the same for every launch, as Triton device functions.
+
+What a token sees is added in the order of positions, sixteen at a time, as tensor cores do: the sixteen begin at
+multiples of 16, whoever else is in the launch. There are *splits*, of ``NEAR`` positions below ``FAR`` and of ``FAR``
+from there on, each added from zero, then all of them in order, so that one token's keys can be many programs' work.
+
+The online softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135) scales what it has by the largest score so far.
+Here that is rounded up to a whole power of two, and scores to multiples of 2^-12, so that scaling rounds nothing: the
+sums don't depend on when a larger score was found. The sum of weights is a product with ones, in the same order. So a
+token's bits are the same in prefill, in plain decoding and in a tree, in blocks and tiles of any size. Two facts about
+tensor cores make it so, tested on a GPU: sixteen keys are added at a time for every tile, and zeros change nothing.
+
+Shapes: R rows of a tile, N positions of a block, D head size, X columns of ones.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NEAR, FAR = 128, 1024  # positions of a split
+ALIGNED = 16  # keys that a tensor core adds at a time
+_GRID = tl.constexpr(3072.0)  # 1.5 * 2^11: added to a score, it leaves multiples of 2^-12
+_ONES = tl.constexpr(16)
+
+
+@triton.jit
+def split_size(position, NEAR: tl.constexpr, FAR: tl.constexpr):
+    """Positions of the split that ``position`` is in."""
+    return tl.where(position < FAR, NEAR, FAR)
+
+
+@triton.jit
+def nothing_seen(R: tl.constexpr, D: tl.constexpr):
+    """Maxima in base 2 ``[R]``, sums ``[R, X]``, equal in each row, and weighted values ``[R, D]`` of no keys."""
+    none_R = tl.full([R], float("-inf"), tl.float32)
+    return none_R, tl.zeros([R, _ONES], tl.float32), tl.zeros([R, D], tl.float32)
+
+
+@triton.jit
+def power(exponent_R):
+    """2 to the power of whole numbers of at most 0, exactly; 0 for -127 and less."""
+    return ((tl.maximum(exponent_R, -127.0) + 127.0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def fold(score_RN, v_ND, scale, top_R, sum_RX, acc_RD):
+    """One step of the online softmax, in base 2. Rows that have seen nothing keep a sum of 0."""
+    grid: tl.constexpr = 0.0 if v_ND.dtype == tl.float32 else _GRID
+    place_RN = tl.fma(score_RN, scale + tl.zeros_like(score_RN), tl.full(score_RN.shape, grid, tl.float32))
+    new_R = tl.maximum(top_R, tl.ceil(tl.max(place_RN, 1) - grid))
+    base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
+    weight_RN = tl.exp2(place_RN - (base_R + grid)[:, None]).to(v_ND.dtype)
+    shrink_R = power(top_R - base_R)
+    ones_NX = tl.full([score_RN.shape[1], _ONES], 1.0, v_ND.dtype)
+    sum_RX = tl.dot(weight_RN, ones_NX, sum_RX * shrink_R[:, None], input_precision="ieee")
+    acc_RD = tl.dot(weight_RN, v_ND, acc_RD * shrink_R[:, None], input_precision="ieee")
+    return new_R, sum_RX, acc_RD
+
+
+@triton.jit
+def row_sums(sum_RX):
+    """Those of each row, ``[R]``."""
+    return tl.max(sum_RX, 1)
+
+
+@triton.jit
+def merge(top_R, sum_R, acc_RD, its_top_R, its_sum_R, its_acc_RD):
+    """Earlier splits and the next. Either may be none."""
+    new_R = tl.maximum(top_R, its_top_R)
+    base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
+    earlier_R, later_R = power(top_R - base_R), power(its_top_R - base_R)
+    sum_R = sum_R * earlier_R + its_sum_R * later_R  # powers of two: the sum alone is rounded
+    return new_R, sum_R, acc_RD * earlier_R[:, None] + its_acc_RD * later_R[:, None]
