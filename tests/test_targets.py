@@ -18,6 +18,7 @@ from torch import Tensor
 
 import specserve.engine.runner
 from benchmarks.lossless import CHOICES, SAMPLING, Models, make_items, run_matrix
+from benchmarks.pairwise import pairwise
 from examples.bundled_model.save_target import target_config
 from specserve import SamplingParams
 from specserve.config import make_settings, resolve
