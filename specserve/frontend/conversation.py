@@ -123,18 +123,27 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {**({} if call.id is None else {"id": call.id}), "type": "function", "function": function}
 
 
-def _few_parts(messages: Any) -> Any:
-    """Raises PydanticCustomError for lists that are short each, but hold too much together."""
-    if isinstance(messages, list):
-        fields = (m.get(name) for m in messages if isinstance(m, dict) for name in ("content", "tool_calls"))
-        if sum(min(len(field), MAX_PARTS) for field in fields if isinstance(field, list)) > MAX_PARTS:
+_LISTS = ("content", "tool_calls", "output")
+
+
+def few_parts(messages: Any) -> Any:
+    """Raises PydanticCustomError for lists that are short each, but hold too much together: those of messages, and of
+    the parts in them that have parts of their own."""
+    level: list[Any] = messages if isinstance(messages, list) else []
+    total = 0
+    for _ in range(2):
+        fields = (item.get(name) for item in level if isinstance(item, dict) for name in _LISTS)
+        lists = [field[:MAX_PARTS] for field in fields if isinstance(field, list)]
+        total += sum(map(len, lists))
+        if total > MAX_PARTS:
             words = "Messages should have at most {most} text parts and calls of tools together"
             raise PydanticCustomError("too_long", words, {"most": MAX_PARTS})
+        level = [part for parts in lists for part in parts]
     return messages
 
 
 Messages = Annotated[
-    ListOf[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(_few_parts)
+    ListOf[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(few_parts)
 ]
 """Of a request: bounded."""
 

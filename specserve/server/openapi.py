@@ -12,14 +12,13 @@ from specserve.server.anthropic import schema as of_anthropic
 from specserve.server.responses import schema as of_responses
 
 _REFERENCE = "#/components/schemas/{name}"
-_OWN_BASES = (schema.Answer, schema.Head)
 _STRUCTS = [
     found
     for module in (schema, of_responses, of_anthropic)
     for found in vars(module).values()
     if isinstance(found, type)
     and issubclass(found, (schema.Answer, schema.ServerInfo))
-    and found not in _OWN_BASES
+    and not found.__subclasses__()  # else a base, or a part of another
     and found.__module__ == module.__name__
 ]
 Responses = dict[int | str, dict[str, Any]]

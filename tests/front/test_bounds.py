@@ -76,6 +76,8 @@ async def longest_stall(path: str, body: dict[str, Any]) -> tuple[httpx.Response
         (COMPLETIONS, {**PROMPT, **KEYS}, None, WIDE),
         (COMPLETIONS, {**PROMPT, "logit_bias": dict.fromkeys(KEYS, "a")}, None, WIDE),
         (COMPLETIONS, {**PROMPT, "temperature": [1] * MANY}, "temperature", "valid number"),
+        ("/v1/responses", {"model": "tiny", "input": [{}] * MANY}, "input.0.role", "required"),
+        ("/v1/responses", {"model": "tiny", "input": [SAID]}, "input.0.content.0.type", "required"),
         ("/tokenize", {"messages": [{}] * MANY}, "messages.0.role", "required"),
         ("/detokenize", {"tokens": ["a"] * MANY}, "tokens.0", "valid integer"),
     ],

@@ -213,6 +213,7 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": list(blocks)}]}
 
 
+TEXT = {"type": "text", "text": ""}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (said({"type": "image", "source": {}}), "messages.0.content.0.type: "),
     (said({"type": "document", "source": {}}), "messages.0.content.0.type: "),
@@ -226,12 +227,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         said({"type": "tool_result", "tool_use_id": "1", "content": "a"}),
         "messages.0.content.0.tool_use_id: no call ",
     ),
+    (
+        said(*[TEXT] * 9000, {"type": "tool_result", "tool_use_id": "1", "content": [TEXT] * 9000}),
+        "messages: Messages should have at most 16384",
+    ),
     (said(role="assistant"), "messages.0.role: not supported: "),
     ({"messages": []}, "messages: "),
     ({"messages": [{"role": "user", "content": "x" * 2000}]}, "prompt is too long: "),
     ({"max_tokens": None}, "max_tokens: "),
     ({"temperature": -1}, "temperature must be in [0, 100]"),
-    ({"stop_sequences": [""]}, "stop must not hold an empty string"),
+    ({"stop_sequences": [""]}, "stop_sequences.0: "),
     (
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         "tools.0.type: not supported: web_search_",

@@ -248,13 +248,13 @@ def test_what_codex_sends(ask: Ask) -> None:
     )  # fmt: skip
     assert prompt(engine) == (
         "exec_command;system:You are a coding agent.;system:Rules.;user:List.;"
-        'assistant:(ls)[exec_command{"cmd": "ls"}];'
-        "tool:a.py;assistant:a.py;user:Thanks.;assistant:"
+        'assistant:(ls)[exec_command{"cmd": "ls"}];tool:a.py;assistant:a.py;user:Thanks.;assistant:'
     )
     assert [item["type"] for item in found[-1]["response"]["output"]] == ["reasoning", "message"]
     assert found[-1]["response"]["usage"]["output_tokens"] > 0
 
 
+TEXT = {"type": "input_text", "text": ""}
 REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"store": True}, "store", "unsupported_parameter"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
@@ -281,8 +281,9 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type", None),
     ({"input": [{"role": "user", "content": "a", "name": "x"}]}, "input.0.name", None),
     ({"input": [{"type": "item_reference", "id": "1"}]}, "input.0.type", None),
-    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content",
-     "unsupported_parameter"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]},
+     "input.0.encrypted_content", "unsupported_parameter"),
+    ({"input": [{"role": "user", "content": [TEXT] * 9000}] * 2}, "input", None),
     ({"input": [{"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "1", "output": "a"}]},
      "input.1.call_id", None),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]}, "input.0.arguments", None),

@@ -75,6 +75,28 @@ def test_streams_are_described(serve: Serve) -> None:
     assert "ChatChunkChoice" in named <= set(document["components"]["schemas"])
 
 
+def test_other_apis_are_described(serve: Serve) -> None:
+    """Requests with what is refused, and streams with the events of each name."""
+    client, _ = serve()
+    document = client.get("/openapi.json").json()
+    described = document["components"]["schemas"]
+    for route, model in OTHERS.items():
+        found = described[model.__name__]
+        assert set(found["properties"]) == {*model.model_fields, *model.refused}  # type: ignore[attr-defined]
+        answer = document["paths"][route]["post"]["responses"]["200"]["content"]
+        whole = answer["application/json"]["schema"]
+        assert whole == {"$ref": f"#/components/schemas/{WHOLES[route].__name__}"}
+        if route in EVENTS:
+            data = answer["text/event-stream"]["itemSchema"]["properties"]["data"]
+            names = [each["$ref"].rpartition("/")[2] for each in data["contentSchema"]["anyOf"]]
+            assert names == [kind.__name__ for kind in EVENTS[route]]
+            for name, kind in zip(names, EVENTS[route], strict=True):
+                assert described[name]["properties"]["type"] == {"enum": [kind.__struct_config__.tag]}
+                assert "type" in described[name]["required"]
+    named = set(re.findall(r"#/components/schemas/([^\"]+)", json.dumps(document)))
+    assert named <= set(described)
+
+
 def test_answers_of_all_routes(serve: Serve) -> None:
     client, _ = serve(token_statistics=True)
     client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a"})

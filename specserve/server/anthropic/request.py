@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS
+from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS, few_parts
 from specserve.frontend.fields import ListOf, Refusal, Strict, Text, fault
 from specserve.frontend.tools import MAX_TOOLS
 from specserve.server.protocol import MAX_STOPS, Count, Int
@@ -41,6 +41,7 @@ class TextBlock(Strict):
     """Changes nothing."""
 
 
+StopSequence = Annotated[Text, Field(min_length=1)]
 Texts = Text | Annotated[ListOf[TextBlock], Field(max_length=MAX_PARTS)]
 
 _KINDS: Mapping[str, tuple[str, ...]] = {
@@ -204,7 +205,9 @@ class CountTokensRequest(Strict):
     }
     model: str
     """One of the served names."""
-    messages: Annotated[ListOf[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[
+        ListOf[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(few_parts)
+    ]
     """The conversation; the user's turn is the last."""
     system: Texts | None = None
     """What the system says, before the conversation; blocks are joined as they are."""
@@ -263,7 +266,6 @@ class CountTokensRequest(Strict):
             "response_format": schema and {"type": "json_schema", "json_schema": schema},
         }
         names = {
-            "stop": "stop_sequences",
             "messages": "messages",
             "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
             "response_format": "output_config.format",
@@ -295,7 +297,7 @@ class MessagesRequest(CountTokensRequest):
     """Most tokens of the answer, thinking included."""
     metadata: MessageMetadata | None = None
     """Labels that change no answer."""
-    stop_sequences: Annotated[ListOf[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[ListOf[StopSequence], Field(max_length=MAX_STOPS)] | None = None
     """Texts that end the answer and are not part of it; none empty."""
     stream: bool | None = None
     """Server-sent events, each with its name."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS
+from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS, few_parts
 from specserve.frontend.fields import ListOf, Refusal, Strict, Text, fault
 from specserve.frontend.tools import MAX_TOOLS
 from specserve.server.protocol import Count
@@ -234,7 +234,9 @@ class ResponsesRequest(Strict):
     }
     model: str
     """One of the served names."""
-    input: Text | Annotated[ListOf[InputItem], Field(max_length=MAX_MESSAGES)]
+    input: Annotated[
+        Text | Annotated[ListOf[InputItem], Field(max_length=MAX_MESSAGES)], BeforeValidator(few_parts)
+    ]
     """The conversation: the user's text, or items."""
     instructions: Text | None = None
     """What the system says, before the conversation."""
