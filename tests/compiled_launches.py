@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import specserve_kernels.dispatch
 import torch
-from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
+from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes, list_paths
 from specserve_kernels.ops.attention.prefill import attend_chunks
 from specserve_kernels.ops.layer.embed_and_concat import pair_inputs_rounded
 from specserve_kernels.ops.layer.norm import add_rms_norm_rounded, rms_norm
@@ -314,9 +314,8 @@ def launch_attention(size: int, slots: int, nodes: int, dtype: torch.dtype = tor
         torch.zeros(slots + 1, dtype=torch.int64),
         torch.zeros(slots * nodes, dtype=torch.int64),
     )
-    for levels in (None, 4):
-        given = q_start, per_node_T, per_node_T, nodes, levels
-        attend_nodes(*shared, length_B, *given, Workspace())
+    for path_TA in (None, list_paths(per_node_T, per_node_T, length_B.clone(), 4)):
+        attend_nodes(*shared, length_B, q_start, path_TA, nodes, Workspace())
     attend_chunks(*shared, q_start, per_node_T, nodes)
     for prefix, tokens in ((False, nodes), (True, nodes), (True, 65)):  # and where tiles are larger
         attend_chunks(*shared, q_start, per_node_T, tokens, kv_TND, prefix)

@@ -68,7 +68,6 @@ class Chain:
     pages_BM: Tensor
     length_B: Tensor
     q_start: Tensor
-    mask_T: Tensor
 
     @classmethod
     def of(cls, layers: list[Layer], requests: int, tokens: int, context: int) -> Chain:
@@ -87,7 +86,6 @@ class Chain:
             pages_BM,
             torch.full([requests], context, device=device),
             tokens * torch.arange(requests + 1, device=device),
-            (2 << local_T) - 1,
         )
 
     def run(self, norms: bool = True, attention: bool = True) -> Tensor:
@@ -109,7 +107,7 @@ class Chain:
             qkv_TND, self.rope_P2D, self.position_T, KV_HEADS, layer.cache, *self.place_T, keys=False
         )
         nodes = len(q_TND) // len(self.length_B)
-        shape = self.pages_BM, self.length_B, self.q_start, self.position_T, self.mask_T, nodes, None
+        shape = self.pages_BM, self.length_B, self.q_start, None, nodes
         return attend_nodes(q_TND, layer.cache, *shape, workspace)
 
 

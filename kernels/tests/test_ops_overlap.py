@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from specserve_kernels import quantize
 from specserve_kernels.ops import pdl as overlap
-from specserve_kernels.ops.attention.attention import Workspace, attend_nodes
+from specserve_kernels.ops.attention.attention import Workspace, attend_nodes, list_paths
 from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded, embed_rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
 from specserve_kernels.ops.linear.integer import integer_linear
@@ -104,7 +104,7 @@ def test_who_reads_before_it_waits() -> None:
         for name, node in compiled().items()
     }
     assert {name: read for name, read in early.items() if read} == {
-        "_attend_kernel": {"length_B", "q_start"},
+        "_work": {"length_B", "q_start"},  # of _attend_kernel
         "_rotary_store_kv_kernel": {"position_ptr", "page_ptr", "offset_ptr"},
         "_grow_kernel": {"length_ptr"},
         "request_of": {"rows"},
@@ -173,6 +173,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
     def chain() -> Tensor:
         workspace = Workspace()
         _, length_B, _, pages = gather_slots(rows_B, length_R, length_R, pages_RM)
+        path_TA = None if levels is None else list_paths(mask_T, ids_T // nodes, length_B, levels)
         x, residual = embed_rms_norm(ids_T, table_VH, norm_H, 1e-5)
         for mix, up, down in zip(mixes, wide, narrow, strict=True):
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
@@ -180,7 +181,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
             mixed = turned_linear(x, mix) if 16 < tokens <= 64 else torch.nn.functional.linear(x, mix)
             qkv = mixed.view(tokens, -1, size)
             q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, *places)
-            tree = q_start, position_T, mask_T, nodes, levels
+            tree = q_start, path_TA, nodes
             x = attend_nodes(q, cache, pages, length_B, *tree, workspace).flatten(1)
             if tokens < 16:  # where the later chains have other launches after each other
                 read, residual = add_rms_norm_rounded(x, residual, norm_H, 1e-5)
