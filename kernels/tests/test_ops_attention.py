@@ -134,7 +134,6 @@ def tree(case: Case, lengths: list[int], counts: list[int], max_nodes: int, spar
         q_start=case.integers(start),
         slot_T=case.integers(slots),
         local_T=case.integers([t - start[b] if b < len(counts) else 0 for t, b in enumerate(slots)]),
-        position_T=case.integers([([*lengths, 0][b]) + d for b, d in zip(slots, depths, strict=True)]),
         mask_T=case.integers(masks),
         levels=max(depths),
         max_nodes=max_nodes,
@@ -189,8 +188,7 @@ def launched_with(patch: pytest.MonkeyPatch, **changed: int) -> None:
 def chain(nodes: Nodes) -> Nodes:
     """Return as many nodes as chains."""
     mask_T = (2 << nodes.local_T) - 1
-    position_T = nodes.length_B[nodes.slot_T] + nodes.local_T
-    return replace(nodes, mask_T=mask_T, position_T=position_T, levels=None)
+    return replace(nodes, mask_T=mask_T, levels=None)
 
 
 def chunks(case: Case, before: list[int], counts: list[int]) -> Chunks:
@@ -229,7 +227,7 @@ class TestShapes:
             [(2 << i) - 1 if i < 62 else (-1 if i == 63 else (1 << 63) - 1) for i in range(64)]
         )
         for levels in (None, 63):
-            request = replace(nodes, mask_T=chain_T, position_T=20 + case.integers(range(64)), levels=levels)
+            request = replace(nodes, mask_T=chain_T, levels=levels)
             case.check("plan_verify", request, rows=64)
 
     def test_many_blocks(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -405,7 +403,7 @@ class Text:
         pages = torch.arange(1, 1 - (-1160 // page_size), device=GPU)
         nodes = Nodes(
             pages_BM=pages.expand(len(counts), -1), length_B=length_B, q_start=torch.tensor(start, device=GPU),
-            slot_T=slot_T, local_T=local_T, position_T=length_B[slot_T] + local_T, mask_T=(2 << local_T) - 1,
+            slot_T=slot_T, local_T=local_T, mask_T=(2 << local_T) - 1,
             levels=None, max_nodes=max(counts), max_kv=1160,
         )  # fmt: skip
         return replace(nodes, **changed)
@@ -473,9 +471,7 @@ class TestSameBits:
                 kv_LND = text.qkv_LND.clone()
                 kv_LND[root : root + count] = text.qkv_LND[root + depth_T]
                 kv_LND[root + 1 : root + count : 2] = text.junk_LND[1:count:2]
-                nodes = text.nodes(
-                    [root], [count], 16, mask_T=mask_T, position_T=root + depth_T, levels=int(depth_T.max())
-                )
+                nodes = text.nodes([root], [count], 16, mask_T=mask_T, levels=int(depth_T.max()))
                 found = text.verified(nodes, kv_LND[root : root + count, : text.heads], 16, kv_LND)
                 assert torch.equal(found[2 * (place - root)], expected), (root, place)
 

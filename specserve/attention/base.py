@@ -38,7 +38,6 @@ class Nodes:
     q_start: Tensor  # [B + 1]
     slot_T: Tensor  # B for padding
     local_T: Tensor
-    position_T: Tensor  # the prefix's length and the node's depth
     mask_T: Tensor  # int64 ancestor bits by local index
     levels: int | None  # most depth; None: every slot's nodes are a chain
     max_nodes: int

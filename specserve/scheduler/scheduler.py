@@ -28,6 +28,7 @@ from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
 from specserve.scheduler.pressure import ATTEMPTS, Pressure
+from specserve.scheduler.queue import Queue
 from specserve.scheduler.request import Request
 from specserve.scheduler.sharing import Sharing
 from specserve.speculation.control.acceptance import Given
@@ -82,7 +83,7 @@ class Scheduler:
         self._admission = admission
         self._limits = limits
         self._policy = policy
-        self._waiting: dict[str, Request] = {}  # by id; the lowest rank is the head of the queue
+        self._waiting = Queue()
         self._compiling = Compiling()
         self._running: list[Request] = []  # by rank
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
@@ -111,7 +112,7 @@ class Scheduler:
 
     def _enqueue(self, message: Submit) -> None:
         try:
-            self._waiting[message.rid] = self._admission.admit(message)
+            self._waiting.add(self._admission.admit(message))
         except FieldError as refused:
             self._outbox.append(Failed(message.rid, refused.reason, refused.param))
 
@@ -126,7 +127,7 @@ class Scheduler:
 
     def abort(self, rid: str) -> None:
         """Ends a request at once and frees what it holds. Unknown ids are ignored."""
-        if not self._compiling.drop(rid) and self._waiting.pop(rid, None) is None:
+        if not self._compiling.drop(rid) and self._waiting.take(rid) is None:
             for request in [r for r in self._running if r.rid == rid]:
                 self._vacate(request)
 
@@ -195,7 +196,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Gives slots and pages to waiting requests by rank, while both last."""
         while self._waiting and self._free_slots:
-            request = min(self._waiting.values(), key=lambda r: r.rank)
+            request = self._waiting.head
             if self._running and self._refused is request and self.memory.prospect < self._enough:
                 return  # a look at a long prompt costs milliseconds
             context = request.tokens
@@ -209,7 +210,7 @@ class Scheduler:
                 self.memory.release(request)
                 self._refused, self._enough = request, self.memory.prospect + shortage
                 return
-            del self._waiting[request.rid]
+            self._waiting.take(request.rid)
             self._refused = None
             if request.queued is None:
                 request.queued = time.monotonic() - request.submitted
@@ -375,7 +376,7 @@ class Scheduler:
         """Puts a request back in the queue; what it computed stays in the prefix cache while that lasts."""
         self._counters.preemptions += 1
         self._vacate(request, remember)
-        self._waiting[request.rid] = request
+        self._waiting.add(request)
 
     def _attempt(self, launch: Callable[[], Launch], requests: list[Request], chunk: int) -> Launch | None:
         """None when the device's memory is too small; ``chunk``: prompt tokens, 0 for a step."""

@@ -117,7 +117,6 @@ def _plan(context: Context, view: View, chunks: PromptChunks, position_T: Tensor
             q_start=chunks.q_start,
             slot_T=chunks.slot_T,
             local_T=local_T,
-            position_T=position_T,
             mask_T=chain_masks(local_T)[1],
             levels=None,
             max_nodes=min(len(chunks.token_T), chunks.longest),

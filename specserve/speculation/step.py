@@ -100,7 +100,6 @@ def verify(context: Context, view: View, shape: StepShape, tree: Tree) -> tuple[
         q_start=tree.q_start,
         slot_T=tree.slot_T,
         local_T=tree.local_T,
-        position_T=tree.position_T,
         mask_T=tree.mask_T,
         levels=None if tree.is_chain else tree.levels,
         max_nodes=shape.max_nodes,

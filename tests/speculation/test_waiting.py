@@ -148,7 +148,7 @@ def test_who_still_waits_would_not_fit(agreeing: Checkpoints) -> None:
         if not (scheduler._waiting and scheduler._free_slots):
             return
         assert scheduler._running, "an idle engine lets nobody wait"
-        request = min(scheduler._waiting.values(), key=lambda r: r.rank)
+        request = scheduler._waiting.head
         assert not fits(memory, request, len(request.tokens) + 1 + scheduler._limits.headroom)
         waited += 1
 

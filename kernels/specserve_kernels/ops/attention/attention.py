@@ -126,8 +126,8 @@ def _load_sums(acc, stats, which, row_X, there_X, R: tl.constexpr, D: tl.constex
 def _merge_stored(
     acc, stats, its, apart, units, row_X, live_X, R: tl.constexpr, D: tl.constexpr, MERGED: tl.constexpr
 ):  # fmt: skip
-    """Sums and weighted values of some rows of a tile, of all its units in order, which
-    stand ``apart`` entries apart, ``MERGED`` loaded at a time."""
+    """Sums and weighted values of some rows of a tile, of all its units in order, which stand ``apart`` entries apart.
+    ``MERGED``: loaded at a time."""
     top_X, sum_XX, acc_XD = nothing_seen(row_X.shape[0], D)
     sum_X, unit_X = row_sums(sum_XX), tl.zeros_like(row_X)
     for unit in range(0, units, MERGED):
@@ -256,7 +256,7 @@ def _attend_kernel(
     apart = fine | (tl.sum(tiles_S * (_unit_of(last_S, False, True, NEAR, FAR) + 1), 0) <= most)
     stored_S = (
         _unit_of(last_S, fine, apart, NEAR, FAR) + 1
-    )  # units of a tile, of which the last may be another's work
+    )  # of a tile: paths may go on in a unit after its last
     units_S = stored_S if alone else _unit_of(end_S, fine, apart, NEAR, FAR) + 1
     work_S = tiles_S * units_S
     done_S, entry_S = tl.cumsum(work_S, 0), tl.cumsum(tiles_S * stored_S, 0)

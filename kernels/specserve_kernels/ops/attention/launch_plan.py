@@ -47,7 +47,8 @@ class LaunchPlan(NamedTuple):
         fill = max(1, _RESIDENT * processors // kv_heads)
         few = slots * -(-need // 16) * 5 <= fill
         rows = 16 if need <= 16 or few else 32 if need <= 32 or tree or row_bytes > 512 else 64
-        block, stages = (64 if row_bytes <= 256 else 32), 3 if rows < 64 else 2
+        warps = 8 if tree and rows == 16 and need <= 32 else 4
+        block, stages = (64 if row_bytes <= 256 else 32), 2 if rows == 64 or (tree and warps == 4) else 3
         while (
             rows + 2 * stages * block
         ) * row_bytes + 2 * rows * block + _RESERVED > shared_bytes and stages > 1:
@@ -57,5 +58,4 @@ class LaunchPlan(NamedTuple):
         most = max(slots * tiles, min(slots * tiles * units, _STORED // (kv_heads * rows * sums)))
         workers = min(slots * tiles * units, max(slots * tiles, fill))
         merged = 16 if need <= 8 else 8
-        warps = 8 if tree and rows == 16 and slots > 1 else 4
         return cls(rows, tiles, block, warps, workers, most, merged, stages)

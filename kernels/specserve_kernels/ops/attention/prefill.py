@@ -65,21 +65,8 @@ def _fold_pages(
             at_head, at_head + kv_stride, (page_N,), block * N, live_N, page_stride, HEADS, D, PAGE
         )
         all_, top_R, sum_RX, acc_RD = _fold_block(
-            q_RD,
-            k_ND,
-            v_ND,
-            block * N,
-            end,
-            position_R,
-            scale,
-            all_,
-            top_R,
-            sum_RX,
-            acc_RD,
-            MASKED,
-            NEAR,
-            FAR,
-        )
+            q_RD, k_ND, v_ND, block * N, end, position_R, scale, all_, top_R, sum_RX, acc_RD, MASKED, NEAR, FAR,
+        )  # fmt: skip
     return all_, top_R, sum_RX, acc_RD
 
 
@@ -93,21 +80,8 @@ def _fold_own(
     for block in tl.range(begin, stop, num_stages=STAGES):
         k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
         all_, top_R, sum_RX, acc_RD = _fold_block(
-            q_RD,
-            k_ND,
-            v_ND,
-            block * N,
-            end,
-            position_R,
-            scale,
-            all_,
-            top_R,
-            sum_RX,
-            acc_RD,
-            MASKED,
-            NEAR,
-            FAR,
-        )
+            q_RD, k_ND, v_ND, block * N, end, position_R, scale, all_, top_R, sum_RX, acc_RD, MASKED, NEAR, FAR,
+        )  # fmt: skip
     return all_, top_R, sum_RX, acc_RD
 
 
@@ -164,7 +138,7 @@ def _prefill_kernel(
     whole, stop = (
         (start + tile * R + 1) // N,
         tl.cdiv(end, N),
-    )  # blocks that all rows see whole, and that some see
+    )  # blocks that all rows see whole; that some see
     top_R, sum_RX, acc_RD = nothing_seen(R, D)
     all_ = (top_R, row_sums(sum_RX), acc_RD)
     own = 0
