@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -43,17 +44,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interpreter_replaces_once() -> Iterator[None]:
+def faster_interpreter() -> Iterator[None]:
     """Triton's interpreter replaces its language's builtins when a kernel is launched, and all over again whenever the
     kernel calls a function, which takes up to half of its time. Here the latter does it only if the function's module
-    names the language otherwise."""
+    names the language otherwise. Nor does it look for overflows of 32 bits, which takes a third of the rest and finds
+    none at the sizes of tests."""
     try:
         from triton import language
         from triton.runtime import interpreter
     except ImportError:
         yield
         return
-    replace = interpreter._patch_lang
+    patch_lang = interpreter._patch_lang
     replaced: set[int] = set()
 
     @cache
@@ -69,11 +71,34 @@ def interpreter_replaces_once() -> Iterator[None]:
             return None  # of a call: only a launch puts anything back
         is_launch = not replaced
         replaced.update(languages)
-        scope = replace(fn)
+        scope = patch_lang(fn)
         if is_launch:
             restore = scope.restore
             scope.restore = lambda: (restore(), replaced.clear())
         return scope
 
-    with patch.object(interpreter, "_patch_lang", replace_once):
+    builder = interpreter.interpreter_builder
+    unchecked = replace(builder.options, sanitize_overflow=False)
+    with patch.object(interpreter, "_patch_lang", replace_once), patch.object(builder, "options", unchecked):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter_rounds_to_fp8() -> Iterator[None]:
+    """Triton's interpreter rounds 127 to 64 in FP8, because it drops the carry into the exponent. Let PyTorch round."""
+    try:
+        from triton import language
+        from triton.runtime import interpreter
+    except ImportError:
+        yield
+        return
+    convert = interpreter._convert_float
+
+    def rounded(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) != (language.float32, language.float8e4nv):
+            return convert(data, source, target, rounding)
+        values = torch.from_numpy(data.view("float32").copy()).to(torch.float8_e4m3fn)
+        return values.view(torch.uint8).numpy()
+
+    with patch.object(interpreter, "_convert_float", rounded):
         yield

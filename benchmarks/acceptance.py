@@ -1,10 +1,10 @@
 """Tokens a step on held-out prompts, for each drafter, shape and temperature; coupled against uncoupled drafting.
 
-    python -m benchmarks.acceptance [--temperatures 0 0.7 1.0] [--batch 16] [--weights none int8 fp8]
+    python -m benchmarks.acceptance [--temperatures 0 0.7 1.0] [--batch 16] [--weights none int8 fp8 int4]
 
 A step is one target forward that emitted tokens, prefill not counted; the bonus token is counted. The texts are the
 same for every row of a temperature (drafting never changes a token), so the rows compare drafting alone.
-``--weights``: how the draft's are rounded.
+``--weights``: how the draft's are rounded; int4, which no server drafts in, as ``--quantization int4`` rounds a target.
 """
 
 from __future__ import annotations
@@ -18,8 +18,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from specserve_kernels import dequantize_packed, pack
+from torch import Tensor
+
 from benchmarks.common import load_prompts, run_prompts, write_results
 from specserve import LLM
+from specserve.layers import linear
+from specserve.layers.formats.rounded import RoundedLayout
 from specserve.llm import RequestOutput
 from specserve.speculation.step import plant
 
@@ -43,6 +48,25 @@ def drafting(coupled: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def rounding(weights: str) -> Iterator[str]:
+    """Yield the server's setting for this rounding of the draft's weights. int4 replaces fp8, which does not round
+    inputs."""
+    if weights != "int4":
+        yield weights
+        return
+
+    def quantize(weight_OI: Tensor, _: object) -> tuple[Tensor]:
+        numbers = RoundedLayout("int4").numbers({"weight": weight_OI})
+        return (dequantize_packed(pack(numbers), weight_OI.dtype),)
+
+    with (
+        patch.object(linear, "quantize", quantize),
+        patch.object(linear, "dequantize", lambda values: values),
+    ):
+        yield "fp8"
+
+
 def tokens_per_step(outputs: Sequence[RequestOutput]) -> float:
     """Over all requests together: tokens emitted by steps, divided by steps."""
     steps = sum(o.speculation.steps for o in outputs)
@@ -50,13 +74,15 @@ def tokens_per_step(outputs: Sequence[RequestOutput]) -> float:
 
 
 def measure(temperatures: Sequence[float], batch: int, weights: Sequence[str], output: Path | None) -> None:
-    """Prints and writes each as it comes."""
+    """Print and write each as it comes."""
     rows, figures = load_prompts(), []
     for (algorithm, shape), rounded in product(SHAPES, weights):
         names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         settings: dict[str, Any] = dict(zip(names, shape, strict=True))
-        settings["speculative_draft_quantization"] = rounded
-        with LLM(speculative_algorithm=algorithm, max_running_requests=batch, **settings) as llm:
+        with (
+            rounding(rounded) as settings["speculative_draft_quantization"],
+            LLM(speculative_algorithm=algorithm, max_running_requests=batch, **settings) as llm,
+        ):
             for temperature in temperatures:
                 for coupled in (True, False) if temperature else (True,):
                     with drafting(coupled):
@@ -95,7 +121,7 @@ def main() -> None:
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0, 0.7, 1.0])
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--weights", nargs="+", choices=("none", "int8", "fp8"), default=["none"])
+    parser.add_argument("--weights", nargs="+", choices=("none", "int8", "fp8", "int4"), default=["none"])
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     print(f"{'':48}all  dialogue   code")

@@ -66,7 +66,7 @@ def adaptive_llm(
 
     def wider(config: Any) -> WiderPlan:
         plan = plan_of(config)
-        fields = plan.speculation, plan.adaptive, plan.most_slots, plan.padding
+        fields = plan.speculation, plan.adaptive, plan.most_slots, plan.padding, plan.drafts
         made.append(WiderPlan(*fields, fixed=tuple(fixed), smallest=smallest))
         return made[-1]
 

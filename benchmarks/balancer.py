@@ -33,7 +33,7 @@ def write_configuration(directory: Path, listen: int, replicas: Sequence[int]) -
 
 @contextlib.contextmanager
 def nginx(directory: Path, replicas: Sequence[int]) -> Iterator[str]:
-    """Runs nginx in ``directory`` before the replicas' ports of 127.0.0.1. Gives its address; its log is
+    """Run nginx in ``directory`` before the replicas' ports of 127.0.0.1. Gives its address; its log is
     ``directory / "log"``."""
     port = free_port()
     configuration = write_configuration(directory, port, replicas)

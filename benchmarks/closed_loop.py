@@ -131,14 +131,14 @@ class ClosedLoop:
             self._turn(wanted)
 
     def run(self, wanted: Mapping[str, int], seconds: float) -> None:
-        """Holds ``wanted`` requests of each kind. Those of a load before that are too many end by themselves, and none
+        """Hold ``wanted`` requests of each kind. Those of a load before that are too many end by themselves, and none
         begins in their place."""
         end = self.now() + seconds
         while self.now() < end:
             self._turn(wanted)
 
     def run_requests(self, wanted: Mapping[str, int], count: int) -> None:
-        """Holds ``wanted`` requests of each kind until ``count`` have ended."""
+        """Hold ``wanted`` requests of each kind until ``count`` have ended."""
         until = self._ended + count
         while self._ended < until:
             self._turn(wanted)
@@ -170,7 +170,7 @@ class ClosedLoop:
             self._ended += 1
 
     def _empty(self) -> None:
-        """Drops all requests, and waits for what is in flight: it belongs to this policy."""
+        """Drop all requests, and wait for what is in flight: it belongs to this policy."""
         for rid in self._open:
             self._scheduler.abort(rid)
         self._open.clear()

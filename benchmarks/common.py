@@ -57,7 +57,7 @@ def hardware() -> str:
 
 
 def write_results(name: str, figures: Any, output: Path | None = None) -> Path:
-    """Writes ``benchmarks/results/NAME.json``; the commit is marked when the tree had changes."""
+    """Write ``benchmarks/results/NAME.json``; the commit is marked when the tree had changes."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()

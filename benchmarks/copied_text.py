@@ -5,6 +5,7 @@
 The bundled model can't edit a text that it is given, so the edit is made backwards, as in ``benchmarks.prediction``:
 the model's own answer to a code prompt, edited, stands before the prompt, and a grammar holds the model to that answer.
 A step is one target forward that emitted tokens, the bonus token counted. All rows of a workload have the same texts.
+A row's workloads follow each other in one engine: SUFFIX has said the code before that is rewritten.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ SHAPES: list[tuple[str, tuple[int, int, int]]] = [
     ("EAGLE3", (5, 4, 16)),
     ("NGRAM", (15, 1, 16)),
     ("NGRAM", (8, 3, 16)),
+    ("SUFFIX", (8, 3, 16)),
     ("EAGLE3+NGRAM", (5, 1, 6)),
     ("EAGLE3+NGRAM", (5, 4, 16)),
+    ("EAGLE3+SUFFIX", (5, 4, 16)),
 ]
 Work = list[tuple[list[int], SamplingParams]]
 

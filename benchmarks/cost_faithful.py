@@ -37,9 +37,10 @@ from benchmarks.widen import SHAPES, Embedding, Named, Shape, check
 from examples.bundled_model.save_target import target_config
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.layers.decoder import LayerConfig
-from specserve.models.checkpoint import DTYPES, TensorFiles
+from specserve.models.checkpoint import DTYPES
 from specserve.models.config import ModelConfig, layer_config, read_json, rope_config
 from specserve.models.read_config import load_model_config
+from specserve.models.tensor_files import TensorFiles
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 2 * 10**9

@@ -55,7 +55,7 @@ class Server:
                 await asyncio.sleep(0.1)
 
     async def ended(self) -> int:
-        """Returns the exit code."""
+        """Return the exit code."""
         return await asyncio.to_thread(self.process.wait, 180)
 
 

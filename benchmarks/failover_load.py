@@ -91,7 +91,7 @@ class Load:
         await self._http.aclose()
 
     async def until_busy(self) -> None:
-        """Waits until every client has a request under way. Raises TimeoutError after a minute."""
+        """Wait until every client has a request under way. Raises TimeoutError after a minute."""
         async with asyncio.timeout(60):
             while self.under_way.total() < self._clients:
                 await asyncio.sleep(0.005)
@@ -139,7 +139,7 @@ class Load:
             return (STREAM_BROKEN if begun else STREAM_REFUSED), repr(error)
 
     async def _read(self, prompt: str, answer: httpx.Response) -> tuple[str, str]:
-        """Reads to the connection's end, which comes after the last event."""
+        """Read to the connection's end, which comes after the last event."""
         text, finished, ended, message = "", False, False, None
         async for line in answer.aiter_lines():
             if not line:

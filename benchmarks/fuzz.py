@@ -135,7 +135,7 @@ def narrowed(schema: dict[str, Any], model: str) -> dict[str, Any]:
 def fuzz(
     args: argparse.Namespace, url: str, schema: Any, seconds: float, directory: Path, narrow: bool = False
 ) -> dict[str, Any]:
-    """Runs schemathesis for some seconds. Returns its counts, and the failures in its own words."""
+    """Run schemathesis for some seconds. Returns its counts, and the failures in its own words."""
     directory.mkdir()
     file, report = directory / "openapi.json", directory / "report.json"
     file.write_text(json.dumps(schema))

@@ -128,7 +128,7 @@ def serving(*flags: str) -> Iterator[Server]:
 
 @contextmanager
 def probing(url: str) -> Iterator[Health]:
-    """Fills the yielded samples when the block ends."""
+    """Fill the yielded samples when the block ends."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=probe_health, args=(url, PROBE_PERIOD, theirs))
     process.start()
@@ -143,7 +143,7 @@ def probing(url: str) -> Iterator[Health]:
 
 @contextmanager
 def weighing(server: Server) -> Iterator[Memory]:
-    """Looks at the memory of both processes twice a second until the block ends."""
+    """Look at the memory of both processes twice a second until the block ends."""
     memory, done, begun = Memory(), threading.Event(), monotonic()
     pids = server.process.pid, server.engine_pid()
 
@@ -183,7 +183,7 @@ class Books:
 
     @classmethod
     def of(cls, server: Server) -> Books:
-        """Waits for the requests that were left to end."""
+        """Wait for the requests that were left to end."""
         wait(lambda: metrics(server)["running_requests"] + metrics(server)["waiting_requests"] == 0, 30)
         ask_once(server.url, "/flush_cache", b"")
         wait(lambda: metrics(server)["kv_pages_cached"] == 0, 5)
@@ -251,7 +251,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def load(server: Server, plan: Plan) -> Run:
-    """Runs the clients in a process of their own, watching the server."""
+    """Run the clients in a process of their own, watching the server."""
     before = metrics(server)
     with ProcessPoolExecutor(1, SPAWN) as pool, weighing(server) as memory, probing(server.url) as health:
         outcome = pool.submit(run_traffic, plan).result()

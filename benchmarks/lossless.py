@@ -30,6 +30,7 @@ from benchmarks.pairwise import Configuration, pairwise
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.core import Speculation
+from specserve.methods import JOIN, method_of
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -62,10 +63,33 @@ SPECULATION: dict[str, tuple[str, int, int, int] | None] = {
     "EAGLE3 chain": ("EAGLE3", 5, 1, 6),
     "EAGLE3 tree of 16": ("EAGLE3", 5, 4, 16),
     "EAGLE3 tree of 64": ("EAGLE3", 6, 8, 64),
+    "MEDUSA chain": ("MEDUSA", 4, 1, 5),
+    "MEDUSA tree": ("MEDUSA", 4, 4, 16),
+    "MLP chain": ("MLP_SPECULATOR", 4, 1, 5),
+    "MLP tree": ("MLP_SPECULATOR", 3, 3, 12),
+    "HYDRA chain": ("HYDRA", 4, 1, 5),
+    "HYDRA tree": ("HYDRA", 4, 3, 12),
+    "ARCTIC_LSTM chain": ("ARCTIC_LSTM", 3, 1, 4),
+    "ARCTIC_LSTM tree": ("ARCTIC_LSTM", 3, 3, 12),
+    "DFLASH tree": ("DFLASH", 3, 3, 12),
+    "DSPARK chain": ("DSPARK", 5, 1, 6),
+    "DOMINO chain": ("DOMINO", 4, 1, 5),
+    "DFLASH2 tree": ("DFLASH2", 3, 3, 12),
+    "STANDALONE chain": ("STANDALONE", 4, 1, 5),
+    "STANDALONE tree": ("STANDALONE", 3, 3, 12),
+    "PARD chain": ("PARD", 6, 1, 7),
+    "PARD tree": ("PARD", 4, 3, 12),
     "NGRAM chain": ("NGRAM", 8, 1, 9),
     "NGRAM tree": ("NGRAM", 6, 3, 16),
+    "SUFFIX chain": ("SUFFIX", 8, 1, 9),
+    "SUFFIX tree": ("SUFFIX", 6, 3, 16),
+    "REST tree": ("REST", 6, 3, 16),
     "EAGLE3 chain + NGRAM": ("EAGLE3+NGRAM", 3, 1, 12),
     "EAGLE tree + NGRAM": ("EAGLE+NGRAM", 4, 3, 16),
+    "MEDUSA tree + NGRAM": ("MEDUSA+NGRAM", 3, 3, 16),
+    "DSPARK tree + SUFFIX": ("DSPARK+SUFFIX", 4, 3, 16),
+    "EAGLE3 tree + SUFFIX": ("EAGLE3+SUFFIX", 4, 3, 16),
+    "EAGLE3 chain + REST": ("EAGLE3+REST", 3, 1, 12),
 }
 CHOICES: dict[str, Sequence[Any]] = {
     "speculation": list(SPECULATION),
@@ -84,12 +108,29 @@ LARGE_POOL = 40_000  # tokens: no batch here is preempted, and nothing is taken 
 
 @dataclass(frozen=True)
 class Models:
-    """Checkpoints, and where and how they run."""
+    """Checkpoints, and where and how they run. A datastore is that of the method ``REST``."""
 
     target: Path
     drafts: Mapping[str, Path]
     dtype: str = "float64"
     device: str = "auto"
+    kv_cache_dtype: str = "auto"
+
+    def draft_of(self, algorithm: str) -> Path | None:
+        """The checkpoint of a method, or of the one that is merged with a lookup."""
+        return self.drafts.get(algorithm.partition(JOIN)[0])
+
+    @property
+    def choices(self) -> dict[str, Sequence[Any]]:
+        """``CHOICES`` without the methods whose draft is not there."""
+        kept = [name for name, given in SPECULATION.items() if given is None or self._serves(given[0])]
+        return {**CHOICES, "speculation": kept}
+
+    def _serves(self, algorithm: str) -> bool:
+        method = method_of(algorithm)
+        assert method is not None
+        drafts = not method.needs_draft or self.draft_of(algorithm) is not None
+        return drafts and (not method.reads_datastore or "REST" in self.drafts)
 
 
 @dataclass(frozen=True)
@@ -171,6 +212,7 @@ def open_llm(models: Models, **settings: Any) -> LLM:
         str(models.target),
         dtype=models.dtype,
         device=models.device,
+        kv_cache_dtype=models.kv_cache_dtype,
         skip_tokenizer_init=True,
         random_seed=0,
         **{"max_total_tokens": LARGE_POOL, **settings},
@@ -204,8 +246,10 @@ def settings_of(models: Models, configuration: Configuration, items: Sequence[It
     speculation = SPECULATION[configuration["speculation"]]
     if speculation is not None:
         algorithm, steps, topk, tokens = speculation
-        if draft := models.drafts.get(algorithm.partition("+")[0]):
+        if draft := models.draft_of(algorithm):
             settings["speculative_draft_model_path"] = str(draft)
+        if (method := method_of(algorithm)) is not None and method.reads_datastore:
+            settings["speculative_datastore"] = str(models.drafts["REST"])
         settings |= {
             "speculative_algorithm": algorithm,
             "speculative_num_steps": steps,
@@ -222,7 +266,7 @@ def run_configuration(
     items: Sequence[Item],
     texts: Sequence[list[int]],
 ) -> tuple[Row, list[Difference]]:
-    """Answers ``items`` and compares with ``texts``."""
+    """Answer ``items`` and compare with ``texts``."""
     begin = time.perf_counter()
     params = [item.params for item in items]
     if configuration["toggled"]:
@@ -297,7 +341,7 @@ def run_matrix(
     configurations: Sequence[Configuration],
     show: Callable[[str], None] = print,
 ) -> Report:
-    """Spreads at least ``texts`` answers over the configurations."""
+    """Spread at least ``texts`` answers over the configurations."""
     expected, report = reference_texts(models, items), Report()
     share, start = -(-texts // len(configurations)), 0
     show(f"{len(items)} requests, {len(configurations)} configurations of {share} texts")
@@ -356,23 +400,28 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--dtype", default="float64", choices=list(TIES))
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--model-path", type=Path, default=BUNDLED_MODEL)
     parser.add_argument("--eagle", type=Path, default=BUNDLED_DRAFTS["EAGLE"])
     parser.add_argument("--eagle3", type=Path, default=BUNDLED_DRAFTS["EAGLE3"])
+    parser.add_argument("--draft", action="append", default=[], help="METHOD=PATH: one of another method's")
     parser.add_argument("--prompts", type=Path, default=PROMPTS)
     parser.add_argument("--part", default="0/1", help="K/N: every N-th configuration from the K-th on")
     parser.add_argument("--output", type=Path, help="write the report as JSON")
     args = parser.parse_args()
     first, step = map(int, args.part.split("/"))
-    models = Models(args.model_path, {"EAGLE": args.eagle, "EAGLE3": args.eagle3}, args.dtype, args.device)
+    drafts = {"EAGLE": args.eagle, "EAGLE3": args.eagle3}
+    drafts |= {name: Path(path) for name, _, path in (each.partition("=") for each in args.draft)}
+    models = Models(args.model_path, drafts, args.dtype, args.device, args.kv_cache_dtype)
     prompts = [prompt[:48] for prompt in read_prompts(args.prompts, args.model_path)]
     begin = time.perf_counter()
     items = make_items(prompts, args.requests, args.max_tokens)
-    configurations = pairwise(CHOICES)[first::step]
+    configurations = pairwise(models.choices)[first::step]
     report = run_matrix(models, items, args.texts, configurations, lambda line: print(line, flush=True))
     if args.output is not None:
         figures = {
             "dtype": args.dtype,
+            "kv_cache_dtype": args.kv_cache_dtype,
             "max_tokens": args.max_tokens,
             "requests": args.requests,
             "seconds": time.perf_counter() - begin,

@@ -133,7 +133,7 @@ def best(found: Mapping[str, Mapping[str, float]], kind: str) -> str:
 
 
 def report(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Prints all rows and returns what they come to."""
+    """Print all rows and return what they come to."""
     print(f"{'':16} {'tok/s':>8} {'ms/step':>8} {'easy':>6} {'hopeless':>8} {'drafted':>7}")
     for name, row in found.items():
         print(

@@ -187,7 +187,7 @@ def trace_steps(llm: Any, prompts: list[list[int]], new_tokens: int) -> tuple[li
 
 
 def report(args: argparse.Namespace, shape: Shape | None, batch: int, llm: Any) -> dict[str, Any]:
-    """Prints and returns one case."""
+    """Print and return one case."""
     steps, others = trace_steps(llm, make_prompts(args, batch), args.new_tokens)
     starts = [step[0].start for step in steps]
     period = median(b - a for a, b in itertools.pairwise(starts))

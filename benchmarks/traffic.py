@@ -71,7 +71,7 @@ class Outcome:
 
 
 def said_in_stream(reply: Reply) -> Said:
-    """Raises ValueError for an error event, a stream that is cut, or one without usage."""
+    """Raise ValueError for an error event, a stream that is cut, or one without usage."""
     text, reason, usage = "", None, None
     for event in reply.events():
         if "error" in event:
@@ -166,7 +166,7 @@ class Traffic:
     async def _send_nonsense(self, connection: Connection) -> None:
         raw, status = self._random.choice(self._malformed)
         try:
-            reply = await connection.send(raw)
+            reply = await self._until_let_in(connection, raw)
         except (OSError, EOFError) as error:
             self.outcome.wrong.append(f"{raw[:60]!r}: {error!r} instead of {status}")
             return
@@ -182,6 +182,8 @@ class Traffic:
         raw = request(ask.path, ask.body(stream=True, stream_options={"include_usage": True}))
         try:
             reply = await self._until_let_in(connection, raw, leave)
+            if reply.status != 200:
+                raise ValueError(f"{reply.status}: {reply.body[:200]!r}")
             found = said_in_stream(reply)
         except Left as left:
             self.outcome.left["within the answer" if left.pieces else "before it"] += 1
@@ -191,13 +193,11 @@ class Traffic:
             return
         self._compare(index, found, reply)
 
-    async def _until_let_in(self, connection: Connection, raw: bytes, leave: Leave | None) -> Reply:
-        """Comes again when it is told that the queue is full. Raises ValueError for another status than 200."""
+    async def _until_let_in(self, connection: Connection, raw: bytes, leave: Leave | None = None) -> Reply:
+        """Come again when it is told that the queue is full."""
         while (reply := await connection.send(raw, leave)).status == 429:
             self.outcome.retries += 1
             await asyncio.sleep(float(reply.headers["retry-after"]))
-        if reply.status != 200:
-            raise ValueError(f"{reply.status}: {reply.body[:200]!r}")
         return reply
 
     def _compare(self, index: int, found: Said, reply: Reply) -> None:
@@ -222,7 +222,7 @@ class Health:
 
 
 def probe_health(url: str, period: float, pipe: Pipe) -> None:
-    """Asks every ``period`` seconds, each time over a new connection and whether or not the last one was answered,
+    """Ask every ``period`` seconds, each time over a new connection and whether or not the last one was answered,
     until the pipe says so. Sends a Health."""
     pipe.send(asyncio.run(_probe(url, period, pipe)))
 

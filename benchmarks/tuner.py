@@ -45,7 +45,7 @@ def tune(given: Sequence[str], directory: Path, name: str) -> tuple[list[dict[st
 
 
 def measured(batch: dict[str, Any]) -> dict[Shape, float]:
-    """Times plain decoding, by shape."""
+    """Time plain decoding, by shape."""
     return {shape_of(row["shape"]): row["ratio_to_plain"] for row in batch["shapes"]}
 
 

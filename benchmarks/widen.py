@@ -61,7 +61,7 @@ class Embedding:
         return torch.zeros(*size, dtype=self._dtype, device=self._device)
 
     def put(self, wide: Tensor, small_RC: Tensor, rows_R: Tensor, columns_C: Tensor) -> Tensor:
-        """Writes ``small`` into ``wide`` at these rows and columns."""
+        """Write ``small`` into ``wide`` at these rows and columns."""
         rows_R, columns_C = rows_R.to(self._device), columns_C.to(self._device)
         wide[rows_R[:, None], columns_C] = small_RC.to(self._device, self._dtype)
         return wide
@@ -119,7 +119,7 @@ class Embedding:
         return wide
 
     def fc(self, small: Tensor) -> Tensor:
-        """Reads concatenated states; passes the constant of the first on."""
+        """Read concatenated states; pass the constant of the first on."""
         d, blocks = self.small.hidden_size, small.shape[1] // self.small.hidden_size
         wide = self.zeros(self.shape.hidden, blocks * self.shape.hidden)
         self.put(wide, small, self.channels(), self.channels(blocks))
@@ -154,7 +154,7 @@ class Embedding:
 
 
 def check(small: LayerConfig, shape: Shape, source: Path) -> None:
-    """Raises ValueError saying which size of the small model has no place in ``shape``."""
+    """Raise ValueError saying which size of the small model has no place in ``shape``."""
     wide = shape.layer(small)
     groups = [c.num_heads // c.num_kv_heads for c in (small, wide)]
     fits = {

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from specserve.version import __version__
+
 if TYPE_CHECKING:
     from specserve.core import SamplingParams, Speculation
-    from specserve.llm import LLM, RequestOutput
+    from specserve.llm import LLM, FunctionCall, RequestOutput
 
-__version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "Speculation", "__version__"]
+__all__ = ["LLM", "FunctionCall", "RequestOutput", "SamplingParams", "Speculation", "__version__"]
 
 _HOME = {
     "LLM": "specserve.llm",
+    "FunctionCall": "specserve.llm",
     "RequestOutput": "specserve.llm",
     "SamplingParams": "specserve.core",
     "Speculation": "specserve.core",

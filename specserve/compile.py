@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Return the exit code."""
     parser = _Parser(prog="python -m specserve.compile", allow_abbrev=False, add_help=False)
     parser.add_argument("--gpu", choices=GPUS, help="Which GPU to compile for. Not set: this machine's.")
     parser.add_argument(

@@ -51,7 +51,7 @@ def _kinds(struct: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _check_types(struct: msgspec.Struct, prefix: str = "") -> None:
-    """Raises ValueError naming the first field whose value is not of its type."""
+    """Raise ValueError naming the first field whose value is not of its type."""
     for name, kind in _kinds(type(struct)).items():
         value = getattr(struct, name)
         # ``convert`` would take a dictionary for a struct's fields.
@@ -86,6 +86,16 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
             _check_range("speculation.max_draft_tokens", self.max_draft_tokens, 0, MAX_COUNT)
 
 
+class Thought(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model writes a thought: between the marks ``open`` and ``close``, the first of which the prompt may have
+    written (``begun``). ``end``: the tokens that end it where its budget is used up."""
+
+    open: str
+    close: str
+    end: list[int]
+    begun: bool = False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How a request's tokens are chosen and when it ends. The names are OpenAI's and vLLM's.
 
@@ -96,8 +106,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``skip_special_tokens`` False writes special tokens as text; ``include_stop_str_in_output`` keeps what ended the
     answer, stop string or token, in its text; ``prediction`` is what the answer is expected to be, text or token
     ids: it is tried as drafts and changes no token; ``grammar`` is what the answer must be, as the functions of
-    ``specserve.grammar`` give it; of those that wait the lowest ``priority`` gets a place first, and of those that run
-    the highest gives its place up first.
+    ``specserve.grammar`` give it; ``thinking_token_budget`` is how many tokens a thought may have before its end mark
+    is written, and ``thought`` what marks it, which the server and ``LLM.chat`` fill in; of those that wait the lowest
+    ``priority`` gets a place first, and of those that run the highest gives its place up first.
     """
 
     max_tokens: int | None = None
@@ -121,6 +132,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Speculation = Speculation()
     prediction: str | list[int] | None = None
     grammar: str | None = None
+    thinking_token_budget: int | None = None
+    thought: Thought | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -133,6 +146,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_range(name, getattr(self, name), low, high, open_low)
         for token, bias in (self.logit_bias or {}).items():
             _check_range(f"logit_bias[{token}]", bias, -BIAS, BIAS)
+        if self.thinking_token_budget is not None:
+            _check_range("thinking_token_budget", self.thinking_token_budget, 0, MAX_COUNT)
         if self.seed is not None:
             _check_range("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         _check_range("priority", self.priority, -MAX_COUNT, MAX_COUNT)
@@ -149,6 +164,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name}: an answer with a grammar ends where the grammar says")
         if any(not text for text in self.stop):
             raise ValueError("stop must not hold an empty string")
+
+    @property
+    def constrained(self) -> bool:
+        """Whether something but the model may say which tokens come next."""
+        return self.grammar is not None or self.thinking_token_budget is not None
 
     @property
     def greedy(self) -> bool:
@@ -172,7 +192,7 @@ class Capacity:
         return min(self.context_length, self.pool_tokens)
 
     def check(self, prompt: Sequence[int], params: SamplingParams, param: str = "prompt") -> None:
-        """Raises FieldError, which calls the prompt ``param``, for a request that can't be served. Of a prompt that is
+        """Raise FieldError, which calls the prompt ``param``, for a request that can't be served. Of a prompt that is
         too long no token is looked at."""
         if not prompt:
             raise FieldError(param, "must not be empty")
@@ -194,13 +214,13 @@ class Capacity:
             raise FieldError("temperature", f"{words}, found {params.temperature}")
 
     def check_tokens(self, param: str, tokens: Sequence[int]) -> None:
-        """Raises FieldError unless all are in the vocabulary."""
+        """Raise FieldError unless all are in the vocabulary."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # there may be millions
             wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
             raise FieldError(param, f"token ids are from 0 to {self.vocab_size - 1}, found {wrong}")
 
     def too_long(self, param: str, has: str) -> FieldError:
-        """Begins with OpenAI's words, by which clients know it and learn the length."""
+        """Begin with OpenAI's words, by which clients know it and learn the length."""
         short = (
             "the context length" if self.context_length == self.room else "the KV pool (--max-total-tokens)"
         )

@@ -22,6 +22,7 @@ MOST = 1 << 17  # characters
 MISSING = "needs llguidance, which is not installed: pip install 'specserve[grammar]'"
 # Between JSON's tokens: nothing, a space, or a line's beginning. Models that may write more don't always stop.
 _OPTIONS = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,8}))?", "lenient": False}
+_ONE_OF = "oneOf can't be enforced where more than one of it may hold; anyOf can"
 _STACK = 1 << 29  # bytes: llguidance recurses as deep as a grammar of ``MOST`` characters nests
 
 
@@ -53,8 +54,12 @@ def choice(texts: Sequence[str]) -> str:
     """One of some texts, none of them empty. Raises ValueError."""
     if not texts or not all(texts):
         raise ValueError("choices are one text or more, none of them empty")
-    quoted = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts)
-    return lark("start: CHOICE\nCHOICE: " + " | ".join(quoted))
+    return lark("start: CHOICE\nCHOICE: " + " | ".join(map(quoted, texts)))
+
+
+def quoted(text: str) -> str:
+    """A text as Lark has it."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def lark(grammar: str) -> str:
@@ -72,7 +77,7 @@ def ebnf(grammar: str) -> str:
         from llguidance.gbnf_to_lark import gbnf_to_lark
     except ImportError:
         raise ValueError(MISSING) from None
-    _check_size(grammar)
+    check_size(grammar)
     try:
         translated = with_deep_stack(gbnf_to_lark, grammar).result()
     except Exception as error:  # its own kinds
@@ -108,13 +113,15 @@ def _deep_thread() -> SimpleQueue[Any]:
     return tasks
 
 
-def _check_size(text: str) -> None:
+def check_size(text: str) -> str:
+    """The text. Raises ValueError for one that is too long."""
     if len(text) > MOST:
         raise ValueError(f"has {len(text)} characters, at most {MOST}")
+    return text
 
 
 def _checked(make: str, text: str, **options: Any) -> str:
-    _check_size(text)
+    check_size(text)
     try:
         from llguidance import LLMatcher
     except ImportError:
@@ -128,5 +135,6 @@ def _valid(grammar: str) -> str:
 
     _, messages = with_deep_stack(LLMatcher.validate_grammar_with_warnings, grammar).result()
     if messages:  # a warning says what would not be enforced
-        raise ValueError("; ".join(message.strip().splitlines()[0] for message in messages))
+        lines = (message.strip().splitlines()[0] for message in messages)
+        raise ValueError("; ".join(_ONE_OF if "coerce_one_of" in line else line for line in lines))
     return grammar

@@ -37,7 +37,7 @@ class Noted:
 
 
 def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> int:
-    """Runs a server until it is stopped. Returns the exit code. ``build`` runs in the engine's process."""
+    """Run a server until it is stopped. Returns the exit code. ``build`` runs in the engine's process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is a server to be stopped
     arguments = sys.argv[1:] if argv is None else argv
     if "--version" in arguments:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
 
 
 def end(code: int) -> NoReturn:
-    """Ends the process after ``main``. The interpreter would wait for a thread that tokenizes or loads, which can't be
+    """End the process after ``main``. The interpreter would wait for a thread that tokenizes or loads, which can't be
     stopped and whose work nobody needs any more."""
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         logging.shutdown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -12,11 +12,16 @@ import msgspec
 
 from specserve.config import SETTINGS, Settings, make_settings
 from specserve.config.settings import SERVER
-from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
+from specserve.core import FieldError, SamplingParams, SpeculationUsage, TokenLogprob
+from specserve.frontend.answers import Formats
 from specserve.frontend.conversation import plain
+from specserve.frontend.enforce import Calls
 from specserve.frontend.fields import encodable
-from specserve.frontend.output import OutputProcessor
+from specserve.frontend.output import output_processor
+from specserve.frontend.parsers.base import Parts, parts
+from specserve.frontend.parsers.registry import AnswerParser, choose_format
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.frontend.tools import Tool, offered
 from specserve.messages import Failed, Submit
 
 if TYPE_CHECKING:
@@ -24,14 +29,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_READ = ("requests_all_greedy", "tool_call_parser", "reasoning_parser")
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """A call of a function: its name, and its arguments as the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """One answer. ``text`` is empty without a tokenizer, ``logprobs`` None unless asked for, and so is
-    ``prompt_logprobs``: of the prompt's tokens but the first, which nothing precedes."""
+    ``prompt_logprobs``: of the prompt's tokens but the first, which nothing precedes. Of ``chat`` the text is taken
+    apart: into ``content``, what was thought (with ``reasoning_parser``), and calls of the tools that it was given.
+    """
 
     text: str
     token_ids: list[int]
@@ -41,6 +57,9 @@ class RequestOutput:
     speculation: SpeculationUsage
     prompt_token_ids: list[int]
     cached_tokens: int
+    content: str
+    reasoning_content: str = ""
+    tool_calls: list[FunctionCall] = field(default_factory=list)
 
 
 class LLM:
@@ -62,6 +81,7 @@ class LLM:
                 str(config.tokenizer_path), given.trust_remote_code, given.chat_template
             )
         self._vocab_size = config.model.vocab_size
+        self._ends = config.model.eos_token_ids
         self._engine: Engine | None = create_scheduler(config)
         self._calls = 0
 
@@ -72,13 +92,14 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answers one prompt or a list of them, in order. A prompt is text or token ids, and never empty.
+        """Answer one prompt or a list of them, in order. A prompt is text or token ids, and never empty.
 
         Without ``sampling_params`` those of ``SamplingParams()`` hold, with a temperature of 0 where
         ``requests_all_greedy`` is set. Parameters that are given are taken as they are: with that setting they must
         say ``temperature=0``.
         """
-        return self._run(self._encode_each(prompts), sampling_params, progress, "prompts[{}]")
+        ids = self._encode_each(prompts)
+        return self._run(ids, self._params(sampling_params, len(ids)), progress, "prompts[{}]")
 
     def chat(
         self,
@@ -87,32 +108,41 @@ class LLM:
         *,
         progress: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or a list of them, in order, through the model's chat template.
+        """Answer one conversation or a list of them, in order, through the model's chat template.
 
-        ``sampling_params`` as for ``generate``; ``chat_template_kwargs`` are variables that the chat template reads,
-        such as ``enable_thinking``.
+        ``sampling_params`` as for ``generate``; a grammar in them holds once the model has thought, if it does, and
+        where it calls nothing. ``chat_template_kwargs`` are variables that the chat template reads, such as
+        ``enable_thinking``. ``tools``, ``tool_choice`` and ``parallel_tool_calls`` are OpenAI's, for all conversations:
+        what the model may call, as ``tool_calls`` of the output, and has to.
         """
         if not isinstance(messages, Sequence):
             raise ValueError(f"messages must be a list, found {type(messages).__name__}")
+        calls = Calls.of(*offered(tools, tool_choice, parallel_tool_calls))
+        formats = self._formats()
+        calls.check(formats.calls)
         one = not messages or isinstance(messages[0], Mapping)
-        if one:
-            return self._run(
-                [self._encode_chat(messages, chat_template_kwargs)],
-                sampling_params,
-                progress,
-                "conversation {}",
-            )
         prompts = []
-        for index, conversation in enumerate(messages):
+        for index, conversation in enumerate([messages] if one else messages):
             try:
-                prompts.append(self._encode_chat(conversation, chat_template_kwargs))
+                prompts.append(self._encode_chat(conversation, calls.tools, chat_template_kwargs))
             except ValueError as error:
-                raise ValueError(f"conversation {index}: {error}") from None
-        return self._run(prompts, sampling_params, progress, "conversation {}")
+                raise ValueError(f"{'' if one else f'conversation {index}: '}{error}") from None
+        params = self._params(sampling_params, len(prompts))
+        parsers = [
+            formats.parser(prompt, calls.tools, each.grammar is not None)
+            for prompt, each in zip(prompts, params, strict=True)
+        ]
+        if calls.tools:
+            params = [_with_calls(formats, calls, each) for each in params]
+        params = [_after_thought(formats, *each) for each in zip(params, parsers, strict=True)]
+        return self._run(prompts, params, progress, "conversation {}", parsers)
 
     def close(self) -> None:
-        """Frees the engine and its memory. The object is of no use any more."""
+        """Free the engine and its memory. The object is of no use any more."""
         if self._engine is not None:
             from specserve.engine.memory import return_memory
 
@@ -150,7 +180,7 @@ class LLM:
         return ids
 
     def _check(self, tokens: list[Any], where: str) -> None:
-        """Raises ValueError for the first that is no token's id."""
+        """Raise ValueError for the first that is no token's id."""
         last = self._vocab_size - 1
         if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) <= last:
             return  # in a third of the time that looking at each takes, which a device would wait for
@@ -158,11 +188,19 @@ class LLM:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= last:
                 raise ValueError(f"{where} must hold token ids from 0 to {last}, found {token!r}")
 
-    def _encode_chat(self, messages: object, variables: Mapping[str, Any] | None) -> list[int]:
+    def _encode_chat(
+        self, messages: object, tools: Sequence[Tool], variables: Mapping[str, Any] | None
+    ) -> list[int]:
         tokenizer = self._need_tokenizer("chat")
         if not (conversation := plain(messages)):
             raise ValueError("messages must not be empty")
-        return tokenizer.encode_chat(conversation, variables=variables)
+        return tokenizer.encode_chat(conversation, tools=tools, variables=variables)
+
+    def _formats(self) -> Formats:
+        """How answers are taken apart."""
+        tokenizer, settings = self._need_tokenizer("chat"), self.settings
+        calls, _ = choose_format(settings.tool_call_parser, tokenizer.template_text)
+        return Formats.of(tokenizer, calls, settings.reasoning_parser != "none", self._ends)
 
     def _with_ids(self, params: SamplingParams, where: str) -> SamplingParams:
         """The same with the token ids of its prediction."""
@@ -177,24 +215,33 @@ class LLM:
             raise ValueError(f"{what} needs a tokenizer, and skip_tokenizer_init is set")
         return self._tokenizer
 
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        """One for each prompt."""
+        if self._engine is None:
+            raise ValueError("this LLM is closed")
+        if given is None:
+            given = SamplingParams(temperature=0) if self.settings.requests_all_greedy else SamplingParams()
+        found = [self._with_ids(each, where) for each, where in _params_each(given, count)]
+        if self._tokenizer is None and any(each.stop for each in found):
+            raise ValueError("stop needs a tokenizer, and skip_tokenizer_init is set; use stop_token_ids")
+        return found
+
     def _run(
         self,
         prompts: list[list[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: list[SamplingParams],
         progress: bool,
         name: str,
+        parsers: Sequence[AnswerParser | None] | None = None,
     ) -> list[RequestOutput]:
-        """``name`` says what to call the prompt of an index, where there are several."""
+        """``name`` says what to call the prompt of an index, where there are several; ``parsers`` take the answers
+        apart."""
         engine = self._engine
-        if engine is None:
-            raise ValueError("this LLM is closed")
-        if params is None:
-            params = SamplingParams(temperature=0) if self.settings.requests_all_greedy else SamplingParams()
-        params_each = [self._with_ids(each, where) for each, where in _params_each(params, len(prompts))]
-        if self._tokenizer is None and any(each.stop for each in params_each):
-            raise ValueError("stop needs a tokenizer, and skip_tokenizer_init is set; use stop_token_ids")
+        assert engine is not None, "parameters were looked at"
         self._calls += 1
-        batch = _Batch(engine, self._tokenizer, f"call{self._calls}", prompts, params_each, name)
+        batch = _Batch(engine, self._tokenizer, f"call{self._calls}", prompts, params, name, parsers)
         for _ in _progress(batch.run(), len(prompts), progress):
             pass
         return batch.outputs()
@@ -211,6 +258,7 @@ class _Batch:
         prompts: list[list[int]],
         params: list[SamplingParams],
         name: str,
+        parsers: Sequence[AnswerParser | None] | None,
     ) -> None:
         self._engine = engine
         self._name = name
@@ -219,14 +267,14 @@ class _Batch:
             for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
         }
         self._processors = {
-            rid: OutputProcessor(
-                each, tokenizer.detokenizer(prompt, each.skip_special_tokens) if tokenizer else None
+            rid: output_processor(tokenizer, prompt, each, parser)
+            for (rid, (prompt, each)), parser in zip(
+                self._requests.items(), parsers or [None] * len(prompts), strict=True
             )
-            for rid, (prompt, each) in self._requests.items()
         }
 
     def run(self) -> Iterator[str]:
-        """Works until every request has ended; gives the id of each as it does. Leaves no request behind."""
+        """Work until every request has ended; give the id of each as it does. Leaves no request behind."""
         open_rids = dict.fromkeys(self._requests)
         try:
             for rid, (prompt, params) in self._requests.items():
@@ -265,6 +313,7 @@ class _Batch:
         found = []
         for rid, (prompt, params) in self._requests.items():
             answer = self._processors[rid].answer
+            apart = parts(answer.events) if self._processors[rid].parsed else Parts(answer.text)
             found.append(
                 RequestOutput(
                     text=answer.text,
@@ -275,19 +324,41 @@ class _Batch:
                     speculation=answer.speculation,
                     prompt_token_ids=prompt,
                     cached_tokens=answer.cached_tokens,
+                    content=apart.content,
+                    reasoning_content=apart.reasoning,
+                    tool_calls=[FunctionCall(*call) for call in apart.calls],
                 )
             )
         return found
 
 
+def _with_calls(formats: Formats, calls: Calls, params: SamplingParams) -> SamplingParams:
+    """The same with a grammar of calls, or of calls and what the answer is without any."""
+    if params.grammar is not None:
+        calls.check(formats.calls, "grammar")
+    try:
+        held = formats.held(calls, params.grammar)
+    except FieldError:
+        raise
+    except ValueError as error:
+        raise FieldError("grammar", str(error)) from None
+    return msgspec.structs.replace(params, grammar=held)
+
+
+def _after_thought(formats: Formats, params: SamplingParams, parser: AnswerParser) -> SamplingParams:
+    """The same where an answer may begin with a thought, which may have a budget."""
+    thought, grammar = params.thought, params.grammar
+    if thought is None and params.thinking_token_budget is not None and parser.tells_reasoning:
+        thought = formats.thought(parser)
+    if grammar is not None:
+        grammar = formats.after_thought(grammar, parser)
+    return msgspec.structs.replace(params, thought=thought, grammar=grammar)
+
+
 def _unread(settings: Settings) -> list[str]:
-    """What was set of the server's own settings. The engine reads one of them."""
+    """What was set of the server's own settings, but those that are read here, too."""
     names = [name for name, declared in SETTINGS.items() if declared.group == SERVER]
-    return [
-        name
-        for name in names
-        if name != "requests_all_greedy" and getattr(settings, name) != SETTINGS[name].default
-    ]
+    return [name for name in names if name not in _READ and getattr(settings, name) != SETTINGS[name].default]
 
 
 def _listed(given: object) -> TypeGuard[Sequence[Any]]:

@@ -24,7 +24,7 @@ def configure_logging(level: str, form: str = "text") -> None:
 
 
 def adopt_loggers() -> None:
-    """Takes libraries that are imported by now, and print what they log themselves, to the handler of all."""
+    """Take libraries that are imported by now, and print what they log themselves, to the handler of all."""
     for logger in list(logging.root.manager.loggerDict.values()):
         if not isinstance(logger, logging.Logger):
             continue

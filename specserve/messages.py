@@ -17,12 +17,14 @@ Fault = Literal["request", "server", "unavailable", "timeout", "aborted"]
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """A new request. ``choice`` tells apart the ``n`` answers of one call; it keys the sampler's noise."""
+    """A new request. ``choice`` tells apart the ``n`` answers of one call; it keys the sampler's noise. ``tenant``
+    tells apart who asks: what one was answered is not proposed to another."""
 
     rid: str
     token_ids: list[int]
     params: SamplingParams
     choice: int = 0
+    tenant: str = ""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

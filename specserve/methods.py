@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal
 
 NONE = "NONE"  # plain decoding
@@ -19,13 +22,30 @@ Copies = Literal["none", "all", "some"]
 
 
 @dataclass(frozen=True, slots=True)
+class Drafts:
+    """What a method and its checkpoint allow. ``most_levels``: most levels that can be drafted, None: any number.
+    ``block``: positions that a pass over a whole block writes in a slot, 0: levels are drafted one after the other."""
+
+    copies: Copies = "none"
+    most_levels: int | None = None
+    block: int = 0
+
+
+ANY = Drafts()
+"""No limits."""
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
     """What is to be known of a method before its drafter is loaded.
 
     ``load``: the function that makes the drafter, ``module:name`` or itself; see ``speculation.drafters``. ``heads``:
     the kinds of draft head that it runs, none: it has no checkpoint. ``bundled``: the folder of the bundled model's
-    draft. ``map_refusal``: why it takes no file of ``--speculative-token-map``, None: it does. ``fixed_shape``: steps,
-    topk and tokens, where these are in the name. ``copies``: which drafts are copied from a text.
+    draft. ``map_refusal``: why it takes no file of ``--speculative-token-map``, None: it does. ``live_map``: whether it
+    takes a dynamic one. ``fixed_shape``: steps, topk and tokens, where these are in the name. ``copies``: which drafts
+    are copied from a text. ``recalls``: whether earlier answers are among these texts. ``reads_datastore``: whether
+    a file of texts is. ``count_levels``: the function that says of a checkpoint's directory how many levels it drafts
+    at most, None: any number.
     """
 
     name: str
@@ -34,18 +54,43 @@ class Method:
     heads: tuple[str, ...] = ()
     bundled: str | None = None
     map_refusal: str | None = "its drafts don't come from the target's head"
+    live_map: bool = False
     fixed_shape: tuple[int, int, int] | None = None
     copies: Copies = "none"
+    recalls: bool = False
+    reads_datastore: bool = False
+    count_levels: str | Callable[[Path], int] | None = None
+    block_size: str | Callable[[Path], int] | None = None
 
     @property
     def needs_draft(self) -> bool:
         """Whether it runs a checkpoint."""
         return bool(self.heads)
 
+    def drafts(self, draft: Path) -> Drafts:
+        """What is drafted with a checkpoint. Raises ValueError for one it can't read."""
+        levels = None if self.count_levels is None else named(self.count_levels)(draft)
+        return Drafts(self.copies, levels, named(self.block_size)(draft) if self.block_size else 0)
+
+
+def named(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that ``module:name`` names, or itself."""
+    if not isinstance(function, str):
+        return function
+    module, _, path_in_it = function.partition(":")
+    found: Callable[..., Any] = attrgetter(path_in_it)(import_module(module))
+    return found
+
 
 METHOD_NAMES = [NONE]
 """Accepted values of the setting, in order; ``register`` extends it."""
 _METHODS: dict[str, Method] = {}
+REFUSED = {
+    "REDRAFTER": "is not served: no weights of it are published; take MEDUSA, HYDRA or MLP_SPECULATOR",
+    "LOOKAHEAD": "is not served: its window takes 56 nodes more of each request and step, for fewer accepted tokens "
+    "than a draft gives; without a draft take NGRAM (docs/decisions/0017-lookahead.md)",
+}
+"""Names of methods that users may look for, and why there is no such method."""
 
 
 def register(method: Method) -> None:
@@ -76,17 +121,91 @@ _OWN_VOCABULARY = (
     "its heads bring a draft vocabulary and the rows for it, trained together, of which --speculative-token-map "
     "dynamic chooses"
 )
-register(Method("EAGLE", _EAGLE, heads=("EAGLE", "MTP"), bundled="eagle", map_refusal=None))
-register(Method("EAGLE3", _EAGLE, heads=("EAGLE3",), bundled="eagle3", map_refusal=_OWN_VOCABULARY))
-register(Method("NEXTN", _EAGLE, aliases=("MTP",), heads=("MTP",), map_refusal=None))
-register(Method("NGRAM", "specserve.speculation.drafters.ngram:NgramDrafter.load", copies="all"))
+_TRAINED_SO = "its heads were trained with the tokens that they score"
+_EAGLE_HEAD = Method(
+    "EAGLE", _EAGLE, heads=("EAGLE", "MTP"), bundled="eagle", map_refusal=None, live_map=True
+)
+register(_EAGLE_HEAD)
+register(
+    replace(_EAGLE_HEAD, name="EAGLE3", heads=("EAGLE3",), bundled="eagle3", map_refusal=_OWN_VOCABULARY)
+)
+register(replace(_EAGLE_HEAD, name="NEXTN", aliases=("MTP",), heads=("MTP",), bundled=None))
 register(
     Method(
-        "NAIVE_EAGLE",
-        _EAGLE,
+        "MEDUSA",
+        "specserve.speculation.drafters.medusa:MedusaDrafter.load",
+        heads=("MEDUSA",),
+        map_refusal=_TRAINED_SO,
+        count_levels="specserve.models.draft.medusa:count_heads",
+    )
+)
+register(
+    Method(
+        "MLP_SPECULATOR",
+        "specserve.speculation.drafters.mlp_speculator:MLPDrafter.load",
+        heads=("MLP_SPECULATOR",),
+        map_refusal=_TRAINED_SO,
+        count_levels="specserve.models.draft.mlp_speculator:count_levels",
+    )
+)
+_BLOCKS = "specserve.models.draft.block_source"
+_BLOCK_DRAFT = Method(
+    "DFLASH",
+    "specserve.speculation.drafters.block:BlockDrafter.load",
+    heads=("DFLASH",),
+    map_refusal="it scores by the target's whole head or by rows that it was trained with",
+    count_levels=f"{_BLOCKS}:count_levels",
+    block_size=f"{_BLOCKS}:block_size",
+)
+register(_BLOCK_DRAFT)
+register(replace(_BLOCK_DRAFT, name="DSPARK", heads=("DSPARK",)))
+register(replace(_BLOCK_DRAFT, name="DOMINO", heads=("DOMINO",)))
+register(replace(_BLOCK_DRAFT, name="DFLASH2", heads=("DFLASH2",)))
+register(
+    Method(
+        "HYDRA",
+        "specserve.speculation.drafters.hydra:HydraDrafter.load",
+        heads=("HYDRA",),
+        map_refusal=_TRAINED_SO,
+        count_levels="specserve.models.draft.hydra:count_heads",
+    )
+)
+register(
+    Method(
+        "ARCTIC_LSTM",
+        "specserve.speculation.drafters.mlp_speculator:ArcticLSTMDrafter.load",
+        heads=("ARCTIC_LSTM",),
+        map_refusal=_TRAINED_SO,
+        count_levels="specserve.models.draft.arctic_lstm:count_levels",
+    )
+)
+register(
+    Method(
+        "STANDALONE",
+        "specserve.speculation.drafters.standalone:StandaloneDrafter.load",
+        heads=("STANDALONE",),
+        map_refusal="its draft scores by a head of its own",
+    )
+)
+register(
+    replace(
+        _METHODS["STANDALONE"],
+        name="PARD",
+        load="specserve.speculation.drafters.pard:PardDrafter.load",
+        count_levels="specserve.models.draft.pard:count_levels",
+    )
+)
+register(Method("NGRAM", "specserve.speculation.drafters.ngram:NgramDrafter.load", copies="all"))
+register(
+    Method("SUFFIX", "specserve.speculation.drafters.suffix:SuffixDrafter.load", copies="all", recalls=True)
+)
+register(replace(_METHODS["SUFFIX"], name="REST", recalls=False, reads_datastore=True))
+register(
+    replace(
+        _EAGLE_HEAD,
+        name="NAIVE_EAGLE",
         heads=("EAGLE", "EAGLE3", "MTP"),
         bundled="eagle3",
-        map_refusal=None,
         fixed_shape=(1, 1, 2),
     )
 )
@@ -96,8 +215,24 @@ def _merged(model: Method, lookup: Method) -> Method:
     """Both in one tree: a model's checkpoint, and what a lookup copies."""
     names = [f"{name}{JOIN}{lookup.name}" for name in (model.name, *model.aliases)]
     load = "specserve.speculation.drafters.merged:MergedDrafter.load"
-    return replace(model, name=names[0], aliases=tuple(names[1:]), load=load, copies="some")
+    texts: dict[str, Any] = {"recalls": lookup.recalls, "reads_datastore": lookup.reads_datastore}
+    return replace(model, name=names[0], aliases=tuple(names[1:]), load=load, copies="some", **texts)
 
 
-for _model in ("EAGLE", "EAGLE3", "NEXTN"):
-    register(_merged(_METHODS[_model], _METHODS["NGRAM"]))
+for _lookup in ("NGRAM", "SUFFIX", "REST"):
+    for _model in (
+        "EAGLE",
+        "EAGLE3",
+        "NEXTN",
+        "MEDUSA",
+        "HYDRA",
+        "MLP_SPECULATOR",
+        "ARCTIC_LSTM",
+        "DFLASH",
+        "DSPARK",
+        "DOMINO",
+        "DFLASH2",
+        "STANDALONE",
+        "PARD",
+    ):
+        register(_merged(_METHODS[_model], _METHODS[_lookup]))

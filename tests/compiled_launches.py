@@ -23,16 +23,21 @@ from unittest.mock import patch
 
 import specserve_kernels.dispatch
 import torch
-from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes, list_paths
+from specserve_kernels import KVScales
+from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
+from specserve_kernels.ops.attention.paths import list_paths
 from specserve_kernels.ops.attention.prefill import attend_chunks
 from specserve_kernels.ops.layer.embed_and_concat import pair_inputs_rounded
 from specserve_kernels.ops.layer.norm import add_rms_norm_rounded, rms_norm
+from specserve_kernels.ops.layer.rotary import rotary_store_kv
 from specserve_kernels.ops.linear.indexed import indexed_linear
 from specserve_kernels.ops.linear.integer import integer_linear
 from specserve_kernels.ops.linear.linear import linear_few
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import turned_linear
+from specserve_kernels.ops.linear.weight_only import weight_only_linear
+from specserve_kernels.reference.linear.weight_only import Numbers, pack
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
@@ -58,7 +63,8 @@ class Compiled:
     of one program, None where its types alone were checked; ``waits``: whether its code waits for the launch before
     ahead of all that it reads and writes, None where it does not wait or was not made; ``copied``: how many blocks each
     of its loops of products copies ahead of their use; ``error``: why it did not compile; ``hasty``: what it reads
-    ahead of its wait though the launch before made it."""
+    ahead of its wait though the launch before made it; ``neighbours``: how many of the inputs that tensor cores add up
+    lie next to each other in a thread, of all products: 2 where these are in their order."""
 
     kernel: str
     variant: str
@@ -67,6 +73,7 @@ class Compiled:
     copied: list[int]
     error: str | None
     hasty: str | None = None
+    neighbours: tuple[int, ...] = ()
 
 
 class Device:
@@ -117,6 +124,7 @@ def waits_first(llvm: str) -> bool | None:
 
 LOOP = re.compile(r"^( *)(?:%\S+ = )?scf\.for .*?^\1}", re.MULTILINE | re.DOTALL)
 PRODUCT = re.compile(r"\b(tt\.dot|ttng\.warp_group_dot) ")
+NEIGHBOURS = re.compile(r"\bkWidth = (\d+)")
 COPY = re.compile(r"\b(ttg\.async_copy_global_to_local|ttng\.async_tma_copy_global_to_local) ")
 
 
@@ -173,7 +181,8 @@ class Compiler:
                 waits, copied = waits_first(enough.code), copied_ahead(self._ttgir)
         except Exception as raised:  # whatever Triton may say: it is reported
             error = f"{type(raised).__name__}: {raised}"
-        self.found[key] = Compiled(name, variant, shared, waits, copied, error, hasty)
+        neighbours = tuple({int(found) for found in NEIGHBOURS.findall(self._ttgir)}) if shared else ()
+        self.found[key] = Compiled(name, variant, shared, waits, copied, error, hasty, neighbours)
 
     def _hasty(self, kernel: Any, args: tuple[Any, ...]) -> str | None:
         """What of all that this launch reads early was first given to the launch before, which therefore made it."""
@@ -302,10 +311,14 @@ def launch_steps(runner: Runner, steps: list[tuple[SamplingParams, StepShape]]) 
         runner.step(Step([Row(0, params, 20)], shape))
 
 
-def launch_attention(size: int, slots: int, nodes: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Trees, frontiers and prompts of Llama-3.1-8B's heads: 32 of queries, 8 of keys."""
+def launch_attention(
+    size: int, slots: int, nodes: int, dtype: torch.dtype = torch.bfloat16, scales: KVScales | None = None
+) -> None:
+    """Trees, frontiers and prompts of Llama-3.1-8B's heads: 32 of queries, 8 of keys. ``scales``: of keys and values
+    in FP8."""
     heads, kv_heads, page = 32, 8, 16
-    cache = torch.zeros(2, 2, page, kv_heads, size, dtype=dtype)
+    kept = dtype if scales is None else torch.float8_e4m3fn
+    cache = torch.zeros(2, 2, page, kv_heads, size, dtype=kept)
     qkv_TND = torch.zeros(slots * nodes, heads + 2 * kv_heads, size, dtype=dtype)
     q_TND, kv_TND = qkv_TND[:, :heads], qkv_TND[:, heads:]
     pages_BM, length_B = torch.zeros(slots, 32, dtype=torch.int64), torch.zeros(slots, dtype=torch.int64)
@@ -314,14 +327,17 @@ def launch_attention(size: int, slots: int, nodes: int, dtype: torch.dtype = tor
         torch.zeros(slots + 1, dtype=torch.int64),
         torch.zeros(slots * nodes, dtype=torch.int64),
     )
-    for path_TA in (None, list_paths(per_node_T, per_node_T, length_B.clone(), 4)):
-        attend_nodes(*shared, length_B, q_start, path_TA, nodes, Workspace())
-    attend_chunks(*shared, q_start, per_node_T, nodes)
+    if scales is not None:
+        where = per_node_T, kv_heads, cache, per_node_T, per_node_T
+        rotary_store_kv(qkv_TND, torch.zeros(9, 2, size, dtype=dtype), *where, scales=scales)
+    for paths in (None, list_paths(per_node_T, q_start.clone(), length_B.clone(), 4, nodes)):
+        attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), scales)
+    attend_chunks(*shared, q_start, per_node_T, nodes, scales=scales)
     for prefix, tokens in ((False, nodes), (True, nodes), (True, 65)):  # and where tiles are larger
-        attend_chunks(*shared, q_start, per_node_T, tokens, kv_TND, prefix)
+        attend_chunks(*shared, q_start, per_node_T, tokens, kv_TND, prefix, scales)
     if nodes > 1:
         scratch_BKA = torch.zeros(slots, nodes, 3, dtype=torch.int64)
-        attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace())
+        attend_frontier(*shared, length_B, 1, scratch_BKA, Workspace(), scales)
 
 
 def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -340,6 +356,21 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
         multiply = integer_linear if rounded == torch.int8 and dtype.itemsize == 2 else quantized_linear
         for gated in (False, True):
             multiply(x_TI, torch.zeros(4096, 4096, dtype=rounded), factor_OG, bias_O, gated)
+
+
+def launch_weight_only(tokens: int, gated: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Projections of 4096 inputs by all kinds of weights that are not rounded again."""
+    x_TI = torch.zeros(tokens, 4096, dtype=dtype)
+    values, few_bits = torch.zeros(4096, 4096, dtype=torch.int8), torch.zeros(4096, 4096, dtype=torch.uint8)
+    one, blocks, groups = (torch.zeros(shape) for shape in ((4096, 1), (32, 32), (4096, 32)))
+    for numbers in (
+        Numbers(values, one),
+        Numbers(values.to(torch.float8_e4m3fn), one),
+        Numbers(values.to(torch.float8_e4m3fn), blocks, None, 128, 128),
+        Numbers(few_bits, groups.half(), None, 128),
+        Numbers(few_bits, groups.half(), torch.zeros(4096, 32, dtype=torch.uint8), 128),
+    ):
+        weight_only_linear(x_TI, pack(numbers), None, gated)
 
 
 def launch_norms() -> None:
@@ -367,27 +398,34 @@ def main() -> None:
         launch_plain(checkpoints)
         launch_drafted(checkpoints, "EAGLE", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "NGRAM", {1: [PLAIN], 4: [PLAIN]})
+        launch_drafted(checkpoints, "SUFFIX", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "EAGLE3+NGRAM", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "EAGLE3", dict.fromkeys((1, 2, 4, 8, 10, 16, 20), both))
         for algorithm in ("EAGLE", "EAGLE3"):
             launch_drafted(checkpoints, algorithm, {1: [PLAIN], 8: [PLAIN]}, integers=True)
         compiler.whole = True
         launch_attention(128, 20, 16)
-        launch_attention(128, 400, 1)
-        launch_attention(128, 1, 4)
         launch_attention(128, 1, 8)
-        launch_attention(256, 20, 16)
+        launch_attention(128, 20, 16, scales=KVScales())
         launch_norms()
         launch_linears(8)
         launch_linears(200)
         for tokens in (8, 32, 64, 128):
             launch_wide(tokens)
+        launch_weight_only(8, gated=False)
+        launch_weight_only(200, gated=True)
         compiler.whole = False
+        launch_attention(128, 400, 1)
+        launch_attention(256, 20, 16)
         launch_attention(64, 20, 16)
         launch_attention(128, 20, 16, torch.float32)
+        launch_attention(128, 1, 8, scales=KVScales())
+        launch_attention(64, 20, 16, scales=KVScales())
         for tokens in (32, 64):
             launch_linears(tokens)
         launch_linears(8, torch.float32)
+        launch_weight_only(8, False, torch.float32)
+        launch_weight_only(64, gated=True)
     for compiled in compiler.found.values():
         print(json.dumps(asdict(compiled)))
 

@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.engines import Checkpoints
+from tests.reference.arctic_lstm import make_arctic_lstm
+from tests.reference.block import make_block
 from tests.reference.draft_models import make_eagle, make_eagle3
+from tests.reference.hydra import make_hydra
+from tests.reference.medusa import make_medusa
+from tests.reference.mlp_speculator import make_mlp_speculator
 from tests.reference.models import make_llama
+from tests.reference.standalone import first_layer, make_pard
+
+
+def _agreeing(path: Path, target: Path, rank: int, **heads: int) -> Checkpoints:
+    """Drafts of all methods that often say what the target says. ``rank``: a Markov head's width."""
+    drawn: dict[str, Any] = {"agree": True, **heads}
+    block: dict[str, Any] = {"agree": True, "heads": heads.get("heads", 4)}
+    eagle = make_eagle(path / "eagle", target, **drawn)
+    eagle3 = make_eagle3(path / "eagle3", target, draft_vocab=40, **drawn)
+    others = {
+        "MEDUSA": make_medusa(path / "medusa", target, agree=True),
+        "MLP_SPECULATOR": make_mlp_speculator(path / "mlp_speculator", target, agree=True),
+        "DFLASH": make_block(path / "dflash", target, **block),
+        "DSPARK": make_block(
+            path / "dspark", target, dialect="DeepSpec", markov_kind="vanilla", rank=rank, **block
+        ),
+        "DOMINO": make_block(path / "domino", target, dialect="SpecForge", domino_shift=True, **block),
+        "DFLASH2": make_block(path / "dflash2", target, selected=8, **block),
+        "HYDRA": make_hydra(path / "hydra", target, agree=True),
+        "ARCTIC_LSTM": make_arctic_lstm(path / "arctic_lstm", target, agree=True),
+        "STANDALONE": first_layer(path / "standalone", target),
+        "PARD": make_pard(path / "pard", path / "standalone", mask=63),
+    }
+    return Checkpoints(target, eagle, eagle3, others)
 
 
 @pytest.fixture(scope="session")
 def agreeing(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """A target that is nearly a table of next tokens, and drafts that often say what it says."""
     path = tmp_path_factory.mktemp("agreeing")
-    target = make_llama(path / "target", branch_scale=0.04)
-    eagle = make_eagle(path / "eagle", target, agree=True)
-    return Checkpoints(target, eagle, make_eagle3(path / "eagle3", target, agree=True, draft_vocab=40))
+    return _agreeing(path, make_llama(path / "target", branch_scale=0.04), rank=24)
+
+
+@pytest.fixture(scope="session")
+def agreeing_32(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """The same with heads of 32, the smallest that the kernels take."""
+    path = tmp_path_factory.mktemp("agreeing_32")
+    target = make_llama(path / "target", hidden=64, heads=4, kv_heads=2, head_dim=32, branch_scale=0.04)
+    return _agreeing(path, target, rank=48, heads=2, kv_heads=1)
 
 
 @pytest.fixture(scope="session")

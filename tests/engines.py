@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,14 +34,20 @@ Shape = tuple[int, int, int]  # steps, topk, verified tokens
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Directories of a target and its two drafts."""
+    """Directories of a target and its drafts, ``others`` by their methods."""
 
     target: Path
     eagle: Path
     eagle3: Path
+    others: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def drafts(self) -> dict[str, Path]:
+        """By method."""
+        return {"EAGLE": self.eagle, "EAGLE3": self.eagle3, **self.others}
 
     def draft(self, algorithm: str) -> Path | None:
-        return {"EAGLE": self.eagle, "EAGLE3": self.eagle3}.get(algorithm.partition("+")[0])
+        return self.drafts.get(algorithm.partition("+")[0])
 
     def scheduler(self, algorithm: str, shape: Shape | None, **settings: Any) -> Scheduler:
         """One that drafts; ``shape`` None: what the controller chooses."""
@@ -64,6 +70,7 @@ def make_scheduler(model: Path, **settings: Any) -> Scheduler:
         "skip_tokenizer_init": True,
         "random_seed": 0,
         "max_total_tokens": 4096,
+        "cpu_threads": 1,  # or it measures how many are best
         **settings,
     }
     return create_scheduler(resolve_engine(make_settings(model_path=str(model), **given))[2])
@@ -82,7 +89,7 @@ def head_of(scheduler: Scheduler) -> LayerHead:
 
 
 def multiply_integers(module: torch.nn.Module) -> None:
-    """Makes each ``Linear`` what one in 16 bits is in an int8 draft on a GPU, wherever it is."""
+    """Make each ``Linear`` what one in 16 bits is in an int8 draft on a GPU, wherever it is."""
     with patch.object(linear, "_multiplies_integers", return_value=True):
         for name, child in list(module.named_modules()):
             if isinstance(child, linear.Linear):
@@ -143,7 +150,7 @@ class Client:
 def answer_all(
     scheduler: Scheduler, work: Iterable[tuple[Sequence[int], SamplingParams]], choice: int = 0
 ) -> list[Answer]:
-    """Runs requests together; the answers in their order."""
+    """Run requests together; the answers in their order."""
     client = Client(scheduler)
     for index, (prompt, params) in enumerate(work):
         client.submit(str(index), prompt, params, choice)

@@ -165,7 +165,7 @@ class Deployed:
         return RunningReplica(ReplicaID(f"replica{next(self._numbers)}"), made)
 
     def check_health(self) -> None:
-        """Replaces those that fail."""
+        """Replace those that fail."""
         for replica in list(self.running):
             try:
                 replica.callable.check_health()
@@ -332,7 +332,7 @@ MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Makes ``import ray`` find this."""
+    """Make ``import ray`` find this."""
     for name, members in MODULES.items():
         module = ModuleType(name)
         vars(module).update(members, __path__=[])

@@ -22,12 +22,14 @@ from specserve.scheduler.scheduler import Scheduler
 from specserve.tools.check.__main__ import main
 from specserve.tools.check.measure import USELESS
 from specserve.tools.check.memory import _count, expected_memory, memory_needed
-from specserve.tools.check.report import Acceptance, Memory, Report
+from specserve.tools.check.report import Acceptance, Memory, Perplexity, Report
 from tests.engines import Checkpoints, head_of
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
+from tests.reference import llama
 from tests.reference.draft_models import make_eagle, make_eagle3
-from tests.reference.models import make_llama, make_mimo
+from tests.reference.medusa import make_medusa
+from tests.reference.models import load_checkpoint, make_llama, make_mimo
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ["--dtype", "float64", "--device", "cpu", "--max-tokens", "24"]
@@ -103,6 +105,60 @@ def test_without_running(pair: Checkpoints, capsys: pytest.CaptureFixture[str]) 
     assert (code, report["acceptance"]) == (0, None)
     assert report["memory"]["draft"] > 0
     assert any(f"it knows 40 of {VOCAB} tokens" in remark for remark in report["remarks"])
+
+
+def test_what_rounding_loses(pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the perplexity of the model by itself, whose windows see nothing of each other."""
+    file, words = tmp_path / "text", "Rounding loses a little of every number. " * 3
+    file.write_text(words)
+    flags = ["--no-run", "--perplexity", str(file), "--context-length", "51"]
+    _, report = check(capsys, pair.target, None, *flags)
+    tokens, scores = list(words.encode()), []
+    for start in range(0, len(tokens), 50):
+        window = tokens[start : start + 50]
+        logits = llama.forward(*load_checkpoint(pair.target), window).logits[:-1].log_softmax(-1)
+        scores.append(logits.gather(1, torch.tensor(window[1:])[:, None]))
+    plain = float((-torch.cat(scores).mean()).exp())
+    expected = {
+        "tokens": len(tokens) - 3,
+        "window": 50,
+        "found": pytest.approx(plain),
+        "plain": None,
+        "rounds": "",
+    }
+    assert report["perplexity"] == expected
+    _, report = check(
+        capsys, pair.target, pair.eagle, *flags, "--quantization", "int4", "--kv-cache-dtype", "fp8"
+    )
+    found = report["perplexity"]
+    assert found["rounds"] == "--quantization int4 and --kv-cache-dtype fp8_e4m3"
+    assert found["plain"] == pytest.approx(plain)
+    assert found["found"] != pytest.approx(plain, rel=1e-4)
+    assert f"{plain:.4f} without --quantization int4" in Report(perplexity=Perplexity(**found)).text()
+    code, report = check(capsys, pair.target, None, "--no-run", "--perplexity", str(tmp_path / "none"))
+    assert (code, report["error"][:13]) == (2, "--perplexity:")
+
+
+def test_a_draft_beside_copied_text_is_counted(pair: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    _, alone = check(capsys, pair.target, pair.eagle, "--no-run")
+    _, merged = check(capsys, pair.target, pair.eagle, "--no-run", algorithm="EAGLE+NGRAM")
+    assert merged["memory"]["draft"] == alone["memory"]["draft"] > 0
+
+
+def test_heads_of_fewer_levels_than_are_measured(
+    pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft = make_medusa(tmp_path / "heads", pair.target, heads=2, agree=True)
+    code, report = check(capsys, pair.target, draft, algorithm="MEDUSA")
+    assert (report["error"], report["memory"]["loaded"]) == (None, True)
+    assert code == (report["acceptance"]["tokens_per_step"] < USELESS)
+    assert any("speculation of (2, 4, 8) " in choice for choice in report["choices"])
+    assert any("draft of 2 heads of 1 blocks" in choice for choice in report["choices"])
+    assert len(report["acceptance"]["by_position"]) <= 2
+    assert report["acceptance"]["same_texts"] == 6
+    code, report = check(capsys, pair.target, pair.eagle, algorithm="MEDUSA")
+    assert code == 2
+    assert "holds no Medusa heads" in report["error"]
 
 
 def test_a_draft_that_guesses_nothing(
@@ -218,6 +274,7 @@ def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, al
     """MTP's draft lies in the model's own files."""
     target = make_mimo(tmp_path, vocab=VOCAB) if algorithm == "MTP" else pair.target
     given = {"model_path": str(target), "dtype": "float64", "device": "cpu", "skip_tokenizer_init": True}
+    given["kv_cache_dtype"] = "fp8" if algorithm == "EAGLE3" else "auto"
     if algorithm.startswith("EAGLE"):
         given["speculative_draft_model_path"] = str(pair.draft(algorithm))
     settings, _ = resolve_paths(make_settings(speculative_algorithm=algorithm, **given))

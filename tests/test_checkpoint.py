@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from examples.bundled_model.save_target import save_target
 from specserve.layers.batch import TokenBatch
-from specserve.models.checkpoint import TensorFiles, load_target
+from specserve.models.checkpoint import load_target
+from specserve.models.tensor_files import TensorFiles
 from specserve.tools.train.attend import CausalAttend
 from tests.reference.models import make_llama
 from tests.train_models import tiny_batch, tiny_config, tiny_target

@@ -26,7 +26,12 @@ WORK = [
 
 @pytest.mark.parametrize("shape", [(3, 1, 4), (3, 2, 6)])
 def test_commands_can_be_replayed_by_another_process(shape: Any, agreeing: Checkpoints) -> None:
-    settings: dict[str, Any] = {"page_size": 4, "max_total_tokens": 56, "chunked_prefill_size": 16}
+    settings: dict[str, Any] = {
+        "page_size": 4,
+        "max_total_tokens": 56,
+        "chunked_prefill_size": 16,
+        "cpu_threads": 1,
+    }
     first, second = (agreeing.scheduler("EAGLE3", shape, **settings) for _ in range(2))
     sent: list[bytes] = []
     results: list[list[object]] = []

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,13 @@ pytest.importorskip("triton")
 
 from specserve.compile import main
 from specserve.engine.kernels import KernelWatch, Variant
+from tests.reference.block import make_block
 from tests.reference.draft_models import make_eagle, make_eagle3
+from tests.reference.medusa import make_medusa
+from tests.reference.mlp_speculator import make_mlp_speculator
 from tests.reference.models import make_llama, make_mimo
+from tests.reference.quantized import quantize
+from tests.reference.standalone import first_layer
 
 ROOT = Path(__file__).parent.parent
 
@@ -96,30 +103,50 @@ def test_what_is_launched_was_compiled(tmp_path: Path) -> None:
     assert json.loads(python(cache, "-c", LAUNCHES, *flags)) == [len(variants), 0]
 
 
+MAKES: dict[str, Callable[[Path, Path], Path]] = {
+    "EAGLE": make_eagle,
+    "MEDUSA": make_medusa,
+    "MLP_SPECULATOR": make_mlp_speculator,
+    "DSPARK": partial(make_block, dialect="DeepSpec", markov_kind="rnn", confident=True),
+    "STANDALONE": first_layer,
+}
+
+
 def drafted(path: Path, kind: str) -> list[str]:
     """Flags of a pair."""
     if kind == "MiMo":
         target = make_mimo(path / "target", vocab=512, hidden=256, heads=4, kv_heads=2)
         return ["--model-path", str(target), "--speculative-algorithm", "NEXTN"]
     target = make_llama(path / "target", vocab=2048, hidden=256, heads=4, kv_heads=2)
-    draft = make_eagle(path / "eagle", target)
+    if kind not in MAKES:
+        return ["--model-path", str(target), "--speculative-algorithm", kind]
+    draft = MAKES[kind](path / "draft", target)
     return [
-        "--model-path", str(target), "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(draft)
+        "--model-path", str(target), "--speculative-algorithm", kind, "--speculative-draft-model-path", str(draft)
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kind", "more", "kernel"),
     [
-        ("EAGLE", ["--speculative-token-map", "dynamic"], "_indexed_linear_kernel"),
-        ("EAGLE", ["--speculative-draft-quantization", "fp8"], "_quantized_linear_kernel"),
+        ("EAGLE", ["--quantization", "fp8"], "_weight_only_kernel"),
         ("MiMo", ["--disable-cuda-graph"], "_grow_kernel"),
+        ("DSPARK", [], "_quantized_linear_kernel"),
+        ("SUFFIX", [], "_continuation_kernel"),
+        ("MEDUSA", ["--speculative-draft-quantization", "int8"], "_round_kernel"),
     ],
 )
 def test_the_dry_run_of_other_drafts(kind: str, more: list[str], kernel: str, tmp_path: Path) -> None:
     flags = ["--dtype", "bfloat16", "--max-running-requests", "2", "--skip-tokenizer-init"]
     found = python(tmp_path, "-c", NOTES, *drafted(tmp_path, kind), *flags, *more).split()
     assert {"_attend_kernel", "_prefill_kernel", kernel} <= set(found)
+
+
+def test_the_dry_run_of_a_checkpoint_of_4_bits(tmp_path: Path) -> None:
+    model, *flags = drafted(tmp_path, "EAGLE")
+    flags[0] = str(quantize(Path(flags[0]), tmp_path / "quantized", "gptq act order"))
+    flags += ["--dtype", "bfloat16", "--max-running-requests", "2", "--skip-tokenizer-init"]
+    assert "_weight_only_kernel" in python(tmp_path, "-c", NOTES, model, *flags).split()
 
 
 def test_a_kernel_that_comes_late_is_counted(caplog: pytest.LogCaptureFixture) -> None:

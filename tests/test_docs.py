@@ -24,6 +24,7 @@ ORDER = [
     "tune",
     "train",
     "token_map",
+    "datastore",
     "tools",
     "llm",
     "server",
@@ -43,6 +44,7 @@ ORDER = [
     "logs",
     "grammar",
     "core",
+    "version",
 ]
 
 

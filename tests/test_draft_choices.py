@@ -158,7 +158,7 @@ def test_an_override_is_a_json_object(text: str) -> None:
 def test_an_override_of_another_kind_of_head(target: Path, tmp_path: Path) -> None:
     draft = save(tmp_path / "draft", eagle(tmp_path, target))
     with pytest.raises(
-        ValueError, match=f"{FLAG}: mtp_hidden is a field of MTP heads, the draft is an EAGLE head"
+        ValueError, match=f"{FLAG}: mtp_hidden is a field of MTP heads, the draft's are EAGLE"
     ):
         load(target, draft, "EAGLE", mtp_hidden="pre")
     with pytest.raises(ValueError, match="recycled_hidden post needs a norm before the head"):
@@ -228,6 +228,12 @@ def test_which_targets_carry_a_draft(mimo: Path, target: Path) -> None:
         "EAGLE+NGRAM",
         "NEXTN+NGRAM",
         "MTP+NGRAM",
+        "EAGLE+SUFFIX",
+        "NEXTN+SUFFIX",
+        "MTP+SUFFIX",
+        "EAGLE+REST",
+        "NEXTN+REST",
+        "MTP+REST",
     ]
     assert not any(carries_draft(name, target) for name in METHOD_NAMES)
     assert not carries_draft("MTP", target / "nowhere")

@@ -12,6 +12,7 @@ import torch
 from specserve_kernels import dequantize, linear, quantize, round_inputs
 from torch import Tensor
 
+from specserve.config.settings import FP8_KV
 from specserve.core import SamplingParams
 from specserve.layers import decoder
 from specserve.layers import linear as linear_layers
@@ -72,22 +73,29 @@ def test_what_a_draft_reads_is_rounded(random_models: Checkpoints, algorithm: st
 
 
 @pytest.mark.parametrize(
-    ("quantization", "capability", "refused"),
-    [("fp8", (8, 6), True), ("fp8", (8, 9), False), ("int8", (7, 5), False), ("none", (7, 5), False)],
+    ("quantization", "kv", "capability", "refused"),
+    [
+        ("fp8", "auto", (8, 6), "--speculative-draft-quantization fp8"),
+        ("fp8", "fp8", (8, 9), None),
+        ("int8", "auto", (7, 5), None),
+        ("none", "fp8", (8, 6), "--kv-cache-dtype fp8_e4m3"),
+    ],
 )
 def test_fp8_needs_a_gpu_that_has_such_numbers(
-    quantization: str, capability: tuple[int, int], refused: bool
+    quantization: str, kv: str, capability: tuple[int, int], refused: str | None
 ) -> None:
-    draft: Any = SimpleNamespace(quantization=quantization)
-    target = SimpleNamespace(device=torch.device("cuda"))
+    config: Any = SimpleNamespace(
+        device="cuda",
+        dtype="bfloat16",
+        kv_cache_dtype={"fp8": FP8_KV, "auto": "bfloat16"}[kv],
+        draft=SimpleNamespace(quantization=quantization),
+    )
     with patch.object(torch.cuda, "get_device_capability", return_value=capability):
-        if refused:
-            with pytest.raises(
-                ValueError, match=r"quantization fp8 needs .* 8\.9 or more, this one has 8\.6"
-            ):
-                build._check_quantization(draft, target)  # type: ignore[arg-type]
-        else:
-            build._check_quantization(draft, target)  # type: ignore[arg-type]
+        if refused is None:
+            build._check_fp8(config)
+            return
+        with pytest.raises(ValueError, match=f"{refused} needs .* 8\\.9 or more, this one has 8\\.6"):
+            build._check_fp8(config)
 
 
 @pytest.mark.parametrize(

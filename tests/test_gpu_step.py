@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from math import ceil
 from typing import Any
 from unittest.mock import patch
@@ -15,14 +14,25 @@ import pytest
 import torch
 
 from benchmarks.common import PROMPTS
-from benchmarks.lossless import Item, Models, first_difference, make_items, read_prompts, tie_gap
-from specserve import LLM, SamplingParams
+from benchmarks.lossless import (
+    Item,
+    Models,
+    first_difference,
+    make_items,
+    read_prompts,
+    run_matrix,
+    tie_gap,
+)
+from benchmarks.pairwise import pairwise
+from specserve import LLM, SamplingParams, grammar
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
-from specserve.engine.graphs import Graphs, PromptGraph
+from specserve.core import Thought
+from specserve.engine.graphs import PartedGraph, PromptGraph
 from specserve.engine.shapes import candidate_shapes
 from specserve.layers import linear
+from specserve.layers.formats.stored import StoredProjection
 from specserve.messages import Submit
-from tests.engines import check_switching, head_of
+from tests.engines import Checkpoints, check_switching, context_of, head_of
 
 pytestmark = pytest.mark.gpu
 
@@ -93,15 +103,56 @@ def test_speculation_changes_no_text(
         assert llm._engine.stats().accepted > 0
 
 
+def held(items: list[Item]) -> list[Item]:
+    """Of four requests three are constrained: two by grammars, one by a thought's budget."""
+    pattern = grammar.regex(r"([a-z ]{1,12}[,.]){2}[0-9]{1,8}")
+    budget = {"thinking_token_budget": 7, "thought": Thought(open="<", close=">", end=[40, 41], begun=True)}
+    kinds: list[dict[str, Any]] = [{"grammar": pattern}, budget, {"grammar": grammar.json_object()}, {}]
+    return [
+        replace(
+            item,
+            params=msgspec.structs.replace(item.params, **{"ignore_eos": False, "min_tokens": 0, **kind}),
+        )
+        for item, kind in zip(items, kinds * len(items), strict=False)
+    ]
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_every_method_gives_the_bits_of_plain_decoding(part: int, agreeing_32: Checkpoints) -> None:
+    """In bfloat16, without a tie that excuses a difference."""
+    models = Models(agreeing_32.target, agreeing_32.drafts, "bfloat16", "cuda")
+    configurations = pairwise(models.choices)[part::8]
+    prompts = [[3 + i, 9, 14 + i, 2, 33, 2, 33, 2, 3 + i, 9] for i in range(30)]
+    lines: list[str] = []
+    items = make_items(prompts, 56, 14)
+    report = run_matrix(models, items, 8 * len(configurations), configurations, lines.append)
+    assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
+    drafting = [row for row in report.rows if row.configuration["speculation"] != "off"]
+    assert all(row.mean_accepted_length > 1 for row in drafting), "\n".join(lines)
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
 @pytest.mark.parametrize("shape", [None, ("EAGLE3", 3, 1, 4), ("EAGLE3", 4, 4, 16)], ids=str)
-def test_halves_captured_apart_change_no_text(
-    shape: Shape | None, items: list[Item], expected: list[list[int]]
+def test_masked_steps_are_graphs_and_change_no_text(
+    shape: Shape | None, overlap: str, items: list[Item]
 ) -> None:
+    """They are captured in parts when they are first needed; free ones stay whole, in the same batches and after."""
+    pytest.importorskip("llguidance")
+    chosen = held(items[:48])
+    with engine(None, disable_cuda_graph=True, max_running_requests=16) as llm:
+        expected = texts(llm, chosen)
     with (
-        patch.object(Graphs, "capture", partial(Graphs.capture, apart=True)),
-        engine(shape, max_running_requests=32) as llm,
+        engine(shape, max_running_requests=16, overlap_schedule=overlap) as llm,
+        patch.object(PartedGraph, "settle", autospec=True, side_effect=PartedGraph.settle) as settled,
     ):
-        assert_same(texts(llm, items), expected, items)
+        for _ in range(2):
+            assert_same(texts(llm, chosen), expected, chosen)
+        assert settled.call_count > 20
+        assert llm._engine is not None
+        assert llm._engine.stats().eager_steps == 0
+        before = settled.call_count
+        assert_same(texts(llm, chosen[3::4]), expected[3::4], chosen[3::4])
+        assert settled.call_count == before
 
 
 @pytest.mark.parametrize("integers", [False, True])
@@ -121,6 +172,39 @@ def test_a_draft_in_int8_changes_no_text(
         assert projection.quantizes(1) == integers
         assert_same(texts(llm, items), expected, items)
         assert llm._engine.stats().accepted > 0
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_weights_of_few_bits_give_the_same_bits_with_any_draft(kind: str, items: list[Item]) -> None:
+    """In bfloat16, without a tie that excuses a difference."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "quantization": kind, "max_running_requests": 32}
+    with engine(None, **settings) as llm:
+        assert llm._engine is not None
+        projection = context_of(llm._engine).target.layers[0].mlp.down_proj
+        assert isinstance(projection, StoredProjection)
+        assert projection.plain is None
+        expected = texts(llm, items)
+    for shape in (("EAGLE3", 3, 1, 4), ("EAGLE3", 4, 4, 16)):
+        with engine(shape, **settings) as llm:
+            assert llm._engine is not None
+            assert texts(llm, items) == expected
+            assert llm._engine.stats().accepted > 0
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_an_fp8_cache_gives_the_same_bits_with_any_draft(page_size: int, items: list[Item]) -> None:
+    """In bfloat16, for prompts in one chunk and in several, with a preemption and without."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3", "page_size": page_size}
+    with engine(None, **settings, max_running_requests=32) as llm:
+        assert llm._engine is not None
+        assert {layer.dtype for layer in context_of(llm._engine).pool.layers} == {torch.float8_e4m3fn}
+        expected = texts(llm, items)
+    several = {"chunked_prefill_size": 16, "max_total_tokens": 960, "max_running_requests": 16}
+    for shape, others in ((("EAGLE3", 3, 1, 4), {}), (("EAGLE3", 4, 4, 16), several)):
+        with engine(shape, **settings, **others) as llm:
+            assert llm._engine is not None
+            assert texts(llm, items) == expected
+            assert llm._engine.stats().accepted > 0
 
 
 def test_in_16_bits_a_draft_is_in_int8_and_guesses_as_well(items: list[Item]) -> None:

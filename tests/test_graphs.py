@@ -1,13 +1,24 @@
-"""What a captured step is told before it is replayed."""
+"""Captured steps, on graphs that run what was captured again: what they are told, and what they make of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
+from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
-from specserve.engine.graphs import StepGraph
+from specserve import LLM, SamplingParams, grammar
+from specserve.core import Thought
+from specserve.engine import graphs
+from specserve.engine.graphs import Graphs, StepGraph
+from specserve.engine.runner import Runner
+from specserve.engine.shapes import step_shape
+from specserve.scheduler.scheduler import Scheduler
 
 
 def test_slots_are_copied_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,15 +31,109 @@ def test_slots_are_copied_when_they_change(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch, "tensor", tensor)
     read: list[list[int]] = []
-    graphs = []
+    captured = []
     for _ in range(2):
         rows_B = torch.full((2,), 9)
         replay = mock.Mock(side_effect=lambda rows_B=rows_B: read.append(rows_B.tolist()))
-        graphs.append(StepGraph((mock.Mock(replay=replay),), rows_B, mock.Mock()))
+        captured.append(StepGraph(mock.Mock(replay=replay), rows_B, mock.Mock()))
     asked = [(0, [3, 1]), (0, [3, 1]), (1, [3, 1]), (0, [1, 3]), (1, [3, 1]), (0, [3, 1])]
     for index, slots in asked:
         given = list(slots)
-        graphs[index].replay(given)
+        captured[index].replay(given)
         given[0] = 7  # the caller's own
     assert read == [slots for _, slots in asked]
     assert copied == [[3, 1], [3, 1], [1, 3], [3, 1]]
+
+
+class FakeGraph:
+    """Runs again what was captured, and leaves the result where the capture left it, as a graph does."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run, self.result, self.replays = run, run(), 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        _write(self.result, self._run())
+
+
+def _write(place: Any, value: Any) -> None:
+    if place is value:
+        return
+    if isinstance(place, torch.Tensor):
+        if place.data_ptr() != value.data_ptr():
+            place.copy_(value)
+    elif is_dataclass(place):
+        for each in fields(place):
+            _write(getattr(place, each.name), getattr(value, each.name))
+    elif isinstance(place, list | tuple):
+        for old, new in zip(place, value, strict=True):
+            _write(old, new)
+    else:
+        assert place == value, "a graph keeps what the host decided"
+
+
+@contextmanager
+def fake_graphs() -> Iterator[None]:
+    def capture(_: object, run: Callable[[], Any]) -> tuple[FakeGraph, Any]:
+        graph = FakeGraph(run)
+        return graph, graph.result
+
+    fakes = {name: mock.Mock() for name in ("Stream", "current_stream", "graph_pool_handle")}
+    with (
+        mock.patch.object(graphs._Maker, "_capture", capture),
+        mock.patch(
+            "specserve.engine.runner._to_host", torch.clone
+        ),  # a replay overwrites what the last one gave
+        mock.patch.multiple(
+            torch.cuda, mem_get_info=lambda *_: (0, 0), stream=lambda *_: nullcontext(), **fakes
+        ),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    "speculation", [("NONE", None), ("NGRAM", (3, 1, 4)), ("EAGLE3", (3, 3, 8))], ids=str
+)
+def test_masked_steps_are_graphs_and_change_no_text(
+    speculation: tuple[str, tuple[int, int, int] | None],
+) -> None:
+    pytest.importorskip("llguidance")
+    algorithm, drafted = speculation
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    settings: dict[str, Any] = dict(zip(names, drafted or (), strict=False))
+    thought = Thought(open="<think>", close="</think>", end=[40, 41], begun=True)
+    held = [
+        {"grammar": grammar.regex("([a-z]{1,6} ){3}[0-9]{4}")},
+        {"thinking_token_budget": 5, "thought": thought},
+        {"grammar": grammar.choice(["Paris", "Pisa", "Porto, in Portugal"]), "repetition_penalty": 1.2},
+        {},
+    ]
+    params = [
+        msgspec.structs.replace(SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=16), **each)
+        for i, each in enumerate(held)
+    ]
+    prompts = [f"User: number {index}, please.\nAssistant: " for index in range(len(params))]
+    with LLM(
+        dtype="float64",
+        cpu_threads=1,
+        context_length=128,
+        overlap_schedule="on",
+        speculative_algorithm=algorithm,
+        **settings,
+    ) as llm:
+        expected = [each.token_ids for each in llm.generate(prompts, params)]
+        scheduler = llm._engine
+        assert isinstance(scheduler, Scheduler)
+        sizes = [(slots, drafting) for slots in range(1, 5) for drafting in range(slots + 1)]
+        shapes = [step_shape(slots, drafted, drafting) for slots, drafting in sizes]
+        with fake_graphs():
+            captured = Graphs.capture(scheduler.runner.context, list(dict.fromkeys(shapes)))
+            runner = Runner(scheduler.runner.context, captured.steps, in_parts=captured.in_parts)
+            runner.masks, scheduler.runner = scheduler.runner.masks, runner
+            assert [each.token_ids for each in llm.generate(prompts, params)] == expected
+    assert runner.eager_steps == 0
+    assert captured.parted
+    for parted in captured.parted.values():
+        assert parted is not None
+        replays = {graph.replays for graph in (parted.drafted.graph, parted.verified, parted.settled)}  # type: ignore[attr-defined]
+        assert max(replays) > 0

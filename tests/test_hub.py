@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants, errors
 
 from specserve.config import Settings, hub, resolve_paths
-from specserve.models.checkpoint import _weight_files
+from specserve.models.tensor_files import weight_files
 from tests.hub_cache import cache_repository
 
 LLAMA = [
@@ -108,7 +108,7 @@ def test_the_weights_that_the_loader_reads(names: list[str], weights: list[str],
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     if weights and "pytorch_model.bin.index.json" not in names and "draft.safetensors" not in names:
-        assert [file.name for file in _weight_files(tmp_path)] == weights
+        assert [file.name for file in weight_files(tmp_path)] == weights
 
 
 def test_shards_are_those_of_the_index(fake: FakeHub) -> None:

@@ -94,7 +94,15 @@ def test_loops_of_products_are_pipelined(compiled: list[Compiled]) -> None:
     assert "attention.prefill._prefill_kernel" in {each["kernel"] for each in made}
     attention = [each["copied"] for each in made if each["kernel"] == "attention.attention._attend_kernel"]
     assert attention
-    assert all(copied == [2] for copied in attention), "keys and values; pages come by registers"
+    assert all(copied[0] == 2 for copied in attention), "keys and values; pages come by registers"
+    assert {copied[1] for copied in attention if copied[1:]} == {4}, "of paths their places, too"
+
+
+def test_attention_adds_keys_in_their_order(compiled: list[Compiled]) -> None:
+    """Of what is loaded in 8 bits, too, for which Triton would have each thread take four that lie together."""
+    made = [each for each in compiled if each["kernel"].startswith("attention.") and each["neighbours"]]
+    assert {tuple(each["neighbours"]) for each in made if "float32" not in each["variant"]} == {(2,)}
+    assert sum("float8_e4m3fn" in each["variant"] for each in made) > 4
 
 
 def test_nothing_is_read_early_that_the_launch_before_writes(compiled: list[Compiled]) -> None:

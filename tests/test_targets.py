@@ -192,7 +192,7 @@ def prompts() -> list[list[int]]:
 def test_speculation_changes_no_text(agreeing: Models) -> None:
     choices = {
         **CHOICES,
-        "speculation": ["EAGLE chain", "EAGLE tree", "EAGLE3 chain", "EAGLE3 tree of 16"],
+        "speculation": ["EAGLE tree", "EAGLE3 chain"],
         "batch": [4, 1],
         "page": [1, 16],
     }

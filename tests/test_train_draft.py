@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specserve.models.checkpoint import TensorFiles, load_parameters
+from specserve.models.checkpoint import load_parameters
+from specserve.models.tensor_files import TensorFiles
 from specserve.tools.train import export
 from specserve.tools.train.eagle import EagleTrainer
 from specserve.tools.train.eagle3 import Eagle3Trainer

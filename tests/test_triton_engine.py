@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -22,8 +21,6 @@ from specserve.attention.triton import TritonAttention
 from specserve.core import SamplingParams
 from specserve.speculation.sampler import TritonSampling
 from tests.engines import Answer, Checkpoints, answer_all
-from tests.reference.draft_models import make_eagle, make_eagle3
-from tests.reference.models import make_llama
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
@@ -49,16 +46,6 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Heads of 32, the smallest that the kernels take; drafts that often say what the target says."""
-    path = tmp_path_factory.mktemp("triton")
-    target = make_llama(path / "target", hidden=64, heads=4, kv_heads=2, head_dim=32, branch_scale=0.04)
-    shape: dict[str, Any] = {"heads": 2, "kv_heads": 1, "agree": True}
-    eagle = make_eagle(path / "eagle", target, **shape)
-    return Checkpoints(target, eagle, make_eagle3(path / "eagle3", target, draft_vocab=40, **shape))
-
-
 @pytest.fixture
 def on_triton() -> Iterator[None]:
     if torch.cuda.is_available():
@@ -79,8 +66,9 @@ def answers(
     algorithm: str,
     shape: tuple[int, int, int],
     params: Sequence[SamplingParams] = PARAMS,
+    kv: str = "auto",
 ) -> list[Answer]:
-    scheduler = checkpoints.scheduler(algorithm, shape, dtype="float32", page_size=16)
+    scheduler = checkpoints.scheduler(algorithm, shape, dtype="float32", page_size=16, kv_cache_dtype=kv)
     return answer_all(scheduler, zip(PROMPTS, params, strict=True))
 
 
@@ -94,13 +82,25 @@ def with_predictions(found: list[Answer]) -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize(("algorithm", "shape"), [("EAGLE", (2, 1, 3)), ("EAGLE3", (3, 2, 6))])
+@pytest.mark.parametrize(
+    ("algorithm", "shape", "kv"),
+    [
+        ("EAGLE", (2, 1, 3), "fp8"),
+        ("EAGLE3", (3, 2, 6), "auto"),
+        ("DSPARK", (3, 2, 6), "fp8"),
+        ("SUFFIX", (3, 2, 6), "fp8"),
+    ],
+)
 def test_gives_the_texts_of_torch(
-    algorithm: str, shape: tuple[int, int, int], checkpoints: Checkpoints, request: pytest.FixtureRequest
+    algorithm: str,
+    shape: tuple[int, int, int],
+    kv: str,
+    agreeing_32: Checkpoints,
+    request: pytest.FixtureRequest,
 ) -> None:
-    texts = answers(checkpoints, algorithm, shape)
+    texts = answers(agreeing_32, algorithm, shape, kv=kv)
     params = with_predictions(texts)
-    expected = answers(checkpoints, algorithm, shape, params)
+    expected = answers(agreeing_32, algorithm, shape, params, kv)
     assert [answer.tokens for answer in expected] == [answer.tokens for answer in texts]
     request.getfixturevalue("on_triton")
     with (
@@ -109,8 +109,10 @@ def test_gives_the_texts_of_torch(
         ) as drafts,
         patch.object(TritonSampling, "choose", autospec=True, side_effect=TritonSampling.choose) as choices,
     ):
-        found = answers(checkpoints, algorithm, shape, params)
-    assert drafts.call_count
+        found = answers(agreeing_32, algorithm, shape, params, kv)
+    assert bool(drafts.call_count) == (algorithm in ("EAGLE", "EAGLE3", "DSPARK", "HYDRA", "STANDALONE")), (
+        "others read no cache"
+    )
     assert choices.call_count
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.tokens == theirs.tokens

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +10,7 @@ import pytest
 
 from specserve.core import SamplingParams
 from specserve.engine.prompts import PROMPT_SIZES
-from specserve.engine.runner import WARM_UP, Runner
+from specserve.engine.runner import Runner
 from tests.engines import answer_all, context_of, make_scheduler
 from tests.reference.models import make_llama
 
@@ -48,17 +46,3 @@ def test_prompts_of_all_sizes(
     params = SamplingParams(temperature=0, max_tokens=8)
     before = answer_all(make_scheduler(target, context_length=context_length), [([3, 1, 4], params)])
     assert answer_all(scheduler, [([3, 1, 4], params)]) == before
-
-
-def test_all_tiles_of_attention() -> None:
-    """Whatever the length of a chunk, after a prefix or not, its kernel has been compiled."""
-    prefill = pytest.importorskip("specserve_kernels.ops.attention.prefill")
-
-    def variants(chunks: Iterable[tuple[int, int]]) -> set[tuple[object, bool]]:
-        return {
-            (prefill._tile_of_own(tokens, wide, start > 0), start > 0)
-            for start, tokens in chunks
-            for wide in (False, True)
-        }
-
-    assert variants(WARM_UP) == variants(product((0, 1), range(1, 9000)))

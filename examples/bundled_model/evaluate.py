@@ -1,6 +1,6 @@
 """Asks the bundled model the 100 held-out questions and counts right answers.
 
-    python -m examples.bundled_model.evaluate [--algorithm EAGLE3]
+    python -m examples.bundled_model.evaluate [--algorithm EAGLE3] [--quantization int4]
 
 Greedy. An answer is right when the checker accepts it and it ends by itself.
 """
@@ -22,9 +22,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--algorithm", default="EAGLE3", choices=["NONE", "EAGLE", "EAGLE3"])
+    parser.add_argument("--quantization", default="none", choices=["none", "fp8", "int8", "int4"])
     args = parser.parse_args()
     rows = load_questions()
-    with LLM(speculative_algorithm=args.algorithm) as llm:
+    with LLM(speculative_algorithm=args.algorithm, quantization=args.quantization) as llm:
         conversations = [[{"role": "user", "content": row["question"]}] for row in rows]
         answers = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=MOST_TOKENS))
     asked, right = Counter[str](), Counter[str]()
@@ -40,7 +41,8 @@ def main() -> None:
         "by kind": {k: [right[k], n] for k, n in asked.items()},
     }
     print(figures)
-    print(write_results("bundled_questions", figures))
+    rounded = "" if args.quantization == "none" else f"_{args.quantization}"
+    print(write_results(f"bundled_questions{rounded}", figures))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Time of the Triton attention kernels against the time their cache reads take at the device's bandwidth.
 
-``python kernels/bench/attention.py [--sweep] [--only TEXT]`` on a machine with a GPU. Kernels are replayed in a CUDA
-graph over several caches, together larger than the second cache, as a model's layers are; a prefill's own keys and
-values are the same ones each time. Prefill is of the last n of a prompt's positions. ``--sweep`` tries other
-ways to cut the work. FlashInfer's masked prefill kernel (FA2) stands next to verify where it is installed.
+``python kernels/bench/attention.py [--sweep] [--only TEXT] [--kv bfloat16 fp8_e4m3]`` on a machine with a GPU. Kernels
+are replayed in a CUDA graph over several caches, together larger than the second cache, as a model's layers are; a
+prefill's own keys and values are the same ones each time. Prefill is of the last n of a prompt's positions. ``--sweep``
+tries other ways to cut the work; ``--kv`` says what the cache holds. FlashInfer's masked prefill kernel (FA2) stands
+next to verify where it is installed.
 
 Shapes: B slots, n nodes a slot, T = B * n, M pages a slot.
 """
@@ -13,15 +14,17 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import Any
 from unittest import mock
 
 import torch
+from specserve_kernels import KVScales
 from specserve_kernels.ops.attention import prefill
-from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes, list_paths
+from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan
+from specserve_kernels.ops.attention.paths import list_paths
 from specserve_kernels.ops.device import limits_of
 from torch import Tensor
 
@@ -29,10 +32,11 @@ PEAK = 4.23e12  # bytes a second, read on an H200 of this project
 L2_BYTES = 60e6
 PAGE, HEADS, KV_HEADS, HEAD_DIM = 16, 32, 8, 128
 DTYPE, DEVICE = torch.bfloat16, torch.device("cuda")
+KV = {"bfloat16": DTYPE, "fp8_e4m3": torch.float8_e4m3fn}
 
 WARPS = (4, 8)
 TILES = [(64, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3), (64, 128, 8, 2)]
-BLOCKS, STAGES = (32, 64), (2, 3)
+BLOCKS, STAGES = (32, 64, 128), (2, 3, 4)
 # warps, and rows and stages of prefill that --sweep tries
 
 Run = Callable[[Tensor], Tensor]  # of one cache
@@ -48,12 +52,14 @@ class Shape:
     last: int = 0  # the last slot's length, 0: as all
     room: int = 0  # positions of the page table, 0: as needed
     most: int = 0  # nodes that a slot may have: those of all are shared unequally; 0: each has as many
+    kv: torch.dtype = DTYPE
 
     def __str__(self) -> str:
         text = f"{self.kind:8} B={self.slots:<3} n={self.nodes:<3} length={self.length}"
         text += f" last={self.last}" if self.last else ""
         text += f" most={self.most}" if self.most else ""
-        return text + (f" room={self.room}" if self.room else "")
+        text += f" room={self.room}" if self.room else ""
+        return text + (" fp8" if self.kv != DTYPE else "")
 
     @property
     def counts(self) -> list[int]:
@@ -75,7 +81,11 @@ class Shape:
     @property
     def kv_bytes(self) -> float:
         own = 0 if self.kind == "prefill" else self.nodes * max(1, self.entries)
-        return 2.0 * (sum(self.lengths) + self.slots * own) * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+        return 2.0 * (sum(self.lengths) + self.slots * own) * KV_HEADS * HEAD_DIM * self.kv.itemsize
+
+    @property
+    def scales(self) -> KVScales | None:
+        return None if self.kv == DTYPE else KVScales()
 
 
 SHAPES = [
@@ -92,6 +102,8 @@ SHAPES = [
     Shape("tree", 1, 32, 640),
     Shape("tree", 16, 4, 640),
     Shape("tree", 16, 32, 640),
+    Shape("tree", 16, 32, 652),  # which leaves few nodes in the first sixteen
+    Shape("tree", 64, 8, 640),
     Shape("tree", 16, 32, 640, most=56),
     Shape("verify", 16, 8, 640, most=14),
     Shape("verify", 64, 8, 640),
@@ -135,7 +147,8 @@ class Inputs:
         used = [-(-(length + own) // PAGE) for length in shape.lengths]
         pages = sum(used) + 1
         caches = [
-            torch.randn(pages, 2, PAGE, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE) for _ in range(count)
+            torch.randn(pages, 2, PAGE, KV_HEADS, HEAD_DIM, dtype=DTYPE, device=DEVICE).to(shape.kv)
+            for _ in range(count)
         ]
         pages_BM = torch.zeros(shape.slots, shape.pages, dtype=torch.int64, device=DEVICE)
         shuffled = (1 + torch.randperm(pages - 1, device=DEVICE)).split(used)
@@ -146,7 +159,7 @@ class Inputs:
         if shape.kind == "prefill":  # next to the queries stands what the first cache holds
             local = torch.arange(shape.length - shape.nodes, shape.length, device=DEVICE)
             stored = caches[0][pages_BM[:, local // PAGE], :, local % PAGE]
-            qkv_TND[:, HEADS:] = stored.view(total, 2 * KV_HEADS, HEAD_DIM)
+            qkv_TND[:, HEADS:] = stored.view(total, 2 * KV_HEADS, HEAD_DIM).to(DTYPE)
         length_B = torch.tensor(shape.lengths, device=DEVICE)
         q_start = torch.tensor([0, *accumulate(shape.counts)], device=DEVICE)
         return cls(qkv_TND[:, :HEADS], qkv_TND[:, HEADS:], caches, pages_BM, length_B, q_start)
@@ -169,22 +182,22 @@ def ours(shape: Shape, x: Inputs) -> Run:
         start = shape.length - shape.nodes
         positions_T = torch.arange(start, shape.length, device=DEVICE).repeat(shape.slots)
         return lambda cache: prefill.attend_chunks(
-            x.q_TND, cache, x.pages_BM, x.q_start, positions_T, shape.nodes, x.kv_TND, start > 0
+            x.q_TND, cache, x.pages_BM, x.q_start, positions_T, shape.nodes, x.kv_TND, start > 0, shape.scales
         )
     work = Workspace()
     if shape.kind == "draft":
         own_K1 = torch.arange(shape.nodes, device=DEVICE)[:, None]
         level_A = torch.arange(shape.entries, device=DEVICE) * shape.nodes
         scratch_BKA = x.length_B[:, None, None] + own_K1 + level_A
-        return lambda cache: attend_frontier(x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work)
+        return lambda cache: attend_frontier(
+            x.q_TND, cache, x.pages_BM, x.length_B, 1, scratch_BKA, work, shape.scales
+        )
     mask_T, depth_T = masks(shape)
-    slot_T = torch.arange(shape.slots, device=DEVICE).repeat_interleave(
-        torch.tensor(shape.counts, device=DEVICE)
-    )
-    tree = shape.kind == "tree"
-    path_TA = list_paths(mask_T, slot_T, x.length_B, int(depth_T.max())) if tree else None
-    where = x.pages_BM, x.length_B, x.q_start, path_TA, shape.most or shape.nodes
-    return lambda cache: attend_nodes(x.q_TND, cache, *where, work)
+    most, paths = shape.most or shape.nodes, None
+    if shape.kind == "tree":
+        paths = list_paths(mask_T, x.q_start, x.length_B, int(depth_T.max()), most)
+    where = x.pages_BM, x.length_B, x.q_start, paths, most
+    return lambda cache: attend_nodes(x.q_TND, cache, *where, work, shape.scales)
 
 
 def flashinfer_run(shape: Shape, x: Inputs) -> Run | None:
@@ -193,7 +206,7 @@ def flashinfer_run(shape: Shape, x: Inputs) -> Run | None:
         import flashinfer
     except ImportError:
         return None
-    if shape.kind == "draft" or shape.last or shape.room or shape.most:
+    if shape.scales or shape.kind == "draft" or shape.last or shape.room or shape.most:
         return None
     wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE), "NHD", backend="fa2"
@@ -315,9 +328,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="shapes whose name holds one of these")
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64], help="of tiles, to sweep")
     parser.add_argument("--no-flashinfer", action="store_true")
+    parser.add_argument("--kv", nargs="+", default=["bfloat16"], choices=KV, help="types of the cache")
     arguments = parser.parse_args()
-    print(f"{torch.cuda.get_device_name()}, {DTYPE}, Hq {HEADS}, Hk {KV_HEADS}, D {HEAD_DIM}, page {PAGE}")
-    for shape in SHAPES:
+    print(
+        f"{torch.cuda.get_device_name()}, queries {DTYPE}, Hq {HEADS}, Hk {KV_HEADS}, D {HEAD_DIM}, page {PAGE}"
+    )
+    for shape in (replace(shape, kv=KV[kv]) for shape in SHAPES for kv in arguments.kv):
         if not any(text in str(shape) for text in arguments.only):
             continue
         if arguments.sweep:

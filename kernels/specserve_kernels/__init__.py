@@ -1,4 +1,4 @@
-"""Kernels of specserve: one function a name, in PyTorch (``reference/``) and Triton (``ops/``).
+"""Kernels of specserve: each function exists in PyTorch (``reference/``) and in Triton (``ops/``) under one name.
 
 The references are the CPU backend as well as the oracle that the Triton versions are tested against.
 """
@@ -7,20 +7,33 @@ from specserve_kernels.dispatch import dispatched, on_gpu, runs_triton
 from specserve_kernels.reference.attention.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.layer import activation, embed_and_concat, norm, rotary
 from specserve_kernels.reference.layer.rotary import apply_rotary, rotary_table
-from specserve_kernels.reference.linear import indexed, integer, quantized
+from specserve_kernels.reference.linear import indexed, integer, quantized, weight_only
 from specserve_kernels.reference.linear import linear as _linear
 from specserve_kernels.reference.linear import quantize as _quantize
 from specserve_kernels.reference.linear.quantize import GROUP, Rounded
 from specserve_kernels.reference.linear.quantized import dequantize, quantize
+from specserve_kernels.reference.linear.weight_only import Numbers, Packed, dequantize_packed, pack
 from specserve_kernels.reference.sampling.philox import gumbel_noise
 from specserve_kernels.reference.sampling.sampling import add_bias, penalize, perturb, truncate
-from specserve_kernels.reference.tree import accept, commit, grow, lookup, merge, prediction, select, sources
+from specserve_kernels.reference.tree import (
+    accept,
+    commit,
+    continuation,
+    grow,
+    lookup,
+    merge,
+    prediction,
+    select,
+    sources,
+)
 from specserve_kernels.reference.tree import gather_slots as _gather_slots
 from specserve_kernels.reference.tree.commit import count_tokens, store_page_features
 from specserve_kernels.reference.tree.nodes import address, chain_masks, tree_masks
 from specserve_kernels.types import (
     MAX_NODES,
     Accepted,
+    Continuations,
+    KVScales,
     Level,
     Pool,
     Prediction,
@@ -37,6 +50,7 @@ add_rms_norm_rounded = dispatched(norm.add_rms_norm_rounded)
 advance = dispatched(commit.advance)
 embed_rms_norm = dispatched(norm.embed_rms_norm)
 find_continuations = dispatched(lookup.find_continuations)
+follow_continuation = dispatched(continuation.follow_continuation)
 follow_prediction = dispatched(prediction.follow_prediction)
 gather_slots = dispatched(_gather_slots.gather_slots)
 grow_level = dispatched(grow.grow_level)
@@ -56,12 +70,17 @@ rotary_store_kv = dispatched(rotary.rotary_store_kv)
 select_tree = dispatched(select.select_tree)
 silu_and_mul = dispatched(activation.silu_and_mul)
 single_nodes = dispatched(select.single_nodes)
+weight_only_linear = dispatched(weight_only.weight_only_linear)
 
 __all__ = [
     "GROUP",
     "MAX_NODES",
     "Accepted",
+    "Continuations",
+    "KVScales",
     "Level",
+    "Numbers",
+    "Packed",
     "Pool",
     "Prediction",
     "Rounded",
@@ -79,8 +98,10 @@ __all__ = [
     "chain_masks",
     "count_tokens",
     "dequantize",
+    "dequantize_packed",
     "embed_rms_norm",
     "find_continuations",
+    "follow_continuation",
     "follow_prediction",
     "gather_slots",
     "group_bias",
@@ -93,6 +114,7 @@ __all__ = [
     "move_kv",
     "observe_source",
     "on_gpu",
+    "pack",
     "paged_attention",
     "pair_inputs",
     "pair_inputs_rounded",

@@ -1,7 +1,7 @@
-"""Chooses between an operation's two versions: Triton for tensors on a GPU, the reference for all others.
+"""Choose between an operation's two versions: Triton for tensors on a GPU, the reference for all others.
 
-Triton's kernels compute in at most float32 and give no gradients, so float64 tensors take the reference on every
-device, and so does what is trained.
+Triton's kernels compute in at most float32 and have no gradients, so float64 tensors and everything that is trained use
+the reference on every device.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def dispatched(reference: F) -> F:
-    """``reference.x.name`` for CPU and float64 tensors, ``ops.x.name`` for others. The tensors that decide are the
-    arguments themselves, by position or by name, the members of arguments that are tuples, and the fields of those
-    that are dataclasses."""
+    """Call ``reference.x.name`` for CPU and float64 tensors, ``ops.x.name`` for others. The arguments decide,
+    positional or by name: tensors, members of tuples, and fields of dataclasses."""
     module = reference.__module__.replace(".reference.", ".ops.")
 
     @functools.cache
@@ -37,7 +36,7 @@ def dispatched(reference: F) -> F:
 
 
 def runs_triton(tensors: Iterable[Tensor]) -> bool:
-    """Whether these tensors are served by the Triton version."""
+    """Return whether the Triton version serves these tensors."""
     found = False
     for tensor in tensors:
         if not on_gpu(tensor.device) or tensor.dtype == torch.float64:
@@ -49,7 +48,8 @@ def runs_triton(tensors: Iterable[Tensor]) -> bool:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether tensors there are served as on a GPU: those on ``meta`` are, in a run that finds out what is launched."""
+    """Return whether tensors there are served as on a GPU. Those on ``meta`` are, in the dry run that finds out what is
+    launched."""
     return device.type in ("cuda", "meta")
 
 

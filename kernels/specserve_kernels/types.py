@@ -1,33 +1,42 @@
-"""What drafting and verifying pass to each other: slots, levels, pools, trees, accepted paths, predictions.
+"""The data that drafting and verifying exchange: slots, levels, pools, trees, accepted paths, predictions.
 
-All are of a whole batch.
+Each holds a whole batch.
 
-Shapes: B slots in the batch, W nodes a slot that one draft forward runs (1 for the root's level, then K), N = B * W,
-K branching, A tokens on the path after the root, P pool entries a slot, T packed nodes of the whole batch (roots
-included), S draft levels, R state rows, M pages a slot, C positions a slot, H feature size. In
-``Prediction``: P tokens that a prediction may have.
+Shapes: B slots in the batch, W nodes a slot that one draft forward runs (1 for the root's level, then K), N = B * W, K
+branching, A tokens on the path after the root, P pool entries a slot, T packed nodes of the whole batch (roots
+included), S draft levels, R state rows, M pages a slot, C positions a slot, H feature size. In ``Prediction``: P tokens
+that a prediction may have.
 
-Nodes of a slot stand together, its root first, parents before children. A node's *local* index counts within its slot.
-Nodes left over when the pools offer fewer than T - B live candidates have slot B and local index 0.
+The nodes of a slot are contiguous: its root first, parents before children. A node's *local* index counts within its
+slot. If the pools offer fewer than T - B live candidates, the remaining nodes have slot B and local index 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 MAX_NODES = 64  # ancestors of a node are the bits of one int64
 RECENT = 4  # tokens by which a text that departed from its prediction is found again: the longest match wins
+LARGEST_FP8 = 448.0  # of float8_e4m3fn
+
+
+class KVScales(NamedTuple):
+    """Factors that turn the numbers of a float8_e4m3fn cache into keys and values."""
+
+    key: float = 1.0
+    value: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class SlotTables:
-    """Where requests stand, one row a slot; the last row is padding's. ``root``: the token sampled last, whose K and V
-    are not computed yet, at position ``length``; ``feature``: what predicted it, of the token before, for drafters that
-    read the target's states; ``tokens``: the text, prompt included, up to ``length``."""
+    """The state of requests, one row a slot; the last row is padding's. ``root``: the token sampled last, at position
+    ``length``, whose K and V are not computed yet. ``feature``: the feature of the token before, which predicted it,
+    for drafters that read the target's states. ``tokens``: the text, prompt included, up to ``length``."""
 
     root: Tensor  # [R] int64
     length: Tensor  # [R] int64, tokens whose K and V are in the pool
@@ -75,8 +84,8 @@ class Level:
 class Pool:
     """A drafter's candidates, parents before children. ``parents``: pool index of the parent, -1 for the root.
 
-    Siblings carry different tokens, and those of one source stand the best first. Scores fall along every path; -inf
-    is no candidate. ``levels``: the greatest depth; ``is_chain``: entry i is the only child of entry i - 1;
+    Siblings carry different tokens; those of one source are ordered best first. Scores fall along every path; -inf
+    marks no candidate. ``levels``: the greatest depth. ``is_chain``: entry i is the only child of entry i - 1.
     ``parts``: the pools that it was merged from, none for a pool of one source.
     """
 
@@ -116,9 +125,10 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The nodes to verify, packed by slot, roots first; what is left over has slot B. ``parent_T`` is a packed index,
-    a root's its own; ``depth_T`` and ``mask_T`` (bit j: local node j is an ancestor or the node itself; bit 63 is the
-    sign) are derived from it. ``page_T`` and ``offset_T`` are where the entry goes: page 0 for what is left over."""
+    """The nodes to verify, packed by slot, roots first; left-over nodes have slot B. ``parent_T`` is a packed index; a
+    root's is its own. ``depth_T`` and ``mask_T`` (bit j: local node j is an ancestor or the node itself; bit 63 is the
+    sign) are derived from it. ``page_T`` and ``offset_T`` say where the cache entry goes: page 0 for left-over nodes.
+    """
 
     token_T: Tensor
     parent_T: Tensor
@@ -143,10 +153,11 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The way down each tree, and where its entries lie. ``[B, S + 1]`` each, by depth; page 0 beyond the end.
+    """The walk down each tree, and where its cache entries lie. ``[B, S + 1]`` each, by depth; page 0 beyond the end.
 
-    *First choices* are nodes of which each, and each above it, comes before its siblings: what a chain would have
-    drafted, as far as the tree holds it. Those accepted are how far one would have got."""
+    *First choices* are nodes that come before their siblings, as do all their ancestors: what a chain would have
+    drafted, as far as the tree holds it. The accepted ones are how far a chain would have got.
+    """
 
     path_BS: Tensor  # packed index, 0 beyond the end
     count_B: Tensor  # accepted nodes, the root included: how many tokens the step emits
@@ -167,11 +178,11 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The state's table of predicted texts. Every row of ``length`` 0 has none, and nothing is read or written there.
+    """The state's table of predicted texts. Rows with ``length`` 0 have none, and nothing is read or written there.
 
-    ``next_R``: index of the token that the prediction expects next; of a text that departed from it, -1 less the index
+    ``next_R``: index of the token that the prediction expects next; for a text that departed from it, -1 less the index
     up to which it was followed. ``trust_R``: logarithm of the chance that the next predicted token is right, 0 from
-    ``CERTAIN`` on, by ``counts_R2``: how many were right of late, of how many that were looked at.
+    ``CERTAIN`` on. It comes from ``counts_R2``: how many predicted tokens were right recently, of how many tested.
     """
 
     tokens_RP: Tensor  # int32
@@ -189,10 +200,37 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Continuations:
+    """The state's table of continuations that the host proposes for texts, each for a position that it knew: ``length``
+    tokens (0: none) after position ``base``, where the last ``matched`` tokens equal those of an earlier place."""
+
+    tokens_RP: Tensor  # int32
+    length_R: Tensor  # int64
+    base_R: Tensor  # int64
+    matched_R: Tensor  # int64
+
+    @classmethod
+    def empty(cls, rows: int, size: int, device: torch.device) -> Continuations:
+        length, base, matched = torch.zeros(3, rows, dtype=torch.int64, device=device).unbind()
+        return cls(torch.zeros(rows, size, dtype=torch.int32, device=device), length, base, matched)
+
+    @property
+    def size(self) -> int:
+        """Most tokens of one continuation."""
+        return self.tokens_RP.shape[1]
+
+    def write(self, rows_N: Tensor, given_N3: Tensor, token_NP: Tensor) -> None:
+        """Replace lengths, bases, matches and tokens of some rows."""
+        self.tokens_RP.index_copy_(0, rows_N, token_NP.int())
+        for column_R, given_N in zip((self.length_R, self.base_R, self.matched_R), given_N3.T, strict=True):
+            column_R.index_copy_(0, rows_N, given_N)
+
+
+@dataclass(frozen=True, slots=True)
 class Sources:
-    """What the claims of each of N sources of candidates are worth: ``weight_RN``, float32, multiplies their
-    log-probabilities, 1 for a source that is wrong as often as it says. 0 where there was no request yet; the last row
-    is padding's."""
+    """How far the probabilities of each of N sources of candidates can be trusted. ``weight_RN``, float32, multiplies
+    their log-probabilities: 1 for a source that is wrong as often as it says, 0 for a row without a request so far. The
+    last row is padding's."""
 
     weight_RN: Tensor
 
@@ -203,7 +241,7 @@ class Sources:
         return cls(weight_RN)
 
     def begin(self, rows_X: Tensor) -> None:
-        """Requests take these rows, and begin with the geometric mean of what all requests had last."""
+        """Give these rows to new requests, beginning with the geometric mean of the latest weights of all requests."""
         weight_RN = self.weight_RN[:-1]
         known_RN = weight_RN > 0
         log_1N = weight_RN.clamp(min=1e-9).log().where(known_RN, 0).sum(0, keepdim=True)
@@ -212,7 +250,8 @@ class Sources:
 
 
 def tree_pool_size(levels: int, branching: int) -> int:
-    """Entries of a pool grown level by level, which is also the index of the first entry at depth ``levels + 1``."""
+    """Return the entries of a pool grown level by level, which is also the index of the first entry at depth ``levels +
+    1``."""
     return branching + (levels - 1) * branching * branching if levels else 0
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
+from specserve_kernels import KVScales  # noqa: E402
 from specserve_kernels.ops.attention import attention, launch_plan, prefill  # noqa: E402
 from specserve_kernels.ops.attention.blocks import load_pages  # noqa: E402
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan  # noqa: E402
@@ -46,7 +47,14 @@ def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
 class Case:
     """Random storage and queries for one geometry, on one device."""
 
-    def __init__(self, heads: tuple[int, int, int], page_size: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        heads: tuple[int, int, int],
+        page_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        scales: KVScales | None = None,
+    ) -> None:
         if device.type == "cuda" and not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
         self.heads, self.kv_heads, self.head_dim = heads
@@ -55,6 +63,9 @@ class Case:
         self.pages = CAPACITY // page_size
         pool = self.normal(2, self.pages, 2, page_size, self.kv_heads, self.head_dim)
         self.cache = pool[1]  # one layer among others
+        self.scales = scales
+        if scales is not None:
+            self.cache = self.cache.to(torch.float8_e4m3fn)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.device, self.dtype)
@@ -85,10 +96,14 @@ class Case:
         if own:
             assert isinstance(request, Chunks)
             kv_TND.unflatten(1, (2, -1)).copy_(self.stored(request))
+        kv_TND = kv_TND if own else None
         backend = TritonAttention(self.page_size, self.dtype)
-        found = run(backend, method, request, q_TND, self.cache, kv_TND if own else None)
+        found = run(backend, method, request, q_TND, self.cache, kv_TND, self.scales)
         oracle = TorchAttention(self.page_size, torch.float64)
-        right = run(oracle, method, request, q_TND.double(), self.cache.double())
+        scale_2111 = self.cache.new_tensor(self.scales or KVScales(), dtype=torch.float64)[
+            :, None, None, None
+        ]
+        right = run(oracle, method, request, q_TND.double(), self.cache.double() * scale_2111)
         assert found.shape == q_TND.shape
         assert found.dtype == self.dtype
         assert found.isfinite().all()
@@ -103,11 +118,12 @@ def run(
     q_TND: Tensor,
     cache: Tensor,
     kv_TND: Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> Tensor:
     plan = getattr(backend, method)(request)
     if method != "plan_prefill":  # which has no workspace
-        plan.run(torch.zeros_like(q_TND), cache)  # a layer before: leaves no trace
-    return plan.run(q_TND, cache, kv_TND)
+        plan.run(torch.zeros_like(q_TND), cache, None, scales)  # a layer before: leaves no trace
+    return plan.run(q_TND, cache, kv_TND, scales)
 
 
 def ancestors(counts: list[int], generator: torch.Generator) -> list[int]:
@@ -331,6 +347,25 @@ class TestShapes:
         assert all(torch.equal(o, outputs[0]) for o in outputs)
 
 
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("heads", [(4, 1, 64), (8, 2, 128)])
+def test_keys_and_values_in_fp8(
+    heads: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Times a scale of the keys and one of the values; a prompt's own stand next to it as the cache has them."""
+    case = Case(heads, 16, device, dtype, KVScales(0.4, 3.0))
+    case.check("plan_verify", tree(case, [137, 1, 16], [9, 1, 3], max_nodes=9, spare=2), rows=15, live=13)
+    case.check("plan_verify", chain(tree(case, [37, 5], [5, 20], max_nodes=20)), rows=25)
+    case.check("plan_verify", tree(case, [531, 0, 40], [1, 1, 1], max_nodes=1), rows=3)
+    prefix_B = case.integers([21, 2])
+    scratch_BKA = prefix_B[:, None, None] + case.integers(
+        [[[1, 3], [0, 4], [1, 5]], [[0, 3], [2, 4], [2, 5]]]
+    )
+    case.check("plan_draft", Frontier(case.table(2, 28), prefix_B, 1, scratch_BKA, 28), rows=6)
+    for own in (True, False):
+        case.check("plan_prefill", chunks(case, [0, 30, 17], [20, 90, 1]), rows=111, own=own)
+
+
 @triton.jit
 def _pages_kernel(table, first, last, out, N: tl.constexpr, PAGE: tl.constexpr):
     pages = load_pages(table, first, last, N, PAGE)
@@ -381,19 +416,24 @@ class Text:
 
     dtype = torch.bfloat16
 
-    def __init__(self, heads: tuple[int, int, int]) -> None:
+    def __init__(self, heads: tuple[int, int, int], scales: KVScales | None) -> None:
+        self.scales = scales
         self.heads, self.kv_heads, self.size = heads
         generator = torch.Generator(GPU).manual_seed(self.size)
         shape = 1160, self.heads + 2 * self.kv_heads, self.size
         self.qkv_LND = (torch.randn(shape, device=GPU, generator=generator) * 1.5).to(self.dtype)
         self.junk_LND = torch.randn(shape, device=GPU, generator=generator).to(self.dtype)
+        if scales is not None:
+            for each in (self.qkv_LND, self.junk_LND):
+                each[:, self.heads :] = each[:, self.heads :].to(torch.float8_e4m3fn).to(self.dtype)
 
     def cache(self, page_size: int, kv_LND: Tensor) -> Tensor:
         """A pool whose page i + 1 holds the i-th positions."""
         pages = -(-len(kv_LND) // page_size)
         cache = self.qkv_LND.new_zeros(pages + 1, page_size, 2, self.kv_heads, self.size)
         cache[1:].flatten(0, 1)[: len(kv_LND)] = kv_LND[:, self.heads :].unflatten(1, (2, -1))
-        return cache.transpose(1, 2).contiguous()
+        kept = self.dtype if self.scales is None else torch.float8_e4m3fn
+        return cache.transpose(1, 2).contiguous().to(kept)
 
     def nodes(self, lengths: list[int], counts: list[int], page_size: int, **changed: Any) -> Nodes:
         start = [0, *torch.tensor(counts).cumsum(0).tolist()]
@@ -410,7 +450,7 @@ class Text:
 
     def verified(self, nodes: Nodes, q_TND: Tensor, page_size: int, kv_LND: Tensor | None = None) -> Tensor:
         cache = self.cache(page_size, self.qkv_LND if kv_LND is None else kv_LND)
-        return TritonAttention(page_size, self.dtype).plan_verify(nodes).run(q_TND, cache)
+        return TritonAttention(page_size, self.dtype).plan_verify(nodes).run(q_TND, cache, None, self.scales)
 
     def decoded(self) -> Tensor:
         """Each token of ``PLACES`` alone."""
@@ -420,13 +460,14 @@ class Text:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("scales", [None, KVScales(0.4, 3.0)], ids=["kv_bfloat16", "kv_fp8"])
 @pytest.mark.parametrize("heads", [*HEADS, (32, 8, 128)])
 class TestSameBits:
     """A token's attention depends on nothing but the tokens before it, in bfloat16."""
 
     @pytest.mark.parametrize("page_size", [1, 16, 64])
-    def test_among_others(self, heads: tuple[int, int, int], page_size: int) -> None:
-        text = Text(heads)
+    def test_among_others(self, heads: tuple[int, int, int], scales: KVScales | None, page_size: int) -> None:
+        text = Text(heads, scales)
         right = text.decoded()
         for places in (PLACES, [1159] * 40 + PLACES, PLACES[::-1]):
             nodes = text.nodes(places, [1] * len(places), page_size)
@@ -436,9 +477,14 @@ class TestSameBits:
     @pytest.mark.parametrize("plan", [{}, {"workers": 2}, {"most": 1}], ids=["fine", "coarse", "whole"])
     @pytest.mark.parametrize("count", [2, 5, 20, 64])
     def test_in_a_chain(
-        self, heads: tuple[int, int, int], count: int, plan: dict[str, int], monkeypatch: pytest.MonkeyPatch
+        self,
+        heads: tuple[int, int, int],
+        scales: KVScales | None,
+        count: int,
+        plan: dict[str, int],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        text = Text(heads)
+        text = Text(heads, scales)
         right = text.decoded()
         launched_with(monkeypatch, **plan)
         for ahead in {0, 1, min(count - 1, 14)}:
@@ -453,10 +499,15 @@ class TestSameBits:
     @pytest.mark.parametrize("plan", [{}, {"workers": 2}, {"most": 1}], ids=["fine", "coarse", "whole"])
     @pytest.mark.parametrize("count", [2, 5, 30, 64])
     def test_in_a_tree(
-        self, heads: tuple[int, int, int], count: int, plan: dict[str, int], monkeypatch: pytest.MonkeyPatch
+        self,
+        heads: tuple[int, int, int],
+        scales: KVScales | None,
+        count: int,
+        plan: dict[str, int],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Every second node is another token: the path's are at even places."""
-        text = Text(heads)
+        text = Text(heads, scales)
         right = text.decoded()
         launched_with(monkeypatch, **plan)
         local_T = torch.arange(count, device=GPU)
@@ -476,9 +527,9 @@ class TestSameBits:
                 assert torch.equal(found[2 * (place - root)], expected), (root, place)
 
     @pytest.mark.parametrize("page_size", [1, 16, 64])
-    def test_in_a_prompt(self, heads: tuple[int, int, int], page_size: int) -> None:
+    def test_in_a_prompt(self, heads: tuple[int, int, int], scales: KVScales | None, page_size: int) -> None:
         """Whole, in chunks, and with its own keys next to it or not."""
-        text = Text(heads)
+        text = Text(heads, scales)
         right, cache = text.decoded(), text.cache(page_size, text.qkv_LND)
         pages_BM = torch.arange(1, 1 - (-1160 // page_size), device=GPU)[None]
         for chunk in (1160, 512, 100, 16, 1):
@@ -494,7 +545,7 @@ class TestSameBits:
                 )  # fmt: skip
                 plan = TritonAttention(page_size, text.dtype).plan_prefill(request)
                 kv_TND = own[:, text.heads :] if start % 200 == 0 else None
-                found.append(plan.run(own[:, : text.heads], cache, kv_TND))
+                found.append(plan.run(own[:, : text.heads], cache, kv_TND, scales))
             rows = torch.cat(found)
             places = [p for p in PLACES if p < len(rows)]
             assert torch.equal(rows[places], right[: len(places)]), chunk

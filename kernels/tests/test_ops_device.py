@@ -119,11 +119,11 @@ def test_linear_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
 # chosen: rows, positions, stages.
 TILES = [
     (H200, 256, 8, (32, 64, 3)),
-    (H200, 256, 16, (64, 64, 2)),
-    (H200, 512, 16, (64, 32, 2)),
+    (H200, 256, 16, (64, 32, 3)),
+    (H200, 512, 16, (64, 32, 3)),
     (H200, 1024, 16, (32, 32, 3)),
     (H200, 128, 1, (16, 64, 3)),
-    (L4, 256, 16, (64, 64, 2)),
+    (L4, 256, 16, (64, 32, 3)),
     (L4, 1024, 16, (32, 32, 1)),
     (RTX5090, 256, 1, (16, 64, 2)),
     (T4, 256, 1, (16, 64, 1)),
@@ -139,11 +139,10 @@ def test_attention(limits: Limits, row_bytes: int, nodes: int, chosen: tuple[int
 
 def test_prefill() -> None:
     for limits in (H200, A100, L4):
-        assert prefill._tile(64, 256, False, limits.shared_bytes) == (64, 64, 4, 2)
-        assert prefill._tile(64, 512, False, limits.shared_bytes) == (64, 32, 4, 2)
-        assert prefill._tile(64, 1024, True, limits.shared_bytes) == (32, 16, 4, 2)
-        assert prefill._tile(16, 512, True, limits.shared_bytes) == (16, 16, 4, 2)
-    assert prefill._tile(64, 512, False, T4.shared_bytes) == (32, 16, 4, 2)
+        assert prefill._tile(256, False, limits.shared_bytes) == (64, 64, 4, 2)
+        assert prefill._tile(512, False, limits.shared_bytes) == (64, 32, 4, 2)
+        assert prefill._tile(1024, True, limits.shared_bytes) == (32, 16, 4, 2)
+    assert prefill._tile(512, False, T4.shared_bytes) == (32, 16, 4, 2)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +168,6 @@ def test_sums_have_a_bound() -> None:
     for slots, nodes in ((256, 1), (64, 32), (1, 64)):
         plan = LaunchPlan.of(slots, nodes, 4, 8, 256, *H200, positions=1 << 20)
         assert plan.most * 8 * plan.rows * 512 <= max(64 << 20, slots * plan.tiles * 8 * plan.rows * 512)
-
-
-def test_trees_have_smaller_tiles() -> None:
-    """What is gathered for a node is of use to its rows alone."""
-    plans = [
-        LaunchPlan.of(16, nodes, 4, 8, 256, *H200, tree=tree) for nodes in (4, 32) for tree in (False, True)
-    ]
-    assert [(plan.rows, plan.warps) for plan in plans] == [(16, 4), (16, 8), (64, 4), (32, 4)]
 
 
 def test_tickets_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

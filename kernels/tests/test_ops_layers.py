@@ -16,6 +16,7 @@ from specserve_kernels.reference.layer import embed_and_concat as reference_pair
 from specserve_kernels.reference.layer import norm as reference_norm
 from specserve_kernels.reference.layer import rotary as reference_rotary
 from specserve_kernels.reference.linear import linear as reference_linear
+from specserve_kernels.types import KVScales
 from torch import Tensor
 
 GPU = torch.cuda.is_available()
@@ -125,6 +126,31 @@ def test_rotary_store_kv(draw, page_size: int, heads: int, kv_heads: int, head_d
     untouched[page, offset] = False
     kept = [x.transpose(1, 2)[untouched] for x in (cache, expected_cache)]
     assert torch.equal(*kept), "nothing else has changed"
+
+
+def test_keys_and_values_are_rounded_before_anybody_reads_them(draw) -> None:
+    """To FP8: the cache and, where they are read, the heads hold the same numbers, each the nearest."""
+    scales, kv_heads = KVScales(0.3, 0.011), 2
+    qkv, table = draw(5, 3 + 2 * kv_heads, 32), draw(9, 2, 32)
+    qkv[0, -1, :3] = torch.tensor([1e6, -1e6, 1e-9])  # beyond the largest and below the smallest
+    at = torch.tensor([3, 1, 4, 2, 5], device=qkv.device)
+    plain, cache = qkv.clone(), qkv.new_zeros(6, 2, 1, kv_heads, 32)
+    q_TND = rotary.rotary_store_kv(plain, table, at, kv_heads, cache, at, 0 * at)
+    inverse = torch.tensor([1 / scales.key, 1 / scales.value], device=qkv.device)[:, None, None]
+    wide = plain[:, 3:].float().unflatten(1, (2, kv_heads)) * inverse
+    expected = wide.clamp(-448, 448).to(torch.float8_e4m3fn).to(qkv.dtype)
+    for function in (rotary.rotary_store_kv, reference_rotary.rotary_store_kv):
+        for keys in (True, False):
+            given, stored = qkv.clone(), cache.to(torch.float8_e4m3fn)
+            found = function(given, table, at, kv_heads, stored, at, 0 * at, keys, scales)
+            assert_close(found, q_TND)
+            if function is reference_rotary.rotary_store_kv:  # whose sums are rounded in another way
+                torch.testing.assert_close(stored[at, :, 0].to(qkv.dtype), expected, atol=2**-9, rtol=0.13)
+                assert torch.equal(stored[at, 1, 0].to(qkv.dtype), expected[:, 1])
+            else:
+                assert torch.equal(stored[at, :, 0].to(qkv.dtype), expected)
+            if keys:
+                assert torch.equal(given[:, 3:].unflatten(1, (2, kv_heads)), stored[at, :, 0].to(qkv.dtype))
 
 
 def test_rotary_of_no_tokens_and_of_a_shared_slot(draw) -> None:

@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 
 from specserve_kernels import quantize
 from specserve_kernels.ops import pdl as overlap
-from specserve_kernels.ops.attention.attention import Workspace, attend_nodes, list_paths
+from specserve_kernels.ops.attention.attention import Workspace, attend_nodes
+from specserve_kernels.ops.attention.paths import list_paths
 from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded, embed_rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
 from specserve_kernels.ops.linear.integer import integer_linear
@@ -173,7 +174,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
     def chain() -> Tensor:
         workspace = Workspace()
         _, length_B, _, pages = gather_slots(rows_B, length_R, length_R, pages_RM)
-        path_TA = None if levels is None else list_paths(mask_T, ids_T // nodes, length_B, levels)
+        paths = None if levels is None else list_paths(mask_T, q_start, length_B, levels, nodes)
         x, residual = embed_rms_norm(ids_T, table_VH, norm_H, 1e-5)
         for mix, up, down in zip(mixes, wide, narrow, strict=True):
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
@@ -181,7 +182,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
             mixed = turned_linear(x, mix) if 16 < tokens <= 64 else torch.nn.functional.linear(x, mix)
             qkv = mixed.view(tokens, -1, size)
             q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, *places)
-            tree = q_start, path_TA, nodes
+            tree = q_start, paths, nodes
             x = attend_nodes(q, cache, pages, length_B, *tree, workspace).flatten(1)
             if tokens < 16:  # where the later chains have other launches after each other
                 read, residual = add_rms_norm_rounded(x, residual, norm_H, 1e-5)

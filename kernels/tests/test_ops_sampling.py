@@ -261,7 +261,7 @@ def test_several_blocks_of_an_odd_vocabulary(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_is_kept(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all tokens as candidates, those cut off are the ones at -inf: exactly what ``truncate`` cuts."""
     monkeypatch.setattr(ops, "BLOCK", 16)
@@ -348,7 +348,7 @@ def extreme_batch(vocab: int) -> tuple[Batch, Tensor]:
     return Batch(torch.stack(kinds)[kind], rows, torch.zeros_like(rows) + 3, None, table), kind
 
 
-@pytest.mark.parametrize(("mapped", "branching"), [(False, 4), (True, 4), (True, 1)])
+@pytest.mark.parametrize(("mapped", "branching"), [(False, 4), (True, 1)])
 def test_not_finite(mapped: bool, branching: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends, with ids of the vocabulary; values are never NaN, and where all is finite they are the reference's."""
     faulthandler.dump_traceback_later(120, exit=True)  # nothing else ends a kernel that does not

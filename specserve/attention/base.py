@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from specserve_kernels import KVScales
 from torch import Tensor
 
 from specserve.kv.spec import KVSpec
@@ -62,9 +63,11 @@ class Plan(Protocol):
     @property
     def reads_own(self) -> bool: ...
 
-    def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
-        """``cache``: one layer of the pool; ``kv_TND``: the tokens' rotated keys, then their values, which the pool
-        holds, too. Returns ``[T, N, D]``."""
+    def run(
+        self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
+    ) -> Tensor:
+        """``cache``: one layer of the pool, with ``scales`` in FP8; ``kv_TND``: the numbers that it holds of the tokens
+        themselves, keys, then values. Returns ``[T, N, D]``."""
         ...
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from specserve_kernels import KVScales
 from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes, Plan
@@ -37,7 +38,9 @@ class _Prefill:
     alive: deque[Any]
     wrappers: dict[tuple[int, int, int], Any] = field(default_factory=dict)
 
-    def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
+    def run(
+        self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
+    ) -> Tensor:
         geometry = q_TND.shape[1], cache.shape[3], cache.shape[4]
         if geometry not in self.wrappers:
             self.wrappers[geometry] = self._plan(*geometry, q_TND.dtype)

@@ -15,24 +15,30 @@ from specserve.layers.rotary import Rope
 
 @dataclass(frozen=True, slots=True)
 class PagedAttend:
-    """One pass: new keys and values go to ``(page_T, offset_T)``, queries see what the plan lets them see."""
+    """One pass: new keys and values go to ``(page_T, offset_T)``, queries see what the plan lets them see.
+    ``first_layer``: the pool's of the model's first."""
 
     pool: KVPool
     plan: Plan
     page_T: Tensor
     offset_T: Tensor
+    first_layer: int = 0
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         qkv_TND, heads = inputs.qkv_TND, inputs.num_kv_heads
-        cache, own = self.pool.layers[inputs.layer], self.plan.reads_own
-        q_TND = rotary_store_kv(qkv_TND, *inputs.rope, heads, cache, self.page_T, self.offset_T, keys=own)
+        layer, own = self.first_layer + inputs.layer, self.plan.reads_own
+        cache, scales = self.pool.layers[layer], self.pool.scales[layer]
+        q_TND = rotary_store_kv(
+            qkv_TND, *inputs.rope, heads, cache, self.page_T, self.offset_T, keys=own, scales=scales
+        )
         kv_TND = qkv_TND[:, -2 * heads :] if own else None
-        return self.plan.run(q_TND, cache, kv_TND).flatten(1)
+        return self.plan.run(q_TND, cache, kv_TND, scales).flatten(1)
 
 
 def store_projected(
     pool: KVPool, layer: int, kv_TND: Tensor, rope: Rope, page_T: Tensor, offset_T: Tensor
 ) -> None:
-    """Rotates and stores keys and values ``[T, 2 * kv heads, D]`` of a layer that is not being run. ``kv_TND`` may
+    """Rotate and store keys and values ``[T, 2 * kv heads, D]`` of a layer that is not being run. ``kv_TND`` may
     be changed in place."""
-    rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, pool.layers[layer], page_T, offset_T, keys=False)
+    where = pool.layers[layer], page_T, offset_T
+    rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, *where, keys=False, scales=pool.scales[layer])

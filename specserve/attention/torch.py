@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from specserve_kernels import group_bias, paged_attention, visible_to_bias
+from specserve_kernels import KVScales, group_bias, paged_attention, visible_to_bias
 from torch import Tensor
 
 from specserve.attention.base import Chunks, Frontier, Nodes
@@ -27,14 +27,16 @@ class _Plan:
     reads_own: ClassVar = False
     grouped: dict[int, Tensor] = field(default_factory=dict)  # the bias by group size, for all layers of one
 
-    def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
+    def run(
+        self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
+    ) -> Tensor:
         batch, queries, _ = self.bias_BNL.shape
         q = q_TND if self.gather_BN is None else q_TND[self.gather_BN]
         group = q_TND.shape[1] // cache.shape[3]
         if group not in self.grouped:
             self.grouped[group] = group_bias(self.bias_BNL, group)
         q_BNHD = q.reshape(batch, queries, *q_TND.shape[1:])
-        out = paged_attention(q_BNHD, cache, self.pages_BM, self.grouped[group]).flatten(0, 1)
+        out = paged_attention(q_BNHD, cache, self.pages_BM, self.grouped[group], scales).flatten(0, 1)
         return out if self.scatter_T is None else out[self.scatter_T]
 
 

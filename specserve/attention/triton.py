@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+from specserve_kernels import KVScales
 from specserve_kernels.ops.attention.attention import (
     HEAD_DIMS,
     Workspace,
     attend_frontier,
     attend_nodes,
-    list_paths,
 )
+from specserve_kernels.ops.attention.paths import Paths, list_paths
 from specserve_kernels.ops.attention.prefill import attend_chunks
 from torch import Tensor
 
@@ -33,23 +34,27 @@ class _Prefill:
     prefix: bool  # some request begins after position 0
     reads_own: ClassVar = True
 
-    def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
+    def run(
+        self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
+    ) -> Tensor:
         c = self.chunks
         where = c.pages_BM, c.q_start, c.positions_T, c.max_tokens
-        return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix)
+        return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix, scales)
 
 
 @dataclass(frozen=True, slots=True)
 class _Verify:
     nodes: Nodes
-    path_TA: Tensor | None  # None: chains
+    paths: Paths | None  # None: chains
     reads_own: ClassVar = False
     workspace: Workspace = field(default_factory=Workspace)
 
-    def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
+    def run(
+        self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
+    ) -> Tensor:
         n = self.nodes
-        tree = n.q_start, self.path_TA, n.max_nodes
-        return attend_nodes(q_TND, cache, n.pages_BM, n.length_B, *tree, self.workspace)
+        tree = n.q_start, self.paths, n.max_nodes
+        return attend_nodes(q_TND, cache, n.pages_BM, n.length_B, *tree, self.workspace, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +63,12 @@ class _Draft:
     reads_own: ClassVar = False
     workspace: Workspace = field(default_factory=Workspace)
 
-    def run(self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None) -> Tensor:
+    def run(
+        self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
+    ) -> Tensor:
         f = self.frontier
         return attend_frontier(
-            q_TND, cache, f.pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA, self.workspace
+            q_TND, cache, f.pages_BM, f.prefix_B, f.kv_start, f.scratch_BKA, self.workspace, scales
         )
 
 
@@ -91,8 +98,9 @@ class TritonAttention:
 
     def plan_verify(self, nodes: Nodes) -> _Verify:
         n = nodes
-        path_TA = None if n.levels is None else list_paths(n.mask_T, n.slot_T, n.length_B, n.levels)
-        return _Verify(nodes, path_TA)
+        if n.levels is None:
+            return _Verify(nodes, None)
+        return _Verify(nodes, list_paths(n.mask_T, n.q_start, n.length_B, n.levels, n.max_nodes))
 
     def plan_draft(self, frontier: Frontier) -> _Draft:
         return _Draft(frontier)

@@ -1,4 +1,4 @@
-"""Prints the reference of all settings."""
+"""Print the reference of all settings."""
 
 from specserve.config.reference import reference
 

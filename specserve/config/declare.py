@@ -1,12 +1,12 @@
-"""How a setting is declared: once, as a dataclass field, with all that the sources and the docs need."""
+"""Declare a setting once, as a dataclass field with everything that sources and docs need."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 Value = str | int | float | bool | tuple[str, ...] | None
@@ -15,7 +15,8 @@ Check = Callable[[Any], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. ``check`` returns what is wrong with a value, in words that follow the setting's name."""
+    """One setting. ``check`` returns what is wrong with a value, as words that follow the setting's name; ``refused``
+    says the same of some values that are not among ``choices``."""
 
     name: str
     kind: type
@@ -23,6 +24,7 @@ class Setting:
     help: str
     group: str
     choices: Sequence[str] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     low: float = -math.inf
     high: float = math.inf
@@ -43,12 +45,12 @@ class Setting:
 
 
 def setting(default: Value, help: str, *, group: str, **declared: Any) -> Any:
-    """Declares a field of ``Settings``; ``declared`` are the other fields of ``Setting``."""
+    """Declare a field of ``Settings``; ``declared`` are the other fields of ``Setting``."""
     return dataclasses.field(default=default, metadata={"help": help, "group": group, **declared})
 
 
 def settings_of(cls: type) -> dict[str, Setting]:
-    """Reads the declarations of a settings dataclass, in order."""
+    """Read the declarations of a settings dataclass, in order."""
     hints = get_type_hints(cls)
     return {
         field.name: Setting(
@@ -62,7 +64,7 @@ def settings_of(cls: type) -> dict[str, Setting]:
 
 
 def _kind(hint: Any) -> type:
-    """The type of a setting's values: the annotation without ``| None``; ``tuple`` for several strings."""
+    """Return the type of a setting's values: the annotation without ``| None``; ``tuple`` for several strings."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (member for member in get_args(hint) if member is not type(None))
     kind = get_origin(hint) or hint

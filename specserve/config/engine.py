@@ -1,4 +1,4 @@
-"""What an engine is built from: settings and the model's configuration with every choice made, checked once."""
+"""The configuration that an engine is built from: every choice made and checked once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from specserve.config.settings import SETTINGS, Settings
 from specserve.config.speculation import DYNAMIC, shape_of
-from specserve.methods import Copies, Method, method_of
+from specserve.methods import ANY, Drafts, Method, method_of
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DynamicMap:
-    """``size`` tokens (None: the default), looked at every ``interval`` steps; no ``start``: from the lowest ids."""
+    """``size`` tokens (None: the default), reconsidered every ``interval`` steps; without ``start``, it starts from the
+    lowest ids."""
 
     size: int | None
     interval: int
@@ -25,8 +26,9 @@ class DynamicMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
-    """How tokens are drafted. ``path``: of the checkpoint, for a method that has one; ``topk``: most candidates of a
-    node in a fixed shape."""
+    """How tokens are drafted. ``path``: the checkpoint, for a method that has one. ``topk``: most candidates a node in
+    a fixed shape. ``most_levels``: most levels that the checkpoint can draft, None: any number. ``recalled``: tokens of
+    earlier answers kept to propose from. ``datastore``: the file to propose from."""
 
     method: Method
     name: str
@@ -35,16 +37,20 @@ class DraftSettings:
     quantization: str
     token_map: Path | DynamicMap | None
     topk: int
+    drafts: Drafts
+    recalled: int
+    datastore: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """``cores``: those of the machine that the engine may use.
+    """``cores``: the cores that the engine may use.
 
-    None is a choice, too. ``cpu_threads``: as many of ``cores`` as are measured to be fastest. ``max_total_tokens``:
-    what ``mem_fraction_static`` of the device leaves. ``largest_graph``: no CUDA graphs, else their largest batch.
-    ``draft``: plain decoding. ``shape`` (steps, topk, tokens): plain decoding or, where ``adaptive``, the
-    controller's choice."""
+    None has a meaning in some fields. ``cpu_threads``: the number of ``cores`` that is measured to be fastest.
+    ``max_total_tokens``: what fits into ``mem_fraction_static`` of the device. ``largest_graph``: no CUDA graphs;
+    otherwise the largest batch with one. ``draft``: plain decoding. ``shape`` (steps, topk, tokens): plain decoding or,
+    if ``adaptive``, the controller's choice.
+    """
 
     model: ModelConfig
     model_path: Path
@@ -61,6 +67,7 @@ class EngineConfig:
     max_total_tokens: int | None
     mem_fraction_static: float
     attention_backend: str
+    kv_cache_dtype: str
     largest_graph: int | None
     prefix_cache: bool
     overlap: bool
@@ -72,7 +79,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, settings: Settings, model: ModelConfig, cores: int) -> EngineConfig:
-        """Take what ``resolve`` returned."""
+        """Build it from what ``resolve`` returned. Raises ValueError for a shape deeper than the draft."""
         same: dict[str, Any] = {
             field.name: getattr(settings, field.name) for field in fields(cls) if field.name in SETTINGS
         }
@@ -92,13 +99,13 @@ class EngineConfig:
         )
 
     @property
-    def draft_copies(self) -> Copies:
-        """Which drafts are copied from a text."""
-        return "none" if self.draft is None else self.draft.method.copies
+    def drafts(self) -> Drafts:
+        """What is drafted."""
+        return ANY if self.draft is None else self.draft.drafts
 
     @property
     def longest_launch(self) -> int:
-        """Most tokens of one prompt that a launch has, where a token is to follow them."""
+        """Most tokens of one prompt in a launch that leaves room for a following token."""
         return min(self.chunked_prefill_size, self.context_length - 1)
 
 
@@ -106,14 +113,23 @@ def _draft(settings: Settings) -> DraftSettings | None:
     method = method_of(settings.speculative_algorithm)
     if method is None:
         return None
+    path, steps = Path(settings.speculative_draft_model_path or ""), settings.speculative_num_steps
+    drafts = method.drafts(path)
+    if drafts.most_levels is not None and steps is not None and steps > drafts.most_levels:
+        raise ValueError(
+            f"--speculative-num-steps: the draft {path} gives {drafts.most_levels} levels at most, found {steps}"
+        )
     return DraftSettings(
         method=method,
         name=settings.speculative_algorithm,
-        path=Path(settings.speculative_draft_model_path or ""),
+        path=path,
         config_override=settings.speculative_draft_config_override,
         quantization=settings.speculative_draft_quantization,
         token_map=_token_map(settings),
         topk=settings.speculative_eagle_topk or 1,
+        drafts=drafts,
+        recalled=settings.speculative_suffix_cache_tokens or 0,
+        datastore=Path(settings.speculative_datastore) if settings.speculative_datastore else None,
     )
 
 

@@ -1,6 +1,7 @@
-"""Repositories of the Hugging Face hub: which of their files are fetched, and what to do when they can't be had.
+"""Fetch repositories of the Hugging Face hub: which files, and what to do if they are unavailable.
 
-huggingface_hub caches, resumes, shows progress and knows tokens; it reads HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
+huggingface_hub caches, resumes, shows progress and handles access tokens; it reads HF_HOME, HF_TOKEN and
+HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _TIMEOUT = 10.0  # seconds that the hub has to answer before the cache is asked
 _SMALL = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 _ELSEWHERE = "`hf download` it elsewhere and give its directory"
 _STEMS = ("model.safetensors", "pytorch_model.bin")  # in the order in which the loader looks for them
+_HEADS = "_lm_head.pt"  # of Medusa and its kin
 _INDEX = ".index.json"
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -39,15 +41,15 @@ class Repo:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a repository is used as. ``files``: which of its files are fetched, with the Python files that
-    --trust-remote-code runs or without. ``needs``: patterns of which one must be there, for each group; the first group
-    has plain names, by which a cached copy is found."""
+    """What a repository is used as. ``files``: which of its files are fetched, with or without the Python files that
+    --trust-remote-code runs. ``needs``: groups of patterns; one of each group must exist. The first group has plain
+    names, by which a cached copy is found."""
 
     files: Callable[[Sequence[str], bool], list[str]]
     needs: Sequence[Sequence[str]]
 
     def lacks(self, names: Sequence[str]) -> list[str]:
-        """The groups that no name matches, in words."""
+        """Describe the groups that no name matches."""
         return [
             " or ".join(group)
             for group in self.needs
@@ -60,15 +62,15 @@ def is_id(given: str) -> bool:
 
 
 def model_files(names: Sequence[str], code: bool = False) -> list[str]:
-    """What is needed of a model or draft: configuration, tokenizer, and the weights that the loader reads, or their
-    index, which names them."""
+    """Return the files of a model or draft: configuration, tokenizer, and the weights that the loader reads, or their
+    index."""
     index = _index(names)
     small = [n for n in tokenizer_files(names, code) if n == index or not n.endswith(f".bin{_INDEX}")]
     return small if index else small + _weights(names)
 
 
 def _index(names: Sequence[str]) -> str | None:
-    """The index that the loader reads: there is none after weights in one file."""
+    """Return the index that the loader reads, if the weights are not in one file."""
     for stem in _STEMS:
         if stem + _INDEX in names:
             return stem + _INDEX
@@ -78,13 +80,14 @@ def _index(names: Sequence[str]) -> str | None:
 
 
 def _weights(names: Sequence[str]) -> list[str]:
-    """Without an index: one file, or else all that the loader finds. ``consolidated`` files hold the same weights as
-    others, named otherwise."""
+    """Return the weight files without an index: one file, or else all that the loader finds. ``consolidated`` files
+    hold the same weights under other names."""
     for stem in _STEMS:
         if stem in names:
             return [stem]
     found = [name for name in names if "/" not in name and name.endswith(".safetensors")]
-    return [name for name in found if not name.startswith("consolidated")] or found
+    pickled = [name for name in names if "/" not in name and name.endswith(_HEADS)]
+    return [name for name in found if not name.startswith("consolidated")] or found or pickled
 
 
 def tokenizer_files(names: Sequence[str], code: bool = False) -> list[str]:
@@ -92,12 +95,12 @@ def tokenizer_files(names: Sequence[str], code: bool = False) -> list[str]:
     return [name for name in names if "/" not in name and name.endswith(suffixes)]
 
 
-MODEL = Kind(model_files, (("config.json",), ("*.safetensors", "pytorch_model*.bin")))
+MODEL = Kind(model_files, (("config.json",), ("*.safetensors", "pytorch_model*.bin", f"*{_HEADS}")))
 TOKENIZER = Kind(tokenizer_files, (("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),))
 
 
 def fetch(repo: Repo, kind: Kind, code: bool = False) -> Path:
-    """Returns the directory with the files, from the cache alone where the hub can't be reached.
+    """Return the directory with the files; use only the cache if the hub can't be reached.
 
     Raises ValueError saying what to do.
     """
@@ -130,7 +133,8 @@ def fetch(repo: Repo, kind: Kind, code: bool = False) -> Path:
 def _plan(
     repo: Repo, kind: Kind, names: Sequence[str], get: Callable[[str], Path], code: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Which files are needed, and what of them ``names`` lacks. ``get`` has the index of sharded weights."""
+    """Return which files are needed, and which of them ``names`` lacks. ``get`` returns the index of sharded
+    weights."""
     files = kind.files(names, code)
     index = _index(files) if kind is MODEL else None
     if index is not None:
@@ -139,7 +143,7 @@ def _plan(
 
 
 def _shards(repo: Repo, index: Path) -> list[str]:
-    """The files that an index names. Raises ValueError for a damaged one."""
+    """Return the files that an index names. Raises ValueError for a damaged one."""
     try:
         fields = json.loads(index.read_text())
     except (OSError, ValueError) as error:
@@ -155,7 +159,7 @@ def _shards(repo: Repo, index: Path) -> list[str]:
 
 
 def fetch_file(repo: Repo, name: str) -> Path:
-    """Returns one file of a repository, like ``fetch``."""
+    """Return one file of a repository, like ``fetch``."""
     kind = Kind(lambda names, _: [name] if name in names else [], ((name,),))
     return fetch(repo, kind) / name
 
@@ -175,7 +179,7 @@ def _cached(repo: Repo, kind: Kind, why: str) -> Path:
 
 
 def _incomplete(directory: Path, repo: Repo, kind: Kind) -> list[str]:
-    """What an interrupted download did not bring."""
+    """List what an interrupted download is missing."""
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
     return _plan(repo, kind, names, directory.joinpath)[1]
 
@@ -185,7 +189,7 @@ def _absent(repo: Repo, what: str, why: str) -> ValueError:
 
 
 def _answered(error: Exception) -> bool:
-    """Whether the hub said no, rather than nothing. Its failures (5xx) are nothing."""
+    """Whether the hub refused, rather than failed to answer (5xx, no connection)."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if isinstance(error, HfHubHTTPError):

@@ -1,4 +1,4 @@
-"""Which files a server uses: the bundled model, a local directory, or a download from the hub."""
+"""Find the files that a server uses: the bundled model, a local directory, or a download from the hub."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _UNREAD = ": --skip-tokenizer-init loads no tokenizer"
 
 
 def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
-    """Returns a copy whose paths are local and whose model has a name, and a note on each choice.
+    """Return a copy whose paths are local and whose model has a name, and a note on each choice.
 
-    Does nothing to a copy it has made. Raises ValueError naming the flag, the path and what to do.
+    A resolved copy stays the same. Raises ValueError naming the flag, the path and what to do.
     """
     notes: list[str] = []
     if settings.skip_tokenizer_init:
@@ -48,8 +48,9 @@ def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
         served_model_name=settings.served_model_name or _names(model, model_path),
         speculative_draft_model_path=_draft(settings, model_path, places),
         speculative_draft_model_revision=None,
-        speculative_token_map=_token_map("speculative_token_map", settings, places),
-        speculative_token_map_start=_token_map("speculative_token_map_start", settings, places),
+        speculative_token_map=_file("speculative_token_map", settings, places),
+        speculative_token_map_start=_file("speculative_token_map_start", settings, places),
+        speculative_datastore=_file("speculative_datastore", settings, places),
     )
     if not places.downloads:
         settings.without(["download_dir"], ": all files are local", notes)
@@ -98,8 +99,9 @@ def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
     return str(places.directory(_DRAFT_FLAG, str(bundled), None))
 
 
-def _token_map(name: str, settings: Settings, places: _Places) -> str | None:
-    """A file, or ``organisation/repository/file`` of the hub; what is dynamic has none."""
+def _file(name: str, settings: Settings, places: _Places) -> str | None:
+    """Return the setting's file: a local one, or ``organisation/repository/file`` of the hub. A dynamic token map has
+    none."""
     flag = SETTINGS[name].flag
     given: str | None = getattr(settings, name)
     if given is None or settings.method is None:
@@ -121,7 +123,7 @@ def _token_map(name: str, settings: Settings, places: _Places) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Turns what flags name into directories; ``notes`` collects what came from where, ``downloads`` what of the
+    """Turn what flags name into directories. ``notes`` collects what came from where, ``downloads`` what came from the
     hub."""
 
     settings: Settings

@@ -1,4 +1,4 @@
-"""Writes docs/settings.md from the declarations: ``python -m specserve.config > docs/settings.md``."""
+"""Write docs/settings.md from the declarations: ``python -m specserve.config > docs/settings.md``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from specserve.config.values import KINDS
 
 _HEAD = """# Settings
 
-Written by `python -m specserve.config > docs/settings.md`; change `specserve/config/settings.py` instead.
+This page lists every setting of the server. It is written by `python -m specserve.config > docs/settings.md`; to change
+it, edit `specserve/config/settings.py`.
 
-A setting comes from the first of: its flag (`--page-size 16`), its environment variable
-(`SPECSERVE_PAGE_SIZE=16`; an empty one counts as not set), its line in the YAML file (`page_size: 16`)
-named by `--config FILE` or `SPECSERVE_CONFIG`, its default. `LLM(page_size=16)` takes the same names as
-keywords and reads no environment. A boolean flag alone means true; `--flag false` turns off what a later
-source turns on. Several names follow one flag (`--served-model-name a b`); the environment separates them
-by commas. An unknown name anywhere is an error. What the server made of it all is logged at start, with the
-reason for each automatic choice, and served at `/server_info`.
+A setting can be given in four ways. The first that is present wins:
+
+1. its flag: `--page-size 16`
+2. its environment variable: `SPECSERVE_PAGE_SIZE=16` (an empty one counts as not set)
+3. its line in a YAML file, `page_size: 16`; the file is named by `--config FILE` or `SPECSERVE_CONFIG`
+4. its default
+
+`LLM(page_size=16)` takes the same names as keyword arguments and reads no environment. A boolean flag alone means true;
+`--flag false` overrides a true from the environment or the file. A list takes several values after one flag
+(`--served-model-name a b`), and commas in the environment. An unknown name is an error in every source. At start the
+server logs each automatic choice with its reason, and `/server_info` shows all resolved settings.
 """
 
 

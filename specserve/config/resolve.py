@@ -1,4 +1,4 @@
-"""Makes every automatic choice, by copy, and says why.
+"""Make every automatic choice on a copy of the settings, and log the reasons.
 
 ``resolve_paths`` needs no model and is done first; ``resolve`` reads the model's configuration.
 """
@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from specserve.config.settings import NO_OPS, Settings
+from specserve.config.settings import FP8_KV, NO_OPS, ROUNDED, Settings
 from specserve.config.speculation import resolve_speculation, resolve_token_map
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ Notes = list[str]
 def resolve(
     settings: Settings, model_config: ModelConfig, has_gpu: bool | None = None
 ) -> tuple[Settings, Notes]:
-    """Returns a copy with every automatic choice made, and a note with the reason for each. ``settings`` have local
-    paths; ``has_gpu`` None: as this machine has.
+    """Return a copy with every automatic choice made, and a note with the reason for each. ``settings`` have local
+    paths. ``has_gpu`` None: ask this machine.
 
     Raises ValueError naming the flag when a setting can't be honoured.
     """
@@ -32,10 +32,13 @@ def resolve(
     settings = _device(settings, has_gpu, notes)
     steps: list[Callable[[Settings, ModelConfig, Notes], Settings]] = [
         _dtype,
+        _quantization,
         _attention,
+        _kv_cache,
         _limits,
         _pool,
         _execution,
+        _same_bits,
         resolve_speculation,
         resolve_token_map,
     ]
@@ -65,6 +68,24 @@ def _dtype(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     return settings.choose("dtype", dtype, f"the checkpoint's is {model.dtype}", notes)
 
 
+def _quantization(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
+    given = settings.quantization
+    if given == "none":
+        return settings
+    stored = model.weights.words
+    if stored.startswith(f"{given}:"):
+        return settings.without(["quantization"], f": the checkpoint is {stored}", notes)
+    if stored:
+        raise ValueError(
+            f"--quantization {given}: the checkpoint is {stored}; accepted is none, since nothing is rounded twice"
+        )
+    if given not in ROUNDED:
+        raise ValueError(
+            f"--quantization {given}: the checkpoint is not quantized; accepted are none, {', '.join(ROUNDED)}"
+        )
+    return settings
+
+
 def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
     backend, device, dtype = settings.attention_backend, settings.device, settings.dtype
     if backend in ("triton", "flashinfer"):
@@ -87,8 +108,45 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
     return settings.choose("attention_backend", backend, why, notes)
 
 
+def _kv_cache(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
+    given, dtype = settings.kv_cache_dtype, settings.dtype
+    if given == "fp8_e5m2":
+        raise ValueError(
+            f"--kv-cache-dtype fp8_e5m2 keeps a bit less of each number than {FP8_KV}, for a range that keys and "
+            f"values do not need; accepted are auto and {FP8_KV}"
+        )
+    if given in ("fp8", FP8_KV):
+        if settings.attention_backend == "flashinfer":
+            raise ValueError(
+                f"--kv-cache-dtype {given}: --attention-backend flashinfer reads none here; use triton or torch"
+            )
+        return replace(settings, kv_cache_dtype=FP8_KV)
+    if given == "auto":
+        return settings.choose("kv_cache_dtype", dtype, "as keys and values are computed", notes)
+    if given not in (dtype, "bf16" if dtype == "bfloat16" else dtype):
+        raise ValueError(
+            f"--kv-cache-dtype {given}: keys and values are computed in --dtype {dtype}; accepted are auto and {FP8_KV}"
+        )
+    return replace(settings, kv_cache_dtype=dtype)
+
+
+def _same_bits(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
+    """Turn deterministic inference on wherever sums have one order; see docs/architecture.md."""
+    where = f"{settings.dtype} on {settings.device} by {settings.attention_backend}"
+    given, holds = settings.enable_deterministic_inference, where == "bfloat16 on cuda by triton"
+    if given and not holds:
+        raise ValueError(
+            "--enable-deterministic-inference holds with --dtype bfloat16 and --attention-backend triton on a GPU, "
+            f"found {where}"
+        )
+    if given or not holds:
+        return settings
+    return settings.choose("enable_deterministic_inference", True, f"always so in {where}", notes)
+
+
 def _unserved(model: ModelConfig) -> str | None:
-    """Why Triton's kernels cannot serve the target. Whether they serve the draft is known once that is loaded."""
+    """Return why Triton's kernels can't serve the target. Whether they serve the draft is known only once it is
+    loaded."""
     from specserve_kernels.ops.attention.attention import (
         HEAD_DIMS,  # imports Triton, which a CPU does without
     )
@@ -137,7 +195,7 @@ def _pool(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
 
 
 def _graphs(settings: Settings, notes: Notes) -> Settings:
-    """Which steps are captured: those of batches up to ``cuda_graph_max_bs``."""
+    """Resolve which steps are captured: those of batches up to ``cuda_graph_max_bs``."""
     largest, running = settings.cuda_graph_max_bs, settings.max_running_requests
     assert running is not None
     if settings.attention_backend == "torch" and not settings.disable_cuda_graph:

@@ -15,23 +15,28 @@ from typing import Any
 
 from specserve.config.declare import power_of_two, setting, settings_of
 from specserve.config.values import check_value
-from specserve.methods import METHOD_NAMES, NONE, Method, method_of
+from specserve.methods import METHOD_NAMES, NONE, REFUSED, Method, method_of
 
 MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
 MAX_SLOTS = 65536  # what attention's kernels look requests up among at most
-CALL_FORMATS = ("hermes", "qwen", "qwen25", "qwen3", "llama3", "llama3_json", "mistral", "pythonic")
+CALL_FORMATS = (
+    *("hermes", "qwen", "qwen25", "qwen3", "qwen3_coder"),
+    *("llama3", "llama3_json", "mistral", "pythonic"),
+)
 REASONING_FORMATS = ("qwen3", "deepseek_r1", "deepseek-r1", "mimo")
 NO_OPS = ("enable_torch_compile", "torch_compile_max_bs")
 """Accepted for SGLang's commands and never read: nothing is compiled by torch."""
+FP8_KV = "fp8_e4m3"
+ROUNDED = ("fp8", "int8", "int4")  # formats that weights can be quantized to at load
 
 
 def _lossless(value: float) -> str | None:
-    """SGLang accepts likely drafts below 1, which changes the text."""
+    """Refuse values below 1, with which SGLang accepts likely drafts and so changes the text."""
     return None if value == 1 else f"must be 1, as speculation never changes the text here, found {value}"
 
 
 def _sendable(key: str) -> str | None:
-    """What stands in a header arrives as it was sent if it is ASCII."""
+    """Refuse a key that can't be sent unchanged in a header, such as non-ASCII text."""
     if not key.strip():
         return "must not be empty; leave it out for a server without a key"
     return (
@@ -44,7 +49,7 @@ _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 
 
 def _origins(given: tuple[str, ...]) -> str | None:
-    """Others than browsers write would match none."""
+    """Refuse origins that no browser sends, since they would never match."""
     for origin in given:
         sent = _ORIGIN.fullmatch(origin) and not _DEFAULT_PORT.fullmatch(origin)
         if not sent and origin not in ("*", "null"):
@@ -77,38 +82,36 @@ def _json_object(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the user asked for; ``resolve`` returns a copy in which every automatic choice is made.
+    """What the user asked for. ``resolve`` returns a copy in which every automatic choice is made.
 
     Raises ValueError naming the setting when a value is out of range.
     """
 
     model_path: str | None = setting(
         None,
-        "Directory of the model in Hugging Face format, or a model id of its hub. "
-        "Not set: the bundled model.",
+        "Directory of the model in Hugging Face format, or its id on the hub. Default: the bundled model.",
         group=MODEL,
         aliases=("model",),
     )
     revision: str | None = setting(
         None,
-        "Branch, tag or commit of the model's repository on the hub. Not set: its main branch.",
+        "Branch, tag or commit of the model's repository on the hub. Default: its main branch.",
         group=MODEL,
     )
     download_dir: str | None = setting(
-        None, "Cache directory of downloads from the hub. Not set: the hub's own (HF_HOME).", group=MODEL
+        None, "Cache directory for downloads from the hub. Default: the hub's own (HF_HOME).", group=MODEL
     )
     tokenizer_path: str | None = setting(
-        None, "Directory or hub id of the tokenizer. Not set: the model's.", group=MODEL
+        None, "Directory or hub id of the tokenizer. Default: the model's.", group=MODEL
     )
     chat_template: str | None = setting(
         None,
-        "Chat template of Jinja in place of the tokenizer's: a file, or the text itself.",
+        "Jinja chat template that replaces the tokenizer's: a file, or the text itself.",
         group=MODEL,
     )
     skip_tokenizer_init: bool = setting(
         False,
-        "Load no tokenizer: completions take prompts of token ids and answer with token ids; "
-        "chat is refused.",
+        "Load no tokenizer: completions take and return token ids; chat is refused.",
         group=MODEL,
     )
     trust_remote_code: bool = setting(
@@ -118,46 +121,57 @@ class Settings:
     )
     served_model_name: tuple[str, ...] = setting(
         (),
-        "Names that requests may use as `model`, with or without an organisation. Not set: the last part of the "
-        "model path, for a model of the hub its id too, and `specserve-chat` for the bundled model.",
+        "Names that requests may use as `model`, with or without an organisation. Default: the last part of the model "
+        "path; for a model of the hub also its id; for the bundled model `specserve-chat`.",
         group=MODEL,
         check=_once,
     )
     context_length: int | None = setting(
         None,
-        "Longest prompt plus answer, in tokens. Not set: the model's max_position_embeddings, times a scaled rope's "
-        "factor.",
+        "Longest prompt plus answer, in tokens. Default: the model's max_position_embeddings, times the factor of a "
+        "scaled rope.",
         group=MODEL,
         low=2,
     )
     dtype: str = setting(
         "auto",
-        "Type of weights and activations. auto: float32 on cpu; on cuda the checkpoint's own, "
-        "bfloat16 for float32.",
+        "Type of weights and activations. auto: float32 on cpu; on cuda the checkpoint's own, or bfloat16 for "
+        "float32.",
         group=MODEL,
         choices=("auto", "bfloat16", "float16", "float32", "float64"),
+    )
+    quantization: str = setting(
+        "none",
+        "Quantize a checkpoint of 16 or 32 bits to 8 or 4 bits when it is loaded. fp8 and int8 have a scale for each "
+        "output, int4 one for each 128 inputs. Only projections are quantized; embedding, head and activations are "
+        "not. On a GPU a step then reads half or a quarter of the bytes; on a CPU, and in float64, no memory is "
+        "saved. none: weights as the checkpoint stores them. A quantized checkpoint needs no flag and is refused if "
+        "the flag names another format.",
+        group=MODEL,
+        choices=("none", *ROUNDED, "awq", "gptq", "compressed-tensors", "modelopt"),
     )
 
     tool_call_parser: str = setting(
         "auto",
-        "How the model writes calls of tools. auto: what its chat template says, as long as that is one known format; "
-        "none refuses `tools`. qwen, qwen25 and qwen3 are other names of hermes, llama3 one of llama3_json.",
+        "How the model writes tool calls. auto: as its chat template says, if that is one known format. none: `tools` "
+        "is refused. qwen, qwen25 and qwen3 are other names of hermes, llama3 of llama3_json.",
         group=SERVER,
         choices=("auto", "none", *CALL_FORMATS),
     )
     reasoning_parser: str = setting(
         "none",
-        "How the model writes its reasoning, which chat then sends as `reasoning_content`. All are the same: "
-        "between <think> and </think>, of which the first may be the end of the prompt. none: it is content.",
+        "How the model marks its reasoning, which chat then returns as `reasoning_content`. All values mean the same: "
+        "between `<think>` and `</think>`, where `<think>` may be the end of the prompt. none: reasoning is part of "
+        "the content.",
         group=SERVER,
         choices=("none", *REASONING_FORMATS),
     )
     host: str = setting("127.0.0.1", "Address to listen on.", group=SERVER)
-    port: int = setting(30000, "Port to listen on; 0 takes any free one.", group=SERVER, low=0, high=65535)
+    port: int = setting(30000, "Port to listen on; 0 takes any free port.", group=SERVER, low=0, high=65535)
     api_key: str | None = setting(
         None,
-        "Key that requests must carry as `Authorization: Bearer KEY`, not empty. "
-        "/health, /live and /metrics need none.",
+        "Key that requests must carry as `Authorization: Bearer KEY` or `x-api-key: KEY`; not empty. /health, /live, "
+        "/metrics and the playground's files need no key.",
         group=SERVER,
         secret=True,
         check=_sendable,
@@ -170,151 +184,172 @@ class Settings:
     )
     log_format: str = setting(
         "text",
-        "How messages are logged: lines of text, or JSON objects with time, level, module, message and, where a "
-        "request is answered, request_id.",
+        "Format of the log: lines of text, or JSON objects with time, level, module, message and, while a request is "
+        "answered, request_id.",
         group=SERVER,
         choices=("text", "json"),
     )
     cors_origin: tuple[str, ...] = setting(
         (),
-        "Origins whose pages browsers let call this server, `*` for any. Not set: none.",
+        "Origins whose pages may call this server from a browser, `*` for any. Default: none.",
         group=SERVER,
         check=_origins,
     )
     max_queued_requests: int = setting(
         2048,
-        "Answers that may wait beyond max_running_requests; requests for more get 429. 0: none waits.",
+        "Answers that may wait beyond max_running_requests; further requests get 429. 0: none may wait.",
         group=SERVER,
         low=0,
     )
     request_timeout: float | None = setting(
         None,
-        "Seconds from a request's tokenized prompt to its end; after them it is aborted and answered 504. "
-        "Not set: no limit.",
+        "Seconds from a request's tokenized prompt to its end. After that it is aborted and answered 504. Default: no "
+        "limit.",
         group=SERVER,
         low=0.001,
         high=1e9,
     )
     max_body_bytes: int = setting(
-        16 * 2**20, "Largest body of a request, in bytes; a larger one gets 413.", group=SERVER, low=1
+        16 * 2**20, "Largest request body, in bytes; a larger one gets 413.", group=SERVER, low=1
     )
     drain_timeout: float = setting(
         60.0,
-        "Seconds that requests under way have to end when the server is told to stop.",
+        "Seconds that running requests have to finish when the server is told to stop.",
         group=SERVER,
         low=0,
         high=1e9,
     )
     engine_restarts: int = setting(
         3,
-        "Times within 10 minutes that an engine which died is replaced; then the server ends with code 1, as it does "
-        "after the same number of engines in a row that died while they loaded. A first engine that never served is "
-        "not replaced.",
+        "How often an engine that died is replaced within 10 minutes. After that the server exits with code 1; it "
+        "also does so after the same number of engines in a row that died while they loaded. A first engine that "
+        "never served is not replaced.",
         group=SERVER,
         low=0,
     )
     token_statistics: bool = setting(
         False,
         "Count generated tokens by id and show the counts at /token_statistics, for `python -m specserve.token_map`. "
-        "They say something of what users' answers are about.",
+        "The counts reveal something about what users' answers say.",
         group=SERVER,
     )
     requests_all_greedy: bool = setting(
         False,
-        "Serve greedy requests alone: temperature defaults to 0 and any other is refused.",
+        "Serve only greedy requests: temperature defaults to 0 and any other value is refused.",
         group=SERVER,
     )
 
     device: str = setting(
         "auto",
-        "Where the model runs. auto: cuda if there is one, else cpu.",
+        "Where the model runs. auto: cuda if there is a GPU, otherwise cpu.",
         group=ENGINE,
         choices=("auto", "cuda", "cpu"),
     )
     cpu_threads: int | None = setting(
         None,
-        "Threads of the engine on a CPU. Not set: as many as make a step fastest, measured at start, of the cores that "
-        "process, container and OMP_NUM_THREADS allow; the server leaves one to its front. Give it for the same "
-        "rounding at every start.",
+        "Threads of the engine on a CPU. Default: the number that makes a step fastest, measured at start, within the "
+        "cores that process, container and OMP_NUM_THREADS allow; the server leaves one core to its front. Set it to "
+        "get the same rounding at every start.",
         group=ENGINE,
         low=1,
         check=_cores,
     )
     attention_backend: str = setting(
         "auto",
-        "Attention implementation. auto: triton on cuda (torch for float64 and for heads of other sizes than 32, "
-        "64, 128 and 256), torch on cpu.",
+        "Attention implementation. auto: triton on cuda (torch for float64 and for head sizes other than 32, 64, 128 "
+        "and 256), torch on cpu.",
         group=ENGINE,
         choices=("auto", "torch", "triton", "flashinfer"),
     )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "Type of the KV cache, of model and draft. fp8_e4m3 (or fp8): float8_e4m3fn, rounded before anything reads it, "
+        "with the checkpoint's scales or 1. It takes half the memory of 16 bits, so the pool holds twice the tokens. "
+        "Texts differ from those with 16 bits, but not between drafts and none. A GPU needs compute capability 8.9 or "
+        "higher. auto: the type of --dtype; the checkpoint's scales are not used. Any other type must be that of "
+        "--dtype.",
+        group=ENGINE,
+        choices=("auto", "bfloat16", "bf16", "float16", "float32", "float64", FP8_KV, "fp8", "fp8_e5m2"),
+    )
     max_running_requests: int | None = setting(
-        None, "Requests in one batch. Not set: 16 on cpu, 256 on cuda.", group=ENGINE, low=1, high=MAX_SLOTS
+        None,
+        "Most requests in one batch. Default: 16 on cpu, 256 on cuda.",
+        group=ENGINE,
+        low=1,
+        high=MAX_SLOTS,
     )
     max_total_tokens: int | None = setting(
         None,
-        "Tokens that the KV pool holds. Not set: on cpu the larger of 65536 and 4 contexts; on cuda what "
-        "fits into mem_fraction_static.",
+        "Tokens that the KV pool holds. Default: on cpu the larger of 65536 and 4 contexts; on cuda what fits into "
+        "mem_fraction_static.",
         group=ENGINE,
         low=1,
     )
     mem_fraction_static: float = setting(
         0.85,
-        "Part of the GPU's memory for weights and KV pool.",
+        "Share of the GPU's memory for weights and KV pool.",
         group=ENGINE,
         aliases=("mem_fraction",),
         low=0.01,
         high=1,
     )
-    page_size: int = setting(16, "Tokens in a page of the KV pool.", group=ENGINE, check=power_of_two(1, 256))
+    page_size: int = setting(
+        16, "Tokens in a page of the KV pool; a power of two.", group=ENGINE, check=power_of_two(1, 256)
+    )
     chunked_prefill_size: int | None = setting(
         None,
-        "Most prompt tokens computed in one iteration; -1 takes prompts whole. "
-        "Not set: 512 on cpu, 8192 on cuda.",
+        "Most prompt tokens computed in one iteration; -1 computes prompts whole. Default: 512 on cpu, 8192 on cuda.",
         group=ENGINE,
         check=lambda value: None if value == -1 or value >= 1 else f"must be -1 or at least 1, found {value}",
     )
     max_prefill_tokens_per_step: int | None = setting(
         None,
-        "Most prompt tokens computed between two steps of other requests: their tokens come more evenly, but fewer in "
-        "all. Not set: --chunked-prefill-size.",
+        "Most prompt tokens computed between two steps of other requests. Lower values make their tokens come more "
+        "evenly, but reduce the total throughput. Default: --chunked-prefill-size.",
         group=ENGINE,
         low=1,
     )
     disable_radix_cache: bool = setting(
-        False, "Forget a prompt's KV when its request ends.", group=ENGINE, aliases=("disable_radix",)
+        False, "Discard a prompt's KV cache when its request ends.", group=ENGINE, aliases=("disable_radix",)
     )
     overlap_schedule: str = setting(
         "auto",
-        "Do the host's work for one step during the next. auto: on for cuda, off on cpu, where there is "
-        "nothing to overlap with.",
+        "Do the host's work for one step during the next. auto: on for cuda; off on cpu, where there is nothing to "
+        "overlap with.",
         group=ENGINE,
         choices=("auto", "on", "off"),
     )
     disable_overlap_schedule: bool = setting(False, "The same as `--overlap-schedule off`.", group=ENGINE)
     disable_cuda_graph: bool = setting(
-        False, "Run steps eagerly, by the same functions, instead of as CUDA graphs.", group=ENGINE
+        False, "Run steps eagerly, with the same functions, instead of as CUDA graphs.", group=ENGINE
     )
     cuda_graph_max_bs: int | None = setting(
-        None, "Largest batch that gets a CUDA graph. Not set: max_running_requests.", group=ENGINE, low=1
+        None, "Largest batch that gets a CUDA graph. Default: max_running_requests.", group=ENGINE, low=1
+    )
+    enable_deterministic_inference: bool = setting(
+        False,
+        "Give a request the same bits whatever else is in its batch, with drafts and without. Always on in bfloat16 "
+        "on a GPU with the attention backend triton; refused elsewhere.",
+        group=ENGINE,
     )
     enable_torch_compile: bool = setting(
         False,
-        "Accepted for SGLang's commands and changes nothing: steps run as CUDA graphs of fused kernels instead.",
+        "Accepted for SGLang's commands; has no effect, because steps run as CUDA graphs of fused kernels.",
         group=ENGINE,
     )
     torch_compile_max_bs: int | None = setting(
-        None, "Accepted and changes nothing, like `--enable-torch-compile`.", group=ENGINE, low=1
+        None, "Accepted; has no effect, like `--enable-torch-compile`.", group=ENGINE, low=1
     )
     tensor_parallel_size: int = setting(
         1,
-        "1: the model runs on one device. More is not available in this version: refused.",
+        "Must be 1: the model runs on one device in this version.",
         group=ENGINE,
         aliases=("tp_size", "tp"),
         check=lambda value: None if value == 1 else f"must be 1 in this version (one device), found {value}",
     )
     random_seed: int | None = setting(
         None,
-        "Seed from which requests without a `seed` draw theirs. Not set: a new one at each start, logged.",
+        "Seed from which requests without a `seed` get theirs. Default: a new one at each start; it is logged.",
         group=ENGINE,
         low=0,
         high=2**63 - 1,
@@ -325,92 +360,112 @@ class Settings:
         "Drafting method; NONE is plain decoding.",
         group=SPECULATION,
         choices=METHOD_NAMES,
+        refused=REFUSED,
         aliases=("speculative_algo",),
     )
     speculative_draft_model_path: str | None = setting(
         None,
-        "Directory or hub id of the draft. Not set: the model's own, if its checkpoint has one, or the bundled one, if "
-        "the model is the bundled one.",
+        "Directory or hub id of the draft. Default: the draft in the model's own checkpoint, if it has one, or the "
+        "bundled draft for the bundled model.",
         group=SPECULATION,
         aliases=("speculative_draft_model",),
     )
     speculative_draft_model_revision: str | None = setting(
         None,
-        "Branch, tag or commit of the draft's repository on the hub. Not set: its main branch.",
+        "Branch, tag or commit of the draft's repository on the hub. Default: its main branch.",
         group=SPECULATION,
     )
     speculative_num_steps: int | None = setting(
-        None, "Draft levels. Give all three of the shape or none.", group=SPECULATION, low=1, high=63
+        None, "Draft levels. Give all three numbers of the shape or none.", group=SPECULATION, low=1, high=63
     )
     speculative_eagle_topk: int | None = setting(
-        None, "Candidates of a draft node: 1 drafts a chain.", group=SPECULATION, low=1, high=64
+        None, "Candidates of each draft node; 1 drafts a chain.", group=SPECULATION, low=1, high=64
     )
     speculative_num_draft_tokens: int | None = setting(
         None,
-        "Nodes verified in a step, the root included. Shape not set: the controller chooses each step's.",
+        "Nodes that a step verifies for each request, the root included. Without the three numbers, the controller "
+        "chooses each step's shape.",
         group=SPECULATION,
         low=2,
         high=64,
     )
     speculative_adaptive: bool | None = setting(
         None,
-        "Choose each step's shape, plain decoding among them, by measured cost and acceptance. Not set: yes where the "
-        "three numbers are not given. true is an error where they are; false without them is (3, 1, 4).",
+        "Choose each step's shape, plain decoding included, by measured cost and acceptance. Default: true unless the "
+        "three numbers are given. true with the three numbers is an error; false without them means (3, 1, 4).",
         group=SPECULATION,
     )
     speculative_token_map: str | None = setting(
         None,
         "Tokens that the draft may guess (FR-Spec): a file of target token ids, `org/name/file` of the hub, or "
-        "`dynamic`: those of running requests and those that were generated lately. A file is for drafts that read the "
-        "target's head and refused for EAGLE3, whose heads bring a vocabulary of their own; `dynamic` chooses among "
-        "theirs. "
-        "Not set: all that the draft scores.",
+        "`dynamic`, which takes those of running requests and those generated recently. A file works with drafts that "
+        "use the target's head. EAGLE3 refuses it, because its heads have a vocabulary of their own; `dynamic` "
+        "chooses from that. Default: all tokens that the draft scores.",
         group=SPECULATION,
     )
     speculative_token_map_size: int | None = setting(
         None,
-        "Tokens in a dynamic map. Not set: a quarter of those that the draft scores, at least 1024 or all.",
+        "Tokens in a dynamic map. Default: a quarter of those that the draft scores, but at least 1024 (or all).",
         group=SPECULATION,
         low=1,
     )
     speculative_token_map_interval: int | None = setting(
         None,
-        "Steps between two looks at whether a dynamic map should be another; new requests are looked at, too. "
-        "Not set: 8.",
+        "Steps between two checks whether a dynamic map should change; new requests also cause one. Default: 8.",
         group=SPECULATION,
         low=1,
     )
     speculative_token_map_start: str | None = setting(
         None,
-        "Map that a dynamic one starts from: a file or `org/name/file` of the hub, the most frequent first. "
-        "Not set: the lowest ids.",
+        "Map that a dynamic one starts from: a file or `org/name/file` of the hub, the most frequent tokens first. "
+        "Default: the lowest ids.",
+        group=SPECULATION,
+    )
+    speculative_suffix_cache_tokens: int | None = setting(
+        None,
+        "Tokens of earlier answers that SUFFIX keeps to propose from, at 24 bytes of host memory each; the oldest are "
+        "dropped first. Answers to one API key are never proposed to another. `/flush_cache` clears them. 0: propose "
+        "only from the request's own text. Default: 1048576.",
+        group=SPECULATION,
+        low=0,
+        high=2**30,
+    )
+    speculative_datastore: str | None = setting(
+        None,
+        "File of texts that REST proposes from, the same for all API keys: one that `python -m specserve.datastore` or "
+        "REST's own tools wrote with this model's tokenizer, or `org/name/file` of the hub. It is mapped, not read "
+        "into memory.",
         group=SPECULATION,
     )
     speculative_draft_config_override: str | None = setting(
         None,
         "JSON object of fields that replace those of the draft's config.json, among them rope_theta, rope_scaling, "
         "eagle_aux_hidden_state_layer_ids (the layers whose input is read, whatever the file's convention), "
-        "use_own_embedding, norm_before_residual, recycled_hidden and mtp_hidden (pre or post a norm). Each choice and "
-        "its reason is logged at start.",
+        "use_own_embedding, norm_before_residual, recycled_hidden and mtp_hidden (pre or post a norm). Each choice "
+        "and its reason is logged at start.",
         group=SPECULATION,
         check=_json_object,
     )
     speculative_draft_quantization: str = setting(
         "auto",
-        "The draft's weights as they are (none) or rounded to 8 bits, by 128 inputs a factor: int8, which is more "
-        "exact and rounds inputs too, or float8_e4m3fn (fp8, on GPUs of compute capability 8.9 or more). On a GPU up "
-        "to 128 tokens at a time read half the bytes, from copies next to the weights (fp8, int8 in float32 or below "
-        "compute capability 8.0: 32, inputs as they are); on a CPU and in float64 all are rounded and no bytes saved. "
-        "What is drafted changes, never the text. auto: int8 on a GPU in 16 bits, else none.",
+        "Quantize the draft's weights to 8 bits, with a scale for each 128 inputs: int8, which is more exact and "
+        "quantizes inputs too, or fp8 (float8_e4m3fn, on GPUs of compute capability 8.9 or more). none: as they are. "
+        "On a GPU, passes of up to 128 tokens read half the bytes, from copies kept next to the weights; with fp8, "
+        "and with int8 in float32 or below compute capability 8.0, that is up to 32 tokens, and inputs stay as they "
+        "are. On a CPU and in float64 all weights are quantized and no memory is saved. This changes the drafts, "
+        "never the text. auto: int8 on a GPU in 16 bits, otherwise none.",
         group=SPECULATION,
         choices=("auto", "none", "int8", "fp8"),
     )
 
     speculative_accept_threshold_single: float = setting(
-        1.0, "1: a draft is accepted only if it is what the model chose.", group=SPECULATION, check=_lossless
+        1.0,
+        "Must be 1: a draft is accepted only if it is what the model chose.",
+        group=SPECULATION,
+        check=_lossless,
     )
     speculative_accept_threshold_acc: float = setting(
-        1.0, "1, for the same reason.", group=SPECULATION, check=_lossless
+        1.0, "Must be 1, for the same reason.", group=SPECULATION, check=_lossless
     )
 
     def __post_init__(self) -> None:
@@ -422,11 +477,11 @@ class Settings:
 
     @property
     def method(self) -> Method | None:
-        """How it drafts, None for plain decoding."""
+        """The drafting method, None for plain decoding."""
         return method_of(self.speculative_algorithm)
 
     def public(self) -> dict[str, Any]:
-        """Every setting and its value, secrets replaced by whether they are set."""
+        """Return every setting and its value; for secrets, only whether they are set."""
         values = {name: getattr(self, name) for name in SETTINGS}
         secrets = {
             name for name, declared in SETTINGS.items() if declared.secret and values[name] is not None
@@ -439,7 +494,7 @@ class Settings:
         return replace(self, **{name: value})
 
     def without(self, names: Iterable[str], why: str, notes: list[str]) -> Settings:
-        """Return a copy without those of ``names`` that were given, and note that they change nothing."""
+        """Return a copy in which ``names`` have their defaults, and note that those that were given have no effect."""
         given = {n: SETTINGS[n].default for n in names if getattr(self, n) != SETTINGS[n].default}
         if given:
             notes.append(f"{', '.join(SETTINGS[name].flag for name in given)} changes nothing{why}")

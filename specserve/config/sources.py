@@ -1,4 +1,4 @@
-"""Where settings come from: command line before environment before YAML file before default."""
+"""Read settings from their sources: command line before environment before YAML file before default."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ _NOT_TAKEN = {
     "--ep-size": _ONE_DEVICE,
     "--grammar-backend": "llguidance is the one there is",
     "--json-model-override-args": "change config.json; a draft's with --speculative-draft-config-override",
-    "--kv-cache-dtype": "the KV cache has the dtype of the model",
     "--load-format": "safetensors or pytorch_model.bin, whichever the checkpoint has",
     "--log-requests": "prompts and answers are never logged",
     "--lora-paths": "adapters are not served",
     "--nnodes": _ONE_DEVICE,
     "--pp-size": _ONE_DEVICE,
-    "--quantization": "weights are served in --dtype, unquantized",
     "--sampling-backend": "there is one sampler, keyed by position so that no draft changes a text",
-    "--schedule-policy": "requests are served in the order in which they come",
+    "--schedule-policy": "requests are served by priority, then in order of arrival",
 }
 """Flags of SGLang's that are refused, and why."""
 _ELSEWHERE = {
@@ -55,7 +53,7 @@ _BY_NAME = {name: declared for declared in SETTINGS.values() for name in declare
 
 
 def load_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
-    """Reads every source. Raises ValueError naming the setting and the source at fault."""
+    """Read every source. Raises ValueError naming the setting and the source at fault."""
     given = vars(_parse_arguments(argv))
     path = given.pop("config", None) or environ.get(PREFIX + "CONFIG")
     values = _from_yaml(Path(path)) if path else {}
@@ -65,12 +63,12 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
 
 
 def make_settings(**values: Any) -> Settings:
-    """Settings from Python keywords: the flags' names with underscores. Raises ValueError."""
+    """Make settings from Python keywords: the flags' names with underscores. Raises ValueError."""
     return Settings(**_named(values, "settings", lambda name: name))
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Reads ``SPECSERVE_*``. An empty variable counts as not set."""
+    """Read ``SPECSERVE_*``. An empty variable counts as not set."""
     given = {
         key[len(PREFIX) :].lower(): text
         for key, text in environ.items()
@@ -162,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _shape(declared: Setting) -> dict[str, Any]:
-    """How many words a flag takes: a bare boolean flag means true, and several names may follow one flag."""
+    """Return how many words a flag takes: a boolean flag alone means true, and several names may follow one flag."""
     if declared.kind is bool:
         return {"nargs": "?", "const": True, "metavar": "BOOL"}
     if declared.kind is tuple:

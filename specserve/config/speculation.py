@@ -1,14 +1,15 @@
-"""The speculation shape (draft levels, branching, verified nodes), whose rules are SGLang's, and the token map."""
+"""Resolve the speculation shape (draft levels, branching, verified nodes), by SGLang's rules, and the token map."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specserve.config.settings import SETTINGS, SPECULATION, Settings
-from specserve.methods import MOST_COPIED, method_of, names_where
+from specserve.methods import MOST_COPIED, Method, method_of, names_where
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
@@ -19,11 +20,12 @@ MOST_CANDIDATES = 2**15  # of a slot's pool: a kernel looks at all in one progra
 MAP_FLAG = "--speculative-token-map"
 DYNAMIC = "dynamic"
 INTERVAL = 8  # steps
+ANSWER_TOKENS = 2**20
 _OF_DYNAMIC = ("speculative_token_map_size", "speculative_token_map_interval", "speculative_token_map_start")
 
 
 def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) -> Settings:
-    """Returns a copy with the shape set, or unset for plain decoding and for the controller. Raises ValueError naming
+    """Return a copy with the shape set, or unset for plain decoding and for the controller. Raises ValueError naming
     the flag."""
     given = [name for name in SHAPE if getattr(settings, name) is not None]
     method = settings.method
@@ -35,6 +37,8 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
         settings = replace(settings, speculative_draft_quantization="none")
     elif settings.speculative_draft_quantization == "auto":
         settings = _rounding(settings, notes)
+    settings = _recall(settings, method, notes)
+    settings = _datastore(settings, method, notes)
     if method.fixed_shape is not None:
         return _fixed(settings, method.fixed_shape, given, notes)
     if settings.speculative_adaptive is False and not given:
@@ -53,13 +57,17 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
 
 
 def resolve_token_map(settings: Settings, _: ModelConfig, notes: list[str]) -> Settings:
-    """Raises ValueError for a method that can't use a map, and for a dynamic map's settings without one.
+    """Check the token map. Raises ValueError for a method that can't use a map, and for a dynamic map's settings
+    without one.
 
-    ``paths.py`` finds a map's file, ``models/draft/token_map.py`` reads it."""
+    ``paths.py`` finds a map's file, ``models/draft/token_map.py`` reads it.
+    """
     method, given = settings.method, settings.speculative_token_map
     if method is None:
         return settings
     if given == DYNAMIC:
+        if not method.live_map:
+            raise ValueError(_map_refused(settings, method, lambda each: each.live_map))
         if settings.speculative_token_map_interval is not None:
             return settings
         return settings.choose("speculative_token_map_interval", INTERVAL, "none was given", notes)
@@ -68,16 +76,45 @@ def resolve_token_map(settings: Settings, _: ModelConfig, notes: list[str]) -> S
             f"{_flag(unread[0])} is for {MAP_FLAG} {DYNAMIC}, found {MAP_FLAG} {given or 'not set'}"
         )
     if given is not None and method.map_refusal is not None:
-        accepted = ", ".join(names_where(lambda each: each.map_refusal is None))
+        raise ValueError(_map_refused(settings, method, lambda each: each.map_refusal is None))
+    return settings
+
+
+def _map_refused(settings: Settings, method: Method, takes: Callable[[Method], bool]) -> str:
+    found = f"{MAP_FLAG} {DYNAMIC}" if settings.speculative_token_map == DYNAMIC else MAP_FLAG
+    return (
+        f"{found} can't be used with --speculative-algorithm {settings.speculative_algorithm}: {method.map_refusal}; "
+        f"accepted with {', '.join(names_where(takes))}"
+    )
+
+
+def _recall(settings: Settings, method: Method, notes: list[str]) -> Settings:
+    """Resolve how many tokens of earlier answers are kept."""
+    name = "speculative_suffix_cache_tokens"
+    if not method.recalls:
+        return settings.without(
+            [name], f": {settings.speculative_algorithm} proposes from no earlier answers", notes
+        )
+    if settings.speculative_suffix_cache_tokens is not None:
+        return settings
+    return settings.choose(name, ANSWER_TOKENS, "none was given", notes)
+
+
+def _datastore(settings: Settings, method: Method, notes: list[str]) -> Settings:
+    """The file that a method which reads one can't do without."""
+    name, algorithm = "speculative_datastore", settings.speculative_algorithm
+    if not method.reads_datastore:
+        return settings.without([name], f": {algorithm} proposes from no file", notes)
+    if settings.speculative_datastore is None:
         raise ValueError(
-            f"{MAP_FLAG} can't be used with --speculative-algorithm {settings.speculative_algorithm}: "
-            f"{method.map_refusal}; accepted with {accepted}"
+            f"{_flag(name)}: needed for --speculative-algorithm {algorithm}: a file that python -m specserve.datastore "
+            "writes, or REST's own tools"
         )
     return settings
 
 
 def _rounding(settings: Settings, notes: list[str]) -> Settings:
-    """8 bits where they save bytes, and steps are shorter by more than their guesses are worse."""
+    """Quantize the draft to 8 bits where that saves bytes and the faster steps outweigh the worse guesses."""
     if settings.device != "cuda" or settings.dtype not in ("bfloat16", "float16"):
         return replace(settings, speculative_draft_quantization="none")
     why = "on a GPU a draft's levels then read half the bytes"
@@ -91,12 +128,13 @@ def shape_of(settings: Settings) -> tuple[int, int, int] | None:
 
 
 def pool_size(steps: int, topk: int) -> int:
-    """Candidates that a slot's pool holds after ``steps`` levels: topk, then topk² a level."""
+    """Return the candidates in a slot's pool after ``steps`` levels: topk, then topk² for each further level."""
     return topk + (steps - 1) * topk * topk
 
 
 def carries_draft(algorithm: str, model_path: Path) -> bool:
-    """Whether the model's own checkpoint has the head that the algorithm runs, so that no draft needs to be named."""
+    """Return whether the model's own checkpoint holds the head that the algorithm runs, so that no draft need be
+    named."""
     method = method_of(algorithm)
     if method is None or "MTP" not in method.heads:
         return False
@@ -108,7 +146,7 @@ def carries_draft(algorithm: str, model_path: Path) -> bool:
 
 
 def _fixed(settings: Settings, shape: tuple[int, int, int], given: list[str], notes: list[str]) -> Settings:
-    """The shape is in the method's name."""
+    """Use the shape that the method's name implies."""
     algorithm = settings.speculative_algorithm
     others = ", ".join(names_where(lambda method: method.fixed_shape is None))
     if settings.speculative_adaptive:
@@ -127,7 +165,7 @@ def _fixed(settings: Settings, shape: tuple[int, int, int], given: list[str], no
 
 
 def _adaptive(settings: Settings, given: list[str], notes: list[str]) -> Settings:
-    """The controller chooses each step's shape."""
+    """Let the controller choose the shape of each step."""
     if given:
         raise ValueError(
             f"--speculative-adaptive chooses the shape of each step; {_flag(given[0])} fixes it: give one"
@@ -165,7 +203,7 @@ def _fit(settings: Settings, notes: list[str]) -> Settings:
 
 
 def check_pool(flag: str, steps: int, topk: int) -> None:
-    """Raises ValueError naming the flag of ``steps`` if a step can't hold this many candidates."""
+    """Raise ValueError naming the flag of ``steps`` if a step can't hold this many candidates."""
     pool = pool_size(steps, topk)
     if pool > MOST_CANDIDATES:
         deepest = next(n for n in range(steps, 0, -1) if pool_size(n, topk) <= MOST_CANDIDATES)

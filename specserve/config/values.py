@@ -1,4 +1,4 @@
-"""Turns what a source holds (text, or YAML's and Python's types) into a setting's value, or says why not."""
+"""Convert what a source holds (text, or YAML and Python types) into a setting's value, or say why it can't be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specserve.config.declare import Setting, Value
 
 
 class Kind(NamedTuple):
-    """A type of values: what they are in errors and in the docs, a test, and how text becomes one."""
+    """A type of values: its name in errors and docs, a test, and how to convert text."""
 
     words: str
     name: str
@@ -30,14 +30,14 @@ KINDS: dict[type, Kind] = {
 
 
 def convert(declared: Setting, raw: Any, label: str) -> Value:
-    """Returns the value that ``raw`` stands for. Raises ValueError that starts with ``label``."""
+    """Return the value that ``raw`` stands for. Raises ValueError that starts with ``label``."""
     value = _convert(declared, raw, label)
     check_value(declared, value, label)
     return value
 
 
 def check_value(declared: Setting, value: Any, label: str) -> None:
-    """Raises ValueError naming ``label`` and the accepted values unless ``value`` is one."""
+    """Raise ValueError naming ``label`` and the accepted values unless ``value`` is one of them."""
     if value is None:
         if declared.default is not None:
             raise ValueError(f"{label}: needs a value")
@@ -47,6 +47,8 @@ def check_value(declared: Setting, value: Any, label: str) -> None:
         found = "a value of another type; in YAML quote it" if declared.secret else repr(value)
         raise ValueError(f"{label}: must be {kind.words}, found {found}")
     if declared.choices and value not in declared.choices:
+        if why := declared.refused.get(str(value).upper()):
+            raise ValueError(f"{label}: {value} {why}")
         raise ValueError(f"{label}: must be one of {', '.join(declared.choices)}, found {value!r}")
     if declared.kind in (int, float) and not declared.low <= value <= declared.high:
         raise ValueError(f"{label}: must be {_range(declared.low, declared.high)}, found {value}")
@@ -56,12 +58,12 @@ def check_value(declared: Setting, value: Any, label: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that looks most like ``name``."""
+    """Return the known name that is most similar to ``name``."""
     return difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
 
 
 def _convert(declared: Setting, raw: Any, label: str) -> Value:
-    """``check_value`` says what is wrong with what can't be converted, but for text."""
+    """Convert a value if possible; ``check_value`` reports what is wrong otherwise, except for text."""
     if isinstance(raw, str):
         text = raw if declared.kind is tuple else raw.strip()
         try:

@@ -12,13 +12,14 @@ import msgspec
 
 from specserve.core import SamplingParams
 from specserve.speculation.shape import StepShape
-from specserve.speculation.state import RowInit
+from specserve.speculation.state import RowInit, Told
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A request's part in a launch. ``length`` bounds the tokens in its cache, before a step or after a prefill.
-    ``tokens``: of a prefill, what to run; of a step with a grammar, what was emitted since the row's last launch.
+    ``tokens``: of a prefill, what to run; of a step, what a constrained request emitted since its last launch.
+    ``masked``, of a step: the host says which tokens may follow the row's nodes.
     ``scored``, of a prefill: tokens that follow the first ones run, whose log-probabilities are wanted."""
 
     slot: int
@@ -27,6 +28,7 @@ class Row:
     tokens: Sequence[int] = ()
     final: bool = True  # prefill: a token is chosen after them
     scored: Sequence[int] = ()
+    masked: bool = False
 
 
 class Admit(msgspec.Struct, tag=True, frozen=True):
@@ -56,10 +58,29 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     shape: StepShape
 
 
+class Begin(msgspec.Struct, tag=True, frozen=True):
+    """Draft and verify a masked step, before it is known what its rows emitted last. ``Settle`` comes next."""
+
+    rows: Sequence[Row]
+    shape: StepShape
+
+
+class Settle(msgspec.Struct, tag=True, frozen=True):
+    """Finish the step that was begun. The rows are the same, with the tokens that are known by now."""
+
+    rows: Sequence[Row]
+
+
 class SetDraftRows(msgspec.Struct, tag=True, frozen=True):
     """The draft reads these rows of its head from the next step on."""
 
     rows: Sequence[int]
 
 
-Command = Admit | SetPages | Prefill | Step | SetDraftRows
+class SetContinuations(msgspec.Struct, tag=True, frozen=True):
+    """What the texts of some slots go on with, in place of what was said of them before."""
+
+    told: Sequence[Told]
+
+
+Command = Admit | SetPages | Prefill | Step | Begin | Settle | SetDraftRows | SetContinuations

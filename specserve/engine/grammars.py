@@ -4,27 +4,39 @@ some texts. By llguidance, which refuses what it can't enforce.
 A request's *matcher* has consumed its output. After a node of a tree those tokens may follow that continue the path to
 it, so the text is that of plain decoding. Nodes are looked at on copies of the matcher: undoing tokens leaves traces.
 
-Shapes: N nodes, W words of 32 tokens each.
+Shapes: T packed nodes, W words of 32 tokens each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
+from specserve.core import SamplingParams
+from specserve.engine.thinking import Thinking, forced
 from specserve.grammar import with_deep_stack
 
 KEPT = 64  # compiled grammars, most recently used
 KEPT_CHARACTERS = 1 << 20  # of their texts together: what they take of memory grows with it
+MOST_THREADS = 16
+QUICK = 0.01  # seconds
+TOKEN_BYTES = 8  # of a token in a long text, or more
 MOST_ITEMS = 5000  # that a parser looks at for a token: a tenth of a second's work
 Words = npt.NDArray[np.int32]
+Look = Any
+"""What decides which tokens may follow a node: a matcher, the only token that may, or None if any may."""
 
 
 class GrammarError(ValueError):
@@ -34,8 +46,8 @@ class GrammarError(ValueError):
 class Grammars:
     """Compiles grammars for a tokenizer. ``end_ids``: tokens that end an answer where it may end."""
 
-    def __init__(self, tokenizer: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """Raises ImportError without llguidance, ValueError without a ``tokenizer.json`` that it reads."""
+    def __init__(self, tokenizer: Path, vocab_size: int, end_ids: Sequence[int], threads: int = 1) -> None:
+        """Raise ImportError without llguidance, ValueError without a ``tokenizer.json`` that it reads."""
         import llguidance
 
         if not tokenizer.is_file():
@@ -43,84 +55,194 @@ class Grammars:
         self._tokenizer = llguidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(end_ids))
         self._limits = llguidance.LLParserLimits(step_max_items=MOST_ITEMS, verbose_errors=False)
         self._matcher = llguidance.LLMatcher
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
-        self.words = -(-vocab_size // 32)
+        self._compiled: OrderedDict[str, list[_Lane]] = OrderedDict()
+        self._threads = min(threads, MOST_THREADS)
+        self._executor = llguidance.LLExecutor(num_threads=self._threads)
+        self.words = -(-self._tokenizer.vocab_size // 32)
 
     def compile(self, grammar: str) -> Future[object]:
-        """Begin to compile; nothing waits for it. The result raises ValueError for what can't be enforced."""
+        """Begin to compile; nothing waits for it. A grammar that compiles quickly is compiled again for each further
+        request, up to once a thread: see ``_Lane``. The result raises ValueError for what can't be enforced."""
         return with_deep_stack(self._compile, grammar)
 
     def _compile(self, grammar: str) -> Any:
-        if (compiled := self._compiled.get(grammar)) is not None:
+        if (lanes := self._compiled.get(grammar)) is not None:
             with contextlib.suppress(KeyError):  # forgotten meanwhile
                 self._compiled.move_to_end(grammar)
-            return compiled
+            room = self._characters + len(grammar) <= KEPT_CHARACTERS
+            if room and len(lanes) < self._threads and lanes[0].seconds < QUICK:
+                lanes.append(self._made(grammar))
+            return lanes
+        lanes = self._compiled[grammar] = [self._made(grammar)]
+        while len(self._compiled) > KEPT or (len(self._compiled) > 1 and self._characters > KEPT_CHARACTERS):
+            self._compiled.popitem(last=False)  # the newest is kept, however long
+        return lanes
+
+    def _made(self, grammar: str) -> _Lane:
+        begun = time.thread_time()
         matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         begin = matcher.deep_copy()
         if not matcher.is_error():
             begin.compute_bitmask()
         if begin.is_error() or (warnings := matcher.get_grammar_warnings()):
             raise ValueError(_first_line(begin.get_error() or "; ".join(warnings)))
-        self._compiled[grammar] = matcher
-        while len(self._compiled) > KEPT or self._too_long():
-            self._compiled.popitem(last=False)
-        return matcher
+        return _Lane(matcher, time.thread_time() - begun)
 
-    def _too_long(self) -> bool:
-        """Whether those kept are too long together. The newest is kept, however long."""
-        texts = list(self._compiled)
-        return len(texts) > 1 and sum(map(len, texts)) > KEPT_CHARACTERS
+    @property
+    def _characters(self) -> int:
+        """Length of all texts that are kept."""
+        return sum(len(text) * len(lanes) for text, lanes in [*self._compiled.items()])
 
     def start(self, grammar: str, output: Sequence[int]) -> Matcher:
         """Return a matcher of an answer so far. Raises GrammarError."""
-        compiled: Any = self._compiled.get(grammar) or self.compile(grammar).result()
-        matcher = Matcher(compiled.deep_copy(), self.words)
+        lanes: Any = self._compiled.get(grammar) or self.compile(grammar).result()
+        lane = min(lanes, key=lambda lane: len(lane.users))
+        matcher = Matcher(lane.matcher.deep_copy(), self._tokenizer, self.words)
+        lane.users.add(matcher)
         matcher.consume(output)
         return matcher
+
+    def fill(
+        self, trees: Sequence[tuple[int, Sequence[Look]]], words_TW: Tensor
+    ) -> list[GrammarError | None]:
+        """Write the masks of some trees' nodes into their rows of ``words_TW``; other rows stay. ``trees``: the row of
+        each root, and what ``after_nodes`` returned. Return, by tree, the error that ends its answer, or None."""
+        words, jobs = words_TW.numpy().view(np.uint32), []
+        for first, looks in trees:
+            for node, look in enumerate(looks, first):
+                if isinstance(look, int):
+                    words[node] = 0
+                    words[node, look // 32] = 1 << look % 32
+                elif look is not None:
+                    jobs.append((look, node))
+        if jobs:
+            self._executor.unsafe_compute_mask_ptr(jobs, words_TW.data_ptr(), 4 * self.words, len(words_TW))
+        for matcher, node in jobs:
+            if matcher.is_error():  # an answer that gets here fails
+                words_TW[node] = -1
+        return [_error_of(looks[0]) for _, looks in trees]
+
+    def constraint(self, params: SamplingParams, output: Sequence[int]) -> Constraint:
+        """Return what an answer so far is held to: a grammar, a thought's budget, or both. Raises GrammarError."""
+        matcher, thinking, budget = None, None, params.thinking_token_budget
+        if budget is not None:
+            assert params.thought is not None, "admission refuses budgets without"
+            thinking = Thinking.begin(params.thought, budget, self._text_of)
+        if params.grammar is not None:
+            matcher = self.start(params.grammar, [])
+        found = Constraint(matcher, thinking)
+        found.consume(output)
+        return found
+
+    def _text_of(self, token: int) -> bytes:
+        return bytes(self._tokenizer.decode_bytes([token]))
 
     def forget(self, grammar: str) -> None:
         """Compile it anew the next time: what one answer filled up would be full for all."""
         self._compiled.pop(grammar, None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """A compiled grammar. Its copies share tables and a lock, so that only those of different lanes run in parallel."""
+
+    matcher: Any
+    seconds: float  # to compile it
+    users: WeakSet[Matcher] = field(default_factory=WeakSet)
+
+
 class Matcher:
     """What may follow an answer."""
 
-    def __init__(self, matcher: Any, words: int) -> None:
+    def __init__(self, matcher: Any, tokenizer: Any, words: int) -> None:
         self._matcher = matcher
+        self._tokenizer = tokenizer
         self._words = words
+        self._due: list[int] = []
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Go on with tokens of the answer. Raises GrammarError."""
+        followed = self._due[: len(tokens)] == list(tokens)
+        self._due = self._due[len(tokens) :] if followed else []
         self._matcher.consume_tokens(list(tokens))
-        self._check()
+        if (error := _error_of(self._matcher)) is not None:
+            raise error
 
     def mask(self) -> Words:
         """Tokens that may follow, a bit each ``[W]``. Raises GrammarError."""
         words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
-        self._check()
+        if (error := _error_of(self._matcher)) is not None:
+            raise error
         return words
 
-    def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> Words:
-        """Masks after each node of a tree ``[N, W]``, whose root is the answer's last token. ``parents`` are indices of
-        nodes before. After what may not be where it is, and so is never chosen, everything may follow. Raises
-        GrammarError."""
-        out_NW = np.full((len(tokens), self._words), -1, np.int32)
-        out_NW[0] = self.mask()
-        at: list[Any] = [self._matcher, *[None] * (len(tokens) - 1)]
-        for node in range(1, len(tokens)):
-            if (parent := at[parents[node]]) is None:
-                continue
-            copy = parent.deep_copy()
-            if copy.try_consume_tokens([tokens[node]]) == 1:
-                words = np.frombuffer(copy.compute_bitmask(), np.int32)[: self._words]
-                if not copy.is_error():  # else an answer fails that comes this way
-                    at[node], out_NW[node] = copy, words
-        return out_NW
+    def due(self, most: int) -> list[int]:
+        """Return up to ``most`` tokens of the text that has to come next, as the tokenizer splits it, and the end token
+        if nothing may follow. A model may split it differently, for one because it joins the last piece with what
+        follows. While the answer follows the tokens, they are not computed again."""
+        if not self._due:
+            copy = self._matcher.deep_copy()
+            text = copy.compute_ff_bytes()
+            due = list(self._tokenizer.tokenize_bytes(text[: most * TOKEN_BYTES])) if text else []
+            if len(text) > most * TOKEN_BYTES:
+                due.pop()  # it may be a part of a token
+            due = due[:most]
+            copy.try_consume_tokens(due)
+            self._due = [*due, self._tokenizer.eos_token] if copy.is_stopped() else due
+        return self._due[:most]
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(_first_line(self._matcher.get_error()))
+    def after_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[Look]:
+        """Return a matcher for each node of a tree whose root is the answer's last token, None for a node whose token
+        may not come there: it is never accepted. ``parents``: indices of earlier nodes."""
+        at: list[Look] = [self._matcher]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            copy = None if at[parent] is None else at[parent].deep_copy()
+            at.append(copy if copy is not None and copy.try_consume_tokens([token]) == 1 else None)
+        return at
+
+
+class Constraint:
+    """What an answer is held to. Where a thought has to end, that says the next token; the grammar of an answer that
+    may have a thought lets it through."""
+
+    def __init__(self, matcher: Matcher | None, thinking: Thinking | None) -> None:
+        self._matcher = matcher
+        self._thinking = thinking
+
+    @property
+    def slack(self) -> float:
+        """Return how many more tokens are certainly unconstrained: infinity once the answer is free."""
+        if self._matcher is not None:
+            return 0
+        return inf if self._thinking is None else self._thinking.slack
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """Go on with tokens of the answer. Raises GrammarError."""
+        if self._matcher is not None:
+            self._matcher.consume(tokens)
+        if self._thinking is not None:
+            for token in tokens:
+                self._thinking = self._thinking.after(token)
+
+    def due(self, most: int) -> list[int]:
+        """Return up to ``most`` tokens whose text has to come next."""
+        due = [] if self._thinking is None else self._thinking.due
+        return due[:most] if due or self._matcher is None else self._matcher.due(most)
+
+    def after_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[Look]:
+        """Return what decides which tokens may follow each node, as ``Matcher.after_nodes``. A root alone asks for the
+        answer's next token."""
+        nothing: list[Look] = [None] * len(tokens)
+        found = nothing if self._matcher is None else self._matcher.after_nodes(tokens, parents)
+        if self._thinking is None:
+            return found
+        due = forced(self._thinking, tokens, parents)
+        return [look if token is None else token for look, token in zip(found, due, strict=True)]
+
+
+def _error_of(look: Look) -> GrammarError | None:
+    if look is None or isinstance(look, int) or not look.is_error():
+        return None
+    return GrammarError(_first_line(look.get_error()))
 
 
 def _first_line(text: str) -> str:

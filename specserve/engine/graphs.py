@@ -1,4 +1,5 @@
-"""Captured steps, one CUDA graph a shape, and short launches of prompts, one a size, all in one memory pool.
+"""Captured steps, one CUDA graph a shape, and short launches of prompts, one a size, all in one memory pool. A masked
+step, in which the host works, is three graphs, captured when its shape is first needed.
 
 A graph reads everything but its slots from the state tables and the page table, and decides by lengths it reads on the
 device; so one capture serves every batch of its size. What a replay returns lies in the pool and holds until the next
@@ -13,9 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+from specserve_kernels import Tree
 from torch import Tensor
 from tqdm import tqdm
 
@@ -24,7 +27,7 @@ from specserve.speculation.context import Context, View
 from specserve.speculation.prefill import PrefillResult
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs, to_device
-from specserve.speculation.step import StepResult, Verified, plant_and_verify, settle
+from specserve.speculation.step import StepResult, draft, settle, step, verify
 
 log = logging.getLogger(__name__)
 
@@ -37,25 +40,53 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A captured step, whole or in its two halves; ``rows_B`` is where it reads its slots from, ``slots`` what was
-    written there last."""
+    """A captured step; ``rows_B`` is where it reads its slots from, ``slots`` what was written there last."""
 
-    halves: tuple[torch.cuda.CUDAGraph, ...]
+    graph: torch.cuda.CUDAGraph
     rows_B: Tensor
     result: StepResult
     slots: list[int] = field(default_factory=list)
 
     def replay(self, slots: Sequence[int]) -> StepResult:
         if self.slots != slots:
-            self.rows_B.copy_(torch.tensor(slots, pin_memory=True), non_blocking=True)
+            self.rows_B.copy_(torch.tensor(slots, pin_memory=self.rows_B.is_cuda), non_blocking=True)
             self.slots[:] = slots
         return self.run()
 
     def run(self) -> StepResult:
         """Run it for the slots of the last replay."""
-        for half in self.halves:
-            half.replay()
+        self.graph.replay()
         return self.result
+
+
+@dataclass(frozen=True, slots=True)
+class PartedGraph:
+    """A step captured in its three parts. The last reads the masks ``words_TW``, which are copied on a ``stream`` of
+    their own while the target runs."""
+
+    drafted: StepGraph
+    verified: torch.cuda.CUDAGraph
+    settled: torch.cuda.CUDAGraph
+    tree: Tree
+    words_TW: Tensor
+    stream: torch.cuda.Stream
+
+    def draft(self, slots: Sequence[int]) -> Tree:
+        self.drafted.replay(slots)
+        return self.tree
+
+    def verify(self) -> None:
+        # The masks of the step before may be read up to here.
+        self.stream.wait_stream(torch.cuda.current_stream())
+        self.verified.replay()
+
+    def settle(self, words_TW: Tensor) -> StepResult:
+        """``words_TW``: on the host, in pinned memory if there is a GPU."""
+        with torch.cuda.stream(self.stream):
+            self.words_TW.copy_(words_TW, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self.settled.replay()
+        return self.drafted.result
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +115,17 @@ class Graphs:
     memory_bytes: int = 0
     left: list[StepShape] = field(default_factory=list)
     maker: _Maker | None = None
+    parted: dict[StepShape, PartedGraph | None] = field(default_factory=dict)
+
+    @torch.inference_mode()
+    def in_parts(self, shape: StepShape) -> PartedGraph | None:
+        """Return the step of a shape in its parts. The first call for a shape captures it, which takes about as long as
+        a few eager steps. None if the whole step was not captured or memory does not suffice."""
+        if shape in self.steps and shape not in self.parted:
+            assert self.maker is not None
+            with _no_collection():
+                self.parted[shape] = self.maker.try_capture(shape, self.maker.parts)
+        return self.parted.get(shape)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
@@ -106,15 +148,13 @@ class Graphs:
         context: Context,
         shapes: Sequence[StepShape],
         sizes: Sequence[PromptSize] = (),
-        apart: bool = False,
     ) -> Graphs:
-        """Captures steps of ``shapes`` and launches of prompts of ``sizes``, of both the largest first: others then fit
+        """Capture steps of ``shapes`` and launches of prompts of ``sizes``, of both the largest first: others then fit
         into its memory; after it the smallest steps. What memory does not suffice for is left out, with a warning, and
-        runs eagerly; what time does not suffice for is ``left``. ``apart``: each step is two graphs, and the host may
-        work between them."""
+        runs eagerly; what time does not suffice for is ``left``."""
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
-        maker = _Maker(context, max(shape.nodes for shape in shapes), apart)
+        maker = _Maker(context, max(shape.nodes for shape in shapes))
         steps: dict[StepShape, StepGraph] = {}
         prompts: dict[PromptSize, PromptGraph] = {}
         with _no_collection():
@@ -142,19 +182,27 @@ class Graphs:
 
 
 class _Maker:
-    """What captures share: a stream, a memory pool, and the place of the logits, of which one replay at a time has
-    need."""
+    """What captures share: a stream, a memory pool, and the buffers of logits and masks, which one replay uses at a
+    time."""
 
-    def __init__(self, context: Context, most_nodes: int, apart: bool) -> None:
+    def __init__(self, context: Context, most_nodes: int) -> None:
         state = context.state
         self._context = context
-        self._apart = apart
         self._stream = torch.cuda.Stream(state.device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._capacity = state.slots.pages.shape[1] * context.pool.page_size
         self._logits_XV = torch.empty(
             most_nodes, context.vocab_size, dtype=context.pool.config.dtype, device=state.device
         )
+
+    @cached_property
+    def _words_XW(self) -> Tensor:
+        words = -(-self._context.vocab_size // 32)
+        return torch.full((len(self._logits_XV), words), -1, dtype=torch.int32, device=self._logits_XV.device)
+
+    @cached_property
+    def _copies(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._logits_XV.device)
 
     def try_capture(self, what: What, capture: Callable[[What], Graph]) -> Graph | None:
         """None when memory does not suffice."""
@@ -166,21 +214,27 @@ class _Maker:
             return None
 
     def step(self, shape: StepShape) -> StepGraph:
-        dummy, device = self._context.state.dummy, self._context.state.device
-        rows_B = torch.full((shape.slots,), dummy, dtype=torch.int64, device=device)
+        rows_B = self._rows(shape)
+        graph, result = self._capture(lambda: step(self._context, self._view(rows_B, shape), shape))
+        return StepGraph(graph, rows_B, result)
 
-        def verified() -> Verified:
-            longest = self._capacity - shape.max_nodes
-            view = View.of(self._context, rows_B, longest, Needs(), self._logits_XV)
-            return plant_and_verify(self._context, view, shape)
+    def parts(self, shape: StepShape) -> PartedGraph:
+        context, rows_B, words_TW = self._context, self._rows(shape), self._words_XW[: shape.nodes]
+        first, drafted = self._capture(lambda: draft(context, self._view(rows_B, shape), shape))
+        first.replay()  # what the second part reads while it is warmed up
+        second, verified = self._capture(lambda: verify(context, drafted))
+        second.replay()
+        third, result = self._capture(lambda: settle(context, verified, words_TW))
+        begun = StepGraph(first, rows_B, result)
+        return PartedGraph(begun, second, third, drafted.tree, words_TW, self._copies)
 
-        if not self._apart:
-            graph, result = self._capture(lambda: settle(self._context, verified()))
-            return StepGraph((graph,), rows_B, result)
-        first, between = self._capture(verified)
-        first.replay()  # what the second half reads while it is warmed up
-        second, result = self._capture(lambda: settle(self._context, between))
-        return StepGraph((first, second), rows_B, result)
+    def _rows(self, shape: StepShape) -> Tensor:
+        state = self._context.state
+        return torch.full((shape.slots,), state.dummy, dtype=torch.int64, device=state.device)
+
+    def _view(self, rows_B: Tensor, shape: StepShape) -> View:
+        longest = self._capacity - shape.max_nodes
+        return View.of(self._context, rows_B, longest, Needs(), self._logits_XV)
 
     def prompts(self, size: PromptSize) -> PromptGraph:
         state = self._context.state

@@ -10,7 +10,7 @@ from specserve.kv.pool import PoolConfig
 
 
 def return_memory() -> None:
-    """Gives the device memory of what nobody refers to any more back, so that the next pool can be sized by it."""
+    """Give the device memory of what nobody refers to any more back, so that the next pool can be sized by it."""
     if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()

@@ -60,7 +60,7 @@ def measure_eager(context: Context, most_slots: int, candidates: Candidates) -> 
 
 
 def complete(cost: CostModel, most_slots: int, candidates: Candidates) -> CostModel:
-    """Gives every shape of every batch size a time, on lines between those measured."""
+    """Give every shape of every batch size a time, on lines between those measured."""
     table, slopes = dict(cost.table), dict(cost.slopes)
     for slots in range(1, most_slots + 1):
         for shape in candidates(slots):

@@ -94,7 +94,7 @@ def size_for(counts: Sequence[int], sizes: Sequence[PromptSize]) -> PromptSize |
 
 
 def short_prefill(context: Context, size: PromptSize, numbers: Tensor) -> PrefillResult:
-    """Runs a launch of ``size``, which ``numbers`` describes, whatever the lengths of its requests. The dummy row's
+    """Run a launch of ``size``, which ``numbers`` describes, whatever the lengths of its requests. The dummy row's
     length stays 1; what else it holds nobody reads."""
     rows_B, chunks = size.unpack(numbers)
     slots = context.state.slots

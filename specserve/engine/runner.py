@@ -6,30 +6,40 @@ Shapes: B requests, S draft levels, T packed tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specserve.core import SamplingParams, TokenLogprob
-from specserve.engine.commands import Admit, Command, Prefill, Row, SetDraftRows, SetPages, Step
-from specserve.engine.grammars import Grammars, Matcher, Words
-from specserve.engine.graphs import PromptGraph, StepGraph
+from specserve.engine.commands import (
+    Admit,
+    Begin,
+    Command,
+    Prefill,
+    Row,
+    SetContinuations,
+    SetDraftRows,
+    SetPages,
+    Settle,
+    Step,
+)
+from specserve.engine.graphs import PartedGraph, PromptGraph, StepGraph
+from specserve.engine.masks import Masks, NodesOnHost
 from specserve.engine.prompts import PromptSize, Run, size_for
 from specserve.speculation.context import Context, View
 from specserve.speculation.logprobs import Logprobs, token_logprobs
 from specserve.speculation.prefill import PrefillResult, PromptChunks, Scored, prefill
-from specserve.speculation.sampler import Allowed
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs, to_device
-from specserve.speculation.step import StepResult, plant_and_verify, settle, step
+from specserve.speculation.step import StepResult, draft, settle, step, verify
 
-# First positions and tokens: of more than 64, and of more than 96, projections take other kernels, and so does
-# attention after a prefix, for more than 64 again; of many tokens cuBLAS takes others.
+MOST_DUE = 64  # tokens of text that has to come
+# First positions and tokens: of more than 64, and of more than 96, projections take other kernels, of many tokens
+# cuBLAS takes others; attention has one with a prefix and one without.
 WARM_UP = ((0, 72), (1, 64), (1, 128), (1, 1024))
 
 
@@ -146,14 +156,25 @@ def _on_host(found: Logprobs | None) -> Logprobs | None:
 
 
 def _asked(rows: Sequence[Row], predicted_B2: Tensor | None) -> Tensor | None:
-    """Those of the rows, None if none of them has a prediction."""
-    if predicted_B2 is None or not any(row.params.prediction for row in rows):
+    """Return those of the rows, None if none of them may have a predicted text."""
+    if predicted_B2 is None or not any(row.params.prediction or row.masked for row in rows):
         return None
     return predicted_B2[: len(rows)]
 
 
 def _to_host(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A masked step whose target runs. ``finish`` takes the masks, from pinned memory if ``pinned``."""
+
+    shape: StepShape
+    nodes: NodesOnHost
+    finish: Callable[[Tensor], StepResult]
+    stopwatch: Stopwatch
+    pinned: bool
 
 
 class Runner:
@@ -165,21 +186,23 @@ class Runner:
         graphs: Mapping[StepShape, StepGraph],
         prompts: Mapping[PromptSize, PromptGraph] | None = None,
         capture_next: Callable[[], bool] = lambda: False,
+        in_parts: Callable[[StepShape], PartedGraph | None] = lambda shape: None,
     ) -> None:
         """``graphs``: the shapes whose steps are captured; ``prompts``: the sizes of short launches of prompts that
-        are. Others run eagerly. ``capture_next`` captures one more, if one was left for a time without requests."""
+        are; ``in_parts`` gives the steps in parts that are. Others run eagerly. ``capture_next`` captures one more, if
+        one was left for a time without requests."""
         self.context = context
         self.capture_next = capture_next
         self.eager_steps = 0  # of those that graphs were captured for
         self._graphs = graphs
         self._prompts = prompts or {}
-        self.grammars: Grammars | None = None  # with one, requests may have grammars
-        self.failed: dict[int, str] = {}  # slots whose grammars can't follow their answers, and why
-        self._matchers: dict[int, Matcher] = {}  # by slot
+        self._in_parts = in_parts
+        self._begun: _Begun | None = None
+        self.masks = Masks()
 
     @torch.inference_mode()
     def warm_up(self, most: int) -> None:
-        """Runs prompts of up to ``most`` tokens, fewer than a context has, on the padding slot, so that no user waits
+        """Run prompts of up to ``most`` tokens, fewer than a context has, on the padding slot, so that no user waits
         for kernels to compile. Of no use are captured launches, whose kernels have been."""
         state = self.context.state
         reported = SamplingParams(logprobs=1, prompt_logprobs=1)
@@ -203,20 +226,20 @@ class Runner:
                 self.set_pages(command)
             case SetDraftRows():
                 self.set_draft_rows(command)
+            case SetContinuations():
+                self.set_continuations(command)
             case Prefill():
                 return self.prefill(command)
             case Step():
                 return self.step(command)
+            case Begin():
+                self.begin(command)
+            case Settle():
+                return self.settle(command)
         return None
 
     def admit(self, command: Admit) -> None:
-        for row in command.rows:
-            self._matchers.pop(row.slot, None)
-            self.failed.pop(row.slot, None)
-            if row.params.grammar is not None:
-                assert self.grammars is not None, "admission refuses grammars without"
-                with self._failing(row.slot, row.params):
-                    self._matchers[row.slot] = self.grammars.start(row.params.grammar, row.output)
+        self.masks.admit(command.rows)
         self.context.state.admit(command.rows, self.context.pool.page_feature)
 
     def set_pages(self, command: SetPages) -> None:
@@ -239,13 +262,13 @@ class Runner:
     def _replay_prompts(self, rows: Sequence[Row]) -> PrefillResult | None:
         """None for a launch that was not captured."""
         size = size_for([len(row.tokens) for row in rows], list(self._prompts))
-        if size is None or any(row.scored or (row.final and row.params.grammar) for row in rows):
+        if size is None or any(row.scored or (row.final and not self.masks.slack(row.slot)) for row in rows):
             return None
         runs = [Run(row.slot, row.tokens, row.final) for row in rows]
         return self._prompts[size].replay(runs, self.context.state.dummy)
 
     def _run_prompts(self, rows: Sequence[Row]) -> PrefillResult:
-        counts = [len(row.tokens) for row in rows]
+        counts, words_BW = [len(row.tokens) for row in rows], self.masks.after_prompts(rows)
         starts = list(accumulate(counts, initial=0))
         numbers = self._tensor([*[row.slot for row in rows], *[row.final for row in rows], *starts])
         rows_B, final_B, q_start = numbers.split([len(rows), len(rows), len(starts)])
@@ -257,24 +280,61 @@ class Runner:
             longest=max(counts),
             spans=[(row.length - count, count) for row, count in zip(rows, counts, strict=True)],
             scored=self._scored(rows, counts),
-            allowed=self._first_allowed(rows),
+            words_BW=None if words_BW is None else words_BW.to(self.context.state.device),
         )
         return prefill(self.context, self._view(rows, rows_B), chunks)
 
     @torch.inference_mode()
     def step(self, command: Step) -> Launch:
         rows, shape = command.rows, command.shape
-        padding = [self.context.state.dummy] * (shape.slots - len(rows))
-        slots = [*(row.slot for row in rows), *padding]
-        stopwatch = Stopwatch(self.context.state.device)
-        graph = self._graphs.get(shape)
-        if any(row.slot in self._matchers for row in rows):
-            result = self._constrained(rows, slots, shape)
-        elif graph is not None:
+        self._tell(rows, shape)
+        if any(row.masked for row in rows):
+            self.begin(Begin(rows, shape))
+            return self._finish(rows)
+        stopwatch, slots = Stopwatch(self.context.state.device), self._slots(rows, shape)
+        if (graph := self._graphs.get(shape)) is not None:
             result = graph.replay(slots)
         else:
             self.eager_steps += bool(self._graphs)
             result = step(self.context, self._view(rows, self._tensor(slots)), shape)
+        return self._stepped(rows, result, stopwatch)
+
+    @torch.inference_mode()
+    def begin(self, command: Begin) -> None:
+        """Queue draft and verify of a masked step."""
+        rows, shape = command.rows, command.shape
+        stopwatch, slots = Stopwatch(self.context.state.device), self._slots(rows, shape)
+        finish: Callable[[Tensor], StepResult]
+        if (graph := self._in_parts(shape)) is not None:
+            nodes = NodesOnHost(graph.draft(slots))
+            graph.verify()
+            finish = graph.settle
+        else:
+            self.eager_steps += bool(self._graphs)
+            drafted = draft(self.context, self._view(rows, self._tensor(slots)), shape)
+            nodes = NodesOnHost(drafted.tree)
+            finish = partial(settle, self.context, verify(self.context, drafted))
+        self._begun = _Begun(shape, nodes, finish, stopwatch, pinned=graph is not None and nodes.on_gpu)
+
+    @torch.inference_mode()
+    def settle(self, command: Settle) -> Launch:
+        """Fill the masks of the step that was begun, and queue the rest of it."""
+        assert self._begun is not None
+        self._tell(command.rows, self._begun.shape)
+        return self._finish(command.rows)
+
+    def _finish(self, rows: Sequence[Row]) -> Launch:
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        words_TW = self.masks.after_nodes(rows, begun.nodes, begun.pinned)
+        if not begun.pinned:
+            words_TW = words_TW.to(self.context.state.device)
+        return self._stepped(rows, begun.finish(words_TW), begun.stopwatch)
+
+    def _slots(self, rows: Sequence[Row], shape: StepShape) -> list[int]:
+        return [*(row.slot for row in rows), *[self.context.state.dummy] * (shape.slots - len(rows))]
+
+    def _stepped(self, rows: Sequence[Row], result: StepResult, stopwatch: Stopwatch) -> Launch:
         stopwatch.stop()
         accepted = result.accepted
         logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS, accepted.path_BS)
@@ -282,55 +342,15 @@ class Runner:
         told = None if result.sources_BX is None else result.sources_BX[: len(rows)]
         return Launch(packed, logprobs, rows, stopwatch, predicted_B2, sources_BX=told)
 
-    def _constrained(self, rows: Sequence[Row], slots: list[int], shape: StepShape) -> StepResult:
-        """A step in two halves: between them the host looks what may follow each node of the trees."""
-        verified = plant_and_verify(self.context, self._view(rows, self._tensor(slots)), shape)
-        tree = verified.tree
-        index: list[int] = []
-        masks: list[Words] = []
-        packed = torch.cat([tree.token_T, tree.parent_T, tree.q_start]).tolist()
-        tokens, parents, starts = (
-            packed[: shape.nodes], packed[shape.nodes : 2 * shape.nodes], packed[2 * shape.nodes :]
-        )  # fmt: skip
-        for number, row in enumerate(rows):
-            if (matcher := self._matchers.get(row.slot)) is None:
-                continue
-            begin, end = starts[number], starts[number + 1]
-            with self._failing(row.slot, row.params):
-                matcher.consume(row.tokens)
-                masks.append(matcher.masks(tokens[begin:end], [each - begin for each in parents[begin:end]]))
-                index += range(begin, end)
-        return settle(self.context, verified, self._allowed(index, masks))
-
-    def _first_allowed(self, rows: Sequence[Row]) -> Allowed | None:
-        """What the answers may begin with whose prompts end here."""
-        index, masks = [], []
-        for number, row in enumerate(rows):
-            if row.final and (matcher := self._matchers.get(row.slot)) is not None:
-                with self._failing(row.slot, row.params):
-                    masks.append(matcher.mask()[None])
-                    index.append(number)
-        return self._allowed(index, masks)
-
-    def _allowed(self, index: list[int], masks: list[Words]) -> Allowed | None:
-        """Of rows ``index`` of the logits, from words of bits."""
-        if not index:
-            return None
-        bytes_NW = torch.from_numpy(np.concatenate(masks)).view(torch.uint8).to(self.context.state.device)
-        bits = torch.arange(8, dtype=torch.uint8, device=bytes_NW.device)
-        allowed_NV = ((bytes_NW[:, :, None] >> bits) & 1).flatten(1)[:, : self.context.vocab_size].bool()
-        return Allowed(self._tensor(index), allowed_NV)
-
-    @contextmanager
-    def _failing(self, slot: int, params: SamplingParams) -> Iterator[None]:
-        """Note whose grammar can't follow its answer; it gets no more tokens of use."""
-        try:
-            yield
-        except ValueError as error:
-            self._matchers.pop(slot, None)
-            self.failed[slot] = str(error)
-            if self.grammars is not None and params.grammar is not None:
-                self.grammars.forget(params.grammar)
+    def _tell(self, rows: Sequence[Row], shape: StepShape) -> None:
+        """Take in what was emitted. The text that has to come next is the predicted text of constrained requests from
+        now on. Steps that begin before follow it, so that the next one proposes what is left of it."""
+        self.masks.tell(rows)
+        state = self.context.state
+        if shape.depth and state.prediction is not None:
+            most = min(MOST_DUE, state.prediction.tokens_RP.shape[1])
+            if due := self.masks.due(rows, most):
+                state.set_predictions(due)
 
     @torch.inference_mode()
     def set_draft_rows(self, command: SetDraftRows) -> None:
@@ -338,8 +358,15 @@ class Runner:
         change, see them."""
         self.context.drafter.pick(to_device(command.rows, self.context.state.device))
 
+    @torch.inference_mode()
+    def set_continuations(self, command: SetContinuations) -> None:
+        """As ``set_draft_rows``."""
+        self.context.state.set_continuations(command.told)
+
     def _view(self, rows: Sequence[Row], rows_B: Tensor) -> View:
         needs = Needs.of([row.params for row in rows])
+        if any(row.masked for row in rows):
+            needs = replace(needs, prediction=True)  # forced text
         return View.of(self.context, rows_B, max(row.length for row in rows), needs)
 
     def _logprobs(

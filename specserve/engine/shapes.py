@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from specserve.methods import MOST_COPIED, Copies
+from specserve_kernels import tree_pool_size
+
+from specserve.methods import ANY, MOST_COPIED, Drafts
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch, Controller
 from specserve.speculation.control.cost import CostModel
@@ -23,16 +25,15 @@ def batch_buckets(largest: int) -> tuple[int, ...]:
     return (*(size for size in (*_BUCKETS, *more) if size < largest), largest)
 
 
-def step_shape(
-    slots: int, speculation: Speculation | None, drafting: int, copies: Copies = "none"
-) -> StepShape:
+def step_shape(slots: int, speculation: Speculation | None, drafting: int, drafts: Drafts = ANY) -> StepShape:
     """The shape of a step of ``slots``, with a budget for ``drafting`` of them; plain where that leaves nothing. Text
     beside a model's drafts goes as deep as there are nodes for it."""
     if speculation is None or not drafting or slots >= MAX_STEP_NODES:
         return StepShape.plain(slots)
     steps, topk, tokens = speculation
-    copied = min(tokens - 1, MOST_COPIED) if copies == "some" else 0
-    return StepShape(slots, min(slots + drafting * (tokens - 1), MAX_STEP_NODES), steps, topk, copied)
+    copied = min(tokens - 1, MOST_COPIED) if drafts.copies == "some" else 0
+    nodes = min(slots + drafting * (tokens - 1), MAX_STEP_NODES)
+    return StepShape(slots, nodes, steps, topk, copied, drafts.block)
 
 
 class ShapePolicy(Protocol):
@@ -68,7 +69,7 @@ class StaticShapes:
 
     speculation: Speculation | None
     padding: Padding = Padding()
-    copies: Copies = "none"
+    drafts: Drafts = ANY
 
     @property
     def cost(self) -> None:
@@ -83,7 +84,7 @@ class StaticShapes:
         size = self.padding.size(slots)
         if size in self.padding.buckets and drafting:
             drafting = size  # one shape a bucket; what some slots may not have goes to others
-        return step_shape(size, self.speculation, drafting, self.copies)
+        return step_shape(size, self.speculation, drafting, self.drafts)
 
     def plain(self, slots: int) -> StepShape:
         return StepShape.plain(self.padding.size(slots))
@@ -126,7 +127,7 @@ _OF_TEXT: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
     (64, ((2, 1, 2), (4, 1, 3), (8, 1, 5), (16, 1, 9))),
     (256, ((2, 1, 2), (8, 1, 3), (16, 1, 3))),
 )
-"""The same where levels cost nothing: long chains, few nodes for each of many requests."""
+"""The same where levels cost nothing or all the same: long chains, few nodes for each of many requests."""
 _BESIDE_TEXT: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
     (4, ((1, 1, 6), (2, 1, 9), (3, 1, 12), (5, 1, 17), (4, 4, 16), (5, 8, 32), (8, 4, 32))),
     (16, ((1, 1, 4), (2, 1, 6), (3, 1, 8), (5, 1, 12), (4, 4, 16))),
@@ -137,33 +138,42 @@ _BESIDE_TEXT: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
 _TABLES = {"none": _CANDIDATES, "all": _OF_TEXT, "some": _BESIDE_TEXT}
 
 
-def candidate_shapes(slots: int, copies: Copies = "none") -> list[StepShape]:
-    """What the controller may choose for a batch of ``slots``, plain decoding first. ``copies``: which drafts are
-    copied from a text, not computed."""
-    table = _TABLES[copies]
+def candidate_shapes(slots: int, drafts: Drafts = ANY) -> list[StepShape]:
+    """What the controller may choose for a batch of ``slots``, plain decoding first. Deeper shapes than can be drafted
+    are cut."""
+    table = _TABLES["all" if drafts.block and drafts.copies == "none" else drafts.copies]
     choices = next((choices for most, choices in table if slots <= most), table[-1][1])
-    shapes = [step_shape(slots, speculation, slots, copies) for speculation in (None, *choices)]
+    kept = (None, *(cut(each, drafts) for each in choices))
+    shapes = [step_shape(slots, speculation, slots, drafts) for speculation in kept]
     return list(dict.fromkeys(shapes))
+
+
+def cut(speculation: Speculation, drafts: Drafts) -> Speculation:
+    """The same with no more levels and nodes than are drafted."""
+    (steps, topk, tokens), most_levels = speculation, drafts.most_levels
+    if most_levels is None or steps <= most_levels:
+        return speculation
+    drafted = tokens if drafts.copies == "some" else tree_pool_size(most_levels, topk) + 1
+    return most_levels, topk, min(tokens, drafted)
 
 
 @dataclass(frozen=True, slots=True)
 class ShapePlan:
-    """All shapes that an engine may run: ``speculation`` in every step, or, ``adaptive``, the controller's choice.
-    ``copies``: as ``candidate_shapes`` takes it."""
+    """All shapes that an engine may run: ``speculation`` in every step, or, ``adaptive``, the controller's choice."""
 
     speculation: Speculation | None
     adaptive: bool
     most_slots: int
     padding: Padding = Padding()
-    copies: Copies = "none"
+    drafts: Drafts = ANY
 
     def candidates(self, slots: int) -> list[StepShape]:
         """What a batch of ``slots`` may run, plain decoding first."""
         size = self.padding.size(slots)
         if self.adaptive:
-            return candidate_shapes(size, self.copies)
+            return candidate_shapes(size, self.drafts)
         drafting = 0, size
-        return list(dict.fromkeys(step_shape(size, self.speculation, each, self.copies) for each in drafting))
+        return list(dict.fromkeys(step_shape(size, self.speculation, each, self.drafts) for each in drafting))
 
     def shapes(self) -> list[StepShape]:
         """Those of all batch sizes."""

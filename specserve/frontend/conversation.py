@@ -1,4 +1,4 @@
-"""Conversations: the messages that OpenAI's API has, and what chat templates get of them."""
+"""Conversations: messages of OpenAI's API, and how they are passed to chat templates."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Texts = Text | Annotated[ListOf[TextPart], Field(max_length=MAX_PARTS)]
 
 
 def joined(texts: str | list[TextPart]) -> str:
-    """Parts joined as they are."""
+    """Join parts without a separator."""
     return texts if isinstance(texts, str) else "".join(part.text for part in texts)
 
 
 def read_object(given: str | dict[str, Any]) -> dict[str, Any] | None:
-    """A JSON object, or the one that a text is; None for what is none, or none that UTF-8 can encode."""
+    """Return a JSON object, or the one that a text holds; None if there is none or UTF-8 can't encode it."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         found: Any = json.loads(given) if isinstance(given, str) else given
         json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair may be written as an escape
@@ -45,7 +45,7 @@ def read_object(given: str | dict[str, Any]) -> dict[str, Any] | None:
 
 
 def json_object(arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Templates write the arguments as JSON themselves: they get the object, not its text."""
+    """Return the object: templates write the arguments as JSON themselves."""
     if (found := read_object(arguments)) is None:
         raise PydanticCustomError("arguments", "must be an object or the text of a JSON object")
     return found
@@ -93,7 +93,7 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Message:
-        """Refuses what has no meaning in a message of the role."""
+        """Refuse what has no meaning in a message of the role."""
         if self.tool_calls and self.role != "assistant":
             raise fault("role", "only in messages of the role assistant", "tool_calls")
         if self.reasoning_content and self.role != "assistant":
@@ -127,8 +127,8 @@ _LISTS = ("content", "tool_calls", "output")
 
 
 def few_parts(messages: Any) -> Any:
-    """Raises PydanticCustomError for lists that are short each, but hold too much together: those of messages, and of
-    the parts in them that have parts of their own."""
+    """Raise PydanticCustomError if the messages, and the parts that have parts of their own, hold too much together,
+    even if each list is short."""
     level: list[Any] = messages if isinstance(messages, list) else []
     total = 0
     for _ in range(2):
@@ -149,7 +149,7 @@ Messages = Annotated[
 
 
 def of_request(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as the chat template gets them. Raises FieldError for a tool's result of no call."""
+    """Return messages as the chat template gets them. Raises FieldError for a tool result without a call."""
     for index, message in enumerate(messages):
         if message.role == "tool" and message.tool_call_id is None:
             param = f"messages.{index}.tool_call_id"
@@ -162,7 +162,7 @@ class _Messages(BaseModel):
 
 
 def plain(messages: object) -> list[dict[str, Any]]:
-    """OpenAI's messages as chat templates get them. Raises FieldError for what would be left out or misread."""
+    """Return OpenAI's messages as chat templates get them. Raises FieldError for what would be left out or misread."""
     given = list(messages) if isinstance(messages, tuple) else messages
     try:
         return [message.plain() for message in _Messages(messages=given).messages]  # type: ignore[arg-type]
@@ -171,8 +171,8 @@ def plain(messages: object) -> list[dict[str, Any]]:
 
 
 def check_results(messages: Conversation) -> None:
-    """Raises FieldError unless the tools' results come in the order of the calls before them, one for each: many
-    templates write no ids, so that the order alone says which is whose."""
+    """Raise FieldError unless the tool results come in the order of the calls before them, one for each. Many
+    templates write no ids, so only the order says which result belongs to which call."""
     calls: list[Any] = []
     given = 0
     for index, message in enumerate(messages):
@@ -185,7 +185,7 @@ def check_results(messages: Conversation) -> None:
 
 
 def _ids(message: Mapping[str, Any], index: int) -> list[Any]:
-    """Ids of a message's calls. Raises FieldError when one occurs twice."""
+    """Return the ids of a message's calls. Raises FieldError if one occurs twice."""
     ids = [call.get("id") for call in message["tool_calls"]]
     seen = set()
     for number, found in enumerate(ids):
@@ -197,7 +197,7 @@ def _ids(message: Mapping[str, Any], index: int) -> list[Any]:
 
 
 def _fault(found: object, calls: list[Any], given: int) -> str:
-    """What is wrong with a result of the call ``found``, after those of the first ``given`` calls."""
+    """Return what is wrong with a result of the call ``found`` after those of the first ``given`` calls."""
     if found not in calls:
         return f"no call of this id in the assistant's message before, found {found!r}"
     if found in calls[:given]:

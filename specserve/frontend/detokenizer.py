@@ -1,4 +1,4 @@
-"""Token ids to text, a few at a time, so that the pieces put together are the text of the whole."""
+"""Turn token ids into text, a few at a time; the pieces put together are the text of all tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _BROKEN = "�"  # what decoders make of bytes that are not (or not yet) a chara
 
 
 class Detokenizer:
-    """Decodes a window that begins at text already given out and gives out what is new at its end.
+    """Decode a window that begins at text already given out, and give out what is new at its end.
 
-    A tokenizer may drop the space before a lone token, so a token is never decoded without the one before it;
-    and a character may be split over tokens, so a broken end is held back until it is whole or all is over.
-    ``decode`` may make of bytes only what UTF-8 makes of them in any window: one U+FFFD for a part of a character.
+    A tokenizer may drop the space before a lone token, so a token is never decoded without the one before it. A
+    character may be split over tokens, so an incomplete end is held back until it is complete or nothing follows.
+    ``decode`` must convert bytes in any window as UTF-8 does: one U+FFFD for each part of a character.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
@@ -26,7 +26,7 @@ class Detokenizer:
         self._given = len(decode(self._window))  # characters of the window's text that were given out
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Adds tokens. Returns the text that became certain."""
+        """Add tokens. Return the text that became certain."""
         self._window += token_ids
         text = self._decode(self._window)
         broken = len(text) - len(text.rstrip(_BROKEN))
@@ -42,14 +42,14 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """Returns what was held back. Call it once, when no token follows."""
+        """Return the text held back. Call it once, when no token follows."""
         text = self._decode(self._window)
         new = text[self._given :]
         self._given = len(text)
         return new
 
     def _move(self, start: int, broken: int) -> None:
-        """Makes the window begin at ``start``; ``broken`` characters of its end are not given out yet."""
+        """Make the window begin at ``start``; ``broken`` characters at its end are not given out yet."""
         self._window = self._window[start:]
         self._mark = len(self._window)
         self._given = max(0, len(self._decode(self._window)) - broken)

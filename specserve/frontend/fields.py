@@ -1,4 +1,4 @@
-"""Base class and types of the models that check outside data, and the words for what is wrong with it."""
+"""The base class of models that validate outside data, and the wording of their errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]  # says what is wrong with one element, not with a million
 NOT_SUPPORTED = "Not supported: "  # how the description of a refused field begins
 
-_UNION_TAGS = ("str", "int", "list", "NamedTool")
+_UNION_TAGS = ("str", "int", "list", "ToolChoice", "ChosenTools")
 _CODES = {
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",
@@ -31,7 +31,7 @@ _WORDS = {
 
 
 def encodable(text: str) -> bool:
-    """Half a surrogate pair is no text: no tokenizer takes it."""
+    """Refuse half a surrogate pair: no tokenizer accepts it."""
     if not text.isascii():
         try:
             text.encode()
@@ -50,21 +50,21 @@ Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class Refusal:
-    """A field of OpenAI's that is refused unless it is null or has one of the values that ask for nothing."""
+    """One of OpenAI's fields that is refused unless it is null or has a value that asks for nothing."""
 
     def __init__(self, reason: str, *no_ops: Any) -> None:
         self.reason = reason
         self.no_ops = (None, *no_ops)
 
     def allows(self, value: object) -> bool:
-        """1 and 0 are no booleans; 1.0 is 1."""
+        """Return whether it is such a value. 1 and 0 are not booleans; 1.0 equals 1."""
         return any(
             isinstance(value, bool) == isinstance(no_op, bool) and value == no_op for no_op in self.no_ops
         )
 
 
 class Strict(BaseModel):
-    """No coercion, no unknown fields; those of ``refused`` are taken at their no-op values alone."""
+    """No coercion and no unknown fields. Fields in ``refused`` are accepted only at values that ask for nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
     refused: ClassVar[Mapping[str, Refusal]] = {}
@@ -73,7 +73,7 @@ class Strict(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Describes the refused fields, too."""
+        """Describe the refused fields, too."""
         found = handler(core_schema)
         properties = handler.resolve_ref_schema(found).setdefault("properties", {})
         for name, refusal in cls.refused.items():
@@ -92,19 +92,24 @@ class Strict(BaseModel):
 
 
 def fault(kind: str, words: str, field: str) -> PydanticCustomError:
-    """What a validator of a whole model raises about one of its fields."""
+    """Make the error that a validator of a whole model raises about one of its fields."""
     return PydanticCustomError(kind, "{words}", {"words": words, "param": field})
 
 
+def excerpt(text: str) -> str:
+    """The beginning of what a caller gave, for an error's words; half a surrogate pair as an escape."""
+    return text[:80].encode(errors="backslashreplace").decode()
+
+
 def explain(errors: Sequence[Any]) -> FieldError:
-    """Names the first field at fault, with all that is said about it (each type of a union says its own)."""
+    """Name the first invalid field, with everything said about it (each type of a union has its own error)."""
     first = _deepest(errors)
     kind, location, context = first["type"], first["loc"], first.get("ctx", {})
     if kind == "extra_forbidden":
         name = str(location[-1]) or '""'  # it may also be called as a member of a union is
         param = _joined(param_of(location[:-1]), name)
     else:
-        param = _joined(param_of(location), context.get("param"))
+        param = _place(first)
     if kind in _CODES or "param" in context:
         return FieldError(param, _words(first), _CODES.get(kind))
     reasons = dict.fromkeys(_words(error) for error in errors if param_of(error["loc"]) == param)
@@ -112,22 +117,26 @@ def explain(errors: Sequence[Any]) -> FieldError:
 
 
 def _deepest(errors: Sequence[Any]) -> Any:
-    """The first error, or the one furthest inside the same field: a list that is no text may be a wrong list, of what
-    it begins with. What is too long was right up to there."""
+    """Return the first error, or the one furthest inside the same field: if a field takes a text or a list, the error
+    within the list says more. If the list is too long, its elements are not at fault."""
     first, param = errors[0], param_of(errors[0]["loc"])
     if any(error["type"] == "too_long" and param_of(error["loc"]) == param for error in errors):
         return first
-    inside = [error for error in errors if param_of(error["loc"]).startswith(param + ".")]
+    inside = [error for error in errors if _place(error).startswith(param + ".")]
     return max(inside, key=lambda error: _depth(error["loc"]), default=first)
 
 
+def _place(error: Any) -> str:
+    return _joined(param_of(error["loc"]), error.get("ctx", {}).get("param"))
+
+
 def _depth(location: Sequence[Any]) -> tuple[list[int], int]:
-    """How much of a value was right before the error: elements of lists first, then fields."""
+    """Return how much of a value was valid before the error: elements of lists first, then fields."""
     return [part for part in location if isinstance(part, int)], len(location)
 
 
 def param_of(location: Sequence[Any]) -> str:
-    """``messages.0.content`` from a pydantic location, which also holds union members."""
+    """Turn a pydantic location, which also holds union members, into ``messages.0.content``."""
     parts = (str(part) for part in location if not isinstance(part, str) or not _is_tag(part))
     return ".".join(parts)
 
@@ -150,7 +159,7 @@ def _short(value: Any) -> str:
 
 
 def _brief() -> reprlib.Repr:
-    """Looks at the first elements alone, of values that may have a million."""
+    """Describe a value by its first elements: it may have a million."""
     found = reprlib.Repr()
     found.maxlist = found.maxdict = found.maxstring = found.maxlong = 80
     return found

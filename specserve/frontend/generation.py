@@ -1,4 +1,4 @@
-"""The requests of one call, run together: their tokens as they come, their answers when they are done."""
+"""Run the requests of one call together: stream their tokens, collect their answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specserve.core import SamplingParams, SpeculationUsage
-from specserve.frontend.output import Answer, Delta, OutputProcessor
+from specserve.frontend.output import Answer, Delta, output_processor
 from specserve.frontend.parsers.registry import AnswerParser
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
@@ -27,8 +27,8 @@ class RequestFailed(Exception):
 
 
 class Clock(Protocol):
-    """Who measures the requests. ``prefill`` is the part of the seconds that was after the queue, ``decode`` the one
-    after the first token."""
+    """Receives the times of requests. ``prefill`` is the part of the seconds after the queue, ``decode`` the part after
+    the first token."""
 
     def queued(self, seconds: float) -> None: ...
     def first_token(self, seconds: float, prefill: float) -> None: ...
@@ -40,8 +40,8 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One answer that a call asks for. ``by_token``: its deltas say which text came with which token.
-    ``parser`` takes its text apart."""
+    """One answer of a call. ``by_token``: its deltas say which text came with which token. ``parser`` parses its
+    text."""
 
     prompt: Sequence[int]
     params: SamplingParams
@@ -51,9 +51,10 @@ class Job:
 
 
 class Generation:
-    """Runs jobs. ``start`` it, read ``deltas`` to their end, and ``close`` it in every case.
+    """Run jobs. Call ``start``, read ``deltas`` to their end, and ``close`` in every case.
 
-    ``name``: what to call the jobs together, or a new name. ``timeout``: seconds until what has not ended is aborted.
+    ``name``: a common name of the jobs, by default a new one. ``timeout``: seconds after which unfinished jobs are
+    aborted. ``tenant``: who asks, as in ``Submit``.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Generation:
         *,
         name: str | None = None,
         timeout: float | None = None,
+        tenant: str = "",
     ) -> None:
         self.jobs = jobs
         self.name = name or uuid.uuid4().hex
@@ -73,8 +75,11 @@ class Generation:
         self._clock = clock
         self._statistics = statistics
         self._timeout = timeout
+        self._tenant = tenant
         self._rids = {f"{self.name}-{index}": index for index in range(len(jobs))}
-        self._outputs = [_processor(job, tokenizer) for job in jobs]
+        self._outputs = [
+            output_processor(tokenizer, job.prompt, job.params, job.parser, job.by_token) for job in jobs
+        ]
         self._started = self._first_at = self._last = [0.0] * len(jobs)
         self._inbox: Inbox | None = None
         self._first: Tokens | None = None
@@ -84,11 +89,11 @@ class Generation:
         return [output.answer for output in self._outputs]
 
     def submit(self) -> None:
-        """Hands the jobs to the engine."""
+        """Submit the jobs to the engine."""
         self._started = [time.monotonic()] * len(self.jobs)
         self._first_at, self._last = list(self._started), list(self._started)
         requests = [
-            Submit(rid, list(job.prompt), job.params, job.choice)
+            Submit(rid, list(job.prompt), job.params, job.choice, self._tenant)
             for rid, job in zip(self._rids, self.jobs, strict=True)
         ]
         self._inbox = self._engine.submit(requests, self.name)
@@ -96,13 +101,13 @@ class Generation:
             self._inbox.expire_in(self._timeout)
 
     async def start(self) -> None:
-        """Submits, unless that is done, and waits for the first tokens. Raises RequestFailed."""
+        """Submit, unless that is done, and wait for the first tokens. Raises RequestFailed."""
         if self._inbox is None:
             self.submit()
         self._first = await self._get()
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """What each message adds to which job, until all are done. Raises RequestFailed."""
+        """Yield what each message adds to which job, until all are done. Raises RequestFailed."""
         left, message = len(self.jobs), self._first
         while left:
             message = message or await self._get()
@@ -122,14 +127,14 @@ class Generation:
             yield index, delta
 
     async def run(self) -> list[Answer]:
-        """Reads to the end. Raises RequestFailed."""
+        """Read to the end. Raises RequestFailed."""
         await self.start()
         async for _ in self.deltas():
             pass
         return self.answers
 
     def close(self) -> None:
-        """Aborts what has not ended."""
+        """Abort what has not ended."""
         if self._inbox is not None:
             self._inbox.close()
 
@@ -155,12 +160,3 @@ class Generation:
             speculation = self._outputs[index].answer.speculation
             seconds, decode = now - self._started[index], now - self._first_at[index]
             self._clock.finished(seconds, decode, delta.finish_reason, speculation)
-
-
-def _processor(job: Job, tokenizer: Tokenizer | None) -> OutputProcessor:
-    parser, detokenizer = job.parser, None
-    if tokenizer is not None:
-        marks = parser.marks if parser else ()
-        detokenizer = tokenizer.detokenizer(job.prompt, job.params.skip_special_tokens, marks)
-    by_token = job.by_token or (parser is not None and parser.tells_reasoning)
-    return OutputProcessor(job.params, detokenizer, by_token, parser)

@@ -1,7 +1,8 @@
-"""One request's answer: tokens of the engine in, text out. The server and ``LLM`` both use it."""
+"""One request's answer: the engine's tokens in, text out. The server and ``LLM`` both use it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
@@ -9,15 +10,16 @@ from specserve.frontend.detokenizer import Detokenizer
 from specserve.frontend.parsers.base import Event
 from specserve.frontend.parsers.registry import AnswerParser
 from specserve.frontend.stopping import StopFinder
+from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import FinishReason, Tokens
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one message of the engine adds to an answer. ``text`` may lag behind ``token_ids``, never lead.
+    """What one message of the engine adds to an answer. ``text`` may lag behind ``token_ids`` but never lead.
 
-    ``runs`` splits ``token_ids`` by step, as in the message; ``pieces`` is ``text`` by the token that made it certain,
-    if that was asked for; ``events`` is what a parser found in it, if there is one.
+    ``runs`` splits ``token_ids`` by step, as in the message. ``pieces`` is ``text`` by the token that made it certain,
+    if requested. ``events`` is what a parser found in it, if there is one.
     """
 
     text: str
@@ -46,12 +48,11 @@ class Answer:
 
 
 class OutputProcessor:
-    """Detokenizes, finds stop strings and counts. Push messages until one gives a finish reason.
+    """Detokenize, find stop strings and count. Push messages until one gives a finish reason.
 
-    A stop string ends the answer at the token that completes it; the tokens after it are not counted. If the
-    engine does not know yet, ``must_abort`` is true and it must be told. No ``detokenizer``: no text.
-    ``by_token``: deltas say which text came with which token; a parser that tells reasoning needs it. ``parser``: takes
-    the text apart.
+    A stop string ends the answer at the token that completes it; later tokens are not counted. If ``must_abort`` is
+    true, the engine does not know yet and must be told. No ``detokenizer``: no text. ``by_token``: deltas say which
+    text came with which token; a parser that separates reasoning needs it. ``parser``: parses the text.
     """
 
     def __init__(
@@ -71,8 +72,13 @@ class OutputProcessor:
         if detokenizer and params.stop:
             self._stop = StopFinder(params.stop, params.include_stop_str_in_output)
 
+    @property
+    def parsed(self) -> bool:
+        """Whether a parser parses the text."""
+        return self._parser is not None
+
     def push(self, message: Tokens) -> Delta:
-        """Adds a message to the answer and returns what it added."""
+        """Add a message to the answer and return what it added."""
         parts, kept, stopped = self._read(message)
         reason: FinishReason | None = "stop" if stopped else message.finish_reason
         self.must_abort = stopped and message.finish_reason is None
@@ -91,7 +97,7 @@ class OutputProcessor:
         return delta
 
     def _read(self, message: Tokens) -> tuple[list[str], int, bool]:
-        """Returns the new text in parts, how many tokens count, and whether a stop string was found."""
+        """Return the new text in parts, how many tokens count, and whether a stop string was found."""
         detokenizer = self._detokenizer
         if detokenizer is None:
             return [], len(message.token_ids), False
@@ -108,7 +114,7 @@ class OutputProcessor:
     def _read_to_stop(
         self, detokenizer: Detokenizer, stop: StopFinder, visible: list[int], message: Tokens
     ) -> tuple[list[str], int, bool]:
-        """Token by token, because the answer ends at the one that completes the stop string."""
+        """Read token by token, because the answer ends at the one that completes the stop string."""
         parts, have = [], len(self.answer.token_ids)
         for index, token in enumerate(visible):
             text, found = stop.feed(detokenizer.push([token]), have + index + 1 >= self._params.min_tokens)
@@ -122,7 +128,7 @@ class OutputProcessor:
         return parts, len(message.token_ids), found
 
     def _parse(self, delta: Delta, parser: AnswerParser) -> None:
-        """Adds what the parser finds, and counts the tokens of reasoning."""
+        """Add what the parser finds, and count the tokens of reasoning."""
         have = len(self.answer.token_ids)
         for number, piece in enumerate(delta.pieces or [delta.text], have + 1):
             before = parser.thinking
@@ -147,8 +153,24 @@ class OutputProcessor:
             answer.speculation = _trim(message.speculation, message.runs, kept, before)
 
 
+def output_processor(
+    tokenizer: Tokenizer | None,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    parser: AnswerParser | None,
+    by_token: bool = False,
+) -> OutputProcessor:
+    """Make the processor for an answer to ``prompt``. Without a tokenizer there is no text."""
+    detokenizer = None
+    if tokenizer is not None:
+        marks = parser.marks if parser else ()
+        detokenizer = tokenizer.detokenizer(prompt, params.skip_special_tokens, marks)
+    by_token = by_token or (parser is not None and parser.tells_reasoning)
+    return OutputProcessor(params, detokenizer, by_token, parser)
+
+
 def _by_token(parts: list[str], tokens: int) -> list[str]:
-    """A piece for each token. The first parts are theirs; what was held back until the end goes to the last."""
+    """Return one piece for each token. Text held back until the end goes to the last token."""
     if not tokens:
         return []
     before = parts[: tokens - 1]
@@ -156,7 +178,7 @@ def _by_token(parts: list[str], tokens: int) -> list[str]:
 
 
 def _kept_runs(runs: list[int], kept: int) -> list[int]:
-    """The runs of a message's first ``kept`` tokens."""
+    """Return the runs of a message's first ``kept`` tokens."""
     found = []
     for length in runs:
         if kept > 0:
@@ -166,11 +188,11 @@ def _kept_runs(runs: list[int], kept: int) -> list[int]:
 
 
 def _trim(usage: SpeculationUsage, runs: list[int], kept: int, before: int) -> SpeculationUsage:
-    """Takes from the totals the steps and accepted drafts of a message's tokens beyond the first ``kept``.
+    """Subtract the steps and accepted drafts of a message's tokens beyond the first ``kept``.
 
-    What was drafted stays: it was verified, wanted or not. The last token kept of a step counts as its bonus
-    token, so that tokens are still accepted drafts plus steps.
-    Predicted were the first tokens of the message, in addition to ``before`` ones in earlier messages.
+    The drafted count stays: those nodes were verified. The last token kept of a step counts as its bonus token, so
+    tokens still equal accepted drafts plus steps. The first tokens of the message were predicted, in addition to
+    ``before`` in earlier messages.
     """
     predicted = min(usage.predicted, before + kept)
     steps, accepted = usage.steps, usage.accepted

@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces."""
+"""Find stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Gives text on until a stop string is complete, and keeps back an end that may be the start of one.
+    """Pass text on until a stop string is complete, and hold back an end that may be the start of one.
 
-    What it finds does not depend on how the text is cut into pieces: of several stop strings the one that is
-    complete first counts, the longest of those that end together. It is ``found``.
+    The result does not depend on how the text is cut into pieces. Of several stop strings the one that is complete
+    first counts, and the longest of those that end together. It is ``found``.
     """
 
     def __init__(self, stops: Sequence[str], included: bool = False) -> None:
-        """``included``: the stop string is text of the answer, too."""
+        """``included``: the stop string is part of the answer."""
         self._stops = stops
         self._included = included
         self._held = ""
         self.found: str | None = None
 
     def feed(self, text: str, armed: bool = True) -> tuple[str, bool]:
-        """Returns the text that is certainly before any stop string, with the one found if it is included, and
-        whether one was found.
+        """Return the text that is certainly before any stop string (with the one found, if it is included), and whether
+        one was found.
 
         Stop strings that are complete while not ``armed`` are ordinary text.
         """
@@ -34,12 +34,12 @@ class StopFinder:
         return text[: len(text) - hold], False
 
     def flush(self) -> str:
-        """Returns the text kept back, when none follows."""
+        """Return the text held back, when none follows."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str, seen: int) -> tuple[int, int] | None:
-        """Where the first stop string to end beyond ``seen`` begins and ends."""
+        """Return where the first stop string to end beyond ``seen`` begins and ends."""
         found = [
             (start + len(stop), start)
             for stop in self._stops
@@ -51,12 +51,13 @@ class StopFinder:
         return start, end
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of ``text`` that is the start of a stop string and not all of it."""
+        """Return the length of the longest end of ``text`` that is the beginning of a stop string, but not all of
+        it."""
         return max((overlap(text, stop) for stop in self._stops), default=0)
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is the start of ``stop`` and not all of it."""
+    """Return the length of the longest end of ``text`` that is the beginning of ``stop``, but not all of it."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0 and not stop.startswith(text[at:]):
         at = text.find(stop[0], at + 1)

@@ -1,4 +1,4 @@
-"""The chat template: a conversation to text."""
+"""Render a conversation as text with the chat template."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """The one for conversations with tools, empty if there is no template."""
+        """Return the template of conversations with tools; empty if there is none."""
         if not self._tokenizer.chat_template:
             return ""
         return str(self._tokenizer.get_chat_template(tools=[{}]))
@@ -40,10 +40,10 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text up to where the assistant answers. Raises ValueError with the reason when there is no template, or
-        when it refuses the messages; FieldError when it leaves out a text of the system or the user, or the name of a
-        function. Names of speakers that it leaves out are noted once in the log. ``variables``: what else the template
-        may read, such as ``enable_thinking``; FieldError for one that it does not."""
+        """Return the text up to where the assistant answers. Raises ValueError with the reason if there is no template
+        or it refuses the messages, and FieldError if it leaves out a system or user text or the name of a function.
+        Speakers' names that it leaves out are logged once. ``variables``: further variables of the template, such as
+        ``enable_thinking``; FieldError for one that it does not read."""
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; use completions instead")
         check_results(messages)
@@ -66,7 +66,7 @@ class ChatTemplate:
         return text
 
     def _check_tools(self, tools: Sequence[Tool], text: str) -> None:
-        """Raises FieldError for a function that the text does not name."""
+        """Raise FieldError for a function that the text does not name."""
         place = bool(tools) and re.search(r"\btools\b", self.text) is not None
         for index, tool in enumerate(tools):
             if not place or tool.function.name not in text:
@@ -74,7 +74,7 @@ class ChatTemplate:
                 raise FieldError(f"tools.{index}.function.name", words)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        """false and null ask for nothing: that is what a template reads where nothing is set."""
+        """Ignore false and null: a template reads unset variables the same way."""
         for name, value in variables.items():
             param = f"chat_template_kwargs.{name}"
             if name in self._reserved:
@@ -95,7 +95,7 @@ class ChatTemplate:
 
 
 def read_template(given: str) -> str:
-    """The template that ``--chat-template`` gives: its text, or a file's. Raises ValueError for neither."""
+    """Return the template that ``--chat-template`` gives, as text or as a file. Raises ValueError for neither."""
     if _is_template(given):
         return given
     try:
@@ -112,7 +112,7 @@ def _is_template(text: str) -> bool:
 
 
 def replace_template(tokenizer: Any, given: str) -> None:
-    """Makes the template of ``--chat-template`` the tokenizer's. Raises ValueError for one that is not well formed."""
+    """Replace the tokenizer's template by that of ``--chat-template``. Raises ValueError if it is malformed."""
     tokenizer.chat_template = read_template(given)
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
@@ -123,8 +123,8 @@ def replace_template(tokenizer: Any, given: str) -> None:
 
 
 def _check_whole(messages: Conversation, text: str) -> None:
-    """Raises FieldError for what is not in the text. Each part is looked for after the one before it first, so that
-    thousands take no longer than reading the text."""
+    """Raise FieldError for what is not in the text. Each part is searched after the previous one first, so thousands
+    take no longer than one pass over the text."""
     at = 0
     for index, message in enumerate(messages):
         for field, part in _parts(message):
@@ -136,8 +136,8 @@ def _check_whole(messages: Conversation, text: str) -> None:
 
 
 def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What no template rewrites of a message, each after the field that it is in: names of called functions, and of
-    what it is told the first line; of earlier answers some leave out the reasoning."""
+    """Return the parts of a message that no template rewrites, each after its field: names of called functions, and the
+    first line of what the model is told. Some templates leave out the reasoning of earlier answers."""
     content = message.get("content")
     if message["role"] in ("system", "user") and isinstance(content, str) and content.strip():
         yield "content", content.strip().splitlines()[0].strip()

@@ -1,4 +1,4 @@
-"""Which tokens were generated, counted where ``--token-statistics`` allows it."""
+"""Count the generated tokens, if ``--token-statistics`` is on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class TokenStatistics:
-    """Counts by id since start; nothing of their order or of whose they are is kept."""
+    """Counts by token id since start. Neither order nor user is recorded."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -16,6 +16,7 @@ class TokenStatistics:
         self._counts.update(token_ids)
 
     def report(self) -> tuple[int, list[tuple[int, int]]]:
-        """How many tokens, and pairs of id and count, the most frequent first, of equals the lowest id."""
+        """Return the number of tokens, and pairs of id and count, the most frequent first and the lowest id among
+        equals."""
         counts = sorted(self._counts.items(), key=lambda pair: (-pair[1], pair[0]))
         return self._counts.total(), counts

@@ -1,4 +1,4 @@
-"""The tokenizer and its chat template, as the rest of the front sees them."""
+"""The tokenizer and its chat template, as the front uses them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ CHARACTERS = 16  # a token, at most, of a text that is tokenized at once
 
 
 def hide_torch() -> None:
-    """Keeps PyTorch out of this process, which Transformers imports where it finds it: no tokenizer has a use for it,
-    unless its code comes with the model. Does nothing once it is imported."""
+    """Keep Transformers from importing PyTorch into this process: no tokenizer needs it, unless its code comes with the
+    model. Does nothing once it is imported."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # None: there is no such module
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that PyTorch is missing
 
 
 class TooLong(ValueError):
-    """A text has more tokens than it may, which its beginning alone shows."""
+    """A text has more tokens than allowed, which its beginning already shows."""
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer. ``encode`` and ``encode_chat`` are not for two threads at once."""
+    """A Hugging Face tokenizer. ``encode`` and ``encode_chat`` must not run in two threads at once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -44,7 +44,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
-        """Raises ValueError naming the path. ``chat_template``: another than the checkpoint's, its text or a file."""
+        """Load a tokenizer. Raises ValueError naming the path. ``chat_template``: replaces the checkpoint's, as text or
+        as a file."""
         from transformers import AutoTokenizer
 
         try:
@@ -57,12 +58,12 @@ class Tokenizer:
         return cls(found)
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Ids of a plain prompt, with the special tokens that the tokenizer puts around one. Raises TooLong for a text
-        that can't have as few as ``most``, if it is far longer than that."""
+        """Return the ids of a plain prompt, with the special tokens that the tokenizer adds. Raises TooLong for a text
+        that certainly has more than ``most`` tokens, if it is far longer than that."""
         return self._encode(text, most, True)
 
     def encode_answer(self, text: str, most: int | None = None) -> list[int]:
-        """Ids of what a model might write: no special tokens around it. ``most`` as above."""
+        """Return the ids of what a model might write, without added special tokens. ``most`` as above."""
         return self._encode(text, most, False)
 
     def encode_chat(
@@ -72,8 +73,8 @@ class Tokenizer:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a conversation up to where the assistant answers. Raises ValueError with the reason. ``most`` as
-        above; ``variables`` are the template's."""
+        """Return the ids of a conversation up to where the assistant answers. Raises ValueError with the reason.
+        ``most`` as above; ``variables`` are the template's."""
         return self._encode(self._template.render(messages, tools, variables), most, False)
 
     @property
@@ -86,11 +87,11 @@ class Tokenizer:
         return self._decode(ids, skip_special_tokens)
 
     def _encode(self, text: str, most: int | None, special: bool) -> list[int]:
-        """Of a text far longer than ``most`` tokens are, a beginning is tokenized first, then one twice as long: with
-        more than twice ``most``, so many that its cut end can't account for them, the rest is not looked at. Whatever
-        the tokenizer drops, joins or writes shorter it does so in the beginning, too, and a text of few long tokens
-        goes through. One would be refused that fits: more white space than a context has tokens, before an added token
-        that takes all of it (``lstrip``)."""
+        """For a text far longer than ``most`` tokens can be, tokenize a beginning first, then one twice as long. If it
+        has more than twice ``most`` tokens, more than its cut end can account for, the rest is not read. Whatever the
+        tokenizer drops, joins or shortens, it also does in the beginning; a text of few long tokens passes. One fitting
+        text would be refused: more white space than a context has tokens, before an added token that swallows it
+        (``lstrip``)."""
         size = len(text) if most is None else CHARACTERS * (most + 1)
         while most is not None and size < len(text):
             count = len(self._ids(text[:size], False))
@@ -122,12 +123,17 @@ class Tokenizer:
 
         return Detokenizer(decode, prompt)
 
+    @functools.cached_property
+    def added(self) -> dict[str, int]:
+        """Tokens that stand for a text of their own, special or not, by that."""
+        return {str(token): token_id for token_id, token in self._tokenizer.added_tokens_decoder.items()}
+
     def is_special(self, token_id: int) -> bool:
-        """Whether a token has no text in an answer."""
+        """Return whether a token has no text in an answer."""
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, which may be part of a character."""
+        """Return the bytes of a token, which may be part of a character."""
         piece = self._tokenizer.convert_ids_to_tokens(token_id)
         if piece is None:
             return b""
@@ -158,8 +164,8 @@ class Tokenizer:
 
 
 def _decode_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
-    """The backend's own method, where the library's comes to no more: that takes four times as long, for every token of
-    a stream."""
+    """Return the backend's own method if it gives the same result as the library's, which takes four times as long for
+    every token of a stream."""
     from transformers import PreTrainedTokenizerFast as Fast
 
     kind = type(tokenizer)
@@ -172,7 +178,8 @@ def _decode_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
 
 
 def _special(tokenizer: Any) -> set[int]:
-    """Those with a role of their own, and those that tokenizer.json alone marks: no answer's text holds either."""
+    """Return the tokens with a role of their own, and those that only tokenizer.json marks. No answer's text holds
+    either."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
 
@@ -187,7 +194,7 @@ def _decoders(tokenizer: Any) -> set[str]:
 
 
 def _byte_tokens(tokenizer: Any) -> list[int]:
-    """The tokens ``<0x00>`` to ``<0xFF>``, none unless all are there."""
+    """Return the tokens ``<0x00>`` to ``<0xFF>``; none unless all exist."""
     vocabulary = tokenizer.get_vocab()
     found = [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
     return [] if None in found else found

@@ -1,29 +1,29 @@
-"""Tools that a request offers: functions, as OpenAI's API describes them."""
+"""The tools that a request offers: functions, as OpenAI's API describes them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.frontend.conversation import json_object
-from specserve.frontend.fields import ListOf, Refusal, Strict, Text
+from specserve.frontend.fields import ListOf, Strict, Text, explain, fault
 
 MAX_TOOLS = 1024
-NEEDS_GRAMMAR = "it needs a grammar of calls, which this version does not have"
 
 
 class FunctionTool(Strict):
-    refused: ClassVar[Mapping[str, Refusal]] = {"strict": Refusal(NEEDS_GRAMMAR, False)}
     name: Annotated[Text, Field(min_length=1, max_length=256)]
     """The function's name; each once."""
     description: Text | None = None
     """What it does, for the model."""
     parameters: Annotated[dict[str, Any], AfterValidator(json_object)] | None = None
-    """Its parameters as a JSON schema, for the model; what it writes is not held against it."""
+    """Its parameters as a JSON schema. Not set: none."""
+    strict: bool | None = None
+    """Arguments are valid under the schema, as they are where `tool_choice` asks for a call."""
 
 
 class Tool(Strict):
@@ -46,19 +46,66 @@ def _each_once(tools: list[Tool]) -> list[Tool]:
     return tools
 
 
-def _free(choice: object) -> object:
-    """Raises PydanticCustomError for a choice that leaves the model none."""
-    if choice == "required" or isinstance(choice, dict):
-        words = 'not supported: {choice}: {reason}; "auto" and "none" are taken'
-        kind = choice.get("type") if isinstance(choice, dict) else choice
-        named = "a named function" if kind == "function" else str(kind)
-        raise PydanticCustomError("unsupported", words, {"choice": named, "reason": NEEDS_GRAMMAR})
-    return choice
+class ChosenFunction(Strict):
+    name: Text
+    """One of the tools' functions."""
+
+
+class NamedFunction(Strict):
+    type: Literal["function"]
+    """Functions alone."""
+    function: ChosenFunction
+    """What is to be called."""
+
+
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    """Whether the model may leave it or has to call."""
+    tools: Annotated[ListOf[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
+    """Which may be called."""
+
+
+class ChosenTools(Strict):
+    type: Literal["function", "allowed_tools"]
+    """A function, or some of the tools; all stay in the prompt."""
+    function: ChosenFunction | None = None
+    """What is to be called."""
+    allowed_tools: AllowedTools | None = None
+    """What may be called."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ChosenTools:
+        for name, given in (("function", self.function), ("allowed_tools", self.allowed_tools)):
+            if name == self.type and given is None:
+                raise fault("missing", "", name)
+            if name != self.type and given is not None:
+                raise fault("kind", f"not in one of the type {self.type}", name)
+        return self
 
 
 Tools = Annotated[ListOf[Tool], Field(max_length=MAX_TOOLS), AfterValidator(_each_once)]
-ToolChoice = Annotated[Literal["none", "auto"], BeforeValidator(_free)]
+ToolChoice = Literal["none", "auto", "required"] | ChosenTools
 
 
-def names_of(tools: Sequence[Tool]) -> frozenset[str]:
-    return frozenset(tool.function.name for tool in tools)
+class _Offer(BaseModel):
+    model_config = ConfigDict(strict=True)
+    tools: Tools
+    tool_choice: ToolChoice | None
+    parallel_tool_calls: bool | None
+
+
+def offered(
+    tools: object, choice: object, parallel: object
+) -> tuple[list[Tool], ToolChoice | None, bool | None]:
+    """Check OpenAI's fields, given in Python. Raises FieldError naming the invalid one."""
+    given = {"tools": tools or [], "tool_choice": choice, "parallel_tool_calls": parallel}
+    try:
+        found = _Offer.model_validate(given)
+    except ValidationError as error:
+        raise explain(error.errors(include_url=False)) from None
+    return found.tools, found.tool_choice, found.parallel_tool_calls
+
+
+def functions_of(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+    """Return the schemas of their parameters, by function name."""
+    return {tool.function.name: tool.function.parameters or {} for tool in tools}

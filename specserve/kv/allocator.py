@@ -29,7 +29,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes ``count`` free pages, each with one reference. The caller has checked that there are that many."""
+        """Take ``count`` free pages, each with one reference. The caller has checked that there are that many."""
         assert count <= len(self._free), "allocation without a check"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -37,7 +37,7 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Adds an owner to each page."""
+        """Add an owner to each page."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is free and cannot be shared"
             if self._references[page] == 1 and page in self._cached:
@@ -46,7 +46,7 @@ class PageAllocator:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Takes an owner from each page; a page without owners is free again."""
+        """Take an owner from each page; a page without owners is free again."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is released twice"
             self._references[page] -= 1
@@ -59,21 +59,21 @@ class PageAllocator:
                     self._idled.append(page)
 
     def adopt(self, pages: Iterable[int]) -> None:
-        """Makes the prefix tree an owner of pages that a request holds."""
+        """Make the prefix tree an owner of pages that a request holds."""
         for page in pages:
             self.share([page])
             self._cached.add(page)
             self.joined += 1
 
     def disown(self, pages: Iterable[int]) -> None:
-        """Ends the prefix tree's ownership."""
+        """End the prefix tree's ownership."""
         for page in pages:
             self.idle -= self._references[page] == 1
             self._cached.remove(page)
             self.release([page])
 
     def watch(self, page: int) -> None:
-        """Notes once that the last user of a cached page has released it: nobody has to look again and again."""
+        """Note once that the last user of a cached page has released it: nobody has to look again and again."""
         self._watched.add(page)
 
     def take_idled(self) -> list[int]:

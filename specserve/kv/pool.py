@@ -37,9 +37,9 @@ class PoolConfig:
 class KVPool:
     """Owns the cache tensors. Neighbouring layers of equal specs lie in one tensor, so that one launch moves them all.
 
-    ``layers[i]``: layer i's entries ``[pages, parts, page size, ...]``; ``target_groups``: the target's memory as
-    ``[layers, pages, parts, page size, ...]``. ``page_feature``: ``[pages, feature size]``, the fused feature of each
-    page's last token, from which drafting resumes after a prefix hit.
+    ``layers[i]``: layer i's entries ``[pages, parts, page size, ...]``, ``scales[i]``: their factors;
+    ``target_groups``: the target's memory as ``[layers, pages, parts, page size, ...]``. ``page_feature``: ``[pages,
+    feature size]``, the fused feature of each page's last token, from which drafting resumes after a prefix hit.
     """
 
     def __init__(self, config: PoolConfig, num_pages: int, device: torch.device) -> None:
@@ -54,4 +54,5 @@ class KVPool:
         self.target_groups = allocate(config.target)
         groups = [*self.target_groups, *allocate(config.draft)]
         self.layers: list[Tensor] = [layer for group in groups for layer in group.unbind(0)]
+        self.scales = [spec.scales for spec in (*config.target, *config.draft)]
         self.page_feature = torch.zeros(num_pages, config.feature_size, dtype=config.dtype, device=device)

@@ -48,7 +48,7 @@ class RadixCache:
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Adds a sequence whose whole pages are ``pages``; parts that are cached already keep the tree's pages."""
+        """Add a sequence whose whole pages are ``pages``; parts that are cached already keep the tree's pages."""
         keys = self._keys(tokens)[: len(pages)]
         node, done = self._root, 0
         for step, matched in list(self._walk(keys)):
@@ -63,7 +63,7 @@ class RadixCache:
             self.num_pages += len(leaf.pages)
 
     def evict(self, count: int) -> int:
-        """Frees at least ``count`` pages that only the tree owns, least recently used first, if there are that many.
+        """Free at least ``count`` pages that only the tree owns, least recently used first, if there are that many.
 
         Returns how many were freed.
         """
@@ -84,7 +84,7 @@ class RadixCache:
         return freed
 
     def clear(self) -> int:
-        """Evicts every page that no request uses. Returns how many."""
+        """Evict every page that no request uses. Returns how many."""
         return self.evict(self.num_pages)
 
     def pages(self) -> Iterator[int]:
@@ -100,7 +100,7 @@ class RadixCache:
         return [tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size)]
 
     def _walk(self, keys: list[Key]) -> Iterator[tuple[_Node, int]]:
-        """Yields each node that shares pages with ``keys`` on the way down, and how many."""
+        """Yield each node that shares pages with ``keys`` on the way down, and how many."""
         node, done, now = self._root, 0, self._tick()
         while done < len(keys) and (child := node.children.get(keys[done])) is not None:
             matched = 1
@@ -117,7 +117,7 @@ class RadixCache:
             node, done = child, done + matched
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Cuts the edge into ``node`` after ``at`` pages; returns the new upper node."""
+        """Cut the edge into ``node`` after ``at`` pages; return the new upper node."""
         assert node.parent is not None
         upper = _Node(node.keys[:at], node.pages[:at], node.parent, node.used)
         node.parent.children[upper.keys[0]] = upper
@@ -130,7 +130,7 @@ class RadixCache:
         heapq.heappush(self._oldest, (leaf.used, leaf.pages[-1], leaf))
 
     def _drop_tail(self, leaf: _Node, most: int) -> int:
-        """Frees up to ``most`` pages at a leaf's end that no request uses, and unlinks it when it is empty. Returns how
+        """Free up to ``most`` pages at a leaf's end that no request uses, and unlink it when it is empty. Returns how
         many."""
         first, parent = leaf.keys[0], leaf.parent
         # One that uses a page uses all before it.

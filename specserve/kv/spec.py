@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
+from specserve_kernels import KVScales
 from torch import Tensor
 
 
@@ -15,6 +16,15 @@ class KVSpec(Protocol):
     @property
     def token_bytes(self) -> int:
         """Memory of one token."""
+        ...
+
+    @property
+    def scales(self) -> KVScales | None:
+        """Return the factors of what is stored in FP8; None: it is stored in the type that it is computed in."""
+        ...
+
+    def in_fp8(self, scales: KVScales) -> KVSpec:
+        """Return the same spec, stored as float8_e4m3fn."""
         ...
 
     def allocate(self, layers: int, pages: int, page_size: int, device: torch.device) -> Tensor:
@@ -30,6 +40,7 @@ class HeadKV:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    scales: KVScales | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.num_kv_heads} KV heads of size {self.head_dim}"
@@ -37,6 +48,9 @@ class HeadKV:
     @property
     def token_bytes(self) -> int:
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def in_fp8(self, scales: KVScales) -> HeadKV:
+        return replace(self, dtype=torch.float8_e4m3fn, scales=scales)
 
     def allocate(self, layers: int, pages: int, page_size: int, device: torch.device) -> Tensor:
         shape = (layers, pages, 2, page_size, self.num_kv_heads, self.head_dim)

@@ -1,4 +1,5 @@
-"""What one forward reads, and what it asks of attention. Shapes: T tokens, N heads (q, then k, then v), D head size."""
+"""The inputs of one forward, and the interface of its attention. Shapes: T tokens, N heads (q, then k, then v), D head
+size."""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Packed tokens of all requests, one forward's only argument.
+    """The packed tokens of all requests; the only argument of a forward.
 
-    ``taps``: boundaries of the residual stream to return (L: what enters layer L, 0: the embedding, number of layers:
-    the last layer's output before the final norm). ``wanted_W``: the rows that are read after the last layer, which
-    computes no others; None: all.
+    ``taps``: boundaries of the residual stream to return (L: what enters layer L; 0: the embedding; the number of
+    layers: the last layer's output before the final norm). ``wanted_W``: the rows that are read after the last layer,
+    which computes no others; None: all.
     """
 
     tokens_T: Tensor  # int64

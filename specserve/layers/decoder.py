@@ -25,8 +25,8 @@ from specserve.layers.weights import Projection, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Geometry of one decoder layer. ``input_size`` is the width its q, k, v projections read; ``qk_norm``: every head
-    of q and k is normed before it is rotated. ``weights``: how its projections are stored."""
+    """Geometry of one decoder layer. ``input_size`` is the width that its q, k, v projections read. ``qk_norm``: each
+    head of q and k is normalized before rotation. ``weights``: how its projections are stored."""
 
     hidden_size: int
     intermediate_size: int
@@ -43,7 +43,7 @@ class LayerConfig:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Of q, k and v, as they lie in one packed row."""
+        """Heads of q, k and v, as they lie in one packed row."""
         return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
     @property
@@ -63,28 +63,28 @@ class RMSNorm(nn.Module):
         return rms_norm(x_TH, self.weight, self.eps)
 
     def heads(self, x_TND: Tensor) -> Tensor:
-        """Norms every head by itself."""
+        """Normalize every head separately."""
         return rms_norm(x_TND.reshape(-1, x_TND.shape[-1]), self.weight, self.eps).view(x_TND.shape)
 
     def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norm of the tokens' embeddings and these themselves."""
+        """Return the norm of the tokens' embeddings, and the embeddings."""
         return embed_rms_norm(tokens_T, embedding_VH, self.weight, self.eps)
 
     def add(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the norm of ``x + residual`` and the sum itself."""
+        """Return the norm of ``x + residual``, and the sum."""
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)
 
     def add_for(self, reader: object, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
-        """As ``add``, the norm quantized where ``reader`` multiplies it as integers."""
+        """As ``add``, with the norm quantized if ``reader`` multiplies it as integers."""
         if isinstance(reader, Projection) and reader.quantizes(len(x_TH)):
             return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps)
         return self.add(x_TH, residual_TH)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with one fused q, k, v projection; the mechanism is the caller's ``attend``.
+    """Grouped-query attention with one fused q, k, v projection; the caller's ``attend`` computes it.
 
-    A block takes what it reads and the residual stream, and returns what it adds and the stream.
+    A block takes its input and the residual stream, and returns what it adds and the stream.
     """
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         attend: Attend,
         wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return all rows or the wanted ones; keys and values are kept of all."""
+        """Return all rows, or the wanted ones; keys and values are stored for all."""
         qkv_TO: Tensor = self.qkv_proj(x_TI)
         qkv_TND = qkv_TO.unflatten(-1, (self.config.qkv_heads, self.config.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
@@ -121,11 +121,11 @@ class Attention(nn.Module):
 
     @property
     def kv_from(self) -> int:
-        """The first of the projection's outputs that are keys or values."""
+        """The projection's first output that belongs to keys or values."""
         return self.config.num_heads * self.config.head_dim
 
     def project_kv(self, x_TI: Tensor | Rounded) -> Tensor:
-        """Keys and values alone, not yet rotated: ``[T, 2 * kv heads, D]``."""
+        """Return only keys and values, not yet rotated: ``[T, 2 * kv heads, D]``."""
         kv = self.qkv_proj.outputs_from(self.kv_from, x_TI)
         kv_TND: Tensor = kv.unflatten(-1, (2 * self.config.num_kv_heads, self.config.head_dim))
         if self.k_norm is None:
@@ -149,7 +149,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """attention and MLP, each reading a norm of the residual stream. ``layer`` is its index in the KV pool."""
+    """Attention and MLP, each on a norm of the residual stream. ``layer`` is its index in the KV pool."""
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__()
@@ -163,9 +163,9 @@ class DecoderLayer(nn.Module):
         return self.input_layernorm.embed(tokens_T, embedding_VH)
 
     def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Takes the last block's output and the residual stream before it.
+        """Take the last block's output and the residual stream before it.
 
-        Returns what attention reads, and the residual stream at the layer's boundary.
+        Return what attention reads, and the residual stream at the layer's boundary.
         """
         return self.input_layernorm.add(x_TH, residual_TH)
 
@@ -177,8 +177,8 @@ class DecoderLayer(nn.Module):
         attend: Attend,
         wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Takes what ``enter`` returned, and returns what it takes, of all rows or of those that are wanted. Keys and
-        values are kept of all."""
+        """Take what ``enter`` returned. Return what the next ``enter`` takes, for all rows or for the wanted ones. Keys
+        and values are stored for all."""
         stream = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
         out: tuple[Tensor, Tensor] = self.mlp(*self.post_attention_layernorm.add(*stream))
         return out

@@ -1,13 +1,14 @@
-"""Linear layers whose weights are laid out for the processor they run on.
+"""Linear layers with their weights laid out for the processor that they run on.
 
 On a CPU in float32, PyTorch multiplies with the BLAS it was built with, which reads weights row by row and is slow for
-the few rows of a decode step. oneDNN, which PyTorch carries too, takes weights packed once in blocks: measured in
+the few rows of a decode step. oneDNN, which PyTorch includes too, takes weights packed once in blocks: measured in
 docs/decisions/0007-packed-cpu-weights.md. On a GPU ``specserve_kernels.linear`` chooses.
 
-Weights may be rounded to 8 bits. On a GPU few tokens are then multiplied by those, which halves the bytes that they
-read; more tokens by the weights as they were, which are kept next to them. Where the weights are int8, the inputs of 16
-bits and the tensor cores Ampere's or later, inputs are rounded, too. On a CPU, and in float64, all weights, and with
-int8 inputs of few tokens, are rounded alone and computed with as before: drafts guess about as well as on a GPU then.
+Weights may be quantized to 8 bits. On a GPU, few tokens are then multiplied by the quantized weights, which halves the
+bytes read; more tokens are multiplied by the original weights, which are kept next to them. If the weights are int8,
+the inputs have 16 bits and the tensor cores are Ampere's or later, inputs are quantized too. On a CPU and in float64,
+all weights (and with int8, the inputs of few tokens) are only rounded to the quantized values and multiplied as before,
+so that drafts guess about as well as on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from specserve_kernels import (
 )
 from torch import Tensor, nn
 
-from specserve.layers.weights import Projection
+from specserve.layers.weights import Projection, WeightFormat
 
 _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 row to 512
 FEW_TOKENS, FEW_CONVERTED = 128, 32
@@ -44,15 +45,15 @@ MULTIPLIES_INTEGERS = (8, 0)
 
 
 def add_in_order() -> None:
-    """Let cuBLAS add inputs as the kernels here do, in this process: 16 at a time, in their order, whatever the number
-    of tokens. Neither is K cut into ranges nor are sums rounded on the way."""
+    """Make cuBLAS add inputs as our kernels do, in this process: 16 at a time, in order, for any number of tokens. It
+    may neither split K nor round partial sums."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
 class Linear(Projection, nn.Linear):
-    """Weights as they are. After ``pack`` they are held in oneDNN's layout alone."""
+    """A projection with plain weights. After ``pack`` they are held only in oneDNN's layout."""
 
     bias: nn.Parameter | None  # type: ignore[assignment]
     parts: Mapping[str, int] = {}  # replaced, never changed
@@ -61,7 +62,7 @@ class Linear(Projection, nn.Linear):
 
     @classmethod
     def of(cls, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
-        """Make one that shares its weights."""
+        """Make one that shares the weights of another."""
         made = cls(weight_OI.shape[1], weight_OI.shape[0], bias=bias_O is not None, device="meta")
         made.weight = _parameter(weight_OI)
         if bias_O is not None:
@@ -85,7 +86,7 @@ class Linear(Projection, nn.Linear):
         return found if out is None else out.copy_(found)
 
     def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the outputs from ``start`` on."""
+        """Return weight and bias of the outputs from ``start`` on."""
         return self.weight[start:], None if self.bias is None else self.bias[start:]
 
     def outputs_from(self, start: int, x_TI: Tensor | Rounded) -> Tensor:
@@ -110,14 +111,14 @@ class Linear(Projection, nn.Linear):
         return x_TI
 
     def pack(self, keep_weight: bool) -> None:
-        """Packs the weight and, unless others read it, lets the plain one go."""
+        """Pack the weight and, unless others use it, drop the plain one."""
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _ROWS_HINT)
         if not keep_weight:
             self.weight = nn.Parameter(self.weight.detach().new_empty(0), requires_grad=False)
 
 
 @dataclass(frozen=True, slots=True)
-class PlainWeights:
+class PlainWeights(WeightFormat):
     """The format of a checkpoint without ``quantization_config``."""
 
     def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Linear:
@@ -130,8 +131,8 @@ PLAIN = PlainWeights()
 
 
 class QuantizedLinear(Projection):
-    """A ``Linear`` whose weight is there as it was and, for few tokens, in int8 or FP8, each group of 128 inputs with a
-    factor of its own."""
+    """A ``Linear`` that keeps its weight and, for few tokens, a copy in int8 or FP8 with a scale for each group of 128
+    inputs."""
 
     weight_OI: Tensor
     factor_OG: Tensor
@@ -191,14 +192,14 @@ def _multiplies_integers(weight_OI: Tensor) -> bool:
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
-    """The same parameter where it is one: holders are counted by identity."""
+    """Return the same parameter if it is one: holders are counted by identity."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
 @torch.no_grad()
 def quantize_linears(module: nn.Module, dtype: torch.dtype, leave: Collection[str]) -> None:
-    """Rounds every ``Linear`` of a module to ``dtype``, but those named in ``leave``. On a GPU, and where numbers have
-    no place (``meta``), they become ``QuantizedLinear``s, unless they are float64, which no kernel multiplies."""
+    """Quantize every ``Linear`` of a module to ``dtype``, except those named in ``leave``. On a GPU, and on ``meta``,
+    they become ``QuantizedLinear``s, unless they are float64, which no kernel multiplies."""
     for name, child in list(module.named_modules()):
         if not isinstance(child, Linear) or name in leave:
             continue
@@ -210,10 +211,10 @@ def quantize_linears(module: nn.Module, dtype: torch.dtype, leave: Collection[st
 
 
 def pack_linears(module: nn.Module, keep: Sequence[str] = ()) -> None:
-    """Packs every ``Linear`` of a module for inference where that pays: float32 on a CPU with oneDNN.
+    """Pack every ``Linear`` of a module for inference if that pays: float32 on a CPU with oneDNN.
 
-    A weight that another module holds too (tied embeddings) keeps its plain form as well; so does a layer whose
-    name ends with one of ``keep``, because its owner reads rows of it.
+    A weight that another module also holds (tied embeddings) keeps its plain form too; so does a layer whose name ends
+    with one of ``keep``, because its owner reads rows of it.
     """
     if not torch.backends.mkldnn.is_available():
         return

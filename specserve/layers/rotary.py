@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Rope(NamedTuple):
-    """How tokens are rotated: the rows of a rotary table ``[P, 2, D]`` that their positions (int64 ``[T]``) name."""
+    """How tokens are rotated: by the rows of a rotary table ``[P, 2, D]`` at their positions (int64 ``[T]``)."""
 
     table_P2D: Tensor
     position_T: Tensor
@@ -23,7 +23,7 @@ class Rope(NamedTuple):
 class RopeConfig:
     """theta and scaling as in a Hugging Face config; ``kind`` is one of ``ROPE_KINDS``.
 
-    ``beta_fast`` and all below it are yarn's: which frequencies it blends, and what it multiplies cos and sin with.
+    The fields from ``beta_fast`` on are yarn's: which frequencies it blends, and by what it multiplies cos and sin.
     """
 
     theta: float = 10000.0
@@ -41,7 +41,7 @@ class RopeConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
-        """Reads ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (earlier)."""
+        """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (earlier)."""
         scaling = rope_fields(config)
         kind = _kind(scaling)
         theta = scaling.get("rope_theta") or config.get("rope_theta") or default_theta
@@ -55,7 +55,7 @@ class RopeConfig:
 
     @property
     def scale(self) -> float:
-        """What cos and sin are multiplied with."""
+        """The factor of cos and sin."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -84,13 +84,13 @@ NEEDED = {
 
 
 def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that count. As in transformers 5 a ``rope_scaling``, which users add, stands for all of
-    ``rope_parameters``, which it writes into every config: its base too."""
+    """Return the fields that apply. As in transformers 5, a ``rope_scaling``, which users add, replaces all of
+    ``rope_parameters``, which transformers writes into every config, including its base."""
     return dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
 
 
 def _kind(scaling: Mapping[str, Any]) -> str:
-    """The scaling's kind. Raises ValueError when it or a part of it is not supported."""
+    """Return the scaling's kind. Raises ValueError if it or a part of it is not supported."""
     if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
         raise ValueError(
             f"rope_parameters by kind of layer ({', '.join(nested)}) are not supported; expected one set for all"
@@ -134,7 +134,7 @@ def _linear(config: RopeConfig, inv_D2: Tensor) -> Tensor:
 
 
 def _llama3(config: RopeConfig, inv_D2: Tensor) -> Tensor:
-    """Llama 3.1's scaling: long wavelengths divided by factor, short kept, a ramp between."""
+    """Llama 3.1's scaling: divide long wavelengths by the factor, keep short ones, interpolate in between."""
     ratio = config.original_max_position_embeddings * inv_D2 / (2 * math.pi)
     smooth = (ratio - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     smooth = smooth.clamp(0, 1)
@@ -142,7 +142,7 @@ def _llama3(config: RopeConfig, inv_D2: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, inv_D2: Tensor) -> Tensor:
-    """Channels that turn often over the original length kept, those that turn seldom divided, a ramp between."""
+    """Keep channels that turn often over the original length, divide those that turn seldom, interpolate in between."""
     size = len(inv_D2)
     low, high = (_channel(config, turns, 2 * size) for turns in (config.beta_fast, config.beta_slow))
     if config.truncate:
@@ -155,7 +155,7 @@ def _yarn(config: RopeConfig, inv_D2: Tensor) -> Tensor:
 
 
 def _channel(config: RopeConfig, turns: float, head_dim: int) -> float:
-    """The channel, not rounded, that turns ``turns`` times over the original length."""
+    """Return the channel, not rounded, that turns ``turns`` times over the original length."""
     length = config.original_max_position_embeddings
     return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
@@ -164,12 +164,12 @@ ROPE_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn":
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """Returns the float64 inverse frequencies ``[head_dim / 2]``."""
+    """Return the float64 inverse frequencies ``[head_dim / 2]``."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     return ROPE_KINDS[config.kind](config, config.theta**-exponent)
 
 
 def rope_table(config: RopeConfig, head_dim: int, positions: int) -> Tensor:
-    """cos and signed sin of every position ``[positions, 2, head_dim]``, scaled, in the default dtype."""
+    """Return cos and signed sin of every position ``[positions, 2, head_dim]``, scaled, in the default dtype."""
     inv_D2 = inverse_frequencies(config, head_dim)
     return rotary_table(inv_D2, positions, config.scale, torch.get_default_dtype())

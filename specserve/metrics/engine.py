@@ -34,39 +34,40 @@ class EngineCollector(Collector):
 
 def _load(stats: Stats) -> Iterator[Metric]:
     used = 1 - stats.pages_free / max(stats.pages_total, 1)
-    yield _gauge("running_requests", "Requests that have pages and a slot in the batch.", stats.running)
+    yield _gauge("running_requests", "Requests that have a slot in the batch and pages.", stats.running)
     yield _gauge("waiting_requests", "Requests that wait for a slot or for pages.", stats.waiting)
-    yield _gauge("kv_pages_total", "Pages of the KV pool.", stats.pages_total)
+    yield _gauge("kv_pages_total", "Pages in the KV pool.", stats.pages_total)
     yield _gauge("kv_pages_free", "Pages that hold nothing.", stats.pages_free)
     yield _gauge(
         "kv_pages_cached",
-        "Pages that the prefix cache holds, whether a request uses them or not.",
+        "Pages in the prefix cache, whether a request uses them or not.",
         stats.pages_cached,
     )
-    yield _gauge("kv_page_use_ratio", "Part of the pages that hold something, 0 to 1.", used)
+    yield _gauge("kv_page_use_ratio", "Share of pages that hold something, 0 to 1.", used)
     yield _gauge(
         "kv_page_request_ratio",
-        "Part of the pages that requests use, 0 to 1: cached pages that no request uses count as free.",
+        "Share of pages that requests use, 0 to 1; cached pages that no request uses count as free.",
         used - stats.pages_idle / max(stats.pages_total, 1),
     )
     yield _counter(
         "preemptions",
-        "Times that a request was put back into the queue for want of pages or of the device's memory.",
+        "Times that a request was put back into the queue because pages or device memory ran out.",
         stats.preemptions,
     )
     yield _counter(
         "invariant_violations",
-        "Times that the idle engine found its books wrong: pages or slots that are neither free nor accounted for.",
+        "Leaks found while the engine was idle: pages or slots that are neither free nor accounted for.",
         stats.violations,
     )
     yield _counter(
         "late_kernels",
-        "Kernels that were compiled, or read from the cache, when the server was ready already: answers waited.",
+        "Kernels that were compiled, or read from the cache, after the server was ready; requests waited for "
+        "them.",
         stats.late_kernels,
     )
     yield _counter(
         "eager_steps",
-        "Steps that ran without a CUDA graph although steps are captured.",
+        "Steps that ran without a CUDA graph although graphs are captured.",
         stats.eager_steps,
     )
 
@@ -74,17 +75,19 @@ def _load(stats: Stats) -> Iterator[Metric]:
 def _tokens(stats: Stats) -> Iterator[Metric]:
     yield _counter(
         "prompt_tokens",
-        "Prompt tokens of requests whose prompt was begun, cached ones included.",
+        "Prompt tokens of requests whose prefill has begun, cached ones included.",
         stats.prompt_tokens,
     )
     yield _counter("cached_tokens", "Prompt tokens found in the prefix cache.", stats.cached_tokens)
-    yield _counter("generated_tokens", "Tokens chosen for requests.", stats.generated_tokens)
+    yield _counter("generated_tokens", "Tokens generated for requests.", stats.generated_tokens)
     yield _counter(
         "spec_steps",
-        "Steps: target forwards that emitted tokens for their batch; prefill does not count, plain decoding does.",
+        "Target forwards that emitted tokens for their batch. Plain decoding counts, prefill does not.",
         stats.steps,
     )
-    yield _counter("spec_drafted_tokens", "Nodes verified besides roots.", stats.drafted)
+    yield _counter(
+        "spec_drafted_tokens", "Draft nodes that were verified; roots are not counted.", stats.drafted
+    )
     yield _counter(
         "spec_accepted_tokens",
         "Drafted tokens that were emitted; bonus tokens are not counted.",
@@ -97,7 +100,7 @@ def _steps(totals: StepTotals) -> Iterator[Metric]:
         "specserve_spec_shape_steps", "Steps of a shape whose results were read.", labels=["shape"]
     )
     seconds = CounterMetricFamily(
-        "specserve_spec_shape_seconds", "What the device worked on steps of a shape.", labels=["shape"]
+        "specserve_spec_shape_seconds", "Time that the device spent on steps of a shape.", labels=["shape"]
     )
     for label, shape in sorted(totals.shapes.items()):
         steps.add_metric([label], shape.steps)
@@ -107,7 +110,7 @@ def _steps(totals: StepTotals) -> Iterator[Metric]:
     bounds = [str(float(2**i)) for i in range(len(totals.batches) - 1)]
     yield HistogramMetricFamily(
         "specserve_step_requests",
-        "Requests of a step, padding not counted.",
+        "Requests in a step, without padding.",
         buckets=list(zip([*bounds, "+Inf"], accumulate(totals.batches), strict=True)),
         sum_value=totals.requests,
     )
@@ -116,13 +119,13 @@ def _steps(totals: StepTotals) -> Iterator[Metric]:
 def _levels(totals: StepTotals, drafter: str) -> Iterator[Metric]:
     tested = CounterMetricFamily(
         "specserve_spec_level_tested",
-        "Times that a draft level was tested: a request's step had accepted all levels above and drafted at least "
+        "Times that a draft level was tested: a request's step accepted all levels above it and drafted at least "
         "as many nodes as the level is deep.",
         labels=["drafter", "level"],
     )
     accepted = CounterMetricFamily(
         "specserve_spec_level_accepted",
-        "Times that the target chose a token drafted at a level, wherever the request then ended.",
+        "Times that the target chose a token drafted at a level, also after the request's last token.",
         labels=["drafter", "level"],
     )
     for number, level in enumerate(totals.levels, 1):
@@ -134,10 +137,11 @@ def _levels(totals: StepTotals, drafter: str) -> Iterator[Metric]:
 
 def _sources(totals: StepTotals) -> Iterator[Metric]:
     helps = {
-        "tested": "First choices of a drafter that were compared with the text, as far as it followed them, verified "
-        "or not. Of drafters that share trees, as the two next.",
-        "right": "Those of them that the text had.",
-        "accepted": "Accepted tokens that a drafter had among its candidates; those that both had count for both.",
+        "tested": "First choices of a drafter that were compared with the text, as far as the text followed them, "
+        "verified or not. Only for drafters that share a tree.",
+        "right": "Tested first choices that matched the text.",
+        "accepted": "Accepted tokens that were among a drafter's candidates; a token that both drafters had "
+        "counts for both.",
     }
     for name, text in helps.items():
         family = CounterMetricFamily(f"specserve_spec_source_{name}_tokens", text, labels=["source"])
@@ -149,19 +153,19 @@ def _sources(totals: StepTotals) -> Iterator[Metric]:
 def _cost(cost: CostTotals) -> Iterator[Metric]:
     yield _counter(
         "spec_predicted_seconds",
-        "What the cost model, before it learned from a step, foretold that the device would work on it.",
+        "Time that the cost model predicted for all steps, each before the model learned from it.",
         cost.predicted_seconds,
     )
     yield _counter(
         "spec_plain_seconds",
-        "What plain decoding would have needed for the tokens of all steps: of each, the cost model's seconds of a "
-        "step of the same batch without drafts, times the tokens that a request was given on average.",
+        "Time that plain decoding would have needed for the tokens of all steps: for each step, the cost model's "
+        "time of a step of the same batch without drafts, times the mean number of tokens that a request got.",
         cost.plain_seconds,
     )
     yield _gauge(
         "spec_cost_error_ratio",
-        "Mean relative error of the cost model: how far measured / predicted is from 1 in each step, kept between "
-        "1 / 1.5 and 1.5, averaged with weights that fall with age.",
+        "Mean relative error of the cost model: how far measured / predicted is from 1 in each step, clipped to "
+        "between 1 / 1.5 and 1.5, averaged with weights that decay with age.",
         cost.error,
     )
 

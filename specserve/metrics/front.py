@@ -1,4 +1,4 @@
-"""What ``/metrics`` shows: the front's own measurements, each saying here what exactly it counts, and the engine's."""
+"""The Prometheus metrics of the front, each with its definition, together with those of the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Restarts(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
-            "specserve_engine_restarts", "Engines that were started after one that died.", self._restarts()
+            "specserve_engine_restarts", "Engines started to replace one that died.", self._restarts()
         )
 
 
@@ -47,51 +47,56 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         self._requests = Counter(
             "specserve_requests",
-            "HTTP requests by the status that their answer ended with: of a stream that ended in an error event, the "
-            "error's; 499: the client left before the end.",
+            "HTTP requests by the status of their answer. A stream that ended in an error event counts with the "
+            "error's status; 499: the client left before the end.",
             ("endpoint", "status"),
             registry=self._registry,
         )
         self._rejected = Counter(
             "specserve_rejected_requests",
-            "Answers that were refused with 429, as the queue was full: each choice by itself.",
+            "Answers refused with 429 because the queue was full. Each choice counts separately.",
             registry=self._registry,
         )
         self._queue = self._histogram(
             "queue_seconds",
-            "From a request's arrival at the engine to its first slot and pages, each choice by itself.",
+            "From a request's arrival at the engine to its first slot and pages. Each choice counts separately.",
             _LONG,
         )
         self._first_token = self._histogram(
             "time_to_first_token_seconds",
-            "From the tokenized request to its first token, each choice by itself.",
+            "From the tokenized request to its first token. Each choice counts separately.",
             _LONG,
         )
         self._inter_token = self._histogram(
             "inter_token_seconds",
-            "From a message of tokens to the next, divided by the tokens of the latter, once a token.",
+            "From one message of tokens to the next, divided by the number of tokens in the latter; observed once "
+            "for each of them.",
             _SHORT,
         )
         self._prefill = self._histogram(
             "prefill_seconds",
-            "From a request's first slot and pages to its first token, each choice by itself.",
+            "From a request's first slot and pages to its first token. Each choice counts separately.",
             _LONG,
         )
         self._decode = self._histogram(
-            "decode_seconds", "From a request's first token to its last, each choice by itself.", _LONG
+            "decode_seconds",
+            "From a request's first token to its last. Each choice counts separately.",
+            _LONG,
         )
         self._finished = Counter(
             "specserve_finished_requests",
-            "Requests that came to their end, each choice by itself, by its finish_reason.",
+            "Finished requests by finish_reason. Each choice counts separately.",
             ("reason",),
             registry=self._registry,
         )
         self._request = self._histogram(
-            "request_seconds", "From the tokenized request to its last token, each choice by itself.", _LONG
+            "request_seconds",
+            "From the tokenized request to its last token. Each choice counts separately.",
+            _LONG,
         )
         self._accepted_length = self._histogram(
             "request_accepted_length_tokens",
-            "Tokens a step of a request that came to its end, each choice by itself: 1 + accepted / steps. Requests "
+            "Tokens a step of a finished request: 1 + accepted / steps. Each choice counts separately; requests "
             "without a step are left out.",
             _LENGTHS,
         )

@@ -1,11 +1,11 @@
-"""A target model's configuration, and how parts of a Hugging Face ``config.json`` are read."""
+"""A target model's configuration, and helpers to read a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a target model is built from. ``sliding_window``: attention sees this many tokens back, None: all."""
+    """What a target model is built from. ``sliding_window``: how many tokens back attention sees, None: all."""
 
     architecture: str
     vocab_size: int
@@ -33,6 +33,11 @@ class ModelConfig:
     sliding_window: int | None = None
     weights: WeightFormat = PLAIN
 
+    def with_weights(self, weights: WeightFormat) -> ModelConfig:
+        """Return a copy with another weight format in all layers."""
+        layers = tuple(replace(layer, weights=weights) for layer in self.layers)
+        return replace(self, weights=weights, layers=layers)
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
@@ -43,8 +48,8 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> tuple[int, str]:
-        """Most positions it serves, and the field that says so. A scaled rope reaches further than the positions
-        trained before it; within a sliding window a model attends to all."""
+        """Return the most positions that it serves, and the field that says so. A scaled rope reaches further than the
+        trained positions; within a sliding window a model attends to everything."""
         longest, limit = self.max_position_embeddings, "max_position_embeddings"
         reach = {"linear": longest, "yarn": self.rope.original_max_position_embeddings}
         if (scaled := int(reach.get(self.rope.kind, 0) * self.rope.factor)) > longest:
@@ -55,7 +60,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises ValueError naming the file when it is missing, unreadable or not an object."""
+    """Read a JSON object. Raises ValueError naming the file if it is missing, unreadable or not an object."""
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
@@ -87,7 +92,7 @@ TRUTH = Values("true or false", lambda value: isinstance(value, bool))
 def check(
     fields: Mapping[str, Any], source: Path, values: Values, *names: str, optional: bool = False
 ) -> None:
-    """Raises ValueError naming the first field of another value."""
+    """Raise ValueError naming the first field of another value."""
     for name in names:
         found = fields.get(name)
         if not (optional and found is None) and not values.accepts(found):
@@ -95,7 +100,7 @@ def check(
 
 
 def rope_config(config: Mapping[str, Any], source: Path) -> RopeConfig:
-    """Reads the rotary embedding. Raises ValueError naming the file when it is of an unknown kind."""
+    """Read the rotary embedding. Raises ValueError naming the file if its kind is unknown."""
     check_rope_fields(config, source)
     try:
         rope = RopeConfig.from_dict(config)
@@ -114,7 +119,7 @@ def rope_config(config: Mapping[str, Any], source: Path) -> RopeConfig:
 
 
 def check_rope_fields(config: Mapping[str, Any], source: Path) -> None:
-    """Raises ValueError naming a field that is of another type than published ones."""
+    """Raise ValueError naming a field whose type differs from published ones."""
     check(config, source, OBJECT.or_null, "rope_scaling", "rope_parameters")
     for fields in (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
         if fields.get("rope_theta") is not None:
@@ -122,7 +127,7 @@ def check_rope_fields(config: Mapping[str, Any], source: Path) -> None:
 
 
 def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
-    """Reads the geometry of a decoder layer. Raises ValueError naming a missing or impossible field."""
+    """Read the geometry of a decoder layer. Raises ValueError naming a missing or impossible field."""
     check(config, source, COUNT, "hidden_size", "intermediate_size", "num_attention_heads")
     check(config, source, COUNT.or_null, "num_key_value_heads", "head_dim")
     check({"rms_norm_eps": 1e-6, **config}, source, NUMBER, "rms_norm_eps")

@@ -1,4 +1,4 @@
-"""Llama (2, 3, 3.1, 3.2, Vicuna) as a target model, and the base of those that differ from it in little.
+"""Llama (2, 3, 3.1, 3.2, Vicuna) as a target model, and the base class of similar architectures.
 
 Shapes: T tokens packed over requests, H hidden size, V vocabulary.
 """
@@ -21,11 +21,11 @@ from specserve.models.config import ModelConfig
 
 
 class LlamaModel(nn.Module):
-    """A decoder-only model whose attention is the caller's.
+    """A decoder-only model whose attention is provided by the caller.
 
-    A subclass says how its ``config.json`` is read: ``defaults`` stand for absent fields, ``read_layer`` completes the
-    geometry, ``read_layers`` repeats it for every layer, ``read_window`` is how far back attention sees (None: to the
-    beginning). ``unread`` are parts of names: tensors that a file may have without a parameter for them.
+    A subclass defines how its ``config.json`` is read: ``defaults`` replace absent fields, ``read_layer`` completes the
+    geometry, ``read_layers`` repeats it for every layer, ``read_window`` returns how far back attention sees (None: to
+    the beginning). ``unread`` are parts of names of tensors that a file may have without a parameter for them.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}

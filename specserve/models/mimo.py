@@ -1,4 +1,4 @@
-"""MiMo: Qwen2 whose checkpoint carries a layer that predicts one token further. As a target it runs without that."""
+"""MiMo: Qwen2 with an extra layer that predicts one more token. The target runs without that layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from specserve.models.qwen2 import Qwen2Model
 
 
 class MiMoModel(Qwen2Model):
-    """``mtp_layers`` are a drafter's."""
+    """The ``mtp_layers`` belong to a drafter."""
 
     unread: ClassVar[tuple[str, ...]] = (*Qwen2Model.unread, "mtp_layers.")

@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases; the first version attends to a window of tokens."""
+"""Mistral: Llama without biases; its first version has sliding-window attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specserve.models.llama import LlamaModel
 
 
 class MistralModel(LlamaModel):
-    """A window that is absent is the first version's, null is none."""
+    """An absent window means that of the first version; null means none."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,

@@ -1,4 +1,4 @@
-"""Qwen3: Qwen2 with a norm over every head of q and k, before these are rotated, in place of biases."""
+"""Qwen3: Qwen2 with a norm on each head of q and k before rotation, and without biases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specserve.models.qwen2 import Qwen2Model
 
 
 class Qwen3Model(Qwen2Model):
-    """Heads are 128 wide where the config does not say, whatever the hidden size."""
+    """The head size is 128 if the config does not say, whatever the hidden size."""
 
     defaults: ClassVar[Mapping[str, Any]] = {**Qwen2Model.defaults, "head_dim": 128}
 

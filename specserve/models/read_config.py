@@ -1,4 +1,4 @@
-"""Reads a target model's ``config.json``."""
+"""Read a target model's ``config.json``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specserve.layers.formats import read_format
 from specserve.layers.linear import PLAIN
-from specserve.layers.weights import WeightFormat, read_format
+from specserve.layers.weights import WeightFormat
 from specserve.models.config import COUNT, TRUTH, ModelConfig, check, layer_config, read_json, rope_config
 from specserve.models.registry import model_class
+from specserve.models.tensor_files import TensorFiles
+
+_SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""What holds a quantization that ``config.json`` does not, and its ``quant_method``."""
 
 
 def load_model_config(model_path: Path) -> ModelConfig:
-    """Reads ``config.json`` (and the end tokens of ``generation_config.json``) of a target model."""
+    """Read a target model's ``config.json``, and the end tokens of ``generation_config.json``."""
     path = model_path / "config.json"
     fields = read_json(path)
     architectures = fields.get("architectures")
@@ -42,10 +47,16 @@ def load_model_config(model_path: Path) -> ModelConfig:
 
 
 def _weights(fields: Mapping[str, Any], path: Path) -> WeightFormat:
-    if not (given := fields.get("quantization_config")):
+    """Return the weight format by ``config.json``, or by the file that older tools wrote next to it."""
+    given = fields.get("quantization_config") or fields.get("compression_config")
+    for name, method in _SIDE_FILES.items():
+        if not given and path.with_name(name).exists():
+            path = path.with_name(name)
+            given = {"quant_method": method, **read_json(path)}
+    if not given:
         return PLAIN
     try:
-        return read_format(given)
+        return read_format(given, TensorFiles(path.parent).names())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Target architectures by the name that ``config.json`` gives them, imported when asked for."""
+"""Target architectures by their name in ``config.json``, imported on demand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def register(architecture: str, model: type[LlamaModel]) -> None:
 
 
 def model_class(architecture: Any, source: Path) -> type[LlamaModel]:
-    """The model of an architecture. Raises ValueError naming the file it stands in when there is none."""
+    """Return the model class of an architecture. Raises ValueError naming the file if there is none."""
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"{source}: architecture {architecture} is not supported; known: {known}")

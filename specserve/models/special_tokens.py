@@ -1,4 +1,4 @@
-"""A model's special tokens, from the files next to its weights: no tokenizer is loaded for them."""
+"""Read a model's special tokens from the files next to its weights, without loading a tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specserve.models.config import ModelConfig, read_json
 
 
 def special_tokens(tokenizer_path: Path, config: ModelConfig) -> list[int]:
-    """Ids that end answers or that the tokenizer's files mark special, ascending.
+    """Return the ids that end answers or that the tokenizer's files mark as special, ascending.
 
     Raises ValueError naming a file that is unreadable.
     """
@@ -18,7 +18,7 @@ def special_tokens(tokenizer_path: Path, config: ModelConfig) -> list[int]:
 
 
 def _marked(path: Path) -> list[int]:
-    """By ``added_tokens_decoder`` of tokenizer_config.json, or by ``added_tokens`` of tokenizer.json without one."""
+    """Read ``added_tokens_decoder`` of tokenizer_config.json, or else ``added_tokens`` of tokenizer.json."""
     by_id = _read(path / "tokenizer_config.json").get("added_tokens_decoder")
     if isinstance(by_id, dict):
         return [int(i) for i, token in by_id.items() if i.isdigit() and token.get("special")]

@@ -1,22 +1,25 @@
-"""From settings to a running engine: weights, draft, pool, state, scheduler."""
+"""Build a running engine from settings: weights, draft, pool, state, scheduler."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from specserve_kernels import KVScales
 
 from specserve.attention import ATTENTION, AttentionBackend
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.engine import DraftSettings, DynamicMap, EngineConfig
+from specserve.config.settings import FP8_KV
 from specserve.core import Capacity, prediction_limit
 from specserve.engine.grammars import Grammars
 from specserve.engine.graphs import Graphs
 from specserve.engine.kernels import settle_keys
+from specserve.engine.masks import Masks
 from specserve.engine.memory import pool_pages
 from specserve.engine.profile import complete, measure_eager, measure_graphs
 from specserve.engine.prompts import sizes_within
@@ -33,24 +36,35 @@ from specserve.engine.threads import choose_threads, usable_cores
 from specserve.grammar import MISSING
 from specserve.kv.pool import KVPool, PoolConfig
 from specserve.kv.spec import HeadKV, KVSpec
+from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.linear import QUANTIZED, add_in_order, pack_linears
 from specserve.models import read_config
 from specserve.models.checkpoint import DTYPES, load_target
 from specserve.models.config import ModelConfig
 from specserve.models.draft.token_map import read_named_map
+from specserve.models.kv_scales import has_kv_scales, read_kv_scales
 from specserve.models.llama import LlamaModel
 from specserve.models.special_tokens import special_tokens
 from specserve.process import phase
+from specserve.process.fingerprint import fingerprint
 from specserve.scheduler.admission import Admission
 from specserve.scheduler.memory import Memory
-from specserve.scheduler.observers import DynamicMapObserver
+from specserve.scheduler.observers import (
+    AnswersObserver,
+    ContinuationObserver,
+    DynamicMapObserver,
+    Observer,
+)
 from specserve.scheduler.scheduler import Limits, Scheduler
 from specserve.speculation.context import Context, Drafter
+from specserve.speculation.control.acceptance import Acceptance
 from specserve.speculation.control.adaptive import Controller
+from specserve.speculation.datastore import Datastore
 from specserve.speculation.drafters import load_drafter
+from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.drafters.none import NoDrafter
-from specserve.speculation.drafters.options import DraftOptions
 from specserve.speculation.dynamic_map import MapPlan
+from specserve.speculation.earlier_answers import BYTES, AnswerIndex
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import DecodeState
 
@@ -62,10 +76,10 @@ FP8_CAPABILITY = (8, 9)  # of the first GPUs that turn FP8 into other numbers by
 def resolve_engine(
     given: Settings, with_front: bool = False, has_gpu: bool | None = None
 ) -> tuple[Settings, list[str], EngineConfig]:
-    """Make every choice, log the reason for each. Return the settings, the reasons, and what they come to.
+    """Make every choice and log the reason for each. Return the settings, the reasons, and the engine's configuration.
 
-    ``with_front``: another process needs a core. ``has_gpu`` None: as this machine has. Raises
-    ValueError naming the setting that can't be honoured.
+    ``with_front``: another process needs a core. ``has_gpu`` None: ask this machine. Raises ValueError naming the
+    setting that can't be honoured.
     """
     given, notes = resolve_paths(given)
     assert given.model_path is not None
@@ -75,6 +89,12 @@ def resolve_engine(
         raise ValueError(f"--model-path: {error}") from None
     settings, more = resolve(given, model, has_gpu)
     notes += more
+    if settings.quantization != "none":
+        model = model.with_weights(RoundedWeights(settings.quantization))
+    if words := model.weights.words:
+        plain = settings.device == "cpu" or settings.dtype == "float64"
+        how = "plain ones once they are loaded" if plain else "which the kernel weight_only_linear reads"
+        notes.append(f"weights: {words}; {how}; inputs stay in {settings.dtype}")
     for note in notes:
         log.info("%s", note)
     # OpenMP's threads spin at barriers, and one that is pushed off its core holds up all
@@ -84,9 +104,9 @@ def resolve_engine(
 
 
 def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = lambda: None) -> Scheduler:
-    """Load everything that the configuration names. Raises ValueError for what cannot be served.
+    """Load everything that the configuration names. Raises ValueError for what can't be served.
 
-    ``before_launch`` is called when weights are loaded and nothing is launched yet.
+    ``before_launch`` is called after the weights are loaded and before the first launch.
     """
     if config.device == "cuda":
         settle_keys()
@@ -105,7 +125,7 @@ def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = l
         Graphs.capture(context, captured, sizes_within(config.context_length)) if captured else Graphs({})
     )
     policy = shape_policy(plan, context, graphs)
-    runner = Runner(context, graphs.steps, graphs.prompts, graphs.capture_next)
+    runner = Runner(context, graphs.steps, graphs.prompts, graphs.capture_next, graphs.in_parts)
     if config.device == "cuda":
         phase.enter("warming up")
         runner.warm_up(config.longest_launch)
@@ -115,7 +135,7 @@ def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = l
 def assemble(
     config: EngineConfig, plan: ShapePlan, runner: Runner, policy: ShapePolicy, graphs: Graphs
 ) -> Scheduler:
-    """A scheduler with pages and requests of its own over a loaded engine."""
+    """Make a scheduler with its own pages and requests over a loaded engine."""
     context = runner.context
     pool = context.pool
     memory = Memory(pool.num_pages, pool.page_size, prefix_cache=config.prefix_cache)
@@ -130,6 +150,7 @@ def assemble(
         chunked_prefill_size=config.chunked_prefill_size,
         max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
         headroom=plan.headroom,
+        drafts=bool(context.drafter.vocab_size),
         overlap=_overlap(config, context.drafter),
     )
     no_grammars = _prepare_grammars(config, runner)
@@ -141,6 +162,7 @@ def assemble(
         "page_size": pool.page_size,
         "vocab_size": capacity.vocab_size,
         "eos_token_ids": list(config.model.eos_token_ids),
+        "system_fingerprint": context.fingerprint,
         "speculation": _speculation_info(plan),
         "cuda_graphs": {
             "count": len(graphs.steps) + len(graphs.prompts),
@@ -149,20 +171,45 @@ def assemble(
         },
     }
     admission = Admission(capacity, config.model.eos_token_ids, config.random_seed, no_grammars)
-    live_map = context.drafter.live_map
-    observers = [DynamicMapObserver(live_map, runner)] if live_map is not None else []
-    return Scheduler(runner, memory, admission, limits, policy, info, observers)
+    return Scheduler(runner, memory, admission, limits, policy, info, _observers(config, runner))
+
+
+def _observers(config: EngineConfig, runner: Runner) -> list[Observer]:
+    """Return the observers with which the drafter follows the texts."""
+    drafter, found = runner.context.drafter, list[Observer]()
+    if drafter.live_map is not None:
+        found.append(DynamicMapObserver(drafter.live_map, runner))
+    longest = drafter.needs.continuation
+    if longest and config.draft is not None and config.draft.datastore is not None:
+        store = Datastore(config.draft.datastore, config.model.vocab_size)
+        log.info(
+            "datastore: %d tokens of %d bits in %d chunks, mapped",
+            store.size,
+            8 * store.token_bytes,
+            len(store.chunks),
+        )
+        found.append(ContinuationObserver(store, runner, longest))
+    elif longest and config.draft is not None and config.draft.recalled:
+        answers = AnswerIndex(config.draft.recalled)
+        log.info(
+            "earlier answers: up to %d tokens in %.0f MiB", answers.capacity, answers.capacity * BYTES / 2**20
+        )
+        found.append(AnswersObserver(answers, runner, longest))
+    return found
 
 
 def _prepare_grammars(config: EngineConfig, runner: Runner) -> str | None:
-    """Let requests have grammars. Return why they can't."""
+    """Enable grammars. Return why requests can't use them, or None."""
     vocabulary = config.tokenizer_path / "tokenizer.json"
     try:
-        runner.grammars = Grammars(vocabulary, config.model.vocab_size, config.model.eos_token_ids)
+        ends = config.model.eos_token_ids
+        threads = config.cpu_threads or config.cores
+        grammars = Grammars(vocabulary, config.model.vocab_size, ends, threads)
     except ImportError:
         return MISSING
     except ValueError as error:
         return str(error)
+    runner.masks = Masks(grammars)
     return None
 
 
@@ -175,15 +222,15 @@ def _overlap(config: EngineConfig, drafter: Drafter) -> bool:
 
 
 def shape_plan(config: EngineConfig) -> ShapePlan:
-    """The shapes that steps may have; those within the buckets are captured."""
+    """Return the shapes that steps may have; those within the buckets are captured."""
     padding = Padding(batch_buckets(config.largest_graph) if config.largest_graph is not None else ())
-    return ShapePlan(config.shape, config.adaptive, config.max_running_requests, padding, config.draft_copies)
+    return ShapePlan(config.shape, config.adaptive, config.max_running_requests, padding, config.drafts)
 
 
 def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePolicy:
-    """What chooses among them; measured costs first, where it needs them."""
+    """Return the policy that chooses among them, after measuring costs if it needs them."""
     if not plan.adaptive:
-        return StaticShapes(plan.speculation, plan.padding, plan.copies)
+        return StaticShapes(plan.speculation, plan.padding, plan.drafts)
     phase.enter("measuring steps")
     begin = time.perf_counter()
     if graphs.steps:
@@ -199,7 +246,9 @@ def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePoli
         plain, *drafted = plan.candidates(slots)
         return [plain, *(shape for shape in drafted if shape in graphs.steps or not graphs.steps)]
 
-    return AdaptiveShapes(Controller(captured, cost), plan.padding)
+    return AdaptiveShapes(
+        Controller(captured, cost, Acceptance(searches=plan.drafts.copies == "all")), plan.padding
+    )
 
 
 def _speculation_info(plan: ShapePlan) -> object:
@@ -209,17 +258,21 @@ def _speculation_info(plan: ShapePlan) -> object:
 
 
 def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
-    """Target, draft, pool and state on the device."""
+    """Create target, draft, pool and state on the device."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
+    _check_fp8(config)
     positions = slot_positions(config, plan)
     phase.enter("reading the model's weights")
-    target = load_target(config.model_path, dtype, device, max_positions=positions)
+    kept = _kept(config, target_kv(config.model, dtype), config.model_path, "target")
+    scales = [spec.scales for spec in kept]
+    target = load_target(config.model_path, dtype, device, positions, config.model)
+    identity = None if config.device == "meta" else fingerprint(target, config, scales)
     phase.enter("reading the draft")
     drafter = create_drafter(config, target, positions, dtype)
     pack_linears(target)  # last: a draft may pick rows of the plain head
     pool_config = PoolConfig(
-        target=target_kv(config.model, dtype),
-        draft=drafter.kv,
+        target=kept,
+        draft=_kept(config, drafter.kv, config.draft.path if config.draft else Path(), "draft"),
         feature_size=drafter.needs.feature_size,
         page_size=config.page_size,
         dtype=dtype,
@@ -238,28 +291,44 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
         device=device,
         prediction_size=prediction_limit(config.context_length) if drafter.vocab_size else 0,
         sources=len(drafter.needs.sources),
+        continuation_size=drafter.needs.continuation,
+        reaches=drafter.needs.reaches,
     )
     pool = _pool(pool_config, pages, device)
-    return Context(target, drafter, pool, attention, state, config.model.vocab_size)
+    return Context(target, drafter, pool, attention, state, config.model.vocab_size, identity)
 
 
 def create_shapes(config: EngineConfig, plan: ShapePlan) -> Context:
-    """The same without numbers, and with a pool of one page: on ``meta``, which is served as a GPU is."""
+    """Create the same without data and with a pool of one page, on ``meta``, which counts as a GPU."""
     return create_context(replace(config, device="meta", max_total_tokens=config.page_size), plan)
 
 
 def target_kv(config: ModelConfig, dtype: torch.dtype) -> list[KVSpec]:
-    """What each of the target's layers keeps of a token."""
+    """Return what each of the target's layers keeps of a token."""
     return [HeadKV(layer.num_kv_heads, layer.head_dim, dtype) for layer in config.layers]
 
 
+def _kept(config: EngineConfig, specs: Sequence[KVSpec], path: Path, whose: str) -> Sequence[KVSpec]:
+    """Return the layers' specs in the KV cache's dtype, for FP8 with the scales of the checkpoint at ``path``. A draft
+    head inside the target's checkpoint does not use the target's scales."""
+    if config.kv_cache_dtype != FP8_KV or not specs:
+        if whose == "target" and has_kv_scales(path):
+            log.info("the checkpoint's KV scales are unused: --kv-cache-dtype %s uses them", FP8_KV)
+        return specs
+    inside = whose == "draft" and path == config.model_path
+    scales = [None] * len(specs) if inside else read_kv_scales(path, len(specs))
+    scaled = sum(each is not None for each in scales)
+    log.info("%s: FP8 KV cache, %d of %d layers with scales in the checkpoint", whose, scaled, len(scales))
+    return [spec.in_fp8(each or KVScales()) for spec, each in zip(specs, scales, strict=True)]
+
+
 def slot_positions(config: EngineConfig, plan: ShapePlan) -> int:
-    """Positions of one slot: a context, what steps may write past it, and the rest of the last page."""
+    """Return the positions of one slot: a context, what steps may write past it, and the rest of the last page."""
     return -(-(config.context_length + plan.margin) // config.page_size) * config.page_size
 
 
 def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
-    """Raises ValueError where the device has not so much memory."""
+    """Create the pool. Raises ValueError if the device has too little memory."""
     begin = time.perf_counter()
     tokens, size = pages * config.page_size, pages * config.page_bytes / 2**30
     try:
@@ -278,7 +347,7 @@ def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
 
 
 def _attention(config: EngineConfig, pool: PoolConfig) -> AttentionBackend:
-    """Raises ValueError naming one that serves all layers, where the one of the settings does not."""
+    """Return the attention backend. Raises ValueError naming one that serves all layers if the chosen one does not."""
     attention = ATTENTION[config.attention_backend](pool.page_size, pool.dtype)
     for whose, specs in {"target": pool.target, "draft": pool.draft}.items():
         for spec in dict.fromkeys(specs):
@@ -295,9 +364,20 @@ def create_drafter(config: EngineConfig, target: LlamaModel, positions: int, dty
     draft = config.draft
     if draft is None:
         return NoDrafter()
-    _check_quantization(draft, target)
-    options = DraftOptions(_map_plan(config, draft), draft.config_override, draft.quantization)
-    drafter = load_drafter(draft.name, draft.path, target, config.model.num_layers, positions, dtype, options)
+    drafter = load_drafter(
+        DrafterConfig(
+            name=draft.name,
+            path=draft.path,
+            target=target,
+            layer=config.model.num_layers,
+            max_positions=positions,
+            dtype=dtype,
+            token_map=_map_plan(config, draft),
+            config_override=draft.config_override,
+            quantization=draft.quantization,
+            tokenizer=config.tokenizer_path,
+        )
+    )
     if draft.topk > (size := drafter.vocab_size):
         raise ValueError(
             f"--speculative-eagle-topk: the draft {draft.path} has {size} tokens, found {draft.topk}"
@@ -305,20 +385,20 @@ def create_drafter(config: EngineConfig, target: LlamaModel, positions: int, dty
     return drafter
 
 
-def _check_quantization(draft: DraftSettings, target: LlamaModel) -> None:
-    """Raises ValueError where the GPU has no such numbers."""
-    if QUANTIZED.get(draft.quantization) is not torch.float8_e4m3fn or target.device.type != "cuda":
+def _check_fp8(config: EngineConfig) -> None:
+    """Raise ValueError if the GPU does not support FP8 and the settings need it."""
+    if config.device != "cuda" or torch.cuda.get_device_capability() >= FP8_CAPABILITY:
         return
-    if torch.cuda.get_device_capability() < FP8_CAPABILITY:
-        found = ".".join(map(str, torch.cuda.get_device_capability()))
-        raise ValueError(
-            "--speculative-draft-quantization fp8 needs a GPU of compute capability 8.9 or more, this one has "
-            f"{found}: accepted are auto, none and int8"
-        )
+    found = ".".join(map(str, torch.cuda.get_device_capability()))
+    needs = f"needs a GPU of compute capability 8.9 or more, this one has {found}: accepted are"
+    if config.kv_cache_dtype == FP8_KV:
+        raise ValueError(f"--kv-cache-dtype {FP8_KV} {needs} auto and {config.dtype}")
+    if config.draft is not None and QUANTIZED.get(config.draft.quantization) is torch.float8_e4m3fn:
+        raise ValueError(f"--speculative-draft-quantization fp8 {needs} auto, none and int8")
 
 
 def _map_plan(config: EngineConfig, draft: DraftSettings) -> Path | MapPlan | None:
-    """The file that lists what may be drafted, or how that follows the text."""
+    """Return the file that lists the draft vocabulary, or how it follows the text."""
     given = draft.token_map
     if not isinstance(given, DynamicMap):
         return given

@@ -1,6 +1,6 @@
-"""The front's side of the engine: hands requests over, hands messages to whoever waits for them.
+"""The front's side of the engine: pass requests to it, and its messages to whoever waits for them.
 
-Knows no sockets: ``engine_link`` moves the messages. Everything runs on one event loop.
+It knows no sockets: ``link`` moves the messages. Everything runs on one event loop.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ FIRST_PHASE = "starting the engine's process"  # which says nothing yet
 
 
 class EngineGone(Exception):
-    """There is no engine that could answer."""
+    """There is no engine to answer."""
 
 
 class Inbox:
-    """What the engine says about the requests of one call, in the order in which it says it. Tokens that were not taken
-    when more of the same request come are one message with them: a front that falls back has less to do for each."""
+    """The engine's messages about the requests of one call, in order. If more tokens of a request arrive before the
+    last ones were taken, they are joined into one message, so a front that falls behind has less work for each token.
+    """
 
     def __init__(self, client: EngineClient, name: str, requests: Sequence[Submit]) -> None:
         self.name = name
@@ -64,18 +65,18 @@ class Inbox:
         return found
 
     def expire_in(self, seconds: float) -> None:
-        """Ends what is open by then."""
+        """End the requests that are still open after this time."""
         message = f"the request had not ended after {seconds:g} seconds (--request-timeout)"
         self._timer = asyncio.get_running_loop().call_later(seconds, self.end, message, "timeout")
 
     def end(self, message: str, fault: Fault) -> None:
-        """Aborts the requests that have not ended; each is told ``message``."""
+        """Abort the requests that have not ended; each gets ``message``."""
         for rid in sorted(self.open):
             self._client.abort(rid)
             self.put(Failed(rid, message, fault=fault))
 
     def close(self) -> None:
-        """Aborts the requests that have not ended; nobody reads here any more."""
+        """Abort the requests that have not ended; nobody reads here any more."""
         if self._timer is not None:
             self._timer.cancel()
         for rid in sorted(self.open):
@@ -83,10 +84,10 @@ class Inbox:
 
 
 class EngineClient:
-    """State of the engine and a route for each open request. ``send`` takes messages to the engine, if there is one
-    already.
+    """The state of the engine and a route for each open request. ``send`` passes messages to the engine, if there is
+    one.
 
-    One client lasts as long as the server: ``connect`` gives it the engine that follows one that broke.
+    One client lasts as long as the server: after an engine has died, ``connect`` attaches the next one.
     """
 
     def __init__(self, send: Send | None = None) -> None:
@@ -113,7 +114,7 @@ class EngineClient:
         return self.state in ("broken", "stopped")
 
     def connect(self, send: Send) -> None:
-        """Talks to a new engine from now on, which loads."""
+        """Use a new engine, which is loading, from now on."""
         if self.state == "stopped":
             return
         self.restarts += self.state == "broken"
@@ -122,7 +123,7 @@ class EngineClient:
         self.gone.clear()
 
     def submit(self, requests: Sequence[Submit], name: str = "") -> Inbox:
-        """Hands the requests of a call over. The caller closes the inbox. Without an engine each gets Failed."""
+        """Pass on the requests of a call. The caller closes the inbox. Without an engine each gets Failed."""
         inbox = Inbox(self, name, requests)
         for request in requests:
             self._inboxes[request.rid] = inbox
@@ -133,7 +134,7 @@ class EngineClient:
         return inbox
 
     def abort(self, rid: str) -> None:
-        """Ends an open request; nothing follows."""
+        """End an open request; no message follows."""
         inbox = self._inboxes.pop(rid, None)
         if inbox is not None:
             inbox.open.discard(rid)
@@ -141,7 +142,7 @@ class EngineClient:
                 self._tell(Abort(rid))
 
     def end_calls(self, name: str | None, message: str) -> int:
-        """Ends the open requests of a call, or of all for None, and tells them so. Returns how many there were."""
+        """End the open requests of a call, or of all calls for None, and tell them so. Return how many there were."""
         inboxes = [box for box in dict.fromkeys(self._inboxes.values()) if name in (None, box.name)]
         ended = sum(len(inbox.open) for inbox in inboxes)
         for inbox in inboxes:
@@ -149,7 +150,7 @@ class EngineClient:
         return ended
 
     async def flush_cache(self) -> int | None:
-        """Empties the prefix cache. Returns the pages freed, None if requests run. Raises EngineGone."""
+        """Empty the prefix cache. Return the pages freed, or None if requests run. Raises EngineGone."""
         if self.state != "ready":
             raise EngineGone(self.words)
         done: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
@@ -158,7 +159,7 @@ class EngineClient:
         return await done
 
     def receive(self, message: ToFront) -> None:
-        """Takes a message of the engine."""
+        """Handle a message of the engine."""
         match message:
             case Tokens() | Failed():
                 self._route(message)
@@ -178,13 +179,13 @@ class EngineClient:
                 self.fail(message)
 
     def fail(self, reason: Broken) -> None:
-        """The engine is gone: every open request is answered with an error. Only the first reason counts."""
+        """The engine is gone: answer every open request with an error. Only the first reason counts."""
         if not self.without_engine:
             self.failure = reason
             self._end("broken")
 
     def stop(self) -> None:
-        """The server ends: open requests, and any that come, are answered with an error."""
+        """The server stops: answer open and new requests with an error."""
         if self.state != "stopped":
             self._end("stopped")
 

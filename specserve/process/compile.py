@@ -1,13 +1,15 @@
-"""Compiles what a configuration launches before it is launched: on all cores, and without a GPU.
+"""Compile what a configuration launches before it is launched: on all cores, and without a GPU.
 
-A dry run finds the variants: the engine is built of ``meta`` tensors, which have shapes and no numbers, and launches
-once each step that will be captured, each size of prompts, and eager prompts around the lengths where other kernels are
-taken. Triton asks its hook before it compiles; there the variant is noted and handed to a process of a pool, which
-compiles it into Triton's cache. Triton's own key holds the sources of a kernel and the compiler's version, so a stale
-entry is never read; a list of the variants lies next to the cache under a key of the configuration and of all our
-sources, so that a start that finds it skips the dry run.
+A dry run finds the variants. The engine is built of ``meta`` tensors, which have shapes but no data, and launches once
+each step that will be captured, each prompt size, and eager prompts around the lengths where the choice of kernel
+changes. Triton calls a hook before it compiles; the hook notes the variant and hands it to a process of a pool, which
+compiles it into Triton's cache.
 
-Run as a module it reads a pickled ``Job`` of the process that starts it.
+Triton's key covers a kernel's sources and the compiler's version, so a stale entry is never read. A list of the
+variants lies next to the cache, keyed by the configuration and by all our sources; a start that finds it skips the dry
+run.
+
+Run as a module, it reads a pickled ``Job`` from the process that starts it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Job(NamedTuple):
 
 
 class _Driver:
-    """What Triton's compiler asks of the driver of a GPU that need not be there."""
+    """A stand-in for the driver of a GPU that may not exist, as far as Triton's compiler asks it."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         from triton.backends.compiler import GPUTarget
@@ -74,7 +76,7 @@ class _Driver:
 
 
 class _Launched:
-    """Stands for a compiled kernel, and does nothing."""
+    """A stand-in for a compiled kernel that does nothing."""
 
     function = packed_metadata = None
 
@@ -82,7 +84,7 @@ class _Launched:
         """None for a launch that is none."""
 
     def run(self, *args: object) -> None:
-        """Launches nothing."""
+        """Launch nothing."""
 
 
 def _compile(variant: Variant) -> None:
@@ -97,7 +99,7 @@ def _compile(variant: Variant) -> None:
 
 
 def compile_all(job: Job) -> list[Variant]:
-    """Compile all variants into Triton's cache and list them there. To be called in a process of its own."""
+    """Compile all variants into Triton's cache and list them there. Call it in a process of its own."""
     from specserve_kernels.ops.device import assume
     from triton import knobs
     from triton.runtime import driver
@@ -167,7 +169,7 @@ def _integers(size: int) -> torch.Tensor:
 
 
 def _list_file(job: Job) -> Path:
-    """Where the variants of a configuration are listed."""
+    """Return the file that lists the variants of a configuration."""
     from triton import __version__, knobs
 
     config, draft = job.config, job.config.draft
@@ -180,7 +182,8 @@ def _list_file(job: Job) -> Path:
         __version__,
         job.gpu,
         config.model,
-        (config.dtype, config.attention_backend, config.context_length, config.page_size),
+        (config.dtype, config.kv_cache_dtype, config.attention_backend),
+        (config.context_length, config.page_size),
         (config.max_running_requests, config.longest_launch, config.largest_graph),
         (config.shape, config.adaptive),
         draft and replace(draft, path=Path()),
@@ -195,8 +198,8 @@ def _list_file(job: Job) -> Path:
 
 @dataclass(slots=True)
 class CompileAhead:
-    """Compiles in a process of its own while this one loads weights. Nothing depends on its success: what is not
-    compiled ahead is compiled when it is first launched."""
+    """Compile in a process of its own while this one loads weights. Nothing depends on its success: what it has not
+    compiled is compiled at its first launch."""
 
     file: Path
     process: subprocess.Popen[bytes] | None
@@ -204,7 +207,7 @@ class CompileAhead:
 
     @classmethod
     def begin(cls, config: EngineConfig) -> CompileAhead:
-        """For the GPU of this process, whose Triton is watched from now on."""
+        """Begin for the GPU of this process, and watch its Triton from now on."""
         from specserve_kernels.ops.device import this_gpu
 
         WATCH.install()
@@ -222,7 +225,7 @@ class CompileAhead:
         return cls(file, process, time.perf_counter())
 
     def wait(self) -> None:
-        """Until all is compiled."""
+        """Wait until everything is compiled."""
         if self.process is None:
             return
         assert self.process.stderr is not None
@@ -233,7 +236,7 @@ class CompileAhead:
             log.info("compiled kernels ahead, %.1f s after the start", time.perf_counter() - self.begun)
 
     def load(self) -> None:
-        """Load what was compiled and not launched yet, so that no request waits for it."""
+        """Load what was compiled but not launched yet, so that no request waits for it."""
         if self.file.exists():
             listed = [Variant(*each) for each in json.loads(self.file.read_text())]
             if unforeseen := WATCH.have.keys() - {variant[:3] for variant in listed}:

@@ -1,4 +1,4 @@
-"""Starts the engine process and moves messages between it and an ``EngineClient``, by ZeroMQ."""
+"""Start the engine process and exchange messages between it and an ``EngineClient`` over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAST_WORDS = 0.3  # seconds after its end in which its last messages are read
 
 
 class EngineProcess:
-    """The engine's process and the directory of its sockets. It begins to load at once."""
+    """The engine's process and the directory of its sockets. It starts loading at once."""
 
     def __init__(self, settings: Settings, build: Build) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="specserve-"))
@@ -40,7 +40,7 @@ class EngineProcess:
         self.process.start()
 
     def close(self) -> None:
-        """Ends the process, kindly first, and removes its sockets."""
+        """End the process, gracefully first, and remove its sockets."""
         self.process.terminate()
         self.process.join(GRACE)
         if self.process.is_alive():
@@ -51,7 +51,7 @@ class EngineProcess:
 
 @contextlib.asynccontextmanager
 async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[None]:
-    """Lets a client talk to the engine, and hear of its end, until the context is left."""
+    """Connect a client to the engine, and tell it of the engine's end, until the context is left."""
     context = zmq.Context()
     to_engine = context.socket(zmq.PUSH)
     from_engine: Any = zmq.asyncio.Socket(context, zmq.PULL)
@@ -75,7 +75,7 @@ async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[
 
 
 class _Outbox:
-    """Messages to the engine: what is said in one turn of the event loop leaves in one frame."""
+    """Messages to the engine. Those of one turn of the event loop are sent in one frame."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
@@ -108,7 +108,7 @@ async def _receive(socket: Any, client: EngineClient) -> None:
 
 
 async def _watch(engine: EngineProcess, client: EngineClient) -> None:
-    """Tells the client when the process ends, after its last messages have been read."""
+    """Tell the client when the process has ended, after its last messages have been read."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(engine.process.sentinel, ended.set)

@@ -1,4 +1,4 @@
-"""What an engine that starts is at, for those who wait for it."""
+"""Report what a starting engine is doing."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ HEARS: ContextVar[Callable[[str], None]] = ContextVar("hears", default=lambda ph
 
 
 def enter(phase: str) -> None:
-    """Tells whoever has set ``HEARS`` what begins."""
+    """Tell whoever has set ``HEARS`` which phase begins."""
     HEARS.get()(phase)

@@ -1,4 +1,4 @@
-"""Keeps an engine: one that dies after it has served is replaced, a few times."""
+"""Keep an engine running: replace one that dies after it has served, a limited number of times."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LONGEST_PAUSE = 60.0  # seconds
 
 
 class Supervisor:
-    """Owns the engine's process, which begins to load at once. Each process has sockets of its own, so that nothing a
-    dead one said or was told reaches the next."""
+    """Own the engine's process, which starts loading at once. Each process has its own sockets, so no message from or
+    to a dead engine reaches the next."""
 
     def __init__(self, settings: Settings, build: Build) -> None:
         self.client = EngineClient()
@@ -33,7 +33,7 @@ class Supervisor:
         self._process = EngineProcess(settings, build)
 
     async def run(self) -> Broken:
-        """Replaces engines that die. Returns why there is none any more: the last one's end."""
+        """Replace engines that die. Return the end of the last one, which is not replaced."""
         while await self._serve() and self._may_restart():
             pause = min(PAUSE * 2 ** (self._never_served - 1), LONGEST_PAUSE) if self._never_served else 0.0
             reason = self.client.failure.message
@@ -46,11 +46,11 @@ class Supervisor:
         return self.client.failure
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._process.close()
 
     async def _serve(self) -> bool:
-        """Waits for the engine's end. Returns whether another one may fare better."""
+        """Wait for the engine's end. Return whether another one may fare better."""
         client = self.client
         async with connect(self._process, client):
             await client.settled.wait()
@@ -63,7 +63,7 @@ class Supervisor:
         return client.state == "broken" and again and not (client.failure.user_error or client.is_last)
 
     def _may_restart(self) -> bool:
-        """Counts a restart, unless there were too many of late, or too many engines in a row that never served."""
+        """Count a restart, unless there were too many recently, or too many engines in a row that never served."""
         now, most = time.monotonic(), self._settings.engine_restarts
         while self._restarts and self._restarts[0] < now - PERIOD:
             self._restarts.popleft()

@@ -1,6 +1,6 @@
-"""The engine's process: builds the scheduler, then reads messages, runs iterations and sends what they give.
+"""The engine's process: build the scheduler, then read messages, run iterations and send the results.
 
-Ends when told to (SIGTERM), when its parent is gone, or with Broken as its last message when something fails.
+It ends on SIGTERM, when its parent is gone, or, when something fails, with Broken as its last message.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Addresses(NamedTuple):
 
 
 class Engine(Protocol):
-    """What this process needs of a scheduler."""
+    """What this process needs from a scheduler."""
 
     @property
     def info(self) -> dict[str, object]: ...
@@ -83,7 +83,7 @@ class Engine(Protocol):
 
 
 class Built(NamedTuple):
-    """A scheduler, the settings it resolved, and the reasons for what was chosen automatically.
+    """A scheduler, the settings it resolved, and the reasons for the automatic choices.
 
     ``engine.info`` holds ``context_length``, ``max_total_tokens`` and ``vocab_size``: the front needs them.
     """
@@ -97,7 +97,7 @@ Build = Callable[[Settings], Built]
 
 
 def build_scheduler(settings: Settings) -> Built:
-    """Resolves the settings and loads the model. Raises ValueError for a user's mistake."""
+    """Resolve the settings and load the model. Raises ValueError for a user's mistake."""
     from specserve.process.assemble import resolve_engine
 
     resolved, notes, config = resolve_engine(settings, with_front=True)
@@ -105,7 +105,7 @@ def build_scheduler(settings: Settings) -> Built:
 
 
 def load_engine(config: EngineConfig) -> Scheduler:
-    """Loads the model, and compiles its kernels meanwhile."""
+    """Load the model, and compile its kernels meanwhile."""
     from specserve.process.assemble import create_scheduler
 
     if config.device != "cuda" or config.attention_backend != "triton":
@@ -145,7 +145,7 @@ def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoRet
 
 
 def _end_with_parent(addresses: Addresses) -> NoReturn:
-    """Whatever this process is at: it may load for minutes, and nobody would end it."""
+    """End this process when its parent ends, whatever it is doing: loading may take minutes."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -155,7 +155,7 @@ def _end_with_parent(addresses: Addresses) -> NoReturn:
 
 
 def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
-    """Returns the exit code."""
+    """Run the engine. Return the exit code."""
     phase.HEARS.set(lambda name: _send(outbox, [Starting(name)]))
     try:
         built = build(settings)
@@ -180,8 +180,8 @@ def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
 
 
 def keep_what_is_loaded() -> None:
-    """Takes what there is now out of garbage collection: looking through all that was imported and loaded would hold a
-    serving process up for tenths of a second, again and again."""
+    """Exempt everything loaded so far from garbage collection. Scanning it would stall a serving process for tenths of
+    a second, again and again."""
     gc.collect()
     gc.freeze()
 
@@ -195,7 +195,7 @@ def _info(built: Built) -> dict[str, Any]:
 
 
 class Throughput:
-    """Logs, about every ten seconds of work, what was done in them."""
+    """Log the throughput about every ten seconds of work."""
 
     def __init__(self) -> None:
         self._begin = 0.0
@@ -260,7 +260,7 @@ class _Loop:
                 _send(self._outbox, [Flushed(self._engine.flush_cache())])
 
     def _add_stats(self, messages: list[ToFront]) -> None:
-        """About once a second, and when work runs out, so that an idle server shows itself idle."""
+        """Add Stats about once a second, and when work runs out, so that an idle server reports itself idle."""
         now = time.monotonic()
         if now >= self._stats_at or not self._engine.has_work:
             stats = self._engine.stats()
@@ -269,7 +269,7 @@ class _Loop:
             self._stats_at = now + STATS_PERIOD
 
     def _check_idle(self) -> None:
-        """After the last messages: it walks over all pages."""
+        """Check for leaks, after the last messages, because this walks over all pages."""
         now = time.monotonic()
         if now >= self._check_at and not self._engine.has_work:
             self._engine.check_idle()

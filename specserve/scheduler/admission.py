@@ -1,4 +1,4 @@
-"""Turns a submission into a request, or says why it cannot be served."""
+"""Turn a submission into a request, or say why it can't be served."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specserve.speculation.state import draft_cap
 
 
 class Admission:
-    """Checks requests and gives each an arrival number and a seed."""
+    """Check requests, and give each an arrival number and a seed."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class Admission:
         random_seed: int | None,
         no_grammars: str | None,
     ) -> None:
-        """``no_grammars``: why requests can't have them, None where they can."""
+        """``no_grammars``: why requests can't use grammars; None if they can."""
         self._capacity = capacity
         self._eos_token_ids = eos_token_ids
         self._no_grammars = no_grammars
@@ -30,14 +30,22 @@ class Admission:
         self._arrivals = itertools.count()
 
     def admit(self, message: Submit) -> Request:
-        """Raises FieldError for a request that can't be served."""
+        """Return the request. Raises FieldError if it can't be served."""
         params, prompt = message.params, message.token_ids
         self._capacity.check(prompt, params)
-        if params.grammar is not None and self._no_grammars is not None:
-            raise FieldError("grammar", self._no_grammars)
+        if params.constrained and self._no_grammars is not None:
+            param = "thinking_token_budget" if params.grammar is None else "grammar"
+            raise FieldError(param, self._no_grammars)
+        if params.thinking_token_budget is not None and params.thought is None:
+            raise FieldError("thinking_token_budget", "it is not known how the model writes its thoughts")
         room = self._capacity.room
         limit = room if params.max_tokens is None else min(len(prompt) + params.max_tokens, room)
         eos = () if params.ignore_eos else self._eos_token_ids
+        stop_ids = frozenset((*eos, *params.stop_token_ids))
+        ends = params.thought.end if params.thinking_token_budget is not None and params.thought else ()
+        if params.min_tokens and (met := stop_ids.intersection(ends)):
+            words = f"token {min(met)} ends the answer, and the thought where its budget does: it must be 0"
+            raise FieldError("min_tokens", f"{words}, found {params.min_tokens}")
         seed = self._seeds.randrange(MAX_SEED) if params.seed is None else params.seed
         return Request(
             rid=message.rid,
@@ -46,8 +54,9 @@ class Admission:
             choice=message.choice,
             seed=seed,
             limit=limit,
-            stop_ids=frozenset((*eos, *params.stop_token_ids)),
+            stop_ids=stop_ids,
             arrival=next(self._arrivals),
-            skill=Skill(draft_cap(params), predicted=bool(params.prediction)),
+            skill=Skill.of(draft_cap(params), params),
+            tenant=message.tenant,
             scores=None if params.prompt_logprobs is None else [],
         )

@@ -1,4 +1,4 @@
-"""Requests whose grammars are being compiled: they queue after that, and hold up nobody meanwhile."""
+"""Requests whose grammars are being compiled. They join the queue afterwards and delay nobody until then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WAIT = 0.005  # seconds
 
 
 class Compiling:
-    """Each with the compilation that it waits for."""
+    """Requests, each with the grammar compilation that it waits for."""
 
     def __init__(self) -> None:
         self._pending: dict[str, tuple[Submit, Future[object]]] = {}  # by id
@@ -29,8 +29,8 @@ class Compiling:
         self._pending.clear()
 
     def take(self, idle: bool) -> list[tuple[Submit, BaseException | None]]:
-        """Take those whose compilation has ended, and what went wrong. ``idle``: with nothing else to do, wait a while
-        for one."""
+        """Take the requests whose compilation has ended, each with its error or None. ``idle``: there is nothing else
+        to do, so wait a while for one."""
         if idle and self._pending:
             wait([compilation for _, compilation in self._pending.values()], WAIT, FIRST_COMPLETED)
         done = [rid for rid, (_, compilation) in self._pending.items() if compilation.done()]

@@ -16,8 +16,8 @@ BATCH_BUCKETS = 11  # up to 1, 2, 4, .. 512 requests, and any number
 
 @dataclass(slots=True)
 class Counters:
-    """``steps``: target forwards that emitted tokens, each of a whole batch; ``accepted``: without bonus tokens;
-    ``violations``: what was wrong with the books of the idle engine."""
+    """``steps``: target forwards that emitted tokens, each of a whole batch. ``accepted`` excludes bonus tokens.
+    ``violations``: leaks found while the engine was idle."""
 
     steps: int = 0
     drafted: int = 0
@@ -62,7 +62,7 @@ def shape_label(shape: StepShape) -> str:
 
 @dataclass(slots=True)
 class StepCounters:
-    """What steps were, what became of their drafts, and what plain decoding would have cost instead."""
+    """Totals over steps: their shapes, what became of their drafts, and what plain decoding would have cost."""
 
     shape: str | None = None
     requests: int = 0
@@ -76,7 +76,7 @@ class StepCounters:
     sources: list[int] = field(default_factory=list)  # three counts of each
 
     def ran(self, shape: StepShape, requests: int, seconds: float) -> None:
-        """A step of this many requests."""
+        """Count a step of this many requests."""
         self.shape = label = shape_label(shape)
         self.requests += requests
         self.steps[label] += 1
@@ -84,24 +84,26 @@ class StepCounters:
         self.batches[min((requests - 1).bit_length(), BATCH_BUCKETS - 1)] += 1
 
     def drafted(self, shape: StepShape, nodes: int, accepted: int) -> None:
-        """What a step drafted for one request besides its root, and how much of that the target chose."""
+        """Count the nodes that a step drafted for one request, without its root, and how many the target accepted."""
         self.deepest_tested[min(accepted + 1, nodes, shape.depth)] += 1
         self.deepest_accepted[accepted] += 1
 
     def told(self, counts: Sequence[int]) -> None:
-        """What a step said of the sources of one request's tree: of each three counts, none without several."""
+        """Count what a step reports for the sources of one request's tree: three counts for each source, none if there
+        is only one."""
         if counts:
             self.sources = [a + b for a, b in zip(self.sources or [0] * len(counts), counts, strict=True)]
 
     def priced(
         self, cost: CostModel, shape: StepShape, plain: StepShape, kv_tokens: int, gained: float
     ) -> None:
-        """A step that gave ``gained`` tokens a request; ``plain``: the same batch without drafts, one token each."""
+        """Count a step of ``gained`` tokens a request. ``plain``: the same batch without drafts, one token for each
+        request."""
         self.predicted_seconds += cost.seconds(shape, kv_tokens)
         self.plain_seconds += cost.seconds(plain, kv_tokens) * gained
 
     def totals(self, drafter: str | None, names: Sequence[str], cost: CostModel | None) -> StepTotals:
-        """``names``: of the sources of its trees. ``cost`` None: its sums mean nothing and are left out."""
+        """``names``: of the sources of its trees. ``cost`` None: no costs were measured, so their sums are left out."""
         counts = self.sources or [0] * (3 * len(names))
         return StepTotals(
             drafter=drafter,
@@ -124,5 +126,5 @@ class StepCounters:
 
 
 def _at_least(counts: Sequence[int]) -> list[int]:
-    """Of each place, the sum from there to the end."""
+    """Return the suffix sums."""
     return list(accumulate(reversed(counts)))[::-1]

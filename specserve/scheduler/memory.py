@@ -1,4 +1,4 @@
-"""Pages of running requests: taken, shared through the prefix cache, and given back."""
+"""The pages of running requests: allocate, share through the prefix cache, free."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Memory:
         return -(-tokens // self.page_size)
 
     def take_prefix(self, request: Request, tokens: Sequence[int]) -> int:
-        """Gives the request the cached pages of its tokens, for its own where it has some already; at least the last
-        token is left to compute. Returns how many of its tokens are cached."""
+        """Give the request the cached pages of its tokens; they replace pages of its own. At least the last token is
+        left to compute. Return how many of its tokens are cached."""
         if self.cache is None:
             return 0
         cached = self.cache.match(tokens[: len(tokens) - 1])
@@ -34,8 +34,8 @@ class Memory:
         return len(cached) * self.page_size
 
     def shared(self, request: Request, other: Request) -> int:
-        """Tokens that the cache could give the request once ``other`` has computed its prompt; 0 where the page that
-        the request needs next is not among them."""
+        """Return how many tokens the cache could give the request once ``other`` has computed its prompt; 0 if they do
+        not include the page that the request needs next."""
         page = slice(request.prefilled, request.prefilled + self.page_size)
         if self.cache is None or request.context[page] != other.context[page]:
             return 0
@@ -45,24 +45,26 @@ class Memory:
 
     @property
     def available(self) -> int:
-        """Pages that are free, or cached and used by nobody."""
+        """Pages that are free, or cached and not in use."""
         return self.allocator.free + self.allocator.idle
 
     def shortage(self, request: Request, tokens: int) -> int:
-        """How many pages too few there are for the request to hold ``tokens``."""
+        """Return how many pages are missing for the request to hold ``tokens``."""
         return self.pages_for(tokens) - len(request.pages) - self.available
 
     @property
     def prospect(self) -> int:
-        """What a waiting request may hope for: one that lacks n pages lacks some until this has grown by n.
+        """A bound on what a waiting request may get: a request that lacks n pages still lacks some until this has grown
+        by n.
 
-        It does with less only when pages become available, or when pages of its own tokens, which it would share, come
-        to be both cached and in use; those that are cached and idle count as available already."""
+        What it lacks shrinks only when pages become available, or when pages of its own tokens, which it would share,
+        become both cached and in use; cached pages that are idle count as available already.
+        """
         return self.available + self.allocator.joined
 
     def prepare(self, needs: Iterable[tuple[Request, int]]) -> bool:
-        """Frees pages for many requests, each with the tokens it is to hold, in one eviction: ``grow`` follows. Returns
-        False, and changes nothing, when there are too few."""
+        """Free pages for many requests in one eviction, each with the number of tokens it is to hold; ``grow`` follows.
+        Return False, and change nothing, if there are too few."""
         missing = sum(max(0, self.pages_for(tokens) - len(request.pages)) for request, tokens in needs)
         if missing > self.available:
             return False
@@ -74,8 +76,8 @@ class Memory:
             self.cache.evict(pages - self.allocator.free)
 
     def grow(self, request: Request, tokens: int) -> list[int] | None:
-        """Extends the request's pages to hold ``tokens``, evicting cached ones. Returns the new pages, or None when
-        there are too few (nothing changed)."""
+        """Extend the request's pages to hold ``tokens``, evicting cached ones. Return the new pages, or None, with
+        nothing changed, if there are too few."""
         missing = self.pages_for(tokens) - len(request.pages)
         if missing <= 0:
             return []
@@ -87,11 +89,12 @@ class Memory:
         return pages
 
     def remember(self, request: Request) -> bool:
-        """Offers the request's computed whole pages to the prefix cache; where the cache has them already, the request
-        takes the cache's and gives its own back. Returns whether its pages changed.
+        """Offer the request's computed whole pages to the prefix cache. If the cache already has some of them, the
+        request takes those and frees its own. Return whether its pages changed.
 
-        So whoever uses a cached page uses all before it, and eviction, which goes from the ends of the tree, can reach
-        every page that nobody uses."""
+        Whoever uses a cached page therefore uses all pages before it, and eviction, which starts at the ends of the
+        tree, can reach every page that is not in use.
+        """
         whole = request.computed // self.page_size
         if self.cache is None or whole == request.remembered:
             return False
@@ -105,12 +108,12 @@ class Memory:
         return cached != own
 
     def release(self, request: Request) -> None:
-        """Takes all pages from the request; what the cache remembers stays there."""
+        """Take all pages from the request; the cache keeps what it remembers."""
         self.allocator.release(request.pages)
         request.pages, request.remembered = [], 0
 
     def problems(self) -> list[str]:
-        """What is wrong with the books of an idle engine, where every page is free or cached and none is used."""
+        """List the inconsistencies of an idle engine, where every page must be free, or cached and not in use."""
         found, capacity = self.allocator.problems(), self.allocator.capacity
         cached = list(self.cache.pages()) if self.cache is not None else []
         leaked = capacity - self.allocator.free - len(cached)
@@ -127,6 +130,6 @@ class Memory:
         return found
 
     def check_idle(self) -> None:
-        """Raises AssertionError when the books of an idle engine are wrong."""
+        """Raise AssertionError if an idle engine has leaked pages."""
         problems = self.problems()
         assert not problems, "; ".join(problems)

@@ -1,36 +1,47 @@
-"""What looks on while requests run: told of texts that enter, grow and leave, and of every launch that was read."""
+"""Observers of running requests. They are told when a text enters, grows and leaves, and when a launch was read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from specserve.engine.commands import SetDraftRows
+from specserve.engine.commands import SetContinuations, SetDraftRows
 from specserve.engine.runner import Runner
 from specserve.scheduler.request import Request
 from specserve.speculation.dynamic_map import LiveMap
+from specserve.speculation.earlier_answers import MOST_MATCHED, AnswerIndex
+from specserve.speculation.state import Told
+
+MOST_ADDED = 512  # tokens added to the index after a launch, plus twice as many as the launch gave
+MOST_WAIT = 3  # launches skipped at most for a text that keeps departing from what was told
 
 
 class Observer(Protocol):
     def admitted(self, request: Request) -> None:
-        """It has a slot and will compute ``request.context``."""
+        """The request got a slot and will compute ``request.context``."""
         ...
 
-    def emitted(self, tokens: Sequence[int]) -> None:
-        """A request's text has these tokens more; it may have left already."""
+    def emitted(self, request: Request, tokens: Sequence[int]) -> None:
+        """These tokens were added to the request's text. It may have left already."""
         ...
 
     def left(self, request: Request) -> None:
-        """It has no slot any more, be it that it ended or that it was put back."""
+        """The request lost its slot: it ended or was preempted."""
         ...
 
     def collected(self, stepped: bool) -> None:
-        """A launch was read, a step or a prefill; nothing was launched after it yet but what is in flight."""
+        """The results of a step or a prefill were read. Nothing but the launches in flight was launched after it."""
+        ...
+
+    def flushed(self) -> None:
+        """Forget what is kept of earlier requests. None are running."""
         ...
 
 
 class DynamicMapObserver:
-    """Lets a dynamic token map follow the texts. Rows that it wants are queued before whatever is launched next."""
+    """Make a dynamic token map follow the texts. The rows it wants are queued before the next launch."""
 
     def __init__(self, live_map: LiveMap, runner: Runner) -> None:
         self._map = live_map
@@ -39,7 +50,7 @@ class DynamicMapObserver:
     def admitted(self, request: Request) -> None:
         self._map.enter(request.context)
 
-    def emitted(self, tokens: Sequence[int]) -> None:
+    def emitted(self, request: Request, tokens: Sequence[int]) -> None:
         self._map.observe(tokens)
 
     def left(self, request: Request) -> None:
@@ -48,3 +59,114 @@ class DynamicMapObserver:
     def collected(self, stepped: bool) -> None:
         if (rows := self._map.look(stepped)) is not None:
             self._runner.set_draft_rows(SetDraftRows(rows.tolist()))
+
+    def flushed(self) -> None:
+        """Do nothing: the map counts tokens and keeps no text."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """What the device was told about a text. ``vain``: how many times in a row the first told token was wrong;
+    ``wait``: launches to skip because of that."""
+
+    told: Told | None = None
+    vain: int = 0
+    wait: int = 0
+
+    def agrees(self, base: int, output: Sequence[int]) -> bool:
+        """Return whether the text, which ends at ``base``, follows what was told and has not passed half of it."""
+        if (told := self.told) is None:
+            return False
+        since = output[len(output) - (base - told.base) :]
+        if since == told.tokens[: len(since)]:
+            self.vain = 0
+            return 2 * len(since) < len(told.tokens)
+        self.told, self.vain = None, 0 if since[0] == told.tokens[0] else self.vain + 1
+        self.wait = min(2 ** max(self.vain - 1, 0) - 1, MOST_WAIT)
+        return False
+
+
+class Texts(Protocol):
+    def find(self, tenant: str, text: Sequence[int], most: int) -> tuple[list[int], int]:
+        """Return up to ``most`` tokens that followed the longest match of the text's end in what the tenant may be
+        proposed, and how many tokens matched; none and 0 without one. At most 16 tokens of the text are of use."""
+        ...
+
+
+class ContinuationObserver:
+    """Tell the device how running texts may continue: for each text the longest continuation in other texts. It is told
+    again when the text departs from it or has passed half of it, and less often if the text keeps departing at once."""
+
+    def __init__(self, texts: Texts, runner: Runner, longest: int) -> None:
+        self._texts = texts
+        self._runner = runner
+        self._longest = longest
+        self._followed: dict[int, _Followed] = {}  # by slot
+        self._grown: dict[int, Request] = {}  # by slot: their texts have grown
+
+    def admitted(self, request: Request) -> None:
+        pass
+
+    def emitted(self, request: Request, tokens: Sequence[int]) -> None:
+        if request.slot >= 0 and request.params.speculation.enabled:
+            self._grown[request.slot] = request
+
+    def left(self, request: Request) -> None:
+        self._followed.pop(request.slot, None)
+        self._grown.pop(request.slot, None)
+
+    def collected(self, stepped: bool) -> None:
+        grown, self._grown = self._grown, {}
+        if told := [each for each in map(self._look, grown.values()) if each is not None]:
+            self._runner.set_continuations(SetContinuations(told))
+
+    def flushed(self) -> None:
+        """Do nothing: it keeps no text of its own."""
+
+    def _look(self, request: Request) -> Told | None:
+        """Return what to tell the device about a text; None if there is nothing new."""
+        base = len(request.prompt) + len(request.output) - 1
+        followed = self._followed.setdefault(request.slot, _Followed())
+        if followed.agrees(base, request.output):
+            return None
+        if followed.wait:
+            followed.wait -= 1
+            return None
+        tail = [*request.prompt[-MOST_MATCHED:], *request.output[-MOST_MATCHED:]]
+        tokens, matched = self._texts.find(request.tenant, tail, self._longest)
+        followed.told = Told(request.slot, base, matched, tokens) if tokens else None
+        return followed.told
+
+
+class AnswersObserver(ContinuationObserver):
+    """Remember answers, and tell the device how texts continue in their tenant's answers. Long answers are added in
+    pieces, one after each launch."""
+
+    def __init__(self, answers: AnswerIndex, runner: Runner, longest: int) -> None:
+        super().__init__(answers, runner, longest)
+        self._answers = answers
+        self._adding = deque[Iterator[int]]()  # answers still to be added, the first one partly done
+        self._emitted = 0  # tokens since the last launch was read
+
+    def emitted(self, request: Request, tokens: Sequence[int]) -> None:
+        super().emitted(request, tokens)
+        self._emitted += len(tokens)
+
+    def left(self, request: Request) -> None:
+        """Remember the text. A preempted request is remembered again when it ends."""
+        super().left(request)
+        if request.output:
+            self._adding.append(self._answers.adding(request.tenant, tuple(request.output)))
+
+    def collected(self, stepped: bool) -> None:
+        tokens, self._emitted = MOST_ADDED + 2 * self._emitted, 0  # more than comes to it on average
+        while self._adding and tokens > 0:
+            if added := next(self._adding[0], 0):
+                tokens -= added
+            else:
+                self._adding.popleft()
+        super().collected(stepped)
+
+    def flushed(self) -> None:
+        self._adding.clear()
+        self._answers.clear()

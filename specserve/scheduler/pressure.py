@@ -11,8 +11,8 @@ CALM = 16  # launches that worked, after which limits rise
 
 @dataclass(slots=True)
 class Pressure:
-    """What a launch may hold now: a step ``requests``; a prefill ``chunk`` tokens of ``prompts`` requests. Limits fall
-    by halves, and rise while launches work."""
+    """What one launch may hold now: a step ``requests``; a prefill ``chunk`` tokens of ``prompts`` requests. The limits
+    are halved when memory runs out, and rise again while launches work."""
 
     most_requests: int
     most_chunk: int
@@ -26,8 +26,8 @@ class Pressure:
         self.chunk = self.most_chunk
 
     def fall(self, requests: int, chunk: int) -> bool:
-        """A step of this many requests, or a prefill of this many tokens of them unless 0, was too large. Return
-        whether the next one can be smaller."""
+        """Lower the limits after a step of this many requests was too large, or, if ``chunk`` is not 0, a prefill of
+        this many tokens. Return whether the next launch can be smaller."""
         self._worked = 0
         if not chunk:
             self.requests = max(1, requests // 2)
@@ -39,7 +39,7 @@ class Pressure:
         return requests > 1
 
     def worked(self) -> None:
-        """A launch found its memory."""
+        """Count a launch that found enough memory."""
         self._worked += 1
         if self._worked % CALM == 0:
             self.requests = min(self.most_requests, self.requests + 1)

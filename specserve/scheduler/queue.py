@@ -1,4 +1,4 @@
-"""The requests that wait for a place."""
+"""The queue of waiting requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RANK = attrgetter("rank")
 
 
 class Queue:
-    """Requests by rank, the lowest first, and by id. Adding and taking out move references at most."""
+    """Requests by rank, the lowest first, and by id. Adding and removing only move references."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Request] = {}
@@ -29,7 +29,7 @@ class Queue:
         insort(self._ranked, request, key=_RANK)
 
     def take(self, rid: str) -> Request | None:
-        """Take a request out. Return None if it does not wait."""
+        """Remove and return a request; None if it is not waiting."""
         request = self._by_id.pop(rid, None)
         if request is not None:
             del self._ranked[bisect_left(self._ranked, request.rank, key=_RANK)]

@@ -12,7 +12,8 @@ from specserve.speculation.control.acceptance import Skill
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """``limit``: most tokens, prompt included. ``stop_ids`` end it, from ``min_tokens`` output tokens on."""
+    """``limit``: most tokens, prompt included. ``stop_ids`` end it, after at least ``min_tokens`` output tokens.
+    ``tenant``: who asked, as in ``Submit``."""
 
     rid: str
     prompt: Sequence[int]
@@ -23,6 +24,7 @@ class Request:
     stop_ids: frozenset[int]
     arrival: int
     skill: Skill
+    tenant: str = ""
     submitted: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
     # While it has a slot; reset by preemption.
@@ -35,7 +37,7 @@ class Request:
     remembered: int = 0  # whole pages offered to the prefix cache
     inflight: int = 0  # most tokens that launches not yet read may add to the cache
     pending: int = 0  # launches not yet read that emit a token or more each
-    told: int = 0  # tokens of its output that its grammar's matcher has been given
+    told: int = 0  # tokens of its output that what constrains it has been given
     failures: int = 0  # launches of it alone, as small as can be, that ran out of the device's memory
     # For the report.
     predicted: set[int] = field(default_factory=set)  # indices of its prediction's tokens that were emitted
@@ -48,7 +50,7 @@ class Request:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The lowest comes first."""
+        """The order of service, lowest first."""
         return self.params.priority, self.arrival
 
     @property
@@ -57,12 +59,12 @@ class Request:
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether it may still need one after all that is launched has run."""
+        """Whether it may still need a token after everything in flight has run."""
         return len(self.prompt) + len(self.output) + self.pending < self.limit
 
     @property
     def room(self) -> int:
-        """Tokens that a step may give it beyond one: the most levels of its draft that are of use."""
+        """Tokens that a step may give it beyond the first: the most draft levels that are of use."""
         return self.limit - len(self.prompt) - len(self.output) - self.pending - 1
 
     @property
@@ -71,16 +73,16 @@ class Request:
 
     @property
     def untold(self) -> Sequence[int]:
-        """Tokens that its grammar's matcher is to be given, none without a grammar."""
-        return self.output[self.told :] if self.params.grammar is not None else ()
+        """Tokens that its constraint has not seen yet; none if it is not constrained."""
+        return self.output[self.told :] if self.params.constrained else ()
 
     @property
     def reusable(self) -> Sequence[int]:
-        """The tokens that a cached prefix may hold: of a prompt that is scored, those whose successors have been."""
+        """Tokens that a cached prefix may cover. For a scored prompt, those whose successors have been scored."""
         return self.tokens if self.scores is None else self.prompt[: len(self.scores) + 1]
 
     @property
     def computed(self) -> int:
-        """Tokens certainly in the cache, as far as results have been read."""
+        """Tokens that are certainly in the cache, by the results read so far."""
         known = len(self.prompt) + len(self.output) - 1
         return self.prefilled if self.prefilling or known < len(self.context) else known

@@ -10,14 +10,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TypeVar
 
 import msgspec
 import torch
 from torch import OutOfMemoryError
 
 from specserve.core import FieldError
-from specserve.engine.commands import Admit, Prefill, Row, SetPages, Step
+from specserve.engine.commands import Admit, Begin, Prefill, Row, SetPages, Settle, Step
 from specserve.engine.kernels import WATCH
 from specserve.engine.runner import Emitted, Launch, Runner
 from specserve.engine.shapes import ShapePolicy
@@ -38,6 +40,10 @@ from specserve.speculation.state import RowInit
 
 log = logging.getLogger(__name__)
 
+Done = TypeVar("Done")
+
+FORCED = 0.1  # of tokens: waiting for the last step's takes about as much of a step's time
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -47,6 +53,7 @@ class Limits:
     chunked_prefill_size: int
     max_prefill_tokens_per_step: int  # while other requests wait for their next step
     headroom: int  # positions that the first step of a request may write
+    drafts: bool  # steps may draft
     overlap: bool
 
 
@@ -56,15 +63,16 @@ class _InFlight:
     requests: list[Request]
     shape: StepShape | None = None  # None: a prefill
     batch: Batch | None = None  # what its shape was chosen for
+    masked: bool = False  # the host filled masks in it
 
     @property
     def adds(self) -> int:
-        """Most tokens it may add to a request's cache beyond what prefill counted."""
+        """Most tokens that it may add to a request's cache beyond what prefill counted."""
         return self.shape.depth + 1 if self.shape is not None else 0
 
 
 class Scheduler:
-    """Owns all requests. ``policy`` chooses the shape of each step."""
+    """Own all requests. ``policy`` chooses the shape of each step."""
 
     def __init__(
         self,
@@ -103,9 +111,9 @@ class Scheduler:
         return bool(self._waiting or self._running or self._inflight or self._outbox or self._compiling)
 
     def submit(self, message: Submit) -> None:
-        """Queues a request; a refusal comes out of ``run_once``."""
+        """Queue a request; ``run_once`` returns a refusal."""
         grammar = message.params.grammar
-        if grammar is not None and (grammars := self.runner.grammars) is not None:
+        if grammar is not None and (grammars := self.runner.masks.grammars) is not None:
             self._compiling.add(message, grammars.compile(grammar))
         else:
             self._enqueue(message)
@@ -117,7 +125,7 @@ class Scheduler:
             self._outbox.append(Failed(message.rid, refused.reason, refused.param))
 
     def _take_compiled(self) -> None:
-        """Queues requests whose grammars are compiled."""
+        """Queue the requests whose grammars are compiled."""
         idle = not (self._waiting or self._running or self._inflight or self._outbox)
         for message, error in self._compiling.take(idle):
             if error is None:
@@ -126,20 +134,22 @@ class Scheduler:
                 self._outbox.append(Failed(message.rid, str(error), "grammar"))
 
     def abort(self, rid: str) -> None:
-        """Ends a request at once and frees what it holds. Unknown ids are ignored."""
+        """End a request at once and free what it holds. Ignore unknown ids."""
         if not self._compiling.drop(rid) and self._waiting.take(rid) is None:
             for request in [r for r in self._running if r.rid == rid]:
                 self._vacate(request)
 
     def flush_cache(self) -> int | None:
-        """Empties the prefix cache. Returns the pages it held; None, with nothing done, while there are requests."""
+        """Empty the prefix cache. Return the pages it held; None, with nothing done, while there are requests."""
         cache = self.memory.cache
         if self._waiting or self._running or self._compiling:
             return None
+        for observer in self._observers:
+            observer.flushed()
         return cache.clear() if cache is not None else 0
 
     def check_idle(self) -> None:
-        """Looks whether an engine without work holds nothing. What it does hold is counted and logged, never silent."""
+        """Check that an idle engine holds no pages or slots. Leaks are logged and counted."""
         if self.has_work:
             return
         problems = self.memory.problems()
@@ -151,11 +161,11 @@ class Scheduler:
         self._counters.violations += len(problems)
 
     def work_ahead(self) -> bool:
-        """Do a piece of work that was left for a time without requests. Returns whether there was any."""
+        """Do a piece of work that was postponed until the engine is idle. Return whether there was any."""
         return self.runner.capture_next()
 
     def run_once(self) -> list[Tokens | Failed]:
-        """One iteration. Returns what there is to tell the front."""
+        """Run one iteration. Return the messages for the front."""
         self._take_compiled()
         self._admit()
         launched = self._launch_prefill() + self._launch_step()
@@ -184,7 +194,7 @@ class Scheduler:
         )
 
     def close(self) -> None:
-        """Drops all requests."""
+        """Drop all requests."""
         for request in [*self._running]:
             self._vacate(request)
         self._waiting.clear()
@@ -194,7 +204,7 @@ class Scheduler:
     # Admission.
 
     def _admit(self) -> None:
-        """Gives slots and pages to waiting requests by rank, while both last."""
+        """Give slots and pages to waiting requests by rank, while both last."""
         while self._waiting and self._free_slots:
             request = self._waiting.head
             if self._running and self._refused is request and self.memory.prospect < self._enough:
@@ -221,8 +231,9 @@ class Scheduler:
             self._running.sort(key=lambda r: r.rank)
 
     def _begin(self, request: Request, sharing: Sharing) -> RowInit | None:
-        """Readies a request for its first chunk, with what was computed of its prompt since it got its slot. Returns
-        None where it is to wait for more: the launch computes so much of it that this is worth another launch."""
+        """Prepare a request for its first chunk, with what was computed of its prompt since it got its slot. Return
+        None if it should wait, because the launch computes so much of its prompt that waiting saves more than another
+        launch costs."""
         request.prefilled = cached = self.memory.take_prefix(request, request.reusable)
         if sharing.should_wait(request):
             return None
@@ -252,7 +263,7 @@ class Scheduler:
     # Launches.
 
     def _launch_prefill(self) -> int:
-        """Launches one chunk's worth of prompt tokens. Returns the number of launches."""
+        """Launch one chunk of prompt tokens. Return the number of launches."""
         budget = self._pressure.chunk
         if not all(request.prefilling for request in self._running):
             budget = min(budget, self._limits.max_prefill_tokens_per_step)
@@ -296,26 +307,32 @@ class Scheduler:
         return self.runner.prefill(Prefill(rows))
 
     def _launch_step(self) -> int:
-        """Launches a step of all requests whose prompts are done and whose ends are not certain yet. Returns the number
-        of launches."""
+        """Launch a step of all requests that have computed their prompts and may need more tokens. Return the number of
+        launches."""
         ready = self._ready()
-        if any(r.params.grammar is not None for r in ready) and self._inflight:
-            self._drain()  # what may come next follows from all tokens before
+        if self._inflight and self._limits.drafts and any(self._is_forced(r) for r in ready):
+            self._drain()  # what has to come next follows from all tokens before
             ready = self._ready()
         if not ready:
             return 0
         ready, batch, shape = self._make_room(ready)
         if not ready:
             return 0
-        rows = [Row(r.slot, r.params, self._bound(r), r.untold) for r in ready]
-        launch = self._attempt(lambda: self.runner.step(Step(rows, shape)), ready, 0)
+        masked = [self._is_masked(r, shape.depth) for r in ready]
+        rows = [
+            Row(r.slot, r.params, self._bound(r), r.untold, masked=each)
+            for r, each in zip(ready, masked, strict=True)
+        ]
+        if self._inflight and any(masked):
+            launch = self._launch_ahead(rows, shape, ready)
+        else:
+            launch = self._attempt(lambda: self.runner.step(Step(rows, shape)), ready, 0)
         if launch is None:
             return 0
-        for request in ready:
-            request.told = len(request.output)
-        item = _InFlight(launch, ready, shape, batch)
+        item = _InFlight(launch, ready, shape, batch, any(masked))
         self._inflight.append(item)
-        for request in ready:
+        for request in [r for r in ready if r.slot >= 0]:
+            request.told = len(request.output)
             request.inflight += item.adds
             request.pending += 1
         self._end_failed(ready)
@@ -323,24 +340,52 @@ class Scheduler:
         self._begun = 0
         return 1
 
+    def _launch_ahead(self, rows: list[Row], shape: StepShape, requests: list[Request]) -> Launch | None:
+        """Launch a masked step whose target runs while the tokens before it are read."""
+
+        def begin() -> bool:
+            self.runner.begin(Begin(rows, shape))
+            return True
+
+        if not self._attempt(begin, requests, 0):
+            return None
+        self._drain()  # may end some of the requests
+        known = [
+            replace(row, tokens=r.untold) if r.slot >= 0 else replace(row, tokens=(), masked=False)
+            for row, r in zip(rows, requests, strict=True)
+        ]
+        return self._attempt(lambda: self.runner.settle(Settle(known)), requests, 0)
+
     def _end_failed(self, requests: Sequence[Request]) -> None:
-        """Ends those whose grammars can't follow their answers any further."""
-        failed, self.runner.failed = self.runner.failed, {}
+        """End the requests whose grammars can't follow their answers any further."""
+        failed = self.runner.masks.take_failed()
         for request in [r for r in requests if r.slot in failed]:
             reason = failed[request.slot]
             self._vacate(request)
             self._outbox.append(Failed(request.rid, f"the grammar can't follow the answer: {reason}"))
 
     def _ready(self) -> list[Request]:
-        """Those that a step may serve."""
+        """Return the requests that a step may serve."""
         return [r for r in self._running if not r.prefilling and r.wants_tokens][: self._pressure.requests]
 
+    def _is_masked(self, request: Request, depth: int) -> bool:
+        """Return whether a node of its next tree, of so many levels, may constrain what follows."""
+        if (slack := self.runner.masks.slack(request.slot)) == inf:
+            return False
+        return slack <= len(request.untold) + request.inflight + request.pending + depth
+
+    def _is_forced(self, request: Request) -> bool:
+        """Return whether so much of its text is forced by a grammar that drafts are worth waiting for it."""
+        if request.params.grammar is None or not request.skill.cap:
+            return False
+        return self.runner.masks.slack(request.slot) == 0 and request.skill.floor >= FORCED
+
     def _bound(self, request: Request) -> int:
-        """Most tokens the request's cache may hold once everything launched has run."""
+        """Return the most tokens that the request's cache may hold once everything in flight has run."""
         return request.computed + request.inflight
 
     def _make_room(self, ready: list[Request]) -> tuple[list[Request], Batch, StepShape]:
-        """Sees to the pages of the next step: evicts, then preempts the last by rank, then gives up drafting."""
+        """Find pages for the next step: evict, then preempt the request ranked last, then give up drafting."""
         while True:
             computed = sum(r.computed for r in ready)
             batch = Batch([r.skill for r in ready], [r.room for r in ready], computed, self._begun)
@@ -373,13 +418,13 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, remember: bool = True) -> None:
-        """Puts a request back in the queue; what it computed stays in the prefix cache while that lasts."""
+        """Put a request back into the queue. The prefix cache keeps what it computed for as long as it can."""
         self._counters.preemptions += 1
         self._vacate(request, remember)
         self._waiting.add(request)
 
-    def _attempt(self, launch: Callable[[], Launch], requests: list[Request], chunk: int) -> Launch | None:
-        """None when the device's memory is too small; ``chunk``: prompt tokens, 0 for a step."""
+    def _attempt(self, launch: Callable[[], Done], requests: list[Request], chunk: int) -> Done | None:
+        """Launch; return None if the device's memory is too small. ``chunk``: prompt tokens, 0 for a step."""
         try:
             return launch()
         except OutOfMemoryError as error:
@@ -388,9 +433,9 @@ class Scheduler:
         return None
 
     def _shrink(self, requests: list[Request], chunk: int, error: str) -> None:
-        """A launch found too little of the device's memory. What it left of its requests is uncertain: they are put
-        back with the tokens they have, and the next launches are smaller. One that fails alone again and again where
-        nothing can be smaller is answered with the error."""
+        """Handle a launch that ran out of device memory. The state of its requests is uncertain, so they return to the
+        queue with the tokens they have, and the next launches are smaller. A request that fails alone repeatedly, where
+        no launch can be smaller, is answered with the error."""
         log.error("the device's memory is too small for a launch of %d requests: %s", len(requests), error)
         self._drain()
         smaller = self._pressure.fall(len(requests), chunk)
@@ -406,8 +451,8 @@ class Scheduler:
             self._outbox.append(Failed(request.rid, words, fault="server"))
 
     def _vacate(self, request: Request, remember: bool = True) -> None:
-        """Takes slot and pages from a request. Launches in flight still write there, but before
-        anything launched later."""
+        """Take slot and pages from a request. Launches in flight still write there, but they run before anything
+        launched later."""
         for observer in self._observers:
             observer.left(request)
         if remember:
@@ -426,7 +471,7 @@ class Scheduler:
             self._collect(self._inflight.popleft())
 
     def _collect(self, item: _InFlight) -> None:
-        """Waits for a launch and hands its tokens out."""
+        """Wait for a launch and hand out its tokens."""
         found = item.launch.read()
         self._pressure.worked()
         live, before, stopped = sum(r.slot >= 0 for r in item.requests), self._counters.generated_tokens, 0
@@ -454,28 +499,27 @@ class Scheduler:
                 guided={
                     i
                     for i, r in enumerate(item.requests)
-                    if r.params.prediction and found[i].predicted.start >= 0
+                    if r.skill.predicted and found[i].predicted.start >= 0
                 },
                 kept=kept,
                 stopped=stopped,
             )
             # Of requests that had all ended, plain decoding would have run a step in vain, too.
-            constrained = any(request.params.grammar is not None for request in item.requests)
             gained = kept / live if live else 1.0
-            self._observe(item.launch.seconds, item.shape, item.batch, given, gained, constrained)
+            self._observe(item.launch.seconds, item.shape, item.batch, given, gained, item.masked)
         for observer in self._observers:
             observer.collected(stepped=item.shape is not None)
 
     def _observe(
-        self, seconds: float, shape: StepShape, batch: Batch, given: Given, gained: float, constrained: bool
+        self, seconds: float, shape: StepShape, batch: Batch, given: Given, gained: float, masked: bool
     ) -> None:
-        """Counts a step of ``gained`` tokens a request, and tells the policy. Of a ``constrained`` one the time is no
-        measure of its shape: the host worked in it."""
+        """Count a step of ``gained`` tokens a request, and tell the policy. The time of a ``masked`` step says
+        nothing about its shape, because the host worked in it."""
         requests, cost = len(given.emitted), self._policy.cost
         self._step_counters.ran(shape, requests, seconds)
         if cost is not None:
             self._step_counters.priced(cost, shape, self._policy.plain(requests), batch.kv_tokens, gained)
-            seconds = cost.seconds(shape, batch.kv_tokens) if constrained else seconds
+            seconds = cost.seconds(shape, batch.kv_tokens) if masked else seconds
         self._policy.observe(shape, batch, given, seconds)
 
     def _count(self, request: Request, emitted: Emitted, shape: StepShape) -> None:
@@ -488,11 +532,11 @@ class Scheduler:
         self._step_counters.told(emitted.sources)
 
     def _extend(self, request: Request, emitted: Emitted, from_step: bool) -> FinishReason | None:
-        """Appends tokens up to the request's end and tells the front. Returns why it ends, if it does."""
+        """Append tokens up to the request's end and tell the front. Return why it ends, if it does."""
         kept, reason, stopped = self._until_end(request, emitted.tokens)
         request.output += kept
         self._counters.generated_tokens += len(kept)
-        if emitted.predicted:
+        if emitted.predicted and request.params.prediction:
             request.predicted.update(emitted.predicted[: len(kept)])
             request.usage = msgspec.structs.replace(request.usage, predicted=len(request.predicted))
         if from_step:
@@ -502,7 +546,7 @@ class Scheduler:
         if reason is not None:
             self._vacate(request)
         for observer in self._observers:
-            observer.emitted(kept)
+            observer.emitted(request, kept)
         self._outbox.append(
             Tokens(
                 rid=request.rid,
@@ -521,7 +565,7 @@ class Scheduler:
         return reason
 
     def _until_end(self, request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, bool]:
-        """The tokens up to the end of the request, why it ends there, and whether on a stop token."""
+        """Return the tokens up to the end of the request, why it ends there, and whether on a stop token."""
         have = len(request.prompt) + len(request.output)
         for index, token in enumerate(tokens):
             if have + index >= request.limit:

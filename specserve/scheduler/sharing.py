@@ -1,4 +1,4 @@
-"""Which prompts of a prefill launch wait for what another one computes of them."""
+"""Decide which prompts of a prefill launch wait until another prompt has computed their common prefix."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ MOST_WAITS = 2  # launches that one request waits for
 
 
 class Sharing:
-    """The prompts of one launch of at most ``chunk`` tokens. Some tokens it may compute for several of them, each on
-    its own, but fewer than another launch would cost: whoever would share more waits.
+    """The prompts of one launch of at most ``chunk`` tokens. The launch may compute the same tokens for several
+    prompts, but fewer than another launch would cost; a prompt that would exceed this waits.
 
-    Where a launch has room left, all its prompts end with it: the next launch finds in the cache what was waited for.
+    If a launch has room left, all its prompts end with it, so the next launch finds in the cache what others waited
+    for.
     """
 
     def __init__(self, memory: Memory, chunk: int) -> None:
@@ -24,12 +25,12 @@ class Sharing:
         self._requests: list[Request] = []
 
     def add(self, request: Request) -> None:
-        """It is part of the launch."""
+        """Add a request to the launch."""
         self._requests.append(request)
 
     def should_wait(self, request: Request) -> bool:
-        """Whether the request, which has its cached prefix, is to wait for the launch and not to begin with it. One
-        that is scored has to compute its tokens itself."""
+        """Return whether the request, which has its cached prefix, should wait for this launch instead of joining it. A
+        scored request never waits: it has to compute its tokens itself."""
         if request.scores is not None or request.waits == MOST_WAITS:
             return False
         shared = max((self._memory.shared(request, other) for other in self._requests), default=0)

@@ -1,4 +1,4 @@
-"""The HTTP application: routes and nothing else."""
+"""The HTTP application: its routes and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specserve.server.chat import add_chat
 from specserve.server.completions import add_completions
 from specserve.server.errors import HEADER, ApiError, add_handlers
 from specserve.server.front import Front, is_served
-from specserve.server.middleware import ApiKey, CountAnswers, RequestIds
+from specserve.server.middleware import ApiKey, CountAnswers, RequestIds, Tenants
 from specserve.server.openapi import add_answers, answers
 from specserve.server.operations import add_figures, add_operations
 from specserve.server.playground.routes import add_playground
@@ -22,7 +22,7 @@ from specserve.server.streaming import Json
 
 
 def create_app(front: Front) -> FastAPI:
-    """Builds the app around a front that may still be loading."""
+    """Build the app around a front that may still be loading."""
     app = FastAPI(
         title="specserve", version=__version__, separate_input_output_schemas=False, redirect_slashes=False
     )
@@ -41,6 +41,7 @@ def create_app(front: Front) -> FastAPI:
     add_playground(app)
     describe = app.openapi
     app.openapi = lambda: add_answers(describe())  # type: ignore[method-assign]
+    app.add_middleware(Tenants)
     if front.settings.api_key is not None:
         app.add_middleware(ApiKey, key=front.settings.api_key)
     app.add_middleware(LimitBody, most=front.settings.max_body_bytes)

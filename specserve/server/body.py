@@ -1,9 +1,10 @@
-"""What bounds a request's body: its size and time, how its JSON is built, and how many are looked at at a time."""
+"""Limits on a request's body: size, time, shape of the JSON, and how many bodies are parsed at once."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -23,8 +24,8 @@ _NESTING = frozenset((list, dict))
 
 
 class Turns:
-    """Lets the requests of a burst go on one by one, each in a turn of the event loop of its own: what comes in
-    between, /health above all, waits for one of them and not for all."""
+    """Process the requests of a burst one by one, each in its own turn of the event loop. Whatever arrives in between,
+    above all /health, waits for one of them and not for all."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -35,8 +36,8 @@ class Turns:
 
 
 class LimitBody:
-    """Refuses bodies of more than ``most`` bytes, when a route begins to read them or while it does: 413. And those of
-    which nothing comes for ``PAUSE`` seconds: 408."""
+    """Refuse a body of more than ``most`` bytes with 413, before or while a route reads it, and one of which nothing
+    arrives for ``PAUSE`` seconds with 408."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app = app
@@ -77,7 +78,7 @@ async def _soon(receive: Receive) -> Message:
 
 
 class BoundedRoute(APIRoute):
-    """A route whose JSON is within ``MAX_DEPTH`` and ``MAX_KEYS``: 400 before anything looks at it."""
+    """A route that refuses JSON beyond ``MAX_DEPTH`` and ``MAX_KEYS`` with 400 before anything reads it."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -96,12 +97,16 @@ class _BoundedRequest(Request):
             found = json.loads(body, object_pairs_hook=_object)
         except RecursionError:  # deeper than the parser goes
             raise _TOO_DEEP from None
+        except (json.JSONDecodeError, UnicodeDecodeError, BodyError):
+            raise
+        except ValueError:  # Python's limit
+            raise _TOO_LONG from None
         _check_shape(found)
         return found
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises BodyError for a key that is there twice: no reader could know which is meant."""
+    """Raise BodyError for a duplicate key, whose meaning would be ambiguous."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -110,11 +115,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _TOO_DEEP = HTTPException(400, f"the body is JSON that nests deeper than {MAX_DEPTH}")
+_TOO_LONG = HTTPException(400, f"the body has a number of more than {sys.get_int_max_str_digits()} digits")
 _TOO_WIDE = HTTPException(400, f"the body is JSON with an object of more than {MAX_KEYS} keys")
 
 
 def _check_shape(value: object) -> None:
-    """Raises HTTPException for lists and objects that nest deeper than ``MAX_DEPTH``, and for objects of more than
+    """Raise HTTPException for lists and objects nested deeper than ``MAX_DEPTH``, and for objects of more than
     ``MAX_KEYS`` keys."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -127,7 +133,7 @@ def _check_shape(value: object) -> None:
 
 
 def _nested(value: object) -> Sequence[object]:
-    """Lists and objects in one. Numbers, of which there may be millions, are not looked at one by one."""
+    """Return the lists and objects in a value. Numbers, of which there may be millions, are not visited one by one."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     if _NESTING.isdisjoint(map(type, items)):
         return ()

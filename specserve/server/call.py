@@ -25,7 +25,8 @@ from specserve.server.streaming import Json, stream
 
 
 async def with_prediction(front: Front, request: GenerationRequest, params: SamplingParams) -> SamplingParams:
-    """The same with the token ids of the request's prediction. Raises FieldError for one that there is no room for."""
+    """Return the parameters with the token ids of the request's prediction. Raises FieldError if there is no room for
+    it."""
     if request.prediction is None:
         return params
     if not front.has_tokenizer:
@@ -39,7 +40,7 @@ async def with_prediction(front: Front, request: GenerationRequest, params: Samp
 
 
 class Writer(ABC):
-    """Writes a call's answers. ``named_events``: a stream's chunks are events with names."""
+    """Write a call's answers. ``named_events``: a stream's chunks are named events."""
 
     named_events: ClassVar[bool] = False
 
@@ -50,6 +51,7 @@ class Writer(ABC):
             "id": self.generation.name,
             "created": int(time.time()),
             "model": request.model,
+            "system_fingerprint": front.engine.info.get("system_fingerprint"),
         }
         self._include_usage = request.include_usage
         self._continuous_usage = request.continuous_usage
@@ -71,14 +73,14 @@ class Writer(ABC):
 
     @abstractmethod
     async def whole(self) -> msgspec.Struct:
-        """The answer in one, when the jobs have ended."""
+        """Return the complete answer, when the jobs have ended."""
 
     @abstractmethod
     def chunks(self) -> AsyncIterator[msgspec.Struct]:
-        """The answer as it comes."""
+        """Yield the answer as it arrives."""
 
     def failed(self, error: ApiError) -> msgspec.Struct:
-        """The last chunk of a stream that an error ends."""
+        """Return the last chunk of a stream that an error ends."""
         return error.body
 
     def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:

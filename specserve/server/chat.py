@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
+import msgspec
 from fastapi import FastAPI, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from specserve.core import MAX_LOGPROBS, FieldError, SamplingParams, TokenLogprob
-from specserve.frontend.conversation import Messages, Variables, of_request
-from specserve.frontend.fields import Refusal
+from specserve.core import MAX_COUNT, MAX_LOGPROBS, FieldError, SamplingParams, TokenLogprob
+from specserve.frontend.conversation import Conversation, Messages, Variables, of_request
+from specserve.frontend.enforce import Calls
+from specserve.frontend.fields import Refusal, Text
 from specserve.frontend.generation import Job
-from specserve.frontend.output import Delta
-from specserve.frontend.parsers.registry import FORMATS
-from specserve.frontend.tools import NEEDS_GRAMMAR, Tool, ToolChoice, Tools
+from specserve.frontend.output import Answer, Delta
+from specserve.frontend.parsers.registry import FORMATS, AnswerParser
+from specserve.frontend.tools import ChosenTools, ToolChoice, Tools
 from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front
 from specserve.server.logprobs import chat_logprobs
@@ -29,9 +31,10 @@ from specserve.server.schema import (
     ChatCompletionChunk,
     ChatDelta,
     ChatLogprobs,
+    ChatReason,
 )
 from specserve.server.streaming import unless_left
-from specserve.server.structured import form_of, with_grammar
+from specserve.server.structured import Form, form_grammar, with_grammar
 
 W = TypeVar("W", bound=Writer)
 
@@ -43,7 +46,6 @@ class ChatRequest(GenerationRequest):
         "function_call": Refusal("its newer name is tool_choice", "none"),
         "audio": Refusal("text alone"),
         "modalities": Refusal("text alone", ["text"]),
-        "reasoning_effort": Refusal("the effort of a model can't be set", "none"),
         "verbosity": Refusal("the verbosity of a model can't be set", "medium"),
         "add_generation_prompt": Refusal("an answer is always begun", True),
         "web_search_options": Refusal("there is no web search"),
@@ -63,12 +65,16 @@ class ChatRequest(GenerationRequest):
     """Alternatives for each token; only with `logprobs`."""
     chat_template_kwargs: Variables | None = None
     """Variables of the chat template, such as `enable_thinking`: those that it reads, others at false or null."""
+    reasoning_effort: Text | None = None
+    """For a chat template that reads it. `none`: as `enable_thinking` false in `chat_template_kwargs`."""
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    """Most tokens of a thought, before the mark that ends it is written. Only with `--reasoning-parser`."""
     tools: Tools | None = None
     """Functions that the model may call, if its chat template has a place for them."""
     tool_choice: ToolChoice | None = None
-    """`none` leaves the tools out of the prompt. Not set: `auto`, if there are tools."""
+    """`none` leaves the tools out of the prompt, `required` and a function hold the model to calls. Not set: `auto`."""
     parallel_tool_calls: bool | None = None
-    """false, for one call at most, is refused where tools may be called: it needs a grammar."""
+    """false holds the model to one call at most."""
     safety_identifier: str | None = None
     """A label that changes no answer."""
     prompt_cache_key: str | None = None
@@ -78,7 +84,7 @@ class ChatRequest(GenerationRequest):
 
 
 def add_chat(app: FastAPI, front: Front) -> None:
-    """Adds the route."""
+    """Add the route."""
 
     @app.post(
         "/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, ChatCompletionChunk)
@@ -93,30 +99,46 @@ async def _chat(front: Front, request: ChatRequest) -> Response:
 
 
 async def begin(front: Front, request: ChatRequest, make: Callable[[Front, ChatRequest, list[Job]], W]) -> W:
-    """Checks a request and submits its answers: whoever asks for a chat, in whichever API's words, comes by here.
-    ``make`` writes the answers. Raises FieldError and ApiError that name the request's fields."""
+    """Check a request and submit its answers. All APIs that are translated to chat come through here. ``make`` writes
+    the answers. Raises FieldError and ApiError that name the request's fields."""
     front.check_call(request.model)
     check_stream_options(request)
     params = _params(front, request)
-    tools = callable_tools(front, request)
-    if tools and (form := form_of(request)) is not None:
-        raise FieldError(form, "an answer of this form can't call tools: leave them out, or tool_choice none")
+    calls, form = calls_of(front, request), form_grammar(request)
+    if calls.tools and form is not None and front.has_tokenizer:
+        calls.check(front.calls_format, form[0])
     with front.place(request.choices, "n"):
         messages = of_request(request.messages)
-        prompt = await front.encode_chat(messages, tools, request.chat_template_kwargs)
+        prompt = await _encode(front, request, calls, messages)
         params = await with_prediction(front, request, params)
-        params = await with_grammar(request, params, front.no_grammars)
+        parsers = [
+            front.formats.parser(prompt, calls.tools, form is not None) for _ in range(request.choices)
+        ]
+        form = _after_thought(front, call_form(front, calls, form), parsers[0])
+        params = with_budget(front, request, params, parsers[0])
+        params = await with_grammar(form, params, front.no_grammars)
         front.check(prompt, params, "messages")
-        parsers = [front.answer_parser(prompt, tools) for _ in range(request.choices)]
-        if params.grammar is not None and parsers[0].thinking:
-            words = "the prompt leaves the model thinking, and an answer has its form from the beginning"
-            raise FieldError(str(form_of(request)), words)
         jobs = [
             Job(prompt, params, choice, request.streams_runs, parser) for choice, parser in enumerate(parsers)
         ]
         writer = make(front, request, jobs)
         writer.generation.submit()
     return writer
+
+
+async def _encode(front: Front, request: ChatRequest, calls: Calls, messages: Conversation) -> list[int]:
+    """The prompt. Raises FieldError naming the effort where the template does not read it."""
+    effort, given = request.reasoning_effort, request.chat_template_kwargs or {}
+    implied: dict[str, Any] = {}
+    if effort is not None:
+        implied = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    try:
+        return await front.encode_chat(messages, calls.tools, {**implied, **given})
+    except FieldError as error:
+        if effort is None or error.param != "chat_template_kwargs.reasoning_effort":
+            raise
+        words = f"not supported: the effort can't be set: {error.reason}"
+        raise FieldError("reasoning_effort", words, "unsupported_parameter") from None
 
 
 def _params(front: Front, request: ChatRequest) -> SamplingParams:
@@ -134,17 +156,44 @@ def _params(front: Front, request: ChatRequest) -> SamplingParams:
     )
 
 
-def callable_tools(front: Front, request: ChatRequest) -> list[Tool]:
-    """Those that the model may call. Raises FieldError for what can't be had."""
-    if not request.tools or request.tool_choice == "none":
-        return []
-    if request.parallel_tool_calls is False:
-        words = f"not supported: false, with tools: {NEEDS_GRAMMAR}"
-        raise FieldError("parallel_tool_calls", words, "unsupported_parameter")
-    if front.has_tokenizer and front.calls_format is None:
-        words = "not supported: it is not known how this model writes calls (--tool-call-parser)"
-        raise FieldError("tools", words, "unsupported_parameter")
-    return request.tools
+def calls_of(front: Front, request: ChatRequest) -> Calls:
+    """Return what the model may call. Raises FieldError for what is not available."""
+    calls = Calls.of(request.tools or (), request.tool_choice, request.parallel_tool_calls)
+    if front.has_tokenizer:
+        calls.check(front.calls_format)
+    return calls
+
+
+def call_form(front: Front, calls: Calls, form: Form | None) -> Form | None:
+    """Return the form of the answer: calls, the ``form`` that the request gives, or either; None if the model is
+    free."""
+    if not calls.tools:
+        return form
+    if form is not None and calls.free:
+        return form[0], lambda: str(front.formats.held(calls, form[1]()))
+    return None if calls.held_by is None else (calls.held_by, lambda: str(front.formats.held(calls)))
+
+
+def _after_thought(front: Front, form: Form | None, parser: AnswerParser) -> Form | None:
+    """Return the form of what follows a thought."""
+    if form is None:
+        return None
+    param, make = form
+    return param, lambda: front.formats.after_thought(make(), parser)
+
+
+def with_budget(
+    front: Front, request: ChatRequest, params: SamplingParams, parser: AnswerParser
+) -> SamplingParams:
+    """Return the parameters with the request's thinking budget. Raises FieldError if budgets are not available."""
+    if request.thinking_token_budget is None:
+        return params
+    if front.no_budgets is not None:
+        raise FieldError(
+            "thinking_token_budget", f"not supported: {front.no_budgets}", "unsupported_parameter"
+        )
+    budget, thought = request.thinking_token_budget, front.formats.thought(parser)
+    return msgspec.structs.replace(params, thinking_token_budget=budget, thought=thought)
 
 
 class _Writer(Writer):
@@ -152,14 +201,15 @@ class _Writer(Writer):
         super().__init__(front, request, jobs, "chatcmpl")
         self._new_id = (front.calls_format or FORMATS["hermes"]).new_id
         self._top = (request.top_logprobs or 0) if request.logprobs else None
+        choice = request.tool_choice
+        self._named = isinstance(choice, ChosenTools) and choice.function is not None
 
     async def whole(self) -> ChatCompletion:
         choices = []
         for index, found in enumerate(self.generation.answers):
-            assert found.finish_reason is not None, "the jobs have ended"
             said, logprobs = message(found.events, self._new_id), self._logprobs(found.logprobs)
-            reason, ids = finish_reason(found.finish_reason, found.events), self._ids(found.token_ids)
-            choices.append(ChatChoice(index, said, logprobs, reason, ids))
+            ids = self._ids(found.token_ids)
+            choices.append(ChatChoice(index, said, logprobs, self._reason(found), ids))
         usage, prompt = self._usage(), self._prompt_ids(0)
         return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_token_ids=prompt)
 
@@ -176,10 +226,15 @@ class _Writer(Writer):
             for choice in self._pieces(index, begun[index], delta):
                 yield self._chunk(choice)
             if delta.finish_reason:
-                reason = finish_reason(delta.finish_reason, self.generation.answers[index].events)
+                reason = self._reason(self.generation.answers[index])
                 yield self._chunk(ChatChunkChoice(index, ChatDelta(), finish_reason=reason))
         if self._include_usage:
             yield ChatCompletionChunk(**self._head, choices=[], usage=self._usage())
+
+    def _reason(self, answer: Answer) -> ChatReason:
+        """Calls are none where the request named them: they were no choice of the model's."""
+        assert answer.finish_reason is not None, "it has ended"
+        return answer.finish_reason if self._named else finish_reason(answer.finish_reason, answer.events)
 
     def _pieces(self, index: int, deltas: Deltas, delta: Delta) -> Iterator[ChatChunkChoice]:
         """What a message of the engine adds; the first piece has what is known of its tokens."""

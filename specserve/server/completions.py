@@ -33,7 +33,7 @@ from specserve.server.protocol import (
 )
 from specserve.server.schema import Completion, CompletionChoice
 from specserve.server.streaming import unless_left
-from specserve.server.structured import with_grammar
+from specserve.server.structured import form_grammar, with_grammar
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -64,7 +64,7 @@ class CompletionRequest(GenerationRequest):
 
 
 def add_completions(app: FastAPI, front: Front) -> None:
-    """Adds the route."""
+    """Add the route."""
 
     @app.post("/v1/completions", response_model=None, responses=answers(Completion, Completion))
     async def post_completions(request: CompletionRequest, http: Request) -> Response:
@@ -84,7 +84,7 @@ async def _complete(front: Front, request: CompletionRequest) -> Response:
         raise FieldError(name, words)
     with front.place(count, name):
         params = await with_prediction(front, request, params)
-        params = await with_grammar(request, params, front.no_grammars)
+        params = await with_grammar(form_grammar(request), params, front.no_grammars)
         prompts = [await _Prompt.of(front, item, name, params, request.echo) for name, item in given.items()]
         writer = _Writer(front, request, prompts, params)
         writer.generation.submit()
@@ -113,7 +113,7 @@ def _params(front: Front, request: CompletionRequest) -> SamplingParams:
 
 
 def _check_textless(request: CompletionRequest) -> None:
-    """Refuses what there is no text for."""
+    """Refuse what needs text where there is none."""
     if request.stop:
         raise FieldError("stop", "this server runs without a tokenizer; use stop_token_ids")
     for name, asked in (
@@ -125,7 +125,8 @@ def _check_textless(request: CompletionRequest) -> None:
 
 
 def _prompts(request: CompletionRequest) -> dict[str, str | list[int]]:
-    """One prompt or several, each text or token ids, by what to call them. Raises FieldError for an empty one."""
+    """Return one prompt or several, each text or token ids, by the name that errors use. Raises FieldError for an empty
+    one."""
     prompt = request.prompt
     one = not prompt or isinstance(prompt, str) or isinstance(prompt[0], int)
     several: dict[str, Any] = (
@@ -148,7 +149,7 @@ class _Prompt:
     async def of(
         cls, front: Front, given: str | list[int], param: str, params: SamplingParams, echo: bool | None
     ) -> _Prompt:
-        """Raises FieldError, which calls the prompt ``param``, for one that the engine would refuse."""
+        """Raise FieldError, which calls the prompt ``param``, for one that the engine would refuse."""
         tokens = await front.encode(given, param) if isinstance(given, str) else given
         front.check(tokens, params, param)
         if not echo:

@@ -1,4 +1,4 @@
-"""How a server ends: kindly when first told to, at once the second time."""
+"""Stop the server: gracefully on the first signal, immediately on the second."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TICK = 0.05  # seconds between looks at what is under way
 
 
 class Drain:
-    """Stops a server. Until what is under way has ended it still listens, and answers 503."""
+    """Stop a server. Until the running requests have ended it keeps listening and answers 503."""
 
     def __init__(self, front: Front, server: Server) -> None:
         self._front = front
@@ -27,7 +27,7 @@ class Drain:
         self._task: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
-        """Begins; once more cuts it short."""
+        """Begin to stop; a second call stops at once."""
         if self._task is None:
             self._front.stopping = self._front.engine.is_last = True
             self._task = asyncio.create_task(self._drain())

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, or Anthropic's where its API is asked, whatever went wrong."""
+"""Report every error in OpenAI's format, or in Anthropic's for its API."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ApiError(Exception):
 
 
 class BodyError(HTTPException):
-    """A field that is refused while the body is read: FastAPI lets no other exception through there."""
+    """A field that is refused while the body is read; FastAPI passes no other exception through there."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(400, message)
@@ -86,7 +86,7 @@ class BodyError(HTTPException):
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Makes every error of the app, the framework's own too, answer in the shape of the API that was asked."""
+    """Make every error of the app, the framework's own too, answer in the format of the API that was called."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return as_answer(error, request).response(request.url.path)
@@ -96,7 +96,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def as_answer(error: Exception, request: Request | None = None) -> ApiError:
-    """What an error says to the client."""
+    """Return what an error says to the client."""
     match error:
         case ApiError():
             return error
@@ -114,7 +114,8 @@ def as_answer(error: Exception, request: Request | None = None) -> ApiError:
 
 
 def _encodable(text: str | None) -> Any:
-    """Requests may hold half a surrogate pair, which UTF-8 can't say; an error that names it can."""
+    """Make a text encodable: a request may hold half a surrogate pair, which UTF-8 can't encode, and an error may quote
+    it."""
     return text and text.encode(errors="backslashreplace").decode()
 
 

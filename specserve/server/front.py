@@ -1,4 +1,4 @@
-"""What the routes work with: settings, engine, tokenizer, metrics, and the checks that every call needs."""
+"""What the routes share: settings, engine, tokenizer, metrics, and the checks that every call needs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
 
 from specserve.config import Settings, make_settings
 from specserve.core import Capacity, FieldError, SamplingParams
+from specserve.frontend.answers import Formats
 from specserve.frontend.conversation import Conversation
 from specserve.frontend.generation import Generation, Job
-from specserve.frontend.parsers.registry import AnswerParser, Format, choose_format
-from specserve.frontend.parsers.think import ThinkParser
+from specserve.frontend.parsers.registry import Format, choose_format
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer, TooLong
-from specserve.frontend.tools import Tool, names_of
+from specserve.frontend.tools import Tool
 from specserve.metrics.front import Metrics
 from specserve.process.client import EngineClient
 from specserve.server import schema
@@ -30,13 +32,14 @@ from specserve.server.errors import ApiError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_TAIL = 32  # tokens of a prompt's end, which hold a mark of reasoning
+TENANT: ContextVar[str] = ContextVar("tenant", default="")
+"""Who asks, in the task that answers: a digest of the key that the call carries."""
 _WITHOUT = "this server runs without a tokenizer (--skip-tokenizer-init)"
 
 
 def is_served(model: str, names: Sequence[str]) -> bool:
-    """Whether a request for ``model`` means one of ``names``: as the hub has renamed models, with or without the
-    organisation and a leading ``Meta-``, in any case."""
+    """Return whether a request for ``model`` means one of ``names``. As on the hub, the organisation and a leading
+    ``Meta-`` may be left out, and case does not matter."""
     return _bare(model) in {_bare(name) for name in names}
 
 
@@ -45,7 +48,7 @@ def _bare(name: str) -> str:
 
 
 class Front:
-    """``settings`` are the given ones until an engine has said what it made of them."""
+    """``settings`` are the given ones until an engine has reported the resolved ones."""
 
     def __init__(self, settings: Settings, engine: EngineClient) -> None:
         self.engine = engine
@@ -62,29 +65,31 @@ class Front:
         self.calls_format: Format | None = (
             None  # in which the model writes calls of tools, where that is known
         )
+        self._formats: Formats | None = None
         self.thread = ThreadPoolExecutor(1, "tokenizer")  # keeps long prompts off the event loop
         self._waiting: set[asyncio.Future[Any]] = set()  # for the thread
         self._ended = False
         self._noted: set[str] = set()
 
     def finish_loading(self, tokenizer: Tokenizer | None) -> None:
-        """The tokenizer is there, unless there is to be none."""
+        """The tokenizer is loaded, unless there is none."""
         self._tokenizer = tokenizer
         if tokenizer is not None:
             found, why = choose_format(self._given.tool_call_parser, tokenizer.template_text)
             self.calls_format = found
+            self._formats = Formats.of(tokenizer, found, self._given.reasoning_parser != "none")
             log.info("calls of tools are %s: %s", f"read as {found.name}" if found else "not read", why)
         self._loaded = True
 
     def note_once(self, words: str) -> None:
-        """Logs, the first time, what of requests changes nothing. ``words`` hold nothing of a request."""
+        """Log once that something in requests has no effect. ``words`` hold nothing of a request."""
         if words not in self._noted:
             self._noted.add(words)
             log.warning("taken and not heeded: %s", words)
 
     def end(self) -> None:
-        """Answers the calls that wait for the tokenizer, and any that come, with an error: there is no engine for them.
-        What the thread is at can't be stopped."""
+        """Answer the calls that wait for the tokenizer, and new ones, with an error: there is no engine. The thread's
+        current work can't be stopped."""
         self._ended = True
         for waiting in self._waiting:
             waiting.cancel()
@@ -106,7 +111,7 @@ class Front:
 
     @property
     def unready(self) -> str | None:
-        """Why no request would be served now, or None."""
+        """Return why no request would be served now, or None."""
         if self.stopping:
             return "the server is stopping"
         if self.engine.state != "ready":
@@ -115,7 +120,7 @@ class Front:
 
     @property
     def health(self) -> schema.Health | schema.Unready:
-        """What those hear who ask whether to send requests."""
+        """Return the health for readiness probes."""
         state = self.engine.state
         if self.stopping or state == "stopped":
             return schema.Unready("stopping")
@@ -141,7 +146,7 @@ class Front:
 
     @property
     def no_grammars(self) -> str | None:
-        """Why requests can't have grammars, None where they can."""
+        """Why requests can't use grammars, None if they can."""
         if not self.has_tokenizer:
             return "this server runs without a tokenizer"
         reason = self.engine.info.get("no_grammars")
@@ -157,12 +162,12 @@ class Front:
         return self._tokenizer
 
     def _check_text(self, param: str) -> None:
-        """Raises FieldError for text where there is no tokenizer."""
+        """Raise FieldError for text if there is no tokenizer."""
         if not self.has_tokenizer:
             raise FieldError(param, f"{_WITHOUT}; the prompt of /v1/completions may be token ids")
 
     def check_call(self, model: str | None) -> None:
-        """Raises ApiError unless a request for ``model``, None for whichever there is, would be served now."""
+        """Raise ApiError unless a request for ``model`` (None: any) would be served now."""
         if self.unready is not None:
             raise ApiError(503, self.unready, code="not_ready")
         if model is not None and not is_served(model, self.settings.served_model_name):
@@ -173,8 +178,8 @@ class Front:
 
     @contextlib.contextmanager
     def place(self, answers: int, param: str) -> Iterator[None]:
-        """Keeps places for answers, as many as ``param`` asked for, until they are submitted. Raises ApiError when the
-        queue has none left."""
+        """Reserve places for as many answers as ``param`` asks for, until they are submitted. Raises ApiError if the
+        queue is full."""
         limit = (self.settings.max_running_requests or 0) + self.settings.max_queued_requests
         if answers > limit:
             flags = "(--max-running-requests and --max-queued-requests)"
@@ -196,7 +201,7 @@ class Front:
 
     @property
     def capacity(self) -> Capacity:
-        """What the engine said that it has."""
+        """The engine's capacity, as it reported."""
         return Capacity(
             context_length=self.context_length,
             pool_tokens=int(self.engine.info["max_total_tokens"]),
@@ -205,11 +210,11 @@ class Front:
         )
 
     def check(self, prompt: Sequence[int], params: SamplingParams, param: str) -> None:
-        """Raises FieldError, which calls the prompt ``param``, for a request that the engine would refuse."""
+        """Raise FieldError, which calls the prompt ``param``, for a request that the engine would refuse."""
         self.capacity.check(prompt, params, param)
 
     async def encode(self, text: str, param: str) -> list[int]:
-        """Raises ApiError naming ``param`` for a text far longer than the context."""
+        """Raise ApiError naming ``param`` for a text far longer than the context."""
         self._check_text(param)
         try:
             return await self._off_loop(self.tokenizer.encode, text, self.capacity.room)
@@ -217,7 +222,7 @@ class Front:
             raise self.capacity.too_long(param, str(error)) from None
 
     async def encode_answer(self, text: str, most: int) -> list[int]:
-        """Raises TooLong for a text of far more than ``most`` tokens."""
+        """Raise TooLong for a text of far more than ``most`` tokens."""
         return await self._off_loop(self.tokenizer.encode_answer, text, most)
 
     async def encode_chat(
@@ -226,7 +231,7 @@ class Front:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Raises ApiError with the chat template's reason, or as ``encode`` does."""
+        """Raise ApiError with the chat template's reason, or as ``encode`` does."""
         self._check_text("messages")
         try:
             arguments = messages, self.capacity.room, tools, variables
@@ -238,21 +243,22 @@ class Front:
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
 
-    def answer_parser(self, prompt: Sequence[int], tools: Sequence[Tool]) -> AnswerParser:
-        """What takes one answer to a conversation apart."""
-        thought, calls = None, None
-        marks: tuple[str, ...] = ()
-        if self.settings.reasoning_parser != "none":
-            thought = ThinkParser(self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False))
-            marks += ThinkParser.marks
-        if tools and self.calls_format is not None:
-            calls = self.calls_format.parser(names_of(tools))
-            marks += self.calls_format.marks
-        return AnswerParser(thought, calls, marks)
+    @property
+    def formats(self) -> Formats:
+        """How to parse and constrain answers."""
+        assert self._formats is not None, "calls that need a tokenizer were checked"
+        return replace(self._formats, ends=self.engine.info.get("eos_token_ids", ()))
+
+    @property
+    def no_budgets(self) -> str | None:
+        """Why thoughts can't have budgets, None if they can."""
+        if self.settings.reasoning_parser == "none":
+            return "it is not known how this model writes its thoughts (--reasoning-parser)"
+        return self.no_grammars
 
     async def decode(self, tokens: Sequence[int], param: str) -> str:
-        """The text of tokens, special ones included. Raises ApiError for more than a context has, for what is in no
-        vocabulary, and without a tokenizer."""
+        """Return the text of tokens, special ones included. Raises ApiError for more than a context holds, for ids
+        outside the vocabulary, and without a tokenizer."""
         if not self.has_tokenizer:
             raise FieldError(param, f"{_WITHOUT}, so they can't be turned into text")
         if len(tokens) > self.context_length:
@@ -264,7 +270,7 @@ class Front:
         )
 
     def generation(self, jobs: Sequence[Job], name: str) -> Generation:
-        """What runs the jobs of one call, which ``POST /abort_request`` knows by ``name``."""
+        """Make the generation of one call, which ``POST /abort_request`` knows by ``name``."""
         log.debug("%s: %d answers", name, len(jobs))
         return Generation(
             self.engine,
@@ -274,10 +280,12 @@ class Front:
             self.token_statistics,
             name=name,
             timeout=self.settings.request_timeout,
+            tenant=TENANT.get(),
         )
 
     async def _off_loop(self, work: Callable[..., T], *arguments: object) -> T:
-        """Who is cancelled before its turn leaves the thread to the next. Raises ApiError when the server ends."""
+        """Run work in the thread. A call cancelled while queued frees its place. Raises ApiError when the server
+        ends."""
         if self._ended:
             raise self._gone
         waiting = asyncio.get_running_loop().run_in_executor(self.thread, work, *arguments)

@@ -1,4 +1,4 @@
-"""Logprobs as the two endpoints write them."""
+"""Log-probabilities in the format of the two endpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOWEST = -9999.0  # OpenAI's stand-in for what JSON can't say
 
 
 def token_bytes(tokenizer: Tokenizer | None) -> TokenBytes:
-    """Without a tokenizer a token is called by its id."""
+    """Return a token's bytes; without a tokenizer, those of its id."""
     return tokenizer.token_bytes if tokenizer else lambda token: f"token_id:{token}".encode()
 
 
@@ -117,8 +117,8 @@ def joined(first: schema.CompletionLogprobs, second: schema.CompletionLogprobs) 
 
 
 def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
-    """Where in a prompt's text, in characters, each token begins. What a tokenizer puts around a text has no length
-    there, nor has a space that it puts before one; a few characters may differ, as in another Unicode form."""
+    """Return where in a prompt's text, in characters, each token begins. What a tokenizer adds around a text has no
+    length there, nor has a space that it adds before. A few characters may differ, such as in another Unicode form."""
     characters, at, offsets = _Characters(), 0, []
     for piece in pieces:
         broken, own = characters.add(piece)

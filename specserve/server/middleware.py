@@ -1,7 +1,8 @@
-"""ASGI layers around the routes: the id of each request, the count of answers, the API key."""
+"""ASGI middleware: request ids, counting of answers, the API key, and the tenant of each request."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import re
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.logs import REQUEST_ID
 from specserve.server.errors import HEADER, ApiError
-from specserve.server.front import Front
+from specserve.server.front import TENANT, Front
 from specserve.server.playground.routes import PATHS
 from specserve.server.streaming import CLIENT_LEFT, ENDED_BY
 
@@ -25,7 +26,7 @@ _VALID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestIds:
-    """Takes the client's id, or makes one; logs each request when it is over, with nothing of what it holds."""
+    """Take the client's id or make one. Log each request at its end, without its content."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -57,7 +58,7 @@ class RequestIds:
 
 
 class ApiKey:
-    """Lets nothing but ``OPEN`` through without the key."""
+    """Let only the routes in ``OPEN`` through without the key."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
@@ -72,17 +73,33 @@ class ApiKey:
         await error.response(scope["path"])(scope, receive, send)
 
     def _holds(self, scope: Scope) -> bool:
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        bearer = key.strip() if scheme.lower() == b"bearer" else b""
-        own = headers.get(b"x-api-key", b"").strip()
-        found = [hmac.compare_digest(each, self._expected) for each in (bearer, own)]
+        found = [hmac.compare_digest(each, self._expected) for each in keys_of(scope)]
         return any(found)
 
 
+class Tenants:
+    """Tell tenants apart by the keys in their calls, whoever verifies these."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":  # without a key, too: a connection's calls may share their context
+            keys = keys_of(scope)
+            TENANT.set(hashlib.sha256(b"\0".join(keys)).hexdigest() if any(keys) else "")
+        await self._app(scope, receive, send)
+
+
+def keys_of(scope: Scope) -> tuple[bytes, bytes]:
+    """Return the bearer token and the ``x-api-key`` of a call, empty if absent."""
+    headers: dict[bytes, bytes] = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"").strip()
+
+
 class CountAnswers:
-    """Counts answers by route and by the status that they end with, and the calls whose body is there and that are
-    not answered to their end: what a server that stops waits for."""
+    """Count answers by route and final status, and the calls whose body has arrived and whose answer has not ended: a
+    stopping server waits for these."""
 
     def __init__(self, app: ASGIApp, front: Front) -> None:
         self._app = app

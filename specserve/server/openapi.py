@@ -64,7 +64,7 @@ def answers(
 
 
 def add_answers(described: dict[str, Any]) -> dict[str, Any]:
-    """Adds the answers to an OpenAPI document. A field that has a constant is always there."""
+    """Add the answers to an OpenAPI document. A field that has a constant is always there."""
     _, found = msgspec.json.schema_components(_STRUCTS, ref_template=_REFERENCE)
     for each in found.values():
         each["required"] = [

@@ -1,4 +1,4 @@
-"""Routes for those who run the server, not of OpenAI: health, figures, tokens of a text, ending requests."""
+"""Routes for operators, which OpenAI does not have: health, statistics, tokenization, aborting requests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AbortRequest(Strict):
 
 
 def add_figures(app: FastAPI, front: Front) -> None:
-    """Adds the routes that say how the server is."""
+    """Add the routes that say how the server is."""
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=None, responses=answers(schema.Health, unready=schema.Unready))
@@ -96,7 +96,7 @@ def add_figures(app: FastAPI, front: Front) -> None:
 
 
 def add_operations(app: FastAPI, front: Front) -> None:
-    """Adds the routes that do something."""
+    """Add the routes that do something."""
 
     @app.post("/tokenize", response_model=None, responses=answers(schema.Tokenized))
     async def post_tokenize(request: TokenizeRequest, http: Request) -> Response:
@@ -126,14 +126,14 @@ def add_operations(app: FastAPI, front: Front) -> None:
 
     @app.post("/abort_request", response_model=None, responses=answers(schema.Aborted))
     async def post_abort_request(request: AbortRequest) -> Response:
-        """Ends one call's requests, by the ``id`` of its answer, or all. Returns how many had not ended yet."""
+        """End one call's requests, by the ``id`` of its answer, or all. Returns how many had not ended yet."""
         if (request.rid is None) != request.abort_all:
             raise FieldError("rid", "give either the id of an answer or abort_all: true")
         return Json(schema.Aborted(front.engine.end_calls(request.rid, ABORTED)))
 
     @app.post("/flush_cache", response_model=None, responses=answers(schema.Flushed))
     async def post_flush_cache() -> Response:
-        """Empties the prefix cache of an idle server. Returns the number of pages it held."""
+        """Empty the prefix cache of an idle server. Returns the number of pages it held."""
         front.check_call(None)
         try:
             pages = None if front.engine.open else await front.engine.flush_cache()

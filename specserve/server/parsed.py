@@ -1,4 +1,4 @@
-"""What parsers found in an answer: as chat writes it, and as blocks in the order of the text."""
+"""The parsed parts of an answer: as chat writes them, and as blocks in the order of the text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec import UNSET
 
-from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged
+from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged, parts
 from specserve.messages import FinishReason
 from specserve.server.schema import (
     AnswerMessage,
@@ -24,21 +24,11 @@ from specserve.server.schema import (
 
 def message(events: Sequence[Event], new_id: Callable[[], str]) -> AnswerMessage:
     """The whole answer's message. ``new_id`` names a call."""
-    content, reasoning = "", ""
-    calls: list[ToolCall] = []
-    for event in merged(events):
-        match event:
-            case Content(text):
-                content += text
-            case Reasoning(text):
-                reasoning += text
-            case Call(name):
-                calls.append(ToolCall(new_id(), CalledFunction(name, "")))
-            case Arguments(text):
-                calls[-1].function.arguments += text
+    found = parts(events)
+    calls = [ToolCall(new_id(), CalledFunction(name, arguments)) for name, arguments in found.calls]
     return AnswerMessage(
-        None if calls and not content else content,
-        reasoning_content=reasoning or UNSET,
+        None if calls and not found.content else found.content,
+        reasoning_content=found.reasoning or UNSET,
         tool_calls=calls or UNSET,
     )
 

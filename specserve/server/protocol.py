@@ -1,4 +1,4 @@
-"""What requests may hold: OpenAI's fields and ours. Each is honoured or refused with a reason."""
+"""The fields of requests, OpenAI's and ours. Each is honoured or refused with a reason."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def sampling_params(
     prompt_logprobs: int | None = None,
     default_temperature: float,
 ) -> SamplingParams:
-    """Raises ApiError 400 naming the field."""
+    """Raise ApiError 400 naming the field."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _AS_THEY_ARE} | {
         "max_tokens": None if max_tokens is None else min(max_tokens, MAX_COUNT),
         "logprobs": logprobs,

@@ -1,4 +1,4 @@
-"""What ``/server_info`` says of speculation: the figures of ``/metrics``, read out."""
+"""The speculation part of ``/server_info``: the same figures as ``/metrics``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from specserve.messages import CostTotals, Stats, StepTotals
 
 
 def speculation_report(stats: Stats | None) -> dict[str, Any] | None:
-    """Since start, but for the latest step's shape. None before the engine's first step."""
+    """Return the figures since start, and the latest step's shape. None before the engine's first step."""
     if stats is None or stats.step_totals.shape is None:
         return None
     totals = stats.step_totals
@@ -27,6 +27,6 @@ def _shares(totals: StepTotals) -> dict[str, float]:
 
 
 def _speed_up(totals: StepTotals, cost: CostTotals) -> float:
-    """Over plain decoding, as the cost model has it."""
+    """Return the speed-up over plain decoding, by the cost model."""
     seconds = sum(shape.seconds for shape in totals.shapes.values())
     return round(cost.plain_seconds / max(seconds, 1e-9), 4)

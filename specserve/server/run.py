@@ -1,4 +1,4 @@
-"""One server from start to stop: listen, start the engine, serve, stop both."""
+"""Run one server from start to stop: listen, start the engine, serve, stop both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STALLED = 60.0  # seconds: a client that takes nothing for this long, though som
 
 
 def run_server(settings: Settings, build: Build) -> int:
-    """Serves until a signal. Returns the exit code. Raises ValueError for a user's mistake."""
+    """Serve until a signal. Return the exit code. Raises ValueError for a user's mistake."""
     with contextlib.closing(_listen(settings)) as listener:
         supervisor = Supervisor(settings, build)
         try:
@@ -42,7 +42,7 @@ def run_server(settings: Settings, build: Build) -> int:
 
 
 def _listen(settings: Settings) -> socket.socket:
-    """Takes the port first: the cheapest thing to go wrong."""
+    """Open the port first: it is the cheapest step that can fail."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
@@ -109,7 +109,7 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
 
 
 async def _load(front: Front, server: Server, listener: socket.socket) -> None:
-    """Loads the tokenizer and waits for the engine. Stops the server when the tokenizer can't be had."""
+    """Load the tokenizer and wait for the engine. Stop the server if the tokenizer can't be loaded."""
     settings, engine = front.settings, front.engine
     try:
         tokenizer = None
@@ -144,7 +144,7 @@ def _load_tokenizer(path: str, settings: Settings) -> Tokenizer:
 
 
 def _exit_code(keeping: asyncio.Task[Broken]) -> int:
-    """1 when there is no engine any more. Raises ValueError when that is the user's mistake."""
+    """Return 1 if there is no engine any more. Raises ValueError if that is the user's mistake."""
     if not keeping.done() or keeping.cancelled():
         return 0
     failure = keeping.result()
@@ -155,7 +155,7 @@ def _exit_code(keeping: asyncio.Task[Broken]) -> int:
 
 
 def _server_class(base: type[Server]) -> type[Server]:
-    """uvicorn's server without its signal handlers: they would end this process before the engine."""
+    """Return uvicorn's server without its signal handlers, which would end this process before the engine."""
 
     class Quiet(base):  # type: ignore[misc, valid-type]
         @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Answers of the routes: built from these structs, read by them in tests, described by them in ``/openapi.json``."""
+"""Types of the answers: the routes build them, tests read them, ``/openapi.json`` describes them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Head(Answer, kw_only=True):
     id: str
     created: int
     model: str
-    system_fingerprint: None = None
+    system_fingerprint: str | None = None
 
 
 class ChatCompletion(Head, kw_only=True):

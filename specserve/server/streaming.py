@@ -1,4 +1,4 @@
-"""How an answer leaves: as JSON or as server-sent events, and not at all when the client has left."""
+"""Send an answer as JSON or as server-sent events, and stop when the client has left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Json(Response):
-    """A struct of ``schema`` as an answer."""
+    """Answer with a struct of ``schema`` as JSON."""
 
     media_type = "application/json"
 
@@ -31,7 +31,7 @@ class Json(Response):
 
 
 class ClientLeft(ApiError):
-    """The client closed the connection, or the connection was cut as it reads no more."""
+    """The client closed the connection, or it was cut because the client stopped reading."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_LEFT, "the client has left")
@@ -43,9 +43,9 @@ async def stream(
     failed: Callable[[ApiError], msgspec.Struct],
     named: bool,
 ) -> Response:
-    """Answers with the chunks. Begins with the first tokens, so that a refusal has its own status. ``failed``: what is
-    sent of an error after that. ``named``: chunks are tagged structs, events are called by the tag, and the last chunk
-    ends the stream; else ``[DONE]`` does."""
+    """Answer with the chunks. Begin with the first tokens, so that a refusal has its own status. ``failed``: the chunk
+    that reports a later error. ``named``: chunks are tagged structs, the tags name the events, and the last chunk ends
+    the stream; otherwise ``[DONE]`` does."""
     try:
         await generation.start()
     except BaseException:
@@ -104,7 +104,7 @@ def _named_event(chunk: msgspec.Struct) -> bytes:
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns. It is cancelled, wherever it waits, and ClientLeft raised when the client leaves first."""
+    """Return what ``work`` returns. If the client leaves first, cancel the work and raise ClientLeft."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Structured output: what OpenAI's, vLLM's and SGLang's fields say that an answer must be, as a grammar."""
+"""Structured output: turn the fields of OpenAI, vLLM and SGLang into a grammar."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ SLOW = 1.0  # seconds: the engine makes its own of a grammar, between steps
 _ALWAYS = "what is asked for is always enforced"
 
 Schema = dict[str, Any] | bool
+Form = tuple[str, Callable[[], str]]
+"""Where a request says what its answer must be, and how that becomes a grammar."""
 
 
 class JsonSchemaFormat(Strict):
@@ -40,7 +42,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's. One of them."""
+    """vLLM's field: exactly one of these."""
 
     refused: ClassVar[Mapping[str, Refusal]] = {
         "disable_fallback": Refusal(_ALWAYS, True, False),
@@ -62,7 +64,7 @@ class StructuredOutputs(Strict):
 
 
 class StructuredRequest(Strict):
-    """Fields of requests whose answers have a form. One at a time."""
+    """The fields that give answers a form; at most one may be set."""
 
     response_format: ResponseFormat | None = None
     """Plain text, any JSON object, or JSON that is valid under a schema."""
@@ -84,8 +86,7 @@ class StructuredRequest(Strict):
     """SGLang's: a grammar."""
 
 
-def _forms(request: StructuredRequest) -> Iterator[tuple[str, Callable[[], str]]]:
-    """Where the request says what the answer must be, and how that becomes a grammar."""
+def _forms(request: StructuredRequest) -> Iterator[Form]:
     wanted = request.response_format
     if wanted is not None and wanted.type == "json_object":
         yield "response_format", grammar.json_object
@@ -131,30 +132,34 @@ _OF_OUTPUTS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def form_of(request: StructuredRequest) -> str | None:
-    """Return the field that says what the answer must be. Raises FieldError for one that is not whole."""
-    return next((param for param, _ in _forms(request)), None)
-
-
-async def with_grammar(
-    request: StructuredRequest, params: SamplingParams, no_grammars: str | None
-) -> SamplingParams:
-    """The same with the grammar of what the request says that its answer must be. ``no_grammars``: why there can be
-    none. Raises FieldError naming what can't be enforced."""
+def form_grammar(request: StructuredRequest) -> Form | None:
+    """Return the grammar that the request demands of its answer. Raises FieldError for more than one form."""
     forms = list(_forms(request))
-    if not forms:
-        return params
-    param, make = forms[0]
     if len(forms) > 1:
-        raise FieldError(forms[1][0], f"an answer has one form, and {param} is given")
+        raise FieldError(forms[1][0], f"an answer has one form, and {forms[0][0]} is given")
+    return forms[0] if forms else None
+
+
+async def with_grammar(form: Form | None, params: SamplingParams, no_grammars: str | None) -> SamplingParams:
+    """Return the parameters with the grammar of a form. ``no_grammars``: why there can be none. Raises FieldError
+    naming what can't be enforced."""
+    if form is None:
+        return params
+    param, make = form
     if no_grammars is not None:
         raise FieldError(param, no_grammars)
-    begin = time.monotonic()
+
+    def timed() -> tuple[str, float]:
+        begin = time.thread_time()  # its own, however busy the machine is
+        return make(), time.thread_time() - begin
+
     try:
-        text = await asyncio.to_thread(make)
+        text, seconds = await asyncio.to_thread(timed)
+    except FieldError:
+        raise
     except ValueError as error:
         raise FieldError(param, str(error)) from None
-    if (seconds := time.monotonic() - begin) > SLOW:
+    if seconds > SLOW:
         raise FieldError(param, f"takes {seconds:.1f} s to compile, at most {SLOW:g}")
     try:
         return msgspec.structs.replace(params, grammar=text)

@@ -1,4 +1,4 @@
-"""What translations of other APIs onto chat share: one request that is checked in one place, in the caller's words."""
+"""Helpers for APIs that are translated to chat: requests are checked once, and errors name the caller's fields."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from specserve.server.errors import ApiError
 
 @dataclass
 class Translation:
-    """A chat's fields as they are built, and what the caller calls them: ``names`` by the longest path in the chat that
-    a field begins with."""
+    """Builds a chat's fields and remembers the caller's names for them: ``names`` by the longest path in the chat that
+    begins a field."""
 
     fields: dict[str, Any]
     names: dict[str, str]
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, role: str, name: str, **message: Any) -> str:
-        """Adds a message, which the caller calls ``name``, and returns its path in the chat."""
+        """Add a message, which the caller calls ``name``, and return its path in the chat."""
         path = f"messages.{len(self.messages)}"
         self.names[path] = name
         self.messages.append({"role": role, **message})
         return path
 
     def call(self, name: str, id_name: str, call: Mapping[str, Any]) -> None:
-        """Adds a call to the last message, an assistant's."""
+        """Add a call to the last message, an assistant's."""
         calls = self.messages[-1].setdefault("tool_calls", [])
         path = f"messages.{len(self.messages) - 1}.tool_calls.{len(calls)}"
         self.names |= {path: name, f"{path}.id": f"{name}.{id_name}", f"{path}.function": name}
         calls.append(call)
 
     def name_of(self, path: str) -> str:
-        """What the caller calls a field of the chat."""
+        """Return the caller's name of a field of the chat."""
         prefix = path
         while prefix and prefix not in self.names:
             prefix = prefix.rpartition(".")[0]
@@ -47,7 +47,7 @@ class Translation:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Errors that name a field of the chat name the caller's instead."""
+        """Make errors name the caller's field instead of the chat's."""
         try:
             yield
         except FieldError as error:
@@ -57,7 +57,7 @@ class Translation:
             raise
 
     def request(self) -> ChatRequest:
-        """The chat. Raises FieldError that names the caller's field."""
+        """Return the chat. Raises FieldError naming the caller's field."""
         given = {name: value for name, value in self.fields.items() if value is not None}
         with self.named():
             try:
@@ -67,7 +67,7 @@ class Translation:
 
 
 def check_kind(model: Strict, kind: str, needed: Collection[str], others: Collection[str]) -> None:
-    """Raises the error of a validator unless a model that is one of several kinds has the fields of its kind alone."""
+    """Raise a validator's error unless a model that is one of several kinds has only the fields of its kind."""
     for name in model.model_fields_set:
         if name not in needed and name not in others and getattr(model, name) is not None:
             raise fault("kind", f"not in one of the type {kind}", name)

@@ -12,7 +12,7 @@ from typing import Protocol
 from specserve_kernels import Accepted, Pool, Prediction, Slots, gather_slots
 from torch import Tensor
 
-from specserve.attention.base import AttentionBackend
+from specserve.attention.base import AttentionBackend, Plan
 from specserve.kv.pool import KVPool
 from specserve.kv.spec import KVSpec
 from specserve.layers.batch import TokenBatch
@@ -38,6 +38,8 @@ class DrafterNeeds:
     last_layer: bool = False  # what the target's last layer gives of every token, in prefill as well
     feature_size: int = 0  # numbers kept for each slot, and for each page's last token
     tokens_on_host: bool = False  # each step's tokens before the next one, which rules out overlap
+    continuation: int = 0  # most tokens of earlier answers that the host says a text goes on with
+    reaches: bool = False  # for each slot, how far its own cache goes
     sources: tuple[str, ...] = ()  # whose candidates are told apart, and measured, in one tree
 
 
@@ -52,7 +54,8 @@ class TargetStates:
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
     """A prefill's tokens, packed by request, and where their cache entries lie. Where a run is final, a token follows
-    it; the next token's position is ``end_B`` in any case."""
+    it; the next token's position is ``end_B`` in any case. ``last_BH``: the target's state after its final norm at each
+    run's last token. ``plan``: attention of the runs, for any model's layers."""
 
     token_T: Tensor
     position_T: Tensor
@@ -62,6 +65,8 @@ class PromptTokens:
     end_B: Tensor
     next_B: Tensor  # the token that follows, of no meaning where not final
     final_B: Tensor  # bool
+    last_BH: Tensor
+    plan: Plan
 
 
 class Drafter(Protocol):
@@ -115,6 +120,7 @@ class Context:
     attention: AttentionBackend
     state: DecodeState
     vocab_size: int
+    fingerprint: str | None = None  # of all that texts depend on next to the requests
 
 
 @dataclass(frozen=True, slots=True)

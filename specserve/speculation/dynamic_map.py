@@ -98,7 +98,7 @@ class LiveMap:
         return best_R
 
     def _count(self) -> None:
-        """Adds what was said since the last look, and forgets as much as that is long."""
+        """Add what was said since the last look, and forget as much as that is long."""
         fresh, self._fresh = np.array(self._fresh, np.int64), []
         if not len(fresh):
             return

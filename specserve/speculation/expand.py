@@ -30,8 +30,12 @@ def expand(
     sampling: Sampling,
     vocab: VocabMap | None,
     forward: Forward,
+    rate: Forward | None = None,
 ) -> Pool:
-    """Run ``forward`` for each level and return all candidates. ``vocab`` None: logits are over the target's ids."""
+    """Run ``forward`` for each level and return all candidates. ``vocab`` None: logits are over the target's ids.
+
+    ``rate``: log-probabilities ``[N]`` that the best candidate after each node is accepted. In chains they replace
+    those of the logits."""
     prediction = view.prediction(context)
     score_dtype = context.state.sampling.temperature.dtype
     device = view.slots.rows_B.device
@@ -39,8 +43,10 @@ def expand(
     level = root_level(view.slots, pool)
     for depth in range(shape.levels):
         logits_NV = forward(level, depth)
-        candidates = sampling.candidates(logits_NV, Choices.after_level(level), vocab, shape.branching)
-        level = grow_level(level, *candidates, pool, view.slots, prediction) or level
+        token_NC, logp_NC = sampling.candidates(logits_NV, Choices.after_level(level), vocab, shape.branching)
+        if rate is not None and shape.branching == 1:
+            logp_NC = rate(level, depth)[:, None]
+        level = grow_level(level, token_NC, logp_NC, pool, view.slots, prediction) or level
     return pool
 
 

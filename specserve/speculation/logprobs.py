@@ -15,7 +15,7 @@ SLICE = 2**24  # logits at once where there are many: 64 MB in float32
 
 
 def token_logprobs(logits_NV: Tensor, tokens_N: Tensor, alternatives: int) -> Logprobs:
-    """Returns the tokens' log-probabilities ``[N]`` and the most likely ones, ``[N, k]`` values and ids."""
+    """Return the tokens' log-probabilities ``[N]`` and the most likely ones, ``[N, k]`` values and ids."""
     dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
     logprobs_NV = logits_NV.to(dtype).log_softmax(-1)
     best = logprobs_NV.topk(alternatives, dim=-1)

@@ -4,7 +4,7 @@ The last layer is computed only for each chunk's final token, unless the drafter
 requested.
 
 Shapes: B requests, T packed prompt tokens, X all of them or the last of each request, N scored ones, H feature size,
-V vocabulary.
+V vocabulary, W words of 32 tokens each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specserve.layers.batch import TokenBatch
 from specserve.speculation.commit import follow
 from specserve.speculation.context import Context, PromptTokens, TargetStates, View
 from specserve.speculation.logprobs import Logprobs, prompt_logprobs
-from specserve.speculation.sampler import Allowed, Choices, open_sampling
+from specserve.speculation.sampler import Choices, hold, open_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class PromptChunks:
     longest: int
     spans: Sequence[tuple[int, int]] | None
     scored: Scored | None = None
-    allowed: Allowed | None = None  # what may be chosen after some of the runs
+    words_BW: Tensor | None = None  # masks of the first tokens, as in ``hold``
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +73,28 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     local_T = index_T - chunks.q_start[chunks.slot_T]
     position_T = slots.length_B[chunks.slot_T] + local_T
     page_T, offset_T = address(slots.pages_BM[chunks.slot_T], position_T, slots.page_size)
-    attend = PagedAttend(context.pool, _plan(context, view, chunks, position_T, local_T), page_T, offset_T)
+    plan = _plan(context, view, chunks, position_T, local_T)
+    attend = PagedAttend(context.pool, plan, page_T, offset_T)
     last_B = chunks.q_start[1:] - 1
     every = chunks.scored is not None or drafter.needs.last_layer
     batch = TokenBatch(chunks.token_T, position_T, attend, drafter.needs.taps, None if every else last_B)
     hidden_XH, tapped = context.target(batch)
     end_B = position_T[last_B] + 1
-    logits_BV = context.target.logits(hidden_XH[last_B] if every else hidden_XH)
-    choosable_BV = logits_BV if chunks.allowed is None else chunks.allowed.of(logits_BV)
+    last_BH = hidden_XH[last_B] if every else hidden_XH
+    logits_BV = context.target.logits(last_BH)
+    choosable_BV = logits_BV if chunks.words_BW is None else hold(logits_BV, chunks.words_BW)
     token_B = _first_tokens(context, view, choosable_BV, end_B, chunks.final_B)
     prompts = PromptTokens(
-        chunks.token_T, position_T, page_T, offset_T, chunks.q_start, end_B, token_B, chunks.final_B
+        token_T=chunks.token_T,
+        position_T=position_T,
+        page_T=page_T,
+        offset_T=offset_T,
+        q_start=chunks.q_start,
+        end_B=end_B,
+        next_B=token_B,
+        final_B=chunks.final_B,
+        last_BH=last_BH,
+        plan=plan,
     )
     drafter.prefill(context, view, prompts, TargetStates(hidden_XH, tapped))
     table = context.state.slots

@@ -5,7 +5,7 @@ penalties, bias and truncation, t the temperature, g Gumbel noise. Drafting runs
 logits, with the noise of the target's ids.
 
 Shapes: B slots of a batch, N rows (nodes or prompts' ends), V vocabulary of the logits (the draft's when a map is
-given), A path tokens, C candidates a row, D positions ahead.
+given), A path tokens, C candidates a row, D positions ahead, W words of 32 tokens each.
 """
 
 from __future__ import annotations
@@ -63,17 +63,12 @@ class Choices:
         return cls(rows_B, position_B, rows_B[:, None][:, :0], None)
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """What may be chosen in rows ``index_N`` of logits: booleans ``[N, V]``. In others anything may."""
-
-    index_N: Tensor
-    allowed_NV: Tensor
-
-    def of(self, logits_XV: Tensor) -> Tensor:
-        """The logits, minus infinity where nothing may be chosen."""
-        logits_NV = logits_XV[self.index_N].masked_fill(~self.allowed_NV, -torch.inf)
-        return logits_XV.index_copy(0, self.index_N, logits_NV)
+def hold(logits_NV: Tensor, words_NW: Tensor) -> Tensor:
+    """Return the logits with minus infinity where a token may not be chosen. ``words_NW``, int32: a bit for each token,
+    the lowest bit first, set if it may."""
+    bits_8 = 1 << torch.arange(8, dtype=torch.uint8, device=words_NW.device)
+    held_NV = ((words_NW.view(torch.uint8)[:, :, None] & bits_8) == 0).flatten(1)[:, : logits_NV.shape[1]]
+    return logits_NV.masked_fill(held_NV, -torch.inf)
 
 
 class Sampling(Protocol):

@@ -10,13 +10,15 @@ from specserve_kernels import MAX_NODES, tree_pool_size
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """What a step is captured for. ``nodes``: of the whole batch, roots included. ``levels`` 0 is plain decoding: a
-    tree of one node a slot. ``copied``: levels of copied text next to a model's, 0 where there is no such drafter."""
+    tree of one node a slot. ``copied``: levels of copied text next to a model's, 0 where there is no such drafter.
+    ``block``: positions that a drafter's block takes, whatever the levels; 0: it drafts level by level."""
 
     slots: int
     nodes: int
     levels: int
     branching: int
     copied: int = 0
+    block: int = 0
 
     @classmethod
     def plain(cls, slots: int) -> StepShape:
@@ -41,4 +43,4 @@ class StepShape:
     def reserve(self) -> int:
         """Positions from ``length`` on that a step may write in a slot: nodes, a drafter's scratch, the bonus token's
         entry."""
-        return max(self.max_nodes, 1 + max(self.levels - 1, 0) * self.branching, self.depth + 2)
+        return max(self.max_nodes, 1 + max(self.levels - 1, 0) * self.branching, self.depth + 2, self.block)

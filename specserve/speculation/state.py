@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from specserve_kernels import Prediction, SlotTables, Sources, follow_prediction
+from specserve_kernels import Continuations, Prediction, SlotTables, Sources, follow_prediction
 from torch import Tensor
 
 from specserve.core import MAX_BIAS, SamplingParams
@@ -84,12 +84,26 @@ class RowInit:
     last_cached_page: int
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the host says of a text: it goes on with ``tokens`` after position ``base``, because ``matched`` tokens up
+    to there are found elsewhere."""
+
+    slot: int
+    base: int
+    matched: int
+    tokens: Sequence[int]
+
+
 class DecodeState:
-    """Owns the tables. ``admit`` and ``set_pages`` are the host's only writes; steps and prefill make the others. What
-    ``admit`` writes of every request lies in two tensors of rows side by side, so that few launches write it.
+    """Owns the tables. ``admit``, ``set_pages`` and ``set_continuations`` are the host's only writes; steps and prefill
+    make the others. What ``admit`` writes of every request lies in two tensors of rows side by side, so that few
+    launches write it.
 
     ``positions``: of one slot, whole pages. ``prediction_size``: tokens of the longest predicted text, 0 where nothing
     is drafted: then there is no table. ``sources``: drafters whose claims are measured, 0: there is no table of these.
+    ``continuation_size``: most tokens that the host says a text goes on with, 0: nor of these. ``reaches``: a drafter
+    keeps in ``reached`` how far its own cache goes.
     """
 
     def __init__(
@@ -104,6 +118,8 @@ class DecodeState:
         device: torch.device,
         prediction_size: int = 0,
         sources: int = 0,
+        continuation_size: int = 0,
+        reaches: bool = False,
     ) -> None:
         rows = slots + 1
         self.dummy = slots
@@ -148,11 +164,15 @@ class DecodeState:
         )
         self.prediction = Prediction.empty(rows, prediction_size, device) if prediction_size else None
         self.sources = Sources.empty(rows, sources, device) if sources else None
+        self.continuations = (
+            Continuations.empty(rows, continuation_size, device) if continuation_size else None
+        )
+        self.reached = integers() if reaches else None
         # The dummy row attends to its own position 1: a draft row must see an entry, and slot 0 has none.
         self.slots.length[self.dummy] = 1
 
     def admit(self, rows: Sequence[RowInit], page_feature: Tensor) -> None:
-        """Writes the rows of requests that take their slots."""
+        """Write the rows of requests that take their slots."""
         biases, predicted = [_bias_of(row) for row in rows], [_prediction_of(row) for row in rows]
         columns = [
             [row.slot for row in rows],
@@ -183,6 +203,8 @@ class DecodeState:
             self.prediction.length_R.index_copy_(0, slots_N, predicted_N)
         if self.sources is not None:
             self.sources.begin(slots_N)
+        if self.continuations is not None:
+            self.continuations.length_R.index_fill_(0, slots_N, 0)
         for row, bias, text in zip(rows, biases, predicted, strict=True):
             self._admit_rest(row, bias, text)
 
@@ -222,8 +244,37 @@ class DecodeState:
         prediction.trust_R[row.slot].fill_(float(host.trust_R))
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
-        """Writes part of a slot's page table, from entry ``start`` on."""
+        """Write part of a slot's page table, from entry ``start`` on."""
         self.slots.pages[slot, start : start + len(pages)] = self._integers(pages)
+
+    def set_continuations(self, told: Sequence[Told]) -> None:
+        """Write what texts go on with, of different slots."""
+        table = self.continuations
+        assert table is not None
+        numbers = [[each.slot, len(each.tokens), each.base, each.matched] for each in told]
+        tokens = [[*each.tokens, *[0] * (table.size - len(each.tokens))] for each in told]
+        packed_NX = self._integers([*chain.from_iterable(map(chain, numbers, tokens))]).view(len(told), -1)
+        slots_N, given_N3, token_NP = packed_NX.split([1, 3, table.size], dim=1)
+        table.write(slots_N[:, 0], given_N3, token_NP)
+
+    def set_predictions(self, due: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Write the text that has to follow in some slots as their predicted text. It goes before any draft, like a
+        prediction that was always right."""
+        table = self.prediction
+        assert table is not None
+        longest = max(len(tokens) for _, tokens in due)
+        packed = chain.from_iterable(
+            (slot, len(tokens), *tokens, *[0] * (longest - len(tokens))) for slot, tokens in due
+        )
+        slots_N, length_N, token_NP = (
+            self._integers([*packed]).view(len(due), -1).split([1, 1, longest], dim=1)
+        )
+        slots_N, length_N = slots_N[:, 0], length_N[:, 0]
+        table.tokens_RP[:, :longest].index_copy_(0, slots_N, token_NP.int())
+        table.length_R.index_copy_(0, slots_N, length_N)
+        table.next_R.index_copy_(0, slots_N, length_N.clamp(max=1) - 1)
+        table.counts_R2.index_fill_(0, slots_N, 0)
+        table.trust_R.index_fill_(0, slots_N, 0)
 
     def _integers(self, values: Sequence[int]) -> Tensor:
         return to_device(values, self.device)
@@ -270,7 +321,7 @@ def _prediction_of(row: RowInit) -> Sequence[int]:
 def to_device(
     values: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Copies numbers to the device without waiting for what is queued there: from pinned memory."""
+    """Copy numbers to the device without waiting for what is queued there: from pinned memory."""
     if not values:
         return torch.empty(0, dtype=dtype, device=device)
     # By way of an array in a quarter of the time that a tensor of a list takes.

@@ -2,9 +2,9 @@
 
 What may enter this file: calls on device tensors in shapes fixed by ``StepShape``. No host read, no data-dependent
 shape, no branch on a request's features or a drafter's name; the whole of ``step`` is what a CUDA graph captures, or
-its two halves, where the host has work between them.
+its three parts, where the host has work between them.
 
-Shapes: T packed nodes (roots included), V vocabulary.
+Shapes: T packed nodes (roots included), V vocabulary, W words of 32 tokens each.
 """
 
 from __future__ import annotations
@@ -20,17 +20,25 @@ from specserve.attention.paged import PagedAttend
 from specserve.layers.batch import TokenBatch
 from specserve.speculation.commit import commit, follow
 from specserve.speculation.context import Context, TargetStates, View
-from specserve.speculation.sampler import Allowed, Choices, Sampling
+from specserve.speculation.sampler import Choices, Sampling, hold
 from specserve.speculation.shape import StepShape
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
-    """The trees, what the target says of their nodes, and the sampler that is to choose."""
+class Drafted:
+    """The trees, and the sampler that is to choose after their nodes."""
 
     view: View
+    shape: StepShape
     sampling: Sampling
     tree: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What the target says of the trees' nodes."""
+
+    drafted: Drafted
     logits_TV: Tensor
     states: TargetStates
 
@@ -50,22 +58,41 @@ class StepResult:
 
 def step(context: Context, view: View, shape: StepShape) -> StepResult:
     """Emit between 1 and S + 1 tokens for every slot of the batch and advance its state."""
-    return settle(context, plant_and_verify(context, view, shape))
+    return settle(context, verify(context, draft(context, view, shape)))
 
 
-def plant_and_verify(context: Context, view: View, shape: StepShape) -> Verified:
-    """The step's first half: trees of drafts, and the target's logits at their nodes."""
+def draft(context: Context, view: View, shape: StepShape) -> Drafted:
+    """Run the step's first part: draft, and select what is worth verifying."""
     sampling = view.sampling(context, shape.depth)
-    tree = plant(context, view, shape, sampling)
-    logits_TV, states = verify(context, view, shape, tree)
-    return Verified(view, sampling, tree, logits_TV, states)
+    return Drafted(view, shape, sampling, plant(context, view, shape, sampling))
 
 
-def settle(context: Context, verified: Verified, allowed: Allowed | None = None) -> StepResult:
-    """The step's second half: choose, accept, commit. ``allowed``: what may follow some nodes."""
-    view, tree = verified.view, verified.tree
-    logits_TV = verified.logits_TV if allowed is None else allowed.of(verified.logits_TV)
-    chosen_T = verified.sampling.choose(logits_TV, Choices.after_nodes(tree))
+def verify(context: Context, drafted: Drafted) -> Verified:
+    """Run the second part: the target, once over all nodes."""
+    view, shape, tree = drafted.view, drafted.shape, drafted.tree
+    nodes = Nodes(
+        pages_BM=view.slots.pages_BM,
+        length_B=view.slots.length_B,
+        q_start=tree.q_start,
+        slot_T=tree.slot_T,
+        local_T=tree.local_T,
+        mask_T=tree.mask_T,
+        levels=None if tree.is_chain else tree.levels,
+        max_nodes=shape.max_nodes,
+        max_kv=view.max_length + shape.max_nodes,
+    )
+    attend = PagedAttend(context.pool, context.attention.plan_verify(nodes), tree.page_T, tree.offset_T)
+    taps = context.drafter.needs.taps
+    hidden_TH, tapped = context.target(TokenBatch(tree.token_T, tree.position_T, attend, taps))
+    out_TV = None if view.logits_XV is None else view.logits_XV[: shape.nodes]
+    return Verified(drafted, context.target.logits(hidden_TH, out_TV), TargetStates(hidden_TH, tapped))
+
+
+def settle(context: Context, verified: Verified, words_TW: Tensor | None = None) -> StepResult:
+    """Run the third part: choose, accept, commit. ``words_TW``: masks of what may follow the nodes, as in ``hold``."""
+    view, tree = verified.drafted.view, verified.drafted.tree
+    logits_TV = verified.logits_TV if words_TW is None else hold(verified.logits_TV, words_TW)
+    chosen_T = verified.drafted.sampling.choose(logits_TV, Choices.after_nodes(tree))
     accepted = accept_path(tree, chosen_T, view.slots)
     commit(context, view, accepted, verified.states, in_place=tree.is_chain)
     predicted_B2 = follow(context, view, view.slots.length_B, accepted.token_BS, accepted.count_B)
@@ -90,23 +117,3 @@ def plant(context: Context, view: View, shape: StepShape, sampling: Sampling) ->
     return select_tree(
         pool, view.slots, context.state.slots, shape.nodes, shape.max_nodes, pad_id=context.vocab_size
     )
-
-
-def verify(context: Context, view: View, shape: StepShape, tree: Tree) -> tuple[Tensor, TargetStates]:
-    """Run the target once over all nodes. Return logits ``[T, V]`` and the states that a drafter may read."""
-    nodes = Nodes(
-        pages_BM=view.slots.pages_BM,
-        length_B=view.slots.length_B,
-        q_start=tree.q_start,
-        slot_T=tree.slot_T,
-        local_T=tree.local_T,
-        mask_T=tree.mask_T,
-        levels=None if tree.is_chain else tree.levels,
-        max_nodes=shape.max_nodes,
-        max_kv=view.max_length + shape.max_nodes,
-    )
-    attend = PagedAttend(context.pool, context.attention.plan_verify(nodes), tree.page_T, tree.offset_T)
-    taps = context.drafter.needs.taps
-    hidden_TH, tapped = context.target(TokenBatch(tree.token_T, tree.position_T, attend, taps))
-    out_TV = None if view.logits_XV is None else view.logits_XV[: shape.nodes]
-    return context.target.logits(hidden_TH, out_TV), TargetStates(hidden_TH, tapped)

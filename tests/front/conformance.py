@@ -321,8 +321,8 @@ HOW: dict[str, str] = {
     "safety_identifier": LABEL,
     "prompt_cache_key": LABEL + "; prefixes are shared without it",
     "tools": "functions, where the chat template has a place for them and how the model writes calls is known",
-    "tool_choice": "`auto` and `none`, which leaves the tools out of the prompt",
-    "parallel_tool_calls": "true; false where nothing may be called",
+    "tool_choice": "`none` leaves tools out of the prompt; `required` and chosen functions are held to by a grammar",
+    "parallel_tool_calls": "false: at most one call, held to by a grammar",
     "prediction": "text that is tried as drafts; changes no answer",
     "top_k": "0 and -1 are off",
     "min_p": "0 to 1",
@@ -334,6 +334,8 @@ HOW: dict[str, str] = {
     "include_stop_str_in_output": "the text ends with what ended it",
     "priority": "vLLM's: of requests that wait the lowest first",
     "return_token_ids": "`prompt_token_ids`, and `token_ids` of each choice",
+    "reasoning_effort": "where the chat template reads it; `none` turns thinking off by `enable_thinking`",
+    "thinking_token_budget": "vLLM's: most tokens of a thought, with `--reasoning-parser`",
     "chat_template_kwargs": "variables that the chat template reads, others at `false` or null; not the server's own",
     "speculation": "for this request; never changes the text",
     "return_speculation": "adds `usage.speculation`",
@@ -347,7 +349,6 @@ HOW: dict[str, str] = {
     "ebnf": "SGLang's",
 }
 NO_BEAMS = "there is no beam search"
-GRAMMAR = "it needs a grammar"
 
 
 def honoured(name: str, check: Check, *values: Any, **more: Any) -> list[Case]:
@@ -504,15 +505,15 @@ CASES: list[Case] = [
         case
         for name, reason, none, *values in (
             ("tools", "it is not known how this model writes calls", [], [TOOL]),
-            ("tool_choice", GRAMMAR, "none", "required", {"type": "function", "function": {"name": "f"}}),
-            ("tool_choice", "'none' or 'auto'", "auto", "any"),
+            ("tool_choice", "no tools to call", "none", "required", {"type": "function", "function": {"name": "f"}}),
+            ("tool_choice", "'none', 'auto' or 'required'", "auto", "any"),
             ("parallel_tool_calls", "valid boolean", False, 1),
             ("functions", "its newer name is tools", [], [{"name": "f"}]),
             ("function_call", "its newer name is tool_choice", "none", "auto"),
             ("add_generation_prompt", "an answer is always begun", True, False),
             ("modalities", "text alone", ["text"], ["text", "audio"]),
             ("audio", "text alone", None, {"format": "wav", "voice": "x"}),
-            ("reasoning_effort", "effort", "none", "low"), ("verbosity", "verbosity", "medium", "low"),
+            ("reasoning_effort", "the effort can't be set", "none", "low"), ("verbosity", "verbosity", "medium", "low"),
             ("web_search_options", "no web search", None, {}), ("moderation", "moderated", None, {"model": "x"}),
             ("store", "nothing is stored", False, True),
             ("service_tier", "no tiers", "auto", "flex", "priority"),
@@ -529,7 +530,6 @@ CASES: list[Case] = [
         for case in (*honoured(name, same, none), *refused(name, reason, wrong))
     ),
     Case("tool_choice", {"tool_choice": "none", "tools": [TOOL]}, same, **CHAT_ONLY),
-    Case("parallel_tool_calls", {"parallel_tool_calls": False, "tools": [TOOL]}, refused=GRAMMAR, **CHAT_ONLY),
     *honoured("prediction", predicted, {"type": "content", "content": "zq zq zq"}),
     *honoured("prediction", predicted_in_part, {"type": "content", "content": [{"type": "text", "text": "1"}]}),
     *refused("prediction", "'content'", {"type": "other", "content": "x"}),
@@ -561,6 +561,7 @@ CASES: list[Case] = [
     *honoured("include_stop_str_in_output", same, False),
     *honoured("return_token_ids", with_ids, True),
     *honoured("return_token_ids", same, False),
+    *refused("thinking_token_budget", "--reasoning-parser", 64, **CHAT_ONLY),
     *honoured("chat_template_kwargs", same, {}, {"enable_thinking": False}, **CHAT_ONLY),
     *refused("chat_template_kwargs", "does not read it", {"enable_thinking": True}, **CHAT_ONLY),
     *refused("chat_template_kwargs", "is set by the server", {"messages": []}, **CHAT_ONLY),

@@ -31,6 +31,8 @@ class FakeEngine:
             "context_length": CONTEXT,
             "max_total_tokens": 4096,
             "vocab_size": VOCAB,
+            "eos_token_ids": [EOS],
+            "system_fingerprint": "fp_0123456789abcdef",
         }
         self.submitted: list[Submit] = []
         self.aborted: list[str] = []

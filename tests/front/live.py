@@ -35,7 +35,8 @@ def live(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Live]:
     """What ``python -m specserve.launch`` with these arguments would serve."""
     built = build_scheduler(load_settings(argv, environ))
     assert built.settings.tokenizer_path is not None
-    client = _connect(built.engine)
+    served = [built.engine]
+    client = _connect(served)
     front = Front(built.settings, client)
     client.receive(Ready(_info(built)))
     front.finish_loading(
@@ -53,11 +54,12 @@ def live(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Live]:
             server.should_exit = True
             thread.join()
             front.close()
-            built.engine.close()
+            served.pop().close()  # the app stays: FastAPI remembers its routes
 
 
-def _connect(engine: Engine) -> EngineClient:
+def _connect(served: list[Engine]) -> EngineClient:
     def send(message: ToEngine) -> None:
+        (engine,) = served
         if isinstance(message, Abort):
             engine.abort(message.rid)
         elif isinstance(message, Flush):
@@ -67,6 +69,7 @@ def _connect(engine: Engine) -> EngineClient:
             asyncio.get_running_loop().call_soon(tick)
 
     def tick() -> None:
+        (engine,) = served
         if engine.has_work:
             for message in engine.run_once():
                 client.receive(message)

@@ -53,7 +53,7 @@ class Server:
         return self
 
     def finish(self) -> int:
-        """Returns the exit code of a process that ends by itself."""
+        """Return the exit code of a process that ends by itself."""
         code = self.process.wait(60)
         self._reader.join(60)
         assert not self._reader.is_alive(), "the engine is left: it holds the log"

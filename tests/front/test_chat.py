@@ -191,6 +191,7 @@ def test_stream(serve: Serve) -> None:
     chunks = events(post(client, stream=True))
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in chunks}) == 1
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {"fp_0123456789abcdef"}
     assert all("usage" not in chunk for chunk in chunks)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     first, *said, last = deltas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,7 +89,7 @@ def test_values_of_all_kinds() -> None:
     [
         ("--page-sise 3", {}, "--page-sise: unknown flag; the nearest known one is --page-size"),
         ("--speculative-num-step=3", {}, "nearest known one is --speculative-num-steps"),
-        ("--quantization=fp8", {}, "--quantization: not taken here: weights are served in --dtype"),
+        ("--quantization=gguf", {}, "--quantization: must be one of none, fp8, int8, int4, awq, gptq"),
         ("serve", {}, "unexpected argument 'serve'"),
         ("--port", {}, "--port: expected one argument"),
         ("--port x", {}, "--port: must be an integer, found 'x'"),
@@ -96,6 +97,7 @@ def test_values_of_all_kinds() -> None:
         ("--page-size 3", {}, "--page-size: must be a power of two from 1 to 256, found 3"),
         ("--mem-fraction nan", {}, "--mem-fraction-static: must be a number"),
         ("--disable-radix-cache maybe", {}, "--disable-radix-cache: must be true or false, found 'maybe'"),
+        ("--speculative-algorithm lookahead", {}, "lookahead is not served: its window"),
         ("--speculative-algorithm NOSUCH", {}, "must be one of NONE, EAGLE, EAGLE3, "),
         ("--tp 2", {}, "--tensor-parallel-size: must be 1 in this version (one device), found 2"),
         ("--speculative-accept-threshold-single 0.9", {}, "must be 1, as speculation never changes the text"),
@@ -254,6 +256,10 @@ def test_heads_that_the_kernels_do_not_have(model: str, monkeypatch: pytest.Monk
         ),
         ({"device": "cuda"}, "--device cuda"),
         ({"attention_backend": "triton"}, "--attention-backend triton needs a GPU"),
+        (
+            {"enable_deterministic_inference": True},
+            "--enable-deterministic-inference holds with --dtype bfloat16",
+        ),
         ({"max_total_tokens": 8}, "--max-total-tokens: must hold a page of 16"),
     ],
 )
@@ -263,6 +269,19 @@ def test_what_cannot_be_honoured_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         resolve(Settings(model_path=model, **values), LLAMA)
+
+
+def test_the_same_bits_are_told(model: str) -> None:
+    """SGLang's flag: always on where it holds, refused elsewhere."""
+    name, given = "enable_deterministic_inference", Settings(model_path=model, dtype="bfloat16")
+    found, notes = resolve(given, LLAMA, has_gpu=True)
+    assert getattr(found, name)
+    assert any(note.startswith(f"{name} = True: ") for note in notes)
+    assert getattr(resolve(replace(given, **{name: True}), LLAMA, has_gpu=True)[0], name)
+    for changed in ({"dtype": "float16"}, {"attention_backend": "torch"}):
+        assert not getattr(resolve(replace(given, **changed), LLAMA, has_gpu=True)[0], name)
+        with pytest.raises(ValueError, match="--enable-deterministic-inference holds with"):
+            resolve(replace(given, **changed, **{name: True}), LLAMA, has_gpu=True)
 
 
 def test_flags_without_effect_are_noted(model: str) -> None:

@@ -44,7 +44,7 @@ def metric(server: Server, name: str) -> float:
 def under_way(
     server: Server, pool: ThreadPoolExecutor, *calls: dict[str, object]
 ) -> list[Future[httpx.Response]]:
-    """Begins long requests and waits for their first tokens."""
+    """Begin long requests and wait for their first tokens."""
     name = "time_to_first_token_seconds_count"
     before = metric(server, name)
     futures = [pool.submit(post, server, **fields) for fields in calls]

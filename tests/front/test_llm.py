@@ -11,9 +11,11 @@ from tokenizers.processors import TemplateProcessing
 
 import specserve.models.read_config
 import specserve.process.assemble
-from specserve import LLM, RequestOutput, SamplingParams
+from specserve import LLM, FunctionCall, RequestOutput, SamplingParams, grammar
+from specserve.core import Thought
+from specserve.layers.linear import PLAIN
 from specserve.messages import Submit
-from tests.front.fake_engine import CONTEXT, VOCAB, FakeEngine
+from tests.front.fake_engine import CONTEXT, EOS, VOCAB, FakeEngine
 from tests.front.fakes import byte_tokenizer
 
 MODEL_CONFIG = SimpleNamespace(
@@ -21,6 +23,8 @@ MODEL_CONFIG = SimpleNamespace(
     longest_context=(CONTEXT, "max_position_embeddings"),
     dtype="float32",
     vocab_size=VOCAB,
+    eos_token_ids=(EOS,),
+    weights=PLAIN,
 )
 
 
@@ -107,6 +111,72 @@ def test_chat(llm: LLM) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     assert texts(llm.chat([{"role": "user", "content": parts}])) == ["user:hi\nassistant:"]
     assert texts(llm.chat([one, one], SamplingParams(max_tokens=4), progress=True)) == ["user", "user"]
+
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "now"}},
+]
+ADD, NOW = '{"name": "add", "arguments": {"a": 1}}', '{"name": "now"}'
+CALLED = f"<think>hm</think>So: <tool_call>{ADD}</tool_call><tool_call>{NOW}</tool_call>"
+ECHO = "{% if tools %}{% endif %}{{ messages[0].content }}"
+
+
+def echo(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+def test_tools_and_thoughts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer, which repeats the prompt, is taken apart."""
+    read = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    llm = make(tmp_path, monkeypatch, chat_template=ECHO, **read)
+    assert "changes nothing" not in caplog.text
+    first, second = llm.chat([echo(CALLED), echo("add now")], tools=TOOLS)
+    assert (first.text, first.reasoning_content, first.content) == (CALLED, "hm", "So:")
+    assert first.tool_calls == [FunctionCall("add", '{"a": 1}'), FunctionCall("now", "{}")]
+    assert (second.content, second.reasoning_content, second.tool_calls) == ("add now", "", [])
+    (free,) = llm.chat(echo(CALLED), tools=TOOLS, tool_choice="none")
+    assert (free.content, free.tool_calls) == (CALLED.removeprefix("<think>hm</think>"), [])
+    assert llm.generate(CALLED)[0].content == CALLED
+
+
+def test_what_calls_and_thoughts_ask_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    llm = make(tmp_path, monkeypatch, chat_template=ECHO, tool_call_parser="hermes", reasoning_parser="qwen3")
+    asked = [echo("add now <think>"), echo("add now")]
+    llm.chat(asked, SamplingParams(thinking_token_budget=5), tools=TOOLS, tool_choice="required")
+    first, second = engine_of(llm).submitted
+    assert first.params.grammar != second.params.grammar
+    assert all("%json" in str(each.params.grammar) for each in (first, second))
+    end = [*b"\n</think>"]
+    for each, begun in ((first, True), (second, False)):
+        assert each.params.thinking_token_budget == 5
+        assert each.params.thought == Thought(open="<think>", close="</think>", end=end, begun=begun)
+    llm.chat(asked, SamplingParams(grammar=grammar.choice(["a"])))
+    assert all("CHOICE" in str(each.params.grammar) for each in engine_of(llm).submitted[2:])
+    form = SamplingParams(grammar=grammar.json_object())
+    llm.chat(asked, form, tools=TOOLS)
+    assert all(
+        str(each.params.grammar).count("%json") == 1 + len(TOOLS) for each in engine_of(llm).submitted[-2:]
+    )
+    for fields, words in (
+        ({"tools": [{"type": "function"}]}, r"tools\.0\.function: this field is required"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools: .* add is there twice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
+        ({"tool_choice": "required"}, "tool_choice: there are no tools to call"),
+        ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls: Input should be a valid boolean"),
+        (
+            {"tools": TOOLS, "sampling_params": SamplingParams(grammar="start: /a/")},
+            "grammar: .* can't call tools",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            llm.chat(asked, **fields)
+    llm = make(tmp_path, monkeypatch, chat_template=ECHO)
+    with pytest.raises(ValueError, match=r"tools: .*--tool-call-parser"):
+        llm.chat(asked, tools=TOOLS)
 
 
 def test_another_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

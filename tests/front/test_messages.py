@@ -193,6 +193,22 @@ def test_what_claude_code_sends(ask: Ask, caplog: pytest.LogCaptureFixture) -> N
     assert not any("List" in note for note in notes)
 
 
+def test_thinking_has_a_budget(ask: Ask, caplog: pytest.LogCaptureFixture) -> None:
+    """As far as it is known how the model thinks."""
+    pytest.importorskip("llguidance")
+    asked = {"type": "enabled", "budget_tokens": 2000}
+    for settings, budget in (({"reasoning_parser": "qwen3"}, 2000), ({}, None)):
+        api, engine = ask(**settings)
+        assert post(api, thinking=asked).status_code == 200
+        assert engine.submitted[0].params.thinking_token_budget == budget
+        assert post(api, thinking={"type": "disabled"}).status_code == 200
+        assert engine.submitted[1].params.thinking_token_budget is None
+        assert ("no budget is held" in caplog.text) == (budget is None)
+    api, _ = ask(reasoning_parser="qwen3")
+    error = post(api, thinking={**asked, "budget_tokens": -1}).json()["error"]
+    assert error["message"].startswith("thinking.budget_tokens: ")
+
+
 def test_thinking_is_turned_off_by_the_template(ask: Ask) -> None:
     api, engine = ask(template=TEMPLATE + "{% if enable_thinking is false %}<no>{% endif %}")
     for kind, ends in (("disabled", "assistant:<no>"), ("adaptive", "assistant:")):

@@ -29,7 +29,7 @@ def tokens(ids: list[int], reason: FinishReason | None = None, **fields: object)
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, int] | None:
-    """Reads the text a character at a time: the slow way to say which stop string comes first, from where to where."""
+    """Read the text a character at a time: the slow way to say which stop string comes first, from where to where."""
     for end in range(1, len(text) + 1):
         found = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if found:

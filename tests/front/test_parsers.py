@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,24 @@ from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Par
 from specserve.frontend.parsers.registry import FORMATS, AnswerParser, choose_format
 from specserve.frontend.parsers.think import ThinkParser
 
-NAMES = ("f", "get_weather")
+NAMES: dict[str, dict[str, Any]] = {
+    "f": {},
+    "get_weather": {
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "where": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+            "most": {"type": ["number", "string"]},
+            "unit": {"enum": ["C", 1, None]},
+            "self": {"$ref": "#/properties/self"},
+        },
+        "$defs": {"place": {"type": "object"}},
+    },
+}
 F = '{"name": "f", "arguments": {"a": [1, "}"]}}'
 CITY = '{"name":"get_weather","arguments":{"city": "Zürich \\"x\\" </tool_call>","n": 1.0}}'
+DEEP = '{"a":' * 200 + "1" + "}" * 200
 Found = list[Event]
 
 
@@ -44,6 +60,7 @@ HERMES: dict[str, Found] = {
     '<tool_call>{"name": "f"}</tool_call>': calls(("f", "{}")),
     '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>': calls(("f", '{"a": 1}')),
     '<tool_call>{"arguments": {}, "name": "\\u0066"}</tool_call>': calls(("f", "{}")),
+    f'<tool_call>{{"name": "f", "arguments": {DEEP}}}</tool_call>': calls(("f", DEEP)),
     '<tool_call>{"name": "f", "arguments": {"big": 12345678901234567890, "e": 1e2}}</tool_call>': calls(
         ("f", '{"big": 12345678901234567890, "e": 1e2}')
     ),
@@ -57,20 +74,42 @@ HERMES: dict[str, Found] = {
     f"<tool_call>{{'name': 1}}</tool_call>{F}<tool_call>{F}": [
         Content(f"<tool_call>{{'name': 1}}</tool_call>{F}"), *F_CALL,
     ],
+    # Once the arguments have begun it is a call, whatever follows.
+    f"<tool_call>{F[:-1]}\n</tool_call>": F_CALL,
+    f"{F[:-1]}<tool_call>{F[:-1]}": [Content(F[:-1]), *F_CALL],
+    '<tool_call>{"name": "f", "arguments": {"a": "half': calls(("f", '{"a": "half')),
+    '<tool_call>{"name": "f", "arguments": {"a": "half\\': calls(("f", '{"a": "half\\')),
+    '<tool_call> {"name" :"f",\n"parameters": {"a": 1}': calls(("f", '{"a": 1}')),
+    '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call>': calls(("f", '{"a": 1,}')),
+    '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>': [
+        *calls(("f", '{"a": ')), Content("NaN}}</tool_call>"),
+    ],
+    '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>': calls(("f", '{"a": "\\ud800"}')),
+    '<tool_call>{"name": "f", "arguments": {"a": (1)}}</tool_call>': [
+        *calls(("f", '{"a": ')), Content("(1)}}</tool_call>"),
+    ],
+    '<tool_call>{"name": "f", "arguments": {}, "more": 1}</tool_call>': [
+        *calls(("f", "{}")), Content(', "more": 1}</tool_call>'),
+    ],
+    f'<tool_call>{{"name": "f", "arguments": {{}}, <tool_call>{F}</tool_call>': [
+        *calls(("f", "{}")), Content(","), *F_CALL,
+    ],
+    f'<tool_call>{{"name": "f", "arguments": {{"a": ]<tool_call>{F}</tool_call>': [
+        *calls(("f", '{"a": ')), Content("]"), *F_CALL,
+    ],
     **{text: content(text) for text in (
         "", "plain text \n", "<tool", "a <tool_call> b", "<tool_call>", "<tool_call>\n", "<tool_call>\n{", F,
-        '<tool_call>{"name": "f", "arguments": {"a": "half',
-        '<tool_call>{"name": "f", "arguments": {"a": "half\\',
+        '<tool_call>{"name": "f", "arguments":',
+        '<tool_call>{"arguments": {"a": 1,}, "name": "f"}</tool_call>',
         '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {}, "more": 1}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"type": "function", "name": "f", "arguments": {}, "more": 1}</tool_call>',
+        '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>',
         '<tool_call>{"name": "f", "name": "f"}</tool_call>',
         '<tool_call>{"name": 5}</tool_call>',
         '<tool_call>{"name": "f", "arguments": "text"}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {}, "parameters": {}}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>',
+        '<tool_call>{"arguments": {}, "parameters": {}, "name": "f"}</tool_call>',
+        '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>',
         '<tool_call>{"name": "f"]</tool_call>',
         "<tool_call>{}</tool_call>",
         "<tool_call>" + "{" * 30 + '"a',
@@ -88,9 +127,11 @@ LLAMA3: dict[str, Found] = {
     f"I will call it: {LLAMA}": [Content("I will call it:"), *F_CALL],
     '{"type": "function", "name": "f", "parameters": {}}': calls(("f", "{}")),
     F: F_CALL,
+    '{"name": "f", "parameters": {': calls(("f", "{")),
+    '{"name": "f", "parameters": {"a": 1}} ; ': [*calls(("f", '{"a": 1}')), Content(" ; ")],
     f"while (x) {{ y(); }} {LLAMA}": [Content("while (x) { y(); }"), *F_CALL],
     **{text: content(text) for text in (
-        "plain {text}; { ", "{", '{ "', '{"na', '{"name"', '{"name": "f", "parameters": {', "<|python_tag|>",
+        "plain {text}; { ", "{", '{ "', '{"na', '{"name"', '{"name": "f", "parameters":', "<|python_tag|>",
         "<|python_tag|>print(1)", "<|python_tag|>  ", '{"name": "unknown", "parameters": {}};',
         '{"type": "function", "function": {"name": "f", "parameters": {}}}',
         '{"name": "f", "description": "what it does", "parameters": {}}', '{"name": "f" + "g"}',
@@ -103,6 +144,7 @@ MISTRAL: dict[str, Found] = {
         Content("So:"), *calls(("f", '{"a": 1}'), ("get_weather", "{}")),
     ],
     "[TOOL_CALLS]f{}": calls(("f", "{}")),
+    '[TOOL_CALLS]f[ARGS]{"a": "half': calls(("f", '{"a": "half')),
     **{text: content(text) for text in (
         "[TOOL", "[TOOL_CALLS]", "[TOOL_CALLS] f", "[TOOL_CALLS]f[ARG", "[TOOL_CALLS]f[ARGS]", "[TOOL_CALLS]f[ARGS]x",
         f'[TOOL_CALLS][{F}, {{"name": "unknown"}}]', "[TOOL_CALLS][]", "[TOOL_CALLS][1]", "[TOOL_CALLS]g[ARGS]{}",
@@ -124,6 +166,48 @@ PYTHONIC: dict[str, Found] = {
         "[", "[ ", "[g(a=1)]", "[f", "[f(", "[f(a=1)", "[f(1)]", "[f(a=g)]", "[f(a=1+1)]", "[f(a=1, a=2)]", "[f(a=1])",
         "[f(a='x\n')]", "[f(**{})]", "[f()", "[f() f()]", "[f(), g()]", "[f(a=b'x')]", r"[f(a='\ud800')]", "[f(]",
         r"[f(a='\x')]", "[f(a=nan)]", '[f(a="""x""")]', "[f(a=(1))]", "[f(a==1)]", "[f].",
+    )},
+}  # fmt: skip
+WEATHER = "<tool_call>\n<function=get_weather>\n{}</function>\n</tool_call>"
+
+
+def weather(*given: tuple[str, str]) -> str:
+    """A call as the model writes it."""
+    return WEATHER.format("".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given))
+
+
+QWEN3_CODER: dict[str, Found] = {
+    weather(("city", "Zürich\n <b> \"x\""), ("days", "3")): calls(
+        ("get_weather", r"""{"city": "Zürich\n <b> \"x\"", "days": 3}""")
+    ),
+    f"Let me look.\n\n{weather(('exact', 'True'))}\n{weather()}\n": [
+        Content("Let me look."), *calls(("get_weather", '{"exact": true}'), ("get_weather", "{}")),
+    ],
+    "<tool_call><function=f><parameter=a>1</parameter><parameter=b c>\n\n</parameter></function></tool_call>": calls(
+        ("f", '{"a": "1", "b c": ""}')
+    ),
+    "<function=f>\n</function>": calls(("f", "{}")),
+    "<tool_call>\n<function=f></function> and more": [*calls(("f", "{}")), Content(" and more")],
+    f"<tool_call>{weather()}": [Content("<tool_call>"), *calls(("get_weather", "{}"))],
+    weather(("where", '{"a": [1, 2.50]}'), ("most", "1e2"), ("unit", "1"), ("self", "5")): calls(
+        ("get_weather", '{"where": {"a": [1, 2.50]}, "most": 1e2, "unit": 1, "self": "5"}')
+    ),
+    weather(("where", "null"), ("most", "many"), ("unit", "None"), ("city", "null"), ("days", "three")): calls(
+        ("get_weather", '{"where": null, "most": "many", "unit": null, "city": "null", "days": "three"}')
+    ),
+    weather(("where", "[1]"), ("unit", "C"), ("days", "NaN"), ("exact", "1")): calls(
+        ("get_weather", '{"where": "[1]", "unit": "C", "days": "NaN", "exact": "1"}')
+    ),
+    weather(("city", "\n<parameter=days>\n</function>")): calls(
+        ("get_weather", r"""{"city": "\n<parameter=days>\n</function>"}""")
+    ),
+    **{text: content(text) for text in (
+        "<tool_call>\n", "<tool_call>\n<func", "<function=", "<function=g>\n</function>", "<function=f>\n",
+        "<function=f",
+        "<function=f><parameter=a", "<function=f><parameter=a>1", "<function=f><parameter=a>1</parameter>",
+        "<function=f><parameter=a>1</parameter></func", "<function=f>text</function>", "<function=f><parameter=<>",
+        "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>", F,
+        "<function=f> <parameter=a\n>1</parameter></function>",
     )},
 }  # fmt: skip
 THINK: dict[str, Found] = {
@@ -156,6 +240,7 @@ KINDS: dict[str, tuple[Callable[[], Parser], dict[str, Found]]] = {
     "llama3_json": (tools_of("llama3_json"), LLAMA3),
     "mistral": (tools_of("mistral"), MISTRAL),
     "pythonic": (tools_of("pythonic"), PYTHONIC),
+    "qwen3_coder": (tools_of("qwen3_coder"), QWEN3_CODER),
     "think": (lambda: AnswerParser(ThinkParser("assistant:")), THINK),
     "opened": (lambda: AnswerParser(ThinkParser("assistant:<think>\n")), OPENED),
     "closed": (
@@ -201,12 +286,12 @@ def test_no_cut_changes_anything(kind: str) -> None:
         assert found(make(), *pieces) == found(make(), text), pieces
 
 
-@pytest.mark.parametrize("kind", ["hermes", "llama3_json", "mistral", "pythonic"])
+@pytest.mark.parametrize("kind", ["hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"])
 def test_nothing_is_lost(kind: str) -> None:
     """Without functions all is content, as it came."""
     for text in KINDS[kind][1]:
         for given in (text, text * 3):
-            assert found(AnswerParser(None, FORMATS[kind].parser(())), *given) == (
+            assert found(AnswerParser(None, FORMATS[kind].parser({})), *given) == (
                 content(given) if given else []
             )
 
@@ -217,39 +302,87 @@ def test_plain_text_is_not_kept_back() -> None:
         assert merged(parser.feed(piece)) == content(piece)
 
 
-def test_a_call_comes_when_it_is_whole() -> None:
+def test_arguments_come_as_they_are_written() -> None:
+    """Once it is certain whose they are."""
     parser = FORMATS["hermes"].parser(NAMES)
     assert merged(parser.feed("So\n")) == content("So")
-    assert parser.feed("<tool_call>") + parser.feed(F) == []
-    assert parser.feed("\n</tool_call>") == F_CALL
+    assert parser.feed('<tool_call>{"name": "f", "arguments":') == []
+    for piece in ('{"a', '": [1, "}"', "]}"):
+        found_now = merged(parser.feed(piece))
+        assert found_now[-1] == Arguments(piece)
+        assert found_now[:-1] == ([Call("f")] if piece[0] == "{" else [])
+    assert parser.feed("}\n</tool_call") + parser.feed(">") == []
     assert parser.finish() == []
+    named = FORMATS["mistral"].parser(NAMES)
+    assert merged(named.feed('[TOOL_CALLS]f[ARGS]{"a"')) == calls(("f", '{"a"'))
+
+
+def test_what_is_no_head_is_read_whole() -> None:
+    """Another order of keys, a list, white space without end."""
+    for format_, text in (
+        ("hermes", '<tool_call>{"arguments": {"a": [1, "}"]}, "name": "f"}</tool_call>'),
+        ("hermes", f'<tool_call>{{{" " * 3000}"name": "f", "arguments": {{"a": [1, "}}"]}}}}'),
+        ("mistral", f"[TOOL_CALLS][{F}]"),
+    ):
+        parser = FORMATS[format_].parser(NAMES)
+        assert parser.feed(text[:-20]) == []
+        assert merged([*parser.feed(text[-20:]), *parser.finish()]) == F_CALL
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "<tool_call>" * 20_000,
-        "<tool_call>{" * 20_000,
-        '<tool_call>{"' * 20_000,
-        "<tool_call>" + " " * 100_000,
-        "<tool_call>" + '{"a":' * 20_000 + "1" + "}" * 20_000,
-        "[TOOL_CALLS]" + "[" * 20_000 + "]" * 20_000,
-        '{"name": ' * 20_000,
-        "[f(" * 20_000,
-        "[f(a=" + "-" * 100_000 + "1)]",
-        "{" * 50_000,
-        "<think>" * 20_000,
-        " " * 100_000,
+        "<tool_call>" * 5_000,
+        "<tool_call>{" * 5_000,
+        '<tool_call>{"' * 5_000,
+        "<tool_call>" + " " * 25_000,
+        "<tool_call>" + '{"a":' * 5_000 + "1" + "}" * 5_000,
+        "[TOOL_CALLS]" + "[" * 5_000 + "]" * 5_000,
+        '{"name": ' * 5_000,
+        "[f(" * 5_000,
+        "[f(a=" + "-" * 25_000 + "1)]",
+        "{" * 12_000,
+        "<think>" * 5_000,
+        "<function=f><parameter=" + "a" * 25_000,
+        "<function=f><parameter=a>" + "</parameter" * 2_500,
+        "<function=f>" * 5_000,
+        " " * 25_000,
     ],
     ids=lambda text: text[:20],
 )
 def test_hostile_texts_take_no_longer(text: str) -> None:
     begin = time.process_time()
-    for kind in ("hermes", "llama3_json", "mistral", "pythonic", "think"):
+    for kind in ("hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "think"):
         parser = KINDS[kind][0]()
         events = [event for at in range(0, len(text), 4) for event in parser.feed(text[at : at + 4])]
         assert not any(isinstance(event, Call | Arguments) for event in [*events, *parser.finish()])
-    assert time.process_time() - begin < 10
+    assert time.process_time() - begin < 3
+
+
+def typed(schema: dict[str, Any], value: str) -> Found:
+    parser = AnswerParser(None, FORMATS["qwen3_coder"].parser({"f": schema}))
+    return found(parser, f"<tool_call><function=f><parameter=a>{value}</parameter></function></tool_call>")
+
+
+def test_references_take_no_longer() -> None:
+    parts = [{"$ref": f"#{number}/$defs/n"} for number in range(2000)]
+    chain = {f"n{number}": {"$ref": f"#/$defs/n{number + 1}"} for number in range(5000)}
+    begun = time.perf_counter()
+    for defs in ({"n": {"anyOf": parts}}, {"n": chain["n0"], **chain, "n5000": {"type": "integer"}}):
+        expected = "5" if "n5000" in defs else '"5"'
+        schema = {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": defs}
+        assert typed(schema, "5") == calls(("f", f'{{"a": {expected}}}'))
+    assert time.perf_counter() - begun < 1
+
+
+@pytest.mark.parametrize("name", ["type", "enum", "anyOf", "oneOf", "allOf", "$ref", "properties"])
+@pytest.mark.parametrize("wrong", [5, True, "x", {"y": 1}, [[3]]])
+def test_schemas_that_are_none(name: str, wrong: Any) -> None:
+    given = {name: wrong} if name == "properties" else {"properties": {"a": {name: wrong}}}
+    assert typed(given, "5") == calls(("f", '{"a": "5"}'))
+    assert typed({"properties": {"a": {"allOf": [{name: wrong}, {"type": "integer"}]}}}, "5") == calls(
+        ("f", '{"a": 5}')
+    )
 
 
 def test_settings_name_the_formats() -> None:
@@ -277,6 +410,7 @@ def test_settings_name_the_formats() -> None:
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
         ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", "pythonic"),
         ("{% if tools %}<tool_call></tool_call><function=f>{% endif %}", None),
+        ("{% if tools %}<tool_call></tool_call><function=f><parameter=a>{% endif %}", "qwen3_coder"),
         ("{% if tools %}<tool_call></tool_call>[TOOL_CALLS]{% endif %}", None),
         ("<tool_call></tool_call>", None),
         ("{% if tools %}f(){% endif %}", None),

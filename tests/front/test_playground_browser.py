@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ api = pytest.importorskip(
 )
 pytestmark = pytest.mark.browser
 
-QUESTION = "List 6 countries and their capitals."
+QUESTION = "List 3 countries and their capitals."
 PATIENCE_MS = 60_000
 
 
@@ -86,7 +88,7 @@ def give_key(page: api.Page) -> None:
 def test_coloured_runs_and_figures(page: api.Page, server: Server) -> None:
     visit(page, server)
     api.expect(page.get_by_label("Message")).to_be_focused()
-    page.keyboard.type(QUESTION)
+    page.keyboard.type("List 6 countries and their capitals.")
     page.keyboard.press("Enter")
     answered(page)
     answer = page.locator(".answer")
@@ -138,6 +140,60 @@ def test_a_conversation_goes_on_and_begins_anew(page: api.Page, server: Server) 
     page.get_by_role("button", name=QUESTION).click()
     answered(page)
     assert [message["role"] for message in sent[2]["messages"]] == ["system", "user"]
+
+
+def test_code_is_a_block_and_answers_are_copied(page: api.Page, server: Server) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    visit(page, server)
+    page.get_by_role("button", name="Write a Python function").click()
+    answered(page)
+    api.expect(page.locator(".text pre:visible")).to_have_count(1)
+    shown = page.locator(".text").inner_text()
+    code = page.locator(".text pre").first.inner_text()
+    assert code.startswith("def is_prime")
+    assert "`" not in shown
+    assert shown.strip().startswith(code.strip())
+    assert shown.strip() != code.strip()
+    page.get_by_role("button", name="Copy").click()
+    api.expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()").startswith("```python")
+
+
+CHUNKS: list[dict[str, Any]] = [
+    {"tool_calls": [{"index": 0, "id": "1", "function": {"name": "weather", "arguments": ""}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": '{"city": '}}]},
+    {"tool_calls": [{"index": 0, "function": {"arguments": '"Rome"}'}}]},
+]
+
+
+def test_tools_json_and_a_server_without_drafts(page: api.Page, server: Server) -> None:
+    """A call is a block of its own; what comes in one read has no speed."""
+    sent = []
+
+    def answer(route: api.Route) -> None:
+        sent.append(route.request.post_data_json)
+        runs = {"speculation": {"runs": [1], "pieces": ["x"]}}
+        found = [{"choices": [{"index": 0, "delta": delta, **runs}]} for delta in CHUNKS]
+        lines = [f"data: {each}\n\n" for each in (*map(json.dumps, found), "[DONE]")]
+        route.fulfill(body="".join(lines), content_type="text/event-stream")
+
+    page.route("**/v1/chat/completions", answer)
+    page.route("**/server_info", lambda route: route.fulfill(json={"speculative_algorithm": None}))
+    visit(page, server)
+    assert not page.get_by_text("Side by side").is_visible()
+    page.get_by_label("Tools").fill("[{]")
+    page.get_by_label("Message").fill("Rome?")
+    page.keyboard.press("Enter")
+    api.expect(page.get_by_label("Tools")).to_be_focused()
+    page.get_by_label("Tools").fill('[{"type": "function", "function": {"name": "weather"}}]')
+    page.get_by_label("JSON schema").fill('{"type": "object"}')
+    page.get_by_label("Message").press("Enter")
+    answered(page)
+    assert page.locator(".answer h3").inner_text() == "Answer"
+    assert page.locator(".call").inner_text() == 'weather {"city": "Rome"}'
+    assert page.locator("dd").first.inner_text() == "–"
+    assert sent[0]["tools"][0]["function"] == {"name": "weather"}
+    assert sent[0]["response_format"]["json_schema"]["schema"] == {"type": "object"}
 
 
 def test_phone_has_no_sideways_scroll(page: api.Page, server: Server) -> None:

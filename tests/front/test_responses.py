@@ -217,6 +217,29 @@ def test_an_answer_goes_back_as_it_came(ask: Ask) -> None:
     )
 
 
+def test_namespaces(ask: Ask) -> None:
+    """Their tools are the model's by both names and the caller's by each; calls can be sent back."""
+    tools = [{"type": "namespace", "name": "crm", "description": "Customers.", "tools": TOOLS}, *TOOLS]
+    text = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in (
+        {"name": "crm__add", "arguments": {"a": 1}}, {"name": "crm__note", "arguments": {"input": "é"}},
+        {"name": "add", "arguments": {}},
+    ))  # fmt: skip
+    api, engine = ask(text)
+    output = api.responses.create(model="tiny", input="hi", tools=tools).output
+    assert [(item.name, item.namespace) for item in output] == [
+        ("add", "crm"),
+        ("note", "crm"),
+        ("add", None),
+    ]
+    events = events_of(api, input="hi", tools=tools)
+    assert [item["namespace"] for item in events[-1]["response"]["output"][:2]] == ["crm", "crm"]
+    assert {event["name"] for event in events if event["type"].endswith("arguments.done")} == {"add"}
+    api.responses.create(model="tiny", input=[{"role": "user", "content": "hi"}, *output], tools=tools)
+    assert prompt(engine) == (
+        'crm__add;crm__note;add;note;user:hi;assistant:[crm__add{"a": 1}][crm__note{"input": "é"}][add{}];assistant:'
+    )
+
+
 def test_what_codex_sends(ask: Ask) -> None:
     """A turn after a call, with all that it has in every request."""
     api, engine = ask("<think>hm</think>Done.", reasoning_parser="qwen3")
@@ -237,7 +260,8 @@ def test_what_codex_sends(ask: Ask) -> None:
              "phase": "final_answer"},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Thanks."}]},
         ],
-        tools=[shell],
+        tools=[shell, {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.",
+                       "tools": [{**shell, "name": "wait_agent"}]}],
         tool_choice="auto",
         parallel_tool_calls=True,
         reasoning={"summary": "auto"},
@@ -247,7 +271,7 @@ def test_what_codex_sends(ask: Ask) -> None:
         client_metadata={"x-codex-installation-id": "1"},
     )  # fmt: skip
     assert prompt(engine) == (
-        "exec_command;system:You are a coding agent.;system:Rules.;user:List.;"
+        "exec_command;multi_agent_v1__wait_agent;system:You are a coding agent.;system:Rules.;user:List.;"
         'assistant:(ls)[exec_command{"cmd": "ls"}];tool:a.py;assistant:a.py;user:Thanks.;assistant:'
     )
     assert [item["type"] for item in found[-1]["response"]["output"]] == ["reasoning", "message"]
@@ -255,6 +279,7 @@ def test_what_codex_sends(ask: Ask) -> None:
 
 
 TEXT = {"type": "input_text", "text": ""}
+NAMED = {"type": "function", "name": "other"}
 REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"store": True}, "store", "unsupported_parameter"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
@@ -262,11 +287,23 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"background": True}, "background", "unsupported_parameter"),
     ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type", "unsupported_parameter"),
+    ({"tools": [{"type": "\ud800"}]}, "tools.0.type", "unsupported_parameter"),
+    ({"include": ["\ud800"]}, "include.0", "unsupported_parameter"),
     ({"tools": [{"type": "function"}]}, "tools.0.name", "missing_required_parameter"),
     ({"tools": [{"type": "custom", "name": "p", "format": {"type": "grammar"}}]}, "tools.0.format.type", None),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", None),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "name": "m"}]}]},
+     "tools.0.tools.0.type", None),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools.0.tools", "missing_required_parameter"),
+    ({"tools": TOOLS[:1], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools",
+     "missing_required_parameter"),
+    ({"tools": TOOLS[:1], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}},
+     "tool_choice.tools.0.name", None),
     ({"tools": TOOLS[:1], "tool_choice": {"type": "file_search"}}, "tool_choice.type", "unsupported_parameter"),
     ({"include": ["web_search_call.results"]}, "include.0", "unsupported_parameter"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort", "unsupported_parameter"),
+    ({"thinking_token_budget": -1}, "thinking_token_budget", None),
+    ({"thinking_token_budget": 5}, "thinking_token_budget", "unsupported_parameter"),
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported_parameter"),
     ({"temperature": -1}, "temperature", None),
     ({"max_output_tokens": 0}, "max_output_tokens", None),
@@ -295,7 +332,10 @@ def test_refused(ask: Ask, fields: dict[str, Any], param: str, code: str | None)
     """By the names that the caller gave, not chat's."""
     api, engine = ask()
     client: Any = api._client
-    answer = client.post(ROUTE, json={"model": "tiny", "input": "hi", **fields})
+    body = json.dumps(
+        {"model": "tiny", "input": "hi", **fields}
+    )  # with escapes, which half a surrogate pair needs
+    answer = client.post(ROUTE, content=body, headers={"content-type": "application/json"})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
     assert param.split(".")[-1] in error["message"]

@@ -79,6 +79,7 @@ def test_honoured(serve: Serve, route: str, fields: dict[str, Any], expected: st
     ("fields", "param", "words"),
     [
         (named({"not": {}}), "response_format.json_schema.schema", 'Unimplemented keys: ["not"]'),
+        (named({"oneOf": [{"type": "number"}, {"type": "integer"}]}), "response_format.json_schema.schema", "anyOf"),
         (named({"type": "intger"}), "response_format.json_schema.schema", "Invalid type: intger"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needed for the type"),
         ({"response_format": {"type": "text", "json_schema": {"name": "n"}}}, "response_format.json_schema", "only"),

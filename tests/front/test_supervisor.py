@@ -30,7 +30,7 @@ class Engine:
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, served: Iterator[bool], restarts: int) -> list[float]:
-    """Runs a supervisor until it gives up: each engine loads, serves or not, and dies. Returns the pauses, seconds."""
+    """Run a supervisor until it gives up: each engine loads, serves or not, and dies. Returns the pauses, seconds."""
     now = 0.0
     pauses: list[float] = []
 

@@ -159,6 +159,19 @@ def test_tokenize_renders_as_chat_does(serve: Serve, monkeypatch: pytest.MonkeyP
     assert refused.json()["error"]["param"] == "chat_template_kwargs"
 
 
+def test_effort_is_the_templates(serve: Serve) -> None:
+    template = "{{ messages[0].content }}{{ reasoning_effort }}{% if enable_thinking is false %}!{% endif %}"
+    client, engine = serve(template=template)
+    for fields, text in (
+        ({}, "1 + 2?"), ({"reasoning_effort": "high"}, "1 + 2?high"), ({"reasoning_effort": "none"}, "1 + 2?!"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "1 + 2?"),
+    ):  # fmt: skip
+        client.post("/v1/chat/completions", json={"model": "tiny", "messages": [ASKED], **fields})
+        assert bytes(engine.submitted[-1].token_ids).decode() == text
+    client.post("/v1/responses", json={"model": "tiny", "input": "1", "reasoning": {"effort": "low"}})
+    assert bytes(engine.submitted[-1].token_ids) == b"1low"
+
+
 @pytest.mark.parametrize("as_file", [True, False])
 def test_another_template(model: Path, tmp_path: Path, as_file: bool) -> None:
     given = USERS + "!"

@@ -11,9 +11,15 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from specserve import grammar
+from specserve.core import Thought
+from specserve.frontend.enforce import Calls, Marks, after_thought
+from specserve.frontend.parsers.registry import FORMATS
 from specserve.frontend.template import ChatTemplate
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.frontend.tools import ChosenTools, Tool
 from specserve.server import schema
+from specserve.server.front import Front
 from tests.front.conftest import Serve
 from tests.front.fakes import byte_tokenizer
 
@@ -39,7 +45,7 @@ Ask = Callable[..., Any]
 
 @pytest.fixture
 def ask(serve: Serve) -> Ask:
-    """Answers a question with a text: the choices, whole or put together from a stream by OpenAI's client."""
+    """Answer a question with a text: the choices, whole or put together from a stream by OpenAI's client."""
 
     def asked(text: str, *, streams: bool = False, given: dict[str, Any] | None = None, **fields: Any) -> Any:
         client, _ = serve(text, **{"template": TEMPLATE, **(given or {})})
@@ -90,7 +96,7 @@ def test_calls_alone_have_no_content(ask: Ask, streams: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "fields"),
     [
-        (f"<tool_call>{ADD[:-1]}</tool_call>", {}),
+        (f"<tool_call>{ADD[:20]}</tool_call>", {}),
         ('<tool_call>{"name": "sub"}</tool_call>', {}),
         (TWO, {"tools": openai.omit}),
         (TWO, {"tool_choice": "none"}),
@@ -103,17 +109,23 @@ def test_what_is_no_call_is_content(ask: Ask, streams: bool, text: str, fields: 
 
 
 @BOTH
-def test_a_call_that_is_cut_is_content(ask: Ask, streams: bool) -> None:
+@pytest.mark.parametrize(("left", "given"), [(5, ARGUMENTS[:-3]), (40, None)], ids=["arguments", "name"])
+def test_a_call_that_is_cut(ask: Ask, streams: bool, left: int, given: str | None) -> None:
+    """It comes as far as its arguments are there; without any it is content."""
     text = f"So:\n<tool_call>{ADD}</tool_call><tool_call>{ADD}"
-    cut = len(text.encode()) - 20
+    cut = len(text.encode()) - left
     if streams:  # the client's helper raises for an answer that was cut
         with pytest.raises(openai.LengthFinishReasonError) as caught:
             ask(text, streams=True, max_tokens=cut)
         answer = caught.value.completion
     else:
         answer = ask(text, max_tokens=cut)
-    rest = text.rpartition("<tool_call>")[2].encode()[:-20].decode()
-    assert said(answer.choices[0]) == ("length", f"So:\n<tool_call>{rest}", [("add", ARGUMENTS)])
+    reason, content, calls = said(answer.choices[0])
+    assert reason == "length"
+    if given is not None:
+        assert (content, calls) == ("So:", [("add", ARGUMENTS), ("add", given)])
+    else:
+        assert (content, calls) == ('So:\n<tool_call>{"name": "', [("add", ARGUMENTS)])
 
 
 @BOTH
@@ -141,21 +153,28 @@ def chunks(client: TestClient, **fields: Any) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-def test_deltas(serve: Serve) -> None:
-    """One call a chunk: first its id, type and name, then its arguments."""
-    client, _ = serve(TWO, template=TEMPLATE)
+@pytest.mark.parametrize("stride", [1, 3, 200])
+def test_deltas(serve: Serve, stride: int) -> None:
+    """Of each call first its id, type and name, then its arguments as they are written, or at once."""
+    client, _ = serve(TWO, template=TEMPLATE, stride=stride)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks(client)]
     assert deltas[0] == {"content": "", "role": "assistant"}
     assert deltas[-1] == {}
-    calls = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
-    first, second = calls[0][0].pop("id"), calls[2][0].pop("id")
+    calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    begun = [index for index, call in enumerate(calls) if "id" in call]
+    assert len(begun) == 2
+    first, second = (calls[index].pop("id") for index in begun)
     assert first != second
-    assert calls == [
-        [{"index": 0, "type": "function", "function": {"arguments": "", "name": "add"}}],
-        [{"index": 0, "function": {"arguments": ARGUMENTS}}],
-        [{"index": 1, "type": "function", "function": {"arguments": "", "name": "now"}}],
-        [{"index": 1, "function": {"arguments": "{}"}}],
-    ]
+    for number, (name, given) in enumerate((("add", ARGUMENTS), ("now", "{}"))):
+        head, *rest = [call for call in calls if call["index"] == number]
+        assert head == {"index": number, "type": "function", "function": {"arguments": "", "name": name}}
+        assert all(
+            call.keys() == {"index", "function"} and [*call["function"]] == ["arguments"] for call in rest
+        )
+        pieces = [call["function"]["arguments"] for call in rest]
+        assert "".join(pieces) == given
+        assert len(pieces) == 1 or (name == "add" and stride < 200 and len(pieces) > len(given) // 4)
+    assert [call["index"] for call in calls] == sorted(call["index"] for call in calls)
 
 
 @pytest.mark.parametrize("reasoning", ["none", "qwen3"])
@@ -244,11 +263,20 @@ def test_a_template_without_a_place_for_tools(serve: Serve, template: str) -> No
         ("llama3_json", '{"name": "add", "parameters": {"a": 1,  "b": "é"}}; {"name": "now"}'),
         ("mistral", f'[TOOL_CALLS] [{ADD}, {{"name": "now"}}]'),
         ("pythonic", """[add(a=1, b='é'), now()]"""),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\né\n</parameter>\n</function>\n"
+            "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        ),
         ("qwen25", f"<tool_call>{ADD}</tool_call><tool_call>{NOW}</tool_call>"),
     ],
 )
-def test_formats(ask: Ask, streams: bool, name: str, text: str) -> None:
-    (choice,) = ask(text, streams=streams, given={"tool_call_parser": name}).choices
+def test_formats(ask: Ask, streams: bool, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("fake_engine", "fakes"):
+        monkeypatch.setattr(f"tests.front.{module}.CONTEXT", 1000)
+    numbered = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": numbered}}, TOOLS[1]]
+    (choice,) = ask(text, streams=streams, given={"tool_call_parser": name}, tools=tools).choices
     reason, content, calls = said(choice)
     assert (reason, content, [called for called, _ in calls]) == ("tool_calls", None, ["add", "now"])
     assert [json.loads(given) for _, given in calls] == [{"a": 1, "b": "é"}, {}]
@@ -264,19 +292,83 @@ def test_no_parser_no_tools(serve: Serve) -> None:
     assert "--tool-call-parser" in error["message"]
 
 
-@pytest.mark.parametrize("name", ["strict", "required", "parallel_tool_calls"])
-def test_what_needs_a_grammar(serve: Serve, name: str) -> None:
-    client, _ = serve(template=TEMPLATE)
-    fields: dict[str, Any] = {
-        "strict": {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-        "required": {"tools": TOOLS, "tool_choice": "required"},
-        "parallel_tool_calls": {"tools": TOOLS, "parallel_tool_calls": False},
-    }[name]
-    error = client.post("/v1/chat/completions", json={"model": "tiny", "messages": ASKED, **fields}).json()[
-        "error"
-    ]
-    assert error["code"] == "unsupported_parameter"
-    assert "it needs a grammar" in error["message"]
+def grammar_of(serve: Serve, given: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """The grammar that the engine gets, or the error."""
+    pytest.importorskip("llguidance")
+    client, engine = serve(TWO, **{"template": TEMPLATE, **(given or {})})
+    body = {"model": "tiny", "messages": ASKED, "tools": TOOLS, **fields}
+    answer = client.post("/v1/chat/completions", json=body)
+    if answer.status_code == 200:
+        return engine.submitted[0].params.grammar
+    assert (answer.status_code, engine.submitted) == (400, [])
+    return answer.json()["error"]
+
+
+ADD_CHOSEN: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
+STRICT: list[Any] = [TOOLS[0], {"type": "function", "function": {"name": "now", "strict": True}}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice"),
+    [
+        ({"tool_choice": "required"}, "required"),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, "required"),
+        ({"tool_choice": ADD_CHOSEN}, ChosenTools.model_validate(ADD_CHOSEN)),
+        ({"tools": STRICT}, None),
+        ({"parallel_tool_calls": False}, None),
+    ],
+)
+def test_what_a_grammar_holds_to(serve: Serve, fields: dict[str, Any], choice: Any) -> None:
+    tools = [Tool.model_validate(tool) for tool in fields.get("tools", TOOLS)]
+    calls = Calls(tools, choice, fields.get("parallel_tool_calls"))
+    marks = Marks({"<eos>": 256, "<sep>": 257, " hello": 258}, [256])
+    held = calls.grammar(FORMATS["hermes"], marks)
+    assert grammar_of(serve, **fields) == held
+    thinking = {"template": OPENED, "reasoning_parser": "qwen3"}
+    assert grammar_of(serve, thinking, **fields) == after_thought(held, marks, True)
+    assert grammar_of(serve, {"reasoning_parser": "qwen3"}, **fields) == after_thought(held, marks, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "param", "words"),
+    [
+        ({"tool_choice": ADD_CHOSEN, "tools": TOOLS[1:]}, {}, "tool_choice.function.name", "none of the tools"),
+        ({"tool_choice": "required", "tools": []}, {}, "tool_choice", "there are no tools to call"),
+        ({"tool_choice": "required"}, {"tool_call_parser": "pythonic"}, "tool_choice", "Python, not JSON"),
+        ({"tools": STRICT}, {"tool_call_parser": "llama3"}, "tools.1.function.strict", "begin with a brace"),
+        ({"tool_choice": "required", "min_tokens": 3}, {}, "min_tokens", "ends where the grammar says"),
+    ],
+)  # fmt: skip
+def test_what_no_grammar_can_hold(
+    serve: Serve, fields: dict[str, Any], given: dict[str, Any], param: str, words: str
+) -> None:
+    error = grammar_of(serve, given, **fields)
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_schemas_and_engines_without_grammars(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}
+    error = grammar_of(serve, tools=[{"type": "function", "function": bad}], tool_choice="required")
+    assert error["param"] == "tools.0.function.parameters"
+    assert 'Unimplemented keys: ["not"]' in error["message"]
+    monkeypatch.setattr(Front, "no_grammars", "needs llguidance")
+    assert grammar_of(serve) is None
+    for fields, param in (
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+    ):
+        error = grammar_of(serve, **fields)
+        assert (error["param"], error["message"]) == (param, f"{param}: needs llguidance")
+
+
+@BOTH
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (ADD_CHOSEN, "stop")])
+def test_why_an_answer_that_had_to_call_ends(ask: Ask, streams: bool, choice: Any, reason: str) -> None:
+    """With a named function as any answer does."""
+    pytest.importorskip("llguidance")
+    (choice,) = ask(f"<tool_call>{ADD}</tool_call>", streams=streams, tool_choice=choice).choices
+    assert said(choice) == (reason, None, [("add", ARGUMENTS)])
 
 
 def test_half_a_surrogate_pair_in_parameters(serve: Serve) -> None:
@@ -304,27 +396,60 @@ def test_templates_of_several() -> None:
     assert ChatTemplate(byte_tokenizer(None)).text == ""
 
 
-@pytest.mark.parametrize(
-    ("fields", "given", "words"),
-    [
-        ({}, {}, "can't call tools"),
-        (
-            {"tools": openai.omit},
-            {"template": OPENED, "reasoning_parser": "qwen3"},
-            "leaves the model thinking",
-        ),
-    ],
-)
-def test_a_form_leaves_no_room_for_calls_or_thoughts(
-    ask: Ask, fields: dict[str, Any], given: dict[str, Any], words: str
-) -> None:
-    """The grammar holds from the first token on."""
+def test_a_form_other_than_json_leaves_no_room_for_calls(ask: Ask) -> None:
     pytest.importorskip("llguidance")
-    form = {"response_format": {"type": "json_object"}}
-    with pytest.raises(openai.BadRequestError, match=words) as caught:
-        ask("{}", **form, **fields, given=given)
+    form = {"extra_body": {"regex": "a+"}}
+    with pytest.raises(openai.BadRequestError, match="can't call tools") as caught:
+        ask("a", **form)
+    assert caught.value.param == "regex"
+    assert said(ask("a", **form, tool_choice="none").choices[0]) == ("stop", "a", [])
+
+
+def test_json_or_calls(ask: Ask) -> None:
+    """What reads like a call in JSON's text is none."""
+    pytest.importorskip("llguidance")
+    form: dict[str, Any] = {"response_format": {"type": "json_object"}}
+    mistral = {"template": TEMPLATE.replace("<tool_call></tool_call>", "[TOOL_CALLS]")}
+    text = '{"a": "[TOOL_CALLS]now[ARGS]{}"}'
+    for given, stride in ((mistral, 1), (mistral, 200)):
+        found = ask(text, given={**given, "stride": stride}, **form)
+        assert said(found.choices[0]) == ("stop", text, [])
+    called = ask(f"\n{MARKED}", **form).choices[0]
+    assert said(called) == ("tool_calls", None, [("now", "{}")])
+    with pytest.raises(openai.BadRequestError, match="begin with a brace") as caught:
+        ask(text, given={"tool_call_parser": "llama3_json"}, **form)
     assert caught.value.param == "response_format"
-    assert said(ask("{}", **form, tool_choice="none").choices[0]) == ("stop", "{}", [])
-    assert (
-        said(ask("{}", **form, tools=openai.omit, given={"reasoning_parser": "qwen3"}).choices[0])[1] == "{}"
-    )
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, OPENED], ids=["by the model", "by the prompt"])
+def test_a_form_begins_after_the_thought(serve: Serve, template: str) -> None:
+    form = {"response_format": {"type": "json_object"}, "tools": []}
+    found = grammar_of(serve, {"template": template, "reasoning_parser": "qwen3"}, **form)
+    marks = Marks({"<eos>": 256, "<sep>": 257, " hello": 258}, [256])
+    assert found == after_thought(grammar.json_object(), marks, template == OPENED)
+
+
+def test_a_budget_of_a_thought(serve: Serve) -> None:
+    """The engine is told of it, and how a thought is ended; it needs to be known."""
+    pytest.importorskip("llguidance")
+    body = {"model": "tiny", "messages": ASKED, "thinking_token_budget": 12}
+    for template, begun in ((TEMPLATE, False), (OPENED, True)):
+        client, engine = serve("x", template=template, reasoning_parser="qwen3")
+        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        params = engine.submitted[0].params
+        assert params.thinking_token_budget == 12
+        expected = Thought(open="<think>", close="</think>", end=[*b"\n</think>"], begun=begun)
+        assert params.thought == expected
+        client.post("/v1/responses", json={"model": "tiny", "input": "1", "thinking_token_budget": 7})
+        assert engine.submitted[-1].params.thinking_token_budget == 7
+        too_few = client.post("/v1/chat/completions", json={**body, "thinking_token_budget": -1}).json()[
+            "error"
+        ]
+        assert (too_few["param"], "greater than or equal to 0" in too_few["message"]) == (
+            "thinking_token_budget",
+            True,
+        )
+    client, _ = serve("x", template=TEMPLATE)
+    error = client.post("/v1/chat/completions", json=body).json()["error"]
+    assert (error["param"], error["code"]) == ("thinking_token_budget", "unsupported_parameter")
+    assert "--reasoning-parser" in error["message"]

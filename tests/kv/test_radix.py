@@ -107,7 +107,7 @@ def check_eviction(
     allocator: PageAllocator,
     running: list[tuple[Tokens, list[int]]],
 ) -> int:
-    """Frees as many as asked if there are that many, none of them in use, no page before one that stays, and the right
+    """Free as many as asked if there are that many, none of them in use, no page before one that stays, and the right
     ones."""
     held = {page for _, pages in running for page in pages}
     idle = {page for page in model.pages.values() if page not in held}

@@ -191,6 +191,19 @@ def test_untested_levels_count_for_nothing() -> None:
     assert unbroken.levels(CHAIN, 3)[1] > 0.85
 
 
+@pytest.mark.parametrize("shape", [StepShape(1, 4, 3, 1), StepShape(1, 16, 4, 4)], ids=["chain", "tree"])
+def test_what_is_not_found_is_not_accepted(shape: StepShape) -> None:
+    """A lookup that finds something in one step of ten gives three tokens more in these alone."""
+    searched, offered = Acceptance(searches=True), Acceptance()
+    for step in range(600):
+        given = Given([1], [0], [0], [0]) if step % 10 else Given([4], [3], [3], [3])
+        for acceptance in (searched, offered):
+            acceptance.observe(shape, [Skill(FREE)], given)
+    expected = [each.expected(shape, np.zeros(1), np.array([FREE])) for each in (searched, offered)]
+    assert expected[0] == pytest.approx(1.3, abs=0.2)
+    assert expected[1] > 3
+
+
 def test_trees_tell_what_chains_would_have_given() -> None:
     """Half of the accepted nodes were second choices, so a chain would have got half as far."""
     acceptance, tree = Acceptance(), StepShape(1, 16, 4, 4)

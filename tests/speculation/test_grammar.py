@@ -14,11 +14,14 @@ import jsonschema
 import msgspec
 import numpy as np
 import pytest
+import tokenizers
+import torch
 
 from specserve import LLM, SamplingParams, grammar
 from specserve.config import Settings
 from specserve.config.paths import BUNDLED_MODEL
-from specserve.engine.grammars import Grammars
+from specserve.core import Thought
+from specserve.engine.grammars import Constraint, Grammars, Matcher
 from specserve.process.assemble import create_scheduler, resolve_engine
 from specserve.speculation.control.cost import CostModel
 from tests.engines import Checkpoints, Client, answer_one, make_scheduler
@@ -102,8 +105,10 @@ def test_every_answer_that_ends_is_valid(plain: list[tuple[str, str | None]]) ->
     assert ended >= 12
 
 
-@pytest.mark.parametrize("how", SHAPES)
-@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize(
+    ("how", "overlap"),
+    [("chain", "on"), ("tree", "on"), ("tree", "off"), ("ngram", "on"), ("adaptive", "off")],
+)
 def test_drafts_change_no_text(how: str, overlap: str, plain: list[tuple[str, str | None]]) -> None:
     """In batches of 8, with and without a pool so small that requests are put back."""
     room = {"max_total_tokens": 1024} if overlap == "on" else {}
@@ -123,8 +128,10 @@ RECURSIVE = {
 def test_masks_of_a_tree_are_those_of_its_paths(name: str) -> None:
     """Whatever the order of branches, and however often a matcher is asked; of tokens that may not be where they are
     none is needed."""
-    grammars, text = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0]), {**GRAMMARS, **RECURSIVE}[name]
+    grammars, text = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0], 3), {**GRAMMARS, **RECURSIVE}[name]
     rng, output = random.Random(0), []
+    for _ in range(4):
+        grammars.compile(text).result()
     live = grammars.start(text, [])
     for _ in range(12):
         tokens, parents, paths = [0], [0], [[]]
@@ -136,13 +143,68 @@ def test_masks_of_a_tree_are_those_of_its_paths(name: str) -> None:
             tokens.append(token)
             parents.append(parent)
             paths.append([*path, token] if path is not None and token in allowed and token != 0 else None)
-        found = live.masks(tokens, parents)
+        found = masks(grammars, live, tokens, parents)
         for mask, path in zip(found, paths, strict=True):
             if path is not None:
                 assert np.array_equal(mask, grammars.start(text, [*output, *path]).mask())
         more = rng.choice([path for path in paths if path is not None])[:2]
         live.consume(more)
         output += more
+
+
+def test_several_answers_of_a_grammar_are_looked_at_at_once() -> None:
+    """By threads, each with tables of its own: what one of them does is seen by no other."""
+    grammars, rng = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0], threads=4), random.Random(0)
+    names = ["schema", "lark", "schema", "schema", "regex", "schema", "schema"]
+    for name in names:
+        grammars.compile(GRAMMARS[name]).result()
+    outputs: list[list[int]] = [[] for _ in names]
+    live = [grammars.start(GRAMMARS[name], []) for name in names]
+    for _ in range(8):
+        words = torch.full((len(names), grammars.words), -1, dtype=torch.int32)
+        trees = [(index, each.after_nodes([0], [0])) for index, each in enumerate(live)]
+        assert grammars.fill(trees, words) == [None] * len(names)
+        for name, each, output, found in zip(names, live, outputs, words.numpy(), strict=True):
+            assert np.array_equal(found, grammars.start(GRAMMARS[name], output).mask())
+            if token := int(rng.choice(_bits(found))):
+                each.consume([token])
+                output.append(token)
+
+
+def test_forced_text_is_cut_and_followed() -> None:
+    """However long it is, little of it is split, and what is left of that is not split again."""
+    text = "".join(f"This is sentence {i}, and no other may be said. " for i in range(2000))
+    grammars = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0])
+    whole = tokenizers.Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+    first, ids = grammar.choice([text]), whole.encode(text, add_special_tokens=False).ids
+    matcher = grammars.start(first, [])
+    assert matcher.due(8) == ids[:8]
+    matcher.consume(ids[:3])
+    assert matcher.due(8) == ids[3:8]
+    matcher.consume(ids[3:8])
+    assert matcher.due(8) == ids[8:16]
+    near = grammars.start(first, ids[:-4])
+    assert near.due(8) == [*ids[-4:], 0]
+    assert near.due(2) == ids[-4:-2]
+
+
+def test_a_thought_far_from_its_budget_has_no_masks() -> None:
+    grammars = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0])
+    thought = Thought(open="<think>", close="</think>", end=[40, 41], begun=True)
+    params = SamplingParams(thinking_token_budget=4, thought=thought)
+    tokens, parents = [9, 10, 11, 12], [0, 0, 1, 1]
+    assert (masks(grammars, grammars.constraint(params, [9]), tokens, parents) == -1).all()
+    found = masks(grammars, grammars.constraint(params, [9, 9]), tokens, parents)
+    assert (found[:2] == -1).all()
+    assert [list(_bits(mask)) for mask in found[2:]] == [[40], [40]]
+
+
+def masks(grammars: Grammars, held: Matcher | Constraint, tokens: list[int], parents: list[int]) -> Any:
+    """Of a tree's nodes, which come after others."""
+    words = torch.full((3 + len(tokens), grammars.words), -1, dtype=torch.int32)
+    assert grammars.fill([(3, held.after_nodes(tokens, parents))], words) == [None]
+    assert (words[:3] == -1).all()
+    return words[3:].numpy()
 
 
 def _bits(mask: Any) -> Any:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
 
-from benchmarks import lossless
-from benchmarks.lossless import Models, make_items, reference_texts, run_configuration
 from specserve.config.settings import Settings
 from specserve.core import SamplingParams
 from specserve.process.assemble import resolve_engine
 from tests.engines import Checkpoints, Shape, answer_all, answer_one, make_scheduler, record_drafts
+from tests.speculation.methods import check_texts, in_each_configuration
 from tests.speculation.oracle import SAMPLING
 from tests.speculation.test_prediction import PROMPT, with_each
 
@@ -22,24 +20,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(
-    "configuration",
-    [
-        {"batch": 1, "page": 16, "chunk": 512, "pool": "normal", "prefix_cache": True, "overlap": "on"},
-        {"batch": 4, "page": 1, "chunk": 16, "pool": "small", "prefix_cache": True, "overlap": "off"},
-        {"batch": 4, "page": 16, "chunk": 16, "pool": "normal", "prefix_cache": False, "overlap": "on"},
-    ],
-    ids=["alone", "small pool", "batch"],
-)
+@in_each_configuration
 def test_every_text_is_that_of_plain_decoding(
     configuration: dict[str, Any], shape: Shape, agreeing: Checkpoints
 ) -> None:
-    prompts = [[3 + i, 9, 14 + i, 2, 33, 2, 33, 2, 3 + i, 9] for i in range(6)]
-    models, items = Models(agreeing.target, {}, "float64", "cpu"), make_items(prompts, 28, 20)
-    with patch.dict(lossless.SPECULATION, {"ngram": ("NGRAM", *shape)}):
-        given = {**configuration, "toggled": True, "speculation": "ngram"}
-        row, differences = run_configuration(models, 0, given, items, reference_texts(models, items))
-    assert (row.identical, row.texts, differences) == (len(items), len(items), [])
+    check_texts(agreeing, "NGRAM", shape, configuration, texts=28)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -95,6 +80,11 @@ def test_settings_of_weights_change_nothing(agreeing: Checkpoints) -> None:
         agreeing.scheduler("NGRAM", (2, 3, 8))
     with pytest.raises(ValueError, match="--speculative-token-map can't be used with"):
         agreeing.scheduler("NGRAM", (2, 1, 3), speculative_token_map=str(agreeing.target / "config.json"))
+    with pytest.raises(
+        ValueError,
+        match=r"--speculative-token-map dynamic can't be used with .*; accepted with EAGLE, EAGLE3",
+    ):
+        agreeing.scheduler("NGRAM", (2, 1, 3), speculative_token_map="dynamic")
 
 
 def test_the_controller_takes_long_chains_where_text_repeats(random_models: Checkpoints) -> None:

@@ -20,7 +20,7 @@ OFF = Speculation(enabled=False)
 
 
 def run_to(scheduler: Scheduler, params: SamplingParams, count: int) -> int:
-    """Runs a request until it has at least ``count`` tokens; how many it has."""
+    """Run a request until it has at least ``count`` tokens; how many it has."""
     client = Client(scheduler)
     client.submit("0", PROMPT, params)
     while len(client.answers["0"].tokens) < count:

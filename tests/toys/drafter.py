@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specserve.kv.spec import KVSpec
 from specserve.methods import Method
-from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
@@ -51,8 +51,8 @@ class CopyDrafter:
         return None
 
 
-def load(name: str, path: object, target: LlamaModel, *args: object) -> CopyDrafter:
-    return CopyDrafter(target.config.vocab_size)
+def load(config: DrafterConfig) -> CopyDrafter:
+    return CopyDrafter(config.target.config.vocab_size)
 
 
 METHOD = Method("COPY", load)

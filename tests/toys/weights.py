@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from specserve_kernels import silu_and_mul
 from torch import Tensor, nn
 
 from specserve.layers.linear import Linear
-from specserve.layers.weights import Projection
+from specserve.layers.weights import Projection, WeightFormat
 
 METHOD = "scaled_float16"
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -47,7 +47,7 @@ class ScaledProjection(Projection):
 
 
 @dataclass(frozen=True)
-class ScaledWeights:
+class ScaledWeights(WeightFormat):
     """``lm_head`` stays as it is, as nearly all published formats leave it."""
 
     def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
@@ -57,7 +57,7 @@ class ScaledWeights:
         return Linear(inputs, sum(parts.values()), bias=bias)
 
 
-def read(quantization_config: Mapping[str, Any]) -> ScaledWeights:
+def read(quantization_config: Mapping[str, Any], names: Collection[str]) -> ScaledWeights:
     return ScaledWeights()
 
 

@@ -1,1 +1,1 @@
-"""The operations as Triton kernels, in the rooms and files of ``reference/``."""
+"""The operations as Triton kernels, in the same folders and files as in ``reference/``."""

@@ -1,4 +1,4 @@
-"""What a device offers its kernels: multiprocessors, shared memory for one program, its capability, and tickets for
+"""Properties of the device (multiprocessors, shared memory of a program, compute capability) and arrival counters for
 programs that share work."""
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _ALIGNED = 16  # bytes, of a row that the copy engine reads and of where it begi
 
 
 class Limits(NamedTuple):
-    """Multiprocessors, and the most bytes of shared memory that one program can have."""
+    """Multiprocessors, and the most shared memory of one program in bytes."""
 
     processors: int
     shared_bytes: int
 
 
 class Gpu(NamedTuple):
-    """What kernels are chosen and compiled for."""
+    """The GPU that kernels are chosen and compiled for."""
 
     capability: tuple[int, int]
     limits: Limits
@@ -34,18 +34,19 @@ _assumed = [Gpu((HOPPER, 0), H200)]
 
 
 def assume(gpu: Gpu) -> None:
-    """From now on ``meta`` tensors lie on such a GPU. Before, they lie on an H200."""
+    """Treat ``meta`` tensors as on this GPU from now on; by default they are as on an H200."""
     _assumed[0] = gpu
 
 
 def this_gpu() -> Gpu:
-    """The current one."""
+    """Return the current GPU."""
     device = torch.device("cuda")
     return Gpu(capability_of(device), limits_of(device))
 
 
 def limits_of(device: torch.device) -> Limits:
-    """Of a GPU; elsewhere, where Triton is interpreted, an H200's, so that the same choices are tested."""
+    """Return the limits of a GPU; elsewhere, where Triton is interpreted, those of an H200, so that the same choices
+    are tested."""
     if device.type != "cuda":
         return _assumed[0].limits
     return _limits(torch.cuda.current_device() if device.index is None else device.index)
@@ -60,7 +61,7 @@ def _limits(index: int) -> Limits:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability; elsewhere as ``limits_of``."""
+    """Return the compute capability; elsewhere as ``limits_of``."""
     return _capability(device) if device.type == "cuda" else _assumed[0].capability
 
 
@@ -70,7 +71,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def copies(x_RI: Tensor) -> bool:
-    """Whether the copy engine can read its rows."""
+    """Return whether the copy engine (TMA) can read its rows."""
     size = x_RI.element_size()
     return x_RI.stride(1) == 1 and (x_RI.stride(0) * size) % _ALIGNED == 0 and x_RI.data_ptr() % _ALIGNED == 0
 
@@ -79,10 +80,12 @@ _shared_tickets: dict[torch.device, list[Tensor]] = {}
 
 
 def tickets(count: int, device: torch.device) -> Tensor:
-    """At least ``count`` zeros that every launch leaves as zeros. Launches that share them run one after another.
+    """Return at least ``count`` zeros, which every launch resets to zero. Launches that share them run one after
+    another.
 
-    Made on the first call, and again by one that asks for more: the smaller ones stay, for graphs were captured with
-    their addresses. While a CUDA graph is captured, such a call gets its own, filled whenever the graph runs.
+    They are made on the first call, and again when a call asks for more. The smaller ones stay, because graphs were
+    captured with their addresses. During the capture of a CUDA graph such a call gets its own, zeroed whenever the
+    graph runs.
     """
     made = _shared_tickets.setdefault(device, [])
     if made and len(made[-1]) >= count:

@@ -1,13 +1,13 @@
-"""Kernels that begin while the one before them ends: programmatic dependent launch, from compute capability 9.0 on.
+"""Programmatic dependent launch: a kernel begins while the one before it ends. From compute capability 9.0 on.
 
 A launch with the options of ``overlap()`` may start as soon as every program of the launch before it has ended or
-called ``let_next_begin``. What its programs do before ``wait_for_inputs`` runs while that launch does: there they write
-nothing, and read by ``load_settled`` alone. The wait is over when the launch before is complete, which waited for the
-one before it, and so on. Therefore every program waits, those without work, too: a launch that ended sooner than what
-it follows would let the next one in too early.
+called ``let_next_begin``. Code before ``wait_for_inputs`` runs while the previous launch still does: it must not write,
+and may read only through ``load_settled``. The wait ends when the previous launch is complete; that one waited for its
+own predecessor, and so on. Therefore every program must wait, even one without work: a launch that ended before its
+predecessor would let its successor in too early.
 
-Asking for weights before the wait, so that they are in the second cache after it, gains nothing on an H200, and
-asking for much of them costs time (see the log of docs/performance.md).
+Prefetching weights into L2 before the wait gains nothing on an H200, and prefetching many of them costs time (see
+benchmarks/results/LOG.md).
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -28,7 +28,7 @@ _INTERPRETED = knobs.runtime.interpret  # as kernels were when they were declare
 
 
 def overlap() -> dict[str, Any]:
-    """What to launch a kernel with, as keyword arguments: its constant ``OVERLAP``, and Triton's option."""
+    """Return the keyword arguments of an overlapping launch: its constant ``OVERLAP``, and Triton's option."""
     if _INTERPRETED:
         return {"OVERLAP": False}
     return _overlap(driver.active.get_current_device())
@@ -44,28 +44,28 @@ def _overlap(_device: int) -> dict[str, Any]:
 
 @triton.jit
 def wait_for_inputs(OVERLAP: tl.constexpr):
-    """What earlier launches wrote can be read after this."""
+    """Wait until everything that earlier launches wrote can be read."""
     if OVERLAP:
         gdc_wait()
 
 
 @triton.jit
 def let_next_begin(OVERLAP: tl.constexpr):
-    """The next launch's programs may take what room there is, and wait, once all programs have come by here or ended.
-    Never before ``wait_for_inputs``, or the one after next would be let in as well."""
+    """Let the next launch's programs start where there is room, and wait, once all programs have come here or ended.
+    Never call it before ``wait_for_inputs``, or the launch after the next would be let in as well."""
     if OVERLAP:
         gdc_launch_dependents()
 
 
 @triton.jit
 def load_settled(pointers, mask, other):
-    """What was written at least two launches ago, which may be read before the wait: the launch before had waited for
-    it when it let this one in. Past the first cache, which other programs' stores don't update."""
+    """Load data written at least two launches ago, which is safe before the wait: the previous launch had waited for it
+    before it let this one in. Bypasses L1, which other programs' stores don't update."""
     return tl.load(pointers, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit
 def take_turn(OVERLAP: tl.constexpr):
-    """Both: where no launch of many programs follows, which would take room from the running ones."""
+    """Do both, if no launch of many programs follows, which would take room from the running ones."""
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)

@@ -1,1 +1,1 @@
-"""Parsers of answers: reasoning and calls of tools, found in text that arrives in pieces."""
+"""Parsers of answers: find reasoning and tool calls in text that arrives in pieces."""

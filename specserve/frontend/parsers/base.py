@@ -1,11 +1,11 @@
-"""What a parser finds in an answer, and the part that all formats of calls share."""
+"""What a parser finds in an answer, and what the parsers of all tool call formats share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from specserve.frontend.stopping import overlap
 
@@ -19,21 +19,21 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that was thought."""
+    """Text of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of the JSON text of the arguments of the call that was begun last."""
+    """A piece of the JSON arguments of the latest call."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call begins; its arguments follow."""
+    """The start of a call; its arguments follow."""
 
     name: str
 
@@ -42,12 +42,12 @@ Event = Content | Reasoning | Arguments | Call
 
 
 def call(name: str, arguments: str) -> list[Event]:
-    """A whole call."""
+    """Return the events of a complete call."""
     return [Call(name), Arguments(arguments)]
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """Neighbours that are pieces of one text put together, empty ones left out."""
+    """Join neighbouring pieces of one text and leave out empty ones."""
     found: list[list[Event]] = []
     for event in events:
         if isinstance(event, Call):
@@ -59,6 +59,31 @@ def merged(events: Iterable[Event]) -> list[Event]:
     return [_joined(pieces) for pieces in found]
 
 
+@dataclass(slots=True)
+class Parts:
+    """A whole answer. ``calls``: names and argument texts."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+
+def parts(events: Iterable[Event]) -> Parts:
+    """Return the parts of an answer, with all text of a kind joined."""
+    found = Parts()
+    for event in merged(events):
+        match event:
+            case Content(text):
+                found.content += text
+            case Reasoning(text):
+                found.reasoning += text
+            case Call(name):
+                found.calls.append((name, ""))
+            case Arguments(text):
+                found.calls[-1] = found.calls[-1][0], text
+    return found
+
+
 def _joined(pieces: Sequence[Event]) -> Event:
     first = pieces[0]
     if isinstance(first, Call) or len(pieces) == 1:
@@ -66,44 +91,66 @@ def _joined(pieces: Sequence[Event]) -> Event:
     return type(first)("".join(piece.text for piece in pieces if not isinstance(piece, Call)))
 
 
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """How calls are written, for grammars. A group begins with the mark ``open`` and ends with ``close``. It holds
+    ``one`` call, or ``several`` if that is not empty, in Lark. A call is an object with the arguments under ``key``; if
+    ``key`` is empty, it is a name, the mark ``arguments``, and the arguments. An empty mark is left out."""
+
+    one: str
+    several: str = ""
+    open: str = ""
+    close: str = ""
+    key: str = ""
+    arguments: str = ""
+
+
 class Parser(ABC):
-    """Takes an answer's text in pieces and gives what is certain of it. What it finds in all, merged, does not depend
-    on how the text was cut."""
+    """Takes an answer's text in pieces and returns what is certain. The merged result does not depend on how the text
+    was cut."""
 
     @abstractmethod
     def feed(self, text: str) -> list[Event]:
-        """What became certain with this piece."""
+        """Return what became certain with this piece."""
 
     @abstractmethod
     def finish(self) -> list[Event]:
-        """The rest, when no piece follows."""
+        """Return the rest, when no piece follows."""
 
 
 Read = tuple[int, list[Event]]
+Schema = Mapping[str, Any]
+Functions = Mapping[str, Schema]
 
 
 class CallParser(Parser):
-    """Calls between prose. A call is given when it is whole, so that what only begins like one stays content.
+    """Find calls within prose. A call is returned as soon as it certainly is one; what only begins like a call stays
+    content. Its arguments follow as they arrive.
 
-    A subclass says what a call may begin with, and reads one. ``names``: the functions that may be called.
+    A subclass says how a call may begin, and reads one. ``functions``: those that may be called, by name, with the
+    schemas of their parameters. ``either``: an answer that does not begin with a call has none.
     """
 
     opens: ClassVar[tuple[str, ...]]
+    either = False
 
-    def __init__(self, names: Collection[str]) -> None:
-        self.names = names
+    def __init__(self, functions: Functions) -> None:
+        self.functions = functions
+        self._no_calls = False
         self._text = ""
         self._inside = False
         self._prose = _Prose()
+        self.begun = False  # a call has been given whose end is to be read
 
     @abstractmethod
     def begin(self) -> None:
-        """A text that begins with one of ``opens`` is to be read."""
+        """Start to read a text that begins with one of ``opens``."""
 
     @abstractmethod
     def read(self, text: str, final: bool) -> Read | None:
-        """Length of the text that is decided, and its calls: without any it is content. ``text`` is what was there the
-        last time since ``begin``, and what came after. None: more is needed; never when it is ``final``."""
+        """Return the length of the text that is decided, and its calls; without any it is content, unless a call was
+        ``begun``. ``text`` is the text since ``begin``, longer each time. None: more text is needed; never if
+        ``final``."""
 
     def feed(self, text: str) -> list[Event]:
         self._text += text
@@ -115,23 +162,27 @@ class CallParser(Parser):
     def _take(self, final: bool) -> list[Event]:
         events: list[Event] = []
         while self._text and (self._inside or self._open(events, final)):
+            begun = self.begun
             found = self.read(self._text, final)
             if found is None:
                 break
             size, calls = found
             if calls:
                 self._prose.next_to_call()
-            events += calls or self._prose.add(self._text[:size])
+            events += calls if calls or begun else self._prose.add(self._text[:size])
             self._text = self._text[size:]
-            self._inside = False
+            self._inside = self.begun
         return events
 
     def _open(self, events: list[Event], final: bool) -> bool:
-        """Gives the text before a call's beginning, if there is one, else all that is certainly none."""
+        """Return the text before a call's beginning, or, if there is none, all text that certainly is not one."""
         text = self._text
         places = [at for opening in self.opens if (at := text.find(opening)) >= 0]
         held = 0 if final else max(overlap(text, opening) for opening in self.opens)
         at = min(places, default=len(text) - held)
+        self._no_calls |= self.either and bool(text[:at].strip())
+        if self._no_calls:
+            at, places = len(text), []
         events += self._prose.add(text[:at])
         self._text = text[at:]
         self._inside = bool(places)
@@ -141,7 +192,7 @@ class CallParser(Parser):
 
 
 class _Prose:
-    """Content without the white space between calls, and between a call and either end: it is part of the format."""
+    """Content without the white space between calls, or between a call and either end: it belongs to the format."""
 
     def __init__(self) -> None:
         self._white = ""

@@ -1,15 +1,16 @@
-"""Calls as Hermes, Qwen2.5, Qwen3 and MiMo write them: ``<tool_call>{"name": ..., "arguments": {}}</tool_call>``."""
+"""Tool calls of Hermes, Qwen2.5, Qwen3 and MiMo: ``<tool_call>{"name": ..., "arguments": {}}</tool_call>``."""
 
 from __future__ import annotations
 
-from specserve.frontend.parsers.base import Read
+from specserve.frontend.parsers.base import Frame, Read
 from specserve.frontend.parsers.objects import ObjectCallParser, call_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FRAME = Frame("GAP call", open=OPEN, close=CLOSE, key="arguments")
 
 
 class HermesParser(ObjectCallParser):
-    """A missing end mark is taken as there: a stop string may be it."""
+    """A missing end mark is accepted: it may have been a stop string."""
 
     opens = (OPEN,)
 
@@ -18,8 +19,11 @@ class HermesParser(ObjectCallParser):
         return len(text) - len(rest), rest[0] == "{" if rest else None
 
     def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
-        rest = text[end:].lstrip()
+        size = self.after(text, end, final)
+        return None if size is None else (size, call_of(text[start:end], self.functions))
+
+    def after(self, text: str, at: int, final: bool) -> int | None:
+        rest = text[at:].lstrip()
         if not final and len(rest) < len(CLOSE) and CLOSE.startswith(rest):
             return None
-        size = len(text) - len(rest) + len(CLOSE) if rest.startswith(CLOSE) else end
-        return size, call_of(text[start:end], self.names)
+        return len(text) - len(rest) + len(CLOSE) if rest.startswith(CLOSE) else at

@@ -1,16 +1,18 @@
-"""Llama 3's calls: ``{"name": ..., "parameters": {}}``, after ``<|python_tag|>`` or not, several with ``;``."""
+"""Tool calls of Llama 3: ``{"name": ..., "parameters": {}}``, with or without ``<|python_tag|>``, separated by
+``;``."""
 
 from __future__ import annotations
 
-from specserve.frontend.parsers.base import Read
+from specserve.frontend.parsers.base import Frame, Read
 from specserve.frontend.parsers.objects import ObjectCallParser, call_of
 
 TAG = "<|python_tag|>"
+FRAME = Frame("call", several='call (";" GAP call)*', key="parameters")
 _KEYS = ('"name"', '"parameters"', '"arguments"', '"type"')
 
 
 class Llama3JsonParser(ObjectCallParser):
-    """An object may be a call wherever it stands: it has these keys alone, and the name of a function."""
+    """Any object may be a call if it has exactly these keys and names a function."""
 
     opens = (TAG, "{")
 
@@ -20,14 +22,17 @@ class Llama3JsonParser(ObjectCallParser):
         return len(text) - len(object_), begins
 
     def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
-        if end == len(text) and not final:
+        size, calls = self.after(text, end, final), call_of(text[start:end], self.functions)
+        return None if size is None else (size if calls else end, calls)
+
+    def after(self, text: str, at: int, final: bool) -> int | None:
+        if at == len(text) and not final:
             return None  # it may go on with a semicolon
-        calls = call_of(text[start:end], self.names)
-        return end + (bool(calls) and text[end : end + 1] == ";"), calls
+        return at + (text[at : at + 1] == ";")
 
 
 def _may_be_call(members: str) -> bool | None:
-    """Whether an object begins with a key of calls, None if that can't be said yet."""
+    """Return whether an object begins with a key of calls; None if more text is needed."""
     if any(members.startswith(key) for key in _KEYS):
         return True
     return None if any(key.startswith(members) for key in _KEYS) else False

@@ -1,21 +1,30 @@
-"""Mistral's calls: ``[TOOL_CALLS][{"name": ..., "arguments": {}}, ...]``, and newer ``[TOOL_CALLS]name[ARGS]{}``."""
+"""Tool calls of Mistral: ``[TOOL_CALLS][{"name": ..., "arguments": {}}, ...]``, or ``[TOOL_CALLS]name[ARGS]{}``."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Container
 
-from specserve.frontend.parsers.base import Event, Read
+from specserve.frontend.parsers.base import Event, Frame, Functions, Read
 from specserve.frontend.parsers.objects import ObjectCallParser, call_of, items, named_call
-from specserve.frontend.stopping import overlap
 
 OPEN, ARGS = "[TOOL_CALLS]", "[ARGS]"
-_NAME = re.compile(r"[\w.:-]*")
+_LIST = Frame('GAP "[" W call W "]"', 'GAP "[" W call (W "," W call)* W "]"', open=OPEN, key="arguments")
+_NAMED = Frame("call", open=OPEN, arguments=ARGS)
+
+
+def frame(added: Container[str]) -> Frame:
+    """Return the newer frame if the vocabulary has its mark."""
+    return _NAMED if ARGS in added else _LIST
 
 
 class MistralParser(ObjectCallParser):
-    """The mark of arguments may be missing: some versions write the object right after the name."""
+    """The mark before the arguments may be missing: some versions write the object right after the name."""
 
     opens = (OPEN,)
+
+    def __init__(self, functions: Functions) -> None:
+        super().__init__(functions)
+        self._heads = [(f"{name}{mark}{{", name) for name in functions for mark in (ARGS, "")]
 
     def start(self, text: str) -> tuple[int, bool | None]:
         rest = text[len(OPEN) :].lstrip()
@@ -24,25 +33,25 @@ class MistralParser(ObjectCallParser):
             return at, None
         if rest.startswith("["):
             return at, True
-        name = _NAME.match(rest)
-        assert name is not None, "it matches nothing, too"
-        self._name = name.group()
-        given = rest[name.end() :]
-        if not given or (len(given) < len(ARGS) and overlap(given, ARGS) == len(given)):
-            return at, None
-        given = given.removeprefix(ARGS)
-        return len(text) - len(given), given[0] == "{" if given else None
+        for head, name in self._heads:
+            if rest.startswith(head):
+                self._name = name
+                return at + len(head) - 1, True
+        return at, None if any(head.startswith(rest) for head, _ in self._heads) else False
+
+    def head(self, text: str, start: int) -> tuple[str, int, bool] | None:
+        return None if text[start] == "[" else (self._name, start, False)
 
     def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
         written = text[start:end]
         if written.startswith("["):
             return end, self._list(written)
-        return end, named_call(self._name, written, self.names)
+        return end, named_call(self._name, written, self.functions)
 
     def _list(self, written: str) -> list[Event]:
-        """The calls of a list, all or none."""
+        """Return the calls of a list, all or none."""
         try:
-            found = [call_of(item, self.names) for item in items(written)]
+            found = [call_of(item, self.functions) for item in items(written)]
         except ValueError:
             return []
         return [event for calls in found for event in calls] if all(found) else []

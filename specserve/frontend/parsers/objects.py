@@ -1,4 +1,4 @@
-"""JSON objects in text that arrives in pieces: where one ends, what it holds, and which call it is."""
+"""Find JSON objects in text that arrives in pieces: where each ends, what it holds, which call it is."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import ClassVar, NoReturn, TypeVar
 
 from specserve.frontend.conversation import read_object
-from specserve.frontend.parsers.base import CallParser, Event, Read, call
+from specserve.frontend.parsers.base import Arguments, Call, CallParser, Event, Read, call
 
 T = TypeVar("T")
 
 BROKEN = -1
-MAX_DEPTH = 64  # of brackets in brackets
 _SPACE = re.compile(r"[ \t\n\r]*")
+_HEAD = re.compile(
+    r"""{W"name"W:W("(?:[^"\\\x00-\x1f]|\\.){0,512}")W,W"(?:arguments|parameters)"W:W{""".replace(
+        "W", r"[ \t\n\r]{0,64}"
+    )
+)
+_LONGEST_HEAD = 2000  # characters
 
 
 class Scanner:
-    """Finds the end of the object or list that begins at ``start``. Each character is looked at once; ``at`` is the
-    first one that was not."""
+    """Find the end of the object or list that begins at ``start``. Each character is read once; ``at`` is the first
+    unread one."""
 
     closes: ClassVar[Mapping[str, str]] = {"{": "}", "[": "]"}
     outside = re.compile(
@@ -36,8 +41,8 @@ class Scanner:
         self._ended = False
 
     def end(self, text: str) -> int | None:
-        """Where it ends in the text, which is that of the last time and more; None if that is not there yet, BROKEN if
-        it can't be one any more, because of what is ``at``."""
+        """Return where it ends in the text, which may have grown since the last call. None: not there yet. BROKEN: it
+        can't be valid any more, because of the character ``at``."""
         if self._ended:
             return self.at
         while mark := self.inside.get(self._quote, self.outside).search(text, self.at):
@@ -63,7 +68,7 @@ class Scanner:
             return ends
         if found in self.inside:
             self._quote = found
-        elif found in self.closes and len(self._expected) < MAX_DEPTH:
+        elif found in self.closes:
             self._expected.append(self.closes[found])
         else:
             return self._expected[-1:] == [found] and bool(self._expected.pop())
@@ -71,23 +76,46 @@ class Scanner:
 
 
 class ObjectCallParser(CallParser):
-    """Calls that are objects, or lists of them, after what they open with."""
+    """Calls that are objects, or lists of objects, after an opening mark. An object that begins with the name of a
+    function and its arguments, as models write them, is a call from there on, whatever follows. Any other object is a
+    call only when it is complete and entirely valid."""
 
     scanner: ClassVar[type[Scanner]] = Scanner
 
     def begin(self) -> None:
         self._scanner: Scanner | None = None
         self._start = 0
+        self._looked = 0  # characters in which the head of a call was looked for
+        self._framed = False  # the arguments of the call that was begun are in an object
+        self._given = 0  # what is before it of those has been given
+        self._end: int | None = None  # where they end, or BROKEN
 
     @abstractmethod
     def start(self, text: str) -> tuple[int, bool | None]:
         """Where an object begins, or is to be looked for, and whether one does; None if that can't be said yet."""
 
+    def head(self, text: str, start: int) -> tuple[str, int, bool] | None:
+        """The function that the text at ``start`` certainly calls, where its arguments begin, and whether both are in
+        an object."""
+        if (found := _HEAD.match(text, start)) is None:
+            return None
+        try:
+            name = json.loads(found[1])
+        except ValueError:
+            return None
+        return (name, found.end() - 1, True) if name in self.functions else None
+
+    def after(self, text: str, at: int, final: bool) -> int | None:
+        """Where a call ends whose object ended ``at``, None if that can't be said yet."""
+        return at
+
     @abstractmethod
     def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
-        """What ``read`` returns when the object is there."""
+        """Return what ``read`` returns once the object is complete."""
 
     def read(self, text: str, final: bool) -> Read | None:
+        if self.begun:
+            return self._go_on(text, final)
         if self._scanner is None:
             self._start, begins = self.start(text)
             if begins is None and not final:
@@ -95,6 +123,11 @@ class ObjectCallParser(CallParser):
             if not begins:
                 return max(self._start, 1), []
             self._scanner = self.scanner(self._start)
+        if self._looked < _LONGEST_HEAD and (found := self.head(text, self._start)) is not None:
+            name, self._given, self._framed = found
+            self.begun, self._scanner = True, self.scanner(self._given)
+            return 0, [Call(name)]
+        self._looked = len(text) - self._start
         end = self._scanner.end(text)
         if end == BROKEN:
             return self._scanner.at, []
@@ -102,36 +135,62 @@ class ObjectCallParser(CallParser):
             return (len(text), []) if final else None
         return self.whole(text, self._start, end, final)
 
+    def _go_on(self, text: str, final: bool) -> Read | None:
+        """Return further arguments of the current call, and its end."""
+        assert self._scanner is not None, "a call was begun"
+        if self._end is None:
+            self._end = self._scanner.end(text)
+        at = self._scanner.at if self._end == BROKEN else len(text) if self._end is None else self._end
+        if self._given < at:
+            piece, self._given = text[self._given : at], at
+            return 0, [Arguments(piece)]
+        whole = self._end is not None and self._end != BROKEN
+        size = self._closed(text, at, final) if whole else at
+        if size is None or (self._end is None and not final):
+            return None
+        self.begun = False
+        return size, []
+
+    def _closed(self, text: str, at: int, final: bool) -> int | None:
+        """Where a call ends whose arguments ended ``at``, None if that can't be said yet. The brace around may be
+        missing."""
+        if self._framed:
+            brace = _space(text, at)
+            if brace == len(text) and not final:
+                return None
+            at = brace + 1 if text[brace : brace + 1] == "}" else at
+        return self.after(text, at, final)
+
 
 def call_of(text: str, names: Collection[str]) -> list[Event]:
-    """The call that an object is: ``name``, with ``arguments``, ``parameters`` or neither, and ``type`` if that is
-    function. Nothing if it is no call of one of ``names``."""
+    """Return the call that an object is: ``name`` with ``arguments``, ``parameters`` or neither, and optionally
+    ``type`` function. Return nothing if it is no call of one of ``names``."""
     try:
         found = dict(members(text))
         if json.loads(found.pop("type", '"function"')) != "function":
             return []
         name = json.loads(found.pop("name"))
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         return []
     given = found.pop("parameters" if "parameters" in found else "arguments", "{}")
     return [] if found else named_call(name, given, names)
 
 
 def named_call(name: object, arguments: str, names: Collection[str]) -> list[Event]:
-    """A call of one of ``names`` with the text of an object, which may be written as a string; or nothing."""
+    """Return a call of one of ``names`` with the text of an object, which may be written as a string; or nothing."""
     known = isinstance(name, str) and name in names
     given = str(json.loads(arguments)) if arguments.startswith('"') else arguments
     return call(str(name), given) if known and read_object(given) is not None else []
 
 
 def items(text: str) -> list[str]:
-    """The items of a list, each as it is written. Raises ValueError for what is no list."""
+    """Return the items of a list as they are written. Raises ValueError if it is not a list."""
     return list(_separated(text, "[", "]", lambda at: _value(text, at)))
 
 
 def members(text: str) -> Iterator[tuple[str, str]]:
-    """The members of an object, each value as it is written. Raises ValueError for what is no object, and for a key
-    that is there twice."""
+    """Return the members of an object, each value as it is written. Raises ValueError if it is not an object or has a
+    key twice."""
     seen = set()
 
     def member(at: int) -> tuple[tuple[str, str], int]:
@@ -168,7 +227,10 @@ def _after(text: str, at: int, expected: str) -> int:
 
 def _value(text: str, at: int) -> tuple[str, int]:
     """A value as it is written, and where the next token begins."""
-    _, end = _DECODER.raw_decode(text, at)
+    try:
+        _, end = _DECODER.raw_decode(text, at)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     return text[at:end], _space(text, end)
 
 

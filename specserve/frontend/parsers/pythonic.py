@@ -1,4 +1,4 @@
-"""Calls written as Python, as Llama 4 and some models made from Llama 3 do: ``[f(a=1), g(b="x")]``."""
+"""Tool calls in Python, as Llama 4 and some models derived from Llama 3 write them: ``[f(a=1), g(b="x")]``."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ class _Scanner(Scanner):
 
 
 class PythonicParser(ObjectCallParser):
-    """A list may be one of calls wherever it stands: it begins with the name of a function. All of its calls are read,
-    or none."""
+    """Any list may be one of calls if it begins with the name of a function. Either all of its calls are read or
+    none."""
 
     opens = ("[",)
     scanner = _Scanner
 
     def start(self, text: str) -> tuple[int, bool | None]:
         first = text[1:].lstrip()
-        heads = [f"{name}(" for name in self.names]
+        heads = [f"{name}(" for name in self.functions]
         if any(first.startswith(head) for head in heads):
             return 0, True
         return 0, None if any(head.startswith(first) for head in heads) else False
 
+    def head(self, text: str, start: int) -> None:
+        """Arguments become JSON when they are whole."""
+
     def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
         try:
-            found = [named_call(name, given, self.names) for name, given in _calls(text[:end])]
+            found = [named_call(name, given, self.functions) for name, given in _calls(text[:end])]
         except (ValueError, SyntaxError):
             return end, []
         return end, [event for calls in found for event in calls] if all(found) else []

@@ -1,15 +1,15 @@
-"""The formats by their names, and the parser of a whole answer."""
+"""Tool call and reasoning formats by name, and the parser of a whole answer."""
 
 from __future__ import annotations
 
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
-from specserve.frontend.parsers import hermes, llama3_json, mistral, pythonic
-from specserve.frontend.parsers.base import CallParser, Content, Event, Parser
+from specserve.frontend.parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
+from specserve.frontend.parsers.base import CallParser, Content, Event, Frame, Functions, Parser
 from specserve.frontend.parsers.think import ThinkParser
 
 AUTO, NONE = "auto", "none"
@@ -22,35 +22,69 @@ def _openai_id() -> str:
 
 
 def _short_id() -> str:
-    """Templates of Mistral's refuse others."""
+    """Make an id of the only form that Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a model writes calls. ``signs`` are in its chat template, all of them; ``marks`` are those of its texts that
-    may be special tokens."""
+    """How a model writes calls. ``signs``: texts that are all in its chat template. ``marks``: those of its texts that
+    may be special tokens. ``frame``: its form in grammars, given the vocabulary's added tokens. ``no_grammar``: why no
+    grammar can force calls; ``free_calls``: why none can constrain optional calls. Both are empty if one can."""
 
     name: str
-    parser: Callable[[Collection[str]], CallParser]
+    parser: Callable[[Functions], CallParser]
     signs: tuple[str, ...]
     marks: tuple[str, ...]
+    frame: Callable[[Container[str]], Frame] | None = None
+    no_grammar: str = ""
+    free_calls: str = ""
     new_id: Callable[[], str] = _openai_id
 
 
-_HERMES = Format("hermes", hermes.HermesParser, ("<tool_call>", "</tool_call>"), (hermes.OPEN, hermes.CLOSE))
+_HERMES = Format(
+    "hermes",
+    hermes.HermesParser,
+    ("<tool_call>", "</tool_call>"),
+    (hermes.OPEN, hermes.CLOSE),
+    lambda _: hermes.FRAME,
+)
 _LLAMA3 = Format(
-    "llama3_json", llama3_json.Llama3JsonParser, ('"parameters": dictionary',), (llama3_json.TAG,)
+    "llama3_json",
+    llama3_json.Llama3JsonParser,
+    ('"parameters": dictionary',),
+    (llama3_json.TAG,),
+    lambda _: llama3_json.FRAME,
+    free_calls="they begin with a brace, as other text may, unless tool_choice asks for them",
 )
 _MISTRAL = Format(
-    "mistral", mistral.MistralParser, ("[TOOL_CALLS]",), (mistral.OPEN, mistral.ARGS), _short_id
+    "mistral",
+    mistral.MistralParser,
+    ("[TOOL_CALLS]",),
+    (mistral.OPEN, mistral.ARGS),
+    mistral.frame,
+    new_id=_short_id,
 )
-_PYTHONIC = Format("pythonic", pythonic.PythonicParser, ("[func_name1(params_name1=",), ())
+_QWEN3_CODER = Format(
+    "qwen3_coder",
+    qwen3_coder.Qwen3CoderParser,
+    (*_HERMES.signs, qwen3_coder.FUNCTION, qwen3_coder.PARAMETER),
+    _HERMES.marks,
+    no_grammar="their arguments are texts between marks, not JSON",
+)
+_PYTHONIC = Format(
+    "pythonic",
+    pythonic.PythonicParser,
+    ("[func_name1(params_name1=",),
+    (),
+    no_grammar="their arguments are Python, not JSON",
+)
 FORMATS: Mapping[str, Format] = {
     "hermes": _HERMES,
     "qwen": _HERMES,
     "qwen25": _HERMES,
     "qwen3": _HERMES,
+    "qwen3_coder": _QWEN3_CODER,
     "llama3": _LLAMA3,
     "llama3_json": _LLAMA3,
     "mistral": _MISTRAL,
@@ -59,7 +93,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def choose_format(name: str, template: str) -> tuple[Format | None, str]:
-    """How calls are read, and why, by the name that was set and the chat template's text."""
+    """Return how calls are read, and why, by the configured name and the chat template's text."""
     if name != AUTO:
         return FORMATS.get(name), f"--tool-call-parser {name}"
     found = [each for each in dict.fromkeys(FORMATS.values()) if all(sign in template for sign in each.signs)]
@@ -67,14 +101,17 @@ def choose_format(name: str, template: str) -> tuple[Format | None, str]:
         return None, "there is no chat template"
     if not re.search(r"\btools\b", template):
         return None, "the chat template has no place for tools"
-    if len(found) != 1 or any(sign in template for sign in _OTHERS):
+    signs = {sign for each in found for sign in each.signs}
+    # One may have all signs of another, and more.
+    whole = [each for each in found if signs == set(each.signs)]
+    if not whole or any(sign in template for sign in _OTHERS if sign not in signs):
         return None, "the chat template does not say in which known format"
-    return found[0], "the chat template has its marks"
+    return whole[0], "the chat template has its marks"
 
 
 class AnswerParser(Parser):
-    """Reasoning first, if it is told apart; then calls, if there are functions to call, in the content. Special tokens
-    that are ``marks`` must be in the text."""
+    """Reasoning first, if it is separated; then the calls in the content, if there are functions to call. Special
+    tokens that are ``marks`` must be in the text."""
 
     def __init__(
         self, thought: ThinkParser | None = None, calls: CallParser | None = None, marks: tuple[str, ...] = ()
@@ -89,7 +126,7 @@ class AnswerParser(Parser):
 
     @property
     def thinking(self) -> bool:
-        """Whether what comes next is reasoning, as far as that is certain."""
+        """Whether what follows is reasoning, as far as that is certain."""
         return self._thought is not None and self._thought.stage == "thinking"
 
     def feed(self, text: str) -> list[Event]:

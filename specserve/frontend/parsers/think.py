@@ -12,8 +12,8 @@ Stage = Literal["before", "thinking", "after", "content"]
 
 
 class ThinkParser(Parser):
-    """Reasoning stands at the very beginning; its first mark may be the end of the prompt. White space around it is
-    part of the format."""
+    """Reasoning stands at the very beginning; its opening mark may be the end of the prompt. The white space around it
+    belongs to the format."""
 
     marks: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
@@ -51,7 +51,7 @@ class ThinkParser(Parser):
             self.stage = "content"
 
     def _think(self, final: bool) -> list[Event]:
-        """Keeps back white space, which may be the last, and what may be the start of the mark."""
+        """Hold back white space that may be the last, and a possible beginning of the mark."""
         if not self._begun:
             self._text = self._text.lstrip()
         text = self._text

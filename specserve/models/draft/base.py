@@ -1,4 +1,4 @@
-"""What a draft head of the EAGLE family is built from."""
+"""The parts of draft heads of the EAGLE family."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from specserve.layers.rotary import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """What a draft head is built from. ``taps`` are boundaries of the target's residual stream, in order; none: the
-    head reads the state after the target's final norm.
+    """What a draft head is built from. ``taps`` are boundaries of the target's residual stream, in order; without any,
+    the head reads the state after the target's final norm.
 
-    What stands below ``fc_bias`` is how published heads differ from those of the papers, whose values are the defaults.
+    The fields from ``fc_bias`` on are the ways in which published heads differ from the papers, whose values are the
+    defaults.
     """
 
     layer: LayerConfig

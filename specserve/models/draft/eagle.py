@@ -1,4 +1,4 @@
-"""The EAGLE draft head (EAGLE and EAGLE-2 share weights and differ in the tree).
+"""The EAGLE draft head. EAGLE and EAGLE-2 share weights and differ only in the tree.
 
 Li et al. 2024, arXiv 2401.15077. Reads the target's hidden state after its final norm; no norm before the
 attention, none before the head; embedding and head are the target's. Some heads trained as in HASS (arXiv 2408.15766)
@@ -44,7 +44,7 @@ class EagleHead(LayerHead):
         return (u_NH if self.input_layernorm is None else self.input_layernorm(u_NH)), u_NH
 
     def _read(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None) -> Tensor | Rounded:
-        """[embedding; feature], each normed where the head has a norm for it."""
+        """Return [embedding; feature], each normalized if the head has a norm for it."""
         norms = self.embedding_layernorm, self.hidden_states_layernorm
         if norms == (None, None):
             return self._pairs(self.fc, tokens_N, features_XH, source_N, None)[0]

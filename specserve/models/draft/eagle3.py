@@ -20,8 +20,8 @@ from specserve.models.draft.head import LayerHead
 
 
 class Eagle3Head(LayerHead):
-    """One decoder layer of double input width and a head of ``draft_vocab_size`` rows: ``lm_head`` if it is given, the
-    embedding if the configuration says ``tied``, else its own."""
+    """One decoder layer with double input width, and a head of ``draft_vocab_size`` rows: ``lm_head`` if given, the
+    embedding if the configuration says ``tied``, otherwise its own."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Eagle3Head(LayerHead):
             self._lm_head = (lm_head or Linear.of(self._embed[0].weight),)
 
     def _add_fusion(self) -> None:
-        """``fc`` and the norms of what it reads. Without taps that is the target's state after the final norm."""
+        """Add ``fc`` and the norms of its inputs. Without taps it reads the target's state after the final norm."""
         config, eps = self.config, self.config.layer.rms_norm_eps
         count, width = len(config.taps) or 1, config.target_hidden_size
         self.input_norm = RMSNorm(count * width, eps) if config.joint_norm else None
@@ -63,7 +63,7 @@ class Eagle3Head(LayerHead):
     def _inputs(
         self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None
     ) -> tuple[Tensor | Rounded, Tensor]:
-        """``[norm(embedding); norm(feature)]``, and the features alone, before or after their norm."""
+        """Return ``[norm(embedding); norm(feature)]``, and the features alone, before or after their norm."""
         norms = self.input_layernorm.weight, self.hidden_norm.weight, self.hidden_norm.eps
         if not self.config.residual_normed:
             return self._pairs(self.self_attn.qkv_proj, tokens_N, features_XH, source_N, norms)

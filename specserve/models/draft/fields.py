@@ -1,4 +1,4 @@
-"""Fields of a draft's ``config.json``: what their values must be, and which of them the user may replace."""
+"""Fields of a draft's ``config.json``: their valid values, and which of them the user may replace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ KINDS = ("EAGLE", "EAGLE3", "MTP")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """``kinds``: the heads for which the flag takes it; ``hint``: what the flag's errors add to what is expected."""
+    """``kinds``: the heads for which the flag accepts it. ``hint``: what the flag's errors add to the expected
+    values."""
 
     values: Values
     kinds: tuple[str, ...] = ()
@@ -48,7 +49,7 @@ FIELDS |= dict.fromkeys(("norm_before_fc", "norm_output", "tie_word_embeddings")
 
 
 def parse_overrides(text: str | None) -> dict[str, Any]:
-    """The fields of a JSON object, each checked. Raises ValueError naming flag, field and accepted values."""
+    """Return the checked fields of a JSON object. Raises ValueError naming flag, field and accepted values."""
     given = json.loads(text) if text else {}
     if not isinstance(given, dict):
         raise ValueError(f"{FLAG}: must be a JSON object, found {text}")
@@ -62,9 +63,17 @@ def parse_overrides(text: str | None) -> dict[str, Any]:
     return given
 
 
+def refuse_overrides(overrides: Mapping[str, Any], method: str) -> None:
+    """Raise ValueError for any override of a draft that has no such fields."""
+    if overrides:
+        raise ValueError(
+            f"{FLAG}: {', '.join(overrides)}: fields of heads; {method} reads its draft as a model"
+        )
+
+
 def check_kind(overrides: Mapping[str, Any], kind: str) -> None:
-    """Raises ValueError for a field that a head of this kind does not have."""
+    """Raise ValueError for a field that a head of this kind does not have."""
     for name in overrides:
         if kind not in FIELDS[name].kinds:
             wanted = " and ".join(FIELDS[name].kinds)
-            raise ValueError(f"{FLAG}: {name} is a field of {wanted} heads, the draft is an {kind} head")
+            raise ValueError(f"{FLAG}: {name} is a field of {wanted} heads, the draft's are {kind}")

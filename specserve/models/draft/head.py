@@ -1,4 +1,4 @@
-"""What the heads have in common: one decoder layer over pairs of token and feature.
+"""What the heads have in common: one decoder layer over pairs of a token and a feature.
 
 Shapes: N tokens to draft from, X rows of features, I width the attention reads, H draft hidden size, Vd vocabulary.
 """
@@ -20,10 +20,10 @@ from specserve.models.draft.base import DraftConfig
 
 
 class LayerHead(nn.Module):
-    """A subclass builds the modules and says what the attention reads (``_inputs``).
+    """A subclass builds the modules and defines what the attention reads (``_inputs``).
 
-    ``norm`` stands before the scores, unless the configuration says otherwise. The target's modules are held in
-    tuples: used, but not registered as the head's own.
+    ``norm`` is applied before the scores, unless the configuration says otherwise. The target's modules are held in
+    tuples: they are used, but not registered as the head's own.
     """
 
     norm: RMSNorm | None
@@ -39,7 +39,7 @@ class LayerHead(nn.Module):
         self._lm_head: tuple[nn.Module] | None = None
 
     def _add_layer(self, layer: int, max_positions: int) -> None:
-        """The decoder layer after its input, to run as pool layer ``layer``."""
+        """Add the decoder layer after its input, to run as pool layer ``layer``."""
         config = self.config.layer
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -54,7 +54,7 @@ class LayerHead(nn.Module):
     def _inputs(
         self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None
     ) -> tuple[Tensor | Rounded, Tensor]:
-        """What the attention reads ``[N, I]``, and the residual stream it adds to ``[N, H]``."""
+        """Return what the attention reads ``[N, I]``, and the residual stream that it adds to ``[N, H]``."""
         raise NotImplementedError
 
     def _pairs(
@@ -65,7 +65,7 @@ class LayerHead(nn.Module):
         source_N: Tensor | None,
         norms: tuple[Tensor, Tensor, float] | None,
     ) -> tuple[Tensor | Rounded, Tensor]:
-        """``pair_inputs``, the pairs rounded where ``reader`` multiplies them as integers."""
+        """Return ``pair_inputs``, quantized if ``reader`` multiplies them as integers."""
         quantizes = isinstance(reader, Projection) and reader.quantizes(len(tokens_N))
         whole_groups = features_XH.shape[-1] % GROUP == 0
         make = pair_inputs_rounded if quantizes and whole_groups else pair_inputs
@@ -79,7 +79,7 @@ class LayerHead(nn.Module):
         attend: Attend,
         source_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The MLP's output and the residual stream before that is added."""
+        """Return the MLP's output, and the residual stream before it is added."""
         x_NI, residual_NH = self._inputs(tokens_N, features_XH, source_N)
         stream = self.self_attn(x_NI, residual_NH, Rope(self.rope_P2D, positions_N), attend)
         out: tuple[Tensor, Tensor] = self.mlp(
@@ -124,7 +124,7 @@ class LayerHead(nn.Module):
 
     @property
     def reader(self) -> nn.Module:
-        """What it scores by: the target's head, the embedding as one, or its own."""
+        """The module that scores: the target's head, the embedding, or its own head."""
         return self.lm_head if self._lm_head is None else self._lm_head[0]
 
     def _scores(self, read_NH: Tensor | Rounded) -> Tensor:
@@ -132,8 +132,8 @@ class LayerHead(nn.Module):
         return out
 
     def quantize(self, quantization: str) -> None:
-        """Round its weights to int8 or fp8, or leave them (none). What it scores by stays as it is
-        unless it is a head of its own that reads all its rows."""
+        """Quantize its weights to int8 or fp8, or leave them (none). The module that scores is quantized only if it is
+        a head of its own that uses all its rows."""
         if quantization != "none":
             leave = () if self._lm_head is None else ("lm_head",)
             quantize_linears(self, QUANTIZED[quantization], leave)

@@ -1,6 +1,6 @@
-"""Loads published draft heads: EAGLE (1/2), EAGLE-3 and MiMo's MTP.
+"""Load published draft heads: EAGLE (1 and 2), EAGLE-3 and MiMo's MTP.
 
-Everything that does not fit the target is a ValueError that names the file, the tensor or field, and what is expected.
+Whatever does not fit the target is a ValueError that names the file, the tensor or field, and what is expected.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _HEADS: dict[str, Callable[..., Head]] = {"EAGLE": EagleHead, "EAGLE3": Eagle3He
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """``ids``, on the CPU, are the target ids of the draft vocabulary, None where it is the target's; ``notes`` say
-    what was resolved."""
+    """``ids``, on the CPU, are the target ids of the draft vocabulary, None if it is the target's. ``notes`` say what
+    was resolved."""
 
     head: Head
     ids: Tensor | None
@@ -43,8 +43,8 @@ def load_draft(
     dtype: torch.dtype,
     overrides: Mapping[str, Any] | None = None,
 ) -> LoadedDraft:
-    """Loads the head at ``path`` for ``algorithm``, to run as pool layer ``layer``; ``overrides`` go before fields of
-    its config."""
+    """Load the head at ``path`` for ``algorithm``, to run as pool layer ``layer``. ``overrides`` replace fields of its
+    config."""
     reading = open_draft(path, algorithm, overrides or {}, target.config)
     source, config = reading.source, reading.config()
     own = reading.kind == "EAGLE3" and (config.tied or "lm_head.weight" in source)

@@ -1,4 +1,4 @@
-"""MiMo's multi-token-prediction head, which is a part of its target's checkpoint. Xiaomi 2025, arXiv 2505.07608.
+"""MiMo's multi-token-prediction head, which is part of its target's checkpoint. Xiaomi 2025, arXiv 2505.07608.
 
 ``input_proj`` over [norm(feature); norm(embedding)], one decoder layer with the norms of the target's, a final norm,
 the target's head. Other engines zero the embedding next to the first feature; the published code does not, nor does
@@ -19,8 +19,8 @@ from specserve.models.draft.head import LayerHead
 
 
 class MTPHead(LayerHead):
-    """``taps`` empty: features are the target's states after its final norm, else those at the one tap. Its own final
-    norm is called ``norm`` here and ``final_layernorm`` in files."""
+    """Without ``taps`` the features are the target's states after its final norm, otherwise those at the one tap. Its
+    own final norm is called ``norm`` here and ``final_layernorm`` in files."""
 
     def __init__(
         self, config: DraftConfig, layer: int, max_positions: int, embed: nn.Embedding, lm_head: nn.Module
@@ -37,7 +37,8 @@ class MTPHead(LayerHead):
 
     @torch.no_grad()
     def read_embedding_first(self) -> None:
-        """Exchanges the halves of a published ``input_proj``, which reads the feature first, as no other head does."""
+        """Swap the halves of a published ``input_proj``, which reads the feature first; all other heads read the
+        embedding first."""
         weight = self.input_proj.weight
         weight.copy_(weight.roll(weight.shape[0], 1))
 

@@ -1,13 +1,13 @@
-"""Reads what a published head is: tensors of its files decide, fields of its configuration fill in.
+"""Read what a published head is: its tensors decide, the fields of its configuration fill in the rest.
 
-Each kind of head is a class. A field of ``DraftConfig`` that its files decide is one of its ``parts`` or a property,
-which notes what it found and why, or raises ValueError naming file, tensor or field and what is expected.
+Each kind of head is a class. It fills each field of ``DraftConfig`` by one of its ``parts`` or a property, which notes
+what was found and why, or raises ValueError naming the file, the tensor or field, and what is expected.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -22,13 +22,15 @@ from specserve.models.config import ModelConfig, layer_config, rope_config
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.fields import LIST, check_kind
 from specserve.models.draft.source import Source, open_source
+from specserve.models.tensor_files import TensorFiles
 
 
 class Part(NamedTuple):
-    """What a head has where one of ``fields`` says so, or its file has one of ``tensors``.
+    """A part that a head has if one of ``fields`` says so or its file has one of ``tensors``.
 
-    ``speculators``: more fields that say so in speculators' files; in others the tensors are leftovers of a
-    conversion."""
+    ``speculators``: further fields that say so, in files of speculators; in others such tensors are leftovers of a
+    conversion.
+    """
 
     tensors: tuple[str, ...]
     fields: tuple[str, ...] = ()
@@ -46,8 +48,8 @@ _FUSED = "norms the target's states before fc"
 
 
 class Reading:
-    """A head for ``target``, read from ``source``. ``ids`` are target ids of the draft vocabulary, on the CPU; None: it
-    is the target's."""
+    """A head for ``target``, read from ``source``. ``ids`` are the target ids of the draft vocabulary, on the CPU;
+    None: it is the target's."""
 
     kind: ClassVar[str]
     input_factor: ClassVar[int] = 1  # what the attention reads, in hidden sizes
@@ -58,7 +60,7 @@ class Reading:
         self.source, self.target = source, target
 
     def read(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the fields of ``DraftConfig`` that can be read, and the problems that keep others from it."""
+        """Return the fields of ``DraftConfig`` that can be read, and the problems with the others."""
         found, problems = dict[str, Any](), list[str]()
         for name in ("overrides", *(field.name for field in dataclasses.fields(DraftConfig)), "ids"):
             try:
@@ -71,7 +73,7 @@ class Reading:
         return found, list(dict.fromkeys(problems))  # what depends on another fails as that does
 
     def config(self) -> DraftConfig:
-        """Raises ValueError with the first problem."""
+        """Return the configuration. Raises ValueError with the first problem."""
         found, problems = self.read()
         if problems:
             raise ValueError(problems[0])
@@ -142,7 +144,8 @@ class Reading:
         return rope
 
     def rope_words(self, rope: RopeConfig) -> str:
-        """Base 10000 where the config names none: never the target's, which published drafts were not trained with."""
+        """Use base 10000 if the config names none, and never the target's: published drafts were not trained with
+        it."""
         source = self.source
         named = rope_fields(source.config).get("rope_theta") or source.config.get("rope_theta")
         why = source.says("rope_theta") if named else "its config has no rope_theta"
@@ -180,7 +183,8 @@ class EagleReading(Reading):
 
     @property
     def own_embedding(self) -> bool:
-        """Whether the file's embedding is used. The target's is preferred: exports exist whose own is random."""
+        """Whether the file's embedding is used. The target's is preferred, because some exports contain a random
+        one."""
         source, width = self.source, self.target.hidden_size
         own, wanted = "embed_tokens.weight" in source, source.get("use_own_embedding")
         if wanted and not own:
@@ -212,7 +216,7 @@ class EagleReading(Reading):
 
 
 class Eagle3Reading(EagleReading):
-    """EAGLE-3: states of the target, their fusion, a draft vocabulary and rows for it."""
+    """EAGLE-3: states of the target and their fusion, and a draft vocabulary with its own rows."""
 
     kind = "EAGLE3"
     input_factor = 2
@@ -260,7 +264,7 @@ class Eagle3Reading(EagleReading):
 
     @cached_property
     def draft_vocab_size(self) -> int:
-        """Tokens it can draft: the rows of its own head, the target's vocabulary without one."""
+        """Tokens that it can draft: the rows of its own head, or the target's vocabulary without one."""
         source, own = self.source, "lm_head.weight" in self.source
         rows = source.matrix("lm_head.weight")[0] if own else self.target.vocab_size
         declared = source.config.get("draft_vocab_size")
@@ -273,35 +277,11 @@ class Eagle3Reading(EagleReading):
 
     @cached_property
     def ids(self) -> Tensor | None:  # type: ignore[override]  # a constant for other kinds
-        """From the offsets ``d2t``; checked against ``t2d`` where the file has it."""
-        source, rows, vocab = self.source, self.draft_vocab_size, self.target.vocab_size
-        if "d2t" not in source.files:
-            if rows != vocab:
-                needs = f"a draft vocabulary of {rows} tokens needs it, int64 [{rows}]"
-                raise ValueError(f"{source.path}: tensor d2t is missing; {needs}")
-            source.note(f"vocabulary: all {vocab} tokens of the target (no d2t)")
-            return None
-        offsets, file = source.files["d2t"], source.files.file("d2t")
-        if offsets.shape != (rows,) or offsets.dtype not in (torch.int64, torch.int32):
-            found = f"{offsets.dtype} {list(offsets.shape)}"
-            raise ValueError(f"{file}: tensor d2t is {found}, expected int64 [{rows}]")
-        ids = offsets.long() + torch.arange(rows)
-        if bool((ids.diff() <= 0).any()) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
-            wanted = f"strictly increasing target ids from 0 to {vocab - 1}"
-            raise ValueError(f"{file}: tensor d2t must give {wanted}")
-        if (
-            rows < vocab and "t2d" in source.files
-        ):  # else t2d has nothing to say: EAGLE's own files leave it all false
-            kept = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
-            if not torch.equal(source.files["t2d"].bool(), kept):
-                file = source.files.file("t2d")
-                raise ValueError(f"{file}: tensor t2d does not mark the target ids that d2t gives")
-        source.note(f"vocabulary: {rows} tokens of the target's {vocab} (d2t)")
-        return None if rows == vocab else ids
+        return read_ids(self.source.files, self.draft_vocab_size, self.target.vocab_size, self.source.note)
 
     @property
     def tied(self) -> bool:
-        """Whether the draft's embedding scores, too; without that a head that the file lacks is the target's."""
+        """Whether the draft's embedding also scores; otherwise the target's head replaces a missing head."""
         source = self.source
         if "lm_head.weight" in source:
             return False
@@ -314,7 +294,7 @@ class Eagle3Reading(EagleReading):
 
     @property
     def fuse(self) -> bool:
-        """Whether ``fc`` stands before the layer; a single state that is as wide as the draft needs none."""
+        """Whether ``fc`` comes before the layer. A single state as wide as the draft needs none."""
         if self.has(self.parts["joint_norm"]) and self.has(self.parts["tap_norms"]):
             why = "norm_before_fc and fc_norm exclude each other, expected one of them"
             raise ValueError(f"{self.source.path}: {why}")
@@ -356,7 +336,7 @@ class Eagle3Reading(EagleReading):
 
 
 class MTPReading(Reading):
-    """MiMo's next-token-prediction layer, a part of its target's checkpoint."""
+    """MiMo's next-token-prediction layer, part of its target's checkpoint."""
 
     kind = "MTP"
 
@@ -383,13 +363,39 @@ class MTPReading(Reading):
         return "pre", "the default for MiMo"
 
 
+def read_ids(files: TensorFiles, rows: int, vocab: int, note: Callable[[str], None]) -> Tensor | None:
+    """Target ids of a draft vocabulary, from the offsets ``d2t``; checked against ``t2d`` where the file has it. None
+    where they are all of the target's."""
+    if "d2t" not in files:
+        if rows != vocab:
+            needs = f"a draft vocabulary of {rows} tokens needs it, int64 [{rows}]"
+            raise ValueError(f"{files.path}: tensor d2t is missing; {needs}")
+        note(f"vocabulary: all {vocab} tokens of the target (no d2t)")
+        return None
+    offsets, file = files["d2t"], files.file("d2t")
+    if offsets.shape != (rows,) or offsets.dtype not in (torch.int64, torch.int32):
+        found = f"{offsets.dtype} {list(offsets.shape)}"
+        raise ValueError(f"{file}: tensor d2t is {found}, expected int64 [{rows}]")
+    ids = offsets.long() + torch.arange(rows)
+    if bool((ids.diff() <= 0).any()) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
+        wanted = f"strictly increasing target ids from 0 to {vocab - 1}"
+        raise ValueError(f"{file}: tensor d2t must give {wanted}")
+    if rows < vocab and "t2d" in files:  # else t2d has nothing to say: EAGLE's own files leave it all false
+        kept = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+        if not torch.equal(files["t2d"].bool(), kept):
+            file = files.file("t2d")
+            raise ValueError(f"{file}: tensor t2d does not mark the target ids that d2t gives")
+    note(f"vocabulary: {rows} tokens of the target's {vocab} (d2t)")
+    return None if rows == vocab else ids
+
+
 _READINGS: dict[str, type[Reading]] = {r.kind: r for r in (EagleReading, Eagle3Reading, MTPReading)}
 
 
 def open_draft(path: Path, algorithm: str, overrides: Mapping[str, Any], target: ModelConfig) -> Reading:
-    """Opens a directory with a head that ``algorithm`` runs; ``overrides`` go before fields of its config.
+    """Open a directory with a head that ``algorithm`` runs. ``overrides`` replace fields of its config.
 
-    Raises ValueError when it is unreadable or holds another kind of head.
+    Raises ValueError if it is unreadable or holds another kind of head.
     """
     source = open_source(path, overrides)
     kind, method = "MTP" if source.is_mtp else _eagle_kind(source), method_of(algorithm)

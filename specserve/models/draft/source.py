@@ -1,4 +1,4 @@
-"""A draft as published: its tensors under the names the heads use, and one flat configuration.
+"""A published draft with its tensors under this package's names, and one flat configuration.
 
 Dialects differ in names (``midlayer.``, ``model.layers.0.``, ``transformer.``, ``mtp_layers.0.``) and in where the
 configuration nests; what a head computes is decided elsewhere, from tensors first and fields second.
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from specserve.layers.rotary import rope_fields
-from specserve.models.checkpoint import TensorFiles
 from specserve.models.config import OBJECT, check, check_rope_fields, read_json
 from specserve.models.draft.fields import FIELDS, FLAG
+from specserve.models.tensor_files import TensorFiles
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _FOREIGN = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """``config`` is flat and has the overrides in it; ``notes`` collects what was resolved and why."""
+    """``config`` is flat and includes the overrides. ``notes`` collects what was resolved and why."""
 
     path: Path
     files: TensorFiles
@@ -65,7 +65,7 @@ class Source:
         return "speculators_model_type" in self.config
 
     def stored(self, name: str) -> str:
-        """The file's name of a head's parameter."""
+        """Return the file's name of a head's parameter."""
         if self.is_mtp:
             return "mtp_layers.0." + ("final_layernorm.weight" if name == "norm.weight" else name)
         outside = next((prefix for prefix in _OUTSIDE_LAYER if name.startswith(prefix)), None)
@@ -79,14 +79,14 @@ class Source:
         return self.stored(name) in self.files
 
     def file(self, name: str) -> Path:
-        """The file with a head's parameter. Raises ValueError when there is none."""
+        """Return the file with a head's parameter. Raises ValueError if there is none."""
         return self.files.file(self.stored(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.files[self.stored(name)].shape)
 
     def matrix(self, name: str) -> tuple[int, int]:
-        """Rows and columns. Raises ValueError naming file and tensor when it has none."""
+        """Return rows and columns. Raises ValueError naming file and tensor if it is no matrix."""
         shape = self.shape(name)
         if len(shape) != 2 or 0 in shape:
             raise ValueError(
@@ -95,8 +95,8 @@ class Source:
         return shape[0], shape[1]
 
     def get(self, name: str) -> Any:
-        """A field of ``FIELDS`` where the config has it: nested under ``eagle_config``, or at its top. None where it
-        is absent or empty."""
+        """Return a field of ``FIELDS`` from the config, nested under ``eagle_config`` or at the top level; None if
+        absent or empty."""
         if name in self.overrides:
             return self.overrides[name]
         found = (self.config.get("eagle_config") or {}).get(name)
@@ -107,16 +107,16 @@ class Source:
         return found
 
     def says(self, name: str) -> str:
-        """Who said what a field is, for notes."""
+        """Return who set a field, for notes."""
         return FLAG if name in self.overrides else f"its config's {name}"
 
     def note(self, text: str) -> None:
-        """Each note once, however often what it says is read."""
+        """Add a note once, however often its field is read."""
         if (note := f"draft {text}") not in self.notes:
             self.notes.append(note)
 
     def note_unread(self, parameters: Iterable[str]) -> None:
-        """Tensors that no parameter wants may mean that the draft is another than it seems."""
+        """Note tensors that no parameter uses: the draft may differ from what it seems."""
         known = {*_READ_APART, *map(self.stored, parameters)}
         names = [name for name in self.files.names() if name.startswith("mtp_layers.") or not self.is_mtp]
         if unread := [n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq")]:
@@ -125,7 +125,7 @@ class Source:
 
 
 def open_source(path: Path, overrides: Mapping[str, Any]) -> Source:
-    """Reads a directory. Raises ValueError when it is unreadable or holds a head of an unsupported kind by name."""
+    """Read a directory. Raises ValueError if it is unreadable or names an unsupported kind of head."""
     files, config = TensorFiles(path), read_json(path / "config.json")
     inner: dict[str, Any] = next((config[n] for n in _NESTED if isinstance(config.get(n), dict)), {})
     flat = {**config, **inner}
@@ -137,7 +137,7 @@ def open_source(path: Path, overrides: Mapping[str, Any]) -> Source:
 
 
 def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Both spellings of the rotary fields give way to an override of either."""
+    """Apply overrides. An override of either spelling of the rotary fields replaces both."""
     rope = {name: overrides[name] for name in ("rope_theta", "rope_scaling") if name in overrides}
     if rope and (written := rope_fields(config)):
         config["rope_theta"] = written.pop("rope_theta", config.get("rope_theta"))

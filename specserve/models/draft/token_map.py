@@ -1,4 +1,4 @@
-"""FR-Spec: a draft that reads some rows of the target's head, those of frequent tokens.
+"""FR-Spec: a draft that uses only the rows of frequent tokens of the target's head.
 
 Zhao et al. 2025, arXiv 2502.14856. A map's file lists target token ids, the most frequent first. Only what the draft
 can guess is cut; the target verifies over its whole vocabulary. Shapes: N rows, H hidden size, O rows of a head, R ids
@@ -23,7 +23,7 @@ _EXPECTED = "expected a list of token ids: torch.save of ints, a JSON list, or a
 
 
 def read_named_map(flag: str, file: Path, vocab_size: int) -> Tensor:
-    """``read_token_map`` of what a flag names, which its errors name, too."""
+    """Read the map that a flag names; errors name the flag too."""
     try:
         return read_token_map(file, vocab_size)
     except ValueError as error:
@@ -31,10 +31,10 @@ def read_named_map(flag: str, file: Path, vocab_size: int) -> Tensor:
 
 
 def read_token_map(file: Path, vocab_size: int) -> Tensor:
-    """The ids that ``file`` lists, int64 ``[R]``, in its order, each once: published maps repeat some.
+    """Return the ids that ``file`` lists, int64 ``[R]``, in its order, each once: some published maps repeat ids.
 
-    ``.json`` and ``.txt`` are read as what they are called, all others by ``torch.load`` as plain data. Raises
-    ValueError naming the file and what is expected of it.
+    ``.json`` and ``.txt`` are read as such, all others by ``torch.load`` as plain data. Raises ValueError naming the
+    file and what is expected of it.
     """
     ids = list(dict.fromkeys(_integers(file, _read(file))))
     if not ids:
@@ -75,17 +75,17 @@ def _integers(file: Path, found: Any) -> list[int]:
 
 
 class PickedRows(Protocol):
-    """A head of R rows of another, which may be exchanged between steps."""
+    """A head of R rows of another head; the rows can be exchanged between steps."""
 
     def __call__(self, states_NH: Tensor) -> Tensor: ...
 
     def pick(self, rows_R: Tensor) -> None:
-        """From now on scores by these rows, int64 on the head's device, as many as before."""
+        """Score by these rows from now on: int64 on the head's device, the same number as before."""
         ...
 
 
 class IndexedHead(nn.Module):
-    """The rows ``ids_R`` of another module's head, read where they lie: changing the ids copies no weights."""
+    """The rows ``ids_R`` of another module's head, read in place: changing the ids copies no weights."""
 
     def __init__(self, lm_head: Projection, ids_R: Tensor) -> None:
         super().__init__()
@@ -97,14 +97,14 @@ class IndexedHead(nn.Module):
         return self._lm_head[0].outputs_at(self.ids_R, states_NH)
 
     def pick(self, rows_R: Tensor) -> None:
-        """In the same buffer: captured steps read it by its address."""
+        """Write to the same buffer, because captured steps read it by its address."""
         self.ids_R.copy_(rows_R)
 
 
 class CopiedRows(nn.Module):
-    """The rows ``ids_R`` of another module's head, copied and packed for a CPU; others are copied at each ``pick``.
+    """The rows ``ids_R`` of another module's head, copied and packed for a CPU; each ``pick`` copies others.
 
-    Keeps the head's plain weight, which the target lets go once it is packed: rows of the packed one can't be picked.
+    It keeps the head's plain weight, which the target drops once it is packed: rows of a packed weight can't be picked.
     """
 
     def __init__(self, lm_head: Projection, ids_R: Tensor) -> None:
@@ -122,8 +122,7 @@ class CopiedRows(nn.Module):
 
 
 def truncate(head: LayerHead, lm_head: Projection, ids_R: Tensor) -> None:
-    """From now on ``head`` scores the tokens ``ids_R`` alone. Raises ValueError unless it scores by the target's
-    ``lm_head``."""
+    """Make ``head`` score only the tokens ``ids_R``. Raises ValueError unless it scores by the target's ``lm_head``."""
     if head._lm_head != (lm_head,):
         raise ValueError(
             f"--speculative-token-map: this draft, an {type(head).__name__}, scores by rows of its own; "
@@ -133,19 +132,19 @@ def truncate(head: LayerHead, lm_head: Projection, ids_R: Tensor) -> None:
 
 
 def truncated_head(lm_head: Projection, ids_R: Tensor) -> nn.Module:
-    """What takes the place of ``lm_head`` in a draft that knows ``ids_R`` alone.
+    """Return the replacement of ``lm_head`` in a draft that knows only ``ids_R``.
 
     On a GPU no weight is copied. On a CPU the rows are: a multiplication there takes its weight packed in blocks of
-    neighbouring rows, so rows of the packed head can't be picked, and gathering them at every call would read and
-    write as much as the multiplication saves. ``lm_head`` must still have its plain weight.
+    neighbouring rows, so rows of the packed head can't be picked, and gathering them at every call would read and write
+    as much as the multiplication saves. ``lm_head`` must still have its plain weight.
     """
     return IndexedHead(lm_head, ids_R) if on_gpu(lm_head.device) else _packed(*lm_head.rows(ids_R))
 
 
 def score_by(head: LayerHead, rows_R: Tensor) -> PickedRows:
-    """From now on ``head`` scores by these rows of what it scored by. Returns what exchanges them.
+    """Make ``head`` score by these rows of the module that it scored by. Return what exchanges the rows.
 
-    On a GPU nothing but ids changes then; on a CPU rows are copied, for the reason in ``truncated_head``.
+    On a GPU only ids change from then on; on a CPU rows are copied, for the reason in ``truncated_head``.
     """
     assert isinstance(head.reader, Projection)
     picked = picked_rows(head.reader, rows_R)

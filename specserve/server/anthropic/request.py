@@ -1,4 +1,4 @@
-"""What requests of the Messages API may hold, and the chat that they ask for."""
+"""Requests of the Messages API, and how they become chat requests."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from specserve.core import MAX_COUNT
 from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS, few_parts
-from specserve.frontend.fields import ListOf, Refusal, Strict, Text, fault
+from specserve.frontend.fields import ListOf, Refusal, Strict, Text, excerpt, fault
 from specserve.frontend.tools import MAX_TOOLS
 from specserve.server.protocol import MAX_STOPS, Count, Int
 from specserve.server.translate import Translation, check_kind
 
 CACHE = "cache_control: prompts share cached prefixes without it"
 EFFORT = "output_config.effort: the effort of a model can't be set"
-BUDGET = "thinking: the chat template says how much the model thinks; no budget is held"
+BUDGET = (
+    "thinking: the chat template says how much the model thinks; no budget is held without --reasoning-parser"
+)
 EAGER = "tools[].eager_input_streaming: arguments come as soon as they are certain"
 ERROR = "is_error: chat templates have no place for it; the result's text is what the model reads"
 _ALONE = "tools are called by the model alone"
@@ -105,10 +108,10 @@ class InputMessage(Strict):
 
 
 def _callable(kind: object) -> object:
-    """Raises PydanticCustomError for a tool that the server would have to run, or know."""
+    """Raise PydanticCustomError for a tool that the server would have to run, or know."""
     if isinstance(kind, str) and kind != "custom":
         words = "not supported: {kind}: the server has no tools of its own; custom is taken"
-        raise PydanticCustomError("unsupported", words, {"kind": kind[:80]})
+        raise PydanticCustomError("unsupported", words, {"kind": excerpt(kind)})
     return kind
 
 
@@ -158,8 +161,8 @@ class Thinking(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {"display": Refusal("thinking comes as it is", "summarized")}
     type: Literal["enabled", "adaptive", "disabled"]
     """`disabled` sets the chat template's `enable_thinking` to false; the others leave it to the template."""
-    budget_tokens: Int | None = None
-    """No budget is held."""
+    budget_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    """Most tokens of a thought, before the mark that ends it is written; with `--reasoning-parser`."""
 
 
 class JsonFormat(Strict):
@@ -231,8 +234,8 @@ class CountTokensRequest(Strict):
             raise fault("unsupported", f"not supported: {words}", f"messages.{len(self.messages) - 1}.role")
         return self
 
-    def unheeded(self) -> Iterator[str]:
-        """What of the request changes nothing, with the reason."""
+    def unheeded(self, holds_budgets: bool) -> Iterator[str]:
+        """What of the request changes nothing, with the reason. ``holds_budgets``: of thoughts."""
         contents = [each.content for each in self.messages if not isinstance(each.content, str)]
         blocks = [block for content in contents for block in content]
         system = [] if self.system is None or isinstance(self.system, str) else self.system
@@ -242,7 +245,7 @@ class CountTokensRequest(Strict):
             yield CACHE
         if self.output_config is not None and self.output_config.effort is not None:
             yield EFFORT
-        if self.thinking is not None and self.thinking.type != "disabled":
+        if self.thinking is not None and self.thinking.type != "disabled" and not holds_budgets:
             yield BUDGET
         if any(tool.eager_input_streaming for tool in tools):
             yield EAGER
@@ -268,6 +271,7 @@ class CountTokensRequest(Strict):
         names = {
             "messages": "messages",
             "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+            "tool_choice.function": "tool_choice",
             "response_format": "output_config.format",
             "response_format.json_schema": "output_config.format",
         }
@@ -308,8 +312,15 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = None
     """As in chat."""
 
+    @property
+    def budget(self) -> int | None:
+        """Of thinking that is not disabled."""
+        thinking = self.thinking
+        return None if thinking is None or thinking.type == "disabled" else thinking.budget_tokens
+
     def chat(self) -> Translation:
         found = super().chat()
+        found.names["thinking_token_budget"] = "thinking.budget_tokens"
         found.fields |= {
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
@@ -326,7 +337,7 @@ def _joined(texts: str | list[TextBlock]) -> str:
 
 
 def _add(chat: Translation, name: str, message: InputMessage) -> None:
-    """Adds a message: each result of a tool is one of its own."""
+    """Add a message: each result of a tool is one of its own."""
     if isinstance(message.content, str):
         chat.add(message.role, name, content=message.content)
         return

@@ -9,7 +9,7 @@ from specserve.frontend.conversation import of_request
 from specserve.server.anthropic import schema
 from specserve.server.anthropic.request import CountTokensRequest, MessagesRequest
 from specserve.server.anthropic.writer import MessageWriter
-from specserve.server.chat import begin, callable_tools
+from specserve.server.chat import begin, calls_of
 from specserve.server.errors import ANTHROPIC
 from specserve.server.front import Front
 from specserve.server.openapi import answers
@@ -18,7 +18,7 @@ from specserve.server.streaming import Json, unless_left
 
 
 def add_messages(app: FastAPI, front: Front) -> None:
-    """Adds the routes."""
+    """Add the routes."""
     answer = answers(schema.AnswerOfMessages, schema.EVENTS, error=AnthropicError)
 
     @app.post(ANTHROPIC, response_model=None, responses=answer)
@@ -36,13 +36,14 @@ def add_messages(app: FastAPI, front: Front) -> None:
 
 
 def _note(front: Front, request: CountTokensRequest) -> None:
-    """Notes what of the request changes nothing."""
-    for words in request.unheeded():
+    """Note what of the request changes nothing."""
+    for words in request.unheeded(front.no_budgets is None):
         front.note_once(f"{ANTHROPIC}: {words}")
 
 
 async def _message(front: Front, request: MessagesRequest) -> Response:
     chat = request.chat()
+    chat.fields["thinking_token_budget"] = request.budget if front.no_budgets is None else None
     made = chat.request()
     with chat.named():
         writer = await begin(front, made, MessageWriter)
@@ -54,6 +55,6 @@ async def _count(front: Front, request: CountTokensRequest) -> Response:
     made = chat.request()
     with chat.named():
         front.check_call(made.model)
-        tools = callable_tools(front, made)
+        tools = calls_of(front, made).tools
         prompt = await front.encode_chat(of_request(made.messages), tools, made.chat_template_kwargs)
     return Json(schema.TokenCount(len(prompt)))

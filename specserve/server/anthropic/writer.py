@@ -1,4 +1,4 @@
-"""A message as it is written, whole or as a stream's events."""
+"""Write a message, whole or as the events of a stream."""
 
 from __future__ import annotations
 

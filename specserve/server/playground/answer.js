@@ -2,6 +2,7 @@
 
 import { chart, draw } from "./chart.js";
 import { account, Measure, words } from "./measure.js";
+import { Text } from "./text.js";
 import { tokenSpans } from "./tokens.js";
 
 export class Answer {
@@ -12,8 +13,13 @@ export class Answer {
     this.speculates = speculates;
     this.card = made("article", "answer");
     this.card.setAttribute("aria-label", title);
-    this.card.append(made("h3", "", title), made("p", "text"));
-    this._text = this.card.lastChild;
+    const copy = made("button", "quiet copy", "Copy");
+    copy.type = "button";
+    copy.addEventListener("click", () => this._copy(copy));
+    this._shown = made("div", "text");
+    this.card.append(copy, made("h3", "", title), this._shown);
+    this._text = new Text(this._shown);
+    this._calls = [];
     this._frame = null;
   }
 
@@ -29,16 +35,35 @@ export class Answer {
     this._redraw();
   }
 
-  add({ text, runs, pieces, finish, usage }) {
+  add({ text, runs, pieces, calls, finish, usage }) {
     this.text += text;
     this.finish = finish ?? this.finish;
     this.measure.usage = usage ?? this.measure.usage;
     if (runs.length) this.measure.add(runs);
-    this._text.append(...(pieces.length ? tokenSpans(runs, pieces) : [text]));
+    this._text.add(pieces.length ? tokenSpans(runs, pieces) : [made("span", "", text)]);
+    for (const call of calls) this._addCall(call);
     this._frame ??= requestAnimationFrame(() => this._redraw());
   }
 
+  // A call of a tool: its name, then its arguments as they come.
+  _addCall({ index, function: { name, arguments: given } }) {
+    if (!this._calls[index]) {
+      this._calls[index] = made("pre", "call");
+      this._calls[index].append(made("b", "", name), " ");
+      this._figures.before(this._calls[index]);
+    }
+    this._calls[index].append(given ?? "");
+  }
+
+  async _copy(button) {
+    getSelection().selectAllChildren(this._shown); // what remains where a page may not write the clipboard
+    const done = await navigator.clipboard?.writeText(this.text).then(() => true, () => false);
+    button.textContent = done ? "Copied" : "Selected";
+    setTimeout(() => { button.textContent = "Copy"; }, 2000);
+  }
+
   end(seed) {
+    this._text.endLine();
     this._redraw();
     this.card.removeAttribute("aria-busy");
     const { usage } = this.measure;

@@ -7,12 +7,18 @@ export class ApiTrouble extends Error {
   }
 }
 
+// Whether the server has drafts; a balancer that does not say is taken to have them.
+export async function hasDrafts(key) {
+  const found = await call("server_info", { headers: headers(key) }).then((response) => response.json(), () => null);
+  return !found || found.speculative_algorithm !== null;
+}
+
 export async function modelNames(key) {
   const response = await call("v1/models", { headers: headers(key) });
   return (await response.json()).data.map((model) => model.id);
 }
 
-// Yields {text, runs, pieces, finish, usage} for each event that carries any of them.
+// Yields {text, runs, pieces, calls, finish, usage} for each event that carries any of them.
 export async function* streamChat(request, key, signal) {
   const response = await call("v1/chat/completions", {
     method: "POST",
@@ -34,6 +40,7 @@ function read(chunk) {
     text: choice.delta?.content ?? "",
     runs: choice.speculation?.runs ?? [],
     pieces: choice.speculation?.pieces ?? [],
+    calls: choice.delta?.tool_calls ?? [],
     finish: choice.finish_reason ?? null,
     usage: chunk.usage ?? null,
   };

@@ -1,6 +1,6 @@
 // The page: who speaks, keys and buttons, one turn at a time.
 
-import { modelNames } from "./client.js";
+import { hasDrafts, modelNames } from "./client.js";
 import {
   apiKey, askForKey, onKey, openSettings, sampling, settingsAreOpen, showModels, systemPrompt,
 } from "./settings.js";
@@ -19,18 +19,24 @@ async function connect() {
   try {
     const names = await modelNames(apiKey());
     showModels(names);
-    status.textContent = names[0];
+    document.body.classList.toggle("plain", !(await hasDrafts(apiKey())));
+    say(names[0]);
   } catch (error) {
-    status.textContent = error.message;
+    say(error.message, true);
     if (error.status === 401) askForKey();
     else setTimeout(connect, RETRY_MS);
   }
 }
 
+function say(words, isTrouble = false) {
+  status.textContent = words;
+  status.classList.toggle("trouble", isTrouble);
+}
+
 async function ask(text) {
   const chosen = sampling();
   if (running || !text.trim() || !chosen) return;
-  const turn = new Turn(text, composer.mode.value);
+  const turn = new Turn(text, document.body.classList.contains("plain") ? "plain" : composer.mode.value);
   const user = { role: "user", content: text };
   begin(turn);
   try {

@@ -1,5 +1,8 @@
 // What one answer costs: measured while it comes, and what the server says at its end.
 
+const LEAST_SECONDS = 0.1;
+const LEAST_READS = 4;
+
 export class Measure {
   constructor() {
     this.begun = performance.now();
@@ -7,12 +10,15 @@ export class Measure {
     this.firstTokens = 0;
     this.last = this.begun;
     this.tokens = 0;
+    this.reads = 0; // at different times
     this.steps = []; // tokens of each step
     this.usage = null;
   }
 
   add(runs) {
-    this.last = performance.now();
+    const now = performance.now();
+    this.reads += now - this.last > 1;
+    this.last = now;
     const tokens = runs.reduce((sum, run) => sum + run, 0);
     if (this.first === null) {
       this.first = this.last;
@@ -28,10 +34,12 @@ export class Measure {
     return this.first === null ? null : (this.first - this.begun) / 1000;
   }
 
-  // Behind the first tokens, so that reading the prompt does not count.
+  // After the first tokens, so that reading the prompt does not count. A few reads within a moment say nothing: tokens
+  // that waited for the browser come at once.
   get tokensPerSecond() {
     const seconds = (this.last - this.first) / 1000;
-    return this.first === null || seconds <= 0 ? null : (this.tokens - this.firstTokens) / seconds;
+    if (this.first === null || seconds < LEAST_SECONDS || this.reads < LEAST_READS) return null;
+    return (this.tokens - this.firstTokens) / seconds;
   }
 
   get tokensPerStep() {

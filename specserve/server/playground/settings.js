@@ -23,6 +23,21 @@ export function onKey(listener) {
   });
 }
 
+for (const field of [form.tools, form.schema]) {
+  field.addEventListener("input", () => field.setCustomValidity(fault(field.value)));
+}
+
+function fault(text) {
+  try {
+    read(text);
+    return "";
+  } catch (error) {
+    return `This is no JSON: ${error.message}`;
+  }
+}
+
+const read = (text) => (text.trim() ? JSON.parse(text) : undefined);
+
 export function askForKey() {
   openSettings(true);
   form.key.focus();
@@ -40,8 +55,11 @@ export function sampling() {
     form.reportValidity();
     return null;
   }
+  const schema = read(form.schema.value);
   return {
     model: form.model.value,
+    tools: read(form.tools.value),
+    response_format: schema && { type: "json_schema", json_schema: { name: "answer", schema } },
     temperature: form.temperature.valueAsNumber,
     top_p: form.top_p.valueAsNumber,
     max_tokens: form.max_tokens.valueAsNumber,

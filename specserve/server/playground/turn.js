@@ -9,7 +9,7 @@ export class Turn {
   constructor(question, mode) {
     this.both = mode === "both";
     const sides = this.both ? [true, false] : [mode === "on"];
-    this.answers = sides.map((side) => new Answer(TITLES.get(side), side));
+    this.answers = sides.map((side) => new Answer(mode === "plain" ? "Answer" : TITLES.get(side), side));
     this.section = made("section", this.both ? "turn both" : "turn");
     const cards = made("div", "answers");
     cards.append(...this.answers.map((answer) => answer.card));

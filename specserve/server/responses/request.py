@@ -1,4 +1,4 @@
-"""What requests for responses may hold, and the chat that they ask for."""
+"""Requests of the Responses API, and how they become chat requests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from specserve.frontend.conversation import MAX_MESSAGES, MAX_PARTS, few_parts
-from specserve.frontend.fields import ListOf, Refusal, Strict, Text, fault
+from specserve.frontend.fields import ListOf, Refusal, Strict, Text, excerpt, fault
 from specserve.frontend.tools import MAX_TOOLS
 from specserve.server.protocol import Count
+from specserve.server.responses.tools import Offered, ResponseTool, ToolChoice, name_in_chat, offered
 from specserve.server.translate import Translation, check_kind
 
 ENCRYPTED = "reasoning.encrypted_content"
@@ -42,10 +43,10 @@ class ReasoningPart(Strict):
 
 _KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "message": (("role", "content"), ("phase",)),
-    "function_call": (("call_id", "name", "arguments"), ()),
-    "function_call_output": (("call_id", "output"), ()),
-    "custom_tool_call": (("call_id", "name", "input"), ()),
-    "custom_tool_call_output": (("call_id", "output"), ()),
+    "function_call": (("call_id", "name", "arguments"), ("namespace",)),
+    "function_call_output": (("call_id", "output"), ("namespace",)),
+    "custom_tool_call": (("call_id", "name", "input"), ("namespace",)),
+    "custom_tool_call_output": (("call_id", "output"), ("namespace",)),
     "reasoning": ((), ("content",)),
 }
 """Fields of an item by its type: those that are needed, and others."""
@@ -55,7 +56,6 @@ class InputItem(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "encrypted_content": Refusal("reasoning is read from content, as answers have it"),
         "summary": Refusal(_NO_SUMMARIES, []),
-        "namespace": Refusal("functions have no namespaces"),
         "caller": Refusal("functions are called by the model alone", {"type": "direct"}),
     }
     type: Literal[
@@ -81,6 +81,8 @@ class InputItem(Strict):
     """Of a call, and of the output that answers it."""
     name: Text | None = None
     """What was called."""
+    namespace: Text | None = None
+    """The namespace of what was called, if it has one."""
     arguments: Text | None = None
     """Of a call of a function: the text of a JSON object."""
     input: Text | None = None
@@ -98,61 +100,6 @@ class InputItem(Strict):
         if self.type == "message" and ReasoningPart in kinds:
             raise fault("content", "a message has parts of the types input_text and output_text", "content")
         return self
-
-
-def _callable(kind: object) -> object:
-    """Raises PydanticCustomError for a tool that the server would have to run."""
-    if isinstance(kind, str) and kind not in ("function", "custom"):
-        words = "not supported: {kind}: the server runs no tools; function and custom are taken"
-        raise PydanticCustomError("unsupported", words, {"kind": kind[:80]})
-    return kind
-
-
-class CustomFormat(Strict):
-    type: Literal["text"]
-    """Any text; a grammar can't be enforced in the arguments of a call."""
-
-
-class ResponseTool(Strict):
-    refused: ClassVar[Mapping[str, Refusal]] = {
-        "defer_loading": Refusal("all tools are in the prompt", False),
-        "allowed_callers": Refusal("functions are called by the model alone", ["direct"]),
-        "output_schema": Refusal("the model is not told what a function gives"),
-    }
-    type: Annotated[Literal["function", "custom"], BeforeValidator(_callable)]
-    """A function, or a custom tool, which takes a text: the model sees a function of one argument, `input`."""
-    name: Text
-    """The tool's name; each once."""
-    description: Text | None = None
-    """What it does, for the model."""
-    parameters: dict[str, Any] | None = None
-    """A function's parameters as a JSON schema."""
-    strict: bool | None = None
-    """As in chat."""
-    format: CustomFormat | None = None
-    """What a custom tool takes."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ResponseTool:
-        others = ("parameters", "strict") if self.type == "function" else ("format",)
-        check_kind(self, self.type, (), ("type", "name", "description", *others))
-        return self
-
-    def function(self) -> dict[str, Any]:
-        """The tool as chat has it."""
-        parameters = self.parameters if self.type == "function" else _ONE_TEXT
-        found = {"name": self.name, "description": self.description, "parameters": parameters}
-        return {"type": "function", "function": {**found, "strict": self.strict}}
-
-
-_ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-
-
-class NamedTool(Strict):
-    type: Annotated[Literal["function", "custom"], BeforeValidator(_callable)]
-    """What is to be called."""
-    name: Text
-    """Its name."""
 
 
 class TextFormat(Strict):
@@ -204,10 +151,10 @@ class ResponseStreamOptions(Strict):
 
 
 def _readable(included: object) -> object:
-    """Raises PydanticCustomError for what answers don't have."""
+    """Raise PydanticCustomError for what answers don't have."""
     if isinstance(included, str) and included != ENCRYPTED:
         words = "not supported: {given}; {taken} is taken: reasoning is in the answer as it is"
-        raise PydanticCustomError("unsupported", words, {"given": included[:80], "taken": ENCRYPTED})
+        raise PydanticCustomError("unsupported", words, {"given": excerpt(included), "taken": ENCRYPTED})
     return included
 
 
@@ -252,7 +199,7 @@ class ResponsesRequest(Strict):
     """Only with `stream`."""
     tools: Annotated[ListOf[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     """What the model may call."""
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     """As in chat."""
     parallel_tool_calls: bool | None = None
     """As in chat."""
@@ -260,6 +207,8 @@ class ResponsesRequest(Strict):
     """What the answer must be."""
     reasoning: ReasoningOptions | None = None
     """How the model thinks."""
+    thinking_token_budget: int | None = None
+    """As in chat."""
     include: ListOf[Annotated[Literal["reasoning.encrypted_content"], BeforeValidator(_readable)]] | None = (
         None
     )
@@ -281,29 +230,25 @@ class ResponsesRequest(Strict):
             raise fault("stream", "only with stream: true", "stream_options")
         return self
 
-    @property
-    def custom(self) -> frozenset[str]:
-        """Names of the custom tools."""
-        return frozenset(tool.name for tool in self.tools or () if tool.type == "custom")
+    def offered(self) -> list[Offered]:
+        """What the model may call."""
+        return list(offered(self.tools or ()))
 
     def chat(self) -> Translation:
         """The same as a chat."""
-        text, choice = self.text or TextOptions(), self.tool_choice
-        if isinstance(choice, NamedTool):
-            choice_of_chat: Any = {"type": "function", "function": {"name": choice.name}}
-        else:
-            choice_of_chat = choice
+        text, choice, tools = self.text or TextOptions(), self.tool_choice, self.offered()
         fields = {
             "model": self.model,
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stream": self.stream,
-            "tools": None if self.tools is None else [tool.function() for tool in self.tools],
-            "tool_choice": choice_of_chat,
+            "tools": None if self.tools is None else [tool.function() for tool in tools],
+            "tool_choice": choice.of_chat() if isinstance(choice, ToolChoice) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": text.format and text.format.response_format(),
             "verbosity": text.verbosity,
+            "thinking_token_budget": self.thinking_token_budget,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
         }
         names = {
@@ -313,7 +258,11 @@ class ResponsesRequest(Strict):
             "response_format.json_schema": "text.format",
             "verbosity": "text.verbosity",
             "reasoning_effort": "reasoning.effort",
-            **{f"tools.{index}.function": f"tools.{index}" for index in range(len(self.tools or ()))},
+            "tool_choice.function": "tool_choice",
+            "tool_choice.allowed_tools": "tool_choice",
+            **(choice.names() if isinstance(choice, ToolChoice) else {}),
+            **{f"tools.{index}": tool.path for index, tool in enumerate(tools)},
+            **{f"tools.{index}.function": tool.path for index, tool in enumerate(tools)},
         }
         found = Translation(fields, names)
         if self.instructions is not None:
@@ -328,7 +277,7 @@ class ResponsesRequest(Strict):
 
 
 def _add(chat: Translation, name: str, item: InputItem) -> None:
-    """Adds an item. What an assistant thought, said and called in a row is one message."""
+    """Add an item. What an assistant thought, said and called in a row is one message."""
     content: Any = item.content
     if not isinstance(content, str) and content is not None:
         content = "".join(part.text for part in content)
@@ -350,9 +299,8 @@ def _add(chat: Translation, name: str, item: InputItem) -> None:
             if last is None:
                 chat.add("assistant", name, content="")
             given = {"input": item.input} if item.type == "custom_tool_call" else item.arguments
-            chat.call(
-                name, "call_id", {"id": item.call_id, "function": {"name": item.name, "arguments": given}}
-            )
+            function = {"name": name_in_chat(item.namespace, item.name), "arguments": given}
+            chat.call(name, "call_id", {"id": item.call_id, "function": function})
         case "function_call_output" | "custom_tool_call_output":
             output: Any = item.output
             text = output if isinstance(output, str) else "".join(part.text for part in output)

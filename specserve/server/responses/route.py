@@ -17,7 +17,7 @@ from specserve.server.streaming import unless_left
 
 
 def add_responses(app: FastAPI, front: Front) -> None:
-    """Adds the route."""
+    """Add the route."""
 
     @app.post("/v1/responses", response_model=None, responses=answers(ResponseObject, EVENTS))
     async def post_responses(request: ResponsesRequest, http: Request) -> Response:

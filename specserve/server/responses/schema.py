@@ -45,6 +45,7 @@ class FunctionCallItem(Answer, tag_field="type", tag="function_call", kw_only=Tr
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
 class CustomCallItem(Answer, tag_field="type", tag="custom_tool_call", kw_only=True):
@@ -53,6 +54,7 @@ class CustomCallItem(Answer, tag_field="type", tag="custom_tool_call", kw_only=T
     call_id: str
     name: str
     input: str
+    namespace: str | UnsetType = UNSET
 
 
 OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem

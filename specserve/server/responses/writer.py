@@ -1,4 +1,4 @@
-"""A response as it is written, whole or as a stream's events."""
+"""Write a response, whole or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class ResponseWriter(Writer):
     def __init__(self, given: ResponsesRequest, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
         super().__init__(front, request, jobs, "resp")
         self._given = given
+        self._offered = {tool.name: tool for tool in given.offered()}
         self._temperature, self._top_p = jobs[0].params.temperature, jobs[0].params.top_p
         self._new_id = (front.calls_format or FORMATS["hermes"]).new_id
         self._sent = 0  # events
@@ -72,7 +73,7 @@ class ResponseWriter(Writer):
             if block.kind != "call":
                 yield self._event(schema.PartAdded, part=_part(block), **place)
         elif phase == "more":
-            if block.name not in self._given.custom:  # their input is known when the arguments are whole
+            if not self._is_custom(block):  # their input is known when the arguments are whole
                 yield self._event(_DELTAS[block.kind], delta=text, **place)
         else:
             yield from self._end(block, place)
@@ -85,12 +86,13 @@ class ResponseWriter(Writer):
             yield self._event(schema.TextDone, text=block.text, **place)
         elif block.kind == "reasoning":
             yield self._event(schema.ReasoningDone, text=block.text, **place)
-        elif block.name in self._given.custom:
+        elif self._is_custom(block):
             given = _input(block.text)
             yield self._event(schema.InputDelta, delta=given, **place)
             yield self._event(schema.InputDone, input=given, **place)
         else:
-            yield self._event(schema.ArgumentsDone, name=block.name, arguments=block.text, **place)
+            name = self._offered[block.name].tool.name
+            yield self._event(schema.ArgumentsDone, name=name, arguments=block.text, **place)
         if block.kind != "call":
             yield self._event(schema.PartDone, part=_part(block), **place)
 
@@ -99,7 +101,10 @@ class ResponseWriter(Writer):
         return kind(sequence_number=self._sent - 1, **fields)
 
     def _item_id(self, block: Block) -> str:
-        return f"{_PREFIXES['custom' if block.name in self._given.custom else block.kind]}_{block.key}"
+        return f"{_PREFIXES['custom' if self._is_custom(block) else block.kind]}_{block.key}"
+
+    def _is_custom(self, block: Block) -> bool:
+        return block.kind == "call" and self._offered[block.name].custom
 
     def _item(self, block: Block, status: schema.ItemStatus, begun: bool = False) -> schema.OutputItem:
         """``begun``: nothing of its content is there yet."""
@@ -108,8 +113,9 @@ class ResponseWriter(Writer):
             return schema.OutputMessage(content=[] if begun else [schema.OutputText(block.text)], **head)
         if block.kind == "reasoning":
             return schema.ReasoningItem(content=[] if begun else [schema.ReasoningText(block.text)], **head)
-        head |= {"call_id": block.call_id, "name": block.name}
-        if block.name in self._given.custom:
+        called = self._offered[block.name]
+        head |= {"call_id": block.call_id, "name": called.tool.name, "namespace": called.namespace or UNSET}
+        if called.custom:
             return schema.CustomCallItem(input="" if begun else _input(block.text), **head)
         return schema.FunctionCallItem(arguments=block.text, **head)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from specserve.core import SamplingParams
 from specserve.speculation.shape import StepShape
 
 Floats = NDArray[np.float64]
@@ -27,7 +28,8 @@ FORGET = 0.995  # of what is known of a level, at each step that tests it
 IDLE_FORGET = 0.999  # at each step that does not
 SKILL_FORGET = 0.97  # of a request's counts, at each of its steps
 SKILL_PRIOR = 2.0  # information, as of eight levels that were tested, that a request is like the others
-PRIOR_PREDICTED = 0.8  # belief that a predicted text is right
+PRIOR_PREDICTED = 0.8  # belief that a predicted text is right,
+PRIOR_DUE = 0.3  # that a grammar forces the next token,
 PREDICTED_TESTS = 10.0  # and tests that it is worth
 OWN = 0.5  # of a request's shift that is not counted for what is usual: whole, nothing would say what that is
 FIRST_ODDS = 0.4  # of a chain's first level: a chance of 0.6
@@ -45,8 +47,9 @@ class Skill:
     certain stays so, and a tree's second choices help a hard text more than an easy one. It is estimated by Newton's
     method, a step at a time: ``surprise`` and ``information`` are sums over the levels that were tested.
 
-    ``predicted``: it has a predicted text, on which its acceptance depends and not on how good the draft is; of that
-    are ``foretold`` tokens, of as many ``tokens`` as it could have foretold. Both begin with a belief, which fades.
+    ``predicted``: it has a predicted text, its own or what a grammar forces, on which its acceptance depends and not on
+    how good the draft is; of that are ``foretold`` tokens, of as many ``tokens`` as it could have foretold. Both begin
+    with a belief, which fades.
     """
 
     cap: int
@@ -55,6 +58,13 @@ class Skill:
     information: float = 0.0
     foretold: float = PREDICTED_TESTS * PRIOR_PREDICTED
     tokens: float = PREDICTED_TESTS
+
+    @classmethod
+    def of(cls, cap: int, params: SamplingParams) -> Skill:
+        """Return the skill of a new request."""
+        if params.prediction or params.grammar is None:
+            return cls(cap, predicted=bool(params.prediction))
+        return cls(cap, predicted=True, foretold=PREDICTED_TESTS * PRIOR_DUE)
 
     @property
     def shift(self) -> float:
@@ -189,9 +199,13 @@ class Acceptance:
     the request's own shift. So a text that grows easier under one shape is known to be easier for all of them.
 
     A tree is first taken for what its width suggests. What it is told then is how much better or worse than expected
-    it did than the chain inside it, for most of the luck is that of both."""
+    it did than the chain inside it, for most of the luck is that of both.
 
-    def __init__(self) -> None:
+    ``searches``: drafts are looked up in texts. Then a level that nothing was found for, with nodes to spare, counts as
+    rejected: a step of that shape gives no more."""
+
+    def __init__(self, searches: bool = False) -> None:
+        self._searches = searches
         self._chain = _Learned(CHAIN_PRIOR)
         self._trees: dict[Family, _Learned] = {}
         self._step = 0
@@ -246,19 +260,27 @@ class Acceptance:
         shift_R = np.array([skills[index].shift for index in own])
         accepted_R = np.array(given.emitted)[own] - 1
         offered_R = np.minimum(shape.depth, np.array(given.drafted)[own])  # exact for chains
+        missing_R = self._missing(shape, np.array([skills[index].cap for index in own]), offered_R, given)
+        offered_R = offered_R + missing_R
         family, chain_S = family_of(shape), self._chain_odds(shape.depth)
         if family == CHAIN:
             chain = tests = _Tests.of(chain_S, shift_R, accepted_R, offered_R)
         else:
             odds_S = self._family_odds(family, shape.depth)
             tests = _Tests.of(odds_S, shift_R, accepted_R, offered_R)
-            chain = _Tests.of(chain_S, shift_R, np.array(given.firsts)[own], np.array(given.chains)[own])
+            chains_R = np.array(given.chains)[own] + missing_R
+            chain = _Tests.of(chain_S, shift_R, np.array(given.firsts)[own], chains_R)
             self._learn_tree(family, tests, chain)
         usual = chain.of_shift(chain_S, OWN * shift_R)
         self._chain.learn(chain_S, usual.surprise_RS.sum(0), usual.information_RS.sum(0), self._step)
         learned = tests.surprise_RS.sum(1).tolist(), tests.information_RS.sum(1).tolist()
         for index, surprise, information in zip(own, *learned, strict=True):
             skills[index].observe(surprise, information)
+
+    def _missing(self, shape: StepShape, caps_R: Ints, offered_R: Ints, given: Given) -> Ints:
+        """Return 1 for each request that had nodes for another level, and no draft."""
+        spare = self._searches and sum(given.drafted) < shape.nodes - shape.slots
+        return np.asarray(spare & (offered_R < np.minimum(caps_R, shape.depth)), np.int64)
 
     def _learn_tree(self, family: Family, tests: _Tests, chain: _Tests) -> None:
         tree, beyond_S = self._trees[family], (tests.surprise_RS - chain.surprise_RS).sum(0)

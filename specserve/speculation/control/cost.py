@@ -35,7 +35,7 @@ class CostModel:
     _seen: dict[Key, int] = field(default_factory=dict)
 
     def seconds(self, shape: StepShape, kv_tokens: int) -> float:
-        """Raises KeyError for a shape that was never measured."""
+        """Raise KeyError for a shape that was never measured."""
         measured = self.table[shape] + self.slopes.get(shape, self.slope) * kv_tokens
         return measured * exp(sum(self._factors.get(key, 0.0) for key in _keys(shape)))
 

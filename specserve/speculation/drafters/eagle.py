@@ -21,13 +21,12 @@ from specserve.kv.pool import KVPool
 from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.linear import pack_linears
 from specserve.layers.rotary import Rope
-from specserve.models.draft.fields import parse_overrides
 from specserve.models.draft.head import LayerHead
 from specserve.models.draft.load import LoadedDraft, load_draft
 from specserve.models.draft.token_map import PickedRows, read_named_map, score_by, truncate
 from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
-from specserve.speculation.drafters.options import DraftOptions
+from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.dynamic_map import LiveMap, MapPlan
 from specserve.speculation.expand import expand
 from specserve.speculation.sampler import Sampling, VocabMap
@@ -70,26 +69,24 @@ class EagleDrafter:
         self.kv: Sequence[KVSpec] = [HeadKV(own.num_kv_heads, own.head_dim, dtype)]
 
     @classmethod
-    def load(
-        cls,
-        name: str,
-        path: Path,
-        target: LlamaModel,
-        layer: int,
-        max_positions: int,
-        dtype: torch.dtype,
-        options: DraftOptions,
-    ) -> EagleDrafter:
-        """Loads the head at ``path`` to run as pool layer ``layer``. Raises ValueError for one that does not fit."""
-        overrides = parse_overrides(options.config_override)
-        loaded = load_draft(path, name, target, layer, max_positions, dtype, overrides)
+    def load(cls, config: DrafterConfig) -> EagleDrafter:
+        """Load the head. Raises ValueError for one that does not fit."""
+        loaded = load_draft(
+            config.path,
+            config.name,
+            config.target,
+            config.layer,
+            config.max_positions,
+            config.dtype,
+            config.overrides,
+        )
         for note in loaded.notes:
             log.info("%s", note)
         # First, as it may pick rows of the plain head.
-        vocabulary = _vocabulary(loaded, options.token_map, target)
-        loaded.head.quantize(options.quantization)
+        vocabulary = _vocabulary(loaded, config.token_map, config.target)
+        loaded.head.quantize(config.quantization)
         pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
-        return cls(name, loaded.head, layer, dtype, vocabulary)
+        return cls(config.name, loaded.head, config.layer, config.dtype, vocabulary)
 
     @property
     def vocab_size(self) -> int:
@@ -179,7 +176,7 @@ def _vocabulary(loaded: LoadedDraft, token_map: Path | MapPlan | None, target: L
 
 
 def _follow(loaded: LoadedDraft, plan: MapPlan, target: LlamaModel) -> Vocabulary:
-    """Makes the head draft what a live map says, among the tokens that it scores."""
+    """Make the head draft what a live map says, among the tokens that it scores."""
     size, device = target.config.vocab_size, target.device
     ids_O = torch.arange(size) if loaded.ids is None else loaded.ids
     live_map = LiveMap(plan, ids_O.numpy(), size)
@@ -191,7 +188,7 @@ def _follow(loaded: LoadedDraft, plan: MapPlan, target: LlamaModel) -> Vocabular
 
 
 def _truncate(head: LayerHead, token_map: Path, target: LlamaModel) -> Tensor:
-    """Makes ``head`` draft the map's tokens alone. Their ids, ascending: in every order of the file the same are
+    """Make ``head`` draft the map's tokens alone. Their ids, ascending: in every order of the file the same are
     drafted, and rows that lie near each other are read together."""
     ids = read_named_map("--speculative-token-map", token_map, target.config.vocab_size)
     ids = ids.sort().values.to(target.device)

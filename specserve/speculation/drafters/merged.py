@@ -11,48 +11,36 @@ Shapes: B slots.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-import torch
 from specserve_kernels import Accepted, Pool, merge_pools
 from torch import Tensor
 
 from specserve.methods import parts_of
-from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, Drafter, PromptTokens, TargetStates, View
 from specserve.speculation.drafters import load_drafter
-from specserve.speculation.drafters.options import DraftOptions
+from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.dynamic_map import LiveMap
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
 
 class MergedDrafter:
-    """Runs ``model`` for the shape's levels and lets ``lookup``, which keeps nothing, copy as far as it goes."""
+    """Runs ``model`` for the shape's levels and lets ``lookup``, which learns nothing, copy as far as it goes."""
 
     def __init__(self, name: str, model: Drafter, lookup: Drafter) -> None:
         self.name = name
-        self.needs = replace(model.needs, sources=(model.name, lookup.name))
+        self.needs = replace(
+            model.needs, sources=(model.name, lookup.name), continuation=lookup.needs.continuation
+        )
         self.kv = model.kv
         self._model = model
         self._lookup = lookup
 
     @classmethod
-    def load(
-        cls,
-        name: str,
-        path: Path,
-        target: LlamaModel,
-        layer: int,
-        max_positions: int,
-        dtype: torch.dtype,
-        options: DraftOptions,
-    ) -> MergedDrafter:
+    def load(cls, config: DrafterConfig) -> MergedDrafter:
         """Load both. Raises ValueError for a head that does not fit."""
-        model, lookup = (
-            load_drafter(part, path, target, layer, max_positions, dtype, options) for part in parts_of(name)
-        )
-        return cls(name, model, lookup)
+        model, lookup = (load_drafter(replace(config, name=part)) for part in parts_of(config.name))
+        return cls(config.name, model, lookup)
 
     @property
     def vocab_size(self) -> int:

@@ -9,15 +9,14 @@ Shapes: B slots, K continuations, S levels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from specserve_kernels import Accepted, Pool, Prediction, find_continuations
 from torch import Tensor
 
 from specserve.kv.spec import KVSpec
-from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
@@ -36,9 +35,9 @@ class NgramDrafter:
         self.vocab_size = vocab_size
 
     @classmethod
-    def load(cls, name: str, path: Path, target: LlamaModel, *_: object) -> NgramDrafter:
+    def load(cls, config: DrafterConfig) -> NgramDrafter:
         """Return one for the target's vocabulary; there is nothing to read."""
-        return cls(name, target.config.vocab_size)
+        return cls(config.name, config.target.config.vocab_size)
 
     def scratch(self, shape: StepShape) -> int:
         return 0
@@ -50,7 +49,12 @@ class NgramDrafter:
         """The state's table has the text."""
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
-        slots, count, size = view.slots, shape.branching, shape.levels
+        return Pool.of_branches(*self.branches(context, view, shape.branching, shape.levels))
+
+    def branches(self, context: Context, view: View, count: int, size: int) -> tuple[Tensor, Tensor]:
+        """Return tokens of the best continuations and their cumulative log-probabilities, ``[B, K, S]`` each: -inf is
+        none. They begin with different tokens, the best first."""
+        slots = view.slots
         rows_B, dtype = slots.rows_B, context.state.sampling.temperature.dtype
         text_RC = context.state.slots.tokens[:, : view.max_length + 1]
         prediction, taken_B = view.prediction(context), torch.full_like(rows_B, -1)
@@ -58,28 +62,34 @@ class NgramDrafter:
             given_BS, trust_BS = _predicted(prediction, rows_B, size, dtype)
             taken_B = given_BS[:, 0].where(trust_BS[:, 0].isfinite(), -1)
         token_BKS, matched_BK = find_continuations(text_RC, rows_B, slots.length_B, taken_B, count, size)
-        score_BKS = _scores(matched_BK, size, dtype)
-        if prediction is not None:
-            token_BXS = torch.cat([given_BS[:, None], token_BKS], 1)
-            score_BXS = torch.cat([trust_BS[:, None], score_BKS], 1)
-            best_BK1 = score_BXS[:, :, 0].argsort(dim=1, descending=True, stable=True)[:, :count, None]
-            token_BKS = token_BXS.take_along_dim(best_BK1, 1)
-            score_BKS = score_BXS.take_along_dim(best_BK1, 1)
-        return Pool.of_branches(token_BKS, score_BKS)
+        ahead_S = torch.arange(size, device=rows_B.device)
+        matched_BKS = (matched_BK[..., None] + ahead_S).where(matched_BK[..., None] > 0, 0)
+        score_BKS = scores_of(matched_BKS, dtype)
+        if prediction is None:
+            return token_BKS, score_BKS
+        return best_of(
+            torch.cat([given_BS[:, None], token_BKS], 1), torch.cat([trust_BS[:, None], score_BKS], 1), count
+        )
 
     def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
         return None
 
 
-def _scores(matched_BK: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Cumulative log-probabilities ``[B, K, S]``: a token is right more often the longer the match before it, to which
-    each token that was right adds one; a continuation begins only where all better ones are wrong."""
-    ahead_S = torch.arange(size, device=matched_BK.device)
-    right_BKS = 1 - DOUBT / (matched_BK[..., None] + ahead_S).clamp(min=1).to(dtype)
+def scores_of(matched_BKS: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cumulative log-probabilities ``[B, K, S]``, -inf from where no token matches before on: a token is right more
+    often the longer the match before it, to which each token that was right adds one; a continuation begins only where
+    all better ones are wrong."""
+    right_BKS = 1 - DOUBT / matched_BKS.clamp(min=1).to(dtype)
     wrong_BK = (1 - right_BKS[..., 0]).log().cumsum(1)
-    logp_BKS = right_BKS.log().cumsum(2)
+    logp_BKS = right_BKS.log().masked_fill(matched_BKS == 0, -torch.inf).cumsum(2)
     logp_BKS[:, 1:] += wrong_BK[:, :-1, None]
-    return logp_BKS.masked_fill(matched_BK[..., None] == 0, -torch.inf)
+    return logp_BKS
+
+
+def best_of(token_BXS: Tensor, score_BXS: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` best of several continuations, of equal ones the first."""
+    best_BK1 = score_BXS[:, :, 0].argsort(dim=1, descending=True, stable=True)[:, :count, None]
+    return token_BXS.take_along_dim(best_BK1, 1), score_BXS.take_along_dim(best_BK1, 1)
 
 
 def _predicted(

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from specserve.config import Settings, load_settings
+from specserve.config import Settings, load_settings, resolve_paths
 from specserve.config.speculation import SHAPE
+from specserve.engine.shapes import cut
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.logs import configure_logging
 from specserve.process.assemble import resolve_engine
@@ -22,6 +23,7 @@ from specserve.process.worker import load_engine
 from specserve.tools.check.measure import measure, read_prompts
 from specserve.tools.check.memory import memory_needed
 from specserve.tools.check.mismatches import find_mismatches
+from specserve.tools.check.perplexity import FLAG, compare, read_text, score
 from specserve.tools.check.report import Report
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ MEASURED_SHAPE = (5, 4, 8)  # where the controller would choose: acceptance by p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report. Returns the exit code."""
+    """Print the report. Returns the exit code."""
     parser = _parser()
     options, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(flags):
@@ -62,13 +64,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-run", action="store_true", help="Load, and measure no acceptance.")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="Prompts to measure with, one a line.")
     parser.add_argument(
+        FLAG,
+        type=Path,
+        metavar="FILE",
+        help="A text to score, with --quantization or an FP8 KV cache also without: what they lose.",
+    )
+    parser.add_argument(
         "--max-tokens", type=int, default=64, help="Tokens of each answer, from 2 (default: 64)."
     )
     return parser
 
 
 def _check(given: Settings, options: argparse.Namespace, report: Report) -> None:
-    """Fills the report as far as it gets. Raises ValueError for what can't be loaded."""
+    """Fill the report as far as it gets. Raises ValueError for what can't be loaded."""
     prompts = read_prompts(options.prompts)
     with _heard(report.choices):
         settings, _, config = resolve_engine(_with_shape(given), with_front=True)
@@ -78,27 +86,40 @@ def _check(given: Settings, options: argparse.Namespace, report: Report) -> None
                 str(config.tokenizer_path), settings.trust_remote_code, settings.chat_template
             )
         find_mismatches(config, tokenizer, report)
+        text = None if options.perplexity is None else read_text(options.perplexity, tokenizer)
         engine = load_engine(config)
     try:
         report.memory = memory_needed(engine)
         if not options.no_run:
             measure(engine, config, tokenizer, prompts, options.max_tokens, report)
+        if text is not None:
+            report.perplexity = score(engine, config, text)
     finally:
         engine.close()
+    del engine
+    if text is not None and report.perplexity is not None:
+        report.perplexity = compare(report.perplexity, config, given, text)
 
 
-def _with_shape(settings: Settings) -> Settings:
-    shape = dict(zip(SHAPE, MEASURED_SHAPE, strict=True))
-    fixed = settings.method is None or settings.method.fixed_shape is not None
-    if fixed or any(getattr(settings, name) is not None for name in SHAPE):
-        return settings
-    log.info("speculation of %s (steps, topk, tokens): what acceptance is measured with", MEASURED_SHAPE)
-    return replace(settings, speculative_adaptive=False, **shape)  # type: ignore[arg-type]
+def _with_shape(given: Settings) -> Settings:
+    method = given.method
+    if (
+        method is None
+        or method.fixed_shape is not None
+        or any(getattr(given, name) is not None for name in SHAPE)
+    ):
+        return given
+    settings, notes = resolve_paths(given)
+    for note in notes:
+        log.info("%s", note)
+    shape = cut(MEASURED_SHAPE, method.drafts(Path(settings.speculative_draft_model_path or "")))
+    log.info("speculation of %s (steps, topk, tokens): what acceptance is measured with", shape)
+    return replace(settings, speculative_adaptive=False, **dict(zip(SHAPE, shape, strict=True)))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
 def _heard(said: list[str]) -> Iterator[None]:
-    """Adds what the package logs meanwhile, the settings' and the draft's notes, each once."""
+    """Add what the package logs meanwhile, the settings' and the draft's notes, each once."""
     logger, handler = logging.getLogger("specserve"), logging.Handler()
     handler.addFilter(lambda record: record.getMessage() not in said)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

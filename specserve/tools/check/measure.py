@@ -34,7 +34,7 @@ class Answer:
 
 
 def read_prompts(path: Path | None) -> list[str]:
-    """Raises ValueError naming the file."""
+    """Raise ValueError naming the file."""
     if path is None:
         return list(PROMPTS)
     try:
@@ -54,7 +54,7 @@ def measure(
     max_tokens: int,
     report: Report,
 ) -> None:
-    """Adds acceptance and its problems to the report. Raises ValueError for a prompt that can't be answered."""
+    """Add acceptance and its problems to the report. Raises ValueError for a prompt that can't be answered."""
     longest, vocab = max(1, config.context_length // 2), config.model.vocab_size
     if tokenizer is not None:  # through the chat template where there is one
         encoded = [_ids(tokenizer, prompt)[-longest:] for prompt in prompts]

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from specserve.config.engine import EngineConfig
 from specserve.engine.shapes import MAX_STEP_NODES
+from specserve.layers.linear import PLAIN
 from specserve.models.checkpoint import DTYPES
 from specserve.process.assemble import create_shapes, shape_plan
 from specserve.scheduler.scheduler import Scheduler
-from specserve.speculation.context import Context
+from specserve.speculation.context import Context, Drafter
 from specserve.tools.check.report import Memory
 
 _SAMPLER = 8  # bytes of a logit in the sampler: scores and noise in float32
@@ -33,7 +34,7 @@ def _memory_of(context: Context) -> Memory:
         device=str(context.state.device),
         loaded=True,
         weights=_count([context.target], seen),
-        draft=_count(vars(context.drafter).values(), seen),
+        draft=_count(_parts(context.drafter), seen),
         kv_per_token=page // pool.page_size,
         pool_tokens=pool.num_pages * pool.page_size,
         pool=pool.num_pages * page,
@@ -69,11 +70,12 @@ def device_memory(device: str) -> int:
 
 
 def _without_numbers(config: EngineConfig) -> Context:
-    """Everything but the pool's size and, on a CPU, rounded weights, which take what plain ones do."""
-    draft = config.draft
-    if draft is not None and config.device == "cpu":
-        draft = replace(draft, quantization="none")
-    return create_shapes(replace(config, draft=draft), shape_plan(config))
+    """Everything but the pool's size and, on a CPU, weights of few bits, which take what plain ones do."""
+    model, draft = config.model, config.draft
+    if config.device == "cpu":
+        model = model.with_weights(PLAIN)
+        draft = draft and replace(draft, quantization="none")
+    return create_shapes(replace(config, model=model, draft=draft), shape_plan(config))
 
 
 def _logits(config: EngineConfig, node: int) -> int:
@@ -81,6 +83,14 @@ def _logits(config: EngineConfig, node: int) -> int:
     if config.largest_graph is None:
         return 0
     return min(config.largest_graph * (config.shape[2] if config.shape else 1), MAX_STEP_NODES) * node
+
+
+def _parts(drafter: Drafter) -> Iterator[object]:
+    """What it holds, and what the drafters among that hold."""
+    for part in vars(drafter).values():
+        yield part
+        if hasattr(part, "propose"):
+            yield from _parts(part)
 
 
 def _count(parts: Iterable[object], seen: set[int]) -> int:

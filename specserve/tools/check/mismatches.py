@@ -5,7 +5,7 @@ from __future__ import annotations
 from specserve.config.engine import DraftSettings, EngineConfig
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.models.config import ModelConfig
-from specserve.models.draft.fields import FLAG, parse_overrides
+from specserve.models.draft.fields import FLAG, KINDS, parse_overrides
 from specserve.models.draft.reader import open_draft
 from specserve.tools.check.memory import device_memory, expected_memory
 from specserve.tools.check.report import Report
@@ -19,7 +19,7 @@ def find_mismatches(config: EngineConfig, tokenizer: Tokenizer | None, report: R
     _memory(config, report)
     if tokenizer is not None:
         _tokenizer(tokenizer, config.model, report)
-    if config.draft is not None and config.draft.method.needs_draft:
+    if config.draft is not None and set(KINDS).intersection(config.draft.method.heads):
         _draft(config.draft, config, report)
 
 

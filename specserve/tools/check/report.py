@@ -35,6 +35,18 @@ class Acceptance:
     same_texts: int
 
 
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """Of ``tokens`` in windows of ``window``. ``rounds``: what rounds, by its flags; ``plain``: the perplexity without
+    that, None where nothing does."""
+
+    tokens: int
+    window: int
+    found: float
+    plain: float | None = None
+    rounds: str = ""
+
+
 @dataclass(slots=True)
 class Report:
     """``problems`` are to be mended; ``remarks`` are mismatches that may be as they should."""
@@ -44,6 +56,7 @@ class Report:
     remarks: list[str] = field(default_factory=list)
     memory: Memory | None = None
     acceptance: Acceptance | None = None
+    perplexity: Perplexity | None = None
     error: str | None = None
 
     @property
@@ -64,6 +77,8 @@ class Report:
             yield from _section("memory", _memory(self.memory))
         if self.acceptance is not None:
             yield from _section("acceptance", _acceptance(self.acceptance))
+        if self.perplexity is not None:
+            yield from _section("perplexity", _perplexity(self.perplexity))
         if self.error is not None:
             yield f"can't be loaded: {self.error}"
         else:
@@ -93,6 +108,13 @@ def _acceptance(found: Acceptance) -> Iterator[str]:
     shares = " ".join(f"{share:.2f}" for share in found.by_position)
     yield f"steps that accepted 1, 2, ... drafts or more: {shares or 'none'}"
     yield f"{found.same_texts} of {found.prompts} texts are the same without drafting"
+
+
+def _perplexity(found: Perplexity) -> Iterator[str]:
+    yield f"{found.found:.4f} over {found.tokens} tokens, in windows of {found.window}"
+    if found.plain is not None:
+        more = 100 * (found.found / found.plain - 1)
+        yield f"{found.plain:.4f} without {found.rounds}: {more:+.2f}% by rounding"
 
 
 def _size(count: int) -> str:

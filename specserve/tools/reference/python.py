@@ -8,9 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from specserve.core import SamplingParams, Speculation, SpeculationUsage, TokenLogprob
-from specserve.llm import LLM, Message, Prompt, RequestOutput
+from specserve.llm import LLM, FunctionCall, Message, Prompt, RequestOutput
 
-CLASSES: tuple[type, ...] = (LLM, SamplingParams, Speculation, RequestOutput, SpeculationUsage, TokenLogprob)
+CLASSES: tuple[type, ...] = (
+    LLM,
+    SamplingParams,
+    Speculation,
+    RequestOutput,
+    FunctionCall,
+    SpeculationUsage,
+    TokenLogprob,
+)
 
 _HEAD = f"""# Python API
 

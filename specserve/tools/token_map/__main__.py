@@ -25,10 +25,10 @@ from specserve.tools.train.chat import Encoder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the map and prints what it covers. Returns the exit code."""
+    """Write the map and print what it covers. Returns the exit code."""
     args = parse_args(argv)
     try:
-        model_path = _model_path(args)
+        model_path = model_directory(args.model_path, args.revision)
         ranking = _ranking(args, model_path)
         size = default_size(len(ranking.counts_V)) if args.size is None else args.size
         write_map(args.output, ranking.best(size))
@@ -40,8 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _model_path(args: argparse.Namespace) -> Path:
-    settings, _ = resolve_paths(make_settings(model_path=args.model_path, revision=args.revision))
+def model_directory(given: str | None, revision: str | None) -> Path:
+    """Where a model lies, None: the bundled one. Raises ValueError where there is none."""
+    settings, _ = resolve_paths(make_settings(model_path=given, revision=revision))
     assert settings.model_path is not None
     return Path(settings.model_path)
 
@@ -50,7 +51,7 @@ def _ranking(args: argparse.Namespace, model_path: Path) -> Ranking:
     config = load_model_config(model_path)
     counts_V: Counts = np.zeros(config.vocab_size, np.int64)
     if args.data:
-        counts_V += count_files(args.data, _encoder(model_path), config.vocab_size)
+        counts_V += count_files(args.data, load_encoder(model_path), config.vocab_size)
     for url in args.server:
         counts_V += count_server(url, args.api_key, config.vocab_size)
     ranks = [read_token_map(path, config.vocab_size).tolist() for path in args.map]
@@ -59,7 +60,8 @@ def _ranking(args: argparse.Namespace, model_path: Path) -> Ranking:
     return Ranking(counts_V, ranks, special_tokens(model_path, config))
 
 
-def _encoder(model_path: Path) -> Encoder:
+def load_encoder(model_path: Path) -> Encoder:
+    """Load a model's tokenizer for texts. Raises ValueError where there is none."""
     from transformers import AutoTokenizer
 
     try:

@@ -25,7 +25,7 @@ first. Coverage is the share of the counted tokens that a map holds."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Exits with code 2 and the flag's name for a mistake."""
+    """Exit with code 2 and the flag's name for a mistake."""
     parser = argparse.ArgumentParser(
         prog="python -m specserve.token_map",
         description=DESCRIPTION,

@@ -26,17 +26,21 @@ Counts = NDArray[np.int64]
 def count_files(paths: Iterable[Path], encoder: Encoder, vocab_size: int) -> Counts:
     """``[V]``. Raises ValueError naming ``--data``, the file and the line at fault."""
     counts_V = np.zeros(vocab_size, np.int64)
+    for tokens in documents(paths, encoder):
+        counts_V += np.bincount(np.array(tokens, np.int64), minlength=vocab_size)[:vocab_size]
+    return counts_V
+
+
+def documents(paths: Iterable[Path], encoder: Encoder) -> Iterator[list[int]]:
+    """Tokens of the files' texts. Raises ValueError naming ``--data``, the file and the line at fault."""
     for path in paths:
         lines = path.suffix == ".jsonl"
-        documents = read_lines(path, partial(_record, encoder=encoder)) if lines else _plain(path, encoder)
         try:
-            for tokens in documents:
-                counts_V += np.bincount(np.array(tokens, np.int64), minlength=vocab_size)[:vocab_size]
+            yield from read_lines(path, partial(_record, encoder=encoder)) if lines else _plain(path, encoder)
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--data: {path} can't be read: {error}") from None
         except ValueError as error:
             raise ValueError(f"--data: {error}") from None
-    return counts_V
 
 
 def _plain(path: Path, encoder: Encoder) -> Iterator[list[int]]:

@@ -12,19 +12,21 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from specserve.models.checkpoint import DTYPES, load_target
+from specserve.models.checkpoint import DTYPES, file_tensors, load_target
 from specserve.models.llama import LlamaModel
 from specserve.tools.train import export, report
+from specserve.tools.train.block import BlockTrainer
 from specserve.tools.train.chat import Encoder
 from specserve.tools.train.cli import parse_args
 from specserve.tools.train.data import load_sources
 from specserve.tools.train.eagle import EagleTrainer
 from specserve.tools.train.eagle3 import Eagle3Trainer
-from specserve.tools.train.heads import HeadOptions, make_eagle, make_eagle3
+from specserve.tools.train.heads import HeadOptions, make_block, make_eagle, make_eagle3, make_medusa
 from specserve.tools.train.loop import Loop, LoopConfig
+from specserve.tools.train.medusa import MedusaTrainer
 from specserve.tools.train.optim import build_optimizers
 from specserve.tools.train.packing import Documents, Rows, RowSampler, pack
-from specserve.tools.train.vocab import draft_vocabulary
+from specserve.tools.train.vocab import draft_vocabulary, unused_token
 
 log = logging.getLogger("specserve.tools.train")
 HELDOUT_SHARE, HELDOUT_MOST = 0.02, 512  # of the documents of a source, when no held-out file is given
@@ -49,9 +51,17 @@ FIXED = [
     "aux_layers",
     "feature_weight",
     "ce_weight",
+    "draft_layers",
+    "block_size",
+    "anchors",
+    "mask_token",
+    "markov_rank",
+    "markov_head",
+    "medusa_heads",
+    "medusa_layers",
 ]
 
-Trainer = EagleTrainer | Eagle3Trainer
+Trainer = EagleTrainer | Eagle3Trainer | BlockTrainer | MedusaTrainer
 
 
 def load_data(args: argparse.Namespace) -> tuple[dict[str, Documents], dict[str, Documents]]:
@@ -90,10 +100,41 @@ def make_trainer(args: argparse.Namespace, target: LlamaModel, train: Mapping[st
     if args.algorithm == "EAGLE":
         draft = make_eagle(target, options, positions)
         return EagleTrainer(target, draft, levels, args.ttt_decay, args.feature_weight, args.ce_weight)
+    if args.algorithm == "MEDUSA":
+        return MedusaTrainer(
+            target, make_medusa(target, args.medusa_heads, args.medusa_layers), args.ttt_decay
+        )
+    if args.algorithm in ("DFLASH", "DSPARK"):
+        return _block_trainer(args, target, options, list(train.values()))
     vocab = target.config.vocab_size
     size = args.draft_vocab_size or min(32000, vocab)
     ids = draft_vocabulary(list(train.values()), vocab, size).to(target.device)
     return Eagle3Trainer(target, make_eagle3(target, options, positions, ids), ids, levels, args.ttt_decay)
+
+
+def _block_trainer(
+    args: argparse.Namespace, target: LlamaModel, options: HeadOptions, data: list[Documents]
+) -> BlockTrainer:
+    dspark, vocab = args.algorithm == "DSPARK", target.config.vocab_size
+    size = args.block_size or (7 if dspark else 16)
+    mask = unused_token(data, vocab) if args.mask_token is None else args.mask_token
+    if size < 2 or not 0 <= mask < vocab:
+        raise ValueError(
+            f"--block-size must be at least 2, --mask-token from 0 to {vocab - 1}; found {size} and {mask}"
+        )
+    log.info("blocks of %d tokens, mask token %d", size, mask)
+    draft = make_block(
+        target,
+        options,
+        args.max_length + size,
+        layers=args.draft_layers,
+        block_size=size,
+        mask_id=mask,
+        markov=args.markov_head if dspark else None,
+        rank=args.markov_rank if dspark else 0,
+    )
+    anchors = args.anchors or max(1, args.max_length // 8)
+    return BlockTrainer(target, draft, anchors, args.ttt_decay, args.ce_weight if dspark else 1.0)
 
 
 def loop_config(args: argparse.Namespace, rows: int, batch_rows: int, amp: bool) -> LoopConfig:
@@ -117,9 +158,15 @@ def loop_config(args: argparse.Namespace, rows: int, batch_rows: int, amp: bool)
 
 
 def write_draft(args: argparse.Namespace, trainer: Trainer, target: LlamaModel) -> None:
-    """Exports the draft in its published format."""
+    """Export the draft in its published format."""
     dtype = DTYPES[args.export_dtype]
-    if isinstance(trainer, EagleTrainer):
+    if isinstance(trainer, MedusaTrainer):
+        export.write_medusa(trainer.draft, args.model_path, args.output, dtype, args.format)
+        return
+    if isinstance(trainer, BlockTrainer):
+        tensors = file_tensors(trainer.draft)
+        config = export.block_config(trainer.draft.config, target.config, dtype)
+    elif isinstance(trainer, EagleTrainer):
         tensors = export.eagle_tensors(trainer.draft, target)
         config = export.eagle_config(trainer.draft.config, target.config, dtype)
     else:

@@ -5,11 +5,13 @@ Shapes: T tokens (rows times row length), N heads (q, then k, then v), D head si
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from specserve_kernels import apply_rotary
 from torch import Tensor
+from torch.nn import functional as F
 
 from specserve.layers.batch import AttentionInputs
 from specserve.layers.rotary import Rope
@@ -70,6 +72,43 @@ class CausalAttend:
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         return TestTimeAttend(self.packing)(inputs)
+
+
+class BlockAttend:
+    """Several blocks a row: each token attends to its block and to what precedes the block's first token, the anchor,
+    in its document, through the keys and values ``past``.
+
+    Shapes: B rows, S row length, A anchors a row, K tokens of a block, Q = A * K.
+    """
+
+    def __init__(
+        self, packing: Packing, anchor_BA: Tensor, size: int, past: Sequence[Tensor], rope: Rope
+    ) -> None:
+        """``past``: keys, not yet rotated, and values ``[T, 2 * kv heads, D]`` of all rows' tokens."""
+        self._past = [_rotate(kv_TND, kv_TND.shape[1] // 2, rope)[1:] for kv_TND in past]
+        length, (rows, anchors) = packing.row_length, anchor_BA.shape
+        column_S = torch.arange(length, device=anchor_BA.device)
+        document_BS = packing.documents(rows * length).view(rows, length)
+        document_BA1 = document_BS.gather(1, anchor_BA)[..., None]
+        before_BAS = (document_BA1 == document_BS[:, None]) & (column_S < anchor_BA[..., None])
+        block_Q = torch.arange(anchors * size, device=anchor_BA.device) // size
+        own_BQQ = (block_Q[:, None] == block_Q).expand(rows, -1, -1)
+        self._seen_BQX = torch.cat([before_BAS.repeat_interleave(size, 1), own_BQQ], 2)
+
+    def __call__(self, inputs: AttentionInputs) -> Tensor:
+        q_TND, *own = _rotate(inputs.qkv_TND, inputs.num_kv_heads, inputs.rope)
+        rows = len(self._seen_BQX)
+
+        def laid(x_TND: Tensor) -> Tensor:
+            return x_TND.reshape(rows, -1, *x_TND.shape[1:]).transpose(1, 2)
+
+        k, v = (
+            torch.cat([laid(past), laid(x)], 2) for past, x in zip(self._past[inputs.layer], own, strict=True)
+        )
+        seen = self._seen_BQX[:, None]
+        out = F.scaled_dot_product_attention(laid(q_TND), k, v, attn_mask=seen, enable_gqa=True)
+        found: Tensor = out.transpose(1, 2).flatten(0, 1).flatten(1)
+        return found
 
 
 def _columns(cache: list[Tensor]) -> Tensor:

@@ -11,7 +11,29 @@ from specserve.models.checkpoint import DTYPES
 from specserve.tools.train.export import FORMATS
 from specserve.tools.train.optim import OPTIMIZERS, SCHEDULES
 
-ALGORITHMS = ("EAGLE", "EAGLE3")
+ALGORITHMS = ("EAGLE", "EAGLE3", "DFLASH", "DSPARK", "MEDUSA")
+_BLOCKS = ("DFLASH", "DSPARK")
+_LAYERS = ("EAGLE", "EAGLE3", *_BLOCKS)
+_TAKEN_BY = {
+    "ttt_length": ("EAGLE", "EAGLE3"),
+    "draft_vocab_size": ("EAGLE3",),
+    "draft_intermediate_size": _LAYERS,
+    "draft_num_heads": _LAYERS,
+    "draft_num_kv_heads": _LAYERS,
+    "rope_theta": _LAYERS,
+    "aux_layers": ("EAGLE3", *_BLOCKS),
+    "feature_weight": ("EAGLE",),
+    "ce_weight": ("EAGLE", "DSPARK"),
+    "draft_layers": _BLOCKS,
+    "block_size": _BLOCKS,
+    "anchors": _BLOCKS,
+    "mask_token": _BLOCKS,
+    "markov_rank": ("DSPARK",),
+    "markov_head": ("DSPARK",),
+    "medusa_heads": ("MEDUSA",),
+    "medusa_layers": ("MEDUSA",),
+}
+"""The algorithms that take an option, if not all do."""
 
 
 def positive(text: str) -> int:
@@ -24,12 +46,17 @@ def positive(text: str) -> int:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m specserve.train", description="Train an EAGLE or EAGLE-3 draft for a target model."
+        prog="python -m specserve.train", description="Train a draft for a target model."
     )
     _add_main(parser)
     _add_schedule(parser)
     _add_draft(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name, algorithms in _TAKEN_BY.items():
+        if args.algorithm not in algorithms and getattr(args, name) != parser.get_default(name):
+            option, takers = f"--{name.replace('_', '-')}", " and ".join(algorithms)
+            parser.error(f"{option} is an option of {takers}; --algorithm is {args.algorithm}")
+    return args
 
 
 def _add_main(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +110,9 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
 
 def _add_draft(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the draft")
-    group.add_argument("--ttt-length", type=positive, help="levels trained (default: EAGLE3 7, EAGLE 3)")
+    group.add_argument(
+        "--ttt-length", type=positive, help="EAGLE: levels trained (default: EAGLE3 7, EAGLE 3)"
+    )
     group.add_argument(
         "--ttt-decay", type=float, default=0.8, help="weight of a level against the one before"
     )
@@ -97,8 +126,26 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--aux-layers",
         type=int,
-        nargs=3,
-        help="EAGLE3: boundaries, k is what enters layer k (default: 2 N/2 N-3)",
+        nargs="+",
+        help="boundaries, k is what enters layer k (default: EAGLE3 2 N/2 N-3, blocks five from 2 to N-2)",
     )
     group.add_argument("--feature-weight", type=float, default=1.0, help="EAGLE: weight of the feature loss")
-    group.add_argument("--ce-weight", type=float, default=0.1, help="EAGLE: weight of the cross-entropy")
+    group.add_argument(
+        "--ce-weight", type=float, default=0.1, help="EAGLE, DSPARK: weight of the cross-entropy"
+    )
+    _add_blocks(group)
+    group.add_argument("--medusa-heads", type=positive, default=5)
+    group.add_argument("--medusa-layers", type=positive, default=1, help="residual blocks of a head")
+
+
+def _add_blocks(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--draft-layers", type=positive, default=5, help="DFLASH, DSPARK")
+    group.add_argument("--block-size", type=positive, help="tokens of a block (default: DFLASH 16, DSPARK 7)")
+    group.add_argument(
+        "--anchors", type=positive, help="blocks trained a row (default: an eighth of its tokens)"
+    )
+    group.add_argument(
+        "--mask-token", type=int, help="DFLASH, DSPARK: its id (default: the last one that the data lack)"
+    )
+    group.add_argument("--markov-rank", type=positive, default=256, help="DSPARK")
+    group.add_argument("--markov-head", choices=("vanilla", "gated", "rnn"), default="vanilla", help="DSPARK")

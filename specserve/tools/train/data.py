@@ -21,7 +21,7 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 
 
 def load_sources(path: Path, encoder: Encoder | None) -> dict[str, Documents]:
-    """Reads a file of training data. An ``.npz`` may hold several sources, any other file is JSON lines.
+    """Read a file of training data. An ``.npz`` may hold several sources, any other file is JSON lines.
 
     ``encoder`` is needed for JSON lines only. Raises ValueError naming the file and what is wrong in it.
     """
@@ -38,7 +38,7 @@ def load_sources(path: Path, encoder: Encoder | None) -> dict[str, Documents]:
 
 
 def load_tokens(path: Path) -> dict[str, Documents]:
-    """Reads sources ``X`` of an ``.npz`` from its arrays ``X_tokens``, ``X_mask`` and ``X_starts``.
+    """Read sources ``X`` of an ``.npz`` from its arrays ``X_tokens``, ``X_mask`` and ``X_starts``.
 
     Without a prefix (``tokens``, ``mask``, ``starts``) it is one source. A source whose mask is 0 everywhere
     is plain text: all its tokens are learned.
@@ -58,7 +58,7 @@ def load_tokens(path: Path) -> dict[str, Documents]:
 
 
 def checked(path: Path, tokens: Any, mask: Any, starts: Any) -> Documents:
-    """Completes the list of starts and checks it against the tokens."""
+    """Complete the list of starts and check it against the tokens."""
     starts = np.asarray(starts, np.int64)
     if len(starts) == 0 or starts[-1] != len(tokens):
         starts = np.append(starts, len(tokens))
@@ -70,7 +70,7 @@ def checked(path: Path, tokens: Any, mask: Any, starts: Any) -> Documents:
 
 
 def join(documents: Sequence[tuple[list[int], list[bool]]]) -> Documents:
-    """Lays (tokens, mask) pairs end to end."""
+    """Lay (tokens, mask) pairs end to end."""
     lengths = [len(tokens) for tokens, _ in documents]
     return Documents(
         np.concatenate([np.array(tokens, np.int32) for tokens, _ in documents]),

@@ -49,7 +49,7 @@ class EagleTrainer(nn.Module):
         return features_TH + (torch.rand_like(features_TH) - 0.5) * width
 
     def unroll(self, batch: Batch, levels: int) -> Levels:
-        """Runs the target and ``levels`` levels of the draft."""
+        """Run the target and ``levels`` levels of the draft."""
         target = self._target[0]
         hidden_TH, _ = run_target(target, batch, ())
         with torch.no_grad():

@@ -40,7 +40,7 @@ class Eagle3Trainer(nn.Module):
         self.inside: Tensor
 
     def unroll(self, batch: Batch, levels: int) -> Levels:
-        """Runs the target and ``levels`` levels of the draft."""
+        """Run the target and ``levels`` levels of the draft."""
         target = self._target[0]
         hidden_TH, tapped = run_target(target, batch, self.draft.config.taps)
         with torch.no_grad():

@@ -13,8 +13,10 @@ from torch import Tensor
 from specserve.models.checkpoint import file_tensors
 from specserve.models.config import ModelConfig
 from specserve.models.draft.base import DraftConfig
+from specserve.models.draft.block import BlockConfig
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
+from specserve.models.draft.medusa import MedusaHeads
 from specserve.models.llama import LlamaModel
 from specserve.tools.train.vocab import membership, offsets
 
@@ -42,7 +44,9 @@ def _inside(name: str, prefix: str) -> str:
     return name if name.startswith(OUTER) else prefix + name
 
 
-def _common_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _common_config(
+    config: DraftConfig | BlockConfig, target: ModelConfig, dtype: torch.dtype
+) -> dict[str, Any]:
     layer = config.layer
     return {
         "model_type": "llama",
@@ -59,7 +63,7 @@ def _common_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype)
         "max_position_embeddings": target.max_position_embeddings,
         "vocab_size": target.vocab_size,
         "tie_word_embeddings": False,
-        "bias": config.fc_bias,
+        "bias": isinstance(config, DraftConfig) and config.fc_bias,
         "attention_bias": False,
         "mlp_bias": False,
         "bos_token_id": target.bos_token_id,
@@ -89,17 +93,64 @@ def eagle3_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype) 
     }
 
 
+def block_config(config: BlockConfig, target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """z-lab's for DFlash; SpecForge's, which is that with fields of the heads, for DSpark."""
+    dspark = {
+        "projector_type": "dspark",
+        "markov_rank": config.rank,
+        "markov_head_type": config.correction,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": config.confidence > config.layer.hidden_size,
+    }
+    return {
+        **_common_config(config, target, dtype),
+        "architectures": ["DSparkDraftModel" if config.correction else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": config.num_layers,
+        "num_target_layers": target.num_layers,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": config.mask_id,
+            "target_layer_ids": [tap - 1 for tap in config.taps],
+            "block_size": config.block_size,
+            **(dspark if config.correction else {}),
+        },
+    }
+
+
+def write_medusa(draft: MedusaHeads, model: Path, path: Path, dtype: torch.dtype, form: str) -> None:
+    """The authors' files: head and block, then head and number of blocks for its scores."""
+    blocks = len(draft.heads[0])  # type: ignore[arg-type]
+    tensors = {}
+    for name, tensor in file_tensors(draft).items():
+        kind, i, rest = name.split(".", 2)
+        tensors[f"{i}.{rest}" if kind == "heads" else f"{i}.{blocks}.{rest}"] = tensor
+    config = {
+        "base_model_name_or_path": str(model),
+        "medusa_num_heads": len(draft.heads),
+        "medusa_num_layers": blocks,
+    }
+    write(tensors, config, path, dtype, form, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+
+
 def write(
-    tensors: dict[str, Tensor], config: dict[str, Any], path: Path, dtype: torch.dtype, form: str
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    path: Path,
+    dtype: torch.dtype,
+    form: str,
+    safetensors: str = "model.safetensors",
+    pickled: str = "pytorch_model.bin",
 ) -> None:
-    """Writes ``config.json`` and the weights, floating-point tensors in ``dtype``, all else as it is."""
+    """Write ``config.json`` and the weights, floating-point tensors in ``dtype``, all else as it is."""
     path.mkdir(parents=True, exist_ok=True)
     ready = {
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous().clone()
         for name, tensor in tensors.items()
     }
     if form == "bin":
-        torch.save(ready, path / "pytorch_model.bin")
+        torch.save(ready, path / pickled)
     else:
-        (path / "model.safetensors").write_bytes(save(ready, metadata={"format": "pt"}))
+        (path / safetensors).write_bytes(save(ready, metadata={"format": "pt"}))
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")

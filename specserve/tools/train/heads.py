@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specserve.layers.linear import PLAIN
+from specserve.layers.linear import PLAIN, Linear
 from specserve.layers.rotary import RopeConfig
 from specserve.models.config import ModelConfig
 from specserve.models.draft.base import DraftConfig
+from specserve.models.draft.block import BlockConfig, BlockHead, MarkovKind
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
+from specserve.models.draft.medusa import MedusaHeads
 from specserve.models.llama import LlamaModel
-from specserve.tools.train.target import check_taps, default_taps
+from specserve.tools.train.target import check_block_taps, check_taps, default_block_taps, default_taps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +82,56 @@ def make_eagle3(
     head.norm.weight.copy_(target.norm.weight)
     head.lm_head.rows(None)[0].copy_(target.lm_head.rows(draft_ids)[0])
     return head
+
+
+@torch.no_grad()
+def make_block(
+    target: LlamaModel,
+    options: HeadOptions,
+    max_positions: int,
+    *,
+    layers: int,
+    block_size: int,
+    mask_id: int,
+    markov: MarkovKind | None = None,
+    rank: int = 0,
+) -> BlockHead:
+    """A DFlash draft on the target's device, in float32, or a DSpark one, with a confidence head, where ``markov`` is
+    given. The norm begins as the target's, what the Markov head adds as 0, the rest random."""
+    base = draft_config(target.config, options, 1, target.config.vocab_size)
+    taps = options.taps or default_block_taps(target.config.num_layers)
+    check_block_taps(taps, target.config.num_layers)
+    config = BlockConfig(
+        layer=replace(base.layer, qk_norm=True),
+        num_layers=layers,
+        rope=base.rope,
+        taps=taps,
+        block_size=block_size,
+        mask_id=mask_id,
+        after=markov is not None,
+        levels=block_size - (markov is None),
+        draft_vocab_size=target.config.vocab_size,
+        correction=markov,
+        rank=rank,
+        confidence=base.layer.hidden_size + rank if markov else 0,
+    )
+    with target.device:
+        head = BlockHead(config, 0, max_positions, target)
+    head.norm.weight.copy_(target.norm.weight)
+    if markov is not None:
+        head.markov_head.markov_w2.weight.zero_()
+    return head
+
+
+@torch.no_grad()
+def make_medusa(target: LlamaModel, heads: int, blocks: int) -> MedusaHeads:
+    """Heads on the target's device, in float32, that begin as the target's own."""
+    vocab = target.config.vocab_size
+    with target.device:
+        made = MedusaHeads(target, heads, blocks, bias=True, scorers=heads, rows=vocab)
+    for block in made.heads.parameters():
+        block.zero_()
+    for scorer in made.lm_heads:
+        assert isinstance(scorer, Linear)
+        scorer.weight.copy_(target.lm_head.rows(None)[0])
+    return made

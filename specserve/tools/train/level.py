@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specserve.tools.train.windows import Windows, masked_mean
+from specserve.tools.train.windows import masked_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,19 @@ class Level:
     valid_BC: Tensor
 
 
+class Text(Protocol):
+    """What the levels guess."""
+
+    def predicted(self, level: int) -> Tensor:
+        """The true token ``[B, C]`` that each column of a level guesses."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Levels:
     """All levels of a batch, level 0 first."""
 
-    windows: Windows
+    text: Text
     levels: list[Level]
 
     def total(self, decay: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -49,5 +58,5 @@ class Levels:
             right_BC = here_BC & (level.guess_BC == level.greedy_BC)
             reached.append(here_BC.sum())
             kept.append(right_BC.sum())
-            alive_BC = right_BC & (self.windows.predicted(i) == level.greedy_BC)
+            alive_BC = right_BC & (self.text.predicted(i) == level.greedy_BC)
         return reached, kept

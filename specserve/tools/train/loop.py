@@ -86,7 +86,7 @@ class Loop:
         return min(1.0, max(by_steps, by_clock))
 
     def run(self) -> None:
-        """Trains to the end of the schedule. An interrupt leaves a checkpoint to go on from."""
+        """Train to the end of the schedule. An interrupt leaves a checkpoint to go on from."""
         self.config.output.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists():
             self.load()
@@ -135,7 +135,7 @@ class Loop:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.amp)
 
     def _log(self, metrics: Mapping[str, Tensor | float], bar: tqdm[Any]) -> None:
-        """Appends a line to the log. Reading the metrics also keeps the host from running ahead of the
+        """Append a line to the log. Reading the metrics also keeps the host from running ahead of the
         device.
         """
         values = {name: round(float(value), 5) for name, value in metrics.items()}
@@ -158,7 +158,7 @@ class Loop:
             self._write(self.evaluate())
 
     def save(self) -> None:
-        """Writes the checkpoint; a crash leaves the old one whole."""
+        """Write the checkpoint; a crash leaves the old one whole."""
         state = {
             "settings": json.dumps(self.config.settings, sort_keys=True),
             "step": self.step,
@@ -175,12 +175,12 @@ class Loop:
         partial.replace(self.checkpoint)
 
     def forget(self) -> None:
-        """Deletes the checkpoint and the log, so that ``run`` starts anew."""
+        """Delete the checkpoint and the log, so that ``run`` starts anew."""
         self.checkpoint.unlink(missing_ok=True)
         self.log_path.unlink(missing_ok=True)
 
     def load(self) -> None:
-        """Goes on from the checkpoint. Raises ValueError when it belongs to a run with other settings."""
+        """Go on from the checkpoint. Raises ValueError when it belongs to a run with other settings."""
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         old, new = json.loads(state["settings"]), json.loads(json.dumps(self.config.settings))
         changed = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
@@ -197,7 +197,7 @@ class Loop:
         self._trim_log()
 
     def _trim_log(self) -> None:
-        """Drops log lines that are later than the checkpoint: they will be written again."""
+        """Drop log lines that are later than the checkpoint: they will be written again."""
         if self.log_path.exists():
             lines = self.log_path.read_text().splitlines(keepends=True)
             self.log_path.write_text("".join(x for x in lines if json.loads(x)["step"] <= self.step))

@@ -18,7 +18,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic that drives singular values
 
 
 def orthogonalize(x_BMN: Tensor, steps: int = 5) -> Tensor:
-    """Replaces the singular values of each matrix by about 1 with Newton-Schulz iterations."""
+    """Replace the singular values of each matrix by about 1 with Newton-Schulz iterations."""
     x = x_BMN.bfloat16() if x_BMN.is_cuda else x_BMN
     x = x.mT if x_BMN.shape[-2] > x_BMN.shape[-1] else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

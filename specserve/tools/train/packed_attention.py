@@ -27,7 +27,7 @@ def packed_attention(
     row_length: int,
     flash: bool,
 ) -> Tensor:
-    """Returns the output ``[T, N, D]`` in q's dtype. Differentiable in the first five arguments."""
+    """Return the output ``[T, N, D]`` in q's dtype. Differentiable in the first five arguments."""
     out: Tensor = _PackedAttention.apply(
         q_TND, k_TKD, v_TKD, extra_k_TJKD, extra_v_TJKD, cu_seqlens, row_length, flash
     )  # type: ignore[no-untyped-call]
@@ -92,7 +92,7 @@ def _extra_scores(q_TND: Tensor, extra_k_TJKD: Tensor) -> Tensor:
 def _merge(
     q_TND: Tensor, out_TND: Tensor, lse_NT: Tensor, extra_k_TJKD: Tensor, extra_v_TJKD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Adds the extra keys to a causal output. Returns the output and log-sum-exp over both."""
+    """Add the extra keys to a causal output. Returns the output and log-sum-exp over both."""
     scores_TJKR = _extra_scores(q_TND, extra_k_TJKD)
     lse_TKR = torch.unflatten(lse_NT.T, 1, scores_TJKR.shape[2:])
     total_TKR = torch.logaddexp(lse_TKR, scores_TJKR.logsumexp(1))

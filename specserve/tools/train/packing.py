@@ -43,7 +43,7 @@ class Documents:
         return Documents(self.tokens[index], self.mask[index], starts)
 
     def split(self, share: float, most: int, seed: int) -> tuple[Documents, Documents]:
-        """Sets aside ``share`` of the documents (at least 1, at most ``most``). Returns (rest, set aside)."""
+        """Set aside ``share`` of the documents (at least 1, at most ``most``). Returns (rest, set aside)."""
         if len(self) < 2:
             raise ValueError("holding documents out needs at least 2 of them; give --heldout instead")
         order = np.random.default_rng(seed).permutation(len(self))
@@ -66,7 +66,7 @@ class Rows:
 
 
 def pack(documents: Documents, row_length: int, seed: int) -> Rows:
-    """Packs whole documents into rows by best fit, in random order; longer ones are cut into windows first.
+    """Pack whole documents into rows by best fit, in random order; longer ones are cut into windows first.
 
     A row's tail that nothing fits is a document of its own whose mask is 0.
     """
@@ -130,7 +130,7 @@ class Batch:
 def make_batch(
     parts: Sequence[tuple[Rows, npt.NDArray[np.int64]]], device: torch.device, flash: bool
 ) -> Batch:
-    """Gathers the chosen rows of each source into one batch."""
+    """Gather the chosen rows of each source into one batch."""
     tokens = torch.cat([rows.tokens[torch.from_numpy(chosen)] for rows, chosen in parts])
     mask = torch.cat([rows.mask[torch.from_numpy(chosen)] for rows, chosen in parts])
     count, length = tokens.shape

@@ -43,13 +43,13 @@ class Acceptance:
 def measure(
     unroll: Callable[[Batch, int], Levels], rows: Rows, batch_rows: int, device: torch.device, flash: bool
 ) -> Acceptance:
-    """Follows chains over all ``rows``."""
+    """Follow chains over all ``rows``."""
     reached, kept = np.zeros(CHAIN, np.int64), np.zeros(CHAIN, np.int64)
     for start in range(0, len(rows), batch_rows):
         chosen = np.arange(start, min(start + batch_rows, len(rows)))
         found = unroll(make_batch([(rows, chosen)], device, flash), CHAIN).accepted()
-        reached += torch.stack(found[0]).cpu().numpy()
-        kept += torch.stack(found[1]).cpu().numpy()
+        for total, level in zip((reached, kept), found, strict=True):
+            total[: len(level)] += torch.stack(level).cpu().numpy()  # blocks and heads may give fewer levels
     return Acceptance(reached.tolist(), kept.tolist())
 
 
@@ -65,7 +65,7 @@ def table(results: dict[str, Acceptance]) -> str:
 
 
 def save(results: dict[str, Acceptance], path: Path) -> None:
-    """Writes the results as JSON."""
+    """Write the results as JSON."""
     data = {
         name: {
             "rates": [round(rate, 4) for rate in found.rates],

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specserve.layers.batch import TokenBatch
+from specserve.models.draft.block_source import default_ids
 from specserve.models.llama import LlamaModel
 from specserve.tools.train.attend import CausalAttend
 from specserve.tools.train.packing import Batch
@@ -16,7 +17,7 @@ from specserve.tools.train.packing import Batch
 
 @torch.no_grad()
 def run_target(model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-    """Runs the frozen target over a batch, in the dtype of its weights whatever the autocast state. Returns its hidden
+    """Run the frozen target over a batch, in the dtype of its weights whatever the autocast state. Returns its hidden
     states after its final norm ``[T, H]`` and its residual streams at the taps."""
     with torch.autocast(batch.tokens_T.device.type, enabled=False):
         tokens = TokenBatch(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), taps)
@@ -32,8 +33,20 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
     return 2, middle, max(middle + 1, num_layers - 3)
 
 
+def default_block_taps(num_layers: int) -> tuple[int, ...]:
+    """DFlash's five layers, evenly apart from the second to the fourth last, by their outputs; fewer of a shallow
+    target."""
+    return tuple(sorted({id + 1 for id in default_ids(num_layers, 5)}))
+
+
+def check_block_taps(taps: tuple[int, ...], num_layers: int) -> None:
+    """Raise ValueError for boundaries that are no layer's output."""
+    if list(taps) != sorted(set(taps)) or taps[0] < 1 or taps[-1] > num_layers:
+        raise ValueError(f"--aux-layers must be rising boundaries from 1 to {num_layers}, found {list(taps)}")
+
+
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
-    """Raises ValueError for boundaries that the target lacks or that readers of the file would take
+    """Raise ValueError for boundaries that the target lacks or that readers of the file would take
     otherwise.
     """
     if len(taps) != 3 or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:

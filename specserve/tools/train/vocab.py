@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,14 +17,29 @@ def draft_vocabulary(sources: Sequence[Documents], vocab_size: int, size: int) -
     """The ``size`` most frequent learned tokens, ascending, int64. Ties and gaps go to the lowest ids."""
     if not 0 < size <= vocab_size:
         raise ValueError(f"--draft-vocab-size must be in [1, {vocab_size}], found {size}")
-    counts = np.zeros(vocab_size, np.int64)
-    for source in sources:
-        learned = np.asarray(source.tokens)[np.asarray(source.mask, bool)].astype(np.int64)
-        if len(learned) and learned.max() >= vocab_size:
-            raise ValueError(f"the data holds token {learned.max()}, the target's vocabulary is {vocab_size}")
-        counts += np.bincount(learned, minlength=vocab_size)
+    counts = _count([np.asarray(each.tokens)[np.asarray(each.mask, bool)] for each in sources], vocab_size)
     chosen = np.argsort(-counts, kind="stable")[:size]
     return torch.from_numpy(np.sort(chosen))
+
+
+def unused_token(sources: Sequence[Documents], vocab_size: int) -> int:
+    """The last token that no text holds, which can stand for what is to be guessed. Raises ValueError without one."""
+    (unused,) = np.nonzero(_count([np.asarray(each.tokens) for each in sources], vocab_size) == 0)
+    if not len(unused):
+        raise ValueError(
+            "--mask-token: the data hold all tokens of the vocabulary; give one that texts rarely hold"
+        )
+    return int(unused[-1])
+
+
+def _count(texts: Sequence[npt.NDArray[Any]], vocab_size: int) -> npt.NDArray[np.int64]:
+    """How often each token occurs. Raises ValueError for one that the target lacks."""
+    counts = np.zeros(vocab_size, np.int64)
+    for text in texts:
+        if len(text) and text.max() >= vocab_size:
+            raise ValueError(f"the data holds token {text.max()}, the target's vocabulary is {vocab_size}")
+        counts += np.bincount(text.astype(np.int64), minlength=vocab_size)
+    return counts
 
 
 def offsets(draft_ids: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tune(given: Settings, options: Namespace) -> None:
-    """Raises ValueError for what can't be tuned."""
+    """Raise ValueError for what can't be tuned."""
     if options.plot is not None:
         check_plot()
     check_settings(given)
@@ -59,7 +59,7 @@ def tune(given: Settings, options: Namespace) -> None:
     engine = TuneEngine.load(local, wanted, _work(local, options))
     search = Search(
         bench=engine,
-        candidates=[c for c in wanted if c is None or c[1] <= engine.draft_vocab],
+        candidates=[candidate for candidate in wanted if engine.drafts(candidate)],
         batches=batches,
         seconds=60 * options.minutes,
         exhaustive=options.exhaustive,

@@ -63,9 +63,8 @@ class TuneEngine:
         _, _, config = resolve_engine(replace(given, **shape), with_front=True)
         torch.set_num_threads(config.cpu_threads or min(config.cores, torch.get_num_threads()))
         running = config.max_running_requests
-        copies = config.draft_copies
         shapes = (envelope(candidates), False), (None, True)
-        plans = [ShapePlan(each, adaptive, running, copies=copies) for each, adaptive in shapes]
+        plans = [ShapePlan(each, adaptive, running, drafts=config.drafts) for each, adaptive in shapes]
         plan = max(plans, key=lambda plan: plan.margin)
         context = create_context(config, plan)
         largest = config.largest_graph
@@ -74,24 +73,27 @@ class TuneEngine:
             Runner(context, {}).warm_up(config.longest_launch)
         return cls(config, context, plan, padding, work)
 
-    @property
-    def draft_vocab(self) -> int:
-        """Tokens that the draft can guess: topk is no larger."""
-        return self.context.drafter.vocab_size
+    def drafts(self, candidate: Candidate) -> bool:
+        """Whether the draft has so many levels and tokens."""
+        if candidate is None:
+            return True
+        steps, topk, _ = candidate
+        levels = self.config.drafts.most_levels
+        return topk <= self.context.drafter.vocab_size and (levels is None or steps <= levels)
 
     def shape(self, candidate: Candidate, batch: int) -> StepShape:
         """What a server with this candidate runs for a batch of this many."""
-        return StaticShapes(candidate, self.padding, self.config.draft_copies).shape(batch, batch)
+        return StaticShapes(candidate, self.padding, self.config.drafts).shape(batch, batch)
 
     def run(self, candidate: Candidate, batch: int, first: int, count: int, quick: bool = False) -> Run:
         """``count`` requests from the ``first`` on through a batch kept full."""
         self._capture([self.shape(candidate, batch)], candidate is not None)
-        policy = StaticShapes(candidate, self._one_bucket(batch), self.config.draft_copies)
+        policy = StaticShapes(candidate, self._one_bucket(batch), self.config.drafts)
         return self._run(policy, candidate is not None, batch, self.work.requests(first, count, quick))
 
     def run_controller(self, batch: int, first: int, count: int) -> Run:
         """The same, each step's shape chosen by the controller; it goes on from what it learned before."""
-        plan = ShapePlan(None, True, batch, self._one_bucket(batch), self.config.draft_copies)
+        plan = ShapePlan(None, True, batch, self._one_bucket(batch), self.config.drafts)
         self._capture(plan.candidates(batch), drafted=True)
         if batch not in self._controllers:
             captured = self._graphs_of(drafted=True)

@@ -23,7 +23,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Knows the tuner's options alone; what is left are the server's. Raises ValueError naming the option."""
+    """Parse the tuner's options alone; what is left are the server's. Raises ValueError naming the option."""
     found = _Parser(
         prog=PROGRAM,
         add_help=False,
@@ -75,7 +75,7 @@ def _writable(given: str) -> Path:
 
 
 def check_settings(given: Settings) -> None:
-    """Raises ValueError for what can't be tuned."""
+    """Raise ValueError for what can't be tuned."""
     if given.method is None or given.method.fixed_shape is not None:
         why = "drafts nothing" if given.method is None else "has one shape"
         raise ValueError(

@@ -11,7 +11,7 @@ from specserve.tools.tune.grid import name
 
 
 def check_plot() -> None:
-    """Raises ValueError when there is nothing to plot with: before an hour's measurements, not after them."""
+    """Raise ValueError when there is nothing to plot with: before an hour's measurements, not after them."""
     if find_spec("matplotlib") is None:
         raise ValueError(
             "--plot needs the package matplotlib, which is not installed: pip install matplotlib"

@@ -1,27 +1,27 @@
 """Attention of tree nodes, single tokens and draft frontiers over a paged cache, in one Triton kernel.
 
-A program attends with a tile of one slot's rows, pairs of node and query head that share a key head, so that keys and
-values are read once for a whole group, to a *unit* of the positions (flash decoding, Dao et al. 2023). In which order
-it adds says ``splits``. A unit is a split, where programs have room for all of them at once, else all near splits are
-one, or, where even so there are more than can be stored, all positions. Programs take units by turns. Lengths are read
-on the device, so one CUDA graph serves all of them.
+A program attends with a tile of one slot's rows to a *unit* of its positions (flash decoding, Dao et al. 2023). A row
+is a pair of a node and a query head; the rows of a tile share a key head, so keys and values are read once for a whole
+group. ``splits`` defines the order of the sums. A unit is one split if all programs fit on the device at once;
+otherwise it is all near splits, or all positions, whichever takes less time. A program takes a few neighbouring units.
+Lengths are read on the device, so one CUDA graph serves all of them.
 
-A chain's keys stand at their positions. Of a tree, or a draft's frontier, what all nodes of a slot see ends with the
-last whole sixteen before them; the rest, each node's path, is gathered.
+The keys of a chain lie at their positions. In a tree, what all nodes of a slot see ends with the last whole sixteen
+before them; ``paths`` gathers the rest, which is each node's path. What a draft's node sees is masked: it needs no
+order.
 
-Merging units needs no second kernel. A program stores its sums, takes a ticket, and whoever takes the last one merges.
-The ticket is an atomic of device scope with acquire and release, and barriers stand between it and the loads and stores
-of the program's other threads, so every sum is visible to the last program. It sets the ticket back to 0: launches
-on one stream share their tickets.
+Merging the units needs no second kernel. A program stores its sums and takes a ticket; whoever takes the last ticket
+merges. The ticket is an atomic of device scope with acquire and release, and barriers order it after the stores of the
+program's other threads and before their loads, so every sum is visible to the last program. That program resets the
+ticket to 0: launches on one stream share their tickets.
 
-Shapes: B slots, T packed nodes, K frontier nodes a slot, A scratch entries a frontier node sees, M pages a slot,
-Hq query heads, Hk key heads, D head size. In kernels: R rows of a tile, N positions of a block, C columns of paths, S
+Shapes: B slots, T packed nodes, K frontier nodes a slot, A scratch entries a frontier node sees, M pages a slot, Hq
+query heads, Hk key heads, D head size. In kernels: R rows of a tile, N positions of a block, C columns of paths, S
 slots with room.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -29,8 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.attention.blocks import LOG2_E, fold_columns, load_block, load_pages
+from specserve_kernels.ops.attention.blocks import fold_columns, load_block, load_pages, scales_of
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan
+from specserve_kernels.ops.attention.paths import Paths, fold_paths
 from specserve_kernels.ops.attention.splits import (
     ALIGNED,
     FAR,
@@ -42,11 +43,12 @@ from specserve_kernels.ops.attention.splits import (
     split_size,
 )
 from specserve_kernels.ops.device import limits_of, tickets
-from specserve_kernels.ops.pdl import let_next_begin, load_settled, overlap, take_turn, wait_for_inputs
+from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
+from specserve_kernels.types import KVScales
 
 HEAD_DIMS = (32, 64, 128, 256)
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
-_COLUMNS = 64  # of paths that are gathered at a time
+_COLUMNS = 32  # of paths that are gathered at a time
 
 
 @triton.jit
@@ -64,11 +66,25 @@ def _begin_of(unit, fine, NEAR: tl.constexpr, FAR: tl.constexpr):
 
 
 @triton.jit
+def _units(tiles_S, last_S, workers, most, NEAR: tl.constexpr, FAR: tl.constexpr):
+    """Return the units, as ``_unit_of`` takes them: those that take least time and can all be stored. Storing and
+    merging one takes as long as a quarter of ``FAR``."""
+    near = tl.sum(tiles_S * (_unit_of(last_S, True, True, NEAR, FAR) + 1), 0)
+    far = tl.sum(tiles_S * (_unit_of(last_S, False, True, NEAR, FAR) + 1), 0)
+    longest = tl.max(tl.where(tiles_S > 0, last_S + 1, 0), 0)
+    fine = near <= tl.minimum(workers, most)
+    whole = tl.cdiv(tl.sum(tiles_S, 0), workers) * (longest + FAR // 4)
+    shorter = tl.cdiv(far, workers) * (tl.minimum(longest, FAR) + FAR // 4) < whole
+    return fine, fine | ((far <= most) & shorter)
+
+
+@triton.jit
 def _work(
     length_B, q_start, slots, nodes, entries,
     TAIL: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Of each slot: tiles of rows; where the positions end that rows may share; the last position of a path."""
+    """Return for each slot its tiles of rows, where the positions that rows may share end, and the last position of a
+    path."""
     slot_S = tl.arange(0, SLOTS)
     there_S = slot_S < slots
     length_S = load_settled(length_B + slot_S, there_S, 0).to(tl.int32)
@@ -80,9 +96,12 @@ def _work(
     if (TAIL == "chain") | (TAIL == "none"):
         end_S = tl.maximum(length_S + (count_S if TAIL == "chain" else entries), 1)
         last_S = end_S - 1
-    else:
+    elif TAIL == "tree":
         end_S = length_S // ALIGNED * ALIGNED
         last_S = length_S + entries - 1
+    else:
+        end_S = tl.maximum(length_S, 1)
+        last_S = end_S - 1
     return tl.cdiv(count_S * GROUP, R), end_S, last_S
 
 
@@ -94,7 +113,7 @@ def _at(slot, values_S):
 
 @triton.jit
 def _rows_of(start, first, count, head, GROUP: tl.constexpr, R: tl.constexpr):
-    """Nodes and query heads of the rows from ``start`` on of a slot, and which of them there are."""
+    """Return the nodes and query heads of a slot's rows from ``start`` on, and which of them exist."""
     row_R = start + tl.arange(0, R)
     live_R = row_R // GROUP < count
     return tl.where(live_R, first + row_R // GROUP, 0).to(tl.int64), head * GROUP + row_R % GROUP, live_R
@@ -114,7 +133,7 @@ def _store_sums(acc, stats, which, live_R, top_R, sum_R, acc_RD):
 
 @triton.jit
 def _load_sums(acc, stats, which, row_X, there_X, R: tl.constexpr, D: tl.constexpr):
-    """Sums of rows ``row_X`` of a tile, past the first cache, which other programs' stores don't update."""
+    """Load the sums of rows ``row_X`` of a tile, bypassing L1, which other programs' stores don't update."""
     at_X = stats + which.to(tl.int64) * (2 * R) + row_X
     top_X = tl.load(at_X, mask=there_X, other=float("-inf"), cache_modifier=".cg")
     sum_X = tl.load(at_X + R, mask=there_X, other=0.0, cache_modifier=".cg")
@@ -143,72 +162,40 @@ def _merge_stored(
 
 
 @triton.jit
-def _store_rows(out, acc_XD, sum_X, node_X, head_X, live_X, HEADS: tl.constexpr):
+def _store_rows(out, acc_XD, sum_X, value_scale, node_X, head_X, live_X, HEADS: tl.constexpr):
     D: tl.constexpr = acc_XD.shape[1]
     result_XD = acc_XD / tl.where(sum_X == 0.0, 1.0, sum_X)[:, None]
+    if value_scale is not None:
+        result_XD *= value_scale
     at_XD = out + (node_X * HEADS + head_X)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(at_XD, result_XD.to(out.dtype.element_ty), mask=live_X[:, None])
 
 
-@triton.jit(do_not_specialize=["slots", "entries"])
-def _list_paths_kernel(mask_T, slot_T, length_B, out, slots, entries, OVERLAP: tl.constexpr):
-    """Each node's ancestors and itself in order, as positions in the cache; -1 after the last."""
-    node, bit = tl.program_id(0).to(tl.int64), tl.arange(0, 64)
-    wait_for_inputs(OVERLAP)
-    let_next_begin(OVERLAP)
-    mask = tl.load(mask_T + node).to(tl.int64)
-    length = tl.load(length_B + tl.minimum(tl.load(slot_T + node), slots - 1))  # padding has none
-    on_path = ((mask >> bit.to(tl.int64)) & 1).to(tl.int32)
-    before = tl.cumsum(on_path, 0) - on_path
-    place = tl.where(on_path != 0, before, tl.sum(on_path, 0) + bit - before)
-    listed = tl.where(on_path != 0, length + bit, -1)
-    tl.store(out + node * entries + place, listed.to(tl.int32), mask=place < entries)
-
-
-def list_paths(mask_T: Tensor, slot_T: Tensor, length_B: Tensor, levels: int) -> Tensor:
-    """For ``attend_nodes``: each node's path. ``mask_T``: int64 ancestor bits, ``slot_T``: of which slot a node is,
-    ``levels``: the most depth. Returns int32 ``[T, levels + 1]``: positions in the cache, then -1."""
-    out_TA = mask_T.new_empty((len(mask_T), levels + 1), dtype=torch.int32)
-    kernel: Any = _list_paths_kernel
-    kernel[(len(mask_T),)](
-        mask_T, slot_T, length_B, out_TA, len(length_B), levels + 1, num_warps=1, **overlap()
-    )  # fmt: skip
-    return out_TA
-
-
 @triton.jit
-def _fold_paths(
-    q_RD, top_R, sum_RX, acc_RD, base, start, first, count, length, seen, entries, at_head, value, table, scale,
-    page_stride, KV_START: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    C: tl.constexpr, ALIGNED: tl.constexpr,
+def _fold_listed(
+    q_RD, top_R, sum_RX, acc_RD, node_R, live_R, length, nodes, seen, entries, at_head, value, table, scale,
+    page_stride, HEADS: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the ``ALIGNED`` positions from ``base`` on, where each row's node sees its own path.
-    ``start``: the tile's first row."""
+    """Apply the online softmax to the cache entries from ``length`` on of which each row sees its ``entries``."""
     R: tl.constexpr = q_RD.shape[0]
-    row_R, column_C = start + tl.arange(0, R), tl.arange(0, C)
-    at_C = base + column_C % ALIGNED
-    local = start // GROUP
-    while local < tl.minimum((start + R - 1) // GROUP + 1, count):  # C // ALIGNED nodes at a time
-        local_C = local + column_C // ALIGNED
-        there_C = local_C < count
-        node_C = first.to(tl.int64) + local_C
-        own_C = at_C >= length
-        listed = seen + node_C * entries + at_C - length
-        own_at_C = tl.load(listed, mask=there_C & own_C & (at_C < length + entries), other=-1).to(tl.int32)
-        cached_C = tl.where(own_C, own_at_C, at_C)
-        there_C &= (at_C >= KV_START) & (cached_C >= 0)
-        sees_RC = (row_R // GROUP)[:, None] == local_C[None, :]
+    begin = 0
+    while begin < nodes * entries:
+        own_C = begin + tl.arange(0, C)
+        sees_RC = tl.zeros([R, C], tl.int1)
+        for entry in range(entries):
+            own_R = tl.load(seen + node_R * entries + entry, mask=live_R, other=-1).to(tl.int32)
+            sees_RC |= own_R[:, None] == length + own_C[None, :]
         top_R, sum_RX, acc_RD = fold_columns(
-            q_RD, cached_C, sees_RC & there_C[None, :], there_C, at_head, value, table, scale, top_R, sum_RX, acc_RD,
+            q_RD, length + own_C, sees_RC, own_C < nodes * entries, at_head, value, table, scale, top_R, sum_RX, acc_RD,
             page_stride, HEADS, PAGE,
         )  # fmt: skip
-        local += C // ALIGNED
+        begin += C
     return top_R, sum_RX, acc_RD
 
 
 @triton.jit(
     do_not_specialize=["slots", "table_stride", "total", "nodes", "entries", "most"],
-    do_not_specialize_on_alignment=["pages_BM", "length_B", "q_start", "seen"],
+    do_not_specialize_on_alignment=["pages_BM", "length_B", "q_start", "seen", "mask_T", "pack_TC"],
 )  # fmt: skip
 def _attend_kernel(
     q,  # [T, Hq, D], rows q_stride apart
@@ -216,12 +203,15 @@ def _attend_kernel(
     pages_BM,
     length_B,
     q_start,  # [B + 1], of a chain or tree
-    seen,  # of a tree or "listed" [T, A] positions in the cache of a path from length on, -1 after its last
+    seen,  # if "listed" [T, A] positions in the cache from length on; of a tree positions of Paths, as the next two
+    mask_T,
+    pack_TC,
     out,  # [T, Hq, D]
     acc,  # [most, HEADS, R, D] float32, and stats [most, HEADS, 2, R]: maxima in base 2, sums, of each unit of a tile
     stats,
     tickets,  # zeros, of each tile: how many programs have stored their sums
     scale,
+    value_scale,  # factor of an FP8 cache's values; None: the cache has q's type
     q_stride,
     table_stride,
     page_stride,
@@ -251,16 +241,13 @@ def _attend_kernel(
 ):
     head, worker, workers = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.num_programs(0) // HEADS
     tiles_S, end_S, last_S = _work(length_B, q_start, slots, nodes, entries, TAIL, GROUP, R, SLOTS, ALIGNED)
-    alone = (TAIL == "chain") | (TAIL == "none")
-    fine = tl.sum(tiles_S * (_unit_of(last_S, True, True, NEAR, FAR) + 1), 0) <= tl.minimum(workers, most)
-    apart = fine | (tl.sum(tiles_S * (_unit_of(last_S, False, True, NEAR, FAR) + 1), 0) <= most)
-    stored_S = (
-        _unit_of(last_S, fine, apart, NEAR, FAR) + 1
-    )  # of a tile: paths may go on in a unit after its last
-    units_S = stored_S if alone else _unit_of(end_S, fine, apart, NEAR, FAR) + 1
+    fine, apart = _units(tiles_S, last_S, workers, most, NEAR, FAR)
+    stored_S = _unit_of(last_S, fine, apart, NEAR, FAR) + 1  # paths may go on in a unit after a tile's last
+    units_S = _unit_of(end_S, fine, apart, NEAR, FAR) + 1 if TAIL == "tree" else stored_S
     work_S = tiles_S * units_S
     done_S, entry_S = tl.cumsum(work_S, 0), tl.cumsum(tiles_S * stored_S, 0)
-    at, work = worker, tl.sum(work_S, 0)
+    share = tl.cdiv(tl.sum(work_S, 0), workers)
+    at, work = worker * share, tl.minimum(worker * share + share, tl.sum(work_S, 0))
     offset_N, column_D = tl.arange(0, N), tl.arange(0, D)
     at_head = cache + head * D
     value = at_head + kv_stride
@@ -295,7 +282,9 @@ def _attend_kernel(
             base = block * N
             position_N = base + offset_N
             live_N = position_N < visible_end
-            k_ND, v_ND = load_block(at_head, value, pages, base, live_N, page_stride, HEADS, D, PAGE)
+            k_ND, v_ND = load_block(
+                at_head, value, pages, base, live_N, page_stride, HEADS, D, PAGE, q_RD.dtype
+            )
             pages = load_pages(table, base + N, last_page, N, PAGE)
             score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
             if (base + N > nearest) | (base < KV_START):
@@ -309,7 +298,13 @@ def _attend_kernel(
                 top_R, sum_RX, acc_RD = nothing_seen(R, D)
         its = (_at(slot, entry_S - tiles_S * stored_S) + tile * stored) * HEADS + head
         mine = its + unit * HEADS
-        if (TAIL == "tree") | (TAIL == "listed"):  # noqa: SIM102
+        if TAIL == "listed":  # noqa: SIM102
+            if unit + 1 == units:
+                top_R, sum_RX, acc_RD = _fold_listed(
+                    q_RD, top_R, sum_RX, acc_RD, node_R, live_R, length, nodes, seen, entries, at_head, value, table,
+                    scale, page_stride, HEADS, PAGE, C,
+                )  # fmt: skip
+        if TAIL == "tree":  # noqa: SIM102
             if unit + 1 == units:  # the last one that all share goes on with each row's path
                 base = visible_end
                 while base < length + entries:
@@ -323,16 +318,17 @@ def _attend_kernel(
                             all_top_R, all_sum_RX, all_acc_RD = nothing_seen(R, D)
                             all_sum_R = row_sums(all_sum_RX)
                             mine += HEADS
-                    top_R, sum_RX, acc_RD = _fold_paths(
-                        q_RD, top_R, sum_RX, acc_RD, base, tile * R, first, count, length, seen, entries, at_head,
-                        value, table, scale, page_stride, KV_START, GROUP, HEADS, PAGE, C, ALIGNED,
+                    top_R, sum_RX, acc_RD = fold_paths(
+                        q_RD, top_R, sum_RX, acc_RD, node_R, live_R, slot, (base - visible_end) // ALIGNED, length,
+                        mask_T, pack_TC, seen, tl.cdiv(ALIGNED - 1 + entries, ALIGNED), nodes, at_head, value, table,
+                        scale, page_stride, HEADS, PAGE, C, ALIGNED,
                     )  # fmt: skip
                     base += ALIGNED
         all_top_R, all_sum_R, all_acc_RD = merge(
             all_top_R, all_sum_R, all_acc_RD, top_R, row_sums(sum_RX), acc_RD
         )
         if stored == 1:
-            _store_rows(out, all_acc_RD, all_sum_R, node_R, head_R, live_R, HEADS * GROUP)
+            _store_rows(out, all_acc_RD, all_sum_R, value_scale, node_R, head_R, live_R, HEADS * GROUP)
         else:
             _store_sums(acc, stats, mine, live_R, all_top_R, all_sum_R, all_acc_RD)
             ticket = tickets + (slot * HEADS + head) * tl.cdiv(nodes * GROUP, R) + tile
@@ -344,9 +340,9 @@ def _attend_kernel(
                     node_X, head_X, live_X = _rows_of(row, first, count, head, GROUP, MERGED_ROWS)
                     row_X = row - tile * R + tl.arange(0, MERGED_ROWS)
                     sum_X, acc_XD = _merge_stored(acc, stats, its, HEADS, stored, row_X, live_X, R, D, MERGED)
-                    _store_rows(out, acc_XD, sum_X, node_X, head_X, live_X, HEADS * GROUP)
+                    _store_rows(out, acc_XD, sum_X, value_scale, node_X, head_X, live_X, HEADS * GROUP)
                     row += MERGED_ROWS
-        at += workers
+        at += 1
     if (TAIL == "chain") | (TAIL == "tree"):  # nodes of no slot: nobody reads their output, but it is finite
         spare = tl.load(q_start + slots).to(tl.int32) + worker
         while spare < total:
@@ -357,7 +353,8 @@ def _attend_kernel(
 
 
 class Workspace:
-    """What units store in one pass over a model: made at its first layer, used again by all others of equal shape."""
+    """Where the units of one model pass store their sums: made at its first layer, reused by all others of equal
+    shape."""
 
     __slots__ = ("_made",)
 
@@ -402,26 +399,37 @@ def attend_nodes(
     pages_BM: Tensor,
     length_B: Tensor,
     q_start: Tensor,
-    path_TA: Tensor | None,
+    paths: Paths | None,
     max_nodes: int,
     workspace: Workspace,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """Tree attention: a node of slot b sees positions below ``length_B[b]`` and its path. Keys and values of the nodes
     are already stored, node i's at ``length_B[b] + i``.
 
     ``q_TND`` ``[T, Hq, D]``, rows may lie further apart than ``Hq * D``; ``cache`` ``[pages, (k, v), page size, Hk,
-    D]``, the last three contiguous; both float16, bfloat16 or float32. ``q_start`` ``[B + 1]``: where each slot's
-    nodes begin, at most ``max_nodes`` (64) a slot, none only where T is more than B; what lies beyond the last gets
-    zeros. ``path_TA``: from ``list_paths``; None: each slot's nodes are a chain. Index tensors are int64 or int32;
-    ``length_B`` and ``q_start`` are not from the launch right before this one: see ``overlap``. Returns
-    ``[T, Hq, D]``, contiguous.
+    D]``, the last three contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``.
+    ``q_start`` ``[B + 1]``: where each slot's nodes begin, at most ``max_nodes`` (64) a slot, none only where T is more
+    than B; what lies beyond the last gets zeros. ``paths``: from ``list_paths``, of as many nodes; None: each slot's
+    nodes are a chain. Index tensors are int64 or int32; ``length_B`` and ``q_start`` are not from the launch right
+    before this one: see ``overlap``. Returns ``[T, Hq, D]``, contiguous.
     """
     if len(q_TND) == len(length_B):
-        return _launch(q_TND, cache, pages_BM, length_B, workspace, nodes=1, tail="none")
+        return _launch(q_TND, cache, pages_BM, length_B, workspace, nodes=1, tail="none", scales=scales)
+    tail, entries, *listed = ("chain", 1) if paths is None else ("tree", paths.entries, *paths[:3])
     return _launch(
-        q_TND, cache, pages_BM, length_B, workspace, nodes=max_nodes, tail="chain" if path_TA is None else "tree",
-        entries=0 if path_TA is None else path_TA.shape[1], q_start=q_start, seen=path_TA,
-    )  # fmt: skip
+        q_TND,
+        cache,
+        pages_BM,
+        length_B,
+        workspace,
+        q_start,
+        *listed,
+        nodes=max_nodes,
+        tail=tail,
+        entries=entries,
+        scales=scales,
+    )
 
 
 def attend_frontier(
@@ -432,6 +440,7 @@ def attend_frontier(
     kv_start: int,
     scratch_BKA: Tensor,
     workspace: Workspace,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """Draft attention: row k of slot b, at ``b * K + k``, sees ``kv_start <= position < prefix_B[b]`` and the positions
     listed in ``scratch_BKA[b, k]``, those of its path in order, from ``prefix_B[b]`` on; with K = 1 all from there on.
@@ -441,7 +450,7 @@ def attend_frontier(
     nodes, entries = scratch_BKA.shape[1:]
     return _launch(
         q_TND, cache, pages_BM, prefix_B, workspace, nodes=nodes, tail="listed" if nodes > 1 and entries else "none",
-        entries=entries, kv_start=kv_start, seen=scratch_BKA,
+        entries=entries, kv_start=kv_start, seen=scratch_BKA, scales=scales,
     )  # fmt: skip
 
 
@@ -451,19 +460,22 @@ def _launch(
     pages_BM: Tensor,
     length_B: Tensor,
     workspace: Workspace,
+    q_start: Tensor | None = None,
+    seen: Tensor | None = None,
+    mask_T: Tensor | None = None,
+    pack_TC: Tensor | None = None,
     *,
     nodes: int,
     tail: str,
-    q_start: Tensor | None = None,
-    seen: Tensor | None = None,
     entries: int = 1,
     kv_start: int = 0,
+    scales: KVScales | None,
 ) -> Tensor:
     slots, (total, heads, size), kv_heads = len(length_B), q_TND.shape, cache.shape[3]
     tree = tail in ("tree", "listed")
     plan, sums = workspace.of(q_TND, cache, slots, nodes, pages_BM.shape[1] * cache.shape[2], tree)
     out = q_TND.new_empty(q_TND.shape)
-    q_start, seen = (length_B if x is None else x for x in (q_start, seen))
+    rest = (length_B if x is None else x for x in (q_start, seen, mask_T, pack_TC))
     group = heads // kv_heads
     kernel: Any = _attend_kernel
     kernel[(kv_heads * plan.workers,)](
@@ -471,11 +483,10 @@ def _launch(
         cache,
         pages_BM,
         length_B,
-        q_start,
-        seen,
+        *rest,
         out,
         *sums,
-        LOG2_E / math.sqrt(size),
+        *scales_of(size, scales),
         q_TND.stride(0),
         pages_BM.stride(0),
         cache.stride(0),

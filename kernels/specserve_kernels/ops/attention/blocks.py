@@ -1,4 +1,4 @@
-"""Keys and values of a paged cache as Triton device functions: the pages of a block, a block, and chosen columns.
+"""Triton device functions that load keys and values of a paged cache: the pages of a block, a block, chosen columns.
 
 Shapes: N positions of a block, C columns, M pages of a slot, D head size, R rows of a tile.
 """
@@ -11,18 +11,26 @@ import triton
 import triton.language as tl
 
 from specserve_kernels.ops.attention.splits import fold
+from specserve_kernels.ops.fp8 import FP8
+from specserve_kernels.types import KVScales
 
 LOG2_E = math.log2(math.e)
 
 
+def scales_of(size: int, scales: KVScales | None) -> tuple[float, float | None]:
+    """Return the factor of scores, to base 2, and that of values, None for no factor."""
+    score = LOG2_E / math.sqrt(size)
+    return (score, None) if scales is None else (score * scales.key, scales.value)
+
+
 @triton.jit
 def load_pages(table, first, last, N: tl.constexpr, PAGE: tl.constexpr):
-    """The pages of a block of N positions from ``first``, a multiple of N, on: a number each, or, where they are more
-    than four, one tensor of each position's, ``([N],)``. After the ``last`` page it is that one. ``table``: at the
-    slot, ``[M]``.
+    """Load the pages of a block of N positions from ``first``, a multiple of N: one number each, or, if there are more
+    than four, one tensor with each position's page, ``([N],)``. After the ``last`` page it is that one. ``table``: at
+    the slot, ``[M]``.
 
-    A loop that takes them a block ahead, as they are loaded, keeps them in registers. Were they cast here, Triton would
-    pipeline them as keys are, by way of shared memory, which costs more.
+    A loop that loads them one block ahead, uncast, keeps them in registers. If they were cast here, Triton would
+    pipeline them like keys, through shared memory, which costs more.
     """
     if 4 * PAGE < N:
         pages = (tl.load(table + tl.minimum((first + tl.arange(0, N)) // PAGE, last)),)
@@ -31,6 +39,21 @@ def load_pages(table, first, last, N: tl.constexpr, PAGE: tl.constexpr):
         for i in tl.static_range(1, N // PAGE):
             pages += (tl.load(table + tl.minimum(first // PAGE + i, last)),)  # type: ignore[assignment]
     return pages
+
+
+@triton.jit
+def as_computed(stored, dtype: tl.constexpr):
+    """Convert what the cache holds to the type of the queries.
+
+    The conversion is marked as having side effects, which it does not have. Otherwise Triton sees that the inputs of
+    the tensor cores were loaded in 8 bits and reorders them, which changes the order of sums.
+    """
+    if stored.dtype == dtype:
+        return stored
+    elif dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(FP8, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=False, pack=4)
+    else:
+        return stored.to(dtype)
 
 
 @triton.jit
@@ -44,8 +67,9 @@ def load_block(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    dtype: tl.constexpr,
 ):
-    """Keys and values at the positions from ``first`` on, 0 where not live."""
+    """Load keys and values at the positions from ``first`` on as ``dtype``, 0 where not live."""
     N: tl.constexpr = live_N.shape[0]
     offset_N = tl.arange(0, N)
     page_N = pages[0]
@@ -54,7 +78,7 @@ def load_block(
     row_N = page_N.to(tl.int64) * page_stride + (first % PAGE + offset_N % PAGE) * (HEADS * D)
     k_ND = tl.load(at_head + row_N[:, None] + tl.arange(0, D)[None, :], mask=live_N[:, None], other=0.0)
     v_ND = tl.load(value + row_N[:, None] + tl.arange(0, D)[None, :], mask=live_N[:, None], other=0.0)
-    return k_ND, v_ND
+    return as_computed(k_ND, dtype), as_computed(v_ND, dtype)
 
 
 @triton.jit
@@ -62,12 +86,13 @@ def fold_columns(
     q_RD, at_C, visible_RC, there_C, at_head, value, table, scale, top_R, sum_RX, acc_RD, page_stride,
     HEADS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax over keys and values at the cache's positions ``at_C``, those that are there."""
+    """Do one step of the online softmax over keys and values at the cache's positions ``at_C``, those that exist."""
     D: tl.constexpr = acc_RD.shape[1]
     page_C = tl.load(table + at_C // PAGE, mask=there_C, other=0).to(tl.int64)
     row_C = page_C * page_stride + at_C % PAGE * (HEADS * D)
     k_CD = tl.load(at_head + row_C[:, None] + tl.arange(0, D)[None, :], mask=there_C[:, None], other=0.0)
     v_CD = tl.load(value + row_C[:, None] + tl.arange(0, D)[None, :], mask=there_C[:, None], other=0.0)
+    k_CD, v_CD = as_computed(k_CD, q_RD.dtype), as_computed(v_CD, q_RD.dtype)
     score_RC = tl.dot(q_RD, tl.trans(k_CD), input_precision="ieee")
     score_RC = tl.where(visible_RC, score_RC, float("-inf"))
     return fold(score_RC, v_CD, scale, top_R, sum_RX, acc_RD)

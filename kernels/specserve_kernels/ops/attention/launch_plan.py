@@ -1,4 +1,4 @@
-"""How the work of an attention launch is cut into tiles, blocks and programs: see ``attention``."""
+"""Divide an attention launch into tiles, blocks and programs: see ``attention``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import NamedTuple
 from specserve_kernels.ops.attention.splits import FAR, NEAR
 from specserve_kernels.ops.device import H200
 
-_RESIDENT = 3  # programs a multiprocessor, at most
 _RESERVED = 1024  # bytes of shared memory that each program takes in addition to its own
 _STORED = 64 << 20  # bytes of sums
 
 
 class LaunchPlan(NamedTuple):
-    """A slot's rows lie in at most ``tiles`` of ``rows``, positions in blocks of ``block``. Each key head has
-    ``workers`` programs, and room for the sums of ``most`` units, of which ``merged`` are loaded at a time. All but one
-    of ``stages`` blocks of keys and values are on their way while a program computes."""
+    """A slot's rows are divided into at most ``tiles`` of ``rows``, positions into blocks of ``block``. Each key head
+    has ``workers`` programs, and room for the sums of ``most`` units, of which ``merged`` are loaded at a time. While a
+    program computes, all but one of its ``stages`` blocks of keys and values are in flight."""
 
     rows: int
     tiles: int
@@ -40,15 +39,16 @@ class LaunchPlan(NamedTuple):
         wide: bool = False,
         tree: bool = False,
     ) -> LaunchPlan:
-        """``row_bytes``: of one key; ``positions``: no slot has more; ``wide``: float32; ``tree``: paths are gathered.
-        Measured on an H100 by ``kernels/bench/attention.py --sweep``."""
+        """``row_bytes``: of one key. ``positions``: the most of a slot. ``wide``: float32. ``tree``: paths are
+        gathered. Measured on an H100 by ``kernels/bench/attention.py --sweep``. A multiprocessor has room for two
+        programs of 64 rows."""
         need = group * nodes
         units = min(-(-positions // NEAR), FAR // NEAR + -(-positions // FAR)) + 1
-        fill = max(1, _RESIDENT * processors // kv_heads)
-        few = slots * -(-need // 16) * 5 <= fill
-        rows = 16 if need <= 16 or few else 32 if need <= 32 or tree or row_bytes > 512 else 64
+        few = slots * -(-need // 16) * 5 * kv_heads <= 3 * processors
+        rows = 16 if need <= 16 or few else 32 if need <= 32 or row_bytes > 512 else 64
+        fill = max(1, (2 if rows == 64 else 3) * processors // kv_heads)
         warps = 8 if tree and rows == 16 and need <= 32 else 4
-        block, stages = (64 if row_bytes <= 256 else 32), 2 if rows == 64 or (tree and warps == 4) else 3
+        block, stages = (64 if row_bytes <= 256 and rows < 64 else 32), 3
         while (
             rows + 2 * stages * block
         ) * row_bytes + 2 * rows * block + _RESERVED > shared_bytes and stages > 1:

@@ -1,19 +1,18 @@
 """Causal attention of prompt chunks over a paged cache that already holds their keys and values.
 
 FlashAttention (Dao et al. 2022, arXiv 2205.14135; the loop order of FlashAttention-2, arXiv 2307.08691): a program
-serves a tile of one request's tokens and one query head. In which order it adds says ``splits``. Blocks before the
-tile are seen whole and need no mask.
+serves a tile of one request's tokens and one query head. ``splits`` defines the order of the sums. Blocks before the
+tile are fully visible and need no mask.
 
-A chunk's own keys and values stand next to its queries, too, one row a token. On Hopper the copy engine reads them from
-there, told their place by descriptors, and pages are read for what came before the chunk alone.
+A chunk's own keys and values also lie next to its queries, one row for each token. On Hopper the copy engine (TMA)
+reads them from there through descriptors, and pages are read only for what came before the chunk.
 
-Shapes: B requests, T packed tokens, M pages a request, Hq query heads, Hk key heads, D head size. In kernels: R rows
-of a tile, N positions of a block.
+Shapes: B requests, T packed tokens, M pages a request, Hq query heads, Hk key heads, D head size. In kernels: R rows of
+a tile, N positions of a block.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import triton
@@ -21,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specserve_kernels.ops.attention.blocks import LOG2_E, load_block
+from specserve_kernels.ops.attention.blocks import load_block, scales_of
 from specserve_kernels.ops.attention.splits import FAR, NEAR, fold, merge, nothing_seen, row_sums, split_size
 from specserve_kernels.ops.device import HOPPER, capability_of, copies, limits_of
+from specserve_kernels.types import KVScales
 
 _MOST_ROW_BYTES = 256  # of a head that is read by descriptors
 
@@ -33,8 +33,8 @@ def _fold_block(
     q_RD, k_ND, v_ND, base, end, position_R, scale, all_, top_R, sum_RX, acc_RD,
     MASKED: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax, and before a split's first block, the one before it to those before that. If
-    ``MASKED``, a row sees positions up to its own."""
+    """Do one step of the online softmax. Before a split's first block, merge the previous split into those before it.
+    If ``MASKED``, a row sees positions up to its own."""
     N: tl.constexpr = k_ND.shape[0]
     D: tl.constexpr = k_ND.shape[1]
     if base % split_size(base, NEAR, FAR) == 0:
@@ -55,14 +55,23 @@ def _fold_pages(
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
     NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """The same over blocks of pages."""
+    """Fold blocks of pages."""
     offset_N = tl.arange(0, N)
     for block in tl.range(begin, stop, num_stages=2):
         position_N = block * N + offset_N
         live_N = position_N < end if MASKED else offset_N >= 0
         page_N = tl.load(table + position_N.to(tl.uint32) // PAGE, mask=live_N, other=0).to(tl.int32)
         k_ND, v_ND = load_block(
-            at_head, at_head + kv_stride, (page_N,), block * N, live_N, page_stride, HEADS, D, PAGE
+            at_head,
+            at_head + kv_stride,
+            (page_N,),
+            block * N,
+            live_N,
+            page_stride,
+            HEADS,
+            D,
+            PAGE,
+            q_RD.dtype,
         )
         all_, top_R, sum_RX, acc_RD = _fold_block(
             q_RD, k_ND, v_ND, block * N, end, position_R, scale, all_, top_R, sum_RX, acc_RD, MASKED, NEAR, FAR,
@@ -76,7 +85,7 @@ def _fold_own(
     N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, NEAR: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
-    """The same over blocks of the chunk itself. ``row``: of position 0, were it one of the chunk's."""
+    """Fold blocks of the chunk itself. ``row``: the row that position 0 would have if it were in the chunk."""
     for block in tl.range(begin, stop, num_stages=STAGES):
         k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
         all_, top_R, sum_RX, acc_RD = _fold_block(
@@ -98,6 +107,7 @@ def _prefill_kernel(
     positions_T,
     out,  # [T, Hq, D]
     scale,
+    value_scale,  # as in _attend_kernel
     q_stride,
     table_stride,
     page_stride,
@@ -135,10 +145,7 @@ def _prefill_kernel(
         start = tl.load(positions_T + first).to(tl.int32)
     position_R = start + local_R
     end = start + tl.minimum(tile * R + R, count)
-    whole, stop = (
-        (start + tile * R + 1) // N,
-        tl.cdiv(end, N),
-    )  # blocks that all rows see whole; that some see
+    whole, stop = (start + tile * R + 1) // N, tl.cdiv(end, N)  # blocks that all rows see; that some see
     top_R, sum_RX, acc_RD = nothing_seen(R, D)
     all_ = (top_R, row_sums(sum_RX), acc_RD)
     own = 0
@@ -168,6 +175,8 @@ def _prefill_kernel(
         )  # fmt: skip
     top_R, sum_R, acc_RD = merge(all_[0], all_[1], all_[2], top_R, row_sums(sum_RX), acc_RD)
     result_RD = acc_RD / sum_R[:, None]
+    if value_scale is not None:
+        result_RD *= value_scale
     out_at_RD = out + (token_R * (HEADS * GROUP * D) + head * D)[:, None] + column_D[None, :]
     tl.store(out_at_RD, result_RD.to(out.dtype.element_ty), mask=live_R[:, None])
 
@@ -181,18 +190,16 @@ class Tile(NamedTuple):
     stages: int
 
 
-def _tile_of_own(tokens: int, wide: bool, prefix: bool) -> Tile:
-    """Where own keys are read by descriptors. ``wide``: float32."""
-    if wide:
-        return Tile(32, 32, 4, 2)
-    return Tile(64, 64, 4, 2)
+def _tile_of_own(wide: bool) -> Tile:
+    """Return the tile for keys of the chunk that are read by descriptors. ``wide``: float32."""
+    return Tile(32, 32, 4, 2) if wide else Tile(64, 64, 4, 3)
 
 
-def _tile(tokens: int, row_bytes: int, wide: bool, shared_bytes: int) -> Tile:
-    """Where all keys come from pages. Smaller ones where the shared memory does not hold the queries and two blocks of
-    keys and of values."""
+def _tile(row_bytes: int, wide: bool, shared_bytes: int) -> Tile:
+    """Return the tile for keys that all come from pages; a smaller one if shared memory can't hold the queries and two
+    blocks of keys and values."""
     if wide:
-        rows, block = (16 if tokens <= 16 else 32), max(16, min(32, 8192 // row_bytes))
+        rows, block = 32, max(16, min(32, 8192 // row_bytes))
     else:
         rows, block = 64, (64 if row_bytes <= 256 else 32)
     while (rows + 4 * block) * row_bytes > shared_bytes and (rows > 16 or block > 16):
@@ -209,14 +216,15 @@ def attend_chunks(
     max_tokens: int,
     kv_TND: Tensor | None = None,
     prefix: bool = True,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """Causal attention: token t sees positions up to its own, ``positions_T[t]``, consecutive within a request.
 
     ``q_TND`` ``[T, Hq, D]``, rows may lie further apart than ``Hq * D``; ``cache`` ``[pages, (k, v), page size, Hk,
-    D]``, the last three contiguous; both float16, bfloat16 or float32. ``q_start`` ``[B + 1]`` covers all T tokens, at
-    most ``max_tokens`` a request, maybe none. Index tensors are int64 or int32. ``kv_TND`` ``[T, 2 * Hk, D]``: the
-    tokens' own rotated keys, then their values, which the cache holds, too. ``prefix``: some request begins after
-    position 0. Returns ``[T, Hq, D]``, contiguous.
+    D]``, the last three contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``.
+    ``q_start`` ``[B + 1]`` covers all T tokens, at most ``max_tokens`` a request, maybe none. Index tensors are int64
+    or int32. ``kv_TND`` ``[T, 2 * Hk, D]``: the numbers that the cache holds of the tokens themselves, keys, then
+    values. ``prefix``: some request begins after position 0. Returns ``[T, Hq, D]``, contiguous.
     """
     (_, heads, size), kv_heads = q_TND.shape, cache.shape[3]
     wide = q_TND.element_size() == 4
@@ -224,11 +232,11 @@ def attend_chunks(
     q: Any = q_TND
     kv: Any = None
     if kv_TND is not None and row_bytes <= _MOST_ROW_BYTES and _by_descriptors(q_TND, kv_TND):
-        tile = _tile_of_own(max_tokens, wide, prefix)
+        tile = _tile_of_own(wide)
         q = TensorDescriptor.from_tensor(q_TND.flatten(1), [tile.rows, size])
         kv = TensorDescriptor.from_tensor(kv_TND.flatten(1), [tile.block, size])
     else:
-        tile = _tile(max_tokens, row_bytes, wide, limits_of(q_TND.device).shared_bytes)
+        tile = _tile(row_bytes, wide, limits_of(q_TND.device).shared_bytes)
     out = q_TND.new_empty(q_TND.shape)
     kernel: Any = _prefill_kernel
     kernel[(heads, -(-max_tokens // tile.rows), len(pages_BM))](
@@ -239,7 +247,7 @@ def attend_chunks(
         q_start,
         positions_T,
         out,
-        LOG2_E / math.sqrt(size),
+        *scales_of(size, scales),
         q_TND.stride(0),
         pages_BM.stride(0),
         cache.stride(0),
@@ -261,6 +269,6 @@ def attend_chunks(
 
 
 def _by_descriptors(q_TND: Tensor, kv_TND: Tensor) -> bool:
-    """Whether own keys are read so: where that was measured."""
+    """Return whether own keys are read by descriptors: only where that was measured."""
     hopper = capability_of(q_TND.device)[0] == HOPPER
     return hopper and copies(q_TND.flatten(1)) and copies(kv_TND.flatten(1))

@@ -1,14 +1,16 @@
-"""The order in which attention adds, the same for every launch, as Triton device functions.
+"""The order in which attention adds, which is the same for every launch, as Triton device functions.
 
-What a token sees is added in the order of positions, sixteen at a time, as tensor cores do: the sixteen begin at
-multiples of 16, whoever else is in the launch. There are *splits*, of ``NEAR`` positions below ``FAR`` and of ``FAR``
-from there on, each added from zero, then all of them in order, so that one token's keys can be many programs' work.
+A token's keys are added in the order of positions, sixteen at a time, as tensor cores do. The sixteens begin at
+multiples of 16, whatever else is in the launch. Positions are divided into *splits*: of ``NEAR`` positions below
+``FAR``, of ``FAR`` positions from there on. Each split is summed from zero, then the splits are added in order, so
+several programs can share one token's keys.
 
-The online softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135) scales what it has by the largest score so far.
-Here that is rounded up to a whole power of two, and scores to multiples of 2^-12, so that scaling rounds nothing: the
-sums don't depend on when a larger score was found. The sum of weights is a product with ones, in the same order. So a
-token's bits are the same in prefill, in plain decoding and in a tree, in blocks and tiles of any size. Two facts about
-tensor cores make it so, tested on a GPU: sixteen keys are added at a time for every tile, and zeros change nothing.
+The online softmax of FlashAttention (Dao et al. 2022, arXiv 2205.14135) rescales its sums by the largest score so far.
+Here that maximum is rounded up to a whole power of two and scores to multiples of 2^-12, so rescaling rounds nothing,
+and the sums do not depend on when a larger score was found. The sum of weights is a product with ones, in the same
+order. A token's bits are therefore the same in prefill, in plain decoding and in a tree, with blocks and tiles of any
+size. This relies on two facts about tensor cores, tested on a GPU: they add sixteen keys at a time for every tile, and
+zeros change nothing.
 
 Shapes: R rows of a tile, N positions of a block, D head size, X columns of ones.
 """
@@ -21,31 +23,32 @@ import triton.language as tl
 NEAR, FAR = 128, 1024  # positions of a split
 ALIGNED = 16  # keys that a tensor core adds at a time
 _GRID = tl.constexpr(3072.0)  # 1.5 * 2^11: added to a score, it leaves multiples of 2^-12
-_ONES = tl.constexpr(16)
+_ONES = tl.constexpr(8)
 
 
 @triton.jit
 def split_size(position, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """Positions of the split that ``position`` is in."""
+    """Return the positions of the split that ``position`` is in."""
     return tl.where(position < FAR, NEAR, FAR)
 
 
 @triton.jit
 def nothing_seen(R: tl.constexpr, D: tl.constexpr):
-    """Maxima in base 2 ``[R]``, sums ``[R, X]``, equal in each row, and weighted values ``[R, D]`` of no keys."""
+    """Return the state before any key: maxima in base 2 ``[R]``, sums ``[R, X]``, equal in each row, and weighted
+    values ``[R, D]``."""
     none_R = tl.full([R], float("-inf"), tl.float32)
     return none_R, tl.zeros([R, _ONES], tl.float32), tl.zeros([R, D], tl.float32)
 
 
 @triton.jit
 def power(exponent_R):
-    """2 to the power of whole numbers of at most 0, exactly; 0 for -127 and less."""
+    """Return 2 to the power of whole numbers of at most 0, exactly; 0 for -127 and less."""
     return ((tl.maximum(exponent_R, -127.0) + 127.0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def fold(score_RN, v_ND, scale, top_R, sum_RX, acc_RD):
-    """One step of the online softmax, in base 2. Rows that have seen nothing keep a sum of 0."""
+    """Do one step of the online softmax, in base 2. Rows that have seen nothing keep a sum of 0."""
     grid: tl.constexpr = 0.0 if v_ND.dtype == tl.float32 else _GRID
     place_RN = tl.fma(score_RN, scale + tl.zeros_like(score_RN), tl.full(score_RN.shape, grid, tl.float32))
     new_R = tl.maximum(top_R, tl.ceil(tl.max(place_RN, 1) - grid))
@@ -60,13 +63,13 @@ def fold(score_RN, v_ND, scale, top_R, sum_RX, acc_RD):
 
 @triton.jit
 def row_sums(sum_RX):
-    """Those of each row, ``[R]``."""
+    """Return the sum of each row, ``[R]``."""
     return tl.max(sum_RX, 1)
 
 
 @triton.jit
 def merge(top_R, sum_R, acc_RD, its_top_R, its_sum_R, its_acc_RD):
-    """Earlier splits and the next. Either may be none."""
+    """Merge the earlier splits with the next. Either may be empty."""
     new_R = tl.maximum(top_R, its_top_R)
     base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
     earlier_R, later_R = power(top_R - base_R), power(its_top_R - base_R)

@@ -1,4 +1,4 @@
-"""What a draft head reads, gathered and normed in one launch. Shapes: N pairs, X rows, H width, V vocabulary."""
+"""Gather and normalize the inputs of a draft head in one launch. Shapes: N pairs, X rows, H width, V vocabulary."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _pair_inputs(
     pair_N2H: Tensor,
     unit_GN: Tensor,
 ) -> Tensor:
-    """Writes the pairs, rounded where ``pair_N2H`` is int8, and returns their features."""
+    """Write the pairs, quantized if ``pair_N2H`` is int8, and return their features."""
     (pairs,), width = tokens_N.shape, embedding_VH.shape[1]
     rounded = pair_N2H.dtype == torch.int8
     assert not rounded or width % GROUP == 0

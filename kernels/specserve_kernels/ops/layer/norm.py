@@ -66,7 +66,7 @@ def add_rms_norm_rounded(
 def _add_rms_norm(
     x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, out_TH: Tensor, unit_GT: Tensor
 ) -> Tensor:
-    """Writes the norm of the sum, rounded where ``out_TH`` is int8, and returns the sum."""
+    """Write the norm of the sum, quantized if ``out_TH`` is int8, and return the sum."""
     total_TH, (tokens, width) = torch.empty_like(x_TH), x_TH.shape
     block, warps = row_launch(width)
     _add_rms_norm_kernel[(tokens,)](
@@ -90,14 +90,14 @@ def _add_rms_norm(
 
 
 def row_launch(width: int) -> tuple[int, int]:
-    """The block that holds a row, and its warps."""
+    """Return the block that holds a row, and its warps."""
     block: int = 1 << (width - 1).bit_length()
     return block, min(max(block // PER_WARP, 1), 16)
 
 
 @triton.jit
 def normed(x, weight, eps, H: tl.constexpr):
-    """One row in its own dtype, zeros beyond H. The scaled row is rounded before the weight multiplies it."""
+    """Return one row in its own dtype, zeros beyond H. The scaled row is rounded before the weight multiplies it."""
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / H + eps)
     return (wide * scale).to(x.dtype) * weight

@@ -7,9 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
+from specserve_kernels.types import LARGEST_FP8, KVScales
 
 TILE = 2048  # elements of a program: whole heads
 PER_WARP = 256
+_LARGEST = tl.constexpr(LARGEST_FP8)
 
 
 def rotary_store_kv(
@@ -21,6 +23,7 @@ def rotary_store_kv(
     page_T: Tensor,
     offset_T: Tensor,
     keys: bool = True,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """As the reference. Tokens may be further apart than N * D; everything else is contiguous. Tokens that share a slot
     (the dummy page's) leave any one's values there. Positions, pages and offsets are not from the launch right before
@@ -40,6 +43,8 @@ def rotary_store_kv(
         page_T,
         offset_T,
         qkv_TND.stride(0),
+        None if scales is None else 1 / scales.key,
+        None if scales is None else 1 / scales.value,
         Q=heads - 2 * num_kv_heads,
         K=num_kv_heads,
         KEYS=keys,
@@ -62,6 +67,8 @@ def _rotary_store_kv_kernel(
     page_ptr,  # [T]
     offset_ptr,  # [T]
     stride,
+    by_key,  # factors of what an FP8 cache stores; None: the cache has qkv's type
+    by_value,
     Q: tl.constexpr,
     K: tl.constexpr,
     KEYS: tl.constexpr,
@@ -92,20 +99,35 @@ def _rotary_store_kv_kernel(
     turned_low = tl.where(rotates, _turn(low, high, rope_ptr, inside, D), low)
     turned_high = tl.where(rotates, _turn(high, low, rope_ptr + D // 2, inside, D), high)
 
+    kept_low, kept_high = turned_low, turned_high
+    if by_key is not None:
+        by = tl.where(rotates, by_key, by_value)
+        kept_low, kept_high = _rounded(turned_low, by), _rounded(turned_high, by)
+        turned_low = tl.where(head < Q, turned_low, kept_low.to(low.dtype))
+        turned_high = tl.where(head < Q, turned_high, kept_high.to(low.dtype))
     if KEYS or Q > 0:
         back = head < (Q + K if KEYS else Q)
+        if KEYS and by_key is not None:
+            back = head < Q + 2 * K
         tl.store(from_ptr, turned_low, mask=mask & back)
         tl.store(from_ptr + D // 2, turned_high, mask=mask & back)
     kv_head = head - Q
     is_value = kv_head >= K
     to_ptr += tl.where(is_value, kv_head - K + PAGE * K, kv_head) * D + d
-    tl.store(to_ptr, turned_low, mask=mask & (head >= Q))
-    tl.store(to_ptr + D // 2, turned_high, mask=mask & (head >= Q))
+    tl.store(to_ptr, kept_low, mask=mask & (head >= Q))
+    tl.store(to_ptr + D // 2, kept_high, mask=mask & (head >= Q))
+
+
+@triton.jit
+def _rounded(x, by):
+    """Round to FP8 and saturate. NaN stays NaN."""
+    scaled = tl.clamp(x.to(tl.float32) * by, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return scaled.to(tl.float8e4nv)
 
 
 @triton.jit
 def _turn(x, other, rope_ptr, mask, D: tl.constexpr):
-    """One half of the rotated head; the product with the cosine is rounded before the sum, as in the reference."""
+    """Rotate one half of the head. The product with the cosine is rounded before the sum, as in the reference."""
     cos = tl.load(rope_ptr, mask=mask, other=0)
     sin = tl.load(rope_ptr + D, mask=mask, other=0)
     return ((x * cos).to(tl.float32) + other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)

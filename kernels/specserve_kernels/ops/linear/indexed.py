@@ -1,9 +1,9 @@
-"""A projection by some rows of a weight, read where they lie. Shapes: T tokens, O rows of the weight, I inputs, R rows
-picked.
+"""A projection that uses some rows of a weight without copying them. Shapes: T tokens, O rows of the weight, I inputs,
+R rows picked.
 
-A draft's truncated head: token ids pick rows of the target's head, so a change of the vocabulary copies ids and no
-weights. Each row is contiguous, 8 KB for 4096 inputs of 16 bits, and a program reads whole rows, so gathered rows cost
-about what neighbours cost: see ``kernels/bench/indexed_linear.py``.
+It serves a draft's truncated head: token ids pick rows of the target's head, so a change of the vocabulary copies ids
+and no weights. Each row is contiguous (8 KB for 4096 inputs of 16 bits) and a program reads whole rows, so scattered
+rows cost about as much as neighbouring ones: see ``kernels/bench/indexed_linear.py``.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
 
 
 def pipeline(rows: int, tokens: int, element_size: int, shared_bytes: int = H200.shared_bytes) -> Pipeline:
-    """What to launch for this many rows and tokens: the measured pipelines of ``ops/linear.py`` for a weight of as many
-    outputs. Up to 64 tokens the weight is read once and its bytes decide; beyond, the products do. float32 takes half
-    the step, which is as many bytes. With less shared memory, fewer stages."""
+    """Choose the launch for this many rows and tokens: the measured pipelines of ``ops/linear.py`` for a weight with as
+    many outputs. Up to 64 tokens the weight is read once and its bytes decide; beyond that, the products do. float32
+    takes half the step, which is as many bytes. With less shared memory, there are fewer stages."""
     if tokens <= 16:
         chosen = Pipeline(16, 32, 128, 5 if rows <= 264 * 32 else 3, 4)
     elif tokens <= 32:

@@ -1,7 +1,7 @@
-"""A projection of few tokens whose weight and inputs are int8, by the kernel of ``quantized_linear``.
+"""A projection of few tokens with int8 weight and int8 inputs, by the kernel of ``quantized_linear``.
 
-No number is turned into another type: integers go to the tensor cores as they lie in memory. Inputs that are not
-rounded yet are rounded by a launch of their own.
+Nothing is converted: integers go to the tensor cores as they lie in memory. Inputs that are not quantized yet are
+quantized by a launch of their own.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def integer_linear(
 
 
 def pipeline(outputs: int, inputs: int, tokens: int, limits: Limits = H200) -> Pipeline:
-    """From a sweep over the layers of Llama-3.1-8B's draft on an H200. Programs that share tiles have as many stages as
-    let all of them run at once, but three if there is room for those. With less shared memory, fewer."""
+    """Chosen by a sweep over the layers of Llama-3.1-8B's draft on an H200. Programs that share tiles have as many
+    stages as let all of them run at once, but three if there is room. With less shared memory, there are fewer."""
     columns = min(max(8, triton.next_power_of_2(tokens)), _MOST_TOKENS)
     rows = 64 if tokens <= 16 else 128
     tiles = max(1, triton.cdiv(outputs, rows) * triton.cdiv(tokens, columns))

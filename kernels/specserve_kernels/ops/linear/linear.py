@@ -1,11 +1,12 @@
-"""A projection of few tokens, which reads the weight once. Shapes: T tokens, O outputs, I inputs.
+"""A projection of few tokens that reads the weight once. Shapes: T tokens, O outputs, I inputs.
 
-``linear`` chooses: this kernel for up to 16 tokens, ``turned_linear`` for up to 128 where it takes less time, cuBLAS.
+``linear`` chooses between three kernels: this one for up to 16 tokens, ``turned_linear`` for up to 128 where it is
+faster, otherwise cuBLAS.
 
 On an H200 the kernel alone takes 4 to 17% less time than cuBLAS for 4096 outputs (o, down, a draft's fc), where there
-are about as many blocks of outputs as multiprocessors, and within a few per cent the same for more
-(``kernels/bench/linear.py``). In a chain of kernels of up to 16 tokens it wins for all, because its programs stand
-ready when the kernel before it ends, where cuBLAS's are launched then (``kernels/bench/chain.py``).
+are about as many blocks of outputs as multiprocessors; for more outputs it is within a few per cent
+(``kernels/bench/linear.py``). In a chain of kernels it wins for all shapes of up to 16 tokens: its programs are ready
+when the kernel before it ends, while cuBLAS is only launched then (``kernels/bench/chain.py``).
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ def linear(
 
 
 def serves(tokens: int, outputs: int, limits: Limits) -> bool:
-    """Whether the kernel takes less time than cuBLAS."""
+    """Return whether the kernel is faster than cuBLAS."""
     if tokens > _FEW_TOKENS:
         return False
     return outputs <= (_MOST_OUTPUTS if overlap()["OVERLAP"] else limits.processors * _OUTPUTS)
 
 
 def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
-    """The kernel: at most 16 tokens, bf16 or fp16. ``torch.nn.functional.linear`` where the device's shared memory is
-    too small for it. Raises ValueError for more tokens."""
+    """Run the kernel, for at most 16 tokens in bf16 or fp16. Uses ``torch.nn.functional.linear`` if the device's shared
+    memory is too small. Raises ValueError for more tokens."""
     tokens, inputs = x_TI.shape
     if tokens > _FEW_TOKENS:
         raise ValueError(f"tokens: at most {_FEW_TOKENS}, not {tokens}")
@@ -87,8 +88,8 @@ def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
 
 
 def pipeline(outputs: int, limits: Limits) -> tuple[int, int, int] | None:
-    """Outputs of a program, inputs a step, and stages: from a sweep over the layers of Llama-3.1-8B on an H200. With
-    less shared memory, fewer stages; None where even two are too many.
+    """Return the outputs of a program, the inputs of a step, and the stages, chosen by a sweep over the layers of
+    Llama-3.1-8B on an H200. With less shared memory, there are fewer stages; None if even two are too many.
 
     A multiprocessor with few programs needs more of the weight in flight in each.
     """
@@ -135,7 +136,8 @@ def _linear_kernel(
 
 @triton.jit
 def outputs_of(block, O: tl.constexpr, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
-    """Rows of the weight of a block, and which of them there are. Gated, those of a gate and its channel alternate."""
+    """Return the weight rows of a block, and which of them exist. If gated, those of a gate and its channel
+    alternate."""
     j = tl.arange(0, BLOCK_O)
     if GATED:
         channel = block * (BLOCK_O // 2) + j // 2
@@ -145,7 +147,7 @@ def outputs_of(block, O: tl.constexpr, BLOCK_O: tl.constexpr, GATED: tl.constexp
 
 @triton.jit
 def store_outputs(sums, out_ptr, block, t, tokens, O: tl.constexpr, GATED: tl.constexpr):
-    """Rounds the sums ``[BLOCK_T, BLOCK_O]`` of a block, gates them, and writes those that there are."""
+    """Round the sums ``[BLOCK_T, BLOCK_O]`` of a block, gate them, and store those that exist."""
     BLOCK_T: tl.constexpr = sums.shape[0]
     out = sums.to(out_ptr.dtype.element_ty)
     if GATED:

@@ -1,4 +1,4 @@
-"""Inputs of a projection rounded to int8, by the launch that writes them or by one of its own.
+"""Quantize a projection's inputs to int8, in the launch that writes them or in a launch of its own.
 
 Shapes: T tokens, I inputs, G groups of inputs.
 """
@@ -66,7 +66,7 @@ def _round_kernel(
 
 @triton.jit
 def store_rounded(x, values_ptr, unit_ptr, unit_stride, width):
-    """Rounds whole groups, zeros from ``width`` on, which are not stored. Units are ``unit_stride`` apart."""
+    """Round whole groups, zeros from ``width`` on, which are not stored. Units are ``unit_stride`` apart."""
     GROUPS: tl.constexpr = x.shape[0] // _SIZE
     x = tl.reshape(x.to(tl.float32), (GROUPS, _SIZE))
     unit = tl.maximum(tl.max(tl.abs(x), 1) * _UNIT, _LEAST)

@@ -1,15 +1,15 @@
-"""A projection by a weight of 8 bits, which is read once. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
+"""A projection with an 8-bit weight that is read once. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
 
-A draft's levels read its weights for a few tokens, so bytes are what they cost, and instructions for each number of the
-weight come next. Rounded inputs (``integer_linear``) are multiplied as they are. For others the weight becomes of
-another type on its way to the tensor cores: int8 the inputs' type, where those are wider than 16 bits or the tensor
-cores older than Ampere's, on which Triton multiplies no int8; FP8 float16, and bfloat16 inputs with it, clamped to its
-range, because the processor turns two FP8 numbers into float16 by one instruction and has none for bfloat16. A step of
-a program is one group, so its factors, and units of rounded inputs, are applied to sums. Outputs are the rows of what
-tensor cores multiply, of which Hopper's take 64 at least, and tokens the columns, of which 8 are enough.
+A draft's levels read its weights for a few tokens, so their cost is bytes first, and then instructions for each number
+of the weight. Quantized inputs (``integer_linear``) are multiplied as they are. For other inputs the weight is
+converted on its way to the tensor cores. int8 becomes the inputs' type; this serves inputs wider than 16 bits and
+tensor cores older than Ampere's, on which Triton multiplies no int8. FP8 becomes float16, and so do bfloat16 inputs,
+clamped to its range, because the processor converts two FP8 numbers to float16 with one instruction and has none for
+bfloat16. A step of a program is one group, so the scales of weight and inputs are applied to sums. Outputs are the rows
+of the tensor cores' product, of which Hopper needs at least 64; tokens are the columns, of which 8 are enough.
 
-Few outputs are few programs, with too little of the weight on its way to keep the memory busy. Then several programs
-share the inputs of a tile: see ``parts``.
+With few outputs there are few programs, and too little of the weight is in flight to keep the memory busy. Then several
+programs share the inputs of a tile: see ``split_k``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def multiply(
     gated: bool,
     block: Pipeline,
 ) -> Tensor:
-    """The product in ``dtype``. ``unit_GT``: of rounded inputs, None for others; ``weight``: numbers and factors."""
+    """Compute the product in ``dtype``. ``unit_GT``: scales of quantized inputs, None for others. ``weight``: numbers
+    and scales."""
     (tokens, inputs), (weight_OI, factor_OG) = x_TI.shape, weight
     outputs = len(weight_OI)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs), dtype=dtype)
@@ -107,9 +108,9 @@ def pipeline(
     limits: Limits = H200,
     converted: bool = False,
 ) -> Pipeline:
-    """What to launch for such a weight and this many tokens: up to 32 tokens the weight is read once, and its bytes
-    decide. With less shared memory, fewer outputs and stages. ``converted``: the weight is held in the inputs' type,
-    too."""
+    """Choose the launch for such a weight and this many tokens: up to 32 tokens the weight is read once, and its bytes
+    decide. With less shared memory, there are fewer outputs and stages. ``converted``: the weight is also held in the
+    inputs' type."""
     chosen = _pipeline(outputs, tokens, input_bytes)
     while (stages := _stages(chosen, input_bytes, limits, converted)) < _LEAST_STAGES and chosen.outputs > 32:
         chosen = chosen._replace(outputs=chosen.outputs // 2, warps=4)
@@ -205,7 +206,8 @@ def _quantized_linear_kernel(
 
 @triton.jit
 def _converted_dot(weight, x):
-    """``weight [O, I] @ x [I, T]`` in float32, the weight in a type that the inputs can be multiplied in."""
+    """Return ``weight [O, I] @ x [I, T]`` in float32, with the weight converted to a type that the inputs can be
+    multiplied in."""
     if x.dtype == tl.float32 or weight.dtype == tl.int8:
         return tl.dot(weight.to(x.dtype), x, input_precision="ieee")
     else:

@@ -1,7 +1,8 @@
-"""Programs that share a tile's inputs: each hands in its part of the sums, and who comes last adds all of them in their
-order, so that they don't depend on who that is. Shapes: R rows of a tile, C columns, P programs that share it.
+"""Split-K: each program of a tile stores its partial sums, and the last one to arrive adds them in a fixed order, so
+the result does not depend on who is last. Shapes: R rows of a tile, C columns, P programs that share it.
 
-``part_ptr`` is float32 ``[tiles, P, R, C]``; ``tickets_ptr`` int32 ``[tiles]``, 0 before and after: see ``attention``.
+``part_ptr`` is float32 ``[tiles, P, R, C]``; ``tickets_ptr`` is int32 ``[tiles]``, 0 before and after: see
+``attention``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def hand_in(sums, part_ptr, tickets_ptr, tile, number, PARTS: tl.constexpr):
-    """Stores the part ``[R, C]`` of this ``number``; whether others still have to."""
+    """Store the partial sums ``[R, C]`` of program ``number``. Return whether others are still missing."""
     R: tl.constexpr = sums.shape[0]
     C: tl.constexpr = sums.shape[1]
     tl.store(_parts(part_ptr, tile, PARTS, R, C) + number * (C * R), sums)
@@ -22,7 +23,7 @@ def hand_in(sums, part_ptr, tickets_ptr, tile, number, PARTS: tl.constexpr):
 
 @triton.jit
 def add_up(part_ptr, tickets_ptr, tile, R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
-    """All parts' sums ``[R, C]``, for the last one."""
+    """Return the sum ``[R, C]`` of all partial sums, for the last program."""
     tl.store(tickets_ptr + tile, 0)
     sums = tl.zeros((R, C), tl.float32)
     for part in tl.static_range(PARTS):  # past the first cache, which other programs' stores don't update
@@ -32,5 +33,5 @@ def add_up(part_ptr, tickets_ptr, tile, R: tl.constexpr, C: tl.constexpr, PARTS:
 
 @triton.jit
 def _parts(part_ptr, tile, PARTS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Where the tile's first part is."""
+    """Return where the tile's first partial sums are."""
     return part_ptr + tile * (PARTS * C * R) + (tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :])

@@ -1,16 +1,18 @@
-"""A projection of 9 to 128 tokens on Hopper, which reads the weight once. Shapes: T tokens, O outputs, I inputs.
+"""A projection of 9 to 128 tokens on Hopper that reads the weight once. Shapes: T tokens, O outputs, I inputs.
 
-Outputs are the rows of what the tensor cores multiply, 64 of them at least, and tokens the columns; blocks of both come
-by the copy engine, which is told their place by descriptors. A gate and what it lets through are two products of the
-same inputs. Inputs are added in their order, 16 at a time, as in all other kernels of ``linear``. A program takes most
-of a multiprocessor's shared memory. Programs that begin while the launch before ends go wherever there is
-room: two that fit into one multiprocessor leave another without work, and a layer of 32 tokens took 23 µs more. Above
-64 tokens two must fit, and all are more than the multiprocessors: there the next launch is let in by the last of them.
+Outputs are the rows of the tensor cores' product, at least 64 of them, and tokens the columns. The copy engine (TMA)
+loads blocks of both through descriptors. A gate and the value it multiplies are two products of the same inputs. Inputs
+are added in order, 16 at a time, as in all other kernels of ``linear``.
 
-Against cuBLAS on an H200 alone: the gate and its activation take 59 µs instead of 64 for 64 tokens, 64 instead of 70
-for 128. In a chain of the layers of Llama-3.1-8B it loses nowhere that ``serves`` says so, since its programs stand
-ready when the kernel before it ends (``kernels/bench/chain.py``). Of other weights none is measured: it serves those
-whose programs fill the device.
+A program takes most of a multiprocessor's shared memory. Programs that begin while the previous launch ends go wherever
+there is room. If two fit into one multiprocessor, another one gets no work; a layer of 32 tokens then took 23 µs more.
+Above 64 tokens two must fit, and there are more programs than multiprocessors; there the last of them lets the next
+launch in.
+
+On an H200 alone, the gate and its activation take 59 µs where cuBLAS takes 64 for 64 tokens, and 64 where it takes 70
+for 128. In a chain of the layers of Llama-3.1-8B it is never slower where ``serves`` chooses it, since its programs are
+ready when the kernel before it ends (``kernels/bench/chain.py``). Other weight shapes are not measured; ``serves``
+takes those whose programs fill the device.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Pipeline(NamedTuple):
 
 
 def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
-    """Whether it takes less time than others. Both are of 16 bits."""
+    """Return whether it is faster than the alternatives. Both tensors have 16 bits."""
     (tokens, _), (outputs, inputs) = x_TI.shape, weight_OI.shape
     if not 8 < tokens <= 128 or capability_of(x_TI.device)[0] != HOPPER:
         return False

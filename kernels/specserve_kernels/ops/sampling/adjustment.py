@@ -1,8 +1,8 @@
-"""What the sampling kernels do to a block of logits: penalties, bias, noise; and keys that order floats.
+"""Device functions that adjust a block of logits (penalties, bias, noise), and integer keys that order floats.
 
-No NaN comes out: a logit that is NaN, or becomes NaN by its penalties and bias, counts as -inf.
+They return no NaN: a logit that is NaN, or becomes NaN through penalties and bias, counts as -inf.
 
-Floats compare as int32 keys of the same order; a score and its column pack into one int64 whose maximum is the argmax
+Floats compare as int32 keys of the same order. A score and its column pack into one int64, whose maximum is the argmax
 with ties to the lowest column.
 """
 
@@ -26,27 +26,27 @@ def without_nan(x):
 
 @triton.jit
 def scaled(x, temperature):
-    """Logits over the temperature, rounded as the reference does; infinite ones stay as they are."""
+    """Return logits over the temperature, rounded as in the reference; infinite ones stay."""
     s = tl.div_rn(x, temperature + tl.zeros_like(x))
     return tl.where(s == s, s, x)
 
 
 @triton.jit
 def order_of(x):
-    """int32 keys in the order of float32 x (none of it NaN), both zeros alike."""
+    """Return int32 keys in the order of float32 x (no NaN), with equal keys for both zeros."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(key):
-    """The float32 of an int32 key."""
+    """Return the float32 of an int32 key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def pack(x, column, valid):
-    """int64 keys in the order of x, ties to the lowest column first."""
+    """Return int64 keys in the order of x, with ties to the lowest column."""
     key = (order_of(x).to(tl.int64) << 32) | (0xFFFFFFFF - column.to(tl.int64))
     return tl.where(valid, key, NOTHING)
 
@@ -63,8 +63,8 @@ def packed_column(packed):
 
 @triton.jit
 def request_of(n, rows, path, path_size, table, width, entries):
-    """A node's parameters, read before the launch's turn: temperature, those of penalties, bias, noise and truncation.
-    What depends on its position is added by ``placed``."""
+    """Read a node's parameters before the launch's turn: temperature, and those of penalties, bias, noise and
+    truncation. ``placed`` adds what depends on its position."""
     r = load_settled(rows + n, True, 0)
     history = (table[13] + r * width, table[14] + r * width, path + n.to(tl.int64) * path_size, path_size)
     penalty = (_entry(table[4], r), _entry(table[5], r), _entry(table[6], r))
@@ -82,7 +82,7 @@ def _entry(column, r):
 
 @triton.jit
 def placed(position, bias, noise):
-    """The parameters of bias and noise of a token after this position."""
+    """Return the parameters of bias and noise of a token after this position."""
     at = tl.load(position) + 1
     return (bias, at), (at, noise[0], noise[1])
 
@@ -94,7 +94,7 @@ def truncates_row(temperature, cut):
 
 @triton.jit
 def plain_row(temperature, penalty, bias):
-    """Whether it takes its largest logit as it is."""
+    """Return whether the row simply takes its largest logit."""
     return (temperature <= 0) & (bias <= 0) & (penalty[0] == 1) & (penalty[1] == 0) & (penalty[2] == 0)
 
 

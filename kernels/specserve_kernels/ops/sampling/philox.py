@@ -1,4 +1,5 @@
-"""Philox4x32-10 and Gumbel noise as Triton device functions: the integers of ``reference/philox.py`` bit for bit.
+"""Philox4x32-10 and Gumbel noise as Triton device functions, with the same integers as
+``reference/sampling/philox.py``.
 
 Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """

@@ -1,21 +1,21 @@
-"""The sampler in two launches: from logits to tokens, or to the draft's candidates, for any mixture of requests.
+"""The sampler in two launches: from logits to tokens, or to draft candidates, for any mix of requests.
 
-The operations and their order are those of ``reference/sampling.py``: penalties, bias, truncation, Gumbel noise,
-argmax with ties to the lowest id. What a row needs is read from the table in the kernel, so that one CUDA graph
-serves all requests.
+The operations and their order are those of ``reference/sampling.py``: penalties, bias, truncation, Gumbel noise, argmax
+with ties to the lowest id. The kernel reads each row's parameters from the table, so one CUDA graph serves all
+requests.
 
-``scan`` works on blocks of the vocabulary: it writes each block's best perturbed scores and, for rows that truncate,
-the block's largest scaled logit, its sum of exponentials, and what lies above each of 16 edges. A row without
-temperature, penalties and bias is only searched for its largest logit. ``finish`` has one program a row. Most rows only
-merge. A row that truncates finds its threshold without a sort: the edges bracket it, a pass over the blocks that reach
-the bracket collects what is inside (quartering it where that is too much), and bisection over the collected decides.
-Partition and order of sums depend on V alone, so a row's result does not depend on the batch.
+``scan`` works on blocks of the vocabulary. It writes each block's best perturbed scores and, for rows that truncate,
+the block's largest scaled logit, its sum of exponentials, and the mass above each of 16 edges. For a row without
+temperature, penalties and bias it only searches the largest logit. ``finish`` has one program for each row. Most rows
+only merge. A row that truncates finds its threshold without a sort: the edges bracket it; a pass over the blocks that
+reach the bracket collects the logits inside, quartering the bracket if there are too many; bisection over the collected
+logits decides. Partition and order of sums depend only on V, so a row's result does not depend on the batch.
 
-Floats compare as int32 keys of the same order; a score and its token pack into one int64 whose maximum is the argmax.
-A NaN logit counts as -inf. A row of nothing else gives the lowest ids, and every id is one of the vocabulary.
+Floats compare as int32 keys of the same order. A score and its token pack into one int64, whose maximum is the argmax.
+A NaN logit counts as -inf. A row of only NaN gives the lowest ids, and every id is in the vocabulary.
 
-Shapes: N nodes, R rows of the table, V vocabulary of the logits (the draft's when a map is given), A path tokens,
-E bias entries, C candidates.
+Shapes: N nodes, R rows of the table, V vocabulary of the logits (the draft's when a map is given), A path tokens, E
+bias entries, C candidates.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _pointers(table: SamplingTable) -> tuple[Tensor, ...]:
 
 @triton.jit
 def _emit_first(y, column, keys):
-    """Writes the block's best score, and returns it."""
+    """Write the block's best score, and return it."""
     top = tl.max(y, 0)
     first = pack(top, tl.min(tl.where(y == top, column, 2**31 - 1), 0), True)  # absent columns are the last
     tl.store(keys, first)
@@ -205,7 +205,7 @@ def _emit_first(y, column, keys):
 def _emit_candidates(
     y, column, valid, stats, keys, branching, logits, WIDTH: tl.constexpr, WARPS: tl.constexpr
 ):  # fmt: skip
-    """Writes the block's best scores, and their log-sum-exp."""
+    """Write the block's best scores, and their log-sum-exp."""
     top = tl.max(y, 0)
     tl.store(stats + 3, top)
     tl.store(stats + 4, tl.sum(tl.where(valid & (y > float("-inf")), tl.exp(y - top), 0.0), 0))
@@ -360,7 +360,7 @@ def _merge(
     n, blocks, index, stats, keys, size, branching, ids, tokens, values,
     HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row's best candidates of all blocks' and, for drafts, their log-softmax: -inf for all where the best
+    """Write a row's best candidates of all blocks' and, for drafts, their log-softmax: -inf for all where the best
     score is not finite, so that nothing is drafted."""
     slot = tl.arange(0, BLOCKS * WIDTH)
     packed = tl.load(keys + slot, mask=slot < blocks * branching, other=NOTHING)

@@ -1,12 +1,12 @@
-"""The threshold of top-k, top-p and min-p without a sort, for one program a row.
+"""Find the threshold of top-k, top-p and min-p without a sort, in one program for each row.
 
-The scan has found, for each block of the vocabulary, the largest scaled logit, the sum of exponentials, and what lies
-above each of 16 edges. Merged, the edges bracket a threshold to within 1. A pass over the blocks that reach the
-bracket collects what is inside, quartering the bracket until that is few enough, and bisection over the
-collected decides. Sums are float32, of an order that depends on the vocabulary's size alone.
+The scan has found, for each block of the vocabulary, the largest scaled logit, the sum of exponentials, and the mass
+above each of 16 edges. Merged, the edges bracket a threshold to within 1. A pass over the blocks that reach the bracket
+collects the logits inside, quartering the bracket until they are few enough; bisection over the collected logits
+decides. Sums are float32, in an order that depends only on the vocabulary's size.
 
-No logit is NaN here. Where the largest is +inf, all the mass is on its equals. Every loop ends after a number of rounds
-that depends on the vocabulary's size alone, whatever its floats compare to.
+No logit is NaN here. If the largest is +inf, all the mass is on the logits equal to it. The number of rounds of every
+loop depends only on the vocabulary's size, whatever the floats are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _mass(s, top):
 
 @triton.jit
 def summarize(s, cut, stats):
-    """Writes of a block's scaled logits: maximum, sum of exponentials, and how much lies above each edge. The first
+    """Write of a block's scaled logits: maximum, sum of exponentials, and how much lies above each edge. The first
     edge is the integer below the maximum (rounded up), each next is 1 lower."""
     top = tl.max(s, 0)
     e = _mass(s, top)

@@ -1,4 +1,4 @@
-"""What a step reads of its slots, in one launch. Shapes as in the reference."""
+"""Gather the state that a step reads of its slots, in one launch. Shapes as in the reference."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""One level of a draft on a GPU, one launch each. Shapes as in ``types``; J = W * K candidates a slot.
+"""Grow one level of a draft on a GPU, in one launch. Shapes as in ``types``; J = W * K candidates a slot.
 
 A score that is NaN counts as -inf, so that scores and indices order all candidates and each node of the next level is
 written.
 
-``do_not_specialize=range(n)`` here and in the files next to: all n arguments before the constants, so that no value or
-alignment makes another variant to compile.
+``do_not_specialize=range(n)``, here and in the neighbouring files, covers all n arguments before the constants, so that
+no value or alignment causes another variant to be compiled.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Lookup on a GPU: one launch a step, one program a slot, whose time is that of reading the text once for each
-continuation. Shapes as in ``reference/tree/lookup.py``."""
+"""Lookup on a GPU: one launch for each step, one program for each slot. Its time is that of reading the text once for
+each continuation. Shapes as in ``reference/tree/lookup.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merge on a GPU: copies of both pools, then one program a slot and branch, which walks the first pool along it.
+"""Merge on a GPU: copy both pools, then walk the first pool along each branch, one program for each slot and branch.
 Branches begin with different tokens, so no two programs meet. Shapes as in ``reference/tree/merge.py``."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Predicted text on a GPU: one launch a step, one program a slot, which ends at once where there is none. Shapes as in
-``reference/prediction.py``. What drafts take from it is part of ``grow_level``'s kernel."""
+"""Predicted text on a GPU: one launch for each step, one program for each slot, which exits at once if the slot has
+none. Shapes as in ``reference/tree/prediction.py``. ``grow_level``'s kernel reads what drafts need from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Select on a GPU: a first launch cuts each slot's pool to its cap, a second shares the budget and packs the trees.
+"""Select on a GPU: the first launch cuts each slot's pool to its cap, the second shares the budget and packs the trees.
 
 Scores are compared as integers of the same order, and the threshold is found by bisection with counts. Shapes as in
 ``tree``; C: the most candidates a slot can keep.

@@ -1,4 +1,4 @@
-"""Sources on a GPU: one launch for each, one program a slot, which walks its pool twice. Shapes as in
+"""Sources on a GPU: one launch for each source, one program for each slot, which walks its pool twice. Shapes as in
 ``reference/tree/sources.py``."""
 
 from __future__ import annotations

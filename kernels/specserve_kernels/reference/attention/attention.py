@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specserve_kernels.types import KVScales
+
 _PACK_ROWS = 256  # up to here, packing a group's query heads into one tile beats broadcasting the keys
 
 
@@ -20,17 +22,25 @@ def group_bias(bias_BNL: Tensor, group: int) -> Tensor:
     return bias_BNL[:, None].repeat_interleave(group, dim=2)
 
 
-def paged_attention(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, bias: Tensor) -> Tensor:
+def paged_attention(
+    q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, bias: Tensor, scales: KVScales | None = None
+) -> Tensor:
     """Softmax attention with an additive bias over all positions of each request's pages.
 
-    ``cache``: ``[pages, (k, v), page size, Hk, D]``. ``bias``: ``group_bias`` of ``[B, N, L]``, 0 where visible, -inf
-    where not, every row with at least one visible position; L = M * page size. Returns ``[B, N, Hq, D]``.
+    ``cache``: ``[pages, (k, v), page size, Hk, D]``, of q's type or float8_e4m3fn, with ``scales``. ``bias``:
+    ``group_bias`` of ``[B, N, L]``, 0 where visible, -inf where not, every row with at least one visible position;
+    L = M * page size. Returns ``[B, N, Hq, D]``.
     """
     batch, queries, heads, size = q_BNHD.shape
     kv_heads = cache.shape[3]
     flat = pages_BM.flatten()
-    k_BKLD = cache[:, 0].index_select(0, flat).view(batch, -1, kv_heads, size).transpose(1, 2)
-    v_BKLD = cache[:, 1].index_select(0, flat).view(batch, -1, kv_heads, size).transpose(1, 2)
+
+    def gathered(part: int, scale: float) -> Tensor:
+        found = cache[:, part].index_select(0, flat).view(batch, -1, kv_heads, size).transpose(1, 2)
+        return found if scales is None else found.to(q_BNHD.dtype) * scale
+
+    key, value = scales or KVScales()
+    k_BKLD, v_BKLD = gathered(0, key), gathered(1, value)
     group = heads // kv_heads
     if group * queries > _PACK_ROWS:
         out = F.scaled_dot_product_attention(
@@ -44,5 +54,5 @@ def paged_attention(q_BNHD: Tensor, cache: Tensor, pages_BM: Tensor, bias: Tenso
 
 
 def visible_to_bias(visible_BNL: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turns a boolean visibility into the additive bias."""
+    """Turn a boolean visibility into the additive bias."""
     return torch.zeros_like(visible_BNL, dtype=dtype).masked_fill_(~visible_BNL, -torch.inf)

@@ -1,4 +1,4 @@
-"""What a draft head reads: an embedded token next to a feature.
+"""The inputs of a draft head: an embedded token next to a feature.
 
 Shapes: N pairs, X feature rows, H width, V vocabulary.
 """
@@ -19,7 +19,7 @@ def pair_inputs(
     source_N: Tensor | None,
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns ``[embedding of the token; feature]`` ``[N, 2H]`` and the features alone ``[N, H]``.
+    """Return ``[embedding of the token; feature]`` ``[N, 2H]`` and the features alone ``[N, H]``.
 
     ``source_N``: the feature row of each pair, None for its own. ``norms``: weights of the embedding's and the
     feature's norms in the pair, and their epsilon; None leaves both as they are.

@@ -22,13 +22,13 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 def embed_rms_norm(
     tokens_T: Tensor, embedding_VH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns ``(rms_norm(embedding[tokens]), embedding[tokens])``, of the embedding's dtype. Tokens are within it."""
+    """Return ``(rms_norm(embedding[tokens]), embedding[tokens])``, of the embedding's dtype. Tokens are within it."""
     embedded_TH = F.embedding(tokens_T, embedding_VH)
     return rms_norm(embedded_TH, weight_H, eps), embedded_TH
 
 
 def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Adds x to the residual stream and norms the sum.
+    """Add x to the residual stream and norm the sum.
 
     Returns ``(rms_norm(x + residual), x + residual)``; neither input is changed.
     """

@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specserve_kernels.types import LARGEST_FP8, KVScales
+
 
 def rotary_table(inv_freq_D2: Tensor, positions: int, scale: float, dtype: torch.dtype) -> Tensor:
-    """Builds the table ``[positions, 2, D]`` from inverse frequencies ``[D/2]`` (float64, any device)."""
+    """Build the table ``[positions, 2, D]`` from inverse frequencies ``[D/2]`` (float64, any device)."""
     angle_PD2 = torch.outer(
         torch.arange(positions, dtype=torch.float64, device=inv_freq_D2.device), inv_freq_D2.double()
     )
@@ -20,15 +22,15 @@ def rotary_table(inv_freq_D2: Tensor, positions: int, scale: float, dtype: torch
 
 
 def apply_rotary(x_TND: Tensor, rope_T2D: Tensor) -> Tensor:
-    """Rotates every head of x by its row's angle. Returns a new tensor."""
+    """Rotate every head of x by its row's angle. Returns a new tensor."""
     half = x_TND.shape[-1] // 2
     cos, sin = rope_T2D[:, 0, None], rope_T2D[:, 1, None]
     return torch.addcmul(x_TND * cos, x_TND.roll(half, -1), sin)
 
 
 def store_kv(cache: Tensor, kv_T2ND: Tensor, page_T: Tensor, offset_T: Tensor) -> None:
-    """Writes keys and values into ``cache[page, (k, v), offset, head, D]`` at each token's page and offset."""
-    cache[page_T, :, offset_T] = kv_T2ND
+    """Write keys and values into ``cache[page, (k, v), offset, head, D]`` at each token's page and offset."""
+    cache[page_T, :, offset_T] = kv_T2ND.to(cache.dtype)
 
 
 def rotary_store_kv(
@@ -40,15 +42,27 @@ def rotary_store_kv(
     page_T: Tensor,
     offset_T: Tensor,
     keys: bool = True,
+    scales: KVScales | None = None,
 ) -> Tensor:
-    """Rotates q and k inside the packed heads ``[q..., k..., v...]`` and stores k and v in the cache. Unless ``keys``,
-    nobody reads k there, and it may stay as it was.
+    """Rotate q and k inside the packed heads ``[q..., k..., v...]`` and store k and v in the cache. Unless ``keys``,
+    nobody reads k and v there, and they may stay as they were.
+
+    A cache of float8_e4m3fn stores k and v divided by ``scales``, saturated at its largest number. The stored numbers
+    are also written back to ``qkv_TND``, so that its readers see what readers of the cache see.
 
     ``rope_P2D`` is a rotary table, of which each token reads the row of its position (int64).
     ``qkv_TND`` is changed in place. Returns the rotated queries, a view ``[T, q heads, D]``.
     """
     qk_TND = qkv_TND[:, :-num_kv_heads]
     qk_TND.copy_(apply_rotary(qk_TND, rope_P2D[position_T]))
-    kv_TND = qkv_TND[:, -2 * num_kv_heads :]
-    store_kv(cache, kv_TND.unflatten(1, (2, num_kv_heads)), page_T, offset_T)
+    kv_T2ND = qkv_TND[:, -2 * num_kv_heads :].unflatten(1, (2, num_kv_heads))
+    if scales is not None:
+        kv_T2ND.copy_(_rounded(kv_T2ND, scales))
+    store_kv(cache, kv_T2ND, page_T, offset_T)
     return qkv_TND[:, : -2 * num_kv_heads]
+
+
+def _rounded(kv_T2ND: Tensor, scales: KVScales) -> Tensor:
+    wide_T2ND = kv_T2ND.to(torch.promote_types(kv_T2ND.dtype, torch.float32))
+    scaled = [part * (1 / scale) for part, scale in zip(wide_T2ND.unbind(1), scales, strict=True)]
+    return torch.stack(scaled, 1).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""A projection by some rows of a weight. Shapes: T tokens, O rows of the weight, I inputs, R rows picked."""
+"""A projection with some rows of a weight. Shapes: T tokens, O rows of the weight, I inputs, R rows picked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A projection whose weight and inputs are int8. Shapes: T tokens, O outputs, I inputs, G groups of inputs."""
+"""A projection with int8 weight and int8 inputs. Shapes: T tokens, O outputs, I inputs, G groups of inputs."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def linear(
 
 
 def check_place(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool) -> None:
-    """Raises ValueError for a place that ``linear`` does not write to."""
+    """Raise ValueError for an ``out_TO`` that ``linear`` does not write to."""
     shape = len(x_TI), len(weight_OI)
     if bias_O is not None or gated or out_TO.shape != shape or not out_TO.is_contiguous():
         raise ValueError(f"out_TO: without bias and gate, contiguous, {shape}, not {tuple(out_TO.shape)}")

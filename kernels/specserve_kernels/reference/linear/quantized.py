@@ -1,10 +1,10 @@
-"""A projection by a weight of 8 bits. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
+"""A projection with an 8-bit weight. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
 
 Each row of the weight is stored as int8 or float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433) in groups of 128
-inputs, each with a factor that makes its largest number the format's largest: a head that reads an embedding next to a
-feature has rows of two very different sizes. What is lost is lost at loading: of normal numbers, 0.7% (int8) or 2.6%
-(FP8) of the root mean square. Where inputs are rounded, too, each token's by the same groups, integers are
-multiplied by integers: see ``integer_linear``.
+inputs, each with a scale that maps its largest number to the format's largest. Groups matter because a head that reads
+an embedding next to a feature has rows of two very different magnitudes. Precision is lost only at load: for normally
+distributed numbers, 0.7% (int8) or 2.6% (FP8) of the root mean square. If inputs are quantized too, each token's in the
+same groups, integers are multiplied by integers: see ``integer_linear``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3
 
 
 def quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The weight in ``dtype`` (int8 or float8_e4m3fn) ``[O, I]``, and its factors, float32 ``[O, G]``, those of a group
-    side by side: a kernel reads them so."""
+    """Return the weight in ``dtype`` (int8 or float8_e4m3fn) ``[O, I]``, and its scales, float32 ``[O, G]``, with those
+    of a group contiguous, as kernels read them."""
     rows = max(1, SLICE // weight_OI.shape[1])
     values, factors = zip(*(_quantize(part, dtype) for part in weight_OI.split(rows)), strict=True)
     return torch.cat(values), torch.cat(factors).T.contiguous().T
@@ -38,7 +38,7 @@ def _quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight_OI: Tensor, factor_OG: Tensor) -> Tensor:
-    """What a weight was rounded to, float32 ``[O, I]``."""
+    """Return the values that a quantized weight stands for, float32 ``[O, I]``."""
     return weight_OI.float() * factor_OG.repeat_interleave(GROUP, 1)[:, : weight_OI.shape[1]]
 
 

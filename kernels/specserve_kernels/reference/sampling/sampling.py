@@ -17,7 +17,8 @@ def penalize(
     frequency_N: Tensor,
     presence_N: Tensor,
 ) -> Tensor:
-    """Repetition penalty on tokens seen in prompt or output, then frequency and presence on output counts.
+    """Apply the repetition penalty to tokens seen in prompt or output, then frequency and presence penalties to output
+    counts.
 
     ``counts_NV`` int: occurrences in the output up to the row; ``seen_NV`` bool: in the prompt or the output.
     """
@@ -31,9 +32,9 @@ def penalize(
 def add_bias(
     logits_NV: Tensor, ids_NE: Tensor, values_NE: Tensor, until_NE: Tensor, position_N: Tensor
 ) -> Tensor:
-    """Adds sparse biases to the tokens named, while the position being chosen is before ``until``.
+    """Add sparse biases to the named tokens, while the position being chosen is before ``until``.
 
-    An id of V or more is a hole: it adds nothing. Entries of one token add up.
+    An id of V or more is padding: it adds nothing. Entries of one token add up.
     """
     size = logits_NV.shape[-1]
     values_NE = torch.where(position_N[:, None] < until_NE, values_NE, 0).to(logits_NV.dtype)
@@ -45,11 +46,11 @@ def add_bias(
 def truncate(
     logits_NV: Tensor, temperature_N: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor
 ) -> Tensor:
-    """Sets to -inf what top-k, top-p and min-p (in this order, on logits / temperature) cut off.
+    """Set to -inf what top-k, top-p and min-p (in this order, on logits / temperature) cut off.
 
-    Defined by thresholds, so that ties stay or go together: top-k keeps what reaches the k-th largest value (k of 0
-    or less: all); top-p keeps what has less than p of the probability strictly above it; min-p keeps
-    ``p >= min_p * max p``. Rows at temperature 0 are left as they are.
+    Defined by thresholds, so that ties are kept or cut together: top-k keeps what reaches the k-th largest value (k of
+    0 or less: all); top-p keeps what has less than p of the probability strictly above it; min-p keeps ``p >= min_p *
+    max p``. Rows at temperature 0 stay as they are.
     """
     sampled_N1 = temperature_N[:, None] > 0
     scaled_NV = logits_NV / torch.where(sampled_N1, temperature_N[:, None], 1)
@@ -67,5 +68,5 @@ def truncate(
 
 
 def perturb(logits_NV: Tensor, noise_NV: Tensor, temperature_N: Tensor) -> Tensor:
-    """``logits + temperature * noise``: the scores whose argmax is a sample from softmax(logits / temperature)."""
+    """Return ``logits + temperature * noise``, whose argmax is a sample of softmax(logits / temperature)."""
     return torch.addcmul(logits_NV, noise_NV, temperature_N[:, None].to(logits_NV.dtype))

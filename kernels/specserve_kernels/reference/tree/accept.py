@@ -10,8 +10,8 @@ from specserve_kernels.types import Accepted, Slots, Tree
 
 
 def accept_path(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
-    """``chosen_T``: the token the target chose after each node. A child that carries it is accepted; the choice at the
-    last accepted node is the bonus token."""
+    """Walk down each tree. ``chosen_T``: the token that the target chose after each node. A child that carries it is
+    accepted; the choice at the last accepted node is the bonus token."""
     length_B, levels = slots.length_B, tree.levels
     path_BS, count_B = accept_walk(tree, chosen_T, len(length_B))
     column_S = path_BS.new_ones(levels + 1).cumsum(0) - 1
@@ -47,7 +47,7 @@ def accept_path(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
 
 
 def first_choices(tree: Tree, path_BS: Tensor, live_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """How many first choices each tree has ``[B, 1]``, and how many of them were accepted."""
+    """Return how many first choices each tree has ``[B, 1]``, and how many of them were accepted."""
     index_T = torch.arange(len(tree.parent_T), device=tree.parent_T.device)
     child_T = tree.local_T > 0
     first_T = index_T.scatter_reduce(
@@ -63,10 +63,10 @@ def first_choices(tree: Tree, path_BS: Tensor, live_BS: Tensor) -> tuple[Tensor,
 
 
 def accept_walk(tree: Tree, chosen_T: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Follows, from each root, the child that carries the token chosen at its parent.
+    """Follow, from each root, the child that carries the token chosen at its parent.
 
-    Returns ``path`` ``[B, S + 1]``, packed indices of the accepted nodes by depth (0 beyond the end), and their
-    number ``[B]``, the root included.
+    Return ``path`` ``[B, S + 1]``, packed indices of the accepted nodes by depth (0 beyond the end), and their number
+    ``[B]``, the root included.
     """
     slot_T, levels, device = tree.slot_T, tree.levels, chosen_T.device
     agrees_T = (tree.token_T == chosen_T[tree.parent_T]) | (tree.local_T == 0)

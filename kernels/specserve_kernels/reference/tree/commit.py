@@ -1,5 +1,5 @@
-"""Commit: what the accepted path leaves in the caches and in the state. Shapes as in ``types``; L layers of a group,
-V vocabulary."""
+"""Commit: what the accepted path leaves in the caches and the state. Shapes as in ``types``; L layers of a group, V
+vocabulary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specserve_kernels.types import Accepted, Slots, SlotTables
 
 
 def move_kv(group: Tensor, accepted: Accepted) -> None:
-    """Move the accepted nodes' rows from where verify wrote them to where they belong, in all layers and parts of
+    """Move the accepted nodes' rows from where verify wrote them to their final places, in all layers and parts of
     ``group`` ``[L, pages, parts, page size, ...]``. All rows of a path are read before one is written."""
     source = accepted.source_page_BS.flatten(), accepted.source_offset_BS.flatten()
     target = accepted.page_BS.flatten(), accepted.offset_BS.flatten()
@@ -25,8 +25,8 @@ def advance(
     page_feature_PH: Tensor,
     counts_RV: Tensor | None,
 ) -> None:
-    """Move the state to after the emitted tokens: text, root, length, feature, the features that end pages, and the
-    counts of emitted tokens. The last state row is padding's: its length stays.
+    """Move the state past the emitted tokens: text, root, length, feature, the features of page ends, and the counts of
+    emitted tokens. The last state row is padding's: its length stays.
 
     ``features_TH`` None: no drafter reads them; ``counts_RV`` None: no request has penalties.
     """
@@ -59,13 +59,13 @@ def _write_tokens(tokens_RC: Tensor, rows: Tensor, positions: Tensor, tokens: Te
 def store_page_features(
     features_NH: Tensor, page_N: Tensor, offset_N: Tensor, page_feature_PH: Tensor, page_size: int
 ) -> None:
-    """Keeps the features of tokens that end a page, from which a later prefix hit resumes."""
+    """Keep the features of tokens that end a page, from which drafting resumes after a prefix hit."""
     ends_N = offset_N == page_size - 1
     page_feature_PH[page_N.where(ends_N, 0)] = features_NH
 
 
 def count_tokens(counts_RV: Tensor, rows: Tensor, tokens: Tensor, live: Tensor) -> None:
-    """Adds emitted tokens to their requests' counts, where ``live``."""
+    """Add emitted tokens to their requests' counts, where ``live``."""
     dummy, size = len(counts_RV) - 1, counts_RV.shape[1]
     flat = torch.where(live, rows * size + tokens, dummy * size)
     counts_RV.view(-1).scatter_add_(0, flat.flatten(), live.flatten().to(counts_RV.dtype))

@@ -1,4 +1,4 @@
-"""One level of a draft: candidates go to the pools, the best of them become the next frontier.
+"""Grow one level of a draft: all candidates go to the pools, the best of them become the next frontier.
 
 EAGLE-2's expansion (Li et al. 2024, arXiv 2406.16858). Shapes as in ``types``; C = K candidates a node.
 """
@@ -14,7 +14,8 @@ from specserve_kernels.types import Level, Pool, Prediction, Slots, tree_pool_si
 
 
 def root_level(slots: Slots, pool: Pool) -> Level:
-    """The root's level: drafted from the state's features, its cache entry is final and lies at its own slot."""
+    """Return the root's level. It is drafted from the state's features; its cache entry is final and lies at its own
+    slot."""
     page_B, offset_B = address(slots.pages_BM, slots.length_B, slots.page_size)
     root_B1 = slots.root_B[:, None]
     return Level(

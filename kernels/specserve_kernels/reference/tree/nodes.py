@@ -1,4 +1,4 @@
-"""Nodes of a tree: where their positions lie, their depths, ancestor masks and paths. Shapes as in ``types``."""
+"""Nodes of a tree: their cache positions, depths, ancestor masks and paths. Shapes as in ``types``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from torch import Tensor
 
 
 def address(pages_NM: Tensor, position_N: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Page and offset of each position: ``pages_NM`` holds the page-table row of each one's slot."""
+    """Return page and offset of each position. ``pages_NM``: the page-table row of each position's slot."""
     index_N1 = (position_N // page_size)[:, None]
     return pages_NM.gather(1, index_N1).squeeze(1), position_N % page_size
 
 
 def tree_masks(parent_T: Tensor, local_T: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Derives each node's depth and its ancestor mask (bit j: local node j is an ancestor or the node itself).
+    """Derive each node's depth and its ancestor mask (bit j: local node j is an ancestor or the node itself).
 
-    ``parent_T``: packed index of the parent, a root's own index for roots. Returns int64 ``depth_T, mask_T``;
-    bit 63 is the sign.
+    ``parent_T``: the parent's packed index; a root's is its own. Returns int64 ``depth_T, mask_T``; bit 63 is the sign.
     """
     own_T = torch.ones_like(local_T) << local_T
     index_T = torch.arange(len(parent_T), device=parent_T.device)
@@ -29,12 +28,13 @@ def tree_masks(parent_T: Tensor, local_T: Tensor, levels: int) -> tuple[Tensor, 
 
 
 def chain_masks(local_T: Tensor) -> tuple[Tensor, Tensor]:
-    """``tree_masks`` where every node's parent is the node before it: no walk needed."""
+    """As ``tree_masks`` if every node's parent is the node before it: no walk is needed."""
     return local_T, (torch.full_like(local_T, 2) << local_T) - 1
 
 
 def path_tokens(token_T: Tensor, parent_T: Tensor, local_T: Tensor, levels: int, pad_id: int) -> Tensor:
-    """Tokens on the path to each node, itself included and the root not: ``[T, levels]``, ``pad_id`` past the root."""
+    """Return the tokens on the path to each node, with the node and without the root: ``[T, levels]``, ``pad_id`` past
+    the root."""
     columns, node_T = [], torch.arange(len(token_T), device=token_T.device)
     for _ in range(levels):
         columns.append(token_T[node_T].masked_fill(local_T[node_T] == 0, pad_id))

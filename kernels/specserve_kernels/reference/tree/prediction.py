@@ -1,4 +1,4 @@
-"""Predicted text: how far a request has followed it, and where a draft takes its next token from it.
+"""Predicted text: how far a request has followed it, and which of its tokens the draft takes next.
 
 Shapes as in ``types``; P tokens that a prediction may have, N latest tokens of a text, C = K candidates
 a node.
@@ -21,11 +21,11 @@ CERTAIN = 0.9  # from here on it goes before everything that a draft says, howev
 def force_predicted(
     level: Level, token_NC: Tensor, logp_NC: Tensor, prediction: Prediction
 ) -> tuple[Tensor, Tensor]:
-    """Candidates in which each node that lies on its request's prediction has the predicted token, as likely as the
-    prediction has been right of late: where it was one of the node's own, or else in the place of the last, the
-    weakest. One that is likelier than that stays.
+    """Return candidates in which each node on its request's prediction has the predicted token, with the chance that
+    predictions have been right recently. It replaces the node's own equal candidate, or else the last, weakest one. A
+    likelier candidate stays.
 
-    Returns new tensors. A slot has at most one such node at a depth, as siblings carry different tokens.
+    Returns new tensors. A slot has at most one such node at a depth, since siblings carry different tokens.
     """
     rows_N, depth = level.rows_N, level.path_NA.shape[1]
     next_N, length_N = prediction.next_R[rows_N], prediction.length_R[rows_N]
@@ -87,7 +87,7 @@ def follow_prediction(
 
 
 def _learn(prediction: Prediction, rows_B: Tensor, right_B: Tensor, tested_B: Tensor) -> None:
-    """Of this many predicted tokens that the text reached, this many were right."""
+    """Learn that, of this many predicted tokens that the text reached, this many were right."""
     before_B2, found_B2 = prediction.counts_R2[rows_B], torch.stack([right_B, tested_B], dim=1).float()
     counts_B2 = torch.where(tested_B[:, None] > 0, FORGET * before_B2 + found_B2, before_B2)
     prediction.counts_R2[rows_B] = counts_B2
@@ -97,7 +97,7 @@ def _learn(prediction: Prediction, rows_B: Tensor, right_B: Tensor, tested_B: Te
 
 
 def _find(predicted_BP: Tensor, length_B: Tensor, recent_BN: Tensor, reached_B: Tensor) -> Tensor:
-    """Index of the token after the best match ``[B]``, ``-1 - reached`` without one."""
+    """Return the index of the token after the best match ``[B]``, ``-1 - reached`` without one."""
     size = predicted_BP.shape[1]
     index_P = torch.arange(size, device=predicted_BP.device)
     agrees_BP, matched_BP = index_P < length_B[:, None], torch.zeros_like(predicted_BP)

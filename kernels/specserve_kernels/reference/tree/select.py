@@ -1,4 +1,5 @@
-"""Select: which candidates are verified, packed by slot. One budget for the whole batch. Shapes as in ``types``."""
+"""Select: which candidates are verified, packed by slot, with one budget for the whole batch. Shapes as in
+``types``."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from specserve_kernels.types import Pool, Slots, SlotTables, Tree
 def select_tree(
     pool: Pool, slots: Slots, tables: SlotTables, total: int, max_nodes: int, pad_id: int
 ) -> Tree:
-    """Cut the batch's trees from its pools: the ``total - B`` best candidates that are allowed.
+    """Select the batch's trees from its pools: the ``total - B`` best candidates that are allowed.
 
-    Emitting n tokens takes n - 1 accepted nodes and a request holds length + 1 tokens already, so nodes deeper than
-    ``limit - length - 2`` are of no use; no request has more candidates than its ``draft_cap`` or ``max_nodes - 1``.
+    Emitting n tokens takes n - 1 accepted nodes, and a request already holds length + 1 tokens, so nodes deeper than
+    ``limit - length - 2`` are of no use. No request gets more candidates than its ``draft_cap`` or ``max_nodes - 1``.
     ``pad_id`` stands in ``path_TA`` where there is no token.
     """
     batch, size = pool.scores_BP.shape
@@ -59,7 +60,7 @@ def select_tree(
 
 
 def single_nodes(slots: Slots) -> Tree:
-    """Plain decoding: the tree of the root alone."""
+    """Return the trees of plain decoding: roots alone."""
     root_B = slots.root_B
     index_B = torch.arange(len(root_B), device=root_B.device)
     zero_B = torch.zeros_like(index_B)
@@ -84,14 +85,14 @@ def single_nodes(slots: Slots) -> Tree:
 def select_nodes(
     scores_BP: Tensor, cap_B: Tensor, total: int, max_nodes: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Chooses the ``total - B`` best live candidates of all pools together and packs them after their roots.
+    """Choose the ``total - B`` best live candidates of all pools together and pack them after their roots.
 
-    ``scores_BP``: cumulative log-probabilities, falling along every path, -inf for what must not be verified;
-    equal scores go to the lower pool index, so that parents come with their children. ``cap_B`` bounds the
-    candidates taken from a slot; so does ``max_nodes - 1``.
+    ``scores_BP``: cumulative log-probabilities that fall along every path, -inf for what must not be verified. Equal
+    scores go to the lower pool index, so parents come with their children. ``cap_B`` bounds the candidates of a slot;
+    so does ``max_nodes - 1``.
 
-    Returns ``slot_T`` (B for left-over nodes), ``pool_T`` (pool index, -1 for roots and left-overs), ``local_T``
-    and ``q_start`` ``[B + 1]``.
+    Returns ``slot_T`` (B for left-over nodes), ``pool_T`` (pool index, -1 for roots and left-overs), ``local_T`` and
+    ``q_start`` ``[B + 1]``.
     """
     slots, size = scores_BP.shape
     device = scores_BP.device

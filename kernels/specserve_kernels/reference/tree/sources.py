@@ -1,7 +1,7 @@
-"""Sources: whether what each drafter of a merged tree says of its candidates is so. Shapes as in ``types``.
+"""Sources: calibrate the probabilities that each drafter of a merged tree gives its candidates. Shapes as in ``types``.
 
-A source's probabilities stand for a hazard that is proportional to the true one (Cox 1972): a path's log-probability
-times a weight. The weight follows the text, test by test, until as many tests fail as it lets expect.
+A source's probabilities are taken as a hazard proportional to the true one (Cox 1972): a path's log-probability times a
+weight. The weight is updated with each test, until as many tests fail as it predicts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ MOST = 8.0  # a weight, and one over the least
 def observe_source(
     pool: Pool, sources: Sources, number: int, rows_B: Tensor, token_BS: Tensor, count_B: Tensor
 ) -> Tensor:
-    """Compare source ``number``'s candidates with the ``count_B`` tokens that a step emitted, and learn its weight.
+    """Compare source ``number``'s candidates with the ``count_B`` tokens that a step emitted, and update its weight.
 
-    Its first choices, as far as the text followed them, are its tests, whether they were verified or not. Return
-    ``[B, 3]``: how many were tested, how many of them were right, and how many accepted nodes were among its
-    candidates.
+    Its tests are its first choices, as far as the text followed them, verified or not. Return ``[B, 3]``: how many were
+    tested, how many of them were right, and how many accepted nodes were among its candidates.
     """
     live_BP = pool.scores_BP > -torch.inf
     node_B, before_B = torch.full_like(rows_B, -1), torch.zeros_like(pool.scores_BP[:, 0])
@@ -50,7 +49,7 @@ def observe_source(
 
 
 def _held(pool: Pool, live_BP: Tensor, token_BS: Tensor, count_B: Tensor) -> Tensor:
-    """How many of the accepted tokens, from the first on, are a path of the pool ``[B]``."""
+    """Return how many of the accepted tokens, from the first on, are a path of the pool ``[B]``."""
     node_B, held_B = torch.full_like(count_B, -1), torch.zeros_like(count_B)
     alive_B = torch.ones_like(live_BP[:, 0])
     for depth in range(pool.levels):

@@ -1,0 +1,161 @@
+"""Times projections by weights of 8 and 4 bits in a CUDA graph, microseconds a call, and their share of the time that
+the weight's bytes take.
+
+    python kernels/bench/weight_only.py [--only o down] [--formats fp8 int4] [--tokens 1 16] [--rate 4.23] [--sweep]
+
+Of a layer of Llama-3.1-8B, the gate with its activation. Calls take turns over distinct weights that together exceed
+the L2 cache, as a model's layers do. Bytes are the weight's, its scales' and zeros'; ``--rate`` are the TB/s that the
+card reads, not given: what it copies. Next to them cuBLAS by the same weight in bfloat16. ``--sweep`` tries other
+pipelines and numbers of ranges; ``--once`` only compiles and checks what would be timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from itertools import product
+from unittest import mock
+
+import torch
+from layers import copy_rate, draw, graph_seconds
+from linear import SHAPES, WEIGHTS
+from specserve_kernels import Numbers, Packed, dequantize_packed, pack, silu_and_mul
+from specserve_kernels.ops.linear import weight_only
+from specserve_kernels.ops.linear.weight_only import Pipeline
+from torch import Tensor
+from torch.nn import functional as F
+from triton.runtime.errors import OutOfResources
+
+LAYERS = ("qkv", "o", "gate_up", "down")
+TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
+FP8 = torch.float8_e4m3fn
+OUTPUTS, STAGES, RANGES = (64, 128), (3, 4, 5, 6, 8), (1, 2, 4, 8)
+
+
+def random_bytes(outputs: int, inputs: int) -> Tensor:
+    return torch.randint(0, 256, (outputs, inputs), device="cuda", dtype=torch.uint8)
+
+
+def scales(rows: int, groups: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (0.02 * (0.5 + torch.rand(rows, groups, device="cuda")) / inputs**0.5).to(dtype)
+
+
+def fp8_channel(outputs: int, inputs: int) -> Numbers:
+    return Numbers(draw(outputs, inputs).mul(60).to(FP8), scales(outputs, 1, inputs))
+
+
+def fp8_block(outputs: int, inputs: int) -> Numbers:
+    scale = scales(-(-outputs // 128), inputs // 128, inputs)
+    return Numbers(draw(outputs, inputs).mul(60).to(FP8), scale, None, 128, 128)
+
+
+def int8_channel(outputs: int, inputs: int) -> Numbers:
+    return Numbers(random_bytes(outputs, inputs).view(torch.int8), scales(outputs, 1, inputs))
+
+
+def int4(outputs: int, inputs: int, zeros: bool = False) -> Numbers:
+    groups = inputs // 128
+    zero = random_bytes(outputs, groups) & 15 if zeros else None
+    scale = scales(outputs, groups, inputs, torch.float16)
+    return Numbers(random_bytes(outputs, inputs) & 15, scale, zero, 128)
+
+
+FORMATS: dict[str, Callable[[int, int], Numbers]] = {
+    "fp8": fp8_channel,
+    "fp8_block": fp8_block,
+    "int8": int8_channel,
+    "int4": int4,
+    "int4_zeros": partial(int4, zeros=True),
+}
+
+
+def size(weight: Packed) -> int:
+    return sum(part.nbytes for part in (weight.values, weight.scale_GS, weight.zero_GO) if part is not None)
+
+
+def project(x: Tensor, weight: Packed, gated: bool) -> Tensor:
+    return weight_only.weight_only_linear(x, weight, None, gated)
+
+
+def plain(x: Tensor, weight_OI: Tensor, gated: bool) -> Tensor:
+    out = F.linear(x, weight_OI)
+    return silu_and_mul(out) if gated else out
+
+
+def check(x: Tensor, weight: Packed, gated: bool) -> None:
+    expected = plain(x.float(), dequantize_packed(weight, torch.float32), gated)
+    error = float((project(x, weight, gated).float() - expected).norm() / expected.norm())
+    assert error < 1e-2, (len(x), weight.values.shape, error)
+
+
+def microseconds(calls: list[Callable[[], object]]) -> float:
+    return 1e6 * graph_seconds(calls * max(1, 16 // len(calls)), 7)
+
+
+def pipelines(weight: Packed, tokens: int) -> Iterator[tuple[Pipeline, int]]:
+    """Pipelines and numbers of ranges; programs share all ranges of a tile, or none."""
+    columns = min(max(8, 1 << (tokens - 1).bit_length()), 256)
+    widths = sorted({columns, min(columns, 128), min(columns, 64)})
+    for width, outputs, stages, cut, warps in product(widths, OUTPUTS, STAGES, RANGES, (4, 8)):
+        if (warps == 8 and outputs == 64) or cut > -(-weight.inputs // weight.step) // 4:
+            continue
+        yield from ((Pipeline(width, outputs, stages, warps, parts), cut) for parts in {1, cut})
+
+
+def swept(x: Tensor, weights: list[Packed], gated: bool, once: bool) -> str:
+    """The fastest three pipelines, with their ranges."""
+    found = []
+    for chosen, cut in pipelines(weights[0], len(x)):
+        with ExitStack() as stack:
+            stack.enter_context(mock.patch.object(weight_only, "pipeline", return_value=chosen))
+            stack.enter_context(mock.patch.object(weight_only, "ranges", return_value=cut))
+            try:
+                check(x, weights[0], gated)
+            except OutOfResources:
+                continue
+            calls = [partial(project, x, weight, gated) for weight in weights]
+            found.append((0.0 if once else microseconds(calls), (*chosen, cut)))
+    return ", ".join(f"{time:.1f} {pipeline}" for time, pipeline in sorted(found)[:3])
+
+
+def report(name: str, kind: str, weights: list[Packed], args: argparse.Namespace, rate: float) -> None:
+    gated = name == "gate_up"
+    bf16 = [dequantize_packed(weight, torch.bfloat16) for weight in weights]
+    floor = size(weights[0]) / rate * 1e6
+    for tokens in args.tokens:
+        x = draw(tokens, weights[0].inputs)
+        row = f"{kind:<11}{name:<8} M={tokens:<4}"
+        if args.sweep:
+            print(f"{row} {swept(x, weights, gated, args.once)}", flush=True)
+            continue
+        check(x, weights[0], gated)
+        if args.once:
+            continue
+        ours = microseconds([partial(project, x, weight, gated) for weight in weights])
+        library = microseconds([partial(plain, x, weight, gated) for weight in bf16])
+        share = f"{floor / ours:4.0%} of the floor"
+        print(f"{row} {ours:7.1f} us, {share}   cuBLAS bf16 {library:7.1f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=list(LAYERS), choices=LAYERS)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--rate", type=float, help="TB/s")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--once", action="store_true")
+    args = parser.parse_args()
+    rate = args.rate * 1e12 if args.rate else copy_rate()
+    print(f"{torch.cuda.get_device_name()}: floors at {rate / 1e12:.2f} TB/s")
+    for kind, name in product(args.formats, args.only):
+        outputs, inputs = SHAPES[name]
+        copies = 1 if args.once else max(2, WEIGHTS // (outputs * inputs))
+        weights = [pack(FORMATS[kind](outputs, inputs)) for _ in range(copies)]
+        report(name, kind, weights, args, rate)
+
+
+if __name__ == "__main__":
+    main()

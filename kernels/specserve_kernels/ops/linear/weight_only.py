@@ -1,0 +1,292 @@
+"""A projection with an 8-bit or 4-bit weight and unquantized inputs.
+
+Shapes: T tokens, O outputs, I inputs, P inputs in whole steps, G groups of inputs, S scales of a group.
+
+Outputs are the rows of the tensor cores' product, tokens the columns. A thread reads its numbers of a step at once, in
+the order of ``Packed``, converts them exactly to the inputs' type, and passes them to the tensor cores from its
+registers. Hopper has no instruction for the conversion to bfloat16. Two FP8 numbers become float16, then float32, then
+bfloat16. Integers become the low bits of a bfloat16 of value 128, from which 128 (and the sign, or a zero point of 8)
+is subtracted.
+
+The order of sums is the same for any number of tokens. Inputs are divided into ``ranges``; their number depends only on
+the weight's shape. Within a range inputs are added in order, 16 at a time, and then the ranges' sums in order. Where
+groups of inputs have scales, a group is summed from zero, and its sum times the scale is added with one rounding. For
+few tokens, programs share the ranges of a tile (``split_k``), which keeps the memory busy when there are few outputs;
+for many tokens each program takes all ranges.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specserve_kernels.ops.device import Limits, limits_of, tickets
+from specserve_kernels.ops.fp8 import FP8
+from specserve_kernels.ops.linear.linear import outputs_of, store_outputs
+from specserve_kernels.ops.linear.split_k import add_up, hand_in
+from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
+from specserve_kernels.reference.linear.weight_only import SYMMETRIC_ZERO, Packed
+
+_ROWS = 64  # of the least tile that Hopper's tensor cores take
+_PROGRAMS = 512  # that a weight is cut for, whatever the device: ranges decide the bits
+_LEAST_STEPS, _MOST_RANGES = 4, 4
+_MOST_TOKENS = 128  # of a program
+_BESIDE = 1024  # bytes of shared memory that are not a stage's
+_ZERO = tl.constexpr(SYMMETRIC_ZERO)
+
+
+class Pipeline(NamedTuple):
+    """A program's tokens and outputs, steps in flight, and warps; and how many programs share a tile."""
+
+    tokens: int
+    outputs: int
+    stages: int
+    warps: int
+    parts: int = 1
+
+
+def weight_only_linear(
+    x_TI: Tensor, weight: Packed, bias_O: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """As the reference; rows of x may be further apart than I. If a weight has its own order of inputs, they are first
+    copied into that order."""
+    if weight.order_I is not None:
+        x_TI = x_TI.index_select(1, weight.order_I)
+    (tokens, inputs), outputs = x_TI.shape, len(weight.values)
+    cut = ranges(outputs, inputs, weight.step)
+    block = pipeline(weight, tokens, x_TI.element_size(), limits_of(x_TI.device))
+    out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
+    tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
+    shared, tile = block.parts > 1, block.tokens * block.outputs
+    part = x_TI.new_empty(tiles[0] * tiles[1] * block.parts * tile if shared else 0, dtype=torch.float32)
+    _weight_only_kernel[(*tiles, block.parts)](
+        x_TI,
+        weight.values,
+        weight.scale_GS,
+        weight.scale_GS if weight.zero_GO is None else weight.zero_GO,
+        x_TI if bias_O is None else bias_O,
+        out_TO,
+        part,
+        tickets(tiles[0] * tiles[1], x_TI.device) if shared else part,
+        tokens,
+        x_TI.stride(0),
+        O=outputs,
+        I=inputs,
+        SCALES=weight.scale_GS.shape[1],
+        ROWS=weight.rows,
+        BITS=weight.bits,
+        GROUPED=weight.grouped,
+        ZEROS=weight.zero_GO is not None,
+        BIAS=bias_O is not None,
+        GATED=gated,
+        RANGES=cut,
+        PARTS=block.parts,
+        BLOCK_T=block.tokens,
+        BLOCK_O=block.outputs,
+        STEP=weight.step,
+        STAGES=block.stages,
+        num_warps=block.warps,
+        num_stages=block.stages,
+        **overlap(),
+    )
+    return out_TO
+
+
+def ranges(outputs: int, inputs: int, step: int) -> int:
+    """Return into how many ranges inputs are divided: by the weight's shape alone, for all numbers of tokens and all
+    devices."""
+    most = min(_MOST_RANGES, triton.cdiv(inputs, step) // _LEAST_STEPS)
+    cut = 1
+    while 2 * cut <= most and 2 * cut * triton.cdiv(outputs, _ROWS) <= _PROGRAMS:
+        cut *= 2
+    return cut
+
+
+def pipeline(weight: Packed, tokens: int, input_bytes: int, limits: Limits) -> Pipeline:
+    """Choose the launch for this many tokens. With less shared memory, there are fewer stages."""
+    outputs, inputs = len(weight.values), weight.inputs
+    cut = ranges(outputs, inputs, weight.step)
+    chosen = _pipeline(tokens, input_bytes)
+    tiles = triton.cdiv(outputs, chosen.outputs) * triton.cdiv(tokens, chosen.tokens)
+    parts = cut if tiles < limits.processors else 1
+    if chosen.tokens == _MOST_TOKENS and parts == 1:  # registers hold one to three sums of each output
+        if cut == 1 and not weight.grouped:
+            chosen = chosen._replace(tokens=2 * _MOST_TOKENS)
+        elif cut > 1 and weight.grouped:
+            chosen = chosen._replace(tokens=_MOST_TOKENS // 2)
+    stage = weight.step * (chosen.tokens * input_bytes + chosen.outputs * weight.bits // 8)
+    room = (limits.shared_bytes - _BESIDE) // stage
+    return chosen._replace(stages=max(1, min(chosen.stages, room)), parts=parts)
+
+
+def _pipeline(tokens: int, input_bytes: int) -> Pipeline:
+    if input_bytes > 2:
+        return Pipeline(16 if tokens <= 16 else 32, _ROWS, 3, 4)
+    columns = min(max(8, triton.next_power_of_2(tokens)), _MOST_TOKENS)
+    if tokens <= 16:
+        return Pipeline(columns, _ROWS, 6, 4)
+    if tokens <= 64:
+        return Pipeline(columns, 2 * _ROWS, 4, 4)
+    return Pipeline(columns, 2 * _ROWS, 4, 8)
+
+
+@triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
+def _weight_only_kernel(
+    x_ptr,  # [T, I]
+    values_ptr,  # [O, P], in 4 bits [O, P / 2]
+    scale_ptr,  # [G, S], or [1, S]
+    zero_ptr,  # [G, O] uint8, if ZEROS
+    bias_ptr,  # [O], if BIAS
+    out_ptr,  # [T, O], half as wide if GATED
+    part_ptr,  # [tiles, PARTS, BLOCK_O, BLOCK_T] float32, if PARTS > 1
+    tickets_ptr,  # [tiles] int32, 0, if PARTS > 1
+    tokens,
+    stride,
+    O: tl.constexpr,
+    I: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    RANGES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    # Programs of the same outputs follow each other: the second finds the weight in the L2.
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    o, inside_o = outputs_of(tl.program_id(1), O, BLOCK_O, GATED)
+    steps: tl.constexpr = (I + STEP - 1) // STEP
+    BYTES: tl.constexpr = STEP * BITS // 8
+    i, byte = tl.arange(0, STEP), tl.arange(0, BYTES)
+    x_ptrs = x_ptr + t.to(tl.int64)[None, :] * stride + i[:, None]
+    values_ptrs = values_ptr + o.to(tl.int64)[:, None] * (steps * BYTES) + byte[None, :]
+    scale_ptrs, zero_ptrs = scale_ptr + o // ROWS, zero_ptr + o
+    share: tl.constexpr = (steps + RANGES - 1) // RANGES
+    wait_for_inputs(OVERLAP)
+    let_next_begin(OVERLAP and not GATED)  # after a gate many programs are launched, which would take room
+    total = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    for number in tl.range(RANGES // PARTS, num_stages=1):
+        begin = (number if PARTS == 1 else tl.program_id(2)) * share
+        sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+        for step in tl.range(begin, tl.minimum(begin + share, steps), num_stages=STAGES):
+            inside = (t < tokens)[None, :] & ((I % STEP == 0) | (step * STEP + i < I))[:, None]
+            x = tl.load(x_ptrs + step * STEP, mask=inside, other=0)
+            values = tl.load(values_ptrs + step * BYTES, mask=inside_o[:, None], other=0.0)
+            weight = _ordered(values, x.dtype, BITS, ZEROS)
+            if ZEROS:
+                zero = tl.load(zero_ptrs + step * O, mask=inside_o, other=0)
+                weight -= zero.to(weight.dtype)[:, None]
+            if GROUPED:
+                scale = tl.load(scale_ptrs + step * SCALES, mask=inside_o, other=0)
+                product = tl.dot(weight, x, input_precision="ieee")
+                sums = _add_scaled(product, scale, sums)
+            else:
+                sums = tl.dot(weight, x, sums, input_precision="ieee")
+        total += sums
+    let_next_begin(OVERLAP and GATED)
+    if PARTS > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if hand_in(total, part_ptr, tickets_ptr, tile, tl.program_id(2), PARTS):
+            return
+        total = add_up(part_ptr, tickets_ptr, tile, BLOCK_O, BLOCK_T, PARTS)
+    bias = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    if BIAS:
+        bias += tl.load(bias_ptr + o, mask=inside_o, other=0).to(tl.float32)[:, None]
+    if GROUPED:
+        total += bias
+    else:
+        total = _add_scaled(total, tl.load(scale_ptrs, mask=inside_o, other=0), bias)
+    store_outputs(tl.trans(total), out_ptr, tl.program_id(1), t, tokens, O, GATED)
+
+
+@triton.jit
+def _add_scaled(product, scale, sums):
+    """Return ``product * scale + sums`` with one rounding, whatever the compiler fuses elsewhere."""
+    return tl.fma(product, tl.broadcast_to(scale.to(tl.float32)[:, None], product.shape), sums)
+
+
+@triton.jit
+def _ordered(values, dtype: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr):
+    """A step's numbers ``[O, STEP]`` in ``dtype``, in the order of the inputs, which moves none between threads: see
+    ``Packed``."""
+    O: tl.constexpr = values.shape[0]
+    if BITS == 8:
+        SIXTEENS: tl.constexpr = values.shape[1] // 16
+        parts = tl.reshape(_converted(values, dtype), (O, 4, SIXTEENS, 2, 2))
+        return tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), (O, 16 * SIXTEENS))
+    else:
+        PAIRS: tl.constexpr = values.shape[1] // 8
+        low, high = _converted_nibbles(values, dtype, ZEROS)
+        parts = tl.reshape(tl.join(low, high), (O, 4, PAIRS, 2, 2))
+        return tl.reshape(tl.permute(parts, (0, 2, 4, 1, 3)), (O, 16 * PAIRS))
+
+
+@triton.jit
+def _converted(values, dtype: tl.constexpr):
+    if dtype != tl.bfloat16:
+        return values.to(dtype)
+    elif values.dtype == tl.int8:
+        return tl.inline_asm_elementwise(_INT8, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return tl.inline_asm_elementwise(FP8, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4)
+
+
+@triton.jit
+def _converted_nibbles(values, dtype: tl.constexpr, ZEROS: tl.constexpr):
+    """Of the lower and the upper halves of bytes, less 8 if there are no zero points."""
+    if dtype == tl.bfloat16:
+        code: tl.constexpr = _INT4 if ZEROS else _INT4_LESS_8
+        return tl.inline_asm_elementwise(
+            code, "=r,=r,=r,=r,r", [values], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        ZERO: tl.constexpr = 0 if ZEROS else _ZERO
+        return (values & 15).to(dtype) - ZERO, (values >> 4).to(dtype) - ZERO
+
+
+# Bytes 0 and 1, 2 and 3 to the lower bytes of 16 bits. 0x4300 is 128, whose last bits are ones; with the sign's bit
+# 256; 0xc300 is -128.
+_INT8 = tl.constexpr(
+    """{
+    .reg .b32 b<2>, m<2>, s<2>, one;
+    mov.b32 one, 0x3f803f80;
+    prmt.b32 b0, $2, 0, 0x4140;
+    prmt.b32 b1, $2, 0, 0x4342;
+    lop3.b32 m0, b0, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 m1, b1, 0x007f007f, 0x43004300, 0xea;
+    lop3.b32 s0, b0, 0x00800080, 0xc300c300, 0xea;
+    lop3.b32 s1, b1, 0x00800080, 0xc300c300, 0xea;
+    fma.rn.bf16x2 $0, m0, one, s0;
+    fma.rn.bf16x2 $1, m1, one, s1;
+    }"""
+)
+_NIBBLES = """{
+    .reg .b32 b<2>, u<2>, m<4>, one, less;
+    mov.b32 one, 0x3f803f80;
+    mov.b32 less, LESS;
+    prmt.b32 b0, $4, 0, 0x4140;
+    prmt.b32 b1, $4, 0, 0x4342;
+    shr.b32 u0, b0, 4;
+    shr.b32 u1, b1, 4;
+    lop3.b32 m0, b0, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 m1, b1, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 m2, u0, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 m3, u1, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 $0, m0, one, less;
+    fma.rn.bf16x2 $1, m1, one, less;
+    fma.rn.bf16x2 $2, m2, one, less;
+    fma.rn.bf16x2 $3, m3, one, less;
+    }"""
+_INT4 = tl.constexpr(_NIBBLES.replace("LESS", "0xc300c300"))  # -128
+_INT4_LESS_8 = tl.constexpr(_NIBBLES.replace("LESS", "0xc308c308"))  # -136

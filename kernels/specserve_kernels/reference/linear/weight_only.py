@@ -1,0 +1,144 @@
+"""A projection with an 8-bit or 4-bit weight and unquantized inputs.
+
+Shapes: T tokens, O outputs, I inputs, P inputs in whole steps, G groups of inputs, S scales of a group, R picked rows.
+
+A weight holds the numbers of the checkpoint: int8, float8_e4m3fn, or 4 bits from which a zero point is subtracted (8 if
+the file has none). A scale, in float32 or in the file's type, applies to one output or to several consecutive ones, and
+to a group of inputs or to all. Nothing is rounded again.
+
+``Packed`` is the same weight in the order in which tensor cores take it. A step of inputs (a group, or 128 of them) is
+divided into sixteens, these into halves, these into four pairs. One thread's pairs of all halves and sixteens lie next
+to each other, so that it reads them at once. In 4 bits, the numbers of a first half are the low bits of their bytes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specserve_kernels.reference.layer.activation import silu_and_mul
+
+STEP = 128  # most inputs of a step
+LEAST_GROUP = 32  # inputs: two sixteens
+SYMMETRIC_ZERO = 8
+NIBBLES = torch.uint8
+"""The type of a weight of 4 bits: of its numbers, one a byte, and of its bytes, two numbers each."""
+
+
+class Numbers(NamedTuple):
+    """A weight as it is computed with: ``(values - zero) * scale``.
+
+    ``values_OI``: int8, float8_e4m3fn, or uint8 from 0 to 15. ``scale_SG``: of ``rows`` outputs each, and of ``group``
+    inputs each, of which the last may be fewer; a single group is all inputs. ``zero_OG``: uint8, for 4 bits alone.
+    ``order_I``: int32, the input that each column of values belongs to, where groups are of inputs here and there.
+    """
+
+    values_OI: Tensor
+    scale_SG: Tensor
+    zero_OG: Tensor | None = None
+    group: int = 0
+    rows: int = 1
+    order_I: Tensor | None = None
+
+
+class Packed(NamedTuple):
+    """``Numbers`` as kernels read them. ``values``: int8 or float8_e4m3fn ``[O, P]``, uint8 ``[O, P / 2]``.
+
+    ``scale_GS`` and ``zero_GO``: of every ``step`` inputs, or of all where there is one; ``rows`` outputs share a
+    scale. ``order_I`` as in ``Numbers``.
+    """
+
+    values: Tensor
+    scale_GS: Tensor
+    zero_GO: Tensor | None
+    inputs: int
+    step: int
+    rows: int
+    order_I: Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.values.dtype == NIBBLES else 8
+
+    @property
+    def grouped(self) -> bool:
+        """Whether groups of inputs have scales or zeros of their own."""
+        return len(self.scale_GS) > 1
+
+
+def pack(numbers: Numbers) -> Packed:
+    """Order a weight for the kernels. Raises ValueError for groups that they can't take."""
+    values_OI, scale_SG, zero_OG, group, rows, order_I = numbers
+    inputs, many = values_OI.shape[1], scale_SG.shape[1]
+    step = STEP if many == 1 else min(group, STEP)
+    if many > 1 and (group % step or step not in (LEAST_GROUP, 2 * LEAST_GROUP, STEP)):
+        raise ValueError(f"groups of {group} inputs; accepted are 32, 64, multiples of 128, one of all")
+    if many == 1 and zero_OG is not None:
+        scale_SG, zero_OG = (each.expand(-1, -(-inputs // step)) for each in (scale_SG, zero_OG))
+    elif many > 1 and group > step:
+        scale_SG = _each(scale_SG, group // step, -(-inputs // step))
+        zero_OG = None if zero_OG is None else _each(zero_OG, group // step, -(-inputs // step))
+    values = _ordered(values_OI, step)
+    zero_GO = None if zero_OG is None else zero_OG.T.contiguous()
+    return Packed(values, scale_SG.T.contiguous(), zero_GO, inputs, step, rows, order_I)
+
+
+def _each(given_OG: Tensor, times: int, count: int) -> Tensor:
+    return given_OG.repeat_interleave(times, 1)[:, :count]
+
+
+def _ordered(values_OI: Tensor, step: int) -> Tensor:
+    """From outputs, steps, sixteens, halves, pairs, numbers of a pair to outputs, steps, pairs, sixteens, halves,
+    numbers; in 4 bits halves come last, and share bytes."""
+    plain = values_OI.view(torch.uint8)
+    parts = pad(plain, (0, -plain.shape[1] % step)).view(len(plain), -1, step // 16, 2, 4, 2)
+    if values_OI.dtype != NIBBLES:
+        return parts.permute(0, 1, 4, 2, 3, 5).flatten(1).view(values_OI.dtype)
+    low, high = parts.permute(0, 1, 4, 2, 5, 3).unbind(-1)
+    return (low | high << 4).flatten(1)
+
+
+def unpack(packed: Packed) -> Tensor:
+    """The values ``[O, I]`` as ``Numbers`` has them: int8, float8_e4m3fn, or uint8 from 0 to 15."""
+    plain, step = packed.values.view(torch.uint8), packed.step
+    if packed.bits == 8:
+        parts = plain.view(len(plain), -1, 4, step // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
+    else:
+        both = torch.stack((plain & 15, plain >> 4), -1)
+        parts = both.view(len(plain), -1, 4, step // 16, 2, 2).permute(0, 1, 3, 5, 2, 4)
+    return parts.flatten(1)[:, : packed.inputs].view(packed.values.dtype)
+
+
+def dequantize_packed(packed: Packed, dtype: torch.dtype, ids_R: Tensor | None = None) -> Tensor:
+    """The weight ``[O, I]``, or its rows ``[R, I]``, in ``dtype``: computed in float32 at least and rounded once."""
+    wide = torch.promote_types(dtype, torch.float32)
+    row_O = torch.arange(len(packed.values), device=packed.values.device) if ids_R is None else ids_R
+    picked = packed.values.view(torch.uint8)[row_O].view(packed.values.dtype)
+    plain_OI = unpack(packed._replace(values=picked)).to(wide)
+
+    def spread(each_GO: Tensor) -> Tensor:
+        each_OG = each_GO.T.to(wide)
+        return each_OG if len(each_GO) == 1 else _each(each_OG, packed.step, packed.inputs)
+
+    if packed.zero_GO is not None:
+        plain_OI = plain_OI - spread(packed.zero_GO[:, row_O])
+    elif packed.bits == 4:
+        plain_OI = plain_OI - SYMMETRIC_ZERO
+    plain_OI = (plain_OI * spread(packed.scale_GS[:, row_O // packed.rows])).to(dtype)
+    if packed.order_I is None:
+        return plain_OI
+    return torch.empty_like(plain_OI).index_copy_(1, packed.order_I.long(), plain_OI)
+
+
+def weight_only_linear(
+    x_TI: Tensor, weight: Packed, bias_O: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """``x @ weight.T + bias`` in the type of x, summed in float32 at least; and ``silu_and_mul`` of that if it is
+    gated: half as wide. Rows of x may be further apart than I."""
+    wide = torch.promote_types(x_TI.dtype, torch.float32)
+    out_TO = x_TI.to(wide) @ dequantize_packed(weight, wide).T
+    out_TO = (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)
+    return silu_and_mul(out_TO) if gated else out_TO

@@ -1,0 +1,147 @@
+"""Masks: which tokens may follow the nodes of a step's trees, by the grammars and thinking budgets of its requests.
+
+Shapes: B prompts, T packed nodes, W words of 32 tokens each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+
+import torch
+from specserve_kernels import Tree
+from torch import Tensor
+
+from specserve.core import SamplingParams
+from specserve.engine.commands import Row
+from specserve.engine.grammars import Constraint, Grammars
+from specserve.speculation.state import RowInit
+
+
+class NodesOnHost:
+    """A copy of a step's trees to the host. ``read`` waits for the copy, not for what is queued after it."""
+
+    def __init__(self, tree: Tree) -> None:
+        packed = torch.cat([tree.token_T, tree.parent_T, tree.q_start])
+        self._sizes = [len(tree.token_T), len(tree.parent_T), len(tree.q_start)]
+        self._packed = packed.to("cpu", non_blocking=True)
+        self._event = torch.cuda.Event() if packed.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+
+    @property
+    def on_gpu(self) -> bool:
+        return self._event is not None
+
+    def read(self) -> tuple[list[int], list[int], list[int]]:
+        """Return the nodes' tokens, their packed parents, and the index of each slot's first node."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens, parents, starts = self._packed.split(self._sizes)
+        return tokens.tolist(), parents.tolist(), starts.tolist()
+
+
+class Masks:
+    """What constrains the running requests. Without ``grammars``, admission refuses requests that would be."""
+
+    def __init__(self, grammars: Grammars | None = None) -> None:
+        self.grammars = grammars
+        self._constraints: dict[int, Constraint] = {}  # by slot
+        self._failed: dict[int, str] = {}  # by slot
+        self._proposed: set[int] = set()  # slots whose predicted text may be what was due
+
+    def take_failed(self) -> dict[int, str]:
+        """Return the slots whose grammars can't follow their answers, and why, since the last call."""
+        failed, self._failed = self._failed, {}
+        return failed
+
+    def admit(self, rows: Sequence[RowInit]) -> None:
+        """Set up requests that take their slots."""
+        for row in rows:
+            self._constraints.pop(row.slot, None)
+            self._failed.pop(row.slot, None)
+            self._proposed.discard(row.slot)
+            if row.params.constrained:
+                assert self.grammars is not None, "admission refuses grammars without"
+                self._proposed.add(row.slot)
+                with self._failing(row.slot, row.params):
+                    self._constraints[row.slot] = self.grammars.constraint(row.params, row.output)
+
+    def slack(self, slot: int) -> float:
+        """Return how many more tokens of a request are certainly unconstrained, after those that ``tell`` was given:
+        infinity if nothing constrains it."""
+        constraint = self._constraints.get(slot)
+        return inf if constraint is None else constraint.slack
+
+    def tell(self, rows: Sequence[Row]) -> None:
+        """Take in what the rows emitted since their last launch."""
+        for row in rows if self._constraints else ():
+            if (constraint := self._constraints.get(row.slot)) is None:
+                continue
+            with self._failing(row.slot, row.params):
+                constraint.consume(row.tokens)
+                if constraint.slack == inf:
+                    del self._constraints[row.slot]
+
+    def due(self, rows: Sequence[Row], most: int) -> list[tuple[int, list[int]]]:
+        """Return the slots whose predicted text changes, with the new text: up to ``most`` tokens of what has to come
+        next. A request that brought a prediction keeps it."""
+        found = []
+        for row in rows if self._constraints or self._proposed else ():
+            constraint, tokens = self._constraints.get(row.slot), list[int]()
+            if row.params.prediction:
+                continue
+            if constraint is not None and row.masked and row.params.speculation.enabled:
+                tokens = constraint.due(most)
+            if tokens or row.slot in self._proposed:
+                found.append((row.slot, tokens))
+            (self._proposed.add if tokens else self._proposed.discard)(row.slot)
+        return found
+
+    def after_prompts(self, rows: Sequence[Row]) -> Tensor | None:
+        """Return masks ``[B, W]`` of the first tokens after prompts that end here, None if nothing is constrained."""
+        held = [row.final and not self.slack(row.slot) for row in rows]
+        if not any(held):
+            return None
+        tokens, parents = [row.tokens[-1] for row in rows], [*range(len(rows))]
+        return self._look(rows, held, tokens, parents, [*range(len(rows) + 1)], pinned=False)
+
+    def after_nodes(self, rows: Sequence[Row], nodes: NodesOnHost, pinned: bool) -> Tensor:
+        """Return masks ``[T, W]`` of the tokens after each node, all bits set where the row is not masked."""
+        return self._look(rows, [row.masked for row in rows], *nodes.read(), pinned)
+
+    def _look(
+        self,
+        rows: Sequence[Row],
+        held: Sequence[bool],
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        starts: Sequence[int],
+        pinned: bool,
+    ) -> Tensor:
+        assert self.grammars is not None
+        words_TW = torch.full((len(tokens), self.grammars.words), -1, dtype=torch.int32, pin_memory=pinned)
+        trees: list[tuple[Row, range]] = []
+        looks = []
+        for row, is_held, begin, end in zip(rows, held, starts, starts[1:], strict=False):
+            if is_held and (constraint := self._constraints.get(row.slot)) is not None:
+                own = [parent - begin for parent in parents[begin:end]]
+                looks.append((begin, constraint.after_nodes(tokens[begin:end], own)))
+                trees.append((row, range(begin, end)))
+        for (row, _), error in zip(trees, self.grammars.fill(looks, words_TW), strict=True):
+            with self._failing(row.slot, row.params):
+                if error is not None:
+                    raise error
+        return words_TW
+
+    @contextmanager
+    def _failing(self, slot: int, params: SamplingParams) -> Iterator[None]:
+        """Record a request whose grammar can't follow its answer. The scheduler ends it."""
+        try:
+            yield
+        except ValueError as error:
+            self._constraints.pop(slot, None)
+            self._failed[slot] = str(error)
+            if self.grammars is not None and params.grammar is not None:
+                self.grammars.forget(params.grammar)

@@ -1,0 +1,66 @@
+"""How to parse a model's answers and how to constrain them, for the server and ``LLM`` alike."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from specserve.core import Thought
+from specserve.frontend.enforce import Calls, Marks, after_thought
+from specserve.frontend.parsers.registry import AnswerParser, Format
+from specserve.frontend.parsers.think import CLOSE, OPEN, ThinkParser
+from specserve.frontend.tokenizer import Tokenizer
+from specserve.frontend.tools import Tool, functions_of
+
+_TAIL = 32  # tokens of a prompt's end, which hold a mark of reasoning
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What is known about a model's answers: the format of its tool ``calls`` (None: unknown), what it writes to
+    ``close`` a thought (None: reasoning is not separated), and the tokens that end an answer."""
+
+    tokenizer: Tokenizer
+    calls: Format | None
+    close: Sequence[int] | None
+    ends: Collection[int] = ()
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, calls: Format | None, reasoning: bool, ends: Collection[int] = ()
+    ) -> Formats:
+        """Thoughts end with a line break, as models write them. Not safe while another thread tokenizes."""
+        return cls(tokenizer, calls, tokenizer.encode_answer(f"\n{CLOSE}") if reasoning else None, ends)
+
+    def parser(self, prompt: Sequence[int], tools: Sequence[Tool], either: bool = False) -> AnswerParser:
+        """Return the parser of one answer to a conversation. ``either``: the answer is calls or text, never both."""
+        thought, calls = None, None
+        marks: tuple[str, ...] = ()
+        if self.close is not None:
+            thought = ThinkParser(self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False))
+            marks += ThinkParser.marks
+        if tools and self.calls is not None:
+            calls = self.calls.parser(functions_of(tools))
+            calls.either = either
+            marks += self.calls.marks
+        return AnswerParser(thought, calls, marks)
+
+    def held(self, calls: Calls, form: str | None = None) -> str | None:
+        """Return the grammar of tool calls, or of a ``form`` instead if the model may choose not to call; None if it is
+        free. Raises FieldError for a schema that can't be enforced, ValueError for a form that is not JSON."""
+        if calls.held_by is None and form is None:
+            return None
+        assert self.calls is not None, "calls are checked"
+        return calls.grammar(self.calls, self._marks, (form or "") if calls.free else "")
+
+    def after_thought(self, grammar: str, parser: AnswerParser) -> str:
+        """Return a grammar of what follows the thought with which an answer of ``parser`` may begin."""
+        return after_thought(grammar, self._marks, parser.thinking) if parser.tells_reasoning else grammar
+
+    def thought(self, parser: AnswerParser) -> Thought:
+        """Return what an engine needs to end a thought."""
+        return Thought(open=OPEN, close=CLOSE, end=list(self.close or ()), begun=parser.thinking)
+
+    @property
+    def _marks(self) -> Marks:
+        return Marks(self.tokenizer.added, self.ends)

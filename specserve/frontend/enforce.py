@@ -1,0 +1,191 @@
+"""Grammars that constrain an answer to tool calls, and what follows a thought, in Lark as llguidance reads it.
+
+A mark such as ``<tool_call>`` is a single token in most vocabularies, and grammars do not see such tokens as text. So
+where the model is free to begin a call, it may write the mark as the token or as text; the parsers read both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specserve.core import FieldError
+from specserve.frontend.parsers.base import Frame
+from specserve.frontend.parsers.registry import Format
+from specserve.frontend.parsers.think import CLOSE, OPEN
+from specserve.frontend.tools import ChosenTools, Tool, ToolChoice
+from specserve.grammar import check_size, json_schema, quoted
+
+_GAP = r"GAP: /\n{0,2}| /"
+_TEXT = "TEXT: /(?s:.*)/"
+_ANY: dict[str, Any] = {"type": "object"}
+_NONE: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class Marks:
+    """How grammars write marks. ``added``: the vocabulary's added tokens by their text. ``ends``: those that end an
+    answer."""
+
+    added: Mapping[str, int]
+    ends: Collection[int] = ()
+
+    def item(self, mark: str) -> str:
+        """A mark that must follow."""
+        return f"<[{self.added[mark]}]>" if mark in self.added else quoted(mark)
+
+    def until(self, name: str, mark: str) -> str:
+        """Rules of ``name``: anything up to the first ``mark``, inclusive."""
+        by_token = f" | TEXT {self.item(mark)}" if mark in self.added else ""
+        written = f"{name}_text[lazy]: TEXT {quoted(mark)}"
+        return f"{name}: {self._others(mark)} ({name}_text{by_token})\n{written}"
+
+    def without(self, name: str, mark: str) -> str:
+        """A rule of ``name``: anything in which another rule looks for ``mark``."""
+        return f"{name}: {self._others(mark)} TEXT"
+
+    def _others(self, mark: str) -> str:
+        """Text with added tokens other than ``mark`` and the ends of answers."""
+        others = {token for text, token in self.added.items() if text != mark} - set(self.ends)
+        return f"(TEXT <[{','.join(map(str, sorted(others)))}]>)*" if others else ""
+
+
+def after_thought(grammar: str, marks: Marks, opened: bool) -> str:
+    """Return a grammar that applies after the reasoning, if the answer begins with any. ``opened``: the prompt has
+    begun it."""
+    held = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    start = "thought GAP @answer" if opened else f"{marks.item(OPEN)} thought GAP @answer | @answer"
+    rules = "\n".join((f"start: {start}", marks.until("thought", CLOSE), _TEXT, _GAP))
+    return json.dumps({"grammars": [{"lark_grammar": rules}, {**held[0], "name": "answer"}, *held[1:]]})
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a request says about its calls. ``choice`` and ``parallel`` are ``tool_choice`` and ``parallel_tool_calls``;
+    ``tools`` are those that the model sees, none if the choice is none."""
+
+    tools: Sequence[Tool]
+    choice: ToolChoice | None = None
+    parallel: bool | None = None
+
+    @classmethod
+    def of(cls, tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool | None) -> Calls:
+        return cls(() if choice == "none" else tools, choice, parallel)
+
+    @property
+    def free(self) -> bool:
+        """Whether the model may choose not to call."""
+        allowed = self.choice.allowed_tools if isinstance(self.choice, ChosenTools) else None
+        return (self.choice if allowed is None else allowed.mode) in (None, "auto")
+
+    @property
+    def names_one(self) -> bool:
+        return isinstance(self.choice, ChosenTools) and self.choice.function is not None
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """Functions that the choice names or allows, by where it does."""
+        if not isinstance(self.choice, ChosenTools):
+            return {}
+        if self.choice.function is not None:
+            return {"tool_choice.function.name": self.choice.function.name}
+        assert self.choice.allowed_tools is not None, "one of both"
+        path = "tool_choice.allowed_tools.tools.{}.function.name"
+        allowed = self.choice.allowed_tools.tools
+        return {path.format(index): each.function.name for index, each in enumerate(allowed)}
+
+    @property
+    def callable(self) -> list[tuple[int, Tool]]:
+        """Tools that may be called, with their places."""
+        names = set(self.chosen.values())
+        return [each for each in enumerate(self.tools) if not names or each[1].function.name in names]
+
+    @property
+    def held_by(self) -> str | None:
+        """The field that requires a grammar, None if the model is free."""
+        if not self.tools:
+            return None
+        if not self.free or len(self.callable) < len(self.tools):
+            return "tool_choice"
+        strict = (f"tools.{i}.function.strict" for i, tool in enumerate(self.tools) if tool.function.strict)
+        return next(strict, None if self.parallel is not False else "parallel_tool_calls")
+
+    def check(self, format_: Format | None, form: str | None = None) -> None:
+        """Raise FieldError for tools if the model's call format is unknown, for a choice that names no tool, and for
+        what the format can't enforce. ``form``: the field that gives a form to answers without calls."""
+        if not self.tools:
+            if self.choice not in (None, "auto", "none"):
+                raise FieldError("tool_choice", "there are no tools to call")
+            return
+        if format_ is None:
+            words = "not supported: it is not known how this model writes calls (--tool-call-parser)"
+            raise FieldError("tools", words, "unsupported_parameter")
+        for param, name in self.chosen.items():
+            if name not in {tool.function.name for tool in self.tools}:
+                raise FieldError(param, f"none of the tools, found {name!r}")
+        held_by = self.held_by or form
+        if held_by is None:
+            return
+        if reason := format_.no_grammar or (format_.free_calls if self.free else ""):
+            words = f"not supported: calls of {format_.name} can't be held to a grammar: {reason}"
+            raise FieldError(held_by, words, "unsupported_parameter")
+
+    def grammar(self, format_: Format, marks: Marks, form: str = "") -> str:
+        """Return the grammar. If the model must call, arguments follow the function's schema; if it may call, this
+        applies to strict functions, and other arguments are any object. ``form``: the grammar of an answer without
+        calls, empty if that is free. Raises FieldError for a schema that can't be enforced, ValueError for a form that
+        is not JSON."""
+        assert format_.frame is not None, "see check"
+        frame = format_.frame(marks.added)
+        calls = [_call(frame, marks, index, tool, self.free) for index, tool in self.callable]
+        several = self.parallel is not False and not self.names_one
+        rules = [f"call: {' | '.join(f'call{index}' for index, _ in self.callable)}", *calls]
+        rules += [_TEXT, _GAP, "W: / ?/", 'END: W "}"']
+        found = "\n".join([*_groups(frame, marks, several, self.free, form and _json(form)), *rules])
+        try:
+            return check_size(found)
+        except ValueError as error:
+            raise FieldError("tools", f"their grammar {error}") from None
+
+
+def _json(form: str) -> str:
+    """The rule of a form."""
+    (held,) = json.loads(form)["grammars"] if form.startswith("{") else ({},)
+    if held.get("json_schema") is None:
+        raise ValueError("an answer of this form can't call tools: leave them out, or tool_choice none")
+    return f"%json {json.dumps(held['json_schema'])}"
+
+
+def _groups(frame: Frame, marks: Marks, several: bool, free: bool, form: str) -> list[str]:
+    """Rules from ``start`` down to ``call``."""
+    many = frame.several if several else ""
+    rules = [f"calls: {many or frame.one} {f'GAP {marks.item(frame.close)}' if frame.close else ''}"]
+    if free and not form:
+        assert frame.open, "see Format.free_calls"
+        start = "(open calls)* rest" if several else "rest | open calls GAP"
+        return [f"start: {start}", marks.until("open", frame.open), marks.without("rest", frame.open), *rules]
+    group = f"{marks.item(frame.open) if frame.open else ''} calls"
+    more = f"(GAP {group})*" if several and not many else ""
+    return [f"start: GAP {group} {more} GAP {form and f'| GAP {form}'}", *rules]
+
+
+def _call(frame: Frame, marks: Marks, index: int, tool: Tool, free: bool) -> str:
+    """Rules of the calls of a function."""
+    function = tool.function
+    given = _NONE if function.parameters is None else {"type": "object", **function.parameters}
+    if free and not function.strict:
+        given = _ANY
+    try:
+        if given["type"] != "object":
+            raise ValueError(f"arguments are an object, found the type {given['type']!r}")
+        (held,) = json.loads(json_schema(given))["grammars"]
+    except ValueError as error:
+        raise FieldError(f"tools.{index}.function.parameters", str(error)) from None
+    name = json.dumps(function.name, ensure_ascii=False) if frame.key else function.name
+    written = ("{", '"name"', ":", name, ",", f'"{frame.key}"', ":") if frame.key else (name,)
+    head = " W ".join(map(quoted, written)) + (" W" if frame.key else "")
+    mark = marks.item(frame.arguments) if frame.arguments else ""
+    rule = f"call{index}: HEAD{index} {mark} %json {json.dumps(held['json_schema'])} {'END' if frame.key else ''}"
+    return f"{rule}\nHEAD{index}: {head}"

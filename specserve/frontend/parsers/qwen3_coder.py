@@ -1,0 +1,181 @@
+"""Tool calls of Qwen3-Coder and Qwen3.5: ``<tool_call><function=f><parameter=a>`` text
+``</parameter></function></tool_call>``, with any number of parameters. A parameter's text is read by its type in the
+function's schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from specserve.frontend.parsers import hermes
+from specserve.frontend.parsers.base import CallParser, Functions, Read, Schema, call
+
+FUNCTION, PARAMETER = "<function=", "<parameter="
+END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
+_SPACE = re.compile(r"\s*")
+_KINDS: Mapping[type, tuple[str, ...]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+    str: ("string",),
+}
+_WORDS = {
+    "true": ("boolean", "true"),
+    "false": ("boolean", "false"),
+    "none": ("null", "null"),
+    "null": ("null", "null"),
+}
+
+
+class Qwen3CoderParser(CallParser):
+    """The mark before a function may be missing, and so may the mark after it, which can be a stop string."""
+
+    opens = (hermes.OPEN, FUNCTION)
+
+    def __init__(self, functions: Functions) -> None:
+        super().__init__(functions)
+        self._heads = {f"{FUNCTION}{name}>": name for name in functions}
+        self._longest = max(map(len, self._heads), default=0)
+        self._types: dict[tuple[str, str], set[str]] = {}  # by function and parameter
+
+    def begin(self) -> None:
+        self._name = ""
+        self._at = 0  # what is before it has been read
+        self._given: dict[str, str] = {}  # arguments, as JSON
+        self._part: Literal["head", "parameters", "value", "end"] = "head"
+        self._key = ""
+
+    def read(self, text: str, final: bool) -> Read | None:
+        while self._part != "end":
+            read = {"head": self._head, "parameters": self._parameters, "value": self._value}[self._part]
+            found = read(text)
+            if found is None and final:
+                return len(text), []
+            if not found:
+                return None if found is None else (max(self._at, 1), [])
+        return self._end(text, final)
+
+    def _head(self, text: str) -> bool | None:
+        """Whether a function of the request begins, None if that can't be said yet."""
+        at = self._space(text, max(self._at, len(hermes.OPEN))) if text.startswith(hermes.OPEN) else 0
+        rest = text[at : at + self._longest]
+        for head, name in self._heads.items():
+            if rest.startswith(head):
+                self._name, self._at, self._part = name, at + len(head), "parameters"
+                return True
+        self._at = at
+        return None if any(head.startswith(rest) for head in self._heads) else False
+
+    def _parameters(self, text: str) -> bool | None:
+        """Whether another parameter begins, or the function ends, as it should."""
+        self._at = self._space(text, self._at)
+        if text.startswith(END_FUNCTION, self._at):
+            self._at, self._part = self._at + len(END_FUNCTION), "end"
+            return True
+        if not text.startswith(PARAMETER, self._at):
+            rest = text[self._at :]
+            return None if PARAMETER.startswith(rest) or END_FUNCTION.startswith(rest) else False
+        end = text.find(">", self._at)
+        key = text[self._at + len(PARAMETER) : end if end >= 0 else None]
+        if "<" in key or "\n" in key or key in self._given:
+            return False
+        if end < 0:
+            return None
+        self._key, self._at, self._part = key, end + 1, "value"
+        self._seen = self._at
+        return True
+
+    def _value(self, text: str) -> bool | None:
+        end = text.find(END_PARAMETER, self._seen)
+        if end < 0:
+            self._seen = max(self._at, len(text) - len(END_PARAMETER) + 1)
+            return None
+        value = text[self._at : end].removeprefix("\n").removesuffix("\n")
+        self._given[self._key] = _json(value, self._kinds_of(self._key))
+        self._at, self._part = end + len(END_PARAMETER), "parameters"
+        return True
+
+    def _kinds_of(self, key: str) -> set[str]:
+        if (found := self._types.get((self._name, key))) is None:
+            schema = self.functions[self._name]
+            given = schema.get("properties")
+            wanted = given.get(key) if isinstance(given, Mapping) else None
+            found = self._types[self._name, key] = _kinds(wanted, schema)
+        return found
+
+    def _end(self, text: str, final: bool) -> Read | None:
+        at = self._space(text, self._at)
+        rest = text[at:]
+        if not final and len(rest) < len(hermes.CLOSE) and hermes.CLOSE.startswith(rest):
+            return None
+        size = at + len(hermes.CLOSE) if rest.startswith(hermes.CLOSE) else self._at
+        written = ", ".join(
+            f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in self._given.items()
+        )
+        return size, call(self._name, f"{{{written}}}")
+
+    @staticmethod
+    def _space(text: str, at: int) -> int:
+        found = _SPACE.match(text, at)
+        assert found is not None, "it matches nothing, too"
+        return found.end()
+
+
+def _kinds(wanted: object, schema: Schema) -> set[str]:
+    """The types that a value may have, as far as they are said. Each part of a schema is looked at once."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    left = [wanted]
+    while left:
+        part = left.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        kind = part.get("type")
+        found |= {kind} if isinstance(kind, str) else {each for each in _list(kind) if isinstance(each, str)}
+        values = [*_list(part.get("enum")), *([part["const"]] if "const" in part else [])]
+        found.update(*(_KINDS.get(type(value), ())[:1] for value in values))
+        for name in ("anyOf", "oneOf", "allOf"):
+            left += _list(part.get(name))
+        if isinstance(reference := part.get("$ref"), str):
+            left.append(_resolved(reference, schema))
+    return found
+
+
+def _list(given: object) -> list[Any]:
+    """What is given, nothing where that is no list: schemas come as they are."""
+    return given if isinstance(given, list) else []
+
+
+def _resolved(reference: str, schema: Schema) -> Any:
+    """What a reference within a schema means, None for others."""
+    found: Any = schema if reference.startswith("#") else None
+    for part in reference.lstrip("#").split("/")[1:]:
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _json(value: str, kinds: set[str]) -> str:
+    """Return a text as JSON: as it is written if its type is among those and a string can't be meant, otherwise as a
+    string."""
+    if kinds - {"string"}:
+        kind, written = _WORDS.get(value.strip().lower(), ("", value.strip()))
+        if kind in kinds:
+            return written
+        try:
+            found = json.loads(written, parse_constant=_no_json)
+            json.dumps(found, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
+            found = value
+        if not isinstance(found, str) and kinds.intersection(_KINDS[type(found)]):
+            return written
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _no_json(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")

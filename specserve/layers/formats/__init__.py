@@ -1,0 +1,61 @@
+"""Weight formats of published checkpoints, one file for each dialect of ``quantization_config``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from specserve.layers.formats import awq, compressed_tensors, fp8, gptq, modelopt
+from specserve.layers.weights import FORMATS, WeightFormat, register
+
+register("fp8", fp8.read)
+register("fbgemm_fp8", fp8.read_fbgemm)
+register("modelopt", modelopt.read)
+register("compressed-tensors", compressed_tensors.read)
+register("awq", awq.read)
+register("gptq", gptq.read)
+
+_TABLES = "its numbers are looked up in tables, which no kernel here does"
+_OWN = "its tensors have names and an order of its own, which no reader here has"
+_ODD = "no kernel here multiplies numbers of its kind"
+_ROTATED = "it turns inputs before they are multiplied, which no kernel here does"
+_EXPORT = "write the same model with auto-round's --format auto_gptq or auto_awq"
+_ROUND = (
+    "serve the checkpoint that it was made from, with --quantization fp8, int8 or int4 if it is to be small"
+)
+REFUSED = {
+    "aqlm": (_TABLES, _ROUND),
+    "auto-round": (_OWN, _EXPORT),
+    "bitnet": (_ODD, _ROUND),
+    "bitsandbytes": (_TABLES, _ROUND),
+    "eetq": (_OWN, _ROUND),
+    "exl2": (_OWN, _ROUND),
+    "exl3": (_ODD, _ROUND),
+    "fp_quant": (_ROTATED, _ROUND),
+    "gguf": ("it is another kind of file", _ROUND),
+    "higgs": (_TABLES, _ROUND),
+    "hqq": (_OWN, _ROUND),
+    "intel/auto-round": (_OWN, _EXPORT),
+    "marlin": (_OWN, "serve the GPTQ checkpoint that it was made from"),
+    "mxfp4": ("it stores experts, which no architecture here has", "serve a model without experts"),
+    "paroquant": (_ROTATED, _ROUND),
+    "qqq": (_OWN, _ROUND),
+    "quanto": (_OWN, _ROUND),
+    "quark": (_OWN, _ROUND),
+    "spqr": (_ODD, _ROUND),
+    "torchao": (_OWN, _ROUND),
+    "vptq": (_TABLES, _ROUND),
+}
+"""Known methods that are not served, why, and what to do instead."""
+
+
+def read_format(quantization_config: object, names: Collection[str]) -> WeightFormat:
+    """Return the format of a ``quantization_config``. ``names``: the checkpoint's tensors without ``model.``. Raises
+    ValueError naming the known methods."""
+    method = quantization_config.get("quant_method") if isinstance(quantization_config, Mapping) else None
+    if isinstance(method, str) and method in FORMATS:
+        assert isinstance(quantization_config, Mapping)
+        return FORMATS[method](quantization_config, names)
+    accepted = f"weights must be float16, bfloat16 or float32, or of quant_method {', '.join(FORMATS)}"
+    if isinstance(method, str) and method in REFUSED:
+        accepted = f"{'; '.join(REFUSED[method])}; {accepted}"
+    raise ValueError(f"quantization_config is not supported for quant_method {method!r}: {accepted}")

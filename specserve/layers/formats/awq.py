@@ -1,0 +1,80 @@
+"""4-bit weights as stored by AutoAWQ's ``gemm``: ``quant_method: awq``.
+
+``qweight`` int32 ``[I, O / 8]`` packs eight outputs, the even ones first: 0, 2, 4, 6, 1, 3, 5, 7. ``qzeros`` int32
+``[G, O / 8]`` likewise, ``scales`` float16 ``[G, O]``. A weight is ``(q - zero) * scale``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from specserve_kernels import Numbers
+from torch import Tensor
+
+from specserve.layers.formats.fp8 import named_by
+from specserve.layers.formats.stored import (
+    StoredWeights,
+    check_left_out,
+    modules_with,
+    one_of,
+    stored_weights,
+    texts,
+)
+from specserve.layers.formats.words import (
+    bits_of,
+    float32,
+    group_of,
+    int32,
+    numbers_of,
+    packed_size,
+    unpack_words,
+    words_of,
+)
+
+_LAYOUTS = ("gemm", "GEMM")
+
+
+@dataclass(frozen=True, slots=True)
+class AwqLayout:
+    """``group``: inputs that share a scale, 0: all."""
+
+    group: int
+
+    @property
+    def words(self) -> str:
+        return words_of(4, self.group, zeros=True)
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, Tensor]:
+        groups, words = -(-inputs // (self.group or inputs)), packed_size(outputs, 4, "outputs")
+        return {
+            "qweight": int32(inputs, words),
+            "qzeros": int32(groups, words),
+            "scales": float32(groups, outputs),
+        }
+
+    def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
+        values_OI, zero_OG = (_in_order(stored[name]).T for name in ("qweight", "qzeros"))
+        return numbers_of(values_OI.contiguous(), stored["scales"].T, zero_OG, 4, self.group)
+
+
+def _in_order(words: Tensor) -> Tensor:
+    """The numbers ``[..., O]``."""
+    evens_and_odds: Tensor = unpack_words(words, 4).unflatten(-1, (-1, 2, 4))
+    return evens_and_odds.transpose(-1, -2).flatten(-3)
+
+
+def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
+    """Read ``quant_method: awq``, and the fields of its older ``quant_config.json``."""
+    old = "w_bit" in config
+    bits_of(config, "w_bit" if old else "bits", (4,))
+    one_of(config, "version", _LAYOUTS)
+    one_of(config, "format", _LAYOUTS)
+    one_of(config, "zero_point", (True,))
+    layout = AwqLayout(group_of(config, "q_group_size" if old else "group_size"))
+    layouts = dict.fromkeys(modules_with(names, "qweight"), layout)
+    left = texts(config, "modules_to_not_convert")
+    check_left_out(layouts, "modules_to_not_convert", partial(named_by, left=left))
+    return stored_weights("awq", layouts, ())

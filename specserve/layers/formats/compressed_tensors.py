@@ -1,0 +1,188 @@
+"""compressed-tensors, written by llm-compressor: groups of modules, each with its own weight format.
+
+``float-quantized`` and ``naive-quantized`` in FP8, ``int-quantized`` in int8: ``weight`` and ``weight_scale``, in the
+model's dtype mostly; ``pack-quantized`` in 4 and 8 bits. Scales and zero points of activations are not used: see
+docs/decisions/0014-weights-alone.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from specserve_kernels import Numbers
+from torch import Tensor
+
+from specserve.layers.formats.fp8 import (
+    ACTIVATION_SCALES,
+    KV_SCALES,
+    PER_OUTPUT,
+    PER_TENSOR,
+    Fp8Layout,
+    block_of,
+)
+from specserve.layers.formats.pack_quantized import PackQuantizedLayout
+from specserve.layers.formats.stored import (
+    Layout,
+    StoredWeights,
+    check_left_out,
+    full_name,
+    matches,
+    modules_with,
+    one_of,
+    stored_weights,
+    texts,
+)
+from specserve.layers.formats.words import group_of
+
+_FORMATS = (
+    "float-quantized",
+    "naive-quantized",
+    "int-quantized",
+    "pack-quantized",
+    "mixed-precision",
+    "dense",
+)
+_ORDERS = (True, False, "group", "dynamic", "weight", "static")
+_STATUS = ("compressed", "frozen")
+_BLOCK = re.compile(r"(\d+)x(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Layout:
+    """``weight`` int8 ``[O, I]`` and ``weight_scale`` ``[O, 1]``, or a single scale if ``per_tensor``."""
+
+    per_tensor: bool
+
+    @property
+    def words(self) -> str:
+        return f"int8 with a scale {'a tensor' if self.per_tensor else 'an output'}"
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, Tensor]:
+        scale = torch.empty(() if self.per_tensor else (outputs, 1), dtype=torch.float32)
+        return {"weight": torch.empty(outputs, inputs, dtype=torch.int8), "weight_scale": scale}
+
+    def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
+        weight_OI = stored["weight"]
+        return Numbers(weight_OI, stored["weight_scale"].expand(len(weight_OI), 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    targets: list[str]
+    layout: Layout
+
+
+def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
+    """Read ``quant_method: compressed-tensors``."""
+    one_of(config, "format", _FORMATS)
+    one_of(config, "quantization_status", _STATUS)
+    sparse = config.get("sparsity_config")
+    if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
+        raise ValueError(
+            f"quantization_config: sparsity_config must be dense, found {sparse.get('format')!r}"
+        )
+    for field in ("transform_config", "transforms_config"):
+        if config.get(field):
+            raise ValueError(f"quantization_config: {field} must be empty: rotations are not applied")
+    given = config.get("config_groups")
+    if not isinstance(given, Mapping) or not given:
+        raise ValueError(f"quantization_config: config_groups must be an object of groups, found {given!r}")
+    groups = [_group(config, name, fields) for name, fields in given.items()]
+    modules = modules_with(names, "weight_scale")
+    left = texts(config, "ignore")
+    check_left_out(modules, "ignore", lambda module: any(_rank(module, each) is not None for each in left))
+    layouts = {module: _layout_of(full_name(module), groups) for module in modules}
+    for module, layout in layouts.items():
+        if isinstance(layout, PackQuantizedLayout) and f"{module}.weight_g_idx" in names:
+            layouts[module] = replace(layout, indexed=True)
+        elif isinstance(layout, PackQuantizedLayout) and layout.indexed:
+            raise ValueError(
+                f"quantization_config: actorder is group, but the files have no {module}.weight_g_idx"
+            )
+    # zero points of symmetric weights are 0; shapes are the other tensors'
+    unread = (*ACTIVATION_SCALES, *KV_SCALES, "weight_zero_point", "weight_shape")
+    return stored_weights("compressed-tensors", layouts, unread)
+
+
+def _group(config: Mapping[str, Any], name: str, fields: object) -> _Group:
+    where = f"quantization_config: config_groups.{name}"
+    if not isinstance(fields, Mapping):
+        raise ValueError(
+            f"{where} must be an object with targets and weights; names of presets are not read, found {fields!r}"
+        )
+    one_of(fields, "format", _FORMATS)
+    weights = fields.get("weights")
+    if not isinstance(weights, Mapping):
+        raise ValueError(f"{where}.weights must be an object, found {weights!r}")
+    try:
+        layout = _layout(weights, str(fields.get("format") or config.get("format")))
+    except ValueError as error:
+        raise ValueError(f"{where}.weights: {error}") from None
+    return _Group(texts(fields, "targets"), layout)
+
+
+def _layout(weights: Mapping[str, Any], kept_as: str) -> Layout:
+    """Return the layout of a group's weights. Raises ValueError for numbers that no kernel supports."""
+    kind = weights.get("type", "int"), weights.get("num_bits", 8)
+    strategy, symmetric = _strategy(weights), weights.get("symmetric", True) is True
+    one_of(weights, "actorder", _ORDERS)
+    in_words = (
+        kept_as == "pack-quantized" and kind in (("int", 4), ("int", 8)) and strategy in ("group", "channel")
+    )
+    if not symmetric and not (in_words and kind[1] == 4):
+        raise ValueError("symmetric must be true but for pack-quantized weights of 4 bits")
+    if in_words:
+        ordered = weights.get("actorder") in (True, "group")
+        return PackQuantizedLayout(
+            kind[1], group_of(weights) if strategy == "group" else 0, symmetric, ordered
+        )
+    if kind == ("float", 8) and strategy == "block":
+        return Fp8Layout("weight_scale", _block(weights.get("block_structure")))
+    if kind == ("float", 8) and strategy in ("tensor", "channel"):
+        return Fp8Layout("weight_scale", PER_TENSOR if strategy == "tensor" else PER_OUTPUT)
+    if kind == ("int", 8) and strategy in ("tensor", "channel") and kept_as != "pack-quantized":
+        return Int8Layout(strategy == "tensor")
+    raise ValueError(
+        f"type {kind[0]} of {kind[1]} bits by {strategy} is not supported; accepted are float of 8 bits by tensor, "
+        "channel or block, int of 8 bits by tensor or channel, and pack-quantized int of 4 or 8 bits by group or "
+        "channel"
+    )
+
+
+def _strategy(weights: Mapping[str, Any]) -> str:
+    if (given := weights.get("strategy")) is not None:
+        return str(given)
+    size = weights.get("group_size")
+    return "tensor" if size is None else "channel" if size == -1 else "group"
+
+
+def _block(given: object) -> tuple[int, int]:
+    if isinstance(given, str) and (found := _BLOCK.fullmatch(given)):
+        given = [int(found[1]), int(found[2])]
+    return block_of(given, "block_structure")
+
+
+def _layout_of(module: str, groups: Collection[_Group]) -> Layout:
+    """Return the layout of the group that matches a module best. Raises ValueError if none does."""
+    ranked = [
+        (rank, group.layout)
+        for group in groups
+        for target in group.targets
+        if (rank := _rank(module, target)) is not None
+    ]
+    if not ranked:
+        raise ValueError(f"no group of config_groups has {module}, which the files hold quantized")
+    return min(ranked, key=lambda item: item[0])[1]
+
+
+def _rank(module: str, target: str) -> int | None:
+    """Return how a target matches a module: 0 by its name, 1 by a pattern, 2 by its class, None not at all."""
+    if target == module:
+        return 0
+    if target.startswith("re:"):
+        return 1 if matches(target.removeprefix("re:"), module) else None
+    return 2 if target == "Linear" else None

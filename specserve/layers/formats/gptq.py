@@ -1,0 +1,138 @@
+"""4-bit and 8-bit weights as stored by AutoGPTQ and GPTQModel: ``quant_method: gptq``.
+
+``qweight`` int32 ``[I / 8, O]`` packs eight inputs (four in 8 bits), ``qzeros`` int32 ``[G, O / 8]`` eight outputs,
+``scales`` float16 ``[G, O]``, and ``g_idx`` int32 ``[I]``, which may be absent, is the group of each input. A weight is
+``(q - zero) * scale``; ``checkpoint_format: gptq``, the default, stores the zero less one, ``gptq_v2`` as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from specserve_kernels import Numbers
+from torch import Tensor
+
+from specserve.layers.formats.stored import (
+    StoredWeights,
+    check_left_out,
+    full_name,
+    matches,
+    modules_with,
+    one_of,
+    stored_weights,
+    texts,
+)
+from specserve.layers.formats.words import (
+    bits_of,
+    float32,
+    group_of,
+    int32,
+    numbers_of,
+    packed_size,
+    unpack_words,
+    words_of,
+)
+
+_LESS = {"gptq": 1, "gptq_v2": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class GptqLayout:
+    """``less``: how much too low the file's zero points are, None if the configuration does not say. ``indexed``: it
+    has a ``g_idx``. ``biased``: it has a bias, which older tools always write, as zeros if the model has none."""
+
+    bits: int
+    group: int
+    symmetric: bool
+    less: int | None
+    indexed: bool
+    biased: bool
+
+    @property
+    def words(self) -> str:
+        return words_of(self.bits, self.group, zeros=not self.symmetric)
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, Tensor]:
+        groups = -(-inputs // (self.group or inputs))
+        found = {
+            "qweight": int32(packed_size(inputs, self.bits, "inputs"), outputs),
+            "qzeros": int32(groups, packed_size(outputs, self.bits, "outputs")),
+            "scales": float32(groups, outputs),
+        }
+        if self.indexed:
+            found["g_idx"] = int32(inputs)
+        if self.biased:
+            found["bias"] = torch.empty(outputs)
+        return found
+
+    def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
+        values_OI = unpack_words(stored["qweight"].T, self.bits)
+        zero_OG = self._zeros(unpack_words(stored["qzeros"], self.bits).T)
+        scale_OG, index_I = stored["scales"].T, stored.get("g_idx")
+        return numbers_of(values_OI, scale_OG, zero_OG, self.bits, self.group, index_I)
+
+    def _zeros(self, stored_OG: Tensor) -> Tensor | None:
+        """None of symmetric weights. Raises ValueError where theirs are not half of their range."""
+        if not self.symmetric:
+            less = 1 if self.less is None else self.less
+            return torch.bitwise_and(stored_OG + less, 2**self.bits - 1)
+        accepted = [2 ** (self.bits - 1) - less for less in _LESS.values() if self.less in (None, less)]
+        if not stored_OG.is_meta and not any((stored_OG == each).all() for each in accepted):
+            words = " or ".join(map(str, accepted))
+            raise ValueError(f"qzeros must hold {words} alone, since sym is true, found others")
+        return None
+
+
+def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
+    """``quant_method: gptq``."""
+    for field in ("checkpoint_format", "format"):
+        one_of(config, field, tuple(_LESS))
+    one_of(config, "is_marlin_format", (False,))
+    one_of(config, "pack_dtype", ("int32",))
+    modules = modules_with(names, "qweight")
+    check_left_out(modules, "modules_in_block_to_quantize", _outside(config))
+    check_left_out(modules, "dynamic", lambda module: _overrides(config, module) is None)
+    layouts = {module: _layout(config, module, names) for module in modules}
+    return stored_weights("gptq", layouts, ())
+
+
+def _layout(config: Mapping[str, Any], module: str, names: Collection[str]) -> GptqLayout:
+    """Raise ValueError naming the field that no kernel serves."""
+    fields = {**config, **(_overrides(config, full_name(module)) or {})}
+    bits, symmetric = bits_of(fields, "bits", (4, 8)), one_of(fields, "sym", (True, False)) is True
+    if bits == 8 and not symmetric:
+        raise ValueError("quantization_config: sym must be True where bits is 8")
+    indexed = f"{module}.g_idx" in names
+    if one_of(fields, "desc_act", (True, False)) and not indexed:
+        raise ValueError(f"quantization_config: desc_act is True, but the files have no {module}.g_idx")
+    kept_as = config.get("checkpoint_format") or config.get("format")
+    less = _LESS[kept_as] if kept_as else None
+    return GptqLayout(bits, group_of(fields), symmetric, less, indexed, f"{module}.bias" in names)
+
+
+def _overrides(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+    """Return the overrides of the first pattern of ``dynamic`` that matches a module; None if that excludes it."""
+    given = config.get("dynamic") or {}
+    if not isinstance(given, Mapping) or not all(isinstance(each, Mapping) for each in given.values()):
+        raise ValueError(
+            f"quantization_config: dynamic must be an object of patterns and objects, found {given!r}"
+        )
+    for pattern, fields in given.items():
+        if matches(pattern.removeprefix("-:").removeprefix("+:"), module):
+            return None if pattern.startswith("-:") else fields
+    return {}
+
+
+def _outside(config: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Return whether a layer's module is in none of the lists of quantized modules, if there are any."""
+    field = "modules_in_block_to_quantize"
+    given = config.get(field) or []
+    nested = isinstance(given, list) and all(isinstance(each, list) for each in given)
+    listed = (
+        [name for each in given for name in texts({field: each}, field)] if nested else texts(config, field)
+    )
+    ends = tuple(f".{name}" for name in listed)
+    return lambda module: bool(ends) and ".layers." in module and not module.endswith(ends)

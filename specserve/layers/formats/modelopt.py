@@ -1,0 +1,41 @@
+"""FP8 weights as stored by NVIDIA's ModelOpt: one scale for each tensor, of weights and of inputs.
+
+Its configuration is ``hf_quant_config.json``, in newer checkpoints ``quantization_config`` as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+from specserve.layers.formats.fp8 import ACTIVATION_SCALES, KV_SCALES, PER_TENSOR, Fp8Layout, named_by
+from specserve.layers.formats.stored import (
+    Layout,
+    StoredWeights,
+    check_left_out,
+    modules_with,
+    one_of,
+    stored_weights,
+    texts,
+)
+
+
+def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
+    """``quant_method: modelopt``."""
+    nested = config.get("quantization")
+    fields = nested if isinstance(nested, Mapping) else config
+    if fields.get("quant_algo") is None:
+        raise ValueError("quantization_config: quant_algo must be FP8, found none")
+    one_of(fields, "quant_algo", ("FP8",))
+    layouts: dict[str, Layout] = dict.fromkeys(
+        modules_with(names, "weight_scale"), Fp8Layout("weight_scale", PER_TENSOR)
+    )
+    for field in ("exclude_modules", "ignore"):
+        left = texts(fields, field)
+
+        def leaves_out(module: str, left: Collection[str] = left) -> bool:
+            return named_by(module, left) or any(fnmatch(module, pattern) for pattern in left)
+
+        check_left_out(layouts, field, leaves_out)
+    return stored_weights("modelopt", layouts, (*ACTIVATION_SCALES, *KV_SCALES))

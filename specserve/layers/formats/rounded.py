@@ -1,0 +1,86 @@
+"""Quantize 16-bit weights to 8 or 4 bits at load: ``--quantization``.
+
+In 8 bits each output has a scale that maps its largest number to the format's largest. In 4 bits each group of 128
+inputs of an output has a scale that maps its largest number to -8, the format's largest. Of all scales without a zero
+point this one loses least: 10.3% of the size of normally distributed weights, where mapping to 7 loses 11.7%. The head
+is not quantized, as in nearly all published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from specserve_kernels import Numbers
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specserve.layers.formats.stored import StoredProjection
+from specserve.layers.linear import PLAIN
+from specserve.layers.weights import Projection, WeightFormat
+
+SYMMETRIC_ZERO = 8  # of 4 bits without a zero point
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+GROUP = 128  # inputs that share a scale in 4 bits
+_SLICE = 1 << 24  # numbers that are rounded at a time: their float32 copies are small next to the weight
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedLayout:
+    """The ``weight`` of the file, in the model's dtype."""
+
+    kind: str
+
+    @property
+    def words(self) -> str:
+        return (
+            f"rounded to {self.kind}, a scale {f'for {GROUP} inputs' if self.kind == 'int4' else 'an output'}"
+        )
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, Tensor]:
+        return {"weight": torch.empty(outputs, inputs)}
+
+    def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
+        weight_OI = stored["weight"]
+        rows = max(1, _SLICE // weight_OI.shape[1])
+        round_part = _round_to_4 if self.kind == "int4" else self._round_to_8
+        values, scales = zip(*(round_part(part) for part in weight_OI.split(rows)), strict=True)
+        return Numbers(torch.cat(values).view(DTYPES[self.kind]), torch.cat(scales), None, GROUP)
+
+    def _round_to_8(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+        """The bytes, and the scales ``[O, 1]``."""
+        wide_OI = weight_OI.float()
+        largest_O1 = wide_OI.abs().amax(1, keepdim=True)
+        scale_O1 = torch.where(largest_O1 > 0, largest_O1 / LARGEST[self.kind], 1.0)
+        scaled_OI = wide_OI / scale_O1
+        rounded_OI = scaled_OI.round() if self.kind == "int8" else scaled_OI
+        return rounded_OI.to(DTYPES[self.kind]).view(torch.uint8), scale_O1
+
+
+def _round_to_4(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers from 0 on, with 8 for zero, and the signed scales ``[O, G]``."""
+    inputs = weight_OI.shape[1]
+    wide_OGI = pad(weight_OI.float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
+    largest_OG1 = wide_OGI.gather(2, wide_OGI.abs().argmax(2, keepdim=True))
+    scale_OG1 = (largest_OG1 / -SYMMETRIC_ZERO).bfloat16()
+    scale_OG1 = torch.where(scale_OG1 == 0, 1, scale_OG1)
+    values_OGI = (wide_OGI / scale_OG1).round().clamp(-SYMMETRIC_ZERO, SYMMETRIC_ZERO - 1) + SYMMETRIC_ZERO
+    return values_OGI.to(torch.uint8).flatten(1)[:, :inputs], scale_OG1.squeeze(2)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedWeights(WeightFormat):
+    """``kind``: of ``DTYPES``."""
+
+    kind: str
+
+    @property
+    def words(self) -> str:
+        return RoundedLayout(self.kind).words
+
+    def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
+        if name:
+            return StoredProjection(RoundedLayout(self.kind), inputs, parts, bias)
+        return PLAIN.projection(name, inputs, parts, bias)

@@ -1,0 +1,291 @@
+"""Projections that keep the weight quantized as in the file, and the format that describes them.
+
+On a GPU in 16 or 32 bits the kernel multiplies the quantized weight with unquantized inputs: ``weight_only_linear``. On
+a CPU, and in float64, the weight is dequantized to the model's dtype at load, which saves no memory.
+
+Shapes: T tokens, I inputs, O outputs, G groups of inputs, R picked outputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from specserve_kernels import (
+    Numbers,
+    Packed,
+    Rounded,
+    dequantize_packed,
+    on_gpu,
+    pack,
+    silu_and_mul,
+    weight_only_linear,
+)
+from torch import Tensor, nn
+
+from specserve.layers.linear import PLAIN, Linear, pick_rows
+from specserve.layers.weights import Projection, WeightFormat
+
+FP8 = torch.float8_e4m3fn
+FP8_CAPABILITY = (8, 9)  # of the first GPUs that turn FP8 into other numbers by themselves
+
+
+class Layout(Protocol):
+    """How a file stores the weight of one projection. Immutable, equal where it means the same."""
+
+    @property
+    def words(self) -> str:
+        """Its name in logs."""
+        ...
+
+    def tensors(self, outputs: int, inputs: int) -> dict[str, Tensor]:
+        """Return what a file holds, empty, by the last part of its names. Raises ValueError for a shape that it can't
+        have."""
+        ...
+
+    def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
+        """Return what the tensors mean. Raises ValueError for what they can't hold."""
+        ...
+
+
+class StoredProjection(Projection):
+    """A projection in one layout. After loading it has either ``plain``, or ``apart``, or ``values``, ``scale``,
+    ``zero`` and ``order``."""
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    order: Tensor | None
+    bias_O: Tensor | None
+
+    def __init__(self, layout: Layout, inputs: int, parts: Mapping[str, int], bias: bool) -> None:
+        super().__init__()
+        self.parts = parts
+        self._layout = layout
+        self._dtype = torch.get_default_dtype()
+        self._inputs = inputs
+        self.plain: Linear | None = None
+        self.apart: Joined | None = None
+        self._files = nn.ModuleList()
+        for outputs in parts.values():
+            tensors = layout.tensors(outputs, inputs)
+            check_capability(tensors.values())
+            if bias:
+                tensors["bias"] = torch.empty(outputs)
+            parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in tensors.items()}
+            self._files.append(nn.ParameterDict(parameters))
+
+    @property
+    def device(self) -> torch.device:
+        instead = self._instead
+        return self.values.device if instead is None else instead.device
+
+    @property
+    def _instead(self) -> Projection | None:
+        return self.apart or self.plain
+
+    def stored(self) -> list[dict[str, Tensor]]:
+        return [dict(part.named_parameters()) for part in self._files]
+
+    def loaded(self) -> None:
+        stored = [{name: each.detach() for name, each in part.items()} for part in self.stored()]
+        numbers = [self._layout.numbers(part) for part in stored]
+        if not _in_one_order(numbers):
+            self.apart = self._each_part()
+            return
+        bias_O = torch.cat([part["bias"] for part in stored]) if "bias" in stored[0] else None
+        del self._files
+        packed = pack(fuse(numbers))
+        check_capability([packed.values])
+        if not on_gpu(packed.values.device) or self._dtype == torch.float64:
+            self.plain = Linear.of(dequantize_packed(packed, self._dtype), bias_O)
+            return
+        held = {"values": packed.values, "scale": packed.scale_GS, "zero": packed.zero_GO}
+        for name, each in {**held, "order": packed.order_I, "bias_O": bias_O}.items():
+            self.register_buffer(name, each, persistent=False)
+        self._step, self._rows = packed.step, packed.rows
+
+    def _each_part(self) -> Joined:
+        """By itself: parts of different orders have no inputs in common."""
+        pieces = []
+        for (name, outputs), files in zip(self.parts.items(), self._files, strict=True):
+            with torch.device("meta"):
+                piece = StoredProjection(self._layout, self._inputs, {name: outputs}, bias=False)
+            piece._files, piece._dtype = nn.ModuleList([files]), self._dtype
+            piece.loaded()
+            pieces.append(piece)
+        del self._files
+        return Joined(pieces)
+
+    @property
+    def packed(self) -> Packed:
+        inputs, step, rows = self._inputs, self._step, self._rows
+        return Packed(self.values, self.scale, self.zero, inputs, step, rows, self.order)
+
+    def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
+        if (instead := self._instead) is not None:
+            found: Tensor = instead(x_TI, gated, out)
+            return found
+        assert isinstance(x_TI, Tensor), "its inputs are not rounded"
+        found = weight_only_linear(x_TI, self.packed, self.bias_O, gated)
+        return found if out is None else out.copy_(found)
+
+    def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if (instead := self._instead) is not None:
+            return instead.rows(ids_R)
+        bias_O = self.bias_O if ids_R is None or self.bias_O is None else self.bias_O[ids_R]
+        return dequantize_packed(self.packed, self._dtype, ids_R), bias_O
+
+
+def check_capability(tensors: Collection[Tensor]) -> None:
+    """Raise ValueError if the GPU has no such numbers."""
+    if any(each.dtype == FP8 and each.is_cuda for each in tensors):
+        found = torch.cuda.get_device_capability()
+        if found < FP8_CAPABILITY:
+            raise ValueError(
+                "FP8 weights need a GPU of compute capability 8.9 or more, this one has "
+                f"{'.'.join(map(str, found))}: accepted are checkpoints in int8, in 4 bits and in 16"
+            )
+
+
+def fuse(parts: Sequence[Numbers]) -> Numbers:
+    """Stack weights of one layout and order, each with its scales. A scale of several outputs is repeated for each of
+    them if a part ends within."""
+    rows = parts[0].rows
+    if any(len(part.values_OI) % rows for part in parts[:-1]):
+        parts, rows = [_each_output(part) for part in parts], 1
+    zeros = [part.zero_OG for part in parts if part.zero_OG is not None]
+    return Numbers(
+        torch.cat([part.values_OI.view(torch.uint8) for part in parts]).view(parts[0].values_OI.dtype),
+        torch.cat([part.scale_SG for part in parts]),
+        torch.cat(zeros) if zeros else None,
+        parts[0].group,
+        rows,
+        parts[0].order_I,
+    )
+
+
+def _in_one_order(parts: Sequence[Numbers]) -> bool:
+    orders = [part.order_I for part in parts if part.order_I is not None]
+    return not orders or (len(orders) == len(parts) and all(torch.equal(each, orders[0]) for each in orders))
+
+
+def _each_output(part: Numbers) -> Numbers:
+    scale_SG = part.scale_SG.repeat_interleave(part.rows, 0)[: len(part.values_OI)]
+    return part._replace(scale_SG=scale_SG, rows=1)
+
+
+class Joined(Projection):
+    """Projections of the same inputs, concatenated: for parts that are stored in different ways."""
+
+    def __init__(self, pieces: Sequence[Projection]) -> None:
+        super().__init__()
+        self.parts = {name: outputs for piece in pieces for name, outputs in piece.parts.items()}
+        self._pieces = nn.ModuleList(pieces)
+
+    @property
+    def pieces(self) -> list[Projection]:
+        return [piece for piece in self._pieces if isinstance(piece, Projection)]
+
+    @property
+    def device(self) -> torch.device:
+        return self.pieces[0].device
+
+    def stored(self) -> list[dict[str, Tensor]]:
+        return [part for piece in self.pieces for part in piece.stored()]
+
+    def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
+        found = torch.cat([piece(x_TI) for piece in self.pieces], -1)
+        found = silu_and_mul(found) if gated else found
+        return found if out is None else out.copy_(found)
+
+    def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        weights, biases = zip(*(piece.rows(None) for piece in self.pieces), strict=True)
+        weight_OI = torch.cat(weights)
+        bias_O = None if biases[0] is None else torch.cat(biases)
+        return (weight_OI, bias_O) if ids_R is None else pick_rows(weight_OI, bias_O, ids_R)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights(WeightFormat):
+    """``layouts``: of the quantized modules, by their names without ``model.``, in order; all others are plain.
+    ``unread``: see ``WeightFormat``; what else ``dialect`` writes."""
+
+    dialect: str
+    layouts: tuple[tuple[str, Layout], ...]
+    unread: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        kinds = dict.fromkeys(layout.words for _, layout in self.layouts)
+        return f"{self.dialect}: {', '.join(kinds)}"
+
+    def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
+        """Return one projection if all parts are stored alike and together, otherwise one for each part."""
+        layouts = dict(self.layouts)
+        found = [layouts.get(f"{name}.{part}" if name else part) for part in parts]
+
+        def make(layout: Layout | None, of: Mapping[str, int]) -> Projection:
+            if layout is None:
+                return PLAIN.projection(name, inputs, of, bias)
+            return StoredProjection(layout, inputs, of, bias)
+
+        if all(layout == found[0] for layout in found):
+            return make(found[0], parts)
+        pairs = zip(found, parts.items(), strict=True)
+        return Joined([make(layout, {part: outputs}) for layout, (part, outputs) in pairs])
+
+
+def stored_weights(dialect: str, layouts: Mapping[str, Layout], unread: Sequence[str]) -> StoredWeights:
+    """Raise ValueError where nothing is stored so."""
+    if not layouts:
+        raise ValueError(f"quantization_config says {dialect}, but the files hold no weight with scales")
+    return StoredWeights(dialect, tuple(sorted(layouts.items(), key=lambda item: item[0])), tuple(unread))
+
+
+def one_of(config: Mapping[str, Any], field: str, accepted: Collection[object]) -> Any:
+    """Return the value of a field, None if it is absent. Raises ValueError unless it is one of the accepted values."""
+    found = config.get(field)
+    if found is not None and found not in accepted:
+        words = ", ".join(str(each) for each in accepted)
+        raise ValueError(f"quantization_config: {field} must be {words}, found {found!r}")
+    return found
+
+
+def texts(config: Mapping[str, Any], field: str) -> list[str]:
+    """Return a list of texts, empty if there is none. Raises ValueError for anything else."""
+    found = config.get(field) or []
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise ValueError(f"quantization_config: {field} must be a list of names, found {found!r}")
+    return found
+
+
+def modules_with(names: Collection[str], *kinds: str) -> list[str]:
+    """Return the modules that have a tensor of one of these kinds (the last part of its name), sorted."""
+    return sorted(
+        {name.removesuffix(f".{kind}") for name in names for kind in kinds if name.endswith(f".{kind}")}
+    )
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Return whether a module's name begins with a match of a regular expression. Raises ValueError if it is
+    invalid."""
+    try:
+        return re.match(pattern, module) is not None
+    except re.error as error:
+        raise ValueError(f"quantization_config: {pattern!r} is no regular expression: {error}") from None
+
+
+def full_name(module: str) -> str:
+    """Return a module's name as configurations write it."""
+    return module if module.startswith("lm_head") else f"model.{module}"
+
+
+def check_left_out(modules: Collection[str], field: str, leaves_out: Callable[[str], bool]) -> None:
+    """Raise ValueError for a module that ``field`` excludes although its tensors are quantized."""
+    for module in modules:
+        if leaves_out(full_name(module)):
+            raise ValueError(f"{field} leaves out {full_name(module)}, which the files hold quantized")

@@ -1,0 +1,170 @@
+"""Snowflake's Arctic LSTM speculator: an MLP speculator whose state passes through the gates of an LSTM.
+
+Tensors as Snowflake's trainer writes them: ``forget_proj.0.weight`` (from the target's state) and ``.1.weight`` (from
+its own), the same of ``input_proj``, ``output_proj`` and ``cell_proj``; ``forget_emb.0.weight``, which the other
+gates share where ``tie_lstm_embs`` is true, ``cell_ln.0``, ``state_ln.0`` and ``head.0.weight``. What is shared is
+stored again under each name. All levels but the first have the same weights.
+
+Shapes: N nodes of a level, X rows of states, H the target's hidden size, I inner size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from specserve_kernels import rms_norm
+from torch import Tensor, nn
+
+from specserve.layers.linear import QUANTIZED, Linear, pack_linears, quantize_linears
+from specserve.models.checkpoint import building, file_tensors, load_parameters
+from specserve.models.config import COUNT, TRUTH, check, read_json
+from specserve.models.draft.fields import check_kind
+from specserve.models.draft.mlp_speculator import EPS, ShiftedNorm, at
+from specserve.models.llama import LlamaModel
+from specserve.models.tensor_files import TensorFiles
+
+log = logging.getLogger(__name__)
+
+GATES = ("forget", "input", "output", "cell")
+_DIMS = ("inner_dim", "emb_dim", "proj_dim")
+
+
+@dataclass(frozen=True, slots=True)
+class ArcticSource:
+    """A checkpoint of ``levels`` levels and ``inner`` channels. ``tied``: one embedding for all gates."""
+
+    path: Path
+    files: TensorFiles
+    levels: int
+    inner: int
+    tied: bool
+    scale_input: bool
+    notes: list[str] = field(default_factory=list)
+
+    def stored(self, name: str) -> str:
+        """The file's name of a parameter."""
+        kind, *rest = name.split(".")
+        if kind == "emb":
+            return f"{GATES[int(rest[0])]}_emb.0.weight"
+        return f"{rest[0]}_proj.{rest[1]}.weight" if kind == "proj" else name
+
+    def note_unread(self, parameters: list[str]) -> None:
+        """Raise ValueError where what is shared is stored in two versions, and note what nothing reads."""
+        copies = {f"head.{i}.weight": "head.0.weight" for i in range(1, self.levels)}
+        if self.tied:
+            copies |= {f"{gate}_emb.0.weight": "forget_emb.0.weight" for gate in GATES[1:]}
+        for name in copies.keys() & set(self.files.names()):
+            if not torch.equal(self.files[name], self.files[copies[name]]):
+                raise ValueError(
+                    f"{self.files.file(name)}: tensor {name} differs from {copies[name]}, expected the same: "
+                    "tie_weights and tie_lstm_embs say that they are shared"
+                )
+        known = {*copies, *map(self.stored, parameters)}
+        if unread := [name for name in self.files.names() if name not in known]:
+            self.notes.append(f"draft tensors that are not read: {', '.join(unread)}")
+            log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
+
+
+def open_arctic(path: Path) -> ArcticSource:
+    """Read a directory. Raises ValueError naming file, tensor or field where it holds no such speculator."""
+    files, file = TensorFiles(path), path / "config.json"
+    config = read_json(file)
+    if config.get("method") != "sum_lstm":
+        raise ValueError(
+            f"{file}: method must be sum_lstm, found {config.get('method')!r}: speculators without gates, in IBM's "
+            "names, are for --speculative-algorithm MLP_SPECULATOR"
+        )
+    first = "forget_proj.0.weight"
+    if first not in files:
+        some = ", ".join(files.names()[:3])
+        raise ValueError(f"{path} holds no Arctic LSTM: expected {first}, found {some} in {files.where}")
+    check(config, file, COUNT, "n_predict")
+    check(config, file, TRUTH, "tie_weights", "tie_lstm_embs", "scale_input", optional=True)
+    if config.get("tie_weights") is not True:
+        raise ValueError(
+            f"{file}: tie_weights must be true, as it is for all LSTMs, found {config.get('tie_weights')}"
+        )
+    inner = files[first].shape[0]
+    for name in _DIMS:
+        if name in config and str(config[name]) != str(inner):
+            raise ValueError(
+                f"{file}: {name} must be {inner}, as its tensors have it, found {config[name]!r}: projections of "
+                "several layers are not read"
+            )
+    tied, scale = config.get("tie_lstm_embs") is True, config.get("scale_input") is True
+    note = f"draft of {config['n_predict']} levels of {inner} channels, an LSTM"
+    return ArcticSource(path, files, config["n_predict"], inner, tied, scale, [note])
+
+
+def count_levels(path: Path) -> int:
+    """How many levels a checkpoint was trained to draft."""
+    return open_arctic(path).levels
+
+
+class ArcticLSTM(nn.Module):
+    """Gates of ``proj(state) + w * embedding``; the cell is kept after the state, in the same rows."""
+
+    def __init__(self, source: ArcticSource, target: LlamaModel) -> None:
+        super().__init__()
+        self.vocab_size, self._inner, self._scale_input = (
+            target.config.vocab_size,
+            source.inner,
+            source.scale_input,
+        )
+        self.emb = nn.ModuleList(
+            nn.Embedding(self.vocab_size, source.inner) for _ in range(1 if source.tied else len(GATES))
+        )
+        sizes = target.config.hidden_size, source.inner
+        projections = [Linear(size, len(GATES) * source.inner, bias=False) for size in sizes]
+        for i, each in enumerate(projections):
+            each.parts = {f"{gate}.{i}": source.inner for gate in GATES}
+        self.proj = nn.ModuleList(projections)
+        self.cell_ln, self.state_ln = (nn.ModuleList([ShiftedNorm(source.inner)]) for _ in range(2))
+        self.head = nn.ModuleList([Linear(source.inner, self.vocab_size, bias=False)])
+        state_weight = 0.5 ** (0.5 / source.levels)
+        self._embedding_weight = ((1 - state_weight**2) * source.inner / 2) ** 0.5 / state_weight
+
+    def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
+        """Return the states and cells ``[N, 2 I]`` after a level's tokens. ``states_XH``: the target's, after its final
+        norm, for level 0, else what the level before returned; ``source_N``: each token's row there."""
+        state_NH, cell_NI = states_XH[source_N], None
+        if level:
+            state_NH, cell_NI = state_NH.chunk(2, dim=1)
+        elif self._scale_input:
+            state_NH = rms_norm(state_NH, torch.ones_like(state_NH[0]), EPS) * 0.5**0.5
+        embedded = [emb(tokens_N) for emb in self.emb] * (len(GATES) // len(self.emb))
+        mixed = at(self.proj, level)(state_NH.contiguous()) + self._embedding_weight * torch.cat(
+            embedded, dim=1
+        )
+        forget_NI, input_NI, output_NI, new_NI = mixed.chunk(len(GATES), dim=1)
+        added_NI = input_NI.sigmoid() * nn.functional.gelu(self.cell_ln[0](new_NI.contiguous()))
+        cell_NI = added_NI if cell_NI is None else forget_NI.sigmoid() * cell_NI + added_NI
+        return torch.cat(
+            [output_NI.sigmoid() * nn.functional.gelu(self.state_ln[0](cell_NI)), cell_NI], dim=1
+        )
+
+    def scores(self, level: int, states_NX: Tensor) -> Tensor:
+        """Return the scores ``[N, V]`` of what follows the level's tokens."""
+        out: Tensor = self.head[0](states_NX[:, : self._inner].contiguous())
+        return out
+
+
+def load_arctic(
+    path: Path, target: LlamaModel, dtype: torch.dtype, quantization: str, overrides: Mapping[str, Any]
+) -> tuple[ArcticLSTM, list[str]]:
+    """As ``mlp_speculator.load_speculator``."""
+    check_kind(overrides, "ARCTIC_LSTM")
+    source = open_arctic(path)
+    with building(dtype, target.device):
+        speculator = ArcticLSTM(source, target)
+    load_parameters(speculator, source.files, source.stored)
+    source.note_unread(list(file_tensors(speculator)))
+    if quantization != "none":
+        quantize_linears(speculator, QUANTIZED[quantization], ())
+    pack_linears(speculator)
+    return speculator, source.notes

@@ -1,0 +1,297 @@
+"""Block drafts: a few layers that draft a whole block of tokens in one pass.
+
+DFlash: Chen et al. 2026, arXiv 2602.06036. A block is the root followed by mask tokens. Its tokens attend to each other
+in both directions, and to the text, for which every layer projects keys and values from ``hidden_norm(fc(states))`` of
+the target's states. Others add a head that corrects a slot's scores along each path: DSpark (arXiv 2607.05147) by the
+token before the slot, Domino (arXiv 2605.29707) by all tokens before it, DFlash2 by the token before and only for the
+most likely candidates. DSpark also has a confidence head, DFlash2 short convolutions along the block.
+
+Shapes: B slots, N tokens of all blocks or nodes of a level, T target tokens, H hidden size, R size of a correction's
+memory, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from specserve.layers.batch import Attend
+from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm
+from specserve.layers.linear import QUANTIZED, Linear, quantize_linears
+from specserve.layers.rotary import Rope, RopeConfig, rope_table
+from specserve.models.llama import LlamaModel
+
+MarkovKind = Literal["vanilla", "gated", "rnn"]
+CorrectionKind = MarkovKind | Literal["domino", "selector"]
+CONFIDENCE = "confidence_head.proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """What a block draft is built from. ``taps``: boundaries of the target's residual stream, in the order in which
+    ``fc`` reads them. ``after``: slot k scores the token after it; otherwise the token at it, and slot 0, the root,
+    scores nothing. ``levels``: tokens that a block drafts. ``own_head``: it scores ``draft_vocab_size`` tokens with its
+    own rows. ``correction``: the head that corrects scores, None: none. ``rank``: its width. ``memory``: size of
+    Domino's state. ``candidates``: tokens that DFlash2 chooses from. ``confidence``: inputs of the confidence head, 0:
+    none; more than the hidden size if it also reads the Markov head's embedding of the token before. ``conv``: slots
+    that a convolution mixes and channels that share its weights, None: no convolutions."""
+
+    layer: LayerConfig
+    num_layers: int
+    rope: RopeConfig
+    taps: tuple[int, ...]
+    block_size: int
+    mask_id: int
+    after: bool
+    levels: int
+    draft_vocab_size: int
+    own_head: bool = False
+    correction: CorrectionKind | None = None
+    rank: int = 0
+    memory: int = 0
+    candidates: int = 0
+    confidence: int = 0
+    conv: tuple[int, int] | None = None
+
+
+class MarkovHead(nn.Module):
+    """Adds to a slot's scores what follows from the token before it: ``w2`` applied to its embedding ``w1``. The gated
+    kind weights the embedding by the slot's state; the recurrent kind keeps a state along the path."""
+
+    def __init__(self, kind: MarkovKind, rank: int, hidden: int, vocab: int, rows: int) -> None:
+        super().__init__()
+        self._kind = kind
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = Linear(rank, rows, bias=False)
+        if kind == "gated":
+            self.gate_proj = Linear(hidden + rank, rank)
+        elif kind == "rnn":
+            self.joint_proj = Linear(2 * rank + hidden, 3 * rank)
+
+    def forward(
+        self, logits_NV: Tensor, tokens_N: Tensor, states_NH: Tensor, memory_NR: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``BlockHead.correct``."""
+        e_NR = self.markov_w1(tokens_N)
+        if self._kind == "gated":
+            e_NR = torch.sigmoid(self.gate_proj(torch.cat([states_NH, e_NR], 1))) * e_NR
+        elif self._kind == "rnn":
+            before_NR = torch.zeros_like(e_NR) if memory_NR is None else memory_NR
+            joint = self.joint_proj(torch.cat([before_NR, e_NR, states_NH], 1))
+            keep_NR, new_NR, out_NR = joint.chunk(3, 1)
+            keep_NR = torch.sigmoid(keep_NR)
+            memory_NR = keep_NR * before_NR + (1 - keep_NR) * torch.tanh(new_NR)
+            e_NR = torch.tanh(out_NR)
+        return logits_NV + self.markov_w2(e_NR), memory_NR
+
+
+class PrefixGRU(nn.Module):
+    """A gated recurrent unit without biases over embeddings of the tokens before a slot."""
+
+    def __init__(self, hidden: int, memory: int) -> None:
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * memory, hidden))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * memory, memory))
+
+    def forward(self, x_NH: Tensor, memory_NR: Tensor | None) -> Tensor:
+        if memory_NR is None:
+            memory_NR = x_NH.new_zeros(len(x_NH), self.weight_hh_l0.shape[1])
+        reset_NR, keep_NR, new_NR = nn.functional.linear(x_NH, self.weight_ih_l0).chunk(3, 1)
+        own = nn.functional.linear(memory_NR, self.weight_hh_l0).chunk(3, 1)
+        keep_NR = torch.sigmoid(keep_NR + own[1])
+        new_NR = torch.tanh(new_NR + torch.sigmoid(reset_NR + own[0]) * own[2])
+        return keep_NR * memory_NR + (1 - keep_NR) * new_NR
+
+
+class DominoHead(nn.Module):
+    """Adds to a slot's scores what follows from all tokens before it, from the second level on. ``embed`` is the
+    target's, held in a tuple: used, but not registered."""
+
+    def __init__(self, embed: nn.Embedding, rank: int, memory: int, rows: int) -> None:
+        super().__init__()
+        hidden, self._embed = embed.embedding_dim, (embed,)
+        self.prefix_gru = PrefixGRU(hidden, memory)
+        self.embed_proj = nn.Sequential(
+            Linear(hidden + memory, rank, bias=False), nn.SiLU(), Linear(rank, rows, bias=False)
+        )
+
+    def forward(
+        self, logits_NV: Tensor, tokens_N: Tensor, states_NH: Tensor, memory_NR: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As ``BlockHead.correct``."""
+        after_NR = self.prefix_gru(self._embed[0](tokens_N), memory_NR)
+        if memory_NR is not None:
+            logits_NV = logits_NV + self.embed_proj(torch.cat([states_NH, after_NR], 1))
+        return logits_NV, after_NR
+
+
+class CandidateSelector(nn.Module):
+    """Rescores the ``count`` most likely tokens of a slot by the token before it; all others become impossible."""
+
+    def __init__(self, count: int, rank: int, hidden: int, vocab: int, rows: int) -> None:
+        super().__init__()
+        self._count = count
+        self.hidden_projection = Linear(hidden, rank, bias=False)
+        self.predecessor_codebook = nn.Embedding(vocab, rank)
+        self.successor_codebook = nn.Embedding(rows, rank)
+
+    def forward(
+        self, logits_NV: Tensor, tokens_N: Tensor, states_NH: Tensor, memory_NR: Tensor | None
+    ) -> tuple[Tensor, None]:
+        """As ``BlockHead.correct``."""
+        top = logits_NV.topk(min(self._count, logits_NV.shape[1]), dim=-1)
+        key_NR = self.predecessor_codebook(tokens_N) * self.hidden_projection(states_NH)
+        follows_NC = (self.successor_codebook(top.indices) @ key_NR[:, :, None])[:, :, 0]
+        out_NV = torch.full_like(logits_NV, -torch.inf)
+        return out_NV.scatter_(1, top.indices, top.values + follows_NC), None
+
+
+class BlockConv(nn.Module):
+    """Mixes each slot with the slots right before it in its block, before and after a sublayer. The sublayer's input
+    adds to the weights."""
+
+    def __init__(self, hidden: int, block: int, taps: int, group: int) -> None:
+        super().__init__()
+        self._block = block
+        self._group = group
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, hidden))
+        self.kernel_projection = Linear(hidden, 2 * taps * (hidden // group), bias=False)
+
+    def weights(self, x_NH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights before and after the sublayer that reads ``x_NH``: ``[N, taps, H]`` each."""
+        added = self.kernel_projection(x_NH).unflatten(1, (2, self.base_kernel.shape[1], -1))
+        before, after = (self.base_kernel + added.repeat_interleave(self._group, -1)).unbind(1)
+        return before, after
+
+    def mix(self, x_NH: Tensor, weights_NTH: Tensor) -> Tensor:
+        x_BKH = x_NH.view(-1, self._block, x_NH.shape[1])
+        shifted = [
+            nn.functional.pad(x_BKH, (0, 0, back, 0))[:, : self._block]
+            for back in range(weights_NTH.shape[1])
+        ]
+        return (weights_NTH * torch.stack(shifted, 2).flatten(0, 1)).sum(1)
+
+
+class ConvLayer(DecoderLayer):
+    """A decoder layer with DFlash2's convolutions around attention and MLP."""
+
+    def __init__(self, config: LayerConfig, layer: int, block: int, conv: tuple[int, int]) -> None:
+        super().__init__(config, layer)
+        self.attention_conv = BlockConv(config.hidden_size, block, *conv)
+        self.mlp_conv = BlockConv(config.hidden_size, block, *conv)
+
+    def forward(
+        self,
+        x_TH: Tensor,
+        residual_TH: Tensor,
+        rope: Rope,
+        attend: Attend,
+        wanted_W: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        conv = self.attention_conv
+        before, after = conv.weights(x_TH)
+        out_TH, residual_TH = self.self_attn(conv.mix(x_TH, before), residual_TH, rope, attend)
+        x_TH, residual_TH = self.post_attention_layernorm.add(conv.mix(out_TH, after), residual_TH)
+        conv = self.mlp_conv
+        before, after = conv.weights(x_TH)
+        out_TH, residual_TH = self.mlp(conv.mix(x_TH, before), residual_TH)
+        return conv.mix(out_TH, after), residual_TH
+
+
+class BlockHead(nn.Module):
+    """Uses the target's embedding and, unless it has its own, the target's head; both are held in tuples and not
+    registered. Its layers run as pool layers from ``layer`` on."""
+
+    rope_P2D: Tensor
+
+    def __init__(self, config: BlockConfig, layer: int, max_positions: int, target: LlamaModel) -> None:
+        super().__init__()
+        self.config = config
+        size, eps, vocab = config.layer.hidden_size, config.layer.rms_norm_eps, target.config.vocab_size
+        self._embed, self._lm_head = (target.embed_tokens,), (target.lm_head,)
+        self.fc = Linear(len(config.taps) * target.config.hidden_size, size, bias=False)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config.layer, layer + i)
+            if config.conv is None
+            else ConvLayer(config.layer, layer + i, config.block_size, config.conv)
+            for i in range(config.num_layers)
+        )
+        self.norm = RMSNorm(size, eps)
+        rows = config.draft_vocab_size
+        if config.own_head:
+            self.lm_head = Linear(size, rows, bias=False)
+        if config.correction == "domino":
+            self.domino = DominoHead(target.embed_tokens, config.rank, config.memory, rows)
+        elif config.correction == "selector":
+            self.candidate_selector = CandidateSelector(config.candidates, config.rank, size, vocab, rows)
+        elif config.correction is not None:
+            self.markov_head = MarkovHead(config.correction, config.rank, size, vocab, rows)
+        if config.confidence:
+            self.confidence_head = nn.ModuleDict({"proj": Linear(config.confidence, 1)})
+        table = rope_table(config.rope, config.layer.head_dim, max_positions)
+        self.register_buffer("rope_P2D", table, persistent=False)
+
+    def past(self, tapped: Sequence[Tensor]) -> Tensor:
+        """Fuse the target's states at ``taps`` into what blocks attend to: ``[T, H]``."""
+        out: Tensor = self.hidden_norm(self.fc(torch.cat(list(tapped), -1)))
+        return out
+
+    def project_kv(self, past_TH: Tensor) -> list[Tensor]:
+        """Return each layer's keys, not yet rotated, and values of the past: ``[T, 2 * kv heads, D]``."""
+        attentions = (layer.self_attn for layer in self._decoders)
+        return [attention.project_kv(past_TH) for attention in attentions]
+
+    def forward(self, roots_B: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """Return the states after the final norm ``[N, H]`` of blocks that begin with these roots."""
+        tokens_BK = roots_B[:, None].repeat(1, self.config.block_size)
+        tokens_BK[:, 1:] = self.config.mask_id
+        rope, first = Rope(self.rope_P2D, positions_N), self._decoders[0]
+        stream = first(*first.embed(tokens_BK.flatten(), self._embed[0].weight), rope, attend)
+        for layer in self._decoders[1:]:
+            stream = layer(*layer.enter(*stream), rope, attend)
+        return self.norm.add(*stream)[0]
+
+    def scored(self, states_NH: Tensor) -> Tensor:
+        """Return the states of the slots that score a token: ``[B, levels, H]``."""
+        config = self.config
+        states_BKH = states_NH.view(-1, config.block_size, states_NH.shape[1])
+        return states_BKH[:, 1 - config.after :][:, : config.levels]
+
+    def logits(self, states_NH: Tensor) -> Tensor:
+        """Return scores over the draft vocabulary ``[N, Vd]``, not yet corrected."""
+        out: Tensor = self.lm_head(states_NH) if self.config.own_head else self._lm_head[0](states_NH)
+        return out
+
+    def correct(
+        self, logits_NV: Tensor, tokens_N: Tensor, states_NH: Tensor, memory_NR: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Correct the scores of slots with these states by the tokens before them. Return the scores and the memory of
+        the path. ``memory_NR``: the memory before these tokens, None at the root."""
+        if self.config.correction is None:
+            return logits_NV, None
+        heads = {"domino": "domino", "selector": "candidate_selector"}
+        head = self.get_submodule(heads.get(self.config.correction, "markov_head"))
+        out: tuple[Tensor, Tensor | None] = head(logits_NV, tokens_N, states_NH, memory_NR)
+        return out
+
+    def confidence(self, tokens_N: Tensor, states_NH: Tensor) -> Tensor:
+        """Return the log-odds ``[N]`` that the token drafted after each of these is accepted if all before it are."""
+        read = states_NH
+        if self.config.confidence > states_NH.shape[1]:
+            read = torch.cat([states_NH, self.markov_head.markov_w1(tokens_N)], 1)
+        out: Tensor = self.confidence_head["proj"](read)
+        return out[:, 0]
+
+    def quantize(self, quantization: str) -> None:
+        """Round its weights to int8 or fp8, or leave them (none); the confidence head's are few."""
+        if quantization != "none":
+            quantize_linears(self, QUANTIZED[quantization], (CONFIDENCE,))
+
+    @property
+    def _decoders(self) -> list[DecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]

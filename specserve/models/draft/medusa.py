@@ -1,0 +1,255 @@
+"""Medusa: one head for each level, of residual blocks and a scoring layer, all from one state of the target.
+
+Cai et al. 2024, arXiv 2401.10774. Two layouts are published. The original's heads are ``0.0.linear.*`` (head, block)
+and ``0.1.weight`` (the scores, after the blocks), in ``medusa_lm_head.pt`` or safetensors, alone or as
+``medusa_head.*`` in their target's checkpoint; "version 2" has no scores of its own. vLLM's are
+``blocks.0.layers.0.*`` and ``lm_heads.0.weight``.
+
+Shapes: B slots, L levels, H hidden size, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from specserve.layers.linear import QUANTIZED, Linear, pack_linears, quantize_linears
+from specserve.layers.weights import Projection
+from specserve.models.checkpoint import building, file_tensors, load_parameters
+from specserve.models.config import COUNT, check, read_json
+from specserve.models.draft.fields import check_kind
+from specserve.models.llama import LlamaModel
+from specserve.models.tensor_files import TensorFiles
+
+log = logging.getLogger(__name__)
+
+
+class Layout(NamedTuple):
+    """The names in a file: of a block (the ``j``-th of head ``i``), of the scores after ``blocks`` of them, and of the
+    fields with the numbers of both."""
+
+    block: str
+    scores: str
+    fields: tuple[str, str]
+    example: str
+
+    def blocks(self, names: list[str], prefix: str) -> set[tuple[int, int]]:
+        """Head and number of each block among the tensors ``names``."""
+        pattern = re.escape(prefix + self.block).replace(r"\{i\}", r"(\d+)").replace(r"\{j\}", r"(\d+)")
+        found = (re.fullmatch(pattern + r"\.weight", name) for name in names)
+        return {(int(match[1]), int(match[2])) for match in found if match}
+
+
+LAYOUTS = (
+    Layout("{i}.{j}.linear", "{i}.{blocks}", ("medusa_num_heads", "medusa_num_layers"), "0.0.linear.weight"),
+    Layout(
+        "blocks.{i}.layers.{j}",
+        "lm_heads.{i}",
+        ("num_heads", "num_hidden_layers"),
+        "blocks.0.layers.0.weight",
+    ),
+)
+_PREFIXES = ("", "medusa_head.", "medusa_heads.")
+_MAP = "token_map"
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaSource:
+    """A checkpoint of ``heads`` with ``blocks`` each. ``scorers``: how many have scores of their own; with 1 they share
+    one, with 0 they use the target's head. ``notes`` say what was found and why."""
+
+    path: Path
+    files: TensorFiles
+    layout: Layout
+    prefix: str
+    heads: int
+    blocks: int
+    scorers: int
+    notes: list[str] = field(default_factory=list)
+
+    def stored(self, name: str) -> str:
+        """Return the file's name of a parameter of ``MedusaHeads``."""
+        kind, i, *rest = name.split(".")
+        if kind == "lm_heads":
+            if self.scorers == 1 and (shared := f"{self.prefix}lm_head.weight") in self.files:
+                return shared
+            return f"{self.prefix}{self.layout.scores.format(i=i, blocks=self.blocks)}.{rest[-1]}"
+        return f"{self.prefix}{self.layout.block.format(i=i, j=rest[0])}.{rest[-1]}"
+
+    @property
+    def bias(self) -> bool:
+        return self.stored("heads.0.0.linear.bias") in self.files
+
+    def rows(self, target_vocab: int) -> int:
+        """Tokens that are scored."""
+        if not self.scorers:
+            return target_vocab
+        if _MAP in self.files:
+            return self.files[_MAP].numel()
+        return target_vocab
+
+    def ids(self, target_vocab: int) -> Tensor | None:
+        """Return the target ids of the rows, on the CPU; None: all of the target's. Raises ValueError naming the
+        file."""
+        if not self.scorers or _MAP not in self.files:
+            return None
+        ids = self.files[_MAP]
+        whole = ids.dim() == 1 and not ids.dtype.is_floating_point and ids.dtype != torch.bool
+        if (
+            not whole
+            or len(ids.unique()) < len(ids)
+            or not 0 <= int(ids.min()) <= int(ids.max()) < target_vocab
+        ):
+            raise ValueError(
+                f"{self.files.file(_MAP)}: tensor {_MAP} must list different token ids from 0 to {target_vocab - 1}, "
+                f"found {ids.dtype} {list(ids.shape)}"
+            )
+        self.notes.append(f"draft vocabulary: {len(ids)} tokens of the target's {target_vocab} ({_MAP})")
+        return ids.long()
+
+    def note_unread(self, parameters: list[str]) -> None:
+        """Note tensors that no parameter uses: the heads may differ from what they seem."""
+        known = {_MAP, *map(self.stored, parameters)}
+        unread = [n for n in self.files.names() if n.startswith(self.prefix) and n not in known]
+        if unread:
+            self.notes.append(f"draft tensors that are not read: {', '.join(unread)}")
+            log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
+
+
+def open_medusa(path: Path) -> MedusaSource:
+    """Read a directory. Raises ValueError naming the file, tensor or field if it holds no such heads."""
+    files, config_file = TensorFiles(path), path / "config.json"
+    config, names = read_json(config_file), files.names()
+    for layout in LAYOUTS:
+        for prefix in _PREFIXES:
+            if found := layout.blocks(names, prefix):
+                return _source(path, files, layout, prefix, found, config)
+    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    expected = " or ".join(layout.example for layout in LAYOUTS)
+    raise ValueError(
+        f"{path} holds no Medusa heads: expected tensors like {expected}, found {some} in {files.where}"
+    )
+
+
+def _source(
+    path: Path,
+    files: TensorFiles,
+    layout: Layout,
+    prefix: str,
+    found: set[tuple[int, int]],
+    config: dict[str, Any],
+) -> MedusaSource:
+    heads, blocks = (1 + max(column) for column in zip(*found, strict=True))
+    scored = [prefix + layout.scores.format(i=i, blocks=blocks) + ".weight" in files for i in range(heads)]
+    scorers = heads if any(scored) else 0
+    if config.get("original_lm_head") is True:
+        scorers = 1 if scored[0] or f"{prefix}lm_head.weight" in files else 0
+    source = MedusaSource(path, files, layout, prefix, heads, blocks, scorers)
+    note = source.notes.append
+    whose = {0: "the target's head (its files have no scores)", 1: "one head for all"}
+    note(
+        f"draft of {heads} heads of {blocks} blocks, which score by {whose.get(scorers, 'rows of their own')}"
+    )
+    for name, counted in zip(layout.fields, (heads, blocks), strict=True):
+        check(config, path / "config.json", COUNT, name, optional=True)
+        if config.get(name) not in (None, counted):
+            note(f"draft {name} is {config[name]} in its config; its tensors say {counted}")
+    if base := config.get("base_model_name_or_path"):
+        note(f"draft made for {base} (base_model_name_or_path)")
+    if "medusa_choices" in config:
+        note(
+            "draft medusa_choices is not read: each step's trees are cut from the scores of its own candidates"
+        )
+    return source
+
+
+def count_heads(path: Path) -> int:
+    """Return how many levels a checkpoint drafts."""
+    return open_medusa(path).heads
+
+
+class ResidualBlock(nn.Module):
+    """``x + SiLU(linear(x))``."""
+
+    def __init__(self, size: int, bias: bool) -> None:
+        super().__init__()
+        self.linear = Linear(size, size, bias=bias)
+
+    def forward(self, x_BH: Tensor) -> Tensor:
+        return x_BH + nn.functional.silu(self.linear(x_BH))
+
+
+class MedusaHeads(nn.Module):
+    """``lm_heads``: one for each head, one for all, or none. Without one the target's is used; it is held in a tuple so
+    that it is not registered."""
+
+    def __init__(
+        self, target: LlamaModel, heads: int, blocks: int, *, bias: bool, scorers: int, rows: int
+    ) -> None:
+        super().__init__()
+        size, self.vocab_size = target.config.hidden_size, rows
+        self.heads = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(size, bias) for _ in range(blocks))) for _ in range(heads)
+        )
+        self.lm_heads = nn.ModuleList(Linear(size, rows, bias=False) for _ in range(scorers))
+        self._target_head = (target.lm_head,)
+
+    def forward(self, hidden_BH: Tensor, levels: int) -> Tensor:
+        """Return the logits of the first ``levels`` heads ``[L, B, Vd]``: of the token after the one that the target
+        chose from ``hidden_BH``, of the next, and so on."""
+        logits_LBV = hidden_BH.new_empty(levels, len(hidden_BH), self.vocab_size)
+        for level in range(levels):
+            self.scores(level, hidden_BH, out=logits_LBV[level])
+        return logits_LBV
+
+    def scores(self, level: int, hidden_NH: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the logits of one head ``[N, Vd]``, written to ``out`` if given."""
+        found: Tensor = self._scorer(level)(self.heads[level](hidden_NH), out=out)
+        return found
+
+    def _scorer(self, level: int) -> Projection:
+        found = (
+            self.lm_heads[min(level, len(self.lm_heads) - 1)] if len(self.lm_heads) else self._target_head[0]
+        )
+        assert isinstance(found, Projection)
+        return found
+
+    def quantize(self, quantization: str) -> None:
+        """Quantize its weights to int8 or fp8, or leave them (none). The target's head is not quantized."""
+        if quantization != "none":
+            quantize_linears(self, QUANTIZED[quantization], ())
+
+
+def load_medusa(
+    path: Path, target: LlamaModel, dtype: torch.dtype, quantization: str, overrides: Mapping[str, Any]
+) -> tuple[MedusaHeads, Tensor | None, list[str]]:
+    """Load heads for a target. Return them with the target ids that they score (None: all, in order) and what was
+    resolved.
+
+    Raises ValueError naming the file, the tensor and what is expected if they do not fit, and for any of ``overrides``:
+    they have no such fields.
+    """
+    check_kind(overrides, "MEDUSA")
+    source = open_medusa(path)
+    ids = source.ids(target.config.vocab_size)
+    with building(dtype, target.device):
+        heads = MedusaHeads(
+            target,
+            source.heads,
+            source.blocks,
+            bias=source.bias,
+            scorers=source.scorers,
+            rows=source.rows(target.config.vocab_size),
+        )
+    load_parameters(heads, source.files, source.stored)
+    source.note_unread(list(file_tensors(heads)))
+    heads.quantize(quantization)
+    pack_linears(heads)
+    return heads, ids, source.notes

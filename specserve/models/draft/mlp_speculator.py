@@ -1,0 +1,204 @@
+"""IBM's MLP speculator: a recurrent state with one layer for each level, from one state of the target and the tokens
+drafted so far.
+
+Wertheimer et al. 2024, arXiv 2404.19124. Tensors as the "accelerators" publish them: ``speculator.`` and ``emb``,
+``proj``, ``ln`` or ``head`` with the level's number, or without that prefix. With ``tie_weights`` all levels share
+embedding, norm and head, and all but the first a projection; a file may hold what is shared once, or once a level.
+
+Shapes: N nodes of a level, X rows of states, H the target's hidden size, I inner size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from specserve_kernels import rms_norm
+from torch import Tensor, nn
+
+from specserve.layers.decoder import RMSNorm
+from specserve.layers.linear import QUANTIZED, Linear, pack_linears, quantize_linears
+from specserve.models.checkpoint import building, file_tensors, load_parameters
+from specserve.models.config import COUNT, TRUTH, check, read_json
+from specserve.models.draft.fields import check_kind
+from specserve.models.llama import LlamaModel
+from specserve.models.tensor_files import TensorFiles
+
+log = logging.getLogger(__name__)
+
+EPS = 1e-6  # of its norms; no configuration has another
+_PREFIXES = ("speculator.", "")
+_TENSOR = re.compile(r"(emb|proj|head|ln)\.(\d+)\.(weight|bias)")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorSource:
+    """A checkpoint of ``levels`` levels and ``inner`` channels. ``notes`` say what was found and why."""
+
+    path: Path
+    files: TensorFiles
+    prefix: str
+    levels: int
+    inner: int
+    tied: bool
+    scale_input: bool
+    notes: list[str] = field(default_factory=list)
+
+    def count(self, kind: str) -> int:
+        """Return the number of different modules of a kind: emb, proj, ln or head."""
+        shared = 2 if kind == "proj" else 1
+        return min(self.levels, shared) if self.tied else self.levels
+
+    def stored(self, name: str) -> str:
+        """Return the file's name of a parameter."""
+        return self.prefix + name
+
+    def note_unread(self, parameters: list[str]) -> None:
+        """Note tensors that no parameter uses: the speculator may differ from what it seems. A file may store copies of
+        tied tensors; they must be equal."""
+        known = {*map(self.stored, parameters)}
+        unread = [n for n in self.files.names() if n not in known and not self._is_copy(n)]
+        if unread:
+            self.notes.append(f"draft tensors that are not read: {', '.join(unread)}")
+            log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
+
+    def _is_copy(self, name: str) -> bool:
+        match = _TENSOR.fullmatch(name.removeprefix(self.prefix))
+        if match is None or not self.tied or int(match[2]) >= self.levels:
+            return False
+        first = self.stored(f"{match[1]}.{self.count(match[1]) - 1}.{match[3]}")
+        if not torch.equal(self.files[name], self.files[first]):
+            raise ValueError(
+                f"{self.files.file(name)}: tensor {name} differs from {first}, expected the same: tie_weights is true"
+            )
+        return True
+
+
+def open_speculator(path: Path) -> SpeculatorSource:
+    """Read a directory. Raises ValueError naming the file, tensor or field if it holds no such speculator."""
+    files, file = TensorFiles(path), path / "config.json"
+    config, names = read_json(file), files.names()
+    prefix = next(
+        (p for p in _PREFIXES if f"{p}proj.0.weight" in files and f"{p}emb.0.weight" in files), None
+    )
+    if prefix is None:
+        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        raise ValueError(
+            f"{path} holds no MLP speculator: expected speculator.proj.0.weight and speculator.emb.0.weight, "
+            f"found {some} in {files.where}"
+        )
+    check(config, file, COUNT, "n_predict", "emb_dim", optional=True)
+    check(config, file, TRUTH, "tie_weights", "scale_input", optional=True)
+    tied, scale = config.get("tie_weights") is True, config.get("scale_input") is True
+    heads = 1 + max(_heads(names, prefix), default=-1)
+    levels = config.get("n_predict")
+    if levels is None or (heads != levels and not (tied and heads == 1)):
+        words = (
+            f"n_predict must be {heads}, as many as its files have heads"
+            if heads
+            else "no head is in its files"
+        )
+        raise ValueError(f"{file}: {words}, found {levels}: the weights of embeddings follow from it")
+    source = SpeculatorSource(
+        path, files, prefix, levels, files[f"{prefix}proj.0.weight"].shape[0], tied, scale
+    )
+    _note(source, config)
+    return source
+
+
+def _heads(names: list[str], prefix: str) -> list[int]:
+    found = (_TENSOR.fullmatch(name.removeprefix(prefix)) for name in names)
+    return [int(match[2]) for match in found if match and match[1] == "head"]
+
+
+def _note(source: SpeculatorSource, config: dict[str, Any]) -> None:
+    shared = ", which share their weights" if source.tied else ""
+    scaled = "; its input is normed" if source.scale_input else ""
+    source.notes.append(f"draft of {source.levels} levels of {source.inner} channels{shared}{scaled}")
+    if config.get("inner_dim") not in (None, 0, source.inner):
+        found = f"inner_dim is {config['inner_dim']!r} in its config; its tensors say {source.inner}"
+        source.notes.append(f"draft {found}")
+    if "top_k_tokens_per_head" in config:
+        source.notes.append(
+            "draft top_k_tokens_per_head is not read: each step's trees are cut from the scores of its own candidates"
+        )
+
+
+def count_levels(path: Path) -> int:
+    """Return how many levels a checkpoint drafts."""
+    return open_speculator(path).levels
+
+
+class ShiftedNorm(RMSNorm):
+    """A root-mean-square norm with a learned scale and shift."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, EPS)
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x_NI: Tensor) -> Tensor:
+        return super().forward(x_NI) + self.bias
+
+
+class MLPSpeculator(nn.Module):
+    """``state = GELU(norm(proj(state) + w * embedding))``; a head turns each level's state into scores."""
+
+    def __init__(self, source: SpeculatorSource, target: LlamaModel) -> None:
+        super().__init__()
+        hidden, self.vocab_size, inner = target.config.hidden_size, target.config.vocab_size, source.inner
+        self.emb = nn.ModuleList(nn.Embedding(self.vocab_size, inner) for _ in range(source.count("emb")))
+        self.proj = nn.ModuleList(
+            Linear(inner if i else hidden, inner, bias=False) for i in range(source.count("proj"))
+        )
+        self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(source.count("ln")))
+        self.head = nn.ModuleList(
+            Linear(inner, self.vocab_size, bias=False) for _ in range(source.count("head"))
+        )
+        state_weight = 0.5 ** (0.5 / source.levels)
+        self._embedding_weight = ((1 - state_weight**2) * inner / 2) ** 0.5 / state_weight
+        self._scale_input = source.scale_input
+
+    def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
+        """Return the states ``[N, I]`` after a level's tokens. ``states_XH``: for level 0 the target's after its final
+        norm, otherwise those of the previous level; ``source_N``: each token's row there."""
+        proj, emb, norm = (at(each, level) for each in (self.proj, self.emb, self.ln))
+        states_NH = states_XH[source_N]
+        if level == 0 and self._scale_input:
+            states_NH = rms_norm(states_NH, torch.ones_like(states_NH[0]), EPS) * 0.5**0.5
+        mixed_NI = proj(states_NH) + self._embedding_weight * emb(tokens_N)
+        return nn.functional.gelu(norm(mixed_NI))
+
+    def scores(self, level: int, states_NI: Tensor) -> Tensor:
+        """Return the scores ``[N, V]`` of what follows the level's tokens."""
+        out: Tensor = at(self.head, level)(states_NI)
+        return out
+
+
+def at(modules: nn.ModuleList, level: int) -> nn.Module:
+    """A level's own, or the one that the last levels share."""
+    return modules[min(level, len(modules) - 1)]
+
+
+def load_speculator(
+    path: Path, target: LlamaModel, dtype: torch.dtype, quantization: str, overrides: Mapping[str, Any]
+) -> tuple[MLPSpeculator, list[str]]:
+    """Load a speculator for a target, and return it with what was resolved.
+
+    Raises ValueError naming the file, the tensor and what is expected if they do not fit, and for any of ``overrides``:
+    it has no such fields.
+    """
+    check_kind(overrides, "MLP_SPECULATOR")
+    source = open_speculator(path)
+    with building(dtype, target.device):
+        speculator = MLPSpeculator(source, target)
+    load_parameters(speculator, source.files, source.stored)
+    source.note_unread(list(file_tensors(speculator)))
+    if quantization != "none":
+        quantize_linears(speculator, QUANTIZED[quantization], ())
+    pack_linears(speculator)
+    return speculator, source.notes

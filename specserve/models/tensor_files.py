@@ -1,0 +1,120 @@
+"""Read the tensors of a checkpoint directory, from safetensors or pickled files.
+
+Names are compared without a leading ``model.`` and with ``midlayer.`` read as ``layers.0.``, so every published flavour
+of a draft head looks the same.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specserve.models.config import read_json
+
+HEADS = "*_lm_head.pt"  # what Medusa and its kin call their files
+
+
+def canonical(name: str) -> str:
+    """Return this package's name for a tensor of a file."""
+    name = name.removeprefix("model.")
+    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+class TensorFiles:
+    """The tensors of a checkpoint directory by canonical name. Each tensor of a safetensors file is mapped on its own
+    and released with it, so that memory never holds a whole copy of the weights."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, tuple[Path, str]] = {}
+        self._pickled: dict[Path, dict[str, Tensor]] = {}
+        listed = weight_files(path)
+        self.where = listed[0].name if len(listed) == 1 else f"{listed[0].name} to {listed[-1].name}"
+        for file in listed:
+            if file.suffix == ".safetensors":
+                names = list(_open_safetensors(file).keys())
+            else:
+                names = list(self._pickled.setdefault(file, _load_pickle(file)))
+            self._files.update((canonical(name), (file, name)) for name in names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def file(self, name: str) -> Path:
+        """Return the file that holds the tensor ``name``. Raises ValueError if there is none."""
+        if name not in self._files:
+            raise ValueError(f"{self.path} has no tensor {name}: expected in {self.where}")
+        return self._files[name][0]
+
+    def __getitem__(self, name: str) -> Tensor:
+        file, stored = self.file(name), self._files[name][1]
+        if file in self._pickled:
+            return self._pickled[file][stored]
+        found = _open_safetensors(file).get_tensor(stored)
+        assert isinstance(found, Tensor)
+        return found
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the files that hold a checkpoint's weights. Raises ValueError naming what is missing."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a directory with a checkpoint")
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{stem}.index.json"
+        if index.exists():
+            shards = read_json(index).get("weight_map")
+            if not isinstance(shards, dict) or not shards:
+                raise ValueError(f"{index}: weight_map must be an object that is not empty")
+            if odd := [name for name, file in shards.items() if not isinstance(file, str)]:
+                raise ValueError(
+                    f"{index}: weight_map must name a file for {odd[0]}, found {shards[odd[0]]!r}"
+                )
+            files = [path / name for name in sorted(set(shards.values()))]
+            for file in files:
+                if not file.exists():
+                    raise ValueError(f"{file} is named by {index.name} but does not exist")
+            return files
+        if (path / stem).exists():
+            return [path / stem]
+    found = sorted(path.glob("*.safetensors")) or sorted(path.glob(HEADS))
+    if not found:
+        raise ValueError(f"{path} has no weights: neither *.safetensors nor pytorch_model.bin nor {HEADS}")
+    return found
+
+
+def _open_safetensors(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
+
+
+def _load_pickle(file: Path) -> dict[str, Tensor]:
+    try:
+        mmap = zipfile.is_zipfile(file)  # files of before PyTorch 1.6 are none
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:  # its own words advise to run the code
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        why = f"it wants to run {found[1]}" if found else "it is damaged or more than plain data"
+        raise ValueError(
+            f"{file} is not a readable torch checkpoint: {why}; expected tensors alone"
+        ) from None
+    except Exception as error:  # a damaged file: the unpickler raises nearly everything
+        raise ValueError(f"{file} is not a readable torch checkpoint: {_words(error)}") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{file} must hold a dictionary of tensors, found {type(state).__name__}")
+    return {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,47 @@
+"""The ``system_fingerprint`` of answers: a hash of everything but the request that the text depends on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from specserve.config.engine import EngineConfig
+from specserve.version import __version__
+
+_WORD = 8  # bytes
+
+
+def fingerprint(
+    model: nn.Module, config: EngineConfig, kv_scales: Sequence[tuple[float, float] | None] = ()
+) -> str:
+    """Hash the target's configuration, loaded weights and KV scales, the dtypes, the kernels' versions and the GPU's
+    name. The draft is not included: it only proposes."""
+    found = hashlib.sha256()
+    what = [__version__, torch.__version__, config.device, config.dtype, config.attention_backend]
+    if config.device == "cuda":
+        import triton
+
+        what += [triton.__version__, torch.cuda.get_device_name(), str(torch.version.cuda)]
+    what += [config.kv_cache_dtype, str(kv_scales)]
+    found.update(repr((what, config.model)).encode())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in sorted(tensors.items()):
+        if name.endswith("rope_P2D"):  # follows from the configuration, and is as long as slots are
+            continue
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(_sums(tensor.detach()).cpu().numpy().tobytes())
+    return "fp_" + found.hexdigest()[:16]
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Return wrap-around sums of a tensor's bytes, eight at a time, over all but its last dimension. This is as fast as
+    reading memory."""
+    if tensor.numel() == 0:
+        return torch.zeros(1, dtype=torch.int64)
+    rows = tensor.contiguous().view(-1, tensor.shape[-1] if tensor.ndim else 1)
+    if rows.shape[1] * rows.element_size() % _WORD:
+        return rows.view(torch.uint8).sum(0)
+    return rows.view(torch.int64).sum(0)

@@ -1,0 +1,154 @@
+"""Tools of requests for responses, and the functions of a chat that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from specserve.frontend.fields import ListOf, Refusal, Strict, Text, excerpt, fault
+from specserve.frontend.tools import MAX_TOOLS
+from specserve.server.translate import check_kind
+
+_TAKEN = ("function", "custom", "namespace", "allowed_tools")
+_ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def _callable(kind: object) -> object:
+    """Raise PydanticCustomError for a tool that the server would have to run."""
+    if isinstance(kind, str) and kind not in _TAKEN:
+        words = "not supported: {kind}: the server runs no tools; function and custom are taken"
+        raise PydanticCustomError("unsupported", words, {"kind": excerpt(kind)})
+    return kind
+
+
+class CustomFormat(Strict):
+    type: Literal["text"]
+    """Any text; a grammar can't be enforced in the arguments of a call."""
+
+
+class _ToolFields(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "defer_loading": Refusal("all tools are in the prompt", False),
+        "allowed_callers": Refusal("functions are called by the model alone", ["direct"]),
+        "output_schema": Refusal("the model is not told what a function gives"),
+        "async": Refusal("a call's output is waited for", False),
+    }
+    type: Annotated[Literal["function", "custom", "namespace"], BeforeValidator(_callable)]
+    """A custom tool is a function of the text `input` to the model, one of a namespace is called `namespace__name`."""
+    name: Text
+    """The tool's name; each once."""
+    description: Text | None = None
+    """What it does, for the model."""
+    parameters: dict[str, Any] | None = None
+    """A function's parameters as a JSON schema."""
+    strict: bool | None = None
+    """As in chat."""
+    format: CustomFormat | None = None
+    """What a custom tool takes."""
+
+
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "function": ("parameters", "strict"),
+    "custom": ("format",),
+    "namespace": ("tools",),
+}
+
+
+class NamespacedTool(_ToolFields):
+    @model_validator(mode="after")
+    def _check(self) -> NamespacedTool:
+        if self.type == "namespace":
+            raise fault("kind", "a namespace has functions and custom tools", "type")
+        check_kind(self, self.type, (), ("type", "name", "description", *_KINDS[self.type]))
+        return self
+
+
+class ResponseTool(_ToolFields):
+    tools: Annotated[ListOf[NamespacedTool], Field(max_length=MAX_TOOLS)] | None = None
+    """A namespace's tools."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseTool:
+        needed = ("tools",) if self.type == "namespace" else ()
+        check_kind(self, self.type, needed, ("type", "name", "description", *_KINDS[self.type]))
+        return self
+
+
+@dataclass(frozen=True)
+class Offered:
+    """A function of the chat: what the caller calls it (``path`` in the request), and how the model sees it."""
+
+    path: str
+    tool: NamespacedTool | ResponseTool
+    namespace: str | None = None
+    about: str | None = None
+
+    @property
+    def name(self) -> str:
+        return name_in_chat(self.namespace, self.tool.name)
+
+    @property
+    def custom(self) -> bool:
+        return self.tool.type == "custom"
+
+    def function(self) -> dict[str, Any]:
+        """The tool as chat has it."""
+        tool = self.tool
+        description = "\n".join(filter(None, (self.about, tool.description))) or None
+        parameters = _ONE_TEXT if self.custom else tool.parameters
+        found = {"name": self.name, "description": description, "parameters": parameters}
+        return {"type": "function", "function": {**found, "strict": tool.strict}}
+
+
+def name_in_chat(namespace: str | None, name: str | None) -> str:
+    return f"{namespace}__{name}" if namespace else name or ""
+
+
+def offered(tools: Sequence[ResponseTool]) -> Iterator[Offered]:
+    """Functions of the chat. What a namespace is for is told with its first one."""
+    for index, tool in enumerate(tools):
+        if tool.type != "namespace":
+            yield Offered(f"tools.{index}", tool)
+        for number, each in enumerate(tool.tools or ()):
+            about = None if number else tool.description
+            yield Offered(f"tools.{index}.tools.{number}", each, tool.name, about)
+
+
+class AllowedTool(Strict):
+    type: Annotated[Literal["function", "custom"], BeforeValidator(_callable)]
+    """What may be called."""
+    name: Text
+    """Its name."""
+
+
+class ToolChoice(Strict):
+    type: Annotated[Literal["function", "custom", "allowed_tools"], BeforeValidator(_callable)]
+    """What is to be called: one tool, or with `allowed_tools` some of them."""
+    name: Text | None = None
+    """The tool's name."""
+    mode: Literal["auto", "required"] | None = None
+    """Of allowed tools: whether the model may leave it or has to call."""
+    tools: Annotated[ListOf[AllowedTool], Field(max_length=MAX_TOOLS)] | None = None
+    """Of allowed tools: which."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ToolChoice:
+        needed = ("mode", "tools") if self.type == "allowed_tools" else ("name",)
+        check_kind(self, self.type, needed, ("type",))
+        return self
+
+    def names(self) -> dict[str, str]:
+        """What the caller calls the names of allowed tools, by their paths in the chat."""
+        path = "tool_choice.allowed_tools.tools.{}.function"
+        return {path.format(index): f"tool_choice.tools.{index}" for index in range(len(self.tools or ()))}
+
+    def of_chat(self) -> dict[str, Any]:
+        """The choice as chat has it."""
+        if self.type != "allowed_tools":
+            return {"type": "function", "function": {"name": self.name}}
+        names = [{"type": "function", "function": {"name": tool.name}} for tool in self.tools or ()]
+        return {"type": self.type, self.type: {"mode": self.mode, "tools": names}}

@@ -1,0 +1,138 @@
+"""DFlash, DFlash2, DSpark and Domino: all levels from one pass over a block of mask tokens.
+
+Chen et al. 2026, arXiv 2602.06036; see ``models.draft.block``. The pool's entry of a token is projected from the
+target's states at that token, so prefill and commit don't run the layers. A block's own entries lie at the positions
+after the text, and the next commit overwrites them. All slots are scored at once; except for DFlash, the scores are
+then corrected along the path to each node.
+
+Shapes: B slots, K tokens of a block, L levels, N nodes of a level, T target tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from specserve_kernels import Accepted, Level, Pool, address
+from torch import Tensor
+
+from specserve.attention.base import Frontier
+from specserve.attention.paged import PagedAttend, store_projected
+from specserve.kv.pool import KVPool
+from specserve.kv.spec import HeadKV, KVSpec
+from specserve.layers.rotary import Rope
+from specserve.models.draft.block import BlockHead
+from specserve.models.draft.block_source import load_block
+from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.drafters.config import DrafterConfig
+from specserve.speculation.expand import expand
+from specserve.speculation.sampler import Sampling, VocabMap
+from specserve.speculation.shape import StepShape
+
+log = logging.getLogger(__name__)
+
+
+class BlockDrafter:
+    """Runs a ``BlockHead`` as pool layers from ``layer`` on."""
+
+    live_map = None
+
+    def __init__(
+        self, name: str, head: BlockHead, layer: int, dtype: torch.dtype, vocab: VocabMap | None
+    ) -> None:
+        self.name = name
+        config = head.config
+        self.needs = DrafterNeeds(
+            config.taps, last_layer=layer in config.taps
+        )  # its own layers follow the target's
+        entry = HeadKV(config.layer.num_kv_heads, config.layer.head_dim, dtype)
+        self.kv: Sequence[KVSpec] = [entry] * config.num_layers
+        self.vocab_size = config.draft_vocab_size
+        self._head = head
+        self._layer = layer
+        self._vocab = vocab
+
+    @classmethod
+    def load(cls, config: DrafterConfig) -> BlockDrafter:
+        """Load the draft. Raises ValueError for one that does not fit."""
+        head, ids, notes = load_block(
+            config.path,
+            config.name,
+            config.target,
+            config.layer,
+            config.max_positions,
+            config.dtype,
+            config.quantization,
+            config.overrides,
+        )
+        for note in notes:
+            log.info("%s", note)
+        size = config.target.config.vocab_size
+        vocab = None if ids is None else VocabMap.of(ids.to(config.target.device), size)
+        return cls(config.name, head, config.layer, config.dtype, vocab)
+
+    def scratch(self, shape: StepShape) -> int:
+        return self._head.config.block_size
+
+    def pick(self, rows_R: Tensor) -> None:
+        raise AssertionError("its rows stay")
+
+    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
+        """Store the entries of the prompts' tokens."""
+        where = prompts.page_T, prompts.offset_T
+        self._store(context.pool, self._head.past(states.tapped), prompts.position_T, where)
+
+    def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
+        head, states_LBH = self._head, self._run(context, view, shape.levels)
+        logits_LBV = head.logits(states_LBH.flatten(0, 1)).unflatten(0, states_LBH.shape[:2])
+        memory_XR: Tensor | None = None
+
+        def at(each_LBX: Tensor, level: Level, depth: int) -> Tensor:
+            each_BX = each_LBX[depth]
+            return each_BX if level.width == 1 else each_BX.repeat_interleave(level.width, 0)
+
+        def forward(level: Level, depth: int) -> Tensor:
+            nonlocal memory_XR
+            before_NR = None if memory_XR is None else memory_XR[level.source_N]
+            logits_NV, states_NH = (at(each, level, depth) for each in (logits_LBV, states_LBH))
+            corrected_NV, memory_XR = head.correct(logits_NV, level.token_N, states_NH, before_NR)
+            return corrected_NV
+
+        def confidence(level: Level, depth: int) -> Tensor:
+            odds_N = head.confidence(level.token_N, at(states_LBH, level, depth))
+            return torch.nn.functional.logsigmoid(odds_N.to(level.score_BW.dtype))
+
+        rate = confidence if head.config.confidence else None
+        return expand(context, view, shape, sampling, self._vocab, forward, rate)
+
+    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+        """Store the entries of the accepted nodes, the root included."""
+        path_N = accepted.path_BS.flatten()
+        past_NH = self._head.past([state_TH[path_N] for state_TH in states.tapped])
+        where = accepted.page_BS.flatten(), accepted.offset_BS.flatten()
+        self._store(context.pool, past_NH, accepted.next_position_BS.flatten() - 1, where)
+        return None
+
+    def _run(self, context: Context, view: View, levels: int) -> Tensor:
+        """Run a block after each slot's text. Return the states of its first levels, ``[L, B, H]``."""
+        slots, size = view.slots, self._head.config.block_size
+        ahead_K = torch.arange(size, device=slots.length_B.device)
+        position_N = (slots.length_B[:, None] + ahead_K).flatten()
+        page_N, offset_N = address(slots.pages_BM.repeat_interleave(size, 0), position_N, slots.page_size)
+        frontier = Frontier(
+            pages_BM=slots.pages_BM,
+            prefix_B=slots.length_B + size,  # the whole block, for each of its tokens
+            kv_start=0,
+            scratch_BKA=position_N.view(-1, size, 1)[:, :, :0],
+            max_kv=view.max_length + size,
+        )
+        attend = PagedAttend(context.pool, context.attention.plan_draft(frontier), page_N, offset_N)
+        states_NH: Tensor = self._head(slots.root_B, position_N, attend)
+        return self._head.scored(states_NH)[:, :levels].transpose(0, 1).contiguous()
+
+    def _store(self, pool: KVPool, past_TH: Tensor, position_T: Tensor, where: tuple[Tensor, Tensor]) -> None:
+        """Write the entries of tokens at these positions to ``(pages, offsets)`` of all layers."""
+        rope = Rope(self._head.rope_P2D, position_T)
+        for number, kv_TND in enumerate(self._head.project_kv(past_TH)):
+            store_projected(pool, self._layer + number, kv_TND, rope, *where)

@@ -1,0 +1,42 @@
+"""What drafters have in common that begin with one state of the target: of the token before the root, after the final
+norm.
+
+The feature that the state's table keeps of a slot is that state, from which the root was chosen. Nothing goes to the
+pool but the features of page ends, which are never read: a prompt's last token is always computed.
+
+Shapes: B slots, T target tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specserve_kernels import Accepted
+from torch import Tensor
+
+from specserve.kv.spec import KVSpec
+from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.shape import StepShape
+
+
+class LastStateDrafter:
+    """A subclass loads heads and says what they propose."""
+
+    kv: Sequence[KVSpec] = ()
+    live_map = None
+
+    def __init__(self, name: str, hidden_size: int) -> None:
+        self.name = name
+        self.needs = DrafterNeeds(feature_size=hidden_size)
+
+    def scratch(self, shape: StepShape) -> int:
+        return 0
+
+    def pick(self, rows_R: Tensor) -> None:
+        raise AssertionError("its rows stay")
+
+    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
+        context.state.slots.feature[view.slots.rows_B] = prompts.last_BH
+
+    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+        return states.hidden_TH

@@ -1,0 +1,1 @@
+"""A datastore for REST of your own text: ``python -m specserve.datastore``."""

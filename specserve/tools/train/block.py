@@ -1,0 +1,129 @@
+"""Training of block drafts: DFlash, arXiv 2602.06036, and DSpark, arXiv 2607.05147.
+
+Blocks begin at anchors, columns that are drawn anew for each batch. As in drafting, a block attends to what precedes
+its anchor in its document, and to itself. Levels read the text's own tokens.
+
+Shapes: B rows, S row length, A anchors a row, X = B * A blocks, K tokens of a block, T tokens of all rows, H hidden
+size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specserve.layers.rotary import Rope
+from specserve.models.draft.block import BlockHead
+from specserve.models.llama import LlamaModel
+from specserve.tools.train.attend import BlockAttend
+from specserve.tools.train.level import Level, Levels
+from specserve.tools.train.loop import Metrics
+from specserve.tools.train.packing import Batch
+from specserve.tools.train.target import run_target
+from specserve.tools.train.windows import masked_mean, soft_cross_entropy
+
+
+@dataclass(frozen=True, slots=True)
+class Anchored:
+    """A batch as blocks. ``token_XL``: the anchor's token and the tokens after it. ``column_XL``: their indices in the
+    batch; past a row's end, the row's last. ``valid_XL``: whether level i counts, because the anchor and the guessed
+    token are both learned tokens of one document."""
+
+    anchor_BA: Tensor
+    column_XL: Tensor
+    token_XL: Tensor
+    valid_XL: Tensor
+
+    def predicted(self, level: int) -> Tensor:
+        """The true token ``[X, 1]`` that a level guesses."""
+        return self.token_XL[:, level + 1, None]
+
+
+def draw_anchors(batch: Batch, count: int, levels: int, training: bool) -> Anchored:
+    """Draw up to ``count`` anchors a row among the columns whose first level counts; the same every time unless
+    ``training``."""
+    length = batch.packing.row_length
+    mask_BS = batch.mask_T.view(-1, length)
+    document_BS = batch.packing.documents(len(batch.tokens_T)).view(-1, length)
+    here_BS = mask_BS[:, :-1] & mask_BS[:, 1:] & (document_BS[:, :-1] == document_BS[:, 1:])
+    generator = None if training else torch.Generator(mask_BS.device).manual_seed(0)
+    drawn_BS = torch.rand(here_BS.shape, generator=generator, device=here_BS.device)
+    anchor_BA = drawn_BS.masked_fill(~here_BS, -1).topk(min(count, length - 1)).indices
+    first_B1 = torch.arange(len(mask_BS), device=anchor_BA.device)[:, None] * length
+    ahead_L = torch.arange(levels + 1, device=anchor_BA.device)
+    place_XL = anchor_BA.flatten()[:, None] + ahead_L
+    column_XL = (first_B1 + anchor_BA).flatten()[:, None] + ahead_L
+    column_XL = column_XL - (place_XL - (length - 1)).clamp(min=0)
+    document_T = document_BS.flatten()
+    learned_XL = batch.mask_T[column_XL] & (place_XL < length)
+    same_XL = document_T[column_XL] == document_T[column_XL[:, :1]]
+    valid_XL = (learned_XL & same_XL)[:, 1:] & learned_XL[:, :1] & here_BS.gather(1, anchor_BA).view(-1, 1)
+    return Anchored(anchor_BA, column_XL, batch.tokens_T[column_XL], valid_XL)
+
+
+class BlockTrainer(nn.Module):
+    """The draft; the frozen target, whose embedding and head it uses, is held next to it, not in it.
+
+    A level's loss is ``ce_weight * cross-entropy + (1 - ce_weight) * L1`` against the target's distribution, averaged
+    over the blocks in which it counts. A confidence head adds its binary cross-entropy against the share of guesses
+    that would be accepted, ``1 - L1 / 2``.
+    """
+
+    def __init__(
+        self, target: LlamaModel, draft: BlockHead, anchors: int, decay: float, ce_weight: float
+    ) -> None:
+        super().__init__()
+        self._target = (target,)
+        self.draft, self.decay = draft, decay
+        self.levels, self._anchors, self._ce_weight = draft.config.levels, anchors, ce_weight
+
+    def unroll(self, batch: Batch, levels: int) -> Levels:
+        """Run the target and blocks at anchors, and score up to ``levels`` levels."""
+        target, draft, config = self._target[0], self.draft, self.draft.config
+        levels = min(levels, config.levels)
+        hidden_TH, tapped = run_target(target, batch, config.taps)
+        anchored = draw_anchors(batch, self._anchors, levels, self.training)
+        states_XLH = self._blocks(batch, anchored, tapped)
+        memory_XR: Tensor | None = None
+        found = []
+        for i in range(levels):
+            states_XH, before_X = states_XLH[:, i], anchored.token_XL[:, i]
+            with torch.no_grad():
+                wanted_XV = target.logits(hidden_TH[anchored.column_XL[:, i]])
+                greedy_X, probs_XV = wanted_XV.argmax(-1), torch.softmax(wanted_XV.float(), -1)
+            logits_XV, memory_XR = draft.correct(draft.logits(states_XH), before_X, states_XH, memory_XR)
+            losses_X = self._losses(logits_XV, probs_XV, before_X, states_XH)
+            valid_X = anchored.valid_XL[:, i]
+            guess_X = logits_XV.detach().argmax(-1)
+            loss = masked_mean(losses_X, valid_X)
+            found.append(Level(loss, guess_X[:, None], greedy_X[:, None], valid_X[:, None]))
+        return Levels(anchored, found)
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        return self.unroll(batch, self.levels).total(self.decay)
+
+    def _blocks(self, batch: Batch, anchored: Anchored, tapped: list[Tensor]) -> Tensor:
+        """States ``[X, levels, H]``."""
+        draft, size = self.draft, self.draft.config.block_size
+        past = draft.project_kv(draft.past(tapped))
+        attend = BlockAttend(
+            batch.packing, anchored.anchor_BA, size, past, Rope(draft.rope_P2D, batch.positions_T)
+        )
+        ahead_K = torch.arange(size, device=batch.tokens_T.device)
+        position_N = (anchored.anchor_BA.flatten()[:, None] + ahead_K).flatten()
+        return draft.scored(draft(anchored.token_XL[:, 0], position_N, attend))
+
+    def _losses(self, logits_XV: Tensor, probs_XV: Tensor, before_X: Tensor, states_XH: Tensor) -> Tensor:
+        losses_X = self._ce_weight * soft_cross_entropy(logits_XV, probs_XV)
+        if self._ce_weight == 1 and not self.draft.config.confidence:
+            return losses_X
+        apart_X = (torch.softmax(logits_XV.float(), -1) - probs_XV).abs().sum(-1)
+        losses_X = losses_X + (1 - self._ce_weight) * apart_X
+        if self.draft.config.confidence:
+            odds_X = self.draft.confidence(before_X, states_XH).float()
+            accepted_X = (1 - apart_X.detach() / 2).clamp(0, 1)
+            losses_X = losses_X + F.binary_cross_entropy_with_logits(odds_X, accepted_X, reduction="none")
+        return losses_X

@@ -1,0 +1,117 @@
+"""What is asked of every method: its drafts are those of a slow reading, and no text changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+from torch import Tensor
+
+from benchmarks import lossless
+from benchmarks.lossless import Item, Models, Row, make_items, reference_texts, run_configuration
+from specserve.scheduler.scheduler import Scheduler
+from tests.engines import Checkpoints, Shape, answer_one, make_scheduler, record_drafts
+from tests.reference import tree
+from tests.reference.decode import Request
+from tests.reference.sampler import draft_log_probs
+from tests.speculation.oracle import SAMPLING, reference_params
+from tests.speculation.test_drafted_tree import check_step
+
+PROMPT = [1, 5, 9, 33, 60]
+
+in_each_configuration = pytest.mark.parametrize(
+    "configuration",
+    [
+        {"batch": 1, "page": 16, "chunk": 512, "pool": "normal", "prefix_cache": True, "overlap": "on"},
+        {"batch": 4, "page": 1, "chunk": 16, "pool": "small", "prefix_cache": True, "overlap": "off"},
+    ],
+    ids=["alone", "small pool"],
+)
+
+
+def scheduler_of(method: str, target: Path, draft: Path, shape: Shape, **settings: Any) -> Scheduler:
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    return make_scheduler(
+        target,
+        speculative_algorithm=method,
+        speculative_draft_model_path=str(draft),
+        **dict(zip(names, shape, strict=True)),
+        **settings,
+    )
+
+
+@cache
+def _items_and_texts(target: Path, count: int) -> tuple[list[Item], list[list[int]]]:
+    """Requests, and what plain decoding answers."""
+    prompts = [[3 + i, 9, 14 + i, 2, 33, 2, 33, 2, 3 + i, 9] for i in range(6)]
+    items = make_items(prompts, count, 20)
+    return items, reference_texts(Models(target, {}, "float64", "cpu"), items)
+
+
+def check_texts(
+    models: Checkpoints, method: str, shape: Shape, configuration: dict[str, Any], texts: int = 21
+) -> Row:
+    """Each is that of plain decoding, mixed with requests that don't draft, or few tokens."""
+    items, expected = _items_and_texts(models.target, texts)
+    paths = Models(models.target, models.drafts, "float64", "cpu")
+    with patch.dict(lossless.SPECULATION, {"its own": (method, *shape)}):
+        given = {**configuration, "toggled": True, "speculation": "its own"}
+        row, differences = run_configuration(paths, 0, given, items, expected)
+    assert (row.identical, row.texts, differences) == (len(items), len(items), [])
+    return row
+
+
+def check_drafts(
+    scheduler: Scheduler,
+    shape: Shape,
+    sampling: str,
+    next_logits: Callable[[tuple[int, ...], tuple[int, ...]], Tensor],
+) -> None:
+    """Every candidate of every step, from the first on. ``next_logits``: after committed tokens and a path."""
+    params = msgspec.structs.replace(SAMPLING[sampling], max_tokens=9 + shape[0])
+    request = Request(tuple(PROMPT), reference_params(params, PROMPT, choice=1))
+    with record_drafts() as drafts:
+        answer = answer_one(scheduler, PROMPT, params, choice=1)
+    done, steps = 0, 0
+    for run, found in zip(answer.runs, drafts, strict=False):
+        done += run
+        if done > 8:
+            break
+        committed = (*PROMPT, *answer.tokens[:done])
+
+        def log_probs(path: tuple[int, ...], committed: tuple[int, ...] = committed) -> Tensor:
+            return draft_log_probs(next_logits(committed, path), **request.context(committed + path))
+
+        check_step(found, tree.expand(log_probs, *shape[:2]), shape, committed[-1])
+        steps += 1
+    assert steps >= 3
+
+
+def check_cached(scheduler: Scheduler) -> None:
+    """It drafts after a cached prompt what it drafts after a computed one."""
+    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=12)
+    found = []
+    for _ in range(2):
+        with record_drafts() as drafts:
+            answer = answer_one(scheduler, [(7 * i) % 64 for i in range(23)], params)
+        found.append((answer.tokens, [each.nodes(0) for each in drafts]))
+    assert answer.cached_tokens == 20
+    assert found[0] == found[1]
+
+
+def check_accepted(models: Checkpoints, method: str, shape: Shape) -> None:
+    """A draft that fits is accepted, rounded or not, and changes no text, with a controller or copied text either."""
+    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=60)
+    expected = answer_one(make_scheduler(models.target), PROMPT, params).tokens
+    for kind in ("none", "int8"):
+        scheduler = models.scheduler(method, shape, speculative_draft_quantization=kind)
+        answer = answer_one(scheduler, PROMPT, params)
+        assert answer.usage.accepted / answer.usage.steps > 0.35
+        assert answer.tokens == expected
+    assert answer_one(models.scheduler(method, None), PROMPT, params).tokens == expected
+    assert answer_one(models.scheduler(f"{method}+NGRAM", (2, 1, 9)), PROMPT, params).tokens == expected

@@ -1,0 +1,89 @@
+"""The benchmark of constrained texts in small, and that it would notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from benchmarks.constrained import Report, Row, kinds, run
+from benchmarks.marked import MARKS, marked_model
+from specserve import LLM, SamplingParams
+from specserve.core import Thought
+
+
+def test_calls_and_forms_are_valid_and_those_of_plain_decoding(tmp_path: Path) -> None:
+    """In float64, in batches with free requests, by trees; ``benchmarks.constrained`` has chains and copied text."""
+    lines: list[str] = []
+    speculated = ("EAGLE3 tree of 16",)
+    report = run(marked_model(tmp_path), 24, speculated, "float64", lines.append)
+    assert report.fine, (lines, report.invalid)
+    assert sum(report.ended.values()) > 8
+    assert set(report.texts_by_kind) == {*kinds(), "free"}
+    assert max(row.mean_accepted_length for row in report.rows) > 1.2
+
+
+def test_budgets_hold_through_preemptions(tmp_path: Path) -> None:
+    """In a pool so small that requests are put back while they think."""
+    model = marked_model(tmp_path)
+    close, grammar = MARKS["</think>"], kinds()["after an opened one"].grammar
+    thought = Thought(open="<think>", close="</think>", end=[226, close], begun=True)
+    params = [
+        SamplingParams(
+            thinking_token_budget=(3, 9, 14)[index % 3],
+            thought=thought,
+            seed=index,
+            max_tokens=40,
+            temperature=index % 2,
+            grammar=grammar if index % 4 == 3 else None,
+        )
+        for index in range(12)
+    ]
+    found = []
+    small = {"max_running_requests": 6, "max_total_tokens": 160, "page_size": 4}
+    for settings in ({"max_running_requests": 1}, {"speculative_algorithm": "NGRAM", **small}):
+        with LLM(str(model), dtype="float64", cpu_threads=1, context_length=128, **settings) as llm:
+            answers = llm.generate(["User: one, please. Assistant:<think>"] * len(params), params)
+        found.append([answer.token_ids for answer in answers])
+    assert found[0] == found[1]
+    ends = [tokens.index(close) for tokens in found[0] if close in tokens]
+    assert len(ends) > 6
+    assert max(ends) == 15
+    with (
+        LLM(str(model), cpu_threads=1) as llm,
+        pytest.raises(ValueError, match=r"thinking_token_budget: it is not known"),
+    ):
+        llm.generate("a", SamplingParams(thinking_token_budget=3))
+
+
+def test_what_ends_a_thought_and_may_not_end_the_answer(tmp_path: Path) -> None:
+    close = MARKS["</think>"]
+    thought = Thought(open="<think>", close="</think>", end=[226, close], begun=True)
+    given = {"thinking_token_budget": 3, "thought": thought, "max_tokens": 24, "temperature": 0}
+    with LLM(str(marked_model(tmp_path)), cpu_threads=1) as llm:
+        prompt = "User: one, please. Assistant:<think>"
+        for fields in ({"stop_token_ids": [close]}, {"stop_token_ids": [226], "ignore_eos": True}):
+            with pytest.raises(ValueError, match=r"min_tokens: token \d+ ends the answer, and"):
+                llm.generate(prompt, SamplingParams(min_tokens=20, **given, **fields))
+            assert llm.generate(prompt, SamplingParams(**given, **fields))[0].finish_reason == "stop"
+        (free,) = llm.generate(prompt, SamplingParams(min_tokens=20, **given))
+    assert len(free.token_ids) >= 20
+    assert free.token_ids[free.token_ids.index(226) :][:2] == [226, close]
+
+
+def test_what_is_not_valid() -> None:
+    wrong = {
+        "schema": '{"name": "a"}',
+        "required": "<tool_call>{}</tool_call>",
+        "required, one": '<tool_call>{"name": "now", "arguments": {}}</tool_call>' * 2,
+        "strict": '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>',
+        "after an opened one": '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+    }
+    for name, text in wrong.items():
+        assert not kinds()[name].is_valid(text), name
+    row = Row("off", 2, 2, 1.0, 0.0)
+    assert Report([row], {}, {}, []).fine
+    assert not Report([row], {}, {}, ["a"]).fine
+    assert not Report([row, Row("EAGLE", 2, 1, 1.0, 0.0)], {}, {}, []).fine

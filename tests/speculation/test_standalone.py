@@ -1,0 +1,253 @@
+"""STANDALONE: a model of its own drafts, what it drafts is what a slow reading drafts, and no text changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+import torch
+
+from specserve.config.settings import Settings
+from specserve.engine.profile import eager_seconds
+from specserve.engine.shapes import candidate_shapes
+from specserve.methods import Drafts
+from specserve.models.draft.vocabulary import shared_tokens
+from specserve.process.assemble import resolve_engine
+from specserve.speculation.shape import StepShape
+from tests.engines import (
+    Checkpoints,
+    Shape,
+    SwitchingShapes,
+    answer_all,
+    answer_one,
+    context_of,
+    make_scheduler,
+)
+from tests.front.fakes import byte_tokenizer
+from tests.reference import standalone
+from tests.reference.models import load_checkpoint, make_llama
+from tests.reference.quantized import quantize
+from tests.reference.standalone import first_layer, resized
+from tests.speculation.methods import PROMPT, check_drafts, check_texts, in_each_configuration, scheduler_of
+from tests.speculation.oracle import SAMPLING
+
+METHOD = "STANDALONE"
+SHAPES: list[Shape] = [(4, 1, 5), (3, 3, 9)]
+
+
+def other_model(path: Path, vocab: int = 64) -> Path:
+    """Of another geometry and architecture than the target."""
+    shape: dict[str, Any] = {"hidden": 24, "inner": 40, "layers": 2, "heads": 6, "kv_heads": 3, "head_dim": 8}
+    return make_llama(path, family="Qwen3", seed=7, vocab=vocab, tied=True, **shape)
+
+
+MAKES: dict[str, Callable[[Path, Path], Path]] = {
+    "another architecture": lambda path, target: other_model(path / "draft"),
+    "the first layer": lambda path, target: first_layer(path / "draft", target),
+}
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "penalised"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("make", MAKES)
+def test_drafts_are_those_of_the_slow_reading(
+    make: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
+) -> None:
+    """Every candidate of every step, from the first on."""
+    target = random_models.target
+    check(target, MAKES[make](tmp_path, target), shape, sampling)
+
+
+def check(target: Path, draft: Path, shape: Shape, sampling: str, **settings: Any) -> None:
+    vocab = load_checkpoint(target)[1]["vocab_size"]
+    check_drafts(
+        scheduler_of(METHOD, target, draft, shape, page_size=4, **settings),
+        shape,
+        sampling,
+        lambda committed, path: standalone.next_logits(draft, (*committed, *path), vocab),
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@in_each_configuration
+def test_every_text_is_that_of_plain_decoding(
+    configuration: dict[str, Any], shape: Shape, agreeing: Checkpoints
+) -> None:
+    row = check_texts(agreeing, METHOD, shape, configuration)
+    assert row.mean_accepted_length > 1.5
+    assert (row.preemptions > 0) == (configuration["pool"] == "small")
+
+
+def test_the_target_itself_is_always_right(random_models: Checkpoints) -> None:
+    """In any batch, after any number of accepted tokens, in chunks and from a cached prompt: every guess is right as
+    long as the draft's cache is."""
+    scheduler = scheduler_of(
+        METHOD, random_models.target, random_models.target, (4, 1, 5), page_size=4, chunked_prefill_size=8
+    )
+    prompts = [[(7 * i + k) % 64 for i in range(23)] for k in range(3)]
+    params = msgspec.structs.replace(SAMPLING["warm"], max_tokens=41, ignore_eos=True)
+    for _ in range(2):
+        for answer in answer_all(scheduler, [(prompt, params) for prompt in prompts]):
+            assert set(answer.runs[1:-1]) == {5}
+    assert answer.cached_tokens == 20
+
+
+@pytest.mark.parametrize("dialect", ["fp8 a tensor", "W4A16"])
+def test_a_checkpoint_of_few_bits(dialect: str, tmp_path: Path) -> None:
+    """As published, as a target's: that which drafts for itself is always right."""
+    shape: dict[str, Any] = {"hidden": 128, "inner": 128, "heads": 4, "kv_heads": 2, "layers": 2}
+    model = quantize(make_llama(tmp_path / "plain", **shape), tmp_path / "model", dialect)
+    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=21, ignore_eos=True)
+    answer = answer_one(scheduler_of(METHOD, model, model, (4, 1, 5)), PROMPT, params)
+    assert set(answer.runs[1:-1]) == {5}
+
+
+def test_it_proposes_again_after_steps_without_drafts(random_models: Checkpoints) -> None:
+    """It catches up with what was emitted meanwhile, some tokens a step, and is then right as before."""
+    scheduler = scheduler_of(METHOD, random_models.target, random_models.target, (4, 1, 5))
+    plain, drafted = StepShape.plain(1), StepShape(1, 5, 4, 1)
+    policy = SwitchingShapes([plain])
+    scheduler._policy = policy  # type: ignore[assignment]
+    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=80, ignore_eos=True)
+    shapes = iter([*[plain] * 20, *[drafted] * 100])
+    with patch.object(SwitchingShapes, "choose", lambda self, batch: next(shapes)):
+        answer = answer_one(scheduler, PROMPT, params)
+    first = answer.runs.index(5)
+    assert answer.runs[:first] == [1] * first
+    assert 20 < first < 26
+    assert set(answer.runs[first:-1]) == {5}
+    assert answer.tokens == answer_one(make_scheduler(random_models.target), PROMPT, params).tokens
+
+
+@pytest.mark.parametrize("algorithm", [METHOD, "STANDALONE+NGRAM"])
+def test_the_controller_s_shapes(algorithm: str, agreeing: Checkpoints) -> None:
+    """All are measured first, again and again, on the padding row."""
+    with torch.inference_mode():
+        scheduler = agreeing.scheduler(algorithm, None, max_running_requests=2)
+        for slots in (1, 2):
+            for shape in candidate_shapes(slots, Drafts("some" if "+" in algorithm else "none")):
+                assert eager_seconds(context_of(scheduler), shape, 40 * slots) > 0
+        params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=60)
+        expected = answer_one(make_scheduler(agreeing.target), PROMPT, params).tokens
+        for answer in answer_all(scheduler, [(PROMPT, params)] * 3):
+            assert answer.tokens == expected
+
+
+@pytest.mark.parametrize("vocab", [40, 80])
+def test_vocabularies_of_other_sizes(vocab: int, random_models: Checkpoints, tmp_path: Path) -> None:
+    """One tokenizer, and rows that are missing or of padding."""
+    target, draft = tmp_path / "target", resized(tmp_path / "draft", random_models.target, vocab)
+    target.mkdir()
+    for file in random_models.target.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    tokens = {"model": {"vocab": {f"t{i}": i for i in range(min(vocab, 64))}}}
+    for directory in (target, draft):
+        (directory / "tokenizer.json").write_text(json.dumps(tokens))
+    check(target, draft, (3, 3, 9), "greedy", tokenizer_path=str(target))
+
+
+def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
+    def made(name: str, **tokenizer: Any) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        if tokenizer:
+            (tmp_path / name / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return tmp_path / name
+
+    ours = made("ours", model={"vocab": {"a": 0, "b": 1, "c": 2}}, added_tokens=[{"id": 3, "content": "<s>"}])
+    more = made("more", model={"vocab": {"a": 0, "b": 1, "c": 2, "<s>": 3, "pad": 5}})
+    assert shared_tokens(ours, more, 4, 6) == (4, "the tokenizers agree")
+    assert (
+        shared_tokens(
+            ours, made("list", model={"vocab": [["a", -1], ["b", -2], ["c", -3], ["<s>", 0]]}), 8, 6
+        )[0]
+        == 6
+    )
+    for name, vocabulary, words in (
+        ("swapped", {"a": 0, "c": 1, "b": 2, "<s>": 3}, "'b' is 2 there and 1 in"),
+        ("fewer", {"a": 0, "b": 1, "c": 2}, "'<s>' is none there and 3 in"),
+        ("other", {"a": 0, "b": 1, "c": 2, "</s>": 3}, "is none there and 3 in|is 3 there and none in"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} has another tokenizer than the target: .*{words}"):
+            shared_tokens(ours, made(name, model={"vocab": vocabulary}), 4, 4)
+    nothing = made("nothing")
+    assert shared_tokens(ours, nothing, 4, 4)[1].startswith("the vocabularies are of one size; no tokenizers")
+    with pytest.raises(
+        ValueError, match=r"has a vocabulary of 5 tokens, the target one of 4, and .*nothing has no"
+    ):
+        shared_tokens(ours, nothing, 4, 5)
+    with pytest.raises(ValueError, match=r"model\.vocab must be an object of ids or a list"):
+        shared_tokens(ours, made("odd", model={"vocab": 5}), 4, 4)
+    for name, data in (("left", b"1"), ("right", b"2"), ("same", b"1")):
+        (made(name) / "tokenizer.model").write_bytes(data)
+    assert shared_tokens(made("left"), made("same"), 4, 5)[0] == 4
+    with pytest.raises(ValueError, match=r"tokenizer\.model differs from"):
+        shared_tokens(made("left"), made("right"), 4, 4)
+
+
+def test_settings_that_do_not_fit(agreeing: Checkpoints, tmp_path: Path) -> None:
+    given = {"model_path": str(agreeing.target), "speculative_algorithm": METHOD}
+    with pytest.raises(ValueError, match=f"--speculative-draft-model-path: needed for .*{METHOD}"):
+        resolve_engine(Settings(**given))
+    given["speculative_draft_model_path"] = str(agreeing.target)
+    with pytest.raises(
+        ValueError, match=r"--speculative-token-map dynamic can't be used with .*a head of its own"
+    ):
+        resolve_engine(Settings(**given, speculative_token_map="dynamic"))
+    override = {"speculative_draft_config_override": '{"rope_theta": 5}'}
+    with pytest.raises(
+        ValueError, match="rope_theta: fields of heads; STANDALONE reads its draft as a model"
+    ):
+        scheduler_of(METHOD, agreeing.target, agreeing.target, (2, 1, 3), **override)
+    with pytest.raises(ValueError, match="has a vocabulary of 48 tokens, the target one of 64"):
+        scheduler_of(METHOD, agreeing.target, other_model(tmp_path / "small", vocab=48), (2, 1, 3))
+    with pytest.raises(ValueError, match="eagle"):
+        scheduler_of(METHOD, agreeing.target, agreeing.eagle, (2, 1, 3))
+
+
+def test_a_tokenizer_on_disk(tmp_path: Path) -> None:
+    """As transformers writes it."""
+    byte_tokenizer().save_pretrained(tmp_path / "one")
+    byte_tokenizer().save_pretrained(tmp_path / "two")
+    assert shared_tokens(tmp_path / "one", tmp_path / "two", 300, 320) == (300, "the tokenizers agree")
+
+
+def test_its_layers_lie_after_the_target_s(random_models: Checkpoints, tmp_path: Path) -> None:
+    context = context_of(
+        scheduler_of(METHOD, random_models.target, other_model(tmp_path / "draft"), (2, 1, 3))
+    )
+    assert [(tuple(layer.shape[3:])) for layer in context.pool.layers] == [(2, 8)] * 3 + [(3, 8)] * 2
+
+
+def test_beside_copied_text(agreeing: Checkpoints) -> None:
+    params = msgspec.structs.replace(
+        SAMPLING["greedy"], logit_bias={33: 100.0}, max_tokens=40, ignore_eos=True
+    )
+    scheduler = agreeing.scheduler("STANDALONE+NGRAM", (2, 1, 9))
+    answer = answer_one(scheduler, PROMPT, params)
+    assert answer.tokens == [33] * 40
+    assert max(answer.runs) > 3
+
+
+def test_weights_of_8_bits(agreeing: Checkpoints) -> None:
+    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=30)
+    answers = [
+        answer_one(
+            scheduler_of(
+                METHOD,
+                agreeing.target,
+                agreeing.others[METHOD],
+                (4, 1, 5),
+                speculative_draft_quantization=kind,
+            ),
+            PROMPT,
+            params,
+        )
+        for kind in ("none", "int8", "fp8")
+    ]
+    assert answers[0].tokens == answers[1].tokens == answers[2].tokens
+    assert all(max(answer.runs) > 1 for answer in answers)

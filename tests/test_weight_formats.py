@@ -1,0 +1,687 @@
+"""Quantized checkpoints in the published layouts: the numbers that they mean, the same text with any draft, and clear
+words for those that can't be served."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.lossless import Models, make_items, run_matrix
+from benchmarks.pairwise import pairwise
+from specserve.config import make_settings
+from specserve.core import SamplingParams
+from specserve.layers.batch import TokenBatch
+from specserve.layers.formats import stored
+from specserve.layers.formats.awq import AwqLayout
+from specserve.layers.formats.gptq import GptqLayout
+from specserve.layers.formats.pack_quantized import PackQuantizedLayout
+from specserve.layers.formats.rounded import RoundedWeights
+from specserve.layers.formats.stored import Joined, StoredProjection
+from specserve.layers.linear import Linear
+from specserve.models.checkpoint import load_target
+from specserve.models.llama import LlamaModel
+from specserve.models.read_config import load_model_config
+from specserve.process.assemble import resolve_engine
+from specserve.tools.check.memory import expected_memory
+from specserve.tools.train.attend import CausalAttend, Packing
+from tests.engines import Checkpoints, answer_all, make_scheduler
+from tests.reference import llama
+from tests.reference.draft_models import make_eagle, make_eagle3
+from tests.reference.models import load_checkpoint, make_llama, make_qwen2, save_checkpoint
+from tests.reference.quantized import (
+    DIALECTS,
+    FLOAT8,
+    PROJECTIONS,
+    compressed,
+    dequantize,
+    packed_group,
+    quantize,
+    write_side_file,
+)
+
+CPU = torch.device("cpu")
+TOKENS = [3, 9, 27, 17, 5, 40, 1, 2, 1, 2, 1, 2]
+WIDE: dict[str, Any] = {"hidden": 192, "inner": 320, "heads": 4, "kv_heads": 2, "head_dim": 48, "layers": 2}
+"""q ends within a block, k and v too; blocks of inputs and of outputs are short."""
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen2(tmp_path_factory.mktemp("plain") / "target", **WIDE, std=0.08, branch_scale=0.1)
+
+
+@pytest.fixture(params=[False, True], ids=["plain weights", "few bits"])
+def held(request: pytest.FixtureRequest) -> Any:
+    """What a CPU holds, and what a GPU does."""
+    with patch.object(stored, "on_gpu", return_value=request.param):
+        yield request.param
+
+
+def logits_of(model: LlamaModel) -> Tensor:
+    packing = Packing(torch.tensor([0, len(TOKENS)], dtype=torch.int32), len(TOKENS), flash=False)
+    with torch.no_grad():
+        hidden, _ = model(TokenBatch(torch.tensor(TOKENS), torch.arange(len(TOKENS)), CausalAttend(packing)))
+        return model.logits(hidden)
+
+
+def configure(path: Path, **fields: Any) -> Path:
+    """Give a checkpoint's ``quantization_config`` other fields, None for none."""
+    config = json.loads((path / "config.json").read_text())
+    found = {**config["quantization_config"], **fields}
+    config["quantization_config"] = {name: each for name, each in found.items() if each is not None}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
+    return load_target(path, dtype, CPU, len(TOKENS))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_the_logits_of_the_numbers_that_a_file_means(
+    plain: Path, tmp_path: Path, dialect: str, held: bool
+) -> None:
+    path = quantize(plain, tmp_path / "target", dialect)
+    expected = llama.forward(*dequantize(path), TOKENS).logits
+    torch.testing.assert_close(logits_of(load(path, torch.float64)), expected, rtol=0, atol=1e-10)
+    model = load(path)
+    torch.testing.assert_close(logits_of(model).double(), expected, rtol=0, atol=1e-4)
+    for projection in (model.layers[0].self_attn.qkv_proj, model.layers[1].mlp.down_proj):
+        assert isinstance(projection, StoredProjection)
+        pieces = [projection] if projection.apart is None else projection.apart.pieces
+        assert len(pieces) == (3 if dialect.endswith("of each") and "q_proj" in projection.parts else 1)
+        for piece in pieces:
+            assert isinstance(piece, StoredProjection)
+            assert (piece.plain is None) == held
+    assert isinstance(model.lm_head, Linear)
+    unrounded = llama.forward(*load_checkpoint(plain), TOKENS).logits
+    assert (expected - unrounded).abs().max() > 1e-3
+
+
+def test_rows_and_parts_of_a_projection(plain: Path, tmp_path: Path, held: bool) -> None:
+    """With a bias; ``rows`` are the numbers that ``forward`` multiplies by."""
+    path = quantize(plain, tmp_path / "target", "fp8 blocks")
+    projection = load(path).layers[0].self_attn.qkv_proj
+    x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
+    weight, bias = projection.rows(None)
+    state = dequantize(path)[0]
+    names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+    assert torch.equal(weight, torch.cat([state[f"{name}.weight"] for name in names]).float())
+    assert torch.equal(bias, torch.cat([state[f"{name}.bias"] for name in names]).float())
+    expected = torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(projection(x), expected, rtol=0, atol=1e-5)
+    ids = torch.tensor([200, 3, 3])
+    torch.testing.assert_close(projection.rows(ids)[0], weight[ids], rtol=0, atol=0)
+    torch.testing.assert_close(projection.outputs_at(ids, x), expected[:, ids], rtol=0, atol=1e-5)
+    torch.testing.assert_close(projection.outputs_from(192, x), expected[:, 192:], rtol=0, atol=1e-5)
+    o_proj, out = load(path).layers[0].self_attn.o_proj, torch.empty(5, 192)
+    assert o_proj(x, out=out) is out
+    assert torch.equal(out, o_proj(x))
+
+
+def test_a_part_that_stays_plain(plain: Path, tmp_path: Path, held: bool) -> None:
+    """And a layer. Each is next to the others what it is alone."""
+
+    def quantized(module: str) -> bool:
+        return (
+            not module.endswith(("layers.0.self_attn.k_proj", "layers.0.mlp.up_proj")) and ".1." not in module
+        )
+
+    path = quantize(plain, tmp_path / "target", "fp8 a tensor", quantized)
+    model = load(path, torch.float64)
+    expected = llama.forward(*dequantize(path), TOKENS).logits
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-10)
+    qkv = model.layers[0].self_attn.qkv_proj
+    assert isinstance(qkv, Joined)
+    assert [type(piece) for piece in qkv.pieces] == [StoredProjection, Linear, StoredProjection]
+    assert isinstance(model.layers[1].mlp.gate_up_proj, Linear)
+    weight, bias = qkv.rows(None)
+    assert weight.shape == (4 * 96, 192)
+    assert bias is not None
+    assert torch.equal(qkv.rows(torch.tensor([5, 300]))[0], weight[[5, 300]])
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "awq", "gptq"])
+def test_a_configuration_in_a_file_of_its_own(plain: Path, tmp_path: Path, dialect: str) -> None:
+    path = quantize(plain, tmp_path / "target", dialect)
+    expected = logits_of(load(path))
+    write_side_file(path)
+    assert torch.equal(logits_of(load(path)), expected)
+
+
+@pytest.mark.parametrize("dialect", ["compressed FP8 an output", "gptq act order", "awq", "W4A16 asymmetric"])
+def test_a_quantized_head(plain: Path, tmp_path: Path, dialect: str, held: bool) -> None:
+    """A draft that picks rows of it gets these."""
+    path = quantize(plain, tmp_path / "target", dialect, projections=(*PROJECTIONS, "lm_head"))
+    configure(path, ignore=[], lm_head=True)
+    model, state = load(path), dequantize(path)[0]
+    assert isinstance(model.lm_head, StoredProjection)
+    expected = llama.forward(*dequantize(path), TOKENS).logits
+    torch.testing.assert_close(logits_of(model).double(), expected, rtol=0, atol=1e-4)
+    ids = torch.tensor([40, 3, 3])
+    assert torch.equal(model.lm_head.rows(ids)[0], state["lm_head.weight"][ids].float())
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert torch.equal(logits_of(load(path)), logits_of(model))  # the embedding's numbers are others
+
+
+def test_modules_with_settings_of_their_own(plain: Path, tmp_path: Path, held: bool) -> None:
+    """GPTQ's ``dynamic``: some in 8 bits, some left out."""
+    some = quantize(
+        plain, tmp_path / "some", "gptq act order", lambda name: not name.endswith(("k_proj", "v_proj"))
+    )
+    path = quantize(some, tmp_path / "target", "gptq int8", lambda name: name.endswith("k_proj"))
+    dynamic = {
+        "-:.*\\.v_proj": {},
+        ".*k_proj": {"bits": 8, "group_size": 32},
+        "+:.*_proj": {"group_size": 64},
+    }
+    configure(path, bits=4, group_size=128, dynamic=dynamic, modules_in_block_to_quantize=LISTED)
+    model = load(path, torch.float64)
+    expected = llama.forward(*dequantize(path), TOKENS).logits
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-10)
+    qkv = model.layers[0].self_attn.qkv_proj
+    assert isinstance(qkv, Joined)
+    assert [type(piece) for piece in qkv.pieces] == [StoredProjection, StoredProjection, Linear]
+
+
+def test_a_mixed_recipe(plain: Path, tmp_path: Path, held: bool) -> None:
+    """compressed-tensors' groups: each has its own way, and the one that names a module best is taken."""
+    attention = quantize(plain, tmp_path / "attention", "W4A16", lambda name: ".self_attn." in name)
+    path = quantize(attention, tmp_path / "target", "compressed FP8 an output", lambda name: ".mlp." in name)
+    packed, channel = (
+        config["config_groups"]["group_0"] for config in (packed_group(128), scaled(strategy="channel"))
+    )
+    groups = {
+        "group_0": {**packed, "format": "pack-quantized", "targets": ["re:.*self_attn"]},
+        "group_1": {**channel, "format": "float-quantized", "targets": ["Linear"]},
+    }
+    configure(path, format="mixed-precision", config_groups=groups)
+    model = load(path, torch.float64)
+    expected = llama.forward(*dequantize(path), TOKENS).logits
+    torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-10)
+    said = "4 bits with a scale for 128 inputs, FP8 with a scale an output"
+    assert set(model.config.weights.words.removeprefix("compressed-tensors: ").split(", ")) == set(
+        said.split(", ")
+    )
+
+
+def test_zero_points_of_symmetric_gptq_tell_its_format(plain: Path, tmp_path: Path) -> None:
+    """Where ``checkpoint_format`` is absent; the first format is meant by those that do not tell."""
+    path = quantize(plain, tmp_path / "symmetric", "gptq")
+    expected = logits_of(load(path))
+    state, config = load_checkpoint(path)
+    more = {name: each + 0x11111111 for name, each in state.items() if name.endswith("qzeros")}
+    for zeros in ({}, more):
+        save_checkpoint(path, {**state, **zeros}, config, safetensors=True)
+        configure(path, checkpoint_format=None)
+        assert torch.equal(logits_of(load(path)), expected)
+    path = quantize(plain, tmp_path / "asymmetric", "gptq asymmetric")
+    expected = logits_of(load(path))
+    configure(path, checkpoint_format=None)
+    assert torch.equal(logits_of(load(path)), expected)
+
+
+def test_the_bias_that_a_gptq_file_has(plain: Path, tmp_path: Path, held: bool) -> None:
+    """Of zeros in those of older tools; any other is added though the model has none."""
+    path = quantize(plain, tmp_path / "target", "gptq")
+    state, config = load_checkpoint(path)
+    state["model.layers.1.mlp.down_proj.bias"] += (
+        torch.randn(192, generator=torch.Generator().manual_seed(0)) / 8
+    )
+    save_checkpoint(path, state, config, safetensors=True)
+    projection, x = load(path).layers[1].mlp.down_proj, torch.randn(3, 320)
+    weight, bias = projection.rows(None)
+    assert torch.equal(bias, state["model.layers.1.mlp.down_proj.bias"].float())
+    expected = torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(projection(x), expected, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def agreeing_wide(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    path = tmp_path_factory.mktemp("wide")
+    target = make_llama(path / "target", **WIDE, std=0.08, branch_scale=0.005)
+    eagle = make_eagle(path / "eagle", target, agree=True)
+    return Checkpoints(target, eagle, make_eagle3(path / "eagle3", target, agree=True, draft_vocab=40))
+
+
+LOSSLESS: dict[str, list[Any]] = {
+    "speculation": ["EAGLE3 chain", "EAGLE3 tree of 16"],
+    "batch": [4, 1],
+    "page": [1, 16],
+    "chunk": [16, 512],
+    "pool": ["normal", "small"],
+    "prefix_cache": [True, False],
+    "overlap": ["off", "on"],
+    "toggled": [False, True],
+}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "held"),
+    [
+        ("gptq act order", True),
+        ("W4A16 asymmetric", True),
+    ],
+    indirect=["held"],
+)
+def test_speculation_changes_no_text(
+    agreeing_wide: Checkpoints, tmp_path: Path, dialect: str, held: bool
+) -> None:
+    """In float32: where the two best scores are nearly equal texts may part, and here none are."""
+    target = quantize(agreeing_wide.target, tmp_path / "target", dialect)
+    models = Models(target, {"EAGLE3": agreeing_wide.eagle3}, "float32", "cpu")
+    lines: list[str] = []
+    items = make_items([TOKENS[: 1 + n] for n in range(10)], 28, 12)
+    report = run_matrix(models, items, 28, pairwise(LOSSLESS), lines.append)
+    assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
+    assert all(row.mean_accepted_length > 1.1 for row in report.rows), "\n".join(lines)
+
+
+NOT_READ = (
+    "bitsandbytes",
+    "auto-round",
+    "intel/auto-round",
+    "hqq",
+    "quanto",
+    "eetq",
+    "torchao",
+    "mxfp4",
+    "gguf",
+)
+LISTED = [[f"self_attn.{part}_proj" for part in "qko"], ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]]
+
+
+def scaled(**fields: Any) -> dict[str, Any]:
+    """compressed-tensors' configuration with other fields of its group's weights."""
+    return compressed({**FLOAT8, "strategy": "tensor", **fields}, "float-quantized")
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "fp8 blocks",
+        {"weight_block_size": [128]},
+        r"weight_block_size must be a block's outputs .*found \[128\]",
+    ),
+    ("fp8 blocks", {"weight_block_size": [128, 100]}, r"these are 32, 64, 128, 256, 512, found \[128, 100\]"),
+    ("fp8 blocks", {"fmt": "e5m2"}, "fmt must be e4m3, found 'e5m2'"),
+    ("fp8 blocks", {"activation_scheme": "odd"}, "activation_scheme must be static, dynamic, found 'odd'"),
+    ("fp8 blocks", {"modules_to_not_convert": "lm_head"}, "must be a list of names, found 'lm_head'"),
+    (
+        "fp8 blocks",
+        {"modules_to_not_convert": ["model.layers.1"]},
+        r"modules_to_not_convert leaves out model\.layers\.1\.mlp\.down_proj, which the files hold quantized",
+    ),
+    (
+        "fp8 a tensor",
+        {"ignored_layers": ["q_proj"]},
+        r"ignored_layers leaves out model\.layers\.0\.self_attn\.q_proj",
+    ),
+    ("modelopt", {"quant_algo": "NVFP4"}, "quant_algo must be FP8, found 'NVFP4'"),
+    ("modelopt", {"quant_algo": None}, "quant_algo must be FP8, found none"),
+    (
+        "modelopt",
+        {"exclude_modules": ["*.mlp.up*"]},
+        r"exclude_modules leaves out model\.layers\.0\.mlp\.up_proj",
+    ),
+    ("compressed int8", {"format": "nvfp4-pack-quantized"}, "format must be float-quantized, "),
+    (
+        "compressed int8",
+        {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparsity_config must be dense, found 'sparse-24-bitmask'",
+    ),
+    (
+        "compressed int8",
+        {"transform_config": {"config_groups": {"R4": {}}}},
+        "transform_config must be empty",
+    ),
+    ("compressed int8", {"config_groups": {}}, r"config_groups must be an object of groups, found \{\}"),
+    (
+        "compressed int8",
+        {"config_groups": {"group_0": ["Linear"]}},
+        r"config_groups\.group_0 must be an object with targets",
+    ),
+    (
+        "compressed int8",
+        {"ignore": ["re:.*k_proj"]},
+        r"ignore leaves out model\.layers\.0\.self_attn\.k_proj",
+    ),
+    ("compressed int8", scaled(strategy="group"), r"float of 8 bits by group is not supported; accepted are"),
+    (
+        "compressed int8",
+        scaled(num_bits=4),
+        r"group_0\.weights: type float of 4 bits by tensor is not supported",
+    ),
+    ("compressed int8", scaled(symmetric=False), r"group_0\.weights: symmetric must be true"),
+    (
+        "compressed int8",
+        {"config_groups": {"a": {"targets": ["re:.*mlp"], "weights": {**FLOAT8, "strategy": "tensor"}}}},
+        r"no group of config_groups has model\.layers\.0\.self_attn\.k_proj, which the files hold quantized",
+    ),
+    (
+        "compressed int8",
+        {"ignore": ["re:("]},
+        r"'\(' is no regular expression: missing \)",
+    ),
+    ("awq", {"version": "gemv"}, "version must be gemm, GEMM, found 'gemv'"),
+    ("awq", {"bits": 3}, "bits must be 4, found 3"),
+    (
+        "awq",
+        {"group_size": 16},
+        "group_size must be 32, 64, a multiple of 128, or -1 for all inputs, found 16",
+    ),
+    ("awq", {"zero_point": False}, "zero_point must be True, found False"),
+    ("awq", {"modules_to_not_convert": ["up_proj"]}, r"leaves out model\.layers\.0\.mlp\.up_proj, which"),
+    ("gptq", {"bits": 3}, "bits must be 4 or 8, found 3"),
+    ("gptq", {"bits": 2}, "bits must be 4 or 8, found 2"),
+    ("gptq", {"bits": 8, "sym": False}, "sym must be True where bits is 8"),
+    ("gptq", {"group_size": 48}, "group_size must be 32, .* found 48"),
+    ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format must be gptq, gptq_v2, found 'marlin'"),
+    ("gptq", {"checkpoint_format": ["gptq"]}, r"checkpoint_format must be gptq, gptq_v2, found \['gptq'\]"),
+    ("gptq", {"format": "gptq_p"}, "format must be gptq, gptq_v2, found 'gptq_p'"),
+    ("gptq", {"is_marlin_format": True}, "is_marlin_format must be False, found True"),
+    ("gptq", {"pack_dtype": "int16"}, "pack_dtype must be int32, found 'int16'"),
+    (
+        "gptq_v2",
+        {"desc_act": True},
+        r"desc_act is True, but the files have no layers\.0\.mlp\.down_proj\.g_idx",
+    ),
+    (
+        "gptq",
+        {"modules_in_block_to_quantize": [["self_attn.k_proj", "self_attn.q_proj"], ["mlp.down_proj"]]},
+        r"modules_in_block_to_quantize leaves out model\.layers\.0\.mlp\.gate_proj, which",
+    ),
+    (
+        "gptq",
+        {"modules_in_block_to_quantize": [[3]]},
+        r"modules_in_block_to_quantize must be a list of names",
+    ),
+    ("gptq", {"dynamic": {"-:.*k_proj": {}}}, r"dynamic leaves out model\.layers\.0\.self_attn\.k_proj"),
+    ("gptq", {"dynamic": {"+:.*k_proj": {"bits": 2}}}, "bits must be 4 or 8, found 2"),
+    ("gptq", {"dynamic": [".*"]}, "dynamic must be an object of patterns and objects, found"),
+    ("gptq", {"dynamic": {"-:(": {}}}, r"'\(' is no regular expression: missing \)"),
+    ("W4A16", packed_group(16), r"group_0\.weights: .*group_size must be 32, .* found 16"),
+    ("W4A16", packed_group(64, actorder="group"), "actorder is group, but the files have no .*weight_g_idx"),
+    ("W4A16", packed_group(64, actorder="odd"), "actorder must be True, False, group, .* found 'odd'"),
+    ("W4A16", packed_group(64, num_bits=3), "type int of 3 bits by group is not supported; accepted are"),
+    ("W8A16", packed_group(-1, 8, symmetric=False), "symmetric must be true but for pack-quantized"),
+    ("W4A16", {"ignore": ["re:.*down_proj"]}, r"ignore leaves out model\.layers\.0\.mlp\.down_proj"),
+    ("fp8 a tensor", {"quant_method": "bitsandbytes"}, "'bitsandbytes': its numbers are looked up in tables"),
+    *[
+        (
+            "fp8 a tensor",
+            {"quant_method": method},
+            f"'{method}': .*; (serve|write) .*; weights must be float16, ",
+        )
+        for method in NOT_READ
+    ],
+    (
+        "fp8 a tensor",
+        {"quant_method": "odd"},
+        "'odd': weights must be float16, .* or of quant_method fp8, fbgemm_fp8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("dialect", "fields", "words"), REFUSED)
+def test_what_can_not_be_served_is_named(
+    plain: Path, tmp_path: Path, dialect: str, fields: dict[str, Any], words: str
+) -> None:
+    path = configure(quantize(plain, tmp_path / "target", dialect), **fields)
+    with pytest.raises(ValueError, match=rf"config\.json: .*{words}"):
+        load_model_config(path)
+
+
+def test_a_configuration_without_quantized_weights(plain: Path, tmp_path: Path) -> None:
+    path = quantize(plain, tmp_path / "target", "fp8 a tensor", lambda module: False)
+    with pytest.raises(ValueError, match="says fp8, but the files hold no weight with scales"):
+        load_model_config(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "words"),
+    [
+        ("weight", torch.ones(192, 192), r"o_proj\.weight has dtype float32, expected float8_e4m3fn"),
+        ("weight_scale_inv", torch.ones(2, 1), r"weight_scale_inv has shape \[2, 1\], expected \[2, 2\]"),
+        ("weight", None, r"has no tensor layers\.1\.self_attn\.o_proj\.weight: expected"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    plain: Path, tmp_path: Path, kind: str, tensor: Tensor | None, words: str
+) -> None:
+    path = quantize(plain, tmp_path / "target", "fp8 blocks")
+    state, config = load_checkpoint(path)
+    del state[name := f"model.layers.1.self_attn.o_proj.{kind}"]
+    save_checkpoint(path, state if tensor is None else {**state, name: tensor}, config, safetensors=True)
+    with pytest.raises(ValueError, match=words):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        (
+            "qzeros",
+            lambda each: each + 1,
+            r"layers\.0\.mlp\.gate_up_proj: qzeros must hold 7 alone, since sym is",
+        ),
+        ("g_idx", lambda each: each * 0, r"layers\.0\.mlp\.gate_up_proj: g_idx must put 64 inputs into each"),
+        (
+            "qweight",
+            lambda each: each[:, :8],
+            r"gate_proj\.qweight has shape \[24, 8\], expected \[24, 320\]",
+        ),
+        (
+            "scales",
+            lambda each: each.long(),
+            r"gate_proj\.scales has dtype int64, expected bfloat16, float16",
+        ),
+    ],
+)
+def test_words_that_do_not_fit_are_named(
+    plain: Path, tmp_path: Path, kind: str, change: Callable[[Tensor], Tensor], words: str
+) -> None:
+    path = quantize(plain, tmp_path / "target", "gptq act order")
+    state, config = load_checkpoint(path)
+    name = f"model.layers.0.mlp.gate_proj.{kind}"
+    save_checkpoint(path, {**state, name: change(state[name]).contiguous()}, config, safetensors=True)
+    with pytest.raises(ValueError, match=words):
+        load(path)
+
+
+def test_scales_are_held_in_the_16_bits_of_the_file() -> None:
+    """Those of 32 bits that 16 do not hold stay as they are."""
+    layout = PackQuantizedLayout(4, 32, True)
+    for scale, dtype in ((2**-7 * 1.25, torch.bfloat16), (1 + 2**-10, torch.float16), (1 / 3, torch.float32)):
+        tensors = {
+            "weight_packed": torch.zeros(3, 8, dtype=torch.int32),
+            "weight_scale": torch.full((3, 2), scale),
+        }
+        found = layout.numbers(tensors).scale_SG
+        assert found.dtype == dtype
+        assert torch.equal(found.float(), tensors["weight_scale"])
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (AwqLayout(32), "weights of 4 bits need a multiple of 8 outputs, found 12"),
+        (GptqLayout(8, 32, True, 1, False, False), "weights of 8 bits need a multiple of 4 inputs, found 66"),
+        (PackQuantizedLayout(4, 32, True), "weights of 4 bits need a multiple of 8 inputs, found 66"),
+    ],
+)
+def test_shapes_that_do_not_fill_words_are_refused(layout: stored.Layout, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        layout.tensors(12, 66)
+
+
+def test_scales_of_activations_and_caches_are_passed_over(
+    plain: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others are named."""
+    path = quantize(plain, tmp_path / "target", "fp8 a tensor")
+    state, config = load_checkpoint(path)
+    state["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)
+    save_checkpoint(path, state, config, safetensors=True)
+    with caplog.at_level(logging.INFO):
+        load(path)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    save_checkpoint(path, {**state, "model.layers.0.mlp.odd_scale": torch.ones(1)}, config, safetensors=True)
+    load(path)
+    assert "no parameter reads layers.0.mlp.odd_scale" in caplog.messages[-1]
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 6), True), ((8, 9), False), ((9, 0), False)])
+def test_fp8_needs_a_gpu_that_has_such_numbers(capability: tuple[int, int], refused: bool) -> None:
+    tensors: Any = [SimpleNamespace(dtype=torch.float8_e4m3fn, is_cuda=True)]
+    with patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        if refused:
+            with pytest.raises(ValueError, match=r"FP8 weights need .* 8\.9 or more, this one has 8\.6"):
+                stored.check_capability(tensors)
+        else:
+            stored.check_capability(tensors)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "words"),
+    [
+        ("fp8 a tensor", "fp8: FP8 with a scale a tensor"),
+        ("awq", "awq: 4 bits with a scale for 64 inputs and zero points"),
+        ("gptq an output", "gptq: 4 bits with a scale an output"),
+        ("W8A16 groups", "compressed-tensors: 8 bits with a scale for 64 inputs"),
+    ],
+)
+def test_the_weights_and_what_multiplies_them_are_said(
+    plain: Path, tmp_path: Path, dialect: str, words: str
+) -> None:
+    path = quantize(plain, tmp_path / "target", dialect)
+    for dtype, how in (
+        ("bfloat16", "which the kernel weight_only_linear reads"),
+        ("float64", "plain ones once they are loaded"),
+    ):
+        given = make_settings(model_path=str(path), device="cuda", dtype=dtype, skip_tokenizer_init=True)
+        assert f"weights: {words}; {how}; inputs stay in {dtype}" in resolve_engine(given, has_gpu=True)[1]
+
+
+def test_weights_rounded_to_4_bits(plain: Path, held: bool) -> None:
+    """Each 128 inputs by the scale at which their largest number is -8; the head stays."""
+    config = load_model_config(plain).with_weights(RoundedWeights("int4"))
+    rounded, before = load_target(plain, torch.float32, CPU, config=config), load(plain)
+    for mine, theirs in zip(rounded.layers, before.layers, strict=True):
+        found, expected = mine.mlp.down_proj.rows(None)[0], theirs.mlp.down_proj.rows(None)[0]
+        for group in range(3):
+            part = slice(128 * group, 128 * group + 128)
+            largest, place = expected[:, part].abs().max(1)
+            error = (found - expected)[:, part].abs()
+            at_largest = error.gather(1, place[:, None])[:, 0]
+            assert (at_largest <= largest / 256).all()  # of a scale in bfloat16
+            assert (error <= largest[:, None] / 8 * 1.05).all()
+            assert (error <= largest[:, None] / 16 * 1.05).float().mean() > 0.99
+        assert 0.05 < (found - expected).norm() / expected.norm() < 0.11
+    assert torch.equal(rounded.lm_head.rows(None)[0], before.lm_head.rows(None)[0])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_weights_rounded_when_they_are_loaded(plain: Path, kind: str, held: bool) -> None:
+    """To the nearest that there is, of all projections but the head."""
+    config = load_model_config(plain).with_weights(RoundedWeights(kind))
+    rounded, before = load_target(plain, torch.float32, CPU, config=config), load(plain)
+    for mine, theirs in zip(rounded.layers, before.layers, strict=True):
+        found, expected = mine.self_attn.qkv_proj.rows(None)[0], theirs.self_attn.qkv_proj.rows(None)[0]
+        largest = expected.abs().amax(1, keepdim=True)
+        bound = largest / 254 if kind == "int8" else torch.maximum(expected.abs() / 16, largest / 448 / 1024)
+        assert ((found - expected).abs() <= bound * 1.0001).all()
+        assert ((found - expected).abs() > bound / 2).any()
+        torch.testing.assert_close(found.abs().amax(1, keepdim=True), largest, rtol=1e-6, atol=0)
+    assert torch.equal(rounded.lm_head.rows(None)[0], before.lm_head.rows(None)[0])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_speculation_changes_no_text_of_rounded_weights(
+    agreeing_wide: Checkpoints, kind: str, held: bool
+) -> None:
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
+    items = [(TOKENS[: 1 + n], each) for n in range(4) for each in params]
+    settings: dict[str, Any] = {"dtype": "float32", "quantization": kind}
+    plain = answer_all(make_scheduler(agreeing_wide.target, **settings), items)
+    drafted = answer_all(agreeing_wide.scheduler("EAGLE3", (4, 3, 10), **settings), items)
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    assert sum(answer.usage.accepted for answer in drafted) > 0
+
+
+def test_what_is_quantized_is_not_rounded_again(plain: Path, tmp_path: Path) -> None:
+    path = quantize(plain, tmp_path / "target", "fp8 a tensor")
+    words = "--quantization int8: the checkpoint is fp8: FP8 with a scale a tensor; accepted is none"
+    with pytest.raises(ValueError, match=words):
+        make_scheduler(path, quantization="int8")
+    given = make_settings(model_path=str(path), quantization="fp8", skip_tokenizer_init=True)
+    settings, notes, config = resolve_engine(given)
+    assert settings.quantization == "none"
+    assert "--quantization changes nothing: the checkpoint is fp8: FP8 with a scale a tensor" in notes
+    assert config.model.weights == load_model_config(path).weights
+
+
+@pytest.mark.parametrize(
+    ("dialect", "given"),
+    [("awq", "awq"), ("gptq", "gptq"), ("W4A16", "compressed-tensors"), ("modelopt", "modelopt")],
+)
+def test_a_flag_that_says_what_the_checkpoint_is(
+    plain: Path, tmp_path: Path, dialect: str, given: str
+) -> None:
+    """Is taken, and refused where it is something else."""
+    path = quantize(plain, tmp_path / "target", dialect)
+    settings = make_settings(model_path=str(path), quantization=given, skip_tokenizer_init=True)
+    resolved, notes, _ = resolve_engine(settings)
+    assert resolved.quantization == "none"
+    assert any(note.startswith("--quantization changes nothing: the checkpoint is") for note in notes)
+    other = quantize(plain, tmp_path / "other", "fp8 a tensor")
+    with pytest.raises(
+        ValueError, match=f"--quantization {given}: the checkpoint is fp8: .* accepted is none"
+    ):
+        resolve_engine(replace(settings, model_path=str(other)))
+    with pytest.raises(
+        ValueError, match="the checkpoint is not quantized; accepted are none, fp8, int8, int4"
+    ):
+        resolve_engine(replace(settings, model_path=str(plain)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_memory_that_weights_take(plain: Path, tmp_path: Path, device: str) -> None:
+    """On a GPU a byte a number, in steps of 128 inputs, and four for a scale: of a block, or of each output of one
+    in which a part ends."""
+    given = make_settings(model_path=str(plain), device="cpu", dtype="float32", skip_tokenizer_init=True)
+    path = quantize(plain, tmp_path / "target", "fp8 blocks")
+    before, found = (
+        expected_memory(
+            replace(resolve_engine(replace(given, model_path=str(each)))[2], device=device)
+        ).weights
+        for each in (plain, path)
+    )
+    numbers = 384 * 192 + 192 * 192 + 640 * 192 + 192 * 320
+    values, scales = 384 * 256 + 192 * 256 + 640 * 256 + 192 * 384, 384 * 2 + 2 * 2 + 640 * 2 + 2 * 3
+    assert before - found == (0 if device == "cpu" else 2 * 4 * numbers - 2 * (values + 4 * scales))
+
+
+def test_the_memory_that_4_bits_take(plain: Path, tmp_path: Path) -> None:
+    """Half a byte a number, in steps of 64 inputs, two for a scale and one for a zero point."""
+    given = make_settings(model_path=str(plain), device="cpu", dtype="float32", skip_tokenizer_init=True)
+    path = quantize(plain, tmp_path / "target", "awq")
+    before, found = (
+        expected_memory(
+            replace(resolve_engine(replace(given, model_path=str(each)))[2], device="cuda")
+        ).weights
+        for each in (plain, path)
+    )
+    outputs = {192: 384 + 192 + 640, 320: 192}
+    numbers, groups = sum(i * o for i, o in outputs.items()), sum(i // 64 * o for i, o in outputs.items())
+    assert before - found == 2 * (4 * numbers - numbers // 2 - 3 * groups)
