@@ -2,8 +2,8 @@
 
     python -m benchmarks.failover
 
-Clients ask for greedy completions of the bundled model without pause, half of them for streams. Ends with code 1 when a
-request that is not streamed failed, or a stream looked whole and was not.
+Clients ask for greedy completions of the bundled model without pause, for streams half of the time. Ends with code 1
+when a request that is not streamed failed, or a stream looked whole and was not.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--clients", type=int, default=12, help="half of them ask for streams")
+    parser.add_argument("--clients", type=int, default=12, help="each asks for a stream half of the time")
     parser.add_argument("--seconds", type=float, default=20, help="of load around each event")
     parser.add_argument("--output", type=Path, help="not set: benchmarks/results/failover.json")
     args = parser.parse_args()

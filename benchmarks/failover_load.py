@@ -1,9 +1,10 @@
-"""Clients that never stop asking, half of them for streams, and a count of how each request ended."""
+"""Clients that never stop asking, for streams half of the time, and a count of how each request ended."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -100,8 +101,7 @@ class Load:
         turn = number
         while not self._stop:
             begun = time.monotonic()
-            # By pairs: two replicas that take requests in turn both get streams and whole answers.
-            ask = self._stream if number // 2 % 2 else self._whole
+            ask = random.choice((self._stream, self._whole))  # so that each replica gets both
             outcome, reason = await ask(self._prompts[turn % len(self._prompts)])
             self.tally.add(outcome, time.monotonic() - begun, reason)
             turn += self._clients
