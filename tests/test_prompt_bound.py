@@ -1,4 +1,4 @@
-"""Prompts between the steps of requests that write."""
+"""Prompts between steps, and first tokens before them."""
 
 from __future__ import annotations
 
@@ -50,3 +50,16 @@ def test_a_long_prompt_comes_in_pieces_between_steps(
             at = [index for index, found in enumerate(launches) if found == 8]
             assert all(second - first == 2 for first, second in itertools.pairwise(at))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_a_first_token_does_not_wait_for_the_step_after_it(agreeing: Checkpoints, overlap: str) -> None:
+    scheduler = agreeing.scheduler("EAGLE3", (3, 1, 4), overlap_schedule=overlap)
+    client, params = Client(scheduler), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for rid in ("first", "second"):
+        client.submit(rid, list(range(2, 22)), params)
+        while not client.answers[rid].tokens:
+            client.iterate()
+        assert len(client.answers[rid].tokens) == 1
+    client.run()
+    assert all(len(answer.tokens) == 20 for answer in client.answers.values())

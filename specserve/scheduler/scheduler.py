@@ -96,6 +96,8 @@ class Scheduler:
         self._running: list[Request] = []  # by rank
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self._inflight: deque[_InFlight] = deque()
+        self._unread = 0  # launches that are read in the next iteration
+        self._prefilled = False  # the last launch was of prompts
         self._begun = 0  # requests whose prompts were done since the last step
         self._outbox: list[Tokens | Failed] = []
         self._refused: Request | None = None  # it was too large when it was the queue's head,
@@ -165,13 +167,18 @@ class Scheduler:
         return self.runner.capture_next()
 
     def run_once(self) -> list[Tokens | Failed]:
-        """Run one iteration. Return the messages for the front."""
-        self._take_compiled()
-        self._admit()
-        launched = self._launch_prefill() + self._launch_step()
-        keep = launched if self._limits.overlap else 0
-        while len(self._inflight) > keep:
-            self._collect(self._inflight.popleft())
+        """Run one iteration, or the rest of it. Return the messages for the front.
+
+        First tokens end a call: they are sent before the step that follows them is read."""
+        if len(self._inflight) <= self._unread:
+            self._take_compiled()
+            self._admit()
+            self._unread = self._launch()
+        while len(self._inflight) > self._unread:
+            item = self._inflight.popleft()
+            self._collect(item)
+            if item.shape is None and self._outbox:
+                break
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -261,6 +268,17 @@ class Scheduler:
         )
 
     # Launches.
+
+    def _launch(self) -> int:
+        """Launch prompts and a step. Return how many launches the next call may leave unread."""
+        if self._limits.overlap:
+            return self._launch_prefill() + self._launch_step()
+        # Nothing runs meanwhile, so they take turns, and no first token waits for a step.
+        if not self._prefilled and self._launch_prefill():
+            self._prefilled = True
+        else:
+            self._prefilled = not self._launch_step() and self._launch_prefill() > 0
+        return 0
 
     def _launch_prefill(self) -> int:
         """Launch one chunk of prompt tokens. Return the number of launches."""
