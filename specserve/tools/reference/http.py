@@ -36,7 +36,7 @@ the same description at `/openapi.json`, and as pages at `/docs` and `/redoc`, w
 `cdn.jsdelivr.net`.
 
 An unlisted field is an error, and so is a value of the wrong type: `"1"` is not a number and 1 is not a boolean. `null`
-means the default, if there is one. `a.b` is a field of the object `a`, and `a[].b` a field of each object in the list `a`.
+means the default, if there is one. `a.b` is a field of the object `a`, `a[].b` a field of each object in the list `a`.
 """
 _BOUNDS = (
     ("minimum", "from {:g}"),
@@ -90,7 +90,7 @@ def _section(route: str, model: type[BaseModel]) -> str:
     lines = [f"## {route}", "", "| field | values | default | meaning |", "|---|---|---|---|"]
     lines += [field.row for field in found if not field.refused]
     if refused := [field.refused_row for field in found if field.refused]:
-        lines += ["", "These fields are refused with the reason, unless they have one of the accepted values:", ""]
+        lines += ["", "Refused with the reason, unless the field has an accepted value:", ""]
         lines += ["| field | accepted values | reason |", "|---|---|---|", *refused]
     return "\n".join([*lines, ""])
 
