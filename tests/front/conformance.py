@@ -336,7 +336,7 @@ HOW: dict[str, str] = {
     "return_token_ids": "adds `prompt_token_ids`, and `token_ids` in each choice",
     "reasoning_effort": "if the chat template reads it; `none` turns thinking off through `enable_thinking`",
     "thinking_token_budget": "vLLM's field: most tokens of a thought; needs `--reasoning-parser`",
-    "chat_template_kwargs": "variables that the chat template reads; others must be `false` or null; not the server's own",
+    "chat_template_kwargs": "variables that the template reads; others only as `false` or null; not the server's own",
     "speculation": "for this request only; never changes the text",
     "return_speculation": "adds `usage.speculation`",
     "structured_outputs": "vLLM's field: `json`, `regex`, `choice`, `grammar` or `json_object`",
