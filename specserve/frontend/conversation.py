@@ -21,7 +21,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 class TextPart(Strict):
     type: Literal["text"]
-    """Text alone is read."""
+    """Only text is supported."""
     text: Text
     """A part's text."""
 
@@ -64,11 +64,11 @@ class Function(Strict):
 
 class ToolCall(Strict):
     id: Text | None = None
-    """What a tool's message names."""
+    """The id by which a tool's message refers to this call."""
     type: Literal["function"] = "function"
-    """Functions alone are called."""
+    """Only functions are supported."""
     function: Function
-    """What was called."""
+    """The called function."""
 
 
 class Message(Strict):
@@ -83,13 +83,13 @@ class Message(Strict):
     content: Texts | None = None
     """Text, or parts that are joined as they are. Required, except with `tool_calls`."""
     name: Text | None = None
-    """Who of several speaks; left out where the chat template has no place for it."""
+    """The speaker's name, if several share a role; left out if the chat template has no place for it."""
     tool_calls: Annotated[ListOf[ToolCall], Field(max_length=MAX_PARTS)] | None = None
     """Calls that an assistant made, if the chat template has a place for them."""
     reasoning_content: Text | None = None
-    """What an assistant thought, as answers have it; many chat templates leave it out of earlier answers."""
+    """The assistant's reasoning, as in answers; many chat templates leave it out of earlier answers."""
     tool_call_id: Text | None = None
-    """In a tool's message, and required there: the call that it answers."""
+    """Required in a tool's message, and only allowed there: the call that it answers."""
 
     @model_validator(mode="after")
     def _check(self) -> Message:

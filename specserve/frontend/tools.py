@@ -17,20 +17,20 @@ MAX_TOOLS = 1024
 
 class FunctionTool(Strict):
     name: Annotated[Text, Field(min_length=1, max_length=256)]
-    """The function's name; each once."""
+    """The function's name; each may occur once."""
     description: Text | None = None
     """What it does, for the model."""
     parameters: Annotated[dict[str, Any], AfterValidator(json_object)] | None = None
     """Its parameters as a JSON schema. Not set: none."""
     strict: bool | None = None
-    """Arguments are valid under the schema, as they are where `tool_choice` asks for a call."""
+    """true: arguments are valid under the schema. They always are if `tool_choice` asks for a call."""
 
 
 class Tool(Strict):
     type: Literal["function"]
-    """Functions alone."""
+    """Only functions are supported."""
     function: FunctionTool
-    """What may be called."""
+    """The function that may be called."""
 
     def plain(self) -> dict[str, Any]:
         """The tool as chat templates get it."""
@@ -53,25 +53,25 @@ class ChosenFunction(Strict):
 
 class NamedFunction(Strict):
     type: Literal["function"]
-    """Functions alone."""
+    """Only functions are supported."""
     function: ChosenFunction
-    """What is to be called."""
+    """The function."""
 
 
 class AllowedTools(Strict):
     mode: Literal["auto", "required"]
-    """Whether the model may leave it or has to call."""
+    """Whether the model may or must call one of them."""
     tools: Annotated[ListOf[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
-    """Which may be called."""
+    """The tools that may be called."""
 
 
 class ChosenTools(Strict):
     type: Literal["function", "allowed_tools"]
     """A function, or some of the tools; all stay in the prompt."""
     function: ChosenFunction | None = None
-    """What is to be called."""
+    """The function to call."""
     allowed_tools: AllowedTools | None = None
-    """What may be called."""
+    """The tools that may be called."""
 
     @model_validator(mode="after")
     def _check(self) -> ChosenTools:

@@ -58,23 +58,23 @@ class ChatRequest(GenerationRequest):
     messages: Messages
     """The conversation, for the model's chat template."""
     max_completion_tokens: Count | None = None
-    """The newer name of `max_tokens`; both only if equal."""
+    """The newer name of `max_tokens`; if both are given, they must be equal."""
     logprobs: bool | None = None
     """Log-probabilities of the answer's tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Alternatives for each token; only with `logprobs`."""
     chat_template_kwargs: Variables | None = None
-    """Variables of the chat template, such as `enable_thinking`: those that it reads, others at false or null."""
+    """Variables of the chat template, such as `enable_thinking`. Others are refused unless false or null."""
     reasoning_effort: Text | None = None
-    """For a chat template that reads it. `none`: as `enable_thinking` false in `chat_template_kwargs`."""
+    """Only for a chat template that reads it. `none` sets `enable_thinking` to false in `chat_template_kwargs`."""
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    """Most tokens of a thought, before the mark that ends it is written. Only with `--reasoning-parser`."""
+    """Most tokens of a thought; then the mark that ends it is written. Only with `--reasoning-parser`."""
     tools: Tools | None = None
     """Functions that the model may call, if its chat template has a place for them."""
     tool_choice: ToolChoice | None = None
-    """`none` leaves the tools out of the prompt, `required` and a function hold the model to calls. Not set: `auto`."""
+    """`none` leaves the tools out of the prompt; `required` or a function makes the model call. Not set: `auto`."""
     parallel_tool_calls: bool | None = None
-    """false holds the model to one call at most."""
+    """false: the model makes at most one call."""
     safety_identifier: str | None = None
     """A label that changes no answer."""
     prompt_cache_key: str | None = None

@@ -47,9 +47,9 @@ class CompletionRequest(GenerationRequest):
         "suffix": Refusal("nothing is inserted before a suffix", ""),
     }
     prompt: Text | ListOf[Int] | Several[Text] | Several[ListOf[Int]]
-    """A prompt or several, as text or token ids; none empty."""
+    """One prompt or several, as text or token ids; none may be empty."""
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    """Answers that are made, of which the `n` best are sent; at least `n`, in a stream `n`, bounded alike."""
+    """Answers to generate; the `n` best are sent. At least `n`, in a stream exactly `n`; the same limit."""
     echo: bool | None = None
     """The answer begins with the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -51,7 +51,7 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
     """A stream ends with a chunk that holds `usage`."""
     continuous_usage_stats: bool | None = None
-    """Each chunk holds `usage`: that of its choice, so far."""
+    """Each chunk holds `usage`: its choice's so far."""
 
 
 class PredictionField(Strict):
@@ -65,7 +65,7 @@ class SpeculationField(Strict):
     enabled: bool = True
     """false decodes plainly."""
     max_draft_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    """Most nodes drafted for it in a step. Not set: what the server's shape gives."""
+    """Most draft nodes checked for this request in a step. Not set: what the server's shape gives."""
 
 
 class GenerationRequest(StructuredRequest):
@@ -78,24 +78,24 @@ class GenerationRequest(StructuredRequest):
     model: str
     """One of the served names."""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(
-        None, description=f"Answers to each prompt; to all prompts of a call {MAX_ANSWERS} at most."
+        None, description=f"Answers to each prompt; at most {MAX_ANSWERS} to all prompts of a call."
     )
     max_tokens: Count | None = None
     """Most tokens of an answer. Not set: up to the context length."""
     temperature: Annotated[float, _bounded("temperature")] | None = None
     """0 is greedy. Not set: 1, or 0 with `--requests-all-greedy`."""
     top_p: Annotated[float, _bounded("top_p")] | None = None
-    """Keeps the most likely tokens of so much probability together. 1 is off."""
+    """Keeps the most likely tokens that together have this probability. 1 is off."""
     presence_penalty: Annotated[float, _bounded("presence_penalty")] | None = None
-    """Taken from the logit of each token that the answer holds."""
+    """Subtracted from the logit of each token that is already in the answer."""
     frequency_penalty: Annotated[float, _bounded("frequency_penalty")] | None = None
-    """Taken once for each time that the answer holds the token."""
+    """Subtracted from a token's logit once for each time that the token is already in the answer."""
     logit_bias: Bias | None = None
-    """Token ids, as text, and what is added to their logits."""
+    """Token ids (as strings) and the values added to their logits."""
     seed: Int | None = None
     """Same seed, same answer. Not set: each answer draws its own."""
     stop: Text | Annotated[ListOf[Text], Field(max_length=MAX_STOPS)] | None = None
-    """Texts that end the answer and are not part of it; none empty."""
+    """Texts that end the answer and are not part of it; none may be empty."""
     stream: bool | None = None
     """Server-sent events, ended by `[DONE]`."""
     stream_options: StreamOptions | None = None
@@ -105,29 +105,29 @@ class GenerationRequest(StructuredRequest):
     top_k: Annotated[Int, WithJsonSchema({"type": "integer", "minimum": -1})] | None = None
     """Keeps this many of the most likely tokens. 0 and -1 are off."""
     min_p: Annotated[float, _bounded("min_p")] | None = None
-    """Keeps tokens that have this part of the most likely one's probability. 0 is off."""
+    """Keeps tokens with at least this share of the most likely token's probability. 0 is off."""
     repetition_penalty: Annotated[float, _bounded("repetition_penalty")] | None = None
     """Divides positive logits of tokens in prompt or answer, multiplies negative ones. 1 is off."""
     ignore_eos: bool | None = None
     """The model's end token does not end the answer."""
     min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
-    """Nothing but `max_tokens` ends an answer before it has that many."""
+    """Only `max_tokens` may end an answer before it has this many tokens."""
     stop_token_ids: ListOf[Int] | None = None
     """Tokens that end the answer."""
     skip_special_tokens: bool | None = None
     """false writes the answer's special tokens as text. Not set: true."""
     include_stop_str_in_output: bool | None = None
-    """What ends the answer, of `stop` or a token, is part of its text."""
+    """The stop string or stop token that ends the answer is part of its text."""
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = None
-    """Of requests that wait the lowest is served first, of equal ones the oldest. Not set: 0."""
+    """Among waiting requests the lowest value is served first, the oldest among equals. Not set: 0."""
     return_token_ids: bool | None = None
-    """Adds `prompt_token_ids`, and to choices `token_ids`."""
+    """Adds `prompt_token_ids`, and `token_ids` in each choice."""
     prediction: PredictionField | None = None
-    """What the answer is expected to be; tried as drafts, changes no text."""
+    """The expected text of the answer. It is tried as drafts and changes no text."""
     speculation: SpeculationField | None = None
-    """Drafting for this request alone; changes no text."""
+    """Drafting for this request only; changes no text."""
     return_speculation: bool | None = None
-    """Adds `usage.speculation`, and to a stream's chunks which tokens came together."""
+    """Adds `usage.speculation`; a stream's chunks also say which tokens came together."""
 
     @property
     def choices(self) -> int:

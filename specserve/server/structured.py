@@ -29,7 +29,7 @@ class JsonSchemaFormat(Strict):
     description: str | None = None
     """A label that changes no answer."""
     schema_: Schema | None = Field(None, alias="schema")
-    """The JSON schema; what of it can't be enforced is refused. Not set: any object."""
+    """The JSON schema; keywords that can't be enforced are refused. Not set: any object."""
     strict: bool | None = None
     """Schemas are always enforced."""
 
@@ -54,11 +54,11 @@ class StructuredOutputs(Strict):
     json_: Schema | Text | None = Field(None, alias="json")
     """A JSON schema, or its text."""
     regex: Text | None = None
-    """An expression that the whole answer matches."""
+    """A regular expression that the whole answer matches."""
     choice: ListOf[Text] | None = None
-    """Texts, of which the answer is one."""
+    """Texts; the answer is one of them."""
     grammar: Text | None = None
-    """A grammar in Lark's or GBNF's form."""
+    """A grammar in Lark or GBNF format."""
     json_object: bool | None = None
     """Any JSON object."""
 
@@ -73,17 +73,17 @@ class StructuredRequest(Strict):
     guided_json: Schema | Text | None = None
     """vLLM's older name of `structured_outputs.json`."""
     guided_regex: Text | None = None
-    """The same of `structured_outputs.regex`."""
+    """vLLM's older name of `structured_outputs.regex`."""
     guided_choice: ListOf[Text] | None = None
-    """The same of `structured_outputs.choice`."""
+    """vLLM's older name of `structured_outputs.choice`."""
     guided_grammar: Text | None = None
-    """The same of `structured_outputs.grammar`."""
+    """vLLM's older name of `structured_outputs.grammar`."""
     json_schema: Text | None = None
-    """SGLang's: the text of a JSON schema."""
+    """SGLang's name: the text of a JSON schema."""
     regex: Text | None = None
-    """SGLang's: an expression that the whole answer matches."""
+    """SGLang's name: a regular expression that the whole answer matches."""
     ebnf: Text | None = None
-    """SGLang's: a grammar."""
+    """SGLang's name: a grammar."""
 
 
 def _forms(request: StructuredRequest) -> Iterator[Form]:

@@ -290,63 +290,63 @@ def predicted_in_part(seen: Seen) -> None:
 
 LABEL = "a label that changes no answer"
 HOW: dict[str, str] = {
-    "model": "a served name, any organisation or case; else 404",
-    "messages": "any number; what the model's chat template refuses is refused with its reason",
-    "messages[].role": "`developer` is written as `system`; `tool` answers a call of the message before",
+    "model": "a served name, with any organisation, in any case; otherwise 404",
+    "messages": "any number; a conversation that the chat template refuses is refused with the template's reason",
+    "messages[].role": "`developer` becomes `system`; `tool` answers a call of the message before it",
     "messages[].content": "text or text parts",
-    "messages[].name": "where the chat template writes names; else left out, and the log says so once",
-    "messages[].tool_calls": "where the chat template writes calls, and the text next to them if there is one",
-    "messages[].tool_call_id": "of a call of the assistant's message before, in the order of the calls, each once",
-    "prompt": "text, texts, token ids, lists of them",
-    "max_tokens": "completions take 0: the prompt alone",
-    "max_completion_tokens": "the newer name of `max_tokens`; both only if equal",
+    "messages[].name": "left out if the chat template does not write names, and the log says so once",
+    "messages[].tool_calls": "if the chat template writes calls, and also any text next to them",
+    "messages[].tool_call_id": "names a call of the assistant's message before; in the order of the calls, each once",
+    "prompt": "text, token ids, or a list of either",
+    "max_tokens": "in completions 0 runs only the prompt",
+    "max_completion_tokens": "the newer name of `max_tokens`; if both are given, they must be equal",
     "temperature": "0 to 100; OpenAI's own limit is 2",
     "top_p": "above 0, to 1",
     "n": "1 to 128",
-    "best_of": "`n` to 128; the highest mean log-probability a token first; in a stream only `n`",
-    "stop": "text or up to 16 of them, also across tokens; not part of the answer",
+    "best_of": "`n` to 128; the answer with the highest mean log-probability a token comes first; in a stream only `n`",
+    "stop": "one text or up to 16, also across tokens; not part of the answer",
     "seed": "64 bits; the same text each time, with speculation or without",
     "presence_penalty": "-2 to 2",
     "frequency_penalty": "-2 to 2",
-    "logit_bias": "token ids to -100..100",
+    "logit_bias": "maps token ids to values from -100 to 100",
     "logprobs": "raw log-softmax; completions: 0 to 20, chat: a boolean",
     "top_logprobs": "0 to 20, with `logprobs: true`",
-    "echo": "with `logprobs` the prompt is scored, the first token by `null`",
-    "stream": "server-sent events; together the whole answer",
-    "stream_options.include_usage": "a last chunk with the usage of all",
-    "stream_options.continuous_usage_stats": "each chunk has the usage of its choice so far",
-    "response_format": "`text`, `json_object`, `json_schema`; what can't be enforced of a schema is refused",
+    "echo": "with `logprobs` the prompt is scored; its first token gets `null`",
+    "stream": "server-sent events, which together give the whole answer",
+    "stream_options.include_usage": "a last chunk with the usage of all choices",
+    "stream_options.continuous_usage_stats": "each chunk has its choice's usage so far",
+    "response_format": "`text`, `json_object`, `json_schema`; schema keywords that can't be enforced are refused",
     "user": LABEL,
     "metadata": "labels that change no answer",
     "safety_identifier": LABEL,
     "prompt_cache_key": LABEL + "; prefixes are shared without it",
-    "tools": "functions, where the chat template has a place for them and how the model writes calls is known",
-    "tool_choice": "`none` leaves tools out of the prompt; `required` and chosen functions are held to by a grammar",
-    "parallel_tool_calls": "false: at most one call, held to by a grammar",
-    "prediction": "text that is tried as drafts; changes no answer",
+    "tools": "functions, if the chat template has a place for them and the format of the model's calls is known",
+    "tool_choice": "`none` leaves tools out of the prompt; a grammar enforces `required` and chosen functions",
+    "parallel_tool_calls": "false: at most one call, enforced by a grammar",
+    "prediction": "text that is tried as drafts; it changes no answer",
     "top_k": "0 and -1 are off",
     "min_p": "0 to 1",
     "repetition_penalty": "0.01 to 100",
     "ignore_eos": "the end token does not end the answer",
-    "min_tokens": "nothing ends the answer before",
-    "stop_token_ids": "end the answer",
+    "min_tokens": "nothing ends the answer earlier",
+    "stop_token_ids": "tokens that end the answer",
     "skip_special_tokens": "`false` writes special tokens as text",
-    "include_stop_str_in_output": "the text ends with what ended it",
-    "priority": "vLLM's: of requests that wait the lowest first",
-    "return_token_ids": "`prompt_token_ids`, and `token_ids` of each choice",
-    "reasoning_effort": "where the chat template reads it; `none` turns thinking off by `enable_thinking`",
-    "thinking_token_budget": "vLLM's: most tokens of a thought, with `--reasoning-parser`",
-    "chat_template_kwargs": "variables that the chat template reads, others at `false` or null; not the server's own",
-    "speculation": "for this request; never changes the text",
+    "include_stop_str_in_output": "the stop string or token is part of the text",
+    "priority": "vLLM's field: the lowest waiting request is served first",
+    "return_token_ids": "adds `prompt_token_ids`, and `token_ids` in each choice",
+    "reasoning_effort": "if the chat template reads it; `none` turns thinking off through `enable_thinking`",
+    "thinking_token_budget": "vLLM's field: most tokens of a thought; needs `--reasoning-parser`",
+    "chat_template_kwargs": "variables that the template reads; others only as `false` or null; not the server's own",
+    "speculation": "for this request only; never changes the text",
     "return_speculation": "adds `usage.speculation`",
-    "structured_outputs": "vLLM's; `json`, `regex`, `choice`, `grammar` or `json_object`",
+    "structured_outputs": "vLLM's field: `json`, `regex`, `choice`, `grammar` or `json_object`",
     "guided_json": "vLLM's older name",
     "guided_regex": "vLLM's older name",
     "guided_choice": "vLLM's older name",
     "guided_grammar": "vLLM's older name",
-    "json_schema": "SGLang's; the schema's text",
-    "regex": "SGLang's",
-    "ebnf": "SGLang's",
+    "json_schema": "SGLang's field: the schema as text",
+    "regex": "SGLang's field",
+    "ebnf": "SGLang's field",
 }
 NO_BEAMS = "there is no beam search"
 
@@ -575,14 +575,16 @@ CASES: list[Case] = [
 
 HEAD = """# Conformance
 
-What becomes of every field of OpenAI's chat completions and completions, and of ours. The cases are those of
-`tests/front/conformance.py`. `tests/front/test_conformance.py` sends each with OpenAI's Python client, the plain one
-and the asynchronous one, whole and in a stream, to the bundled model under EAGLE-3 speculation. It fails when this page
-is not made of the cases, or when the client's request types have a field that is not here. A refused field gets 400 and
-the reason; null is the same as absent. The fields are described in [HTTP and Python API](api.md).
+This page says what happens to each field of OpenAI's chat completions and completions, and to our own fields. A refused
+field gets 400 and the reason; null is the same as absent. [HTTP and Python API](api.md) describes the fields.
 
-*By the template*: the chat template of the model decides, and the bundled model's has no place for it;
-`tests/front/test_template.py` and `tests/front/test_tools.py` have templates that do.
+The rows are the cases of `tests/front/conformance.py`. `tests/front/test_conformance.py` sends each case with OpenAI's
+Python client, synchronous and asynchronous, as a whole answer and as a stream, to the bundled model under EAGLE-3
+speculation. The test fails if this page does not match the cases, or if the client's request types have a field that is
+not listed here.
+
+*By the template* means that the model's chat template decides. The bundled model's template has no place for these
+fields; `tests/front/test_template.py` and `tests/front/test_tools.py` use templates that do.
 
 | field | chat | completions | how | tested as honoured | tested as refused |
 |---|---|---|---|---|---|

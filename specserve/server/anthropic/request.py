@@ -37,7 +37,7 @@ class CacheControl(Strict):
 class TextBlock(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {"citations": Refusal("text alone", [])}
     type: Literal["text"]
-    """Text alone is read."""
+    """Only text is supported."""
     text: Text
     """A block's text."""
     cache_control: CacheControl | None = None
@@ -68,21 +68,21 @@ class MessageBlock(Strict):
     text: Text | None = None
     """A block's text."""
     thinking: Text | None = None
-    """What was thought."""
+    """The text of the reasoning."""
     signature: str | None = None
-    """Of thinking: changes nothing."""
+    """A thinking block's signature; changes nothing."""
     id: Text | None = None
-    """Of a call."""
+    """A call's id."""
     name: Text | None = None
-    """What was called."""
+    """The name of the called function or tool."""
     input: dict[str, Any] | None = None
     """A call's arguments."""
     tool_use_id: Text | None = None
     """The call that a result answers."""
     content: Texts | None = None
-    """What a called tool gave."""
+    """The called tool's result."""
     is_error: bool | None = None
-    """Chat templates have no place for it: the result's text is what the model reads."""
+    """Changes nothing: chat templates have no place for it, and the model reads only the result's text."""
 
     @model_validator(mode="after")
     def _check(self) -> MessageBlock:
@@ -124,7 +124,7 @@ class MessageTool(Strict):
     type: Annotated[Literal["custom"], BeforeValidator(_callable)] | None = None
     """A tool that the caller runs."""
     name: Text
-    """The tool's name; each once."""
+    """The tool's name; each may occur once."""
     description: Text | None = None
     """What it does, for the model."""
     input_schema: dict[str, Any]
@@ -134,7 +134,7 @@ class MessageTool(Strict):
     cache_control: CacheControl | None = None
     """Changes nothing."""
     eager_input_streaming: bool | None = None
-    """Changes nothing: arguments come as soon as they are certain."""
+    """Changes nothing: arguments are always streamed as soon as they are certain."""
 
     def function(self) -> dict[str, Any]:
         """The tool as chat has it."""
@@ -146,9 +146,9 @@ class MessageToolChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     """`any` is chat's `required`, `tool` its named function."""
     name: Text | None = None
-    """With the type `tool`: which."""
+    """With the type `tool`: the tool's name."""
     disable_parallel_tool_use: bool | None = None
-    """true: chat's `parallel_tool_calls` false."""
+    """true is chat's `parallel_tool_calls` false."""
 
     @model_validator(mode="after")
     def _check(self) -> MessageToolChoice:
@@ -162,14 +162,14 @@ class Thinking(Strict):
     type: Literal["enabled", "adaptive", "disabled"]
     """`disabled` sets the chat template's `enable_thinking` to false; the others leave it to the template."""
     budget_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    """Most tokens of a thought, before the mark that ends it is written; with `--reasoning-parser`."""
+    """Most tokens of a thought; then the mark that ends it is written. Has an effect only with `--reasoning-parser`."""
 
 
 class JsonFormat(Strict):
     type: Literal["json_schema"]
     """JSON that is valid under a schema."""
     schema_: dict[str, Any] = Field(alias="schema")
-    """The JSON schema; what of it can't be enforced is refused."""
+    """The JSON schema; keywords that can't be enforced are refused."""
 
 
 class OutputConfig(Strict):
@@ -183,12 +183,12 @@ class ContextEdit(Strict):
     type: Literal["clear_thinking_20251015"]
     """The conversation is taken as it is."""
     keep: Literal["all"]
-    """All of it."""
+    """Keep all thinking."""
 
 
 class ContextManagement(Strict):
     edits: ListOf[ContextEdit] | None = None
-    """Such as ask for nothing."""
+    """Edits that change nothing."""
 
 
 class MessageMetadata(Strict):
@@ -213,17 +213,17 @@ class CountTokensRequest(Strict):
     ]
     """The conversation; the user's turn is the last."""
     system: Texts | None = None
-    """What the system says, before the conversation; blocks are joined as they are."""
+    """A system message before the conversation; blocks are joined as they are."""
     tools: Annotated[ListOf[MessageTool], Field(max_length=MAX_TOOLS)] | None = None
     """What the model may call."""
     tool_choice: MessageToolChoice | None = None
-    """What of it. Not set: `auto`, if there are tools."""
+    """Whether and what the model calls. Not set: `auto`, if there are tools."""
     thinking: Thinking | None = None
     """Whether the model thinks."""
     output_config: OutputConfig | None = None
     """What the answer must be."""
     context_management: ContextManagement | None = None
-    """Edits that ask for nothing."""
+    """Only edits that change nothing are accepted."""
     cache_control: CacheControl | None = None
     """Changes nothing."""
 
@@ -302,9 +302,9 @@ class MessagesRequest(CountTokensRequest):
     metadata: MessageMetadata | None = None
     """Labels that change no answer."""
     stop_sequences: Annotated[ListOf[StopSequence], Field(max_length=MAX_STOPS)] | None = None
-    """Texts that end the answer and are not part of it; none empty."""
+    """Texts that end the answer and are not part of it; none may be empty."""
     stream: bool | None = None
-    """Server-sent events, each with its name."""
+    """Server-sent events, each with a name."""
     temperature: float | None = None
     """As in chat."""
     top_k: Int | None = None

@@ -26,7 +26,7 @@ class ContentPart(Strict):
         "logprobs": Refusal("they are no part of a conversation", []),
     }
     type: Literal["input_text", "output_text"]
-    """Text alone is read."""
+    """Only text is supported."""
     text: Text
     """A part's text."""
 
@@ -36,9 +36,9 @@ Content = Text | Annotated[ListOf[ContentPart], Field(max_length=MAX_PARTS)]
 
 class ReasoningPart(Strict):
     type: Literal["reasoning_text"]
-    """Text alone."""
+    """Only text is supported."""
     text: Text
-    """What was thought."""
+    """The text of the reasoning."""
 
 
 _KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -78,17 +78,17 @@ class InputItem(Strict):
     phase: Literal["commentary", "final_answer"] | None = None
     """A label that changes no answer."""
     call_id: Text | None = None
-    """Of a call, and of the output that answers it."""
+    """The id that a call and its output share."""
     name: Text | None = None
-    """What was called."""
+    """The name of the called function or tool."""
     namespace: Text | None = None
-    """The namespace of what was called, if it has one."""
+    """The called tool's namespace, if it has one."""
     arguments: Text | None = None
-    """Of a call of a function: the text of a JSON object."""
+    """A function call's arguments: a JSON object as text."""
     input: Text | None = None
-    """Of a call of a custom tool."""
+    """A custom tool call's input."""
     output: Content | None = None
-    """What a called tool gave."""
+    """The called tool's result."""
 
     @model_validator(mode="after")
     def _check(self) -> InputItem:
@@ -110,7 +110,7 @@ class TextFormat(Strict):
     description: str | None = None
     """A label that changes no answer."""
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    """The JSON schema; what of it can't be enforced is refused."""
+    """The JSON schema; keywords that can't be enforced are refused."""
     strict: bool | None = None
     """Schemas are always enforced."""
 
@@ -186,7 +186,7 @@ class ResponsesRequest(Strict):
     ]
     """The conversation: the user's text, or items."""
     instructions: Text | None = None
-    """What the system says, before the conversation."""
+    """A system message before the conversation."""
     max_output_tokens: Count | None = None
     """Most tokens of the answer, reasoning included. Not set: up to the context length."""
     temperature: float | None = None
@@ -194,7 +194,7 @@ class ResponsesRequest(Strict):
     top_p: float | None = None
     """As in chat."""
     stream: bool | None = None
-    """Server-sent events, each with its name."""
+    """Server-sent events, each with a name."""
     stream_options: ResponseStreamOptions | None = None
     """Only with `stream`."""
     tools: Annotated[ListOf[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
@@ -206,13 +206,13 @@ class ResponsesRequest(Strict):
     text: TextOptions | None = None
     """What the answer must be."""
     reasoning: ReasoningOptions | None = None
-    """How the model thinks."""
+    """Settings of the model's reasoning."""
     thinking_token_budget: int | None = None
     """As in chat."""
     include: ListOf[Annotated[Literal["reasoning.encrypted_content"], BeforeValidator(_readable)]] | None = (
         None
     )
-    """Changes nothing: reasoning is in the answer as it is, and can be sent back."""
+    """Changes nothing: the answer has the reasoning as text, which can be sent back."""
     user: str | None = None
     """A label that changes no answer."""
     safety_identifier: str | None = None

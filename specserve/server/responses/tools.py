@@ -38,9 +38,9 @@ class _ToolFields(Strict):
         "async": Refusal("a call's output is waited for", False),
     }
     type: Annotated[Literal["function", "custom", "namespace"], BeforeValidator(_callable)]
-    """A custom tool is a function of the text `input` to the model, one of a namespace is called `namespace__name`."""
+    """The model sees a custom tool as a function of the text `input`, and a namespace's tool as `namespace__name`."""
     name: Text
-    """The tool's name; each once."""
+    """The tool's name; each may occur once."""
     description: Text | None = None
     """What it does, for the model."""
     parameters: dict[str, Any] | None = None
@@ -120,20 +120,20 @@ def offered(tools: Sequence[ResponseTool]) -> Iterator[Offered]:
 
 class AllowedTool(Strict):
     type: Annotated[Literal["function", "custom"], BeforeValidator(_callable)]
-    """What may be called."""
+    """The kind of tool."""
     name: Text
     """Its name."""
 
 
 class ToolChoice(Strict):
     type: Annotated[Literal["function", "custom", "allowed_tools"], BeforeValidator(_callable)]
-    """What is to be called: one tool, or with `allowed_tools` some of them."""
+    """One tool to call, or with `allowed_tools` the tools that may be called."""
     name: Text | None = None
     """The tool's name."""
     mode: Literal["auto", "required"] | None = None
-    """Of allowed tools: whether the model may leave it or has to call."""
+    """With `allowed_tools`: whether the model may or must call one of them."""
     tools: Annotated[ListOf[AllowedTool], Field(max_length=MAX_TOOLS)] | None = None
-    """Of allowed tools: which."""
+    """With `allowed_tools`: the tools that may be called."""
 
     @model_validator(mode="after")
     def _check(self) -> ToolChoice:

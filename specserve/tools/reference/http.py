@@ -31,12 +31,12 @@ REQUESTS: dict[str, type[BaseModel]] = {
 _HEAD = """# Fields of HTTP requests
 
 Written by `make docs` from the models in `specserve/server/` and `specserve/frontend/`, which check every request;
-change them instead. [api.md](api.md) explains requests, answers, errors and the other routes. A running server
-describes the same at `/openapi.json`, and as pages at `/docs` and `/redoc`, for which a browser loads scripts from
+to change it, edit those. [api.md](api.md) explains requests, answers, errors and the other routes. A running server has
+the same description at `/openapi.json`, and as pages at `/docs` and `/redoc`, whose scripts the browser loads from
 `cdn.jsdelivr.net`.
 
-A field that is not listed is an error, and so is a value of another type: `"1"` is no number, 1 no boolean. `null` is
-the default where there is one. `a.b` is a field of the object `a`, `a[].b` one of each object in the list `a`.
+An unlisted field is an error, and so is a value of the wrong type: `"1"` is not a number and 1 is not a boolean. `null`
+means the default, if there is one. `a.b` is a field of the object `a`, `a[].b` a field of each object in the list `a`.
 """
 _BOUNDS = (
     ("minimum", "from {:g}"),
@@ -90,8 +90,8 @@ def _section(route: str, model: type[BaseModel]) -> str:
     lines = [f"## {route}", "", "| field | values | default | meaning |", "|---|---|---|---|"]
     lines += [field.row for field in found if not field.refused]
     if refused := [field.refused_row for field in found if field.refused]:
-        lines += ["", "Refused with the reason, unless null or a value that asks for nothing:", ""]
-        lines += ["| field | taken values | reason |", "|---|---|---|", *refused]
+        lines += ["", "Refused with the reason, unless the field has an accepted value:", ""]
+        lines += ["| field | accepted values | reason |", "|---|---|---|", *refused]
     return "\n".join([*lines, ""])
 
 

@@ -22,11 +22,12 @@ CLASSES: tuple[type, ...] = (
 
 _HEAD = f"""# Python API
 
-Written by `make docs` from the code; change the docstrings instead. [api.md](api.md#python) has an example. `LLM`,
+Written by `make docs` from the code; to change it, edit the docstrings. [api.md](api.md#python) has an example. `LLM`,
 `SamplingParams`, `Speculation` and `RequestOutput` are imported from `specserve`. `LLM` takes every
-[setting](settings.md) by its name. A wrong value, and a name that is no setting, is a `ValueError` that names the
-setting, prompt or parameter; a call that Python itself can't make, such as `SamplingParams(5)` (parameters go by their
-names) or `SamplingParams(foo=1)`, is a `TypeError`.
+[setting](settings.md) by its name. A wrong value or an unknown setting raises `ValueError`, which names the setting,
+prompt or parameter. A call that does not match the signature, such as `SamplingParams(5)` (parameters are keyword-only)
+or `SamplingParams(foo=1)`, raises `TypeError`.
+
 `Prompt` is `{Prompt}`, `Message` is `{Message}`.
 """
 
