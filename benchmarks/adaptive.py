@@ -83,12 +83,12 @@ def adaptive_llm(
         patch.object(specserve.process.assemble, "Runner", MeteredRunner),
         LLM(args.model, **given | settings) as llm,
     ):
-        assert llm._engine is not None
+        assert llm.engine is not None
         padding = made[-1].padding
         policies: dict[str, ShapePolicy] = {"off": StaticShapes(None, padding)}
         policies |= {spelled(each): StaticShapes(each, padding) for each in fixed}
         keep_what_is_loaded()
-        yield llm, policies | {"adaptive": llm._engine._policy}
+        yield llm, policies | {"adaptive": llm.engine.policy}
 
 
 def spelled(speculation: Speculation) -> str:
@@ -99,15 +99,15 @@ def spelled(speculation: Speculation) -> str:
 @contextmanager
 def under(llm: LLM, policy: ShapePolicy) -> Iterator[None]:
     """The engine's steps have the shapes of ``policy``; it is told of all of them before the next one rules."""
-    engine = llm._engine
+    engine = llm.engine
     assert engine is not None
-    before, engine._policy = engine._policy, policy
+    before, engine.policy = engine.policy, policy
     try:
         yield
     finally:
         while engine.has_work:
             engine.run_once()
-        engine._policy = before
+        engine.policy = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +140,13 @@ class Run:
 
 def run_load(llm: LLM, policy: ShapePolicy, load: Load, turn: int = 0) -> Run:
     """The load under a policy, from a full batch on."""
-    assert llm._engine is not None
-    runner = llm._engine.runner
+    assert llm.engine is not None
+    runner = llm.engine.runner
     assert isinstance(runner, MeteredRunner)
     first = turn * (load.batch + load.requests)
     jobs = {"": endless(load.prompts, load.new_tokens, first, temperature=0.0, ignore_eos=True)}
     wanted = {"": load.batch}
-    with ClosedLoop(llm._engine, policy, jobs) as loop:
+    with ClosedLoop(llm.engine, policy, jobs) as loop:
         loop.fill(wanted)
         begin, earlier = loop.now(), len(runner.prefills)
         loop.run_requests(wanted, load.requests)

@@ -67,9 +67,9 @@ def run_scenario(
     llm: LLM, policy: ShapePolicy, jobs: Jobs, stages: Sequence[int], seconds: float
 ) -> tuple[list[Stage], list[Step], list[Delivery]]:
     """All stages, one after the other. Requests of a stage that has ended run to their ends."""
-    assert llm._engine is not None
+    assert llm.engine is not None
     ran = []
-    with ClosedLoop(llm._engine, policy, jobs) as loop:
+    with ClosedLoop(llm.engine, policy, jobs) as loop:
         for requests in stages:
             for kind in KINDS:
                 begin = loop.now()
@@ -147,11 +147,11 @@ def warm_up(
     llm: LLM, policies: Mapping[str, ShapePolicy], prompts: Sequence[list[int]], most: int, seconds: float
 ) -> None:
     """Kernels compile, and pinned memory grows, before anything is timed."""
-    assert llm._engine is not None
+    assert llm.engine is not None
     for name, policy in policies.items():
         if name != "adaptive":  # which learns from what it runs
             jobs = {"code": endless(prompts, 16, temperature=0.0)}
-            with ClosedLoop(llm._engine, policy, jobs) as loop:
+            with ClosedLoop(llm.engine, policy, jobs) as loop:
                 loop.run({"code": most}, seconds)
 
 

@@ -98,7 +98,7 @@ class ClosedLoop:
     """The load of one policy, which has the scheduler to itself until the ``with`` block ends."""
 
     def __init__(self, scheduler: Scheduler, policy: ShapePolicy, jobs: Jobs) -> None:
-        self._scheduler, self._before = scheduler, scheduler._policy
+        self._scheduler, self._before = scheduler, scheduler.policy
         self._jobs = jobs
         self._open: dict[str, str] = {}  # kinds of requests that have not ended
         self._begun: set[str] = set()
@@ -116,14 +116,14 @@ class ClosedLoop:
 
     def __enter__(self) -> ClosedLoop:
         self._empty()
-        self._scheduler._policy = self._recorder
+        self._scheduler.policy = self._recorder
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._empty()
-        self._scheduler._policy = self._before
+        self._scheduler.policy = self._before
 
     def fill(self, wanted: Mapping[str, int]) -> None:
         """Until as many requests as wanted have their first tokens."""

@@ -34,7 +34,7 @@ def load_prompts() -> list[dict[str, Any]]:
 
 def run_prompts(llm: LLM, rows: Sequence[dict[str, Any]], **params: Any) -> list[RequestOutput]:
     """Dialogues to their natural end, code for ``CODE_TOKENS`` tokens; all in one call, seeded by position."""
-    tokenizer = llm._tokenizer
+    tokenizer = llm.tokenizer
     assert tokenizer is not None
     prompts = [
         tokenizer.encode_chat(row["messages"]) if "messages" in row else tokenizer.encode(row["prompt"])

@@ -43,7 +43,7 @@ def workloads(count: int) -> dict[str, Work]:
     """Prompts and how they are answered, greedily."""
     rows, params = load_prompts(), SamplingParams(temperature=0, max_tokens=CODE_TOKENS)
     with open_llm("NONE", None) as llm:
-        tokenizer = llm._tokenizer
+        tokenizer = llm.tokenizer
         assert tokenizer is not None
         chats = [tokenizer.encode_chat(row["messages"]) for row in rows if "messages" in row][:count]
         codes = [row["prompt"] for row in rows if "prompt" in row][:count]

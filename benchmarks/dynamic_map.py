@@ -135,7 +135,7 @@ class Bench:
             f"{FLAG}_start": self._write(home, size),
         }
         with open_llm(self.args, **settings) as llm:
-            scheduler = llm._engine
+            scheduler = llm.engine
             assert isinstance(scheduler, Scheduler)
             assert scheduler.runner.context.drafter.live_map is not None
             before, _ = measure(llm, self._traffic[domain])

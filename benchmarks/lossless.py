@@ -277,8 +277,8 @@ def run_configuration(
     prompts = [item.prompt for item in items]
     with open_llm(models, **settings_of(models, configuration, items)) as llm:
         outputs = llm.generate(prompts, params)
-        assert llm._engine is not None
-        preemptions = llm._engine.stats().preemptions
+        assert llm.engine is not None
+        preemptions = llm.engine.stats().preemptions
     differing = [i for i, output in enumerate(outputs) if output.token_ids != texts[i]]
     differences = []
     if differing:

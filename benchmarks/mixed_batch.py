@@ -57,8 +57,8 @@ def easiest(
 
 def outside_draft(llm: LLM, tokens: int) -> dict[int, float]:
     """A bias to those of the first ``tokens`` ids that cannot be drafted, as many as a request may have."""
-    assert llm._engine is not None
-    drafter = llm._engine.runner.context.drafter
+    assert llm.engine is not None
+    drafter = llm.engine.runner.context.drafter
     inside = set() if drafter.vocab is None else set(drafter.vocab.ids.tolist())
     outside = [token for token in range(tokens) if token not in inside]
     return dict.fromkeys(outside[: MAX_BIAS - 16], OUTSIDE)
@@ -80,14 +80,14 @@ def run_load(
     llm: LLM, policy: ShapePolicy, halves: Halves, cap: int | None, args: argparse.Namespace
 ) -> dict[str, float]:
     """Tokens a second, and tokens a step of each half, once the batch is full and its requests out of step."""
-    assert llm._engine is not None
+    assert llm.engine is not None
     speculation = RequestSpeculation(max_draft_tokens=cap)
     jobs = {
         half: endless(prompts, args.new_tokens, **sampling, speculation=speculation)
         for half, (prompts, sampling) in halves.items()
     }
     wanted = {"easy": args.batch // 2, "hopeless": args.batch - args.batch // 2}
-    with ClosedLoop(llm._engine, policy, jobs) as loop:
+    with ClosedLoop(llm.engine, policy, jobs) as loop:
         loop.run(wanted, args.settle)
         begin = loop.now()
         loop.run(wanted, args.seconds)

@@ -52,8 +52,8 @@ def _once(llm: LLM, prompts: list[list[int]], new_tokens: int) -> dict[str, floa
 
 
 def _engine_steps(llm: LLM) -> int:
-    assert llm._engine is not None
-    return llm._engine.stats().steps
+    assert llm.engine is not None
+    return llm.engine.stats().steps
 
 
 def run_shape(

@@ -162,7 +162,7 @@ def main() -> None:
         raise SystemExit("--model: bytes are known of Llama-3.1-8B's shapes on an H200 alone")
     numbers = [] if args.shape == "off" else [int(part) for part in args.shape.split(",")]
     shape: Shape | None = (numbers[0], numbers[1], numbers[2]) if numbers else None
-    apart = mock.patch.object(overlap, "_overlap", return_value={"OVERLAP": False})
+    apart = mock.patch.object(overlap, "overlap_on", return_value={"OVERLAP": False})
     with apart if args.one_by_one else nullcontext(), open_llm(args, shape, 1) as llm:
         steps, _ = trace_steps(llm, make_prompts(args, 1), args.new_tokens)
     rows = bars(steps, args.prompt_tokens + args.new_tokens // 2)

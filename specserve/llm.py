@@ -75,14 +75,14 @@ class LLM:
         for name in _unread(given):
             log.warning("%s changes nothing: it is the server's, and LLM is none", name)
         self.settings, _, config = resolve_engine(given)
-        self._tokenizer: Tokenizer | None = None
+        self.tokenizer: Tokenizer | None = None
         if not given.skip_tokenizer_init:
-            self._tokenizer = Tokenizer.load(
+            self.tokenizer = Tokenizer.load(
                 str(config.tokenizer_path), given.trust_remote_code, given.chat_template
             )
         self._vocab_size = config.model.vocab_size
         self._ends = config.model.eos_token_ids
-        self._engine: Engine | None = create_scheduler(config)
+        self.engine: Engine | None = create_scheduler(config)
         self._calls = 0
 
     def generate(
@@ -143,11 +143,11 @@ class LLM:
 
     def close(self) -> None:
         """Free the engine and its memory. The object is of no use any more."""
-        if self._engine is not None:
+        if self.engine is not None:
             from specserve.engine.memory import return_memory
 
-            self._engine.close()
-            self._engine = None
+            self.engine.close()
+            self.engine = None
             return_memory()
 
     def __enter__(self) -> LLM:
@@ -211,20 +211,20 @@ class LLM:
         return msgspec.structs.replace(params, prediction=ids)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise ValueError(f"{what} needs a tokenizer, and skip_tokenizer_init is set")
-        return self._tokenizer
+        return self.tokenizer
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
         """One for each prompt."""
-        if self._engine is None:
+        if self.engine is None:
             raise ValueError("this LLM is closed")
         if given is None:
             given = SamplingParams(temperature=0) if self.settings.requests_all_greedy else SamplingParams()
         found = [self._with_ids(each, where) for each, where in _params_each(given, count)]
-        if self._tokenizer is None and any(each.stop for each in found):
+        if self.tokenizer is None and any(each.stop for each in found):
             raise ValueError("stop needs a tokenizer, and skip_tokenizer_init is set; use stop_token_ids")
         return found
 
@@ -238,10 +238,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """``name`` says what to call the prompt of an index, where there are several; ``parsers`` take the answers
         apart."""
-        engine = self._engine
+        engine = self.engine
         assert engine is not None, "parameters were looked at"
         self._calls += 1
-        batch = _Batch(engine, self._tokenizer, f"call{self._calls}", prompts, params, name, parsers)
+        batch = _Batch(engine, self.tokenizer, f"call{self._calls}", prompts, params, name, parsers)
         for _ in _progress(batch.run(), len(prompts), progress):
             pass
         return batch.outputs()

@@ -84,7 +84,7 @@ def named(function: str | Callable[..., Any]) -> Callable[..., Any]:
 
 METHOD_NAMES = [NONE]
 """Accepted values of the setting, in order; ``register`` extends it."""
-_METHODS: dict[str, Method] = {}
+METHODS: dict[str, Method] = {}
 REFUSED = {
     "REDRAFTER": "is not served: no weights of it are published; take MEDUSA, HYDRA or MLP_SPECULATOR",
     "LOOKAHEAD": "is not served: its window takes 56 nodes more of each request and step, for fewer accepted tokens "
@@ -97,13 +97,13 @@ def register(method: Method) -> None:
     """Make a method selectable by its name and aliases."""
     for name in (method.name, *method.aliases):
         assert name not in METHOD_NAMES, f"two methods are called {name}"
-        _METHODS[name] = method
+        METHODS[name] = method
         METHOD_NAMES.append(name)
 
 
 def method_of(name: str) -> Method | None:
     """Return the method of a name or an alias, None for plain decoding."""
-    return None if name == NONE else _METHODS[name]
+    return None if name == NONE else METHODS[name]
 
 
 def parts_of(name: str) -> list[str]:
@@ -189,7 +189,7 @@ register(
 )
 register(
     replace(
-        _METHODS["STANDALONE"],
+        METHODS["STANDALONE"],
         name="PARD",
         load="specserve.speculation.drafters.pard:PardDrafter.load",
         count_levels="specserve.models.draft.pard:count_levels",
@@ -199,7 +199,7 @@ register(Method("NGRAM", "specserve.speculation.drafters.ngram:NgramDrafter.load
 register(
     Method("SUFFIX", "specserve.speculation.drafters.suffix:SuffixDrafter.load", copies="all", recalls=True)
 )
-register(replace(_METHODS["SUFFIX"], name="REST", recalls=False, reads_datastore=True))
+register(replace(METHODS["SUFFIX"], name="REST", recalls=False, reads_datastore=True))
 register(
     replace(
         _EAGLE_HEAD,
@@ -235,4 +235,4 @@ for _lookup in ("NGRAM", "SUFFIX", "REST"):
         "STANDALONE",
         "PARD",
     ):
-        register(_merged(_METHODS[_model], _METHODS[_lookup]))
+        register(_merged(METHODS[_model], METHODS[_lookup]))

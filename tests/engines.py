@@ -83,14 +83,14 @@ def context_of(scheduler: Scheduler) -> Context:
 def head_of(scheduler: Scheduler) -> LayerHead:
     drafter = context_of(scheduler).drafter
     assert isinstance(drafter, EagleDrafter)
-    head = drafter._head
+    head = drafter.head
     assert isinstance(head, LayerHead)
     return head
 
 
 def multiply_integers(module: torch.nn.Module) -> None:
     """Make each ``Linear`` what one in 16 bits is in an int8 draft on a GPU, wherever it is."""
-    with patch.object(linear, "_multiplies_integers", return_value=True):
+    with patch.object(linear, "multiplies_integers", return_value=True):
         for name, child in list(module.named_modules()):
             if isinstance(child, linear.Linear):
                 module.set_submodule(name, linear.QuantizedLinear(child, torch.int8))
@@ -98,7 +98,7 @@ def multiply_integers(module: torch.nn.Module) -> None:
 
 def requests_of(scheduler: Scheduler) -> list[Request]:
     """Those that have a slot, oldest first."""
-    return scheduler._running
+    return scheduler.running
 
 
 @dataclass
@@ -236,12 +236,12 @@ class SwitchingShapes:
 def check_switching(llm: LLM, prompts: Sequence[list[int]], shapes: Sequence[StepShape], tokens: int) -> int:
     """What a step gives depends on where it starts and on its shape, not on the shapes of the steps before. Returns how
     many steps were compared."""
-    scheduler = llm._engine
+    scheduler = llm.engine
     assert isinstance(scheduler, Scheduler)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     found, texts = {}, []
     for name, choice in {"all": shapes, **{str(shape): [shape] for shape in shapes}}.items():
-        policy = scheduler._policy = SwitchingShapes(choice)
+        policy = scheduler.policy = SwitchingShapes(choice)
         texts.append([llm.generate([prompt], params)[0].token_ids for prompt in prompts])
         found[name] = policy.steps
     assert all(text == texts[0] for text in texts)

@@ -87,8 +87,8 @@ def test_nothing_is_drafted_where_a_request_has_one_token_left() -> None:
         LLM(skip_tokenizer_init=True, max_running_requests=2, speculative_algorithm="EAGLE3") as llm,
     ):
         assert {len(output.token_ids) for output in llm.generate(prompts, params)} == {2}
-        assert llm._engine is not None
-        assert list(llm._engine._step_counters.steps) == ["off"]  # type: ignore[attr-defined]
+        assert llm.engine is not None
+        assert list(llm.engine.stats().step_totals.shapes) == ["off"]
 
 
 def test_what_a_step_gives_does_not_depend_on_the_shapes_before(agreeing: Checkpoints) -> None:
@@ -137,12 +137,12 @@ def test_a_start_says_what_it_is_at(agreeing: Checkpoints) -> None:
 def test_costs_are_measured_at_start(agreeing: Checkpoints) -> None:
     """No shape is given: the controller is on."""
     with (
-        patch("specserve.engine.profile._host_seconds", counted),
+        patch("specserve.engine.profile.host_seconds", counted),
         LLM(**drafted(agreeing)) as llm,
     ):
-        assert llm._engine is not None
-        assert llm._engine.info["speculation"] == "adaptive"
-        cost = llm._engine._policy.controller.cost  # type: ignore[attr-defined]
+        assert llm.engine is not None
+        assert llm.engine.info["speculation"] == "adaptive"
+        cost = llm.engine.policy.cost  # type: ignore[attr-defined]
         plain, one, eight = (
             cost.seconds(shape, 0)
             for shape in (StepShape.plain(1), StepShape(1, 2, 1, 1), StepShape(1, 9, 8, 1))
@@ -154,8 +154,8 @@ def test_costs_are_measured_at_start(agreeing: Checkpoints) -> None:
 def test_measuring_leaves_the_padding_row_alone(agreeing: Checkpoints) -> None:
     """Or padding would take drafts from requests."""
     with LLM(**drafted(agreeing)) as llm:
-        assert llm._engine is not None
-        state = llm._engine.runner.context.state
+        assert llm.engine is not None
+        state = llm.engine.runner.context.state
         slots = state.slots
         assert [int(c[state.dummy]) for c in (slots.limit, slots.draft_cap, slots.length)] == [0, 0, 1]
 

@@ -55,7 +55,7 @@ def test_steps_of_all_requests_are_told_from_those_of_fewer() -> None:
         return seconds, [taken] * len(prompts)
 
     engine = SimpleNamespace(stats=lambda: SimpleNamespace(steps=0))
-    llm: Any = SimpleNamespace(_engine=engine)
+    llm: Any = SimpleNamespace(engine=engine)
     with patch.object(stepping, "generate_timed", generate):
         found = stepping.measure(llm, [[1]] * 6, 80, 1)
     assert found["full_ms_per_step"] == pytest.approx(70)

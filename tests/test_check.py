@@ -21,7 +21,7 @@ from specserve.process.worker import build_scheduler
 from specserve.scheduler.scheduler import Scheduler
 from specserve.tools.check.__main__ import main
 from specserve.tools.check.measure import USELESS
-from specserve.tools.check.memory import _count, expected_memory, memory_needed
+from specserve.tools.check.memory import count_bytes, expected_memory, memory_needed
 from specserve.tools.check.report import Acceptance, Memory, Perplexity, Report
 from tests.engines import Checkpoints, head_of
 from tests.front.fake_engine import VOCAB
@@ -97,7 +97,7 @@ def test_a_pair_that_fits(pair: Checkpoints, capsys: pytest.CaptureFixture[str])
 def test_what_a_rounded_weight_takes() -> None:
     """In addition to the weight, a byte a number and a factor for each 128."""
     rounded = QuantizedLinear(Linear(256, 64, bias=False), torch.int8)
-    assert _count([rounded], set()) == 256 * 64 * (4 + 1) + 2 * 64 * 4
+    assert count_bytes([rounded], set()) == 256 * 64 * (4 + 1) + 2 * 64 * 4
 
 
 def test_without_running(pair: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:

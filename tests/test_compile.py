@@ -43,7 +43,7 @@ found = collections.Counter()
 knobs.compilation.listener = lambda cache_hit, **_: found.update([cache_hit])
 run = JITFunction.run
 JITFunction.run = lambda self, *args, grid, warmup, **options: run(self, *args, grid=grid, warmup=True, **options)
-driver.set_active(compile._Driver((9, 0)))
+driver.set_active(compile.Driver((9, 0)))
 settle_keys()
 compile.launch_all(config)
 print(json.dumps([found[True], found[False]]))
@@ -63,7 +63,7 @@ from specserve.process.assemble import resolve_engine
 _, _, config = resolve_engine(replace(load_settings(sys.argv[1:], {}), device="cuda"), has_gpu=True)
 found = collections.Counter()
 knobs.runtime.jit_cache_hook = lambda fn, **_: found.update([fn.name]) is None
-driver.set_active(compile._Driver((9, 0)))
+driver.set_active(compile.Driver((9, 0)))
 compile.launch_all(config)
 print(*found)
 """

@@ -128,7 +128,7 @@ def test_wrong_books_are_loud(scheduler: Scheduler, caplog: pytest.LogCaptureFix
     page = next(scheduler.memory.cache.pages())
     scheduler.memory.allocator.allocate(2)
     scheduler.memory.allocator.share([page])
-    scheduler._free_slots.pop()
+    scheduler._free_slots.pop()  # private: a fault
     with caplog.at_level(logging.ERROR):
         scheduler.check_idle()
     assert scheduler.stats().violations == 3

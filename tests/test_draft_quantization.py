@@ -33,6 +33,7 @@ from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
 from specserve.models.draft.head import LayerHead
 from specserve.models.draft.mtp import MTPHead
+from specserve.models.draft.token_map import score_by
 from specserve.process import assemble as build
 from tests.engines import Checkpoints, answer_all, head_of, make_scheduler, multiply_integers
 
@@ -68,7 +69,7 @@ def test_what_a_draft_reads_is_rounded(random_models: Checkpoints, algorithm: st
         assert grids_of(before[name].weight) == []
         assert grids_of(layer.weight) == [quantization]
         assert layer.rounds_inputs == (quantization == "int8")
-    target = head_rounded_to(quantization, random_models, "EAGLE")._lm_head[0]  # type: ignore[index]
+    target = head_rounded_to(quantization, random_models, "EAGLE").reader
     assert grids_of(target.weight) == []
 
 
@@ -92,10 +93,10 @@ def test_fp8_needs_a_gpu_that_has_such_numbers(
     )
     with patch.object(torch.cuda, "get_device_capability", return_value=capability):
         if refused is None:
-            build._check_fp8(config)
+            build.check_fp8(config)
             return
         with pytest.raises(ValueError, match=f"{refused} needs .* 8\\.9 or more, this one has 8\\.6"):
-            build._check_fp8(config)
+            build.check_fp8(config)
 
 
 @pytest.mark.parametrize(
@@ -268,22 +269,23 @@ def test_who_multiplies_integers(capability: tuple[int, int], dtype: torch.dtype
     """Tensor cores from Ampere's on, numbers of 16 bits. Others' inputs stay as they are."""
     weight = SimpleNamespace(itemsize=dtype.itemsize, device=torch.device("cuda"))
     with patch("specserve_kernels.ops.device.capability_of", return_value=capability):
-        assert linear_layers._multiplies_integers(weight) == expected  # type: ignore[arg-type]
-    assert not linear_layers._multiplies_integers(torch.zeros(1, dtype=torch.float16))
+        assert linear_layers.multiplies_integers(weight) == expected  # type: ignore[arg-type]
+    assert not linear_layers.multiplies_integers(torch.zeros(1, dtype=torch.float16))
     plain, x = Linear(256, 8, bias=False), torch.randn(3, 256)
-    with patch.object(linear_layers, "_multiplies_integers", return_value=expected):
+    with patch.object(linear_layers, "multiplies_integers", return_value=expected):
         quantized = QuantizedLinear(plain, torch.int8)
     read = round_inputs(x).plain_TI if expected else x
     torch.testing.assert_close(quantized(x), read @ dequantize(*quantize(plain.weight, torch.int8)).T)
 
 
-def test_a_head_that_is_not_read_is_not_rounded() -> None:
+@pytest.mark.parametrize("picks", [True, False])
+def test_a_head_of_which_rows_are_read_in_place_is_not_rounded(picks: bool) -> None:
+    """As a dynamic token map does on a GPU."""
     head = integer_head("cpu", Eagle3Head, 128)
     head.lm_head = Linear(128, 50, bias=False)
     before = head.lm_head.weight.detach().clone()
-    head._lm_head = (Linear(128, 50, bias=False),)
+    if picks:
+        with patch("specserve.models.draft.token_map.on_gpu", return_value=True):
+            score_by(head, torch.arange(10))
     head.quantize("int8")
-    assert torch.equal(head.lm_head.weight, before)
-    head._lm_head = None
-    head.quantize("int8")
-    assert not torch.equal(head.lm_head.weight, before)
+    assert torch.equal(head.lm_head.weight, before) == picks

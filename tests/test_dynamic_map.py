@@ -84,7 +84,7 @@ def test_what_was_said_stays_for_a_while() -> None:
         found.look(stepped=True)
         found.leave([*prompt, *said])
         found.look(stepped=True)
-        assert not found._running_V.any()
+        assert not found.running_V.any()
         assert found.rows_R.tolist() == sorted({*said})
 
 
@@ -177,7 +177,7 @@ def check_guesses(scheduler: Scheduler) -> Iterator[list[int]]:
         assert drafter.live_map is not None
         assert drafter.vocab is not None
         known = set(drafter.vocab.ids.tolist())
-        ids_O = drafter._vocabulary.ids_O
+        ids_O = drafter.vocabulary.ids_O
         assert ids_O is not None
         assert known == set(ids_O[torch.from_numpy(drafter.live_map.rows_R)].tolist())
         assert set(pool.tokens_BP[pool.scores_BP > -torch.inf].tolist()) <= known
@@ -266,7 +266,7 @@ def test_ended_by_the_client(agreeing: Checkpoints) -> None:
     client.submit("b", PROMPT, SamplingParams(temperature=0, max_tokens=20))
     tokens = client.run()["b"].tokens
     assert drafter_of(scheduler).live_map is not None
-    assert not drafter_of(scheduler).live_map._running_V.any()
+    assert not drafter_of(scheduler).live_map.running_V.any()
     plain = make_scheduler(agreeing.target)
     assert tokens == answer_one(plain, PROMPT, SamplingParams(temperature=0, max_tokens=20)).tokens
 
@@ -372,18 +372,18 @@ def test_captured_steps_read_the_map_of_their_moment(tmp_path: Path) -> None:
     for algorithm in ("EAGLE", "EAGLE3"):
         settings = DYNAMIC | {"speculative_token_map_size": 512}
         with engine((algorithm, 5, 2, 12), max_running_requests=8, **settings) as llm:
-            scheduler = llm._engine
+            scheduler = llm.engine
             assert isinstance(scheduler, Scheduler)
             assert drafter_of(scheduler).live_map is not None
             drafter = drafter_of(scheduler)
-            assert isinstance(drafter._vocabulary.rows, IndexedHead)
+            assert isinstance(drafter.vocabulary.rows, IndexedHead)
             assert drafter.vocab is not None
-            tables = (drafter.vocab.ids, drafter.vocab.inverse, drafter._vocabulary.rows.ids_R)
+            tables = (drafter.vocab.ids, drafter.vocab.inverse, drafter.vocabulary.rows.ids_R)
             addresses = [table.data_ptr() for table in tables]
             assert_same(texts(llm, items), expected, items)
             assert drafter_of(scheduler).live_map.refreshes > 3
             assert [table.data_ptr() for table in tables] == addresses
-            ids_O = drafter._vocabulary.ids_O
+            ids_O = drafter.vocabulary.ids_O
             assert ids_O is not None
             rows = torch.from_numpy(drafter_of(scheduler).live_map.rows_R).to(ids_O.device)
             assert torch.equal(drafter.vocab.ids, ids_O[rows])

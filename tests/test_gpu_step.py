@@ -97,10 +97,10 @@ def test_speculation_changes_no_text(
 ) -> None:
     chosen = slice(0, 12) if batch == 1 else slice(0, 100)
     with engine(shape, max_running_requests=batch) as llm:
-        assert llm._engine is not None
-        assert llm._engine.info["cuda_graphs"]["count"] > 0  # type: ignore[index]
+        assert llm.engine is not None
+        assert llm.engine.info["cuda_graphs"]["count"] > 0  # type: ignore[index]
         assert_same(texts(llm, items[chosen]), expected[chosen], items[chosen])
-        assert llm._engine.stats().accepted > 0
+        assert llm.engine.stats().accepted > 0
 
 
 def held(items: list[Item]) -> list[Item]:
@@ -148,8 +148,8 @@ def test_masked_steps_are_graphs_and_change_no_text(
         for _ in range(2):
             assert_same(texts(llm, chosen), expected, chosen)
         assert settled.call_count > 20
-        assert llm._engine is not None
-        assert llm._engine.stats().eager_steps == 0
+        assert llm.engine is not None
+        assert llm.engine.stats().eager_steps == 0
         before = settled.call_count
         assert_same(texts(llm, chosen[3::4]), expected[3::4], chosen[3::4])
         assert settled.call_count == before
@@ -163,15 +163,15 @@ def test_a_draft_in_int8_changes_no_text(
     """Neither by kernels that convert its weights nor by those that multiply integers, which models in 16 bits take
     and whose texts can't be held against each other as strictly."""
     with (
-        patch.object(linear, "_multiplies_integers", return_value=integers),
+        patch.object(linear, "multiplies_integers", return_value=integers),
         engine(shape, max_running_requests=32, speculative_draft_quantization="int8") as llm,
     ):
-        assert llm._engine is not None
-        projection = head_of(llm._engine).mlp.down_proj
+        assert llm.engine is not None
+        projection = head_of(llm.engine).mlp.down_proj
         assert isinstance(projection, linear.QuantizedLinear)
         assert projection.quantizes(1) == integers
         assert_same(texts(llm, items), expected, items)
-        assert llm._engine.stats().accepted > 0
+        assert llm.engine.stats().accepted > 0
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
@@ -179,16 +179,16 @@ def test_weights_of_few_bits_give_the_same_bits_with_any_draft(kind: str, items:
     """In bfloat16, without a tie that excuses a difference."""
     settings: dict[str, Any] = {"dtype": "bfloat16", "quantization": kind, "max_running_requests": 32}
     with engine(None, **settings) as llm:
-        assert llm._engine is not None
-        projection = context_of(llm._engine).target.layers[0].mlp.down_proj
+        assert llm.engine is not None
+        projection = context_of(llm.engine).target.layers[0].mlp.down_proj
         assert isinstance(projection, StoredProjection)
         assert projection.plain is None
         expected = texts(llm, items)
     for shape in (("EAGLE3", 3, 1, 4), ("EAGLE3", 4, 4, 16)):
         with engine(shape, **settings) as llm:
-            assert llm._engine is not None
+            assert llm.engine is not None
             assert texts(llm, items) == expected
-            assert llm._engine.stats().accepted > 0
+            assert llm.engine.stats().accepted > 0
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -196,15 +196,15 @@ def test_an_fp8_cache_gives_the_same_bits_with_any_draft(page_size: int, items: 
     """In bfloat16, for prompts in one chunk and in several, with a preemption and without."""
     settings: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3", "page_size": page_size}
     with engine(None, **settings, max_running_requests=32) as llm:
-        assert llm._engine is not None
-        assert {layer.dtype for layer in context_of(llm._engine).pool.layers} == {torch.float8_e4m3fn}
+        assert llm.engine is not None
+        assert {layer.dtype for layer in context_of(llm.engine).pool.layers} == {torch.float8_e4m3fn}
         expected = texts(llm, items)
     several = {"chunked_prefill_size": 16, "max_total_tokens": 960, "max_running_requests": 16}
     for shape, others in ((("EAGLE3", 3, 1, 4), {}), (("EAGLE3", 4, 4, 16), several)):
         with engine(shape, **settings, **others) as llm:
-            assert llm._engine is not None
+            assert llm.engine is not None
             assert texts(llm, items) == expected
-            assert llm._engine.stats().accepted > 0
+            assert llm.engine.stats().accepted > 0
 
 
 def test_in_16_bits_a_draft_is_in_int8_and_guesses_as_well(items: list[Item]) -> None:
@@ -212,13 +212,13 @@ def test_in_16_bits_a_draft_is_in_int8_and_guesses_as_well(items: list[Item]) ->
     for rounding in ("none", "auto"):
         settings = {"dtype": "bfloat16", "speculative_draft_quantization": rounding}
         with engine(("EAGLE3", 5, 1, 6), max_running_requests=32, **settings) as llm:
-            assert llm._engine is not None
-            projection = head_of(llm._engine).mlp.down_proj
+            assert llm.engine is not None
+            projection = head_of(llm.engine).mlp.down_proj
             assert (isinstance(projection, linear.QuantizedLinear) and projection.quantizes(1)) == (
                 rounding == "auto"
             )
             texts(llm, items)
-            stats = llm._engine.stats()
+            stats = llm.engine.stats()
             lengths[rounding] = stats.accepted / stats.steps
     assert lengths["auto"] == pytest.approx(lengths["none"], rel=0.05)
 
@@ -313,8 +313,8 @@ def test_no_setting_changes_the_text(
 ) -> None:
     with engine(("EAGLE3", 4, 4, 16), max_running_requests=16, **settings) as llm:
         assert_same(texts(llm, items[:40]), expected[:40], items[:40])
-        assert llm._engine is not None
-        assert (llm._engine.stats().preemptions > 0) == ("max_total_tokens" in settings)
+        assert llm.engine is not None
+        assert (llm.engine.stats().preemptions > 0) == ("max_total_tokens" in settings)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
@@ -325,7 +325,7 @@ def test_nothing_waits_for_the_device_but_the_reading_of_results(
     """PyTorch raises at every call that would synchronize; reading a result waits for an event, which it allows. Half
     the requests come in while others run, and each iteration leaves a launch in flight."""
     with engine(shape, max_running_requests=8) as llm:
-        scheduler = llm._engine
+        scheduler = llm.engine
         assert scheduler is not None
         for index, item in enumerate(items[:4]):
             scheduler.submit(Submit(str(index), list(item.prompt), item.params))
@@ -339,7 +339,8 @@ def test_nothing_waits_for_the_device_but_the_reading_of_results(
                 scheduler.submit(Submit(str(4 + index), list(item.prompt), params))
             while scheduler.has_work:
                 tokens += sum(len(message.token_ids) for message in scheduler.run_once())  # type: ignore[union-attr]
-                assert scheduler._inflight or not any(r.wants_tokens for r in scheduler._running)
+                # private: whether a launch is in flight, which no result shows
+                assert scheduler._inflight or not any(r.wants_tokens for r in scheduler.running)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert tokens > 100
@@ -352,7 +353,7 @@ def test_logprobs_and_aborts_under_overlap(items: list[Item]) -> None:
     found = []
     for shape in (None, ("EAGLE3", 4, 4, 16)):
         with engine(shape, max_running_requests=4) as llm:
-            scheduler = llm._engine
+            scheduler = llm.engine
             assert scheduler is not None
             for round_ in range(3):
                 for index, prompt in enumerate(prompts[:6]):
@@ -362,7 +363,7 @@ def test_logprobs_and_aborts_under_overlap(items: list[Item]) -> None:
                 for index in range(6):
                     scheduler.abort(f"{round_}-{index}")
             found.append(llm.generate(prompts, params))
-            assert not scheduler._running
+            assert not scheduler.running
     for plain, drafted in zip(*found, strict=True):
         assert plain.token_ids == drafted.token_ids
         for ours, theirs in zip(drafted.logprobs or [], plain.logprobs or [], strict=True):

@@ -80,10 +80,10 @@ def fake_graphs() -> Iterator[None]:
 
     fakes = {name: mock.Mock() for name in ("Stream", "current_stream", "graph_pool_handle")}
     with (
+        # private: the only place where a CPU can't do what a GPU does
         mock.patch.object(graphs._Maker, "_capture", capture),
-        mock.patch(
-            "specserve.engine.runner._to_host", torch.clone
-        ),  # a replay overwrites what the last one gave
+        # A replay overwrites what the last one gave.
+        mock.patch("specserve.engine.runner.to_host", torch.clone),
         mock.patch.multiple(
             torch.cuda, mem_get_info=lambda *_: (0, 0), stream=lambda *_: nullcontext(), **fakes
         ),
@@ -122,7 +122,7 @@ def test_masked_steps_are_graphs_and_change_no_text(
         **settings,
     ) as llm:
         expected = [each.token_ids for each in llm.generate(prompts, params)]
-        scheduler = llm._engine
+        scheduler = llm.engine
         assert isinstance(scheduler, Scheduler)
         sizes = [(slots, drafting) for slots in range(1, 5) for drafting in range(slots + 1)]
         shapes = [step_shape(slots, drafted, drafting) for slots, drafting in sizes]

@@ -90,8 +90,8 @@ def test_everything_is_whole_again(
     assert stats.accepted > 0
     assert (stats.running, stats.waiting) == (0, 0)
     assert not scheduler.has_work
-    assert scheduler._running == []
-    assert sorted(scheduler._free_slots) == list(range(SLOTS))
+    scheduler.check_idle()
+    assert scheduler.stats().violations == 0, "free slots are all that there are"
     memory.check_idle()
     assert (memory.cache is not None) == cache
     if memory.cache is not None:

@@ -90,9 +90,9 @@ def test_put_back_in_the_middle_of_a_prompt(agreeing: Checkpoints) -> None:
     client = Client(scheduler)
     client.submit("a", PROMPT, SCORED)
     client.iterate()
-    (request,) = scheduler._running
+    (request,) = scheduler.running
     assert (request.prefilled, len(request.scores or ())) == (8, 8)
-    scheduler._preempt(request)
+    scheduler.preempt(request)
     client.iterate()
     assert request.cached_tokens == 0
     assert request.prefilled == 16, "the first 8 came from the cache"

@@ -228,6 +228,7 @@ def kill_a_server() -> None:
 
         pids = servers_of(next(iter(replica_pids().values())))
     else:
+        # private: the example's server, which only Serve's own health check ends
         pids = {fake_ray.SERVE.deployed[0].running[0].callable._server.pid}
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

@@ -43,11 +43,11 @@ def test_no_step_runs_for_a_request_whose_end_is_certain(overlap: str) -> None:
     """Each launch in flight emits a token at least, so the last needed one is known before it is read."""
     with LLM(overlap_schedule=overlap, max_running_requests=2, skip_tokenizer_init=True) as llm:
         for tokens in (1, 2, 9):
-            before = llm._engine.stats().steps  # type: ignore[union-attr]
+            before = llm.engine.stats().steps  # type: ignore[union-attr]
             params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
             (output,) = llm.generate([[5, 6, 7]], params)
             assert len(output.token_ids) == tokens
-            assert llm._engine.stats().steps - before == tokens - 1  # type: ignore[union-attr]
+            assert llm.engine.stats().steps - before == tokens - 1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

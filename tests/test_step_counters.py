@@ -44,6 +44,7 @@ class Recorded:
 @contextmanager
 def record_steps() -> Iterator[Recorded]:
     """All steps in order, and the trees of those that drafted."""
+    # private: only there are a launch, its requests and its results seen together
     collect = Scheduler._collect
 
     def recording(self: Scheduler, item: Any) -> None:
@@ -60,6 +61,7 @@ def record_steps() -> Iterator[Recorded]:
         rows = [each.tokens if on else None for each, on in zip(found, live, strict=True)]
         recorded.reads.append(Read(item.shape, rows, item.batch.kv_tokens, item.launch.seconds, kept))
 
+    # private: as above
     with record_drafts() as drafts, patch.object(Scheduler, "_collect", recording):
         recorded = Recorded(drafts=drafts)
         yield recorded
@@ -179,7 +181,7 @@ def test_with_the_controller(agreeing: Checkpoints) -> None:
     assert_same_counts(scheduler, recorded)
     assert any(None in step.emitted for step in recorded.reads)
     cost = scheduler.stats().step_totals.cost
-    model = scheduler._policy.cost
+    model = scheduler.policy.cost
     assert cost is not None
     assert model is not None
     predicted = plain = 0.0

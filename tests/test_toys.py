@@ -35,7 +35,7 @@ PROMPTS = [[3 + i, 9, 14 + i, 2, 33, 2, 33, 2, 33] for i in range(6)]
 def registered() -> Iterator[None]:
     """The toys are known while the test runs."""
     names = [*methods.METHOD_NAMES]
-    changed = methods._METHODS, formats.FORMATS, registry.ARCHITECTURES  # by ``register``
+    changed = methods.METHODS, formats.FORMATS, registry.ARCHITECTURES  # by ``register``
     with patch.dict(changed[0]), patch.dict(changed[1]), patch.dict(changed[2]):
         methods.register(METHOD)
         formats.register(scaled.METHOD, scaled.read)

@@ -69,7 +69,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, tmp_path: Path) ->
     torch.manual_seed(5)
     first = make_loop(parts, tmp_path / "parts", "muon")
     for _ in range(3):
-        first._train_step()
+        first.train_step()
     first.save()
     torch.manual_seed(99)
     again = make_trainer(kind)

@@ -299,7 +299,7 @@ def variants(shape: Shape, rows_tried: list[int]) -> Iterator[tuple[str, Any]]:
     if shape.kind == "prefill":
         for tile in TILES:
             chosen = prefill.Tile(*tile)
-            yield str(tile), mock.patch.object(prefill, "_tile", lambda *_, tile=chosen: tile)
+            yield str(tile), mock.patch.object(prefill, "choose_tile", lambda *_, tile=chosen: tile)
         return
     limits, row_bytes = limits_of(DEVICE), HEAD_DIM * DTYPE.itemsize
     chosen = LaunchPlan.of(

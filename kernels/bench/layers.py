@@ -114,7 +114,7 @@ def graph_seconds(calls: list[Callable[[], object]], repeats: int = 15, overlapp
 
 def one_by_one() -> AbstractContextManager[object]:
     """Launches inside begin when the one before has ended."""
-    return mock.patch.object(overlap, "_overlap", return_value={"OVERLAP": False})
+    return mock.patch.object(overlap, "overlap_on", return_value={"OVERLAP": False})
 
 
 def host_seconds(call: Callable[[], object], repeats: int = 1000) -> float:

@@ -38,7 +38,7 @@ def grouped(q_BNHD: Tensor, cache: Tensor, visible_BNL: Tensor) -> Tensor:
 def test_against_dense(
     page_size: int, heads: int, kv_heads: int, packs_up_to: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_PACK_ROWS", packs_up_to)
+    monkeypatch.setattr(attention, "PACK_ROWS", packs_up_to)
     generator = torch.Generator().manual_seed(page_size + heads)
     batch, queries, size = 2, 3, 8
     pages = -(-20 // page_size)
@@ -59,7 +59,7 @@ def test_both_paths_are_taken_by_size() -> None:
     cache = torch.randn(9, 2, 16, 2, 8, generator=generator, dtype=torch.float64)
     pages_BM = torch.tensor([[3, 1, 8]])
     q_BNHD = torch.randn(1, 100, 8, 8, generator=generator, dtype=torch.float64)
-    assert 4 * 100 > attention._PACK_ROWS > 4
+    assert 4 * 100 > attention.PACK_ROWS > 4
     visible_BNL = torch.ones(1, 100, 48, dtype=torch.bool).tril(-1)
     visible_BNL[..., 0] = True
     whole = paged_attention(q_BNHD, cache, pages_BM, grouped(q_BNHD, cache, visible_BNL))

@@ -225,7 +225,7 @@ def test_turned_linear(
     draw, outputs: int, inputs: int, gated: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of few outputs meet; ends of tokens, outputs and inputs; a place that is given."""
-    monkeypatch.setattr(turned_linear, "_MANY_OUTPUTS", 512)
+    monkeypatch.setattr(turned_linear, "MANY_OUTPUTS", 512)
     x, weight = draw(tokens, inputs + 16)[:, 8 : inputs + 8], 2 * draw(outputs, inputs) / inputs**0.5
     if x.dtype == torch.float32:
         x, weight = x.half(), weight.half()

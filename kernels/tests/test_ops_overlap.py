@@ -124,7 +124,7 @@ def test_the_list_of_those_alone_is_true() -> None:
 
 
 def test_nothing_overlaps_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "_INTERPRETED", True)
+    monkeypatch.setattr(overlap, "INTERPRETED", True)
     assert overlap.overlap() == {"OVERLAP": False}
 
 
@@ -138,7 +138,7 @@ def test_devices_that_can(
     driver = mock.Mock()
     driver.active.get_current_target.return_value = mock.Mock(backend=backend, arch=arch)
     monkeypatch.setattr(overlap, "driver", driver)
-    assert overlap._overlap.__wrapped__(0) == (
+    assert overlap.overlap_on.__wrapped__(0) == (
         {"OVERLAP": True, "launch_pdl": True} if overlaps else {"OVERLAP": False}
     )
 
@@ -201,7 +201,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
         return graph, found
 
     overlapping = captured()
-    with mock.patch.object(overlap, "_overlap", return_value={"OVERLAP": False}):
+    with mock.patch.object(overlap, "overlap_on", return_value={"OVERLAP": False}):
         one_by_one = captured()
     for _ in range(30):
         table_VH.copy_(draw(tokens, hidden))

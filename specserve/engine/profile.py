@@ -99,7 +99,7 @@ def eager_seconds(context: Context, shape: StepShape, length: int) -> float:
         step(context, View.of(context, rows_B, length, needs), shape)
 
     run()
-    return min(_host_seconds(run) for _ in range(_EAGER_REPEATS))
+    return min(host_seconds(run) for _ in range(_EAGER_REPEATS))
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def _drafted_for(context: Context) -> Iterator[None]:
         slots.length[dummy].fill_(1)
 
 
-def _host_seconds(run: Callable[[], None]) -> float:
+def host_seconds(run: Callable[[], None]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin

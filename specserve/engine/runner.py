@@ -98,10 +98,10 @@ class Launch:
         tokens, by row; ``sources_BX``: as in a step's result."""
         self._rows = rows
         self._stopwatch = stopwatch
-        self._packed = _to_host(packed)
+        self._packed = to_host(packed)
         self._logprobs, self._scores = _on_host(logprobs), _on_host(scores)
-        self._predicted = None if predicted_B2 is None else _to_host(predicted_B2)
-        self._sources = None if sources_BX is None else _to_host(sources_BX)
+        self._predicted = None if predicted_B2 is None else to_host(predicted_B2)
+        self._sources = None if sources_BX is None else to_host(sources_BX)
         self._event = torch.cuda.Event() if packed.is_cuda else None
         if self._event is not None:
             self._event.record()
@@ -152,7 +152,7 @@ def _on_host(found: Logprobs | None) -> Logprobs | None:
     if found is None:
         return None
     own, values, ids = found
-    return _to_host(own), _to_host(values), _to_host(ids)
+    return to_host(own), to_host(values), to_host(ids)
 
 
 def _asked(rows: Sequence[Row], predicted_B2: Tensor | None) -> Tensor | None:
@@ -162,7 +162,7 @@ def _asked(rows: Sequence[Row], predicted_B2: Tensor | None) -> Tensor | None:
     return predicted_B2[: len(rows)]
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", non_blocking=True)
 
 

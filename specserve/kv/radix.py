@@ -89,7 +89,7 @@ class RadixCache:
 
     def pages(self) -> Iterator[int]:
         """Every page of the tree."""
-        return (page for node in self._nodes() for page in node.pages)
+        return (page for node in self.nodes() for page in node.pages)
 
     def evictable(self) -> int:
         """Pages that ``evict`` could free now."""
@@ -149,7 +149,7 @@ class RadixCache:
     def _only_ours(self, page: int) -> bool:
         return self._allocator.references(page) == 1
 
-    def _nodes(self) -> Iterator[_Node]:
+    def nodes(self) -> Iterator[_Node]:
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()

@@ -143,7 +143,7 @@ class QuantizedLinear(Projection):
         weight_OI, factor_OG = quantize(plain.weight.detach(), dtype)
         self.register_buffer("weight_OI", weight_OI, persistent=False)
         self.register_buffer("factor_OG", factor_OG, persistent=False)
-        self._integers = dtype == torch.int8 and _multiplies_integers(plain.weight)
+        self._integers = dtype == torch.int8 and multiplies_integers(plain.weight)
         self._few = FEW_TOKENS if self._integers else FEW_CONVERTED
 
     @property
@@ -183,7 +183,7 @@ def pick_rows(weight_OI: Tensor, bias_O: Tensor | None, ids_R: Tensor) -> tuple[
     return weight_OI[ids_R], None if bias_O is None else bias_O[ids_R]
 
 
-def _multiplies_integers(weight_OI: Tensor) -> bool:
+def multiplies_integers(weight_OI: Tensor) -> bool:
     if not on_gpu(weight_OI.device) or weight_OI.itemsize > 2:
         return False
     from specserve_kernels.ops.device import capability_of  # imports Triton, which a CPU does without

@@ -260,7 +260,7 @@ def _speculation_info(plan: ShapePlan) -> object:
 def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     """Create target, draft, pool and state on the device."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
-    _check_fp8(config)
+    check_fp8(config)
     positions = slot_positions(config, plan)
     phase.enter("reading the model's weights")
     kept = _kept(config, target_kv(config.model, dtype), config.model_path, "target")
@@ -385,7 +385,7 @@ def create_drafter(config: EngineConfig, target: LlamaModel, positions: int, dty
     return drafter
 
 
-def _check_fp8(config: EngineConfig) -> None:
+def check_fp8(config: EngineConfig) -> None:
     """Raise ValueError if the GPU does not support FP8 and the settings need it."""
     if config.device != "cuda" or torch.cuda.get_device_capability() >= FP8_CAPABILITY:
         return

@@ -57,7 +57,7 @@ class Job(NamedTuple):
     processes: int
 
 
-class _Driver:
+class Driver:
     """A stand-in for the driver of a GPU that may not exist, as far as Triton's compiler asks it."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
@@ -104,7 +104,7 @@ def compile_all(job: Job) -> list[Variant]:
     from triton import knobs
     from triton.runtime import driver
 
-    driver.set_active(_Driver(job.gpu.capability))
+    driver.set_active(Driver(job.gpu.capability))
     assume(job.gpu)
     settle_keys()
     compiled: dict[Variant, Future[None]] = {}

@@ -60,7 +60,7 @@ async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[
         socket.linger = 0
     to_engine.bind(engine.addresses.to_engine)
     from_engine.bind(engine.addresses.to_front)
-    outbox = _Outbox(to_engine)
+    outbox = Outbox(to_engine)
     client.connect(outbox.put)
     tasks = [asyncio.create_task(_receive(from_engine, client)), asyncio.create_task(_watch(engine, client))]
     try:
@@ -74,7 +74,7 @@ async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[
         context.term()
 
 
-class _Outbox:
+class Outbox:
     """Messages to the engine. Those of one turn of the event loop are sent in one frame."""
 
     def __init__(self, socket: Any) -> None:

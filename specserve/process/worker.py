@@ -169,7 +169,7 @@ def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
     adopt_loggers()
     keep_what_is_loaded()
     try:
-        _send(outbox, [Ready(_info(built)), built.engine.stats()])
+        _send(outbox, [Ready(ready_info(built)), built.engine.stats()])
         _Loop(built.engine, inbox, outbox).run()
     except Exception as error:
         log.exception("the engine failed")
@@ -186,7 +186,7 @@ def keep_what_is_loaded() -> None:
     gc.freeze()
 
 
-def _info(built: Built) -> dict[str, Any]:
+def ready_info(built: Built) -> dict[str, Any]:
     return {
         **built.engine.info,
         "settings": {name: getattr(built.settings, name) for name in built.settings.public()},

@@ -89,11 +89,11 @@ class Scheduler:
         self._observers = observers
         self.runner = runner
         self._admission = admission
-        self._limits = limits
-        self._policy = policy
-        self._waiting = Queue()
+        self.limits = limits
+        self.policy = policy
+        self.waiting = Queue()
         self._compiling = Compiling()
-        self._running: list[Request] = []  # by rank
+        self.running: list[Request] = []  # by rank
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self._inflight: deque[_InFlight] = deque()
         self._unread = 0  # launches that are read in the next iteration
@@ -110,7 +110,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._inflight or self._outbox or self._compiling)
+        return bool(self.waiting or self.running or self._inflight or self._outbox or self._compiling)
 
     def submit(self, message: Submit) -> None:
         """Queue a request; ``run_once`` returns a refusal."""
@@ -122,13 +122,13 @@ class Scheduler:
 
     def _enqueue(self, message: Submit) -> None:
         try:
-            self._waiting.add(self._admission.admit(message))
+            self.waiting.add(self._admission.admit(message))
         except FieldError as refused:
             self._outbox.append(Failed(message.rid, refused.reason, refused.param))
 
     def _take_compiled(self) -> None:
         """Queue the requests whose grammars are compiled."""
-        idle = not (self._waiting or self._running or self._inflight or self._outbox)
+        idle = not (self.waiting or self.running or self._inflight or self._outbox)
         for message, error in self._compiling.take(idle):
             if error is None:
                 self._enqueue(message)
@@ -137,14 +137,14 @@ class Scheduler:
 
     def abort(self, rid: str) -> None:
         """End a request at once and free what it holds. Ignore unknown ids."""
-        if not self._compiling.drop(rid) and self._waiting.take(rid) is None:
-            for request in [r for r in self._running if r.rid == rid]:
+        if not self._compiling.drop(rid) and self.waiting.take(rid) is None:
+            for request in [r for r in self.running if r.rid == rid]:
                 self._vacate(request)
 
     def flush_cache(self) -> int | None:
         """Empty the prefix cache. Return the pages it held; None, with nothing done, while there are requests."""
         cache = self.memory.cache
-        if self._waiting or self._running or self._compiling:
+        if self.waiting or self.running or self._compiling:
             return None
         for observer in self._observers:
             observer.flushed()
@@ -155,7 +155,7 @@ class Scheduler:
         if self.has_work:
             return
         problems = self.memory.problems()
-        slots = self._limits.max_running_requests
+        slots = self.limits.max_running_requests
         if sorted(self._free_slots) != list(range(slots)):
             problems.append(f"free slots are {sorted(self._free_slots)} of {slots}")
         for problem in problems:
@@ -172,7 +172,7 @@ class Scheduler:
         First tokens end a call: they are sent before the step that follows them is read."""
         if len(self._inflight) <= self._unread:
             self._take_compiled()
-            self._admit()
+            self.admit()
             self._unread = self._launch()
         while len(self._inflight) > self._unread:
             item = self._inflight.popleft()
@@ -185,8 +185,8 @@ class Scheduler:
     def stats(self) -> Stats:
         memory = self.memory
         return self._counters.stats(
-            running=len(self._running),
-            waiting=len(self._waiting) + len(self._compiling),
+            running=len(self.running),
+            waiting=len(self.waiting) + len(self._compiling),
             pages_total=memory.allocator.capacity,
             pages_free=memory.allocator.free,
             pages_cached=memory.cache.num_pages if memory.cache is not None else 0,
@@ -196,46 +196,46 @@ class Scheduler:
             step_totals=self._step_counters.totals(
                 self.runner.context.drafter.name or None,
                 self.runner.context.drafter.needs.sources,
-                self._policy.cost,
+                self.policy.cost,
             ),
         )
 
     def close(self) -> None:
         """Drop all requests."""
-        for request in [*self._running]:
+        for request in [*self.running]:
             self._vacate(request)
-        self._waiting.clear()
+        self.waiting.clear()
         self._compiling.clear()
         self._inflight.clear()
 
     # Admission.
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Give slots and pages to waiting requests by rank, while both last."""
-        while self._waiting and self._free_slots:
-            request = self._waiting.head
-            if self._running and self._refused is request and self.memory.prospect < self._enough:
+        while self.waiting and self._free_slots:
+            request = self.waiting.head
+            if self.running and self._refused is request and self.memory.prospect < self._enough:
                 return  # a look at a long prompt costs milliseconds
             context = request.tokens
             cached = self.memory.take_prefix(request, request.reusable)
             # In addition to others, leave room for its first step, or it would be put back at once.
-            headroom = self._limits.headroom if self._running else 0
+            headroom = self.limits.headroom if self.running else 0
             tokens = len(context) + 1 + headroom
             if self.memory.grow(request, tokens) is None:
-                assert self._running, "an admitted request fits an empty pool"
+                assert self.running, "an admitted request fits an empty pool"
                 shortage = self.memory.shortage(request, tokens)
                 self.memory.release(request)
                 self._refused, self._enough = request, self.memory.prospect + shortage
                 return
-            self._waiting.take(request.rid)
+            self.waiting.take(request.rid)
             self._refused = None
             if request.queued is None:
                 request.queued = time.monotonic() - request.submitted
             request.slot, request.context, request.prefilled = self._free_slots.pop(), context, cached
             for observer in self._observers:
                 observer.admitted(request)
-            self._running.append(request)
-            self._running.sort(key=lambda r: r.rank)
+            self.running.append(request)
+            self.running.sort(key=lambda r: r.rank)
 
     def _begin(self, request: Request, sharing: Sharing) -> RowInit | None:
         """Prepare a request for its first chunk, with what was computed of its prompt since it got its slot. Return
@@ -271,7 +271,7 @@ class Scheduler:
 
     def _launch(self) -> int:
         """Launch prompts and a step. Return how many launches the next call may leave unread."""
-        if self._limits.overlap:
+        if self.limits.overlap:
             return self._launch_prefill() + self._launch_step()
         # Nothing runs meanwhile, so they take turns, and no first token waits for a step.
         if not self._prefilled and self._launch_prefill():
@@ -283,13 +283,13 @@ class Scheduler:
     def _launch_prefill(self) -> int:
         """Launch one chunk of prompt tokens. Return the number of launches."""
         budget = self._pressure.chunk
-        if not all(request.prefilling for request in self._running):
-            budget = min(budget, self._limits.max_prefill_tokens_per_step)
+        if not all(request.prefilling for request in self.running):
+            budget = min(budget, self.limits.max_prefill_tokens_per_step)
         rows: list[Row] = []
         requests: list[Request] = []
         begun: list[RowInit] = []
         sharing = Sharing(self.memory, budget)
-        for request in self._running:
+        for request in self.running:
             if not request.prefilling or not budget or len(rows) == self._pressure.prompts:
                 continue
             if not request.begun:
@@ -328,7 +328,7 @@ class Scheduler:
         """Launch a step of all requests that have computed their prompts and may need more tokens. Return the number of
         launches."""
         ready = self._ready()
-        if self._inflight and self._limits.drafts and any(self._is_forced(r) for r in ready):
+        if self._inflight and self.limits.drafts and any(self._is_forced(r) for r in ready):
             self._drain()  # what has to come next follows from all tokens before
             ready = self._ready()
         if not ready:
@@ -384,7 +384,7 @@ class Scheduler:
 
     def _ready(self) -> list[Request]:
         """Return the requests that a step may serve."""
-        return [r for r in self._running if not r.prefilling and r.wants_tokens][: self._pressure.requests]
+        return [r for r in self.running if not r.prefilling and r.wants_tokens][: self._pressure.requests]
 
     def _is_masked(self, request: Request, depth: int) -> bool:
         """Return whether a node of its next tree, of so many levels, may constrain what follows."""
@@ -408,20 +408,20 @@ class Scheduler:
             computed = sum(r.computed for r in ready)
             batch = Batch([r.skill for r in ready], [r.room for r in ready], computed, self._begun)
             if not ready:
-                return [], batch, self._policy.plain(0)
-            shape = self._policy.choose(batch)
+                return [], batch, self.policy.plain(0)
+            shape = self.policy.choose(batch)
             if self._reserve(ready, shape):
                 return ready, batch, shape
             if self._inflight:
                 # Results may end requests, and none is put back before its tokens are known.
                 self._drain()
                 ready = [r for r in ready if r.slot >= 0]
-            elif len(self._running) > 1:
-                last = self._running[-1]
-                self._preempt(last)
+            elif len(self.running) > 1:
+                last = self.running[-1]
+                self.preempt(last)
                 ready = [r for r in ready if r is not last]
             else:
-                plain = self._policy.plain(len(ready))
+                plain = self.policy.plain(len(ready))
                 assert self._reserve(ready, plain), "a request that was admitted fits alone"
                 return ready, batch, plain
 
@@ -435,11 +435,11 @@ class Scheduler:
                 self.runner.set_pages(SetPages(request.slot, held, pages))
         return True
 
-    def _preempt(self, request: Request, remember: bool = True) -> None:
+    def preempt(self, request: Request, remember: bool = True) -> None:
         """Put a request back into the queue. The prefix cache keeps what it computed for as long as it can."""
         self._counters.preemptions += 1
         self._vacate(request, remember)
-        self._waiting.add(request)
+        self.waiting.add(request)
 
     def _attempt(self, launch: Callable[[], Done], requests: list[Request], chunk: int) -> Done | None:
         """Launch; return None if the device's memory is too small. ``chunk``: prompt tokens, 0 for a step."""
@@ -462,7 +462,7 @@ class Scheduler:
         for request in sorted((r for r in requests if r.slot >= 0), key=lambda r: r.rank, reverse=True):
             request.failures += not smaller
             if request.failures < ATTEMPTS:
-                self._preempt(request, remember=False)
+                self.preempt(request, remember=False)
                 continue
             self._vacate(request, remember=False)
             words = f"the device's memory is too small for this request: {error}"
@@ -476,7 +476,7 @@ class Scheduler:
         if remember:
             self.memory.remember(request)
         self.memory.release(request)
-        self._running.remove(request)
+        self.running.remove(request)
         self._free_slots.append(request.slot)
         request.slot, request.inflight, request.pending = -1, 0, 0
         request.prefilled, request.begun, request.context = 0, False, ()
@@ -533,12 +533,12 @@ class Scheduler:
     ) -> None:
         """Count a step of ``gained`` tokens a request, and tell the policy. The time of a ``masked`` step says
         nothing about its shape, because the host worked in it."""
-        requests, cost = len(given.emitted), self._policy.cost
+        requests, cost = len(given.emitted), self.policy.cost
         self._step_counters.ran(shape, requests, seconds)
         if cost is not None:
-            self._step_counters.priced(cost, shape, self._policy.plain(requests), batch.kv_tokens, gained)
+            self._step_counters.priced(cost, shape, self.policy.plain(requests), batch.kv_tokens, gained)
             seconds = cost.seconds(shape, batch.kv_tokens) if masked else seconds
-        self._policy.observe(shape, batch, given, seconds)
+        self.policy.observe(shape, batch, given, seconds)
 
     def _count(self, request: Request, emitted: Emitted, shape: StepShape) -> None:
         usage = request.usage

@@ -31,7 +31,7 @@ STALLED = 60.0  # seconds: a client that takes nothing for this long, though som
 
 def run_server(settings: Settings, build: Build) -> int:
     """Serve until a signal. Return the exit code. Raises ValueError for a user's mistake."""
-    with contextlib.closing(_listen(settings)) as listener:
+    with contextlib.closing(listen(settings)) as listener:
         supervisor = Supervisor(settings, build)
         try:
             code = asyncio.run(_serve(settings, listener, supervisor))
@@ -41,7 +41,7 @@ def run_server(settings: Settings, build: Build) -> int:
         return code
 
 
-def _listen(settings: Settings) -> socket.socket:
+def listen(settings: Settings) -> socket.socket:
     """Open the port first: it is the cheapest step that can fail."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
@@ -76,7 +76,7 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
     from specserve.server.front import Front
 
     front = Front(resolve_paths(settings)[0], supervisor.client)
-    server = _server_class(uvicorn.Server)(
+    server = server_class(uvicorn.Server)(
         uvicorn.Config(
             create_app(front),
             http="h11",
@@ -154,7 +154,7 @@ def _exit_code(keeping: asyncio.Task[Broken]) -> int:
     return 1
 
 
-def _server_class(base: type[Server]) -> type[Server]:
+def server_class(base: type[Server]) -> type[Server]:
     """Return uvicorn's server without its signal handlers, which would end this process before the engine."""
 
     class Quiet(base):  # type: ignore[misc, valid-type]

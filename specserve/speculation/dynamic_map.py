@@ -54,7 +54,7 @@ class LiveMap:
         self._kept_O = np.isin(ids_O, plan.kept)
         self._first_O = _first(plan.start, ids_O, vocab_size)
         self._history_V = np.zeros(vocab_size)
-        self._running_V = np.zeros(vocab_size, np.int64)
+        self.running_V = np.zeros(vocab_size, np.int64)
         self._fresh: list[int] = []
         self._said = self._held = 0.0
         self._steps = 0
@@ -68,7 +68,7 @@ class LiveMap:
 
     def enter(self, tokens: Sequence[int]) -> None:
         """A request with this text runs from now on."""
-        np.add.at(self._running_V, np.array(tokens, np.int64), 1)
+        np.add.at(self.running_V, np.array(tokens, np.int64), 1)
         self._entered = True
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -77,7 +77,7 @@ class LiveMap:
 
     def leave(self, tokens: Sequence[int]) -> None:
         """A request of which this is the whole text, what was observed included, runs no more."""
-        np.subtract.at(self._running_V, np.array(tokens, np.int64), 1)
+        np.subtract.at(self.running_V, np.array(tokens, np.int64), 1)
 
     def look(self, stepped: bool) -> Ints | None:
         """After a launch, ``stepped`` if that was a step. Returns the rows to read from now on, when it is time to look
@@ -107,12 +107,12 @@ class LiveMap:
         self._said = self._said * kept + len(fresh)
         self._held = self._held * kept + int(fresh_V[self._ids_O[self.rows_R]].sum())
         self._history_V = self._history_V * kept + fresh_V
-        self._running_V += fresh_V
+        self.running_V += fresh_V
 
     def _shares(self) -> Floats:
         """Two distributions added: the output, forgotten in time, and the different tokens of what runs, all alike: few
         in a small batch, so that each weighs much."""
-        running_V = self._running_V > 0
+        running_V = self.running_V > 0
         history_V = self._history_V / max(self._history_V.sum(), 1)
         return np.asarray(history_V + running_V / max(running_V.sum(), 1))
 

@@ -37,7 +37,7 @@ class FakeEngine:
         self.submitted: list[Submit] = []
         self.aborted: list[str] = []
         self.closed = False
-        self._reply = reply
+        self.reply = reply
         self._stride = stride
         self._left: dict[str, deque[int]] = {}
         self._steps: dict[str, int] = {}
@@ -75,7 +75,7 @@ class FakeEngine:
     def run_once(self) -> list[Tokens | Failed]:
         out, self._outbox = self._outbox, []
         for rid in list(self._left):
-            out.append(self._step(rid))
+            out.append(self.step(rid))
         return out
 
     def stats(self) -> Stats:
@@ -86,11 +86,11 @@ class FakeEngine:
 
     def _cut(self, message: Submit) -> list[int]:
         """The reply up to the request's end; empty never."""
-        params, tokens = message.params, self._reply(message)
+        params, tokens = message.params, self.reply(message)
         room = CONTEXT - len(message.token_ids)
         return tokens[: room if params.max_tokens is None else min(room, params.max_tokens)]
 
-    def _step(self, rid: str) -> Tokens:
+    def step(self, rid: str) -> Tokens:
         message, left = self._by_rid[rid], self._left[rid]
         tokens: list[int] = []
         stops = {*message.params.stop_token_ids, *(() if message.params.ignore_eos else (EOS,))}

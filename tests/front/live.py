@@ -16,7 +16,7 @@ from specserve.config import load_settings
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.messages import Abort, Flush, Flushed, Ready, ToEngine
 from specserve.process.client import EngineClient
-from specserve.process.worker import Built, Engine, _info, build_scheduler
+from specserve.process.worker import Built, Engine, build_scheduler, ready_info
 from specserve.server.app import create_app
 from specserve.server.front import Front
 
@@ -38,7 +38,7 @@ def live(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Live]:
     served = [built.engine]
     client = _connect(served)
     front = Front(built.settings, client)
-    client.receive(Ready(_info(built)))
+    client.receive(Ready(ready_info(built)))
     front.finish_loading(
         Tokenizer.load(built.settings.tokenizer_path, chat_template=built.settings.chat_template)
     )

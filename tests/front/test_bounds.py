@@ -104,9 +104,9 @@ def test_all_biases_fit() -> None:
 @contextlib.asynccontextmanager
 async def listening(app: ASGIApp) -> AsyncIterator[int]:
     """Serves as ``run_server`` does, on this event loop. Gives the port."""
-    with server_run._listen(Settings(host="127.0.0.1", port=0)) as listener:
+    with server_run.listen(Settings(host="127.0.0.1", port=0)) as listener:
         config = uvicorn.Config(app, http="h11", log_config=None, lifespan="off")
-        server = server_run._server_class(uvicorn.Server)(config)
+        server = server_run.server_class(uvicorn.Server)(config)
         serving = asyncio.create_task(server.serve([listener]))
         yield listener.getsockname()[1]
         server.should_exit = True

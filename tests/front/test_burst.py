@@ -9,7 +9,7 @@ from pathlib import Path
 import zmq
 
 from specserve.messages import Abort, decode_to_engine
-from specserve.process.link import _Outbox
+from specserve.process.link import Outbox
 from specserve.server.body import Turns
 
 
@@ -38,7 +38,7 @@ def test_what_is_said_in_a_turn_is_one_frame_and_waits_for_the_engine(tmp_path: 
         with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
             address = f"ipc://{tmp_path}/engine"
             push.bind(address)
-            outbox = _Outbox(push)
+            outbox = Outbox(push)
             for rid in ("a", "b"):
                 outbox.put(Abort(rid))
             await asyncio.sleep(0.05)  # nobody is there yet

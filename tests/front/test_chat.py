@@ -249,7 +249,7 @@ def test_ignore_eos(serve: Serve, ignore: bool) -> None:
     assert post(client, ignore_eos=ignore).json()["choices"][0]["finish_reason"] == (
         "length" if ignore else "stop"
     )
-    assert engine._reply(engine.submitted[0])[-1] == EOS
+    assert engine.reply(engine.submitted[0])[-1] == EOS
 
 
 def test_token_ids(serve: Serve) -> None:

@@ -60,7 +60,7 @@ def test_the_best_answer_has_the_highest_mean_not_the_highest_sum(
         fake_engine, "_logprob", lambda token, top: TokenLogprob(token, chances.get(token, -0.25), [])
     )
     client, engine = serve("")
-    engine._reply = lambda message: list(b"bbbbbbbb" if message.choice else b"a")
+    engine.reply = lambda message: list(b"bbbbbbbb" if message.choice else b"a")
     assert post(client, best_of=2, n=1).json()["choices"][0]["text"] == "b" * 8
 
 
@@ -88,7 +88,7 @@ def test_offsets_count_characters(serve: Serve) -> None:
 def test_offsets_of_bytes_that_are_no_text(serve: Serve, stride: int) -> None:
     """Each is U+FFFD in the text, and so is a part of a character, by whatever token it is shown to be one."""
     client, engine = serve(stride=stride)
-    engine._reply = lambda _: list(b"\xa1\xa1\xc3x\xe2\x82\xc3\xa9\xed\xa0y\xf0")
+    engine.reply = lambda _: list(b"\xa1\xa1\xc3x\xe2\x82\xc3\xa9\xed\xa0y\xf0")
     for prompt in ([97], [97, 0xF4]):
         choice = post(client, prompt=prompt, logprobs=0, max_tokens=12).json()["choices"][0]
         assert choice["text"] == "���x�é��y�"
@@ -98,7 +98,7 @@ def test_offsets_of_bytes_that_are_no_text(serve: Serve, stride: int) -> None:
 def test_offsets_behind_a_part_of_a_character(serve: Serve) -> None:
     """The prompt's text has U+FFFD for it: what completes it adds nothing."""
     client, engine = serve()
-    engine._reply = lambda _: list("é".encode()[1:] + b"x")
+    engine.reply = lambda _: list("é".encode()[1:] + b"x")
     for echo, text, offsets in ((False, "x", [0, 0]), (True, "a�x", [0, 1, 2, 2])):
         asked = {"prompt": [97, 0xC3], "max_tokens": 2, "logprobs": 0, "echo": echo}
         choice = post(client, **asked).json()["choices"][0]
@@ -122,7 +122,7 @@ def test_special_tokens_have_no_length() -> None:
 def test_special_tokens_as_text(serve: Serve) -> None:
     """With their length; the one that ends the answer only if that is to be part of it."""
     client, engine = serve()
-    engine._reply = lambda _: [97, 257, 98, 256]
+    engine.reply = lambda _: [97, 257, 98, 256]
     for fields, text in (
         ({}, "ab"),
         ({"skip_special_tokens": False}, "a<sep>b"),
@@ -249,8 +249,8 @@ def test_best_of(serve: Serve) -> None:
     """The most likely answers by token, best first, whatever their lengths; all tokens are counted."""
     client, engine = serve("x")
     replies = [(b"aa", -1.0), (b"bbbb", -0.25), (b"c", -2.0)]
-    engine._reply = lambda message: list(replies[message.choice][0])
-    step = engine._step
+    engine.reply = lambda message: list(replies[message.choice][0])
+    step = engine.step
 
     def with_logprobs(rid: str) -> Tokens:
         message = step(rid)
@@ -258,7 +258,7 @@ def test_best_of(serve: Serve) -> None:
         logprobs = [TokenLogprob(token, value, []) for token in message.token_ids]
         return msgspec.structs.replace(message, logprobs=logprobs)
 
-    engine._step = with_logprobs  # type: ignore[method-assign]
+    engine.step = with_logprobs  # type: ignore[method-assign]
     body = post(client, prompt=["p", "q"], n=2, best_of=3, seed=5).json()
     assert [choice["text"] for choice in body["choices"]] == ["bbbb", "aa"] * 2
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
@@ -272,7 +272,7 @@ def test_best_of(serve: Serve) -> None:
 def test_best_of_a_scored_prompt(serve: Serve) -> None:
     """The best are others than the first, which alone scores the prompt."""
     client, engine = serve("x")
-    step = engine._step
+    step = engine.step
 
     def later_is_better(rid: str) -> Tokens:
         value = -1 / (1 + int(rid.rpartition("-")[2]))
@@ -280,7 +280,7 @@ def test_best_of_a_scored_prompt(serve: Serve) -> None:
         logprobs = [TokenLogprob(token, value, []) for token in message.token_ids]
         return msgspec.structs.replace(message, logprobs=logprobs)
 
-    engine._step = later_is_better  # type: ignore[method-assign]
+    engine.step = later_is_better  # type: ignore[method-assign]
     (choice,) = post(client, prompt="pq", best_of=4, echo=True, logprobs=0, max_tokens=1).json()["choices"]
     assert choice["text"] == "pqx"
     assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.25]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specserve.frontend.detokenizer import LONGEST
+from specserve.frontend.detokenizer import LONGEST, Detokenizer
 from specserve.frontend.tokenizer import Tokenizer
 from tests.front.fakes import byte_tokenizer
 
@@ -31,8 +31,13 @@ def sentence_piece_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
 
 
-def fallback_ids(tokenizer: Tokenizer, raw: bytes) -> list[int]:
-    return [tokenizer._tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in raw]
+def ids(*pieces: str) -> list[int]:
+    found: list[int] = sentence_piece_tokenizer().convert_tokens_to_ids([*pieces])
+    return found
+
+
+def fallback_ids(raw: bytes) -> list[int]:
+    return ids(*(f"<0x{byte:02X}>" for byte in raw))
 
 
 def pieces(tokenizer: Tokenizer, prompt: list[int], tokens: list[int], rng: random.Random) -> list[str]:
@@ -80,18 +85,22 @@ def test_of_garbage_only_what_may_become_a_character_is_held_back() -> None:
 
 
 def test_endless_garbage_keeps_the_window_short() -> None:
-    tokenizer = Tokenizer(byte_tokenizer())
-    detokenizer = tokenizer.detokenizer([65], True)
+    tokenizer, windows = Tokenizer(byte_tokenizer()), []
+
+    def decode(window: Sequence[int]) -> str:
+        windows.append(len(window))
+        return tokenizer.decode(window)
+
+    detokenizer = Detokenizer(decode, [65])
     tokens = [0xFF] * 1000
     text = "".join(detokenizer.push([token]) for token in tokens) + detokenizer.flush()
     assert text == "�" * 1000
-    assert len(detokenizer._window) <= LONGEST + 1
+    assert max(windows) <= LONGEST + 1
 
 
 def test_first_space_is_kept_behind_a_prompt() -> None:
     tokenizer = Tokenizer(sentence_piece_tokenizer())
-    ids = tokenizer._tokenizer.convert_tokens_to_ids
-    hello, world, bang = ids("▁Hello"), ids("▁world"), ids("!")
+    hello, world, bang = ids("▁Hello", "▁world", "!")
     assert tokenizer.decode([world]) == "world"  # alone it loses its space
     for step in (1, 2):
         detokenizer = tokenizer.detokenizer([hello], True)
@@ -102,10 +111,9 @@ def test_first_space_is_kept_behind_a_prompt() -> None:
 
 def test_bytes_of_the_fallback_join() -> None:
     tokenizer = Tokenizer(sentence_piece_tokenizer())
-    ids = tokenizer._tokenizer.convert_tokens_to_ids
-    tokens = [ids("▁Hello"), *(ids(f"<0x{byte:02X}>") for byte in "é🎉".encode()), ids("!")]
+    tokens = [*ids("▁Hello"), *fallback_ids("é🎉".encode()), *ids("!")]
     for seed in range(20):
-        assert "".join(pieces(tokenizer, [ids("!")], tokens, random.Random(seed))) == " Helloé🎉!"
+        assert "".join(pieces(tokenizer, ids("!"), tokens, random.Random(seed))) == " Helloé🎉!"
 
 
 ANSWERS = [
@@ -123,7 +131,7 @@ def test_bytes_do_not_depend_on_messages_or_prompt(answer: bytes, prompt: str, f
     """A context may begin inside a character, and how tokens are grouped depends on speculation."""
     tokenizer = Tokenizer(sentence_piece_tokenizer() if fallback else byte_tokenizer())
     before, tokens = (
-        fallback_ids(tokenizer, raw) if fallback else list(raw) for raw in (prompt.encode(), answer + b"!")
+        fallback_ids(raw) if fallback else list(raw) for raw in (prompt.encode(), answer + b"!")
     )
     for step in (1, 2, 3, len(tokens)):
         detokenizer = tokenizer.detokenizer(before, True)
@@ -134,7 +142,7 @@ def test_bytes_do_not_depend_on_messages_or_prompt(answer: bytes, prompt: str, f
 
 def test_bytes_around_a_skipped_token_join() -> None:
     tokenizer = Tokenizer(sentence_piece_tokenizer())
-    unknown, (first, *others) = 0, fallback_ids(tokenizer, "中".encode())
+    unknown, (first, *others) = 0, fallback_ids("中".encode())
     assert tokenizer.decode([first, unknown, *others]) == "中"
     assert tokenizer.decode([first, unknown, *others], skip_special_tokens=False) == "�<unk>��"
 
@@ -154,8 +162,7 @@ def test_bytes_of_tokens() -> None:
         b"\xc3",
         b"<eos>",
     ]
-    ids = fallback._tokenizer.convert_tokens_to_ids
-    assert [fallback.token_bytes(ids(piece)) for piece in ("▁world", "<0xE2>")] == [b" world", b"\xe2"]
+    assert [fallback.token_bytes(token) for token in ids("▁world", "<0xE2>")] == [b" world", b"\xe2"]
     assert byte_level.token_bytes(10_000) == b""
 
 
@@ -176,7 +183,7 @@ def test_texts_are_the_librarys(make: Callable[[], Any], pool: list[int]) -> Non
 def test_a_class_of_its_own_decodes_as_it_likes() -> None:
     class Loud(PreTrainedTokenizerFast):
         def _decode(self, *given: Any, **named: Any) -> str:
-            return str(super()._decode(*given, **named)).upper()
+            return str(super()._decode(*given, **named)).upper()  # private: of transformers
 
     backend = byte_tokenizer().backend_tokenizer
     assert Tokenizer(Loud(tokenizer_object=backend)).decode(list(b"ab c")) == "AB C"

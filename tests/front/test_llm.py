@@ -13,6 +13,7 @@ import specserve.models.read_config
 import specserve.process.assemble
 from specserve import LLM, FunctionCall, RequestOutput, SamplingParams, grammar
 from specserve.core import Thought
+from specserve.frontend.tokenizer import Tokenizer
 from specserve.layers.linear import PLAIN
 from specserve.messages import Submit
 from tests.front.fake_engine import CONTEXT, EOS, VOCAB, FakeEngine
@@ -49,8 +50,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 
 def engine_of(llm: LLM) -> FakeEngine:
-    assert isinstance(llm._engine, FakeEngine)
-    return llm._engine
+    assert isinstance(llm.engine, FakeEngine)
+    return llm.engine
 
 
 def texts(outputs: list[RequestOutput]) -> list[str]:
@@ -96,8 +97,11 @@ def test_temperature_without_params(
 
 
 def test_empty_text_that_the_tokenizer_would_begin(llm: LLM) -> None:
-    begins = TemplateProcessing(single="<sep> $A", special_tokens=[("<sep>", 257)])
-    llm._need_tokenizer("")._tokenizer.backend_tokenizer.post_processor = begins
+    begun = byte_tokenizer()
+    begun.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<sep> $A", special_tokens=[("<sep>", 257)]
+    )
+    llm.tokenizer = Tokenizer(begun)
     assert llm.generate("a")[0].prompt_token_ids == [257, 97]
     with pytest.raises(ValueError, match="the prompt must not be empty"):
         llm.generate("")

@@ -33,22 +33,24 @@ Ask = Callable[..., tuple[Any, FakeEngine]]
 
 @pytest.fixture
 def ask(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Ask:
-    """Anthropic's client of a server that answers with a text and has room for a thousand tokens."""
+    """Anthropic's client of a server that answers with a text and has room for a thousand tokens; ``http``: a plain
+    one."""
     for module in ("fake_engine", "fakes"):
         monkeypatch.setattr(f"tests.front.{module}.CONTEXT", 1000)
 
     def start(text: str = "Hi there!", **settings: Any) -> tuple[Any, FakeEngine]:
         client, engine = serve(text, **{"template": TEMPLATE, **settings})
-        api = anthropic.Anthropic(
+        api: Any = anthropic.Anthropic(
             base_url="http://testserver", api_key="secret", max_retries=0, http_client=client
         )
+        api.http = client
         return api, engine
 
     return start
 
 
 def post(api: Any, route: str = ROUTE, **fields: Any) -> Any:
-    return api._client.post(route, json={**GOOD, **fields})
+    return api.http.post(route, json={**GOOD, **fields})
 
 
 def contents(message: Any) -> list[dict[str, Any]]:
@@ -181,7 +183,7 @@ def test_what_claude_code_sends(ask: Ask, caplog: pytest.LogCaptureFixture) -> N
     }  # fmt: skip
     headers = {"anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14", "x-api-key": "any"}
     for _ in range(2):
-        answer = api._client.post(f"{ROUTE}?beta=true", json=body, headers=headers)
+        answer = api.http.post(f"{ROUTE}?beta=true", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
         assert '"text":"Don' in answer.text
     assert prompt(engine) == (
@@ -292,14 +294,14 @@ def test_errors_of_every_kind(ask: Ask) -> None:
         api.messages.count_tokens(model="none", messages=ASKED)
     headers = {"x-api-key": "secret"}
     for answer, status, kind in (
-        (api._client.post(ROUTE, content=b"{", headers=headers), 400, "invalid_request_error"),
-        (api._client.get(ROUTE, headers=headers), 405, "invalid_request_error"),
-        (api._client.post(ROUTE, json={"model": "x" * 3000}, headers=headers), 413, "request_too_large"),
-        (api._client.post(f"{ROUTE}/batches", json={}, headers=headers), 404, "not_found_error"),
+        (api.http.post(ROUTE, content=b"{", headers=headers), 400, "invalid_request_error"),
+        (api.http.get(ROUTE, headers=headers), 405, "invalid_request_error"),
+        (api.http.post(ROUTE, json={"model": "x" * 3000}, headers=headers), 413, "request_too_large"),
+        (api.http.post(f"{ROUTE}/batches", json={}, headers=headers), 404, "not_found_error"),
     ):
         assert answer.status_code == status
         assert msgspec.json.decode(answer.content, type=AnthropicError).error.type == kind
-    api._client.app.state.front.stopping = True
+    api.http.app.state.front.stopping = True
     with pytest.raises(anthropic.InternalServerError) as caught:
         api.messages.create(**GOOD)
     assert caught.value.body["error"]["type"] == "overloaded_error"

@@ -48,20 +48,24 @@ def decoded(data: Any) -> schema.Event:
 
 
 @pytest.fixture
-def ask(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[openai.OpenAI, FakeEngine]]:
-    """OpenAI's client of a server that answers with a text and has room for a thousand tokens."""
+def ask(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, FakeEngine]]:
+    """OpenAI's client of a server that answers with a text and has room for a thousand tokens; ``http``: a plain
+    one."""
     for module in ("fake_engine", "fakes"):
         monkeypatch.setattr(f"tests.front.{module}.CONTEXT", 1000)
 
-    def start(text: str = "Hi there!", **settings: Any) -> tuple[openai.OpenAI, FakeEngine]:
+    def start(text: str = "Hi there!", **settings: Any) -> tuple[Any, FakeEngine]:
         client, engine = serve(text, **{"template": TEMPLATE, **settings})
-        api = openai.OpenAI(base_url="http://testserver/v1", api_key="x", max_retries=0, http_client=client)
+        api: Any = openai.OpenAI(
+            base_url="http://testserver/v1", api_key="x", max_retries=0, http_client=client
+        )
+        api.http = client
         return api, engine
 
     return start
 
 
-Ask = Callable[..., tuple[openai.OpenAI, FakeEngine]]
+Ask = Callable[..., tuple[Any, FakeEngine]]
 
 
 def prompt(engine: FakeEngine) -> str:
@@ -146,10 +150,9 @@ def contents(item: Any) -> dict[str, Any]:
     return found
 
 
-def events_of(api: openai.OpenAI, **fields: Any) -> list[dict[str, Any]]:
+def events_of(api: Any, **fields: Any) -> list[dict[str, Any]]:
     """The events as they were sent: each has its name, and none follows the last."""
-    client: Any = api._client
-    answer = client.post(ROUTE, json={"model": "tiny", "stream": True, **fields})
+    answer = api.http.post(ROUTE, json={"model": "tiny", "stream": True, **fields})
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     found = []
@@ -331,11 +334,10 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
 def test_refused(ask: Ask, fields: dict[str, Any], param: str, code: str | None) -> None:
     """By the names that the caller gave, not chat's."""
     api, engine = ask()
-    client: Any = api._client
     body = json.dumps(
         {"model": "tiny", "input": "hi", **fields}
     )  # with escapes, which half a surrogate pair needs
-    answer = client.post(ROUTE, content=body, headers={"content-type": "application/json"})
+    answer = api.http.post(ROUTE, content=body, headers={"content-type": "application/json"})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
     assert param.split(".")[-1] in error["message"]

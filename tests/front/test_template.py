@@ -37,13 +37,9 @@ NO_TOOLS = (
 )
 
 
-def sent(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, template: str | None, messages: list[Any], **fields: Any
-) -> Any:
+def sent(serve: Serve, template: str | None, messages: list[Any], **fields: Any) -> Any:
     """The text of the prompt, or the error."""
-    client, engine = serve()
-    tokenizer = client.app.state.front.tokenizer  # type: ignore[attr-defined]
-    monkeypatch.setattr(tokenizer, "_template", ChatTemplate(byte_tokenizer(template)))
+    client, engine = serve(template=template)
     answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": messages, **fields})
     if answer.status_code != 200:
         assert answer.status_code == 400
@@ -64,13 +60,11 @@ def sent(
         ),
     ],
 )  # fmt: skip
-def test_honoured(serve: Serve, monkeypatch: pytest.MonkeyPatch, messages: list[Any], expected: str) -> None:
-    assert sent(serve, monkeypatch, TOOLS, messages) == expected
+def test_honoured(serve: Serve, messages: list[Any], expected: str) -> None:
+    assert sent(serve, TOOLS, messages) == expected
 
 
-def test_what_a_template_makes_of_a_text_is_its_own_way(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_template_makes_of_a_text_is_its_own_way(serve: Serve) -> None:
     """Trimmed, without what was thought, as JSON, an upper-case role; results in the order of their calls."""
     thought = {"role": "assistant", "content": "<think>hm</think> 3 "}
     messages = [
@@ -85,7 +79,7 @@ def test_what_a_template_makes_of_a_text_is_its_own_way(
     ]
     call = '{"name": "sum", "arguments": {"a": [1, 2]}}'
     expected = f'SYSTEM:be kind;USER:1 + 2?;ASSISTANT:{call}{call};TOOL:"3";TOOL:"3";ASSISTANT:3;USER:;USER:so\nthen;'
-    assert sent(serve, monkeypatch, EITHER, messages) == expected
+    assert sent(serve, EITHER, messages) == expected
 
 
 @pytest.mark.parametrize(
@@ -102,18 +96,16 @@ def test_what_a_template_makes_of_a_text_is_its_own_way(
         (None, [ASKED], "no chat template"),
     ],
 )  # fmt: skip
-def test_refused(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, template: str | None, messages: list[Any], words: str
-) -> None:
-    assert words in sent(serve, monkeypatch, template, messages)
+def test_refused(serve: Serve, template: str | None, messages: list[Any], words: str) -> None:
+    assert words in sent(serve, template, messages)
 
 
 def test_a_name_without_a_place_is_left_out_and_noted_once(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     named = [{**ASKED, "name": "Ann"}]
     with caplog.at_level(logging.WARNING, "specserve"):
-        assert sent(serve, monkeypatch, TOOLS, named) == "user(Ann):1 + 2?;"
+        assert sent(serve, TOOLS, named) == "user(Ann):1 + 2?;"
         assert caplog.messages == []
         template = ChatTemplate(byte_tokenizer(USERS))
         assert [template.render(given) for given in (named, [ASKED], named)] == ["1 + 2?"] * 3
@@ -125,9 +117,9 @@ def test_a_name_without_a_place_is_left_out_and_noted_once(
 THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}<think>{{ bos_token }}{% endif %}"
 
 
-def test_variables_of_the_template(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_template(serve: Serve) -> None:
     def prompt(**variables: Any) -> Any:
-        return sent(serve, monkeypatch, THINKS, [ASKED], chat_template_kwargs=variables)
+        return sent(serve, THINKS, [ASKED], chat_template_kwargs=variables)
 
     assert prompt() == prompt(enable_thinking=False) == "1 + 2?"
     assert prompt(thoughtful=False, mood=None) == "1 + 2?"
@@ -149,10 +141,8 @@ def test_variables_that_are_no_text(serve: Serve) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
 
 
-def test_tokenize_renders_as_chat_does(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, _ = serve()
-    tokenizer = client.app.state.front.tokenizer  # type: ignore[attr-defined]
-    monkeypatch.setattr(tokenizer, "_template", ChatTemplate(byte_tokenizer(THINKS)))
+def test_tokenize_renders_as_chat_does(serve: Serve) -> None:
+    client, _ = serve(template=THINKS)
     body = {"messages": [ASKED], "chat_template_kwargs": {"enable_thinking": True}}
     assert bytes(client.post("/tokenize", json=body).json()["tokens"]) == b"1 + 2?<think>"
     refused = client.post("/tokenize", json={**body, "messages": None, "prompt": "a"})
@@ -207,18 +197,14 @@ def test_names_are_found_in_any_order() -> None:
     assert template.render([{**ASKED, "name": "Ann"}, {**ASKED, "name": "Bob"}]) == "Bob:1 + 2?;Ann:1 + 2?;"
 
 
-def test_a_call_without_an_id_and_with_an_object(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_without_an_id_and_with_an_object(serve: Serve) -> None:
     call = {"function": {"name": "sum", "arguments": {"a": None}}}
-    assert sent(serve, monkeypatch, TOOLS, [{"role": "assistant", "tool_calls": [call]}]) == (
-        'assistant:sum{"a": null};'
-    )
+    assert sent(serve, TOOLS, [{"role": "assistant", "tool_calls": [call]}]) == ('assistant:sum{"a": null};')
 
 
 @pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": ' + "[" * 100_000, "[1]", 5])
-def test_arguments_that_are_no_text_of_an_object(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, arguments: Any
-) -> None:
+def test_arguments_that_are_no_text_of_an_object(serve: Serve, arguments: Any) -> None:
     """Half a surrogate pair may hide in an escape."""
     call = {"function": {"name": "sum", "arguments": arguments}}
-    words = sent(serve, monkeypatch, TOOLS, [{"role": "assistant", "tool_calls": [call]}])
+    words = sent(serve, TOOLS, [{"role": "assistant", "tool_calls": [call]}])
     assert words.startswith("messages.0.tool_calls.0.function.arguments: ")

@@ -253,9 +253,9 @@ def test_probes_cost_what_they_lose(begun: int) -> None:
 
     def observe(shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
         nonlocal charged
-        before = found._allowance
+        before = found.allowance
         found.observe(shape, batch, given, seconds)
-        charged += before - found._allowance
+        charged += before - found.allowance
         batch.probed_at = None
 
     Device([0.5] * 128, begun=begun).run(found.choose, observe, 4000)

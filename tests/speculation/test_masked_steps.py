@@ -109,11 +109,11 @@ def test_a_step_that_finds_no_memory_is_run_again(
     with engine(speculation, max_running_requests=3, overlap_schedule=overlap) as llm:
         expected = texts(llm, held())
         for part in ("verify", "settle"):
-            assert llm._engine is not None
-            before = llm._engine.stats().preemptions
+            assert llm.engine is not None
+            before = llm.engine.stats().preemptions
             with failing(part):
                 assert texts(llm, held()) == expected
-            assert llm._engine.stats().preemptions >= before + 3
+            assert llm.engine.stats().preemptions >= before + 3
 
 
 @pytest.mark.parametrize("speculation", [None, TREE], ids=str)

@@ -230,7 +230,7 @@ def test_weights_of_8_bits(agreeing: Checkpoints) -> None:
             (4, 1, 5),
             speculative_draft_quantization="int8",
         )
-    ).drafter._heads  # type: ignore[attr-defined]
+    ).drafter.heads  # type: ignore[attr-defined]
     stored = medusa.load(agreeing.others["MEDUSA"])[0]["0.1.weight"].double()
     rounded = heads.lm_heads[0].weight
     assert 0 < (rounded - stored).abs().max() < 0.02 * stored.abs().max()

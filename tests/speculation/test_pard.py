@@ -58,7 +58,7 @@ def test_it_proposes_again_after_steps_without_drafts(agreeing: Checkpoints) -> 
     """A few passes catch up with what was emitted meanwhile."""
     scheduler = agreeing.scheduler(METHOD, (4, 1, 5))
     plain, drafted = StepShape.plain(1), StepShape(1, 5, 4, 1)
-    scheduler._policy = SwitchingShapes([plain])  # type: ignore[assignment]
+    scheduler.policy = SwitchingShapes([plain])  # type: ignore[assignment]
     params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=60, ignore_eos=True)
     shapes = iter([*[plain] * 20, *[drafted] * 100])
     with patch.object(SwitchingShapes, "choose", lambda self, batch: next(shapes)):

@@ -167,8 +167,8 @@ def test_the_place_after_a_preemption(random_models: Checkpoints) -> None:
     assert table is not None
     before = int(table.next_R[request.slot])
     assert before == len(request.output) + 2
-    scheduler._preempt(request)
-    scheduler._admit()
+    scheduler.preempt(request)
+    scheduler.admit()
     assert int(table.next_R[request.slot]) == before
     assert client.run()["0"].tokens == text
 
@@ -188,13 +188,13 @@ def test_the_place_is_kept_while_nothing_is_drafted(random_models: Checkpoints) 
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     text = answer_one(make_scheduler(random_models.target), PROMPT, params).tokens
     scheduler = random_models.scheduler("EAGLE3", (3, 1, 4))
-    choose, steps = type(scheduler._policy).choose, []
+    choose, steps = type(scheduler.policy).choose, []
 
     def plain_at_first(policy: Any, batch: Batch) -> StepShape:
         steps.append(batch)
         return StepShape.plain(1) if len(steps) < 9 else choose(policy, batch)
 
-    with patch.object(type(scheduler._policy), "choose", plain_at_first):
+    with patch.object(type(scheduler.policy), "choose", plain_at_first):
         answer = answer_one(scheduler, PROMPT, msgspec.structs.replace(params, prediction=text))
     assert answer.tokens == text
     assert answer.runs[:13] == [1] * 9 + [4, 4, 4, 3]

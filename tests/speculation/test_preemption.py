@@ -91,7 +91,7 @@ def test_scores_of_a_prompt_that_is_put_back_in_its_midst(agreeing: Checkpoints)
         client.iterate()
     (request,) = requests_of(scheduler)
     assert request.prefilling
-    scheduler._preempt(request)  # what memory that is short does, at a moment of the test's choice
+    scheduler.preempt(request)  # what memory that is short does, at a moment of the test's choice
     rows = admissions(scheduler)
     found = client.run()["0"].scores
     assert rows[0].cached > 0
@@ -223,7 +223,7 @@ def test_the_highest_priority_gives_its_pages_up(agreeing: Checkpoints) -> None:
         client.iterate()
         if not scheduler.stats().preemptions:
             continue
-        waited = scheduler._waiting.head.rid, len(scheduler._waiting)
+        waited = scheduler.waiting.head.rid, len(scheduler.waiting)
         break
     assert waited == ("0", 1)
     client.run()

@@ -112,7 +112,7 @@ def test_it_proposes_again_after_steps_without_drafts(random_models: Checkpoints
     scheduler = scheduler_of(METHOD, random_models.target, random_models.target, (4, 1, 5))
     plain, drafted = StepShape.plain(1), StepShape(1, 5, 4, 1)
     policy = SwitchingShapes([plain])
-    scheduler._policy = policy  # type: ignore[assignment]
+    scheduler.policy = policy  # type: ignore[assignment]
     params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=80, ignore_eos=True)
     shapes = iter([*[plain] * 20, *[drafted] * 100])
     with patch.object(SwitchingShapes, "choose", lambda self, batch: next(shapes)):

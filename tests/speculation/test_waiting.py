@@ -139,20 +139,20 @@ def test_who_still_waits_would_not_fit(agreeing: Checkpoints) -> None:
         max_running_requests=8,
         chunked_prefill_size=16,
     )
-    memory, admit = scheduler.memory, scheduler._admit
+    memory, admit = scheduler.memory, scheduler.admit
     waited = 0
 
     def checked() -> None:
         nonlocal waited
         admit()
-        if not (scheduler._waiting and scheduler._free_slots):
+        if not (scheduler.waiting and len(scheduler.running) < 8):
             return
-        assert scheduler._running, "an idle engine lets nobody wait"
-        request = scheduler._waiting.head
-        assert not fits(memory, request, len(request.tokens) + 1 + scheduler._limits.headroom)
+        assert scheduler.running, "an idle engine lets nobody wait"
+        request = scheduler.waiting.head
+        assert not fits(memory, request, len(request.tokens) + 1 + scheduler.limits.headroom)
         waited += 1
 
-    with patch.object(scheduler, "_admit", checked):
+    with patch.object(scheduler, "admit", checked):
         run_mixed(scheduler, random.Random(2), 150)
     assert waited > 30
     memory.check_idle()

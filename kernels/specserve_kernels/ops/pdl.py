@@ -24,18 +24,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
 _CAPABILITY = 90
-_INTERPRETED = knobs.runtime.interpret  # as kernels were when they were declared
+INTERPRETED = knobs.runtime.interpret  # as kernels were when they were declared
 
 
 def overlap() -> dict[str, Any]:
     """Return the keyword arguments of an overlapping launch: its constant ``OVERLAP``, and Triton's option."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return {"OVERLAP": False}
-    return _overlap(driver.active.get_current_device())
+    return overlap_on(driver.active.get_current_device())
 
 
 @cache
-def _overlap(_device: int) -> dict[str, Any]:
+def overlap_on(_device: int) -> dict[str, Any]:
     target = driver.active.get_current_target()
     if target.backend != "cuda" or int(target.arch) < _CAPABILITY:
         return {"OVERLAP": False}

@@ -86,7 +86,7 @@ class Controller:
     _ends: _PerToken = field(default_factory=_PerToken)  # those that stop
     _present: _Kind | None = None
     _held: _Held | None = None
-    _allowance: float = 0.0
+    allowance: float = 0.0
     _step: int = 0
     _charged: int = 0  # the step up to which time was added to the allowance
     _last_run: dict[_Kind, int] = field(default_factory=dict)
@@ -156,11 +156,11 @@ class Controller:
         """A shape of a kind that was not run for long, if what it is expected to lose is covered."""
         steps = PROBE_SHARE * (self._step - self._charged) if self._charged else FIRST_ALLOWANCE
         self._charged = self._step
-        self._allowance += steps * seconds[best]
+        self.allowance += steps * seconds[best]
         losses = seconds * (1 - rates / rates[best])
         for index in np.argsort(-rates):
             stale = index != best and self._is_stale(shapes[index], rates[index] >= NEAR * rates[best])
-            if stale and losses[index] <= self._allowance:
+            if stale and losses[index] <= self.allowance:
                 batch.probed_at = float(rates[best])
                 return int(index)
         return None
@@ -180,7 +180,7 @@ class Controller:
         tokens = given.tokens
         if batch.probed_at is not None:
             believed = min(seconds, OUTLIER * self.cost.seconds(shape, batch.kv_tokens))
-            self._allowance -= self._with_prompts(believed, tokens) - tokens / batch.probed_at
+            self.allowance -= self._with_prompts(believed, tokens) - tokens / batch.probed_at
         self.acceptance.observe(shape, batch.skills, given)
         self._turnover.observe(batch.begun, tokens)
         self._ends.observe(given.stopped, tokens)

@@ -60,8 +60,8 @@ class EagleDrafter:
         self.name = name
         self.vocab = vocabulary.vocab
         self.live_map = vocabulary.live_map
-        self._vocabulary = vocabulary
-        self._head = head
+        self.vocabulary = vocabulary
+        self.head = head
         self._layer = layer
         own, taps = head.config.layer, head.config.taps
         last = not taps or taps[-1] == layer  # its own layer follows the target's
@@ -90,10 +90,10 @@ class EagleDrafter:
 
     @property
     def vocab_size(self) -> int:
-        return self._head.config.draft_vocab_size if self.vocab is None else len(self.vocab.ids)
+        return self.head.config.draft_vocab_size if self.vocab is None else len(self.vocab.ids)
 
     def pick(self, rows_R: Tensor) -> None:
-        self._vocabulary.pick(rows_R)
+        self.vocabulary.pick(rows_R)
 
     def scratch(self, shape: StepShape) -> int:
         """The root's entry, then those of each level but the last."""
@@ -102,7 +102,7 @@ class EagleDrafter:
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Store the entries of the prompts' tokens and of the one that follows, each with the feature of the token
         before it; a run's first takes the slot's. The token at position 0 has no entry."""
-        features_TH = self._head.fuse(states.hidden_TH, states.tapped)
+        features_TH = self.head.fuse(states.hidden_TH, states.tapped)
         kept_RH, rows_B = context.state.slots.feature, view.slots.rows_B
         before_XH = torch.nn.functional.pad(features_TH, (0, 0, 1, 0))  # a row more, for runs that are empty
         before_XH[prompts.q_start[:-1]] = kept_RH[rows_B]
@@ -131,7 +131,7 @@ class EagleDrafter:
             )
             plan = context.attention.plan_draft(frontier)
             attend = PagedAttend(context.pool, plan, level.page_N, level.offset_N)
-            logits_NV, features_XH = self._head.draft(
+            logits_NV, features_XH = self.head.draft(
                 level.token_N, features_XH, level.position_N, attend, level.source_N
             )
             return logits_NV
@@ -140,7 +140,7 @@ class EagleDrafter:
 
     def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
         """Store the entries of the emitted tokens, each with the feature of the token before it."""
-        features_TH = self._head.fuse(states.hidden_TH, states.tapped)
+        features_TH = self.head.fuse(states.hidden_TH, states.tapped)
         self._store(
             context.pool,
             accepted.next_token_BS.flatten(),
@@ -164,8 +164,8 @@ class EagleDrafter:
 
         ``source_N`` None: each pair's feature is in its own row.
         """
-        kv_N = self._head.project_kv(tokens_N, features_XH, source_N)
-        store_projected(pool, self._layer, kv_N, Rope(self._head.rope_P2D, positions_N), *where)
+        kv_N = self.head.project_kv(tokens_N, features_XH, source_N)
+        store_projected(pool, self._layer, kv_N, Rope(self.head.rope_P2D, positions_N), *where)
 
 
 def _vocabulary(loaded: LoadedDraft, token_map: Path | MapPlan | None, target: LlamaModel) -> Vocabulary:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class HydraDrafter(EagleDrafter):
     """Runs ``HydraHeads``, one a level."""
 
-    _head: HydraHeads
+    head: HydraHeads
 
     @classmethod
     def load(cls, config: DrafterConfig) -> HydraDrafter:
@@ -64,12 +64,12 @@ class HydraDrafter(EagleDrafter):
                 )
                 plan = context.attention.plan_draft(frontier)
                 attend = PagedAttend(context.pool, plan, level.page_N, level.offset_N)
-                before_NX = self._head(
+                before_NX = self.head(
                     level.token_N, context.state.slots.feature, level.position_N, attend, level.source_N
                 )
             else:
                 before_NX = path_NX[level.source_N]
-            path_NX = torch.cat([before_NX, self._head.embed(level.token_N)], 1)
-            return self._head.scores(depth, path_NX)
+            path_NX = torch.cat([before_NX, self.head.embed(level.token_N)], 1)
+            return self.head.scores(depth, path_NX)
 
         return expand(context, view, shape, sampling, None, forward)

@@ -29,7 +29,7 @@ class MedusaDrafter(LastStateDrafter):
 
     def __init__(self, name: str, heads: MedusaHeads, hidden_size: int, vocab: VocabMap | None) -> None:
         super().__init__(name, hidden_size)
-        self._heads = heads
+        self.heads = heads
         self._vocab = vocab
 
     @classmethod
@@ -46,9 +46,9 @@ class MedusaDrafter(LastStateDrafter):
 
     @property
     def vocab_size(self) -> int:
-        return self._heads.vocab_size
+        return self.heads.vocab_size
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         hidden_BH = context.state.slots.feature[view.slots.rows_B]
-        logits_LBV = self._heads(hidden_BH, shape.levels)
+        logits_LBV = self.heads(hidden_BH, shape.levels)
         return expand_levels(context, view, shape, sampling, self._vocab, logits_LBV.transpose(0, 1))

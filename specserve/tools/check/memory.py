@@ -33,8 +33,8 @@ def _memory_of(context: Context) -> Memory:
     return Memory(
         device=str(context.state.device),
         loaded=True,
-        weights=_count([context.target], seen),
-        draft=_count(_parts(context.drafter), seen),
+        weights=count_bytes([context.target], seen),
+        draft=count_bytes(_parts(context.drafter), seen),
         kv_per_token=page // pool.page_size,
         pool_tokens=pool.num_pages * pool.page_size,
         pool=pool.num_pages * page,
@@ -93,7 +93,7 @@ def _parts(drafter: Drafter) -> Iterator[object]:
             yield from _parts(part)
 
 
-def _count(parts: Iterable[object], seen: set[int]) -> int:
+def count_bytes(parts: Iterable[object], seen: set[int]) -> int:
     """Bytes of the modules' tensors that were not seen yet: the draft shares the target's embedding or head."""
     tensors = {
         id(tensor): tensor for part in parts if isinstance(part, nn.Module) for tensor in _tensors(part)

@@ -102,7 +102,7 @@ class Loop:
     def _steps(self, bar: tqdm[Any]) -> None:
         saved = self.elapsed
         while self.progress() < 1:
-            metrics = self._train_step()
+            metrics = self.train_step()
             if self.step % self.config.log_every == 0:
                 self._log(metrics, bar)
             self.elapsed = self._before + time.monotonic() - self._began
@@ -111,7 +111,7 @@ class Loop:
                 self.save()
                 saved = self.elapsed
 
-    def _train_step(self) -> Metrics:
+    def train_step(self) -> Metrics:
         factor = rate(self.config.schedule, self.step, self.config.warmup, self.progress())
         for optimizer, rates in zip(self.optimizers, self.base_rates, strict=True):
             for group, base in zip(optimizer.param_groups, rates, strict=True):

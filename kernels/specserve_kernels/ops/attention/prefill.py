@@ -195,7 +195,7 @@ def _tile_of_own(wide: bool) -> Tile:
     return Tile(32, 32, 4, 2) if wide else Tile(64, 64, 4, 3)
 
 
-def _tile(row_bytes: int, wide: bool, shared_bytes: int) -> Tile:
+def choose_tile(row_bytes: int, wide: bool, shared_bytes: int) -> Tile:
     """Return the tile for keys that all come from pages; a smaller one if shared memory can't hold the queries and two
     blocks of keys and values."""
     if wide:
@@ -236,7 +236,7 @@ def attend_chunks(
         q = TensorDescriptor.from_tensor(q_TND.flatten(1), [tile.rows, size])
         kv = TensorDescriptor.from_tensor(kv_TND.flatten(1), [tile.block, size])
     else:
-        tile = _tile(row_bytes, wide, limits_of(q_TND.device).shared_bytes)
+        tile = choose_tile(row_bytes, wide, limits_of(q_TND.device).shared_bytes)
     out = q_TND.new_empty(q_TND.shape)
     kernel: Any = _prefill_kernel
     kernel[(heads, -(-max_tokens // tile.rows), len(pages_BM))](

@@ -28,7 +28,7 @@ from specserve_kernels.ops.device import HOPPER, Limits, capability_of, copies, 
 from specserve_kernels.ops.layer.activation import gate_by_silu
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
 
-_MANY_OUTPUTS = 16384  # from this many on, tiles are wide and their inputs are not shared
+MANY_OUTPUTS = 16384  # from this many on, tiles are wide and their inputs are not shared
 _FULL = 0.7  # of the multiprocessors' places that programs take, in all the waves that they need
 _LONE = 64  # tokens, up to which a program is alone on its multiprocessor
 _HALF_EMPTY = 96  # tokens, up to which a tile of 128 takes as long as cuBLAS's
@@ -54,7 +54,7 @@ def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
     if not 8 < tokens <= 128 or capability_of(x_TI.device)[0] != HOPPER:
         return False
     if tokens <= 16:
-        wins = outputs >= _MANY_OUTPUTS
+        wins = outputs >= MANY_OUTPUTS
     else:
         wins = tokens <= _LONE or (tokens > _HALF_EMPTY and gated)
     if not (wins and copies(x_TI) and copies(weight_OI)):
@@ -104,7 +104,7 @@ def pipeline(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits
     columns = max(16, triton.next_power_of_2(tokens))
     if tokens > _LONE:
         chosen = Pipeline(columns, 128, 64, 3, 4)
-    elif outputs >= _MANY_OUTPUTS:
+    elif outputs >= MANY_OUTPUTS:
         chosen = Pipeline(columns, 128, 128, 3, 4) if tokens <= 16 else Pipeline(columns, 256, 64, 4, 8)
     elif gated:
         chosen = Pipeline(columns, 128, 128, 3, 4)

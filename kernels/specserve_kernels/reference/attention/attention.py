@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from specserve_kernels.types import KVScales
 
-_PACK_ROWS = 256  # up to here, packing a group's query heads into one tile beats broadcasting the keys
+PACK_ROWS = 256  # up to here, packing a group's query heads into one tile beats broadcasting the keys
 
 
 def group_bias(bias_BNL: Tensor, group: int) -> Tensor:
     """The bias as ``paged_attention`` wants it for ``group`` query heads a key head; make it once for many layers."""
-    if group * bias_BNL.shape[1] > _PACK_ROWS:
+    if group * bias_BNL.shape[1] > PACK_ROWS:
         return bias_BNL[:, None]
     return bias_BNL[:, None].repeat_interleave(group, dim=2)
 
@@ -42,7 +42,7 @@ def paged_attention(
     key, value = scales or KVScales()
     k_BKLD, v_BKLD = gathered(0, key), gathered(1, value)
     group = heads // kv_heads
-    if group * queries > _PACK_ROWS:
+    if group * queries > PACK_ROWS:
         out = F.scaled_dot_product_attention(
             q_BNHD.transpose(1, 2), k_BKLD, v_BKLD, attn_mask=bias, enable_gqa=group > 1
         )
