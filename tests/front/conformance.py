@@ -545,7 +545,7 @@ CASES: list[Case] = [
         {"stop_token_ids": [LIKELY], "logit_bias": {str(LIKELY): 100}},
         ended_by_token,
     ),
-    *refused("stop_token_ids", "token ids are from 0", [-1]),
+    *refused("stop_token_ids", "token ids must be from 0", [-1]),
     Case(
         "min_tokens",
         {"min_tokens": 4, "temperature": 0, "stop_token_ids": [LIKELY], "logit_bias": {str(LIKELY): 100}},

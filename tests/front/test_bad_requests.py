@@ -83,7 +83,7 @@ BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     (
         {"prediction": {"type": "content", "content": LONG}},
         "prediction",
-        "has 300 tokens; it may have 256 at most",
+        "has 300 tokens; the limit is 256",
     ),
     ({"foo": 1}, "foo", "foo: unknown field"),
     ({"model": 5}, "model", "valid string"),
@@ -193,7 +193,7 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": []}, "prompt", "must not be empty"),
     (COMPLETIONS, {"prompt": ["a", ""]}, "prompt.1", "prompt.1: must not be empty"),
     (COMPLETIONS, {"prompt": [[1], []]}, "prompt.1", "prompt.1: must not be empty"),
-    (COMPLETIONS, {"prompt": [[1], [260]]}, "prompt.1", "prompt.1: token ids are from 0 to 259, found 260"),
+    (COMPLETIONS, {"prompt": [[1], [260]]}, "prompt.1", "prompt.1: token ids must be from 0 to 259, found 260"),
     (COMPLETIONS, {"prompt": ["a", LONG]}, "prompt.1", "prompt.1: has 300 tokens"),
     (COMPLETIONS, {"prompt": ["a", None]}, "prompt.1", "Input should be a valid string, found None"),
     (COMPLETIONS, {"prompt": [1, "a"]}, "prompt.1", "Input should be a valid integer, found 'a'"),

@@ -87,7 +87,7 @@ def test_honoured(serve: Serve, route: str, fields: dict[str, Any], expected: st
         ({"structured_outputs": {}}, "structured_outputs", "says nothing"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is no JSON"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "invalid regex"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one text or more"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one or more texts"),
         ({"structured_outputs": {"grammar": "start: a"}}, "structured_outputs.grammar", 'unknown name: "a"'),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not supported"),
         ({"ebnf": "root ::= ("}, "ebnf", ""),

@@ -195,7 +195,7 @@ def test_settings_that_do_not_fit(agreeing: Checkpoints, tmp_path: Path) -> None
         resolve_engine(Settings(**given))
     given["speculative_draft_model_path"] = str(agreeing.target)
     with pytest.raises(
-        ValueError, match=r"--speculative-token-map dynamic can't be used with .*a head of its own"
+        ValueError, match=r"--speculative-token-map dynamic can't be used with .*its own head"
     ):
         resolve_engine(Settings(**given, speculative_token_map="dynamic"))
     override = {"speculative_draft_config_override": '{"rope_theta": 5}'}
