@@ -1,8 +1,8 @@
 """Compile a server's kernels ahead of time: ``python -m specserve.compile``. Exit codes: 0 compiled, 2 a user's
 mistake.
 
-Fills Triton's cache (``TRITON_CACHE_DIR``), also for a GPU that this machine lacks. A server with the same flags,
-checkpoints and version then starts without compiling.
+Fills Triton's cache (``TRITON_CACHE_DIR``), also for another machine's GPU. A server with the same flags, checkpoints
+and version then starts without compiling.
 """
 
 from __future__ import annotations

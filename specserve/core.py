@@ -177,10 +177,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Limits on a request: the model's context and the KV pool, both in tokens.
-
-    The front checks a request against them before sending it, and the engine checks again.
-    """
+    """Limits on a request: the model's context and the KV pool, both in tokens. The front and the engine check them."""
 
     context_length: int
     pool_tokens: int
@@ -221,8 +218,7 @@ class Capacity:
             raise FieldError(param, f"token ids must be from 0 to {self.vocab_size - 1}, found {wrong}")
 
     def too_long(self, param: str, has: str) -> FieldError:
-        """Return the error for a prompt that is too long. It begins with OpenAI's words, from which clients learn the
-        length."""
+        """Return the error for a prompt that is too long. Clients learn the length from OpenAI's words."""
         short = (
             "the context length" if self.context_length == self.room else "the KV pool (--max-total-tokens)"
         )

@@ -27,8 +27,7 @@ _STACK = 1 << 29  # bytes: llguidance recurses as deep as a grammar nests, which
 
 
 def json_schema(schema: Mapping[str, Any] | bool | str) -> str:
-    """Return a grammar of the JSON that a schema (an object or its text) accepts. Raises ValueError naming what can't
-    be enforced."""
+    """Return a grammar of the JSON that a schema, or its text, accepts. Raises ValueError if it can't be enforced."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps({} if parsed is True else parsed)

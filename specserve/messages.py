@@ -46,13 +46,13 @@ class Flushed(msgspec.Struct, tag=True, frozen=True):
 class Tokens(msgspec.Struct, tag=True, frozen=True):
     """New tokens of a request, in order. The last message carries ``finish_reason``.
 
-    ``cached_tokens`` and ``speculation`` are totals so far, sent in every message because a stop string may make it the
+    ``cached_tokens`` and ``speculation`` are totals so far, in every message, because a stop string may make it the
     last.
 
     ``runs`` splits ``token_ids`` by step: the accepted drafts and the bonus token of one target forward each. A matched
     stop token comes last in ``token_ids``, with ``stop_token`` set. ``prompt_logprobs``, if asked for, come in the
-    first message and omit the prompt's first token. ``token_ids`` is empty if none were asked for. ``queued``: seconds
-    until the request got its first slot and pages.
+    first message and omit the prompt's first token. ``queued``: seconds until the request got its first slot and pages.
+    ``token_ids`` is empty if no tokens were asked for.
     """
 
     rid: str

@@ -1,4 +1,4 @@
-"""A token map that follows the text: no text depends on it, what is drafted is in it, and it pays."""
+"""Dynamic token maps: no text changes, drafts are within the map, and acceptance improves."""
 
 from __future__ import annotations
 
@@ -304,8 +304,8 @@ def test_the_flags(agreeing: Checkpoints, tmp_path: Path) -> None:
         speculative_token_map_size=None,
         speculative_token_map_interval=None,
     )
-    assert any(f"{FLAG}, {FLAG}-size, {FLAG}-interval changes nothing" in note for note in notes)
-    with pytest.raises(ValueError, match=f"{FLAG}-start: /no/where.pt is no file"):
+    assert any(f"{FLAG}, {FLAG}-size, {FLAG}-interval has no effect" in note for note in notes)
+    with pytest.raises(ValueError, match=f"{FLAG}-start: /no/where.pt is neither a file"):
         resolve_paths(given(agreeing, "EAGLE", **(wanted | {"speculative_token_map_start": "/no/where.pt"})))
 
 

@@ -1,4 +1,4 @@
-"""Prompts between the steps of requests that write."""
+"""The limit on prefill between the steps of running requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted texts as drafts: the answer stays what it is, and a right prediction is accepted whole."""
+"""Predicted texts as drafts: the answer does not change, and a right prediction is accepted whole."""
 
 from __future__ import annotations
 

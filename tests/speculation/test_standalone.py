@@ -1,4 +1,4 @@
-"""STANDALONE: a model of its own drafts, what it drafts is what a slow reading drafts, and no text changes."""
+"""STANDALONE: a separate model's drafts match a slow reference, and no text changes."""
 
 from __future__ import annotations
 
