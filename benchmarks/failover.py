@@ -1,9 +1,9 @@
-"""Two servers behind nginx as it is shipped, under load: kill -9 one, start it again, SIGTERM the other.
+"""Two servers behind the shipped nginx configuration, under load: kill -9 one, restart it, SIGTERM the other.
 
     python -m benchmarks.failover
 
-Clients ask for greedy completions of the bundled model without pause, half of them for streams. Ends with code 1 when a
-request that is not streamed failed, or a stream looked whole and was not.
+Clients request greedy completions of the bundled model without pause, half of them as streams. The exit code is 1 if a
+request without streaming failed, or if a stream looked complete and was not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def load_texts() -> list[str]:
 
 
 class Server:
-    """``python -m specserve.launch`` at a port of 127.0.0.1."""
+    """``python -m specserve.launch`` on a port of 127.0.0.1."""
 
     def __init__(self, port: int, log: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"

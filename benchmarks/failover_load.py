@@ -1,4 +1,4 @@
-"""Clients that never stop asking, half of them for streams, and a count of how each request ended."""
+"""Clients that send requests without pause, half of them as streams, and counts of how the requests ended."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOST = (WHOLE_FAILED, STREAM_REFUSED, STREAM_TRUNCATED)
 
 @dataclass
 class Tally:
-    """How requests ended. ``texts``: the answers by prompt, of greedy requests that ended well."""
+    """Counts of how requests ended. ``texts``: the answers of successful greedy requests, by prompt."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -67,7 +67,7 @@ class Tally:
 
 
 class Load:
-    """``clients`` ask for completions within the ``async with`` block; leaving it waits for the last answers."""
+    """``clients`` request completions within the ``async with`` block; leaving it waits for the last answers."""
 
     def __init__(self, url: str, body: Mapping[str, Any], prompts: Sequence[str], clients: int = 8) -> None:
         self.tally = Tally()
