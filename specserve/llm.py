@@ -71,7 +71,7 @@ class LLM:
         from specserve.process.assemble import create_scheduler, resolve_engine
 
         given = make_settings(model_path=model_path, **settings)
-        for name in _unread(given):
+        for name in _ignored_settings(given):
             log.warning("%s has no effect: only the server reads it", name)
         self.settings, _, config = resolve_engine(given)
         self._tokenizer: Tokenizer | None = None
@@ -157,9 +157,9 @@ class LLM:
         self.close()
 
     def _encode_each(self, prompts: object) -> list[list[int]]:
-        if isinstance(prompts, str) or (_listed(prompts) and prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (_is_sequence(prompts) and prompts and isinstance(prompts[0], int)):
             return [self._encode(prompts, "the prompt")]
-        if not _listed(prompts):
+        if not _is_sequence(prompts):
             raise ValueError(f"prompts must be text, token ids or a list of them, found {_kind(prompts)}")
         return [self._encode(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 
@@ -168,7 +168,7 @@ class LLM:
             tokenizer = self._need_tokenizer("a prompt of text")
             # A tokenizer may encode an empty text as its BOS token alone, which would not be a prompt.
             ids = tokenizer.encode(_encodable(prompt, where)) if prompt else []
-        elif _listed(prompt):
+        elif _is_sequence(prompt):
             ids = list(prompt)
             self._check(ids, where)
         else:
@@ -293,7 +293,7 @@ class _Batch:
             if message.rid not in open_rids or message.rid in ended:
                 continue  # sent before the engine read the abort
             if isinstance(message, Failed):
-                raise ValueError(self._words(message))
+                raise ValueError(self._error_text(message))
             processor = self._processors[message.rid]
             delta = processor.push(message)
             if processor.must_abort:
@@ -302,7 +302,7 @@ class _Batch:
                 ended.append(message.rid)
         return ended
 
-    def _words(self, failed: Failed) -> str:
+    def _error_text(self, failed: Failed) -> str:
         """Return the error's text, which names the prompt if there are several."""
         named = [self._name.format(list(self._requests).index(failed.rid))] if len(self._requests) > 1 else []
         return ": ".join([*named, *([failed.param] if failed.param else []), failed.message])
@@ -353,13 +353,13 @@ def _after_thought(formats: Formats, params: SamplingParams, parser: AnswerParse
     return msgspec.structs.replace(params, thought=thought, grammar=grammar)
 
 
-def _unread(settings: Settings) -> list[str]:
+def _ignored_settings(settings: Settings) -> list[str]:
     """Return the server-only settings that were set and have no effect here."""
     names = [name for name, declared in SETTINGS.items() if declared.group == SERVER]
     return [name for name in names if name not in _READ and getattr(settings, name) != SETTINGS[name].default]
 
 
-def _listed(given: object) -> TypeGuard[Sequence[Any]]:
+def _is_sequence(given: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
 
 
@@ -377,7 +377,7 @@ def _params_each(params: object, count: int) -> list[tuple[SamplingParams, str]]
     """Return the parameters of each prompt, with their name in errors."""
     if isinstance(params, SamplingParams):
         return [(params, "sampling_params")] * count
-    if not _listed(params):
+    if not _is_sequence(params):
         raise ValueError(f"sampling_params must be SamplingParams or a list of them, found {_kind(params)}")
     if len(params) != count:
         raise ValueError(f"sampling_params must be one or as many as prompts: {count}, found {len(params)}")

@@ -120,7 +120,7 @@ _EAGLE = "specserve.speculation.drafters.eagle:EagleDrafter.load"
 _OWN_VOCABULARY = (
     "its heads have a trained draft vocabulary, from which --speculative-token-map dynamic chooses"
 )
-_TRAINED_SO = "its heads were trained for the tokens that they score"
+_FIXED_VOCABULARY = "its heads were trained for the tokens that they score"
 _EAGLE_HEAD = Method(
     "EAGLE", _EAGLE, heads=("EAGLE", "MTP"), bundled="eagle", map_refusal=None, live_map=True
 )
@@ -134,7 +134,7 @@ register(
         "MEDUSA",
         "specserve.speculation.drafters.medusa:MedusaDrafter.load",
         heads=("MEDUSA",),
-        map_refusal=_TRAINED_SO,
+        map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.medusa:count_heads",
     )
 )
@@ -143,7 +143,7 @@ register(
         "MLP_SPECULATOR",
         "specserve.speculation.drafters.mlp_speculator:MLPDrafter.load",
         heads=("MLP_SPECULATOR",),
-        map_refusal=_TRAINED_SO,
+        map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.mlp_speculator:count_levels",
     )
 )
@@ -165,7 +165,7 @@ register(
         "HYDRA",
         "specserve.speculation.drafters.hydra:HydraDrafter.load",
         heads=("HYDRA",),
-        map_refusal=_TRAINED_SO,
+        map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.hydra:count_heads",
     )
 )
@@ -174,7 +174,7 @@ register(
         "ARCTIC_LSTM",
         "specserve.speculation.drafters.mlp_speculator:ArcticLSTMDrafter.load",
         heads=("ARCTIC_LSTM",),
-        map_refusal=_TRAINED_SO,
+        map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.arctic_lstm:count_levels",
     )
 )

@@ -38,7 +38,7 @@ def resolve(
         _limits,
         _pool,
         _execution,
-        _same_bits,
+        _deterministic,
         resolve_speculation,
         resolve_token_map,
     ]
@@ -93,7 +93,7 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
             raise ValueError(f"--attention-backend {backend} needs a GPU; use torch on {device}")
         if dtype == "float64":
             raise ValueError(f"--attention-backend {backend} does not support float64; use torch")
-        if reason := _unserved(model):
+        if reason := _triton_refusal(model):
             raise ValueError(f"--attention-backend {backend}: {reason}; use torch")
     if backend == "flashinfer" and find_spec("flashinfer") is None:
         raise ValueError(
@@ -103,7 +103,7 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
         return settings
     backend = "triton" if device == "cuda" and dtype != "float64" else "torch"
     why = f"the device is {device}, the dtype {dtype}"
-    if backend == "triton" and (reason := _unserved(model)):
+    if backend == "triton" and (reason := _triton_refusal(model)):
         backend, why = "torch", reason
     return settings.choose("attention_backend", backend, why, notes)
 
@@ -130,7 +130,7 @@ def _kv_cache(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     return replace(settings, kv_cache_dtype=dtype)
 
 
-def _same_bits(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
+def _deterministic(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     """Turn deterministic inference on where sums have a fixed order; see docs/architecture.md."""
     where = f"{settings.dtype} on {settings.device} by {settings.attention_backend}"
     given, holds = settings.enable_deterministic_inference, where == "bfloat16 on cuda by triton"
@@ -144,7 +144,7 @@ def _same_bits(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     return settings.choose("enable_deterministic_inference", True, f"always on for {where}", notes)
 
 
-def _unserved(model: ModelConfig) -> str | None:
+def _triton_refusal(model: ModelConfig) -> str | None:
     """Return why Triton's kernels can't run the target, None if they can. The draft is checked when it is loaded."""
     from specserve_kernels.ops.attention.attention import (
         HEAD_DIMS,  # imports Triton, which a CPU does not need

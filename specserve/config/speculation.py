@@ -36,7 +36,7 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
         settings = settings.without(weights, f": {method.name} has no weights", notes)
         settings = replace(settings, speculative_draft_quantization="none")
     elif settings.speculative_draft_quantization == "auto":
-        settings = _rounding(settings, notes)
+        settings = _draft_quantization(settings, notes)
     settings = _recall(settings, method, notes)
     settings = _datastore(settings, method, notes)
     if method.fixed_shape is not None:
@@ -113,7 +113,7 @@ def _datastore(settings: Settings, method: Method, notes: list[str]) -> Settings
     return settings
 
 
-def _rounding(settings: Settings, notes: list[str]) -> Settings:
+def _draft_quantization(settings: Settings, notes: list[str]) -> Settings:
     """Quantize the draft to 8 bits if that saves bytes and the faster steps outweigh the worse guesses."""
     if settings.device != "cuda" or settings.dtype not in ("bfloat16", "float16"):
         return replace(settings, speculative_draft_quantization="none")

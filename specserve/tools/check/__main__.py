@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 def _check(given: Settings, options: argparse.Namespace, report: Report) -> None:
     """Fill the report as far as possible. Raises ValueError for what can't be loaded."""
     prompts = read_prompts(options.prompts)
-    with _heard(report.choices):
+    with _collected_logs(report.choices):
         settings, _, config = resolve_engine(_with_shape(given), with_front=True)
         tokenizer = None
         if not settings.skip_tokenizer_init:
@@ -118,7 +118,7 @@ def _with_shape(given: Settings) -> Settings:
 
 
 @contextlib.contextmanager
-def _heard(said: list[str]) -> Iterator[None]:
+def _collected_logs(said: list[str]) -> Iterator[None]:
     """Add the package's log messages, each once, to ``said``."""
     logger, handler = logging.getLogger("specserve"), logging.Handler()
     handler.addFilter(lambda record: record.getMessage() not in said)

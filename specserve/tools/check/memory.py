@@ -45,9 +45,9 @@ def _memory_of(context: Context) -> Memory:
 def expected_memory(config: EngineConfig) -> Memory:
     """Return the memory of an engine assembled on the meta device. A refused draft counts as nothing."""
     try:
-        context = _without_numbers(config)
+        context = _assemble_shapes(config)
     except ValueError:  # reported by _draft or by loading
-        context = _without_numbers(replace(config, draft=None, shape=None, adaptive=False))
+        context = _assemble_shapes(replace(config, draft=None, shape=None, adaptive=False))
     found, tokens = _memory_of(context), config.max_total_tokens
     if tokens is None:
         room = config.mem_fraction_static * device_memory(config.device) - found.weights - found.draft
@@ -69,7 +69,7 @@ def device_memory(device: str) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _without_numbers(config: EngineConfig) -> Context:
+def _assemble_shapes(config: EngineConfig) -> Context:
     """Assemble an engine without data. The pool's size is not the real one; on a CPU, weights are not quantized."""
     model, draft = config.model, config.draft
     if config.device == "cpu":

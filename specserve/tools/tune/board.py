@@ -56,10 +56,10 @@ class Board:
 
     def ranked(self) -> list[Candidate]:
         """Return the measured candidates, best first, one per shape."""
-        measured = filter(self.is_measured, self.unlike(self.shapes))
+        measured = filter(self.is_measured, self.distinct(self.shapes))
         return sorted(measured, key=lambda candidate: -self.ratio(candidate))
 
-    def unlike(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+    def distinct(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Return the first candidate of each shape."""
         unique: dict[StepShape, Candidate] = {}
         for candidate in candidates:

@@ -50,7 +50,7 @@ def _controller(boards: Sequence[Board], pick: Candidate) -> list[str]:
         )
     if share < DIFFERENT if controlled is None else share < controlled:
         lines.append(
-            "The controller, --speculative-adaptive instead of a shape, chooses at each step and is faster."
+            "The controller, --speculative-adaptive instead of a shape, chooses at each step: prefer it."
         )
     return lines
 

@@ -77,7 +77,7 @@ class Search:
 
     def _race(self, board: Board, until: float) -> None:
         begin, likely = self.clock(), candidate_shapes(board.batch)
-        entered = board.unlike(Random(0).sample(self.candidates, len(self.candidates)))
+        entered = board.distinct(Random(0).sample(self.candidates, len(self.candidates)))
         entered = sorted(filter(None, entered), key=lambda candidate: board.shapes[candidate] not in likely)
         self.say(f"batch {board.batch}: running {len(entered)} shapes")
         if self.exhaustive:
@@ -101,7 +101,7 @@ class Search:
         """Race the best over all batch sizes. Those not run at some size run there regardless of time."""
         ranked = sorted(filter(None, self.candidates), key=lambda candidate: -overall(boards, candidate))
         for left, board in zip(range(len(boards), 0, -1), boards, strict=True):
-            wanted = board.unlike([*ranked[:OVERALL_KEPT], *filter(None, [board.best()])])
+            wanted = board.distinct([*ranked[:OVERALL_KEPT], *filter(None, [board.best()])])
             self.say(f"batch {board.batch}: running the best over all batch sizes")
             end = self.clock() + (until - self.clock()) / left
             missing = not all(map(board.is_measured, wanted))
