@@ -293,9 +293,9 @@ def test_the_flags(agreeing: Checkpoints, tmp_path: Path) -> None:
         assert "speculative_token_map_interval = 8: none was given" in notes
         assert resolve(found, config)[0] == found
     alone = {name: value for name, value in DYNAMIC.items() if name != "speculative_token_map"}
-    with pytest.raises(ValueError, match=rf"{FLAG}-size is for {FLAG} dynamic, found {FLAG} not set"):
+    with pytest.raises(ValueError, match=rf"{FLAG}-size needs {FLAG} dynamic, found {FLAG} not set"):
         resolve(given(agreeing, "EAGLE", **alone), config)
-    with pytest.raises(ValueError, match=rf"{FLAG}-size is for {FLAG} dynamic, found {FLAG} {start}"):
+    with pytest.raises(ValueError, match=rf"{FLAG}-size needs {FLAG} dynamic, found {FLAG} {start}"):
         resolve(given(agreeing, "EAGLE", **alone, speculative_token_map=str(start)), config)
     plain, notes = resolve(given(agreeing, "NONE", **DYNAMIC), config)
     assert plain == replace(

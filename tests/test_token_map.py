@@ -164,7 +164,7 @@ def test_the_flag(agreeing: Checkpoints, kept_file: Path) -> None:
     found, _ = resolve(given(agreeing, "EAGLE", str(kept_file)), config)
     assert found.speculative_token_map == str(kept_file)
     with pytest.raises(
-        ValueError, match=f"{flag} can't be used with --speculative-algorithm EAGLE3: its heads bring"
+        ValueError, match=f"{flag} can't be used with --speculative-algorithm EAGLE3: its heads have"
     ):
         resolve(given(agreeing, "EAGLE3", str(kept_file)), config)
     none, notes = resolve(given(agreeing, "NONE", str(kept_file)), config)
