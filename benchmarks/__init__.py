@@ -1,1 +1,1 @@
-"""Measurements. Each prints a table and writes JSON to ``results/``."""
+"""Benchmarks. Each prints a table and writes JSON to ``results/``."""

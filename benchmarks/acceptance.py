@@ -1,10 +1,10 @@
-"""Tokens a step on held-out prompts, for each drafter, shape and temperature; coupled against uncoupled drafting.
+"""Tokens per step on held-out prompts by drafter, shape and temperature, and coupled against uncoupled drafting.
 
     python -m benchmarks.acceptance [--temperatures 0 0.7 1.0] [--batch 16] [--weights none int8 fp8 int4]
 
-A step is one target forward that emitted tokens, prefill not counted; the bonus token is counted. The texts are the
-same for every row of a temperature (drafting never changes a token), so the rows compare drafting alone.
-``--weights``: how the draft's are rounded; int4, which no server drafts in, as ``--quantization int4`` rounds a target.
+A step is one target forward that emitted tokens, without prefill; the bonus token counts. The texts are the same for
+every row of a temperature (drafting never changes a token), so the rows compare only drafting. ``--weights``:
+quantization of the draft; int4, which no server drafts in, is that of ``--quantization int4``.
 """
 
 from __future__ import annotations

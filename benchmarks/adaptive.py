@@ -1,15 +1,15 @@
-"""The controller against every fixed shape and against plain decoding, tokens a second by batch size.
+"""The controller against every fixed shape and plain decoding, in tokens per second by batch size.
 
     python -m benchmarks.adaptive --model DIR/target --eagle3 DIR/eagle3 [--batches 1 2 4 8] [--repeats 2]
 
 DIR is the output of ``python -m benchmarks.cost_faithful``; ``--eagle3 DIR/eagle3_useless`` is a draft that is never
-right. One engine runs all of them, in turns, so that a machine that slows down slows all alike: fixed shapes are forced
-upon its scheduler, and the controller keeps what it learned from one batch size to the next, as in a server. All are
-asked greedily; in 16 bits near ties part some of their texts. Each turn goes on in the prompts where the last one
-ended, and a fixed shape that is far after the best in the first, marked ``-``, has no other. Batches are kept full:
-when a request ends the next begins, its prompt in the prefix cache. Tokens a second are by the wall clock, so what it
-takes to begin a request is in them, without its first token; the last two columns are of the time that the device
-worked on steps, which the controller has in its hands. Answers are half to all of ``--new-tokens`` long.
+right. One engine runs all policies in turns, so that a machine that slows down affects all alike. Fixed shapes are
+forced upon its scheduler; the controller keeps what it learned from one batch size to the next, as in a server. All
+requests are greedy; in 16 bits near-ties make some texts diverge. Each turn continues in the prompts where the last one
+ended. A fixed shape that is far behind the best in the first turn, marked ``-``, gets no other. Batches are kept full:
+when a request ends the next begins, with its prompt in the prefix cache. Tokens per second are by the wall clock; they
+include the time to start a request, but not its first token. The last two columns are by the device time of steps,
+which is what the controller can influence. Answers have half to all of ``--new-tokens``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SEED_RATIOS = {"NAIVE_EAGLE": 0.68 / 0.62, "EAGLE": 0.52 / 0.62}
 
 @dataclass(frozen=True, slots=True)
 class WiderPlan(ShapePlan):
-    """Has ``fixed`` shapes too, for batches of at least ``smallest``."""
+    """Also has ``fixed`` shapes, for batches of at least ``smallest``."""
 
     fixed: tuple[Speculation, ...] = STATIC
     smallest: int = 1
@@ -112,7 +112,7 @@ def under(llm: LLM, policy: ShapePolicy) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``batch`` requests at a time until ``requests`` have ended: the same whatever the shape, others each turn."""
+    """``batch`` requests at a time until ``requests`` have ended: the same for every shape, different in each turn."""
 
     prompts: Sequence[list[int]]
     batch: int
@@ -126,7 +126,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Seconds by the wall clock, the tokens that steps gave in them, and seconds of the device in prompts' launches."""
+    """Wall-clock seconds, the tokens that steps emitted meanwhile, and device seconds of prefill launches."""
 
     seconds: float
     tokens: int

@@ -1,4 +1,4 @@
-"""nginx with the configuration that is shipped, as a process of this one."""
+"""Run nginx with the shipped configuration as a child process."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A load that changes: from 1 to 128 requests and back, each stage with code, with dialogue and with random text.
+"""A changing load: from 1 to 128 requests and back, in stages of code, dialogue and random text.
 
     python -m benchmarks.changing_load --model DIR/target --eagle3 DIR/eagle3 [--seconds 2] [--plot PNG]
 
 DIR is the output of ``python -m benchmarks.cost_faithful``. The scenario runs under plain decoding, the best fixed
-shape (``--fixed``) and the controller, in turns; prompts and seeds are the same for all. When a request ends the next
-begins, and tokens a second are those of the wall clock, prefill included. Code and dialogue are greedy; random text is
-random tokens continued at a temperature of 2. Only windows are kept of the steps.
+shape (``--fixed``) and the controller, in turns, with the same prompts and seeds. When a request ends the next begins.
+Tokens per second are by the wall clock, prefill included. Code and dialogue are greedy; random text is random tokens
+continued at temperature 2. Of the steps, only windows are kept.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def prompts_by_kind(args: argparse.Namespace) -> dict[str, list[list[int]]]:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """This many requests of a kind, from one second to another."""
+    """A number of requests of one kind, from one second to another."""
 
     requests: int
     kind: str

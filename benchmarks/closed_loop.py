@@ -1,6 +1,6 @@
-"""A closed loop upon a scheduler: this many requests at a time, and when one ends the next of its kind begins.
+"""A closed loop on a scheduler: a fixed number of requests at a time; when one ends the next of its kind begins.
 
-Every step is recorded as the policy is told of it, every message as it comes out.
+Every step is recorded as the policy sees it, and every message as it is sent.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def name_of(shape: StepShape) -> str:
 
 
 class Step(NamedTuple):
-    """``at``: when its result was read, seconds since the loop began; ``seconds``: what the device worked on it.
-    ``emitted`` counts bonus tokens, ``accepted`` does not; both count what requests that had just ended were given."""
+    """A step. ``at``: seconds from the start of the loop until its result was read; ``seconds``: its device time.
+    ``emitted`` counts bonus tokens, ``accepted`` does not; both include tokens of requests that had just ended."""
 
     at: float
     seconds: float
@@ -61,7 +61,7 @@ class Step(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """Tokens of one message. ``by_step``: not the first token, which its prefill gave."""
+    """Tokens of one message. ``by_step``: excludes the first token, which prefill gave."""
 
     at: float
     kind: str
@@ -71,7 +71,7 @@ class Delivery(NamedTuple):
 
 @dataclass(slots=True)
 class Recorder:
-    """A policy, and the steps that it was told of."""
+    """A policy and the steps that were reported to it."""
 
     policy: ShapePolicy
     clock: Callable[[], float]

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the held-out prompts, and results as JSON with hardware, commit and command."""
+"""Shared code of the benchmarks: the held-out prompts, and results as JSON with hardware, commit and command."""
 
 from __future__ import annotations
 

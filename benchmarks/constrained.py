@@ -1,11 +1,11 @@
-"""Is every text that a grammar holds the same with and without speculation, and valid? Counts both.
+"""Check that constrained texts are valid, and the same with and without speculation.
 
     python -m benchmarks.constrained --texts 1040 --output benchmarks/results/constrained_float64.json
 
-JSON schemas, expressions, choices and grammars, thoughts with a budget, and calls: that have to come, of one function,
-that may come, after a thought, and in several formats. The bundled model's special tokens are the marks of calls and
-thoughts. Texts of each configuration are compared, token for token, with those of plain decoding; those that end by
-themselves are read by the parsers and checked by ``jsonschema``. At float64 none may differ, and none may be invalid.
+Covers JSON schemas, expressions, choices, grammars, reasoning with a budget, and tool calls: required, of one function,
+optional, after reasoning, and in several formats. The bundled model's special tokens serve as the marks of calls and
+reasoning. Texts of each configuration are compared, token for token, with those of plain decoding; texts that end by
+themselves are parsed and checked by ``jsonschema``. At float64 none may differ and none may be invalid.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ SPECULATED = ("EAGLE3 chain", "EAGLE3 tree of 16", "NGRAM tree", "EAGLE3 chain +
 
 @dataclass(frozen=True)
 class Kind:
-    """A grammar; who says whether a text is valid; what makes the model do more than one thing under it; and most
-    tokens of a thought that the prompt has begun."""
+    """A grammar, a check whether a text is valid, what makes the model do different things under the grammar, and the
+    maximum number of reasoning tokens if the prompt has opened the reasoning."""
 
     grammar: str | None
     is_valid: Callable[[str], bool]
@@ -183,7 +183,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """``ended``: texts by kind that ended by themselves; ``invalid``: those of them that are not valid."""
+    """``ended``: texts by kind that ended by themselves; ``invalid``: those among them that are invalid."""
 
     rows: list[Row]
     ended: dict[str, int]

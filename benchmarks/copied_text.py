@@ -1,11 +1,11 @@
-"""Accepted length of a draft, of lookup and of both in one tree: dialogues, code, and a text that is said again.
+"""Accepted length of a draft, of lookup and of both in one tree, on dialogues, code and repeated text.
 
     python -m benchmarks.copied_text [--prompts 12]
 
-The bundled model can't edit a text that it is given, so the edit is made backwards, as in ``benchmarks.prediction``:
-the model's own answer to a code prompt, edited, stands before the prompt, and a grammar holds the model to that answer.
-A step is one target forward that emitted tokens, the bonus token counted. All rows of a workload have the same texts.
-A row's workloads follow each other in one engine: SUFFIX has said the code before that is rewritten.
+The bundled model can't edit a given text, so the edit is made in reverse, as in ``benchmarks.prediction``: an edited
+copy of the model's own answer to a code prompt precedes the prompt, and a grammar forces that answer. A step is one
+target forward that emitted tokens; the bonus token counts. All rows of a workload have the same texts. A row's
+workloads run one after the other in one engine, so SUFFIX has already generated the code that is rewritten.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""A small trained family inside the shape of a large one: the cost of the large, the text and acceptance of the small.
+"""Embed a small trained family in a large shape: the cost of the large one, the text and acceptance of the small one.
 
     python -m benchmarks.cost_faithful --output DIR [--shape llama-3.1-8b] [--dtype bfloat16] [--device auto]
 
 Writes DIR/target, DIR/eagle, DIR/eagle3 and DIR/eagle3_useless (the same head negated, so that nothing it drafts is
 accepted: steps of full batches are timed with it), ordinary Hugging Face checkpoints for any server. The small model's
-numbers stand in the first d of D channels; everything else costs what it costs in the large model, and adds zero:
+numbers are in the first d of D channels; everything else costs as much as in the large model, and adds zero:
 
 - Hidden size: matrices that write the residual stream have zero rows beyond d, so it stays zero there. A norm divides
   by the root of a mean over D instead of d: weights carry sqrt(d / D), eps is scaled by d / D.
 - Attention: rotary pair i goes to pair i * (D's head size / d's), where the large table has the same frequency; q
   carries the root of that ratio; a small group of query heads goes inside one large group.
-- Unused heads, inner rows and layers hold random weights in front of zero columns of o_proj and down_proj.
+- Unused heads, inner rows and layers have random weights before zero columns of o_proj and down_proj.
 - Unused tokens: channel d holds the constant ``MARK`` in every embedding. No layer writes or reads it (norm weight
   0), the last norm passes it, and the head's rows of unused tokens hold ``-REPEL`` there: their logits are far below
   all others. Drafts get the constant through ``fc``: from the embedding (EAGLE) or from the first tap (EAGLE-3).
@@ -209,7 +209,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Makes the wide family of ``small``."""
+    """Make the wide family of ``small``."""
 
     small: Family
     shape: Shape

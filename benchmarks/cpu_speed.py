@@ -1,9 +1,9 @@
-"""Speed on a CPU as ratios within one run: speculation on against off, and against ``transformers.generate``.
+"""Speed on a CPU as ratios within one run: speculation against plain decoding and ``transformers.generate``.
 
     python -m benchmarks.cpu_speed [--rounds 3] [--prompts 12]
 
-Half of the held-out prompts used are dialogues, half code; greedy. The contestants take turns, prompt by prompt at
-batch 1 and batch by batch at batch 8, so that whatever else the machine does falls on all of them alike.
+Half of the held-out prompts are dialogues, half code; greedy. The contestants take turns, prompt by prompt at batch 1
+and batch by batch at batch 8, so that other load on the machine affects all alike.
 """
 
 from __future__ import annotations

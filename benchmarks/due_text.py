@@ -1,9 +1,9 @@
-"""Accepted length of JSON under a schema, where text that has to come is drafted and where it is not; and of free text.
+"""Accepted length of JSON under a schema, with and without drafting of forced text, and of free text.
 
     python -m benchmarks.due_text [--texts 48]
 
-The bundled model answers the same prompts, greedily and at a temperature of 0.7, free and held to one of three schemas.
-A step is one target forward that emitted tokens, the bonus token counted. All rows have the same texts.
+The bundled model answers the same prompts, greedily and at temperature 0.7, unconstrained and under one of three
+schemas. A step is one target forward that emitted tokens; the bonus token counts. All rows have the same texts.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What truncated vocabularies cost and save: the full head, a static token map and a dynamic one, on two domains.
+"""Cost and benefit of truncated draft vocabularies: the full head, a static and a dynamic token map, on two domains.
 
     python -m benchmarks.dynamic_map [--parts 8 4] [--batch 4] [--model DIR --draft DIR --size 16384]
 
 The domains are the held-out dialogues and the held-out code. For each, the static map is counted on the full head's
-answers of the other one; the dynamic map starts from it, answers prompts of the domain that are not measured, and is
-measured then. ``best`` is a static map counted on the very answers that are measured: no map of its size that stays
-for all of them can hold more. Texts are the same in every row. Prompts that are not measured come from the running
-Python's library and the generators of the bundled model's dialogues.
+answers of the other domain. The dynamic map starts from it, first answers other prompts of the domain, and is then
+measured. ``best`` is a static map counted on the measured answers themselves: no static map of its size covers more.
+Texts are the same in every row. The other prompts come from the running Python's library and the generators of the
+bundled model's dialogues.
 
-``--parts``: the map has the vocabulary's size divided by it. A pair that is as wide as a large model but has the
-bundled tokenizer (benchmarks/cost_faithful.py) uses 4096 ids of its vocabulary: ``--size`` sets the rows themselves.
+``--parts``: the divisors of the vocabulary's size that give the map's. A pair as wide as a large model with the bundled
+tokenizer (benchmarks/cost_faithful.py) uses only 4096 ids: there ``--size`` sets the number of rows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What earlier answers take of the host's time, with many requests: ``python -m benchmarks.earlier_answers``.
+"""Host time of earlier answers with many requests: ``python -m benchmarks.earlier_answers``.
 
-Answers are made up of tokens that are the rarer the higher their ids, and of pieces of other answers, by a share; or of
-the beginnings of forty phrases, so that texts keep departing from what is found. Prints, for each, microseconds to
-remember a token, and to follow one that a running request emits, 1 to 6 a step: to find what it goes on with, and to
-write that for the device; the longest step, one of which remembers an answer of 30,000 tokens; and the share of
-tokens that the device was told of before they were emitted.
+Answers consist of tokens that are rarer the higher their ids, and to some share of pieces of other answers; or of the
+beginnings of forty phrases, so that texts keep departing from the match. Prints for each: microseconds to remember a
+token, and to follow a token that a running request emits, 1 to 6 per step (find its continuation and write it for the
+device); the longest step, one of which remembers an answer of 30,000 tokens; and the share of tokens that were proposed
+to the device before they were emitted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS, LENGTH, LONG = 80, 300, 30_000
 
 
 class Device:
-    """Takes what the host says, as the runner does."""
+    """Receives what the host writes, as the runner does."""
 
     def __init__(self, slots: int) -> None:
         kinds = torch.float32, torch.float32, torch.device("cpu")

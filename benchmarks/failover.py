@@ -1,4 +1,4 @@
-"""Two servers behind nginx as it is shipped, under load: kill -9 one, start it again, SIGTERM the other.
+"""Two servers behind the shipped nginx configuration, under load: kill -9 one, restart it, SIGTERM the other.
 
     python -m benchmarks.failover
 
@@ -35,7 +35,7 @@ def load_texts() -> list[str]:
 
 
 class Server:
-    """``python -m specserve.launch`` at a port of 127.0.0.1."""
+    """``python -m specserve.launch`` on a port of 127.0.0.1."""
 
     def __init__(self, port: int, log: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"

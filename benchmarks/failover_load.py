@@ -36,7 +36,7 @@ LOST = (WHOLE_FAILED, STREAM_REFUSED, STREAM_TRUNCATED)
 
 @dataclass
 class Tally:
-    """How requests ended. ``texts``: the answers by prompt, of greedy requests that ended well."""
+    """Counts of how requests ended. ``texts``: the answers of successful greedy requests, by prompt."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class Tally:
 
 
 class Load:
-    """``clients`` ask for completions within the ``async with`` block; leaving it waits for the last answers."""
+    """``clients`` request completions within the ``async with`` block; leaving it waits for the last answers."""
 
     def __init__(self, url: str, body: Mapping[str, Any], prompts: Sequence[str], clients: int = 8) -> None:
         self.tally = Tally()

@@ -1,9 +1,9 @@
-"""What steps are held against on one H200 with Llama-3.1-8B shapes in bfloat16, and what other servers take.
+"""Floors of step times on one H200 with Llama-3.1-8B shapes in bfloat16, and the times of other servers.
 
 Measured there: GEMMs of cuBLAS in a CUDA graph, device reads, and the servers' wall clock with random weights, 512
-tokens in and 256 out, in milliseconds a step. A floor counts GEMMs and reads of the KV cache and nothing else,
-that of prefill GEMMs and pairs of queries and keys. Up to 256 tokens its GEMMs are cuBLAS's: where another kernel or a
-later cuBLAS is faster, a ratio comes out below 1. Above, and for prefill, they are arithmetic at the card's rate.
+tokens in and 256 out, in milliseconds per step. A floor counts only GEMMs and reads of the KV cache; that of prefill
+counts GEMMs and pairs of queries and keys. Up to 256 tokens its GEMMs are cuBLAS's, so a ratio is below 1 where another
+kernel or a later cuBLAS is faster. Above, and for prefill, they are arithmetic at the card's peak rate.
 """
 
 from __future__ import annotations

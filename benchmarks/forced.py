@@ -1,4 +1,4 @@
-"""Acceptance forced, for timing: the target is made to agree with the first levels of a draft.
+"""Force acceptance, for timing: the target is made to agree with the first levels of a draft.
 
 Shapes: T packed nodes.
 """

@@ -1,12 +1,12 @@
-"""Random requests against ``/openapi.json``: no answer of 500 or more, none that the schema does not describe, no leak.
+"""Random requests drawn from ``/openapi.json``: no status of 500 or more, no undescribed answer, no leak.
 
     python3 -m venv fuzz && fuzz/bin/pip install schemathesis
     python -m benchmarks.fuzz --schemathesis fuzz/bin/schemathesis [--seconds 600]
 
-schemathesis has an environment of its own, as its pins may clash with the server's. A third of the time it draws from
-the schema as it is; then from one narrowed to requests of which many are answered by tokens: the served model, short
-answers, ids of the vocabulary. At the end every page of the pool must be free, and the engine the one that began. Exit
-code 1 says that something was wrong.
+schemathesis has its own environment, because its pins may clash with the server's. A third of the time it draws from
+the schema as it is, then from one narrowed so that many requests succeed: the served model, short answers, ids of the
+vocabulary. At the end every page of the pool must be free, and the engine must be the first one. Exit code 1: something
+was wrong.
 """
 
 from __future__ import annotations

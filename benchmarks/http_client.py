@@ -1,5 +1,5 @@
-"""A small HTTP client on asyncio: it parses little, so that hundreds of streams cost the machine under test next to
-nothing, and it can leave at any moment."""
+"""A small asyncio HTTP client. It parses little, so that hundreds of streams cost the machine under test next to
+nothing, and it can disconnect at any moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAST_CHUNK = b"\r\n0\r\n\r\n"  # no JSON holds a carriage return, so no event lo
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """``first``: seconds from sending the request to the first byte after the headers, ``last``: to the last."""
+    """Seconds from sending the request: ``first`` to the first byte after the headers, ``last`` to the last byte."""
 
     status: int
     headers: dict[str, str]
@@ -37,7 +37,7 @@ class Reply:
 
 
 class Left(Exception):
-    """We closed the connection as we had planned. ``pieces``: how much of the body had come, in reads."""
+    """The client disconnected as planned. ``pieces``: reads of the body until then."""
 
     def __init__(self, pieces: int) -> None:
         super().__init__(f"left after {pieces} pieces")
@@ -46,14 +46,14 @@ class Left(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """When to leave: ``seconds`` after the request unless the body has begun, or after ``pieces`` of it."""
+    """When to disconnect: after ``seconds`` unless the body has begun, or after ``pieces`` of the body."""
 
     seconds: float | None = None
     pieces: int | None = None
 
 
 class Connection:
-    """One connection, kept alive from request to request and opened anew when it was closed."""
+    """One connection, kept alive between requests and reopened if it was closed."""
 
     def __init__(self, url: str) -> None:
         """``url``: ``http://HOST:PORT``."""

@@ -1,12 +1,12 @@
-"""Which schemas of a public suite can answers be held to, and does any that is taken let something invalid through?
+"""Count which schemas of a public suite can be enforced, and check that no accepted one lets invalid JSON through.
 
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
     python -m benchmarks.json_schema JSON-Schema-Test-Suite
 
-A schema is refused, with its reason, or taken. Of one that is taken texts are drawn from the grammar, token by token of
-the bundled vocabulary and without a model, and those that end are checked by ``jsonschema``; and the suite's instances
-are given to the grammar: an invalid one that it accepts is a violation, a valid one that it does not makes it narrower
-than the schema. ``format`` is a note to readers in these drafts, as the suite has it; its optional tests are left out.
+A schema is refused, with a reason, or accepted. For an accepted one, texts are drawn from the grammar, token by token
+of the bundled vocabulary and without a model, and those that end are checked by ``jsonschema``. The suite's instances
+are also given to the grammar: accepting an invalid one is a violation; rejecting a valid one makes the grammar narrower
+than the schema. ``format`` is only an annotation in these drafts, as in the suite; its optional tests are left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEXTS, MOST = 6, 150  # of a schema, and tokens of each
 
 
 class Held:
-    """Answers of the bundled vocabulary."""
+    """Draw answers of the bundled vocabulary from grammars."""
 
     def __init__(self) -> None:
         path = BUNDLED_MODEL / "tokenizer.json"

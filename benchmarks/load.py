@@ -1,14 +1,14 @@
-"""A server under hundreds of clients that stream, leave and send nonsense: are answers right, is it responsive?
+"""A server under hundreds of clients that stream, disconnect and send malformed requests: correctness and latency.
 
     python -m benchmarks.load [--clients 500] [--requests 5000] [--dtype float64]
 
-The bundled model with EAGLE-3 on one engine thread, drafting in a fixed shape: left to itself, the server would draft
-next to nothing under this load. Server, clients and the probe of /health are processes of one machine. Answers are
-compared in text, finish reason and usage with those that the same server gave to the same request alone, speculation on
-and off. In float64 they must be equal. In float32 the batch decides how sums are rounded, and where two logits nearly
-tie that can decide a token: what differs there is counted and shown.
+The bundled model with EAGLE-3 on one engine thread, drafting in a fixed shape: the controller would draft next to
+nothing under this load. Server, clients and the probe of /health are processes of one machine. Answers are compared in
+text, finish reason and usage with the same server's answers to the same requests alone, with and without speculation.
+In float64 they must be equal. In float32 the batch affects rounding, which can decide between two nearly equal logits;
+differences are counted and shown.
 
-Then a small server with a short queue, whose clients come again after 429 until each is answered.
+Then a small server with a short queue, whose clients retry after 429 until each is answered.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ GROWTH = 0.05  # part by which a process may have grown at the end
 
 @dataclass
 class Memory:
-    """Resident bytes of the front and the engine, by seconds since the first look."""
+    """Resident bytes of the front and the engine, by seconds since the first sample."""
 
     samples: list[tuple[float, int, int]] = field(default_factory=list)
 
@@ -175,7 +175,7 @@ def metrics(server: Server) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Books:
-    """What an idle server says of itself. ``leaked``: pages that neither are free nor were in the prefix cache."""
+    """State of an idle server. ``leaked``: pages that are neither free nor in the prefix cache."""
 
     leaked: int
     violations: int
@@ -200,7 +200,7 @@ class Books:
 
 @dataclass(frozen=True)
 class Run:
-    """``drafting_steps``: a request's, each by itself, as far as they had a draft."""
+    """``drafting_steps``: steps of requests that had a draft, counted per request."""
 
     outcome: Outcome
     health: Health

@@ -2,10 +2,10 @@
 
     python -m benchmarks.long_context --model DIR/target --eagle3 DIR/eagle3 [--batches 16 64] [--requests 12]
 
-DIR is the output of ``python -m benchmarks.cost_faithful``. Reading the caches is most of a step, and its cost is the
-same however many tokens a step gives. Everything is measured twice: with the acceptance that the pair has on such
-contexts, and with three tokens a step (two levels accepted by force, and the bonus token; fewer where a shape has one
-level, or a limit is near). Contexts are prefilled once, and stay in the prefix cache; batches are kept full, as in
+DIR is the output of ``python -m benchmarks.cost_faithful``. Reading the caches takes most of a step, and its cost does
+not depend on how many tokens a step gives. Everything is measured twice: with the pair's own acceptance on such
+contexts, and with three tokens per step (two levels accepted by force, and the bonus token; fewer if a shape has one
+level or a limit is near). Contexts are prefilled once and stay in the prefix cache; batches are kept full, as in
 ``benchmarks.adaptive``.
 """
 

@@ -1,12 +1,12 @@
-"""Is every text the same with and without speculation? Counts them over a pairwise-covering set of configurations.
+"""Check that texts are the same with and without speculation, over a pairwise-covering set of configurations.
 
     python -m benchmarks.lossless --texts 4200 --dtype float64 --output benchmarks/results/lossless_float64.json
 
-Each configuration answers its share of the requests, whose sampling differs (greedy, nucleus, top-k, min-p,
-penalties, bias, all at once) within every batch. Each answer is compared, token for token, with the one that plain
-decoding gives with a large pool and no prefix cache. At float64 none may differ. At lower precision each first
-difference comes with its gap: by how much the plain run preferred its token there, in perturbed logits; and with
-whether plain decoding in the same batches, chunks and pages differs, too, as launches of other sizes round differently.
+Each configuration answers its share of the requests, whose sampling differs (greedy, nucleus, top-k, min-p, penalties,
+bias, all at once) within every batch. Each answer is compared, token for token, with that of plain decoding with a
+large pool and no prefix cache. At float64 none may differ. At lower precision each first difference is reported with
+its gap, by which the plain run preferred its token in perturbed logits, and with whether plain decoding in the same
+batches, chunks and pages also differs, since launches of other sizes round differently.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ LARGE_POOL = 40_000  # tokens: no batch here is preempted, and nothing is taken 
 
 @dataclass(frozen=True)
 class Models:
-    """Checkpoints, and where and how they run. A datastore is that of the method ``REST``."""
+    """Checkpoints, with their device and dtype. A datastore is for the method ``REST``."""
 
     target: Path
     drafts: Mapping[str, Path]
@@ -135,7 +135,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Item:
-    """A request and how it is sampled."""
+    """A request and its sampling."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -149,8 +149,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that differs. ``gap``: the plain run's best perturbed logit less its second there.
-    ``speculation``: whether plain decoding in the same batches, chunks and pages gives the expected text."""
+    """The first token that differs. ``gap``: the plain run's best perturbed logit there minus its second best.
+    ``speculation``: plain decoding in the same batches, chunks and pages gives the expected text."""
 
     configuration: int
     sampling: str
@@ -174,7 +174,7 @@ class Row:
 
 @dataclass
 class Report:
-    """All rows, and what they add up to."""
+    """All rows and their sums."""
 
     rows: list[Row] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)

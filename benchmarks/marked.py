@@ -1,4 +1,4 @@
-"""The bundled model with another vocabulary: its special tokens are the marks of calls and thoughts."""
+"""The bundled model with its special tokens renamed to the marks of tool calls and reasoning."""
 
 from __future__ import annotations
 

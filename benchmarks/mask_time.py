@@ -1,10 +1,10 @@
-"""Host time of constrained steps: of what was emitted, of text that has to come, and of the masks of all nodes.
+"""Host time of constrained steps: reading the emitted tokens, finding forced text, and filling the masks of all nodes.
 
     python -m benchmarks.mask_time [--vocabulary 128000] [--threads 1]
 
-No model runs: an answer is written out, and each step's tree is the chain of the next tokens, all of which it accepts.
-One schema is plain, the other has lengths and patterns of strings, whose masks are the dearest. The vocabulary is that
-of the bundled model and the words of Python's library. A first pass warms llguidance's tables and is not counted.
+No model runs: answers are given, and each step's tree is the chain of the next tokens, all of which are accepted. One
+schema is plain; the other has lengths and patterns of strings, whose masks are the most expensive. The vocabulary is
+the bundled model's plus the words of Python's library. A first pass fills llguidance's tables and is not counted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ END = 1
 
 
 class Written:
-    """Nodes of a chain for each row, as a step would have them."""
+    """The nodes of a chain for each row, as in a step."""
 
     def __init__(self, chains: Sequence[Sequence[int]]) -> None:
         self._tokens = [token for chain in chains for token in chain]

@@ -1,10 +1,10 @@
-"""Cost of a message between the engine and the front: encoding, and the way there and back between two processes.
+"""Cost of a message between engine and front: encoding, and the round trip between two processes.
 
     python -m benchmarks.messages [--repeats 2000]
 
-Prints, for one message of an iteration and for 100, microseconds to encode and decode (msgspec's msgpack, pickle) and
-the median and 99th percentile of a round trip (ZeroMQ with msgspec, multiprocessing's Pipe and Queue, which pickle).
-"zmq" sends a frame for each message, "zmq, one frame" a list.
+Prints, for one message per iteration and for 100, microseconds to encode and decode (msgspec's msgpack, pickle) and the
+median and 99th percentile of a round trip (ZeroMQ with msgspec; multiprocessing's Pipe and Queue, which pickle). "zmq"
+sends a frame per message, "zmq, one frame" a list.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A batch half easy to draft for, half hopeless: a budget of nodes shared by the batch against equal ones.
+"""A batch that is half easy and half hopeless to draft for: a shared node budget against equal ones.
 
     python -m benchmarks.mixed_batch --model DIR/target --eagle3 DIR/eagle3 [--batch 32] [--seconds 3] [--repeats 1]
 
-DIR is the output of ``python -m benchmarks.cost_faithful``. Easy are the greedy held-out dialogues whose drafts are
-accepted most in a first pass. Hopeless are random tokens, continued by preference with such as the draft's vocabulary
-does not hold (a bias of ``OUTSIDE``); with ``--hopeless hot`` at a high temperature instead, where the draft is wrong
-but often sure of itself. The batch is kept full: when a request ends the next of its half begins. *Uniform* shapes give
-every request as many nodes (``speculation.max_draft_tokens``), *shared* ones the same sum wherever the draft is surest.
-Tokens a second are those that steps gave, over the seconds that the device worked on steps: prefill is in neither.
+DIR is the output of ``python -m benchmarks.cost_faithful``. Easy requests are the greedy held-out dialogues with the
+highest acceptance in a first pass. Hopeless ones are random tokens, biased by ``OUTSIDE`` to continue with tokens
+outside the draft's vocabulary; with ``--hopeless hot``, they run at a high temperature instead, where the draft is
+wrong but often confident. The batch is kept full: when a request ends the next of its half begins. *Uniform* shapes
+give every request the same number of nodes (``speculation.max_draft_tokens``), *shared* ones give the same total to the
+most confident drafts. Tokens per second are the tokens of steps over the device time of steps, both without prefill.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the controller loses where drafts are never right, method by method: ``python -m benchmarks.never_right``.
+"""The controller's loss when drafts are never right, by method: ``python -m benchmarks.never_right``.
 
-The bundled model on one request at a time. Heads and models have random weights; lookups get text drawn at
-temperature 1.6, which says nothing twice. *Kept*: of the time that steps took, what is left without that in which
-drafted steps gave less than plain ones would have, by the median of the run's plain steps. Both are of one run, in
-the processor time of one thread, so that other work on the machine counts little. 1 is plain decoding.
+The bundled model with one request at a time. Heads and models have random weights; lookups get text drawn at
+temperature 1.6, which never repeats. *Kept* is the share of the steps' time that remains after subtracting the time
+lost in drafted steps, compared with the median of the run's plain steps. Both are measured in one run, in the processor
+time of one thread, so that other work on the machine matters little. 1 is plain decoding.
 """
 
 from __future__ import annotations

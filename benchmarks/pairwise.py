@@ -1,4 +1,4 @@
-"""Few configurations in which every pair of choices occurs."""
+"""Choose few configurations that cover every pair of choices."""
 
 from __future__ import annotations
 

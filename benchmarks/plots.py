@@ -1,4 +1,4 @@
-"""Pictures of results for the docs.
+"""Draw the docs' pictures of results.
 
 python -m benchmarks.plots [--only throughput changing_load] [--results benchmarks/results] [--output docs/images]
 """

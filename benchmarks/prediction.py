@@ -1,12 +1,12 @@
-"""What a predicted text gives: tokens a step and seconds of code answers, one request at a time, greedy.
+"""The gain from predicted texts: tokens per step and seconds of code answers, one greedy request at a time.
 
     python -m benchmarks.prediction [--prompts 12] [--repeats 3]
 
-The bundled model can't edit a file it is given, so the edit is made backwards: the model continues a held-out code
-prefix, and its own answer is turned into what the text may have been before. ``same`` is the answer itself;
-``edited`` has its most frequent name changed, every sixth line left out and every seventh twice; ``unrelated`` is the
-answer to another prompt. The texts of all rows are the same; seconds are the least of the repeats, summed: by the
-clock, and of processors' work, which other programs disturb less.
+The bundled model can't edit a given file, so the edit is made in reverse: the model continues a held-out code prefix,
+and its own answer is turned into what the text may have been before. ``same`` is the answer itself; ``edited`` has its
+most frequent name changed, every sixth line left out and every seventh doubled; ``unrelated`` is the answer to another
+prompt. All rows have the same texts. Seconds are the minimum of the repeats, summed: wall-clock time, and processor
+time, which other programs disturb less.
 """
 
 from __future__ import annotations

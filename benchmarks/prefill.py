@@ -2,9 +2,9 @@
 
     python -m benchmarks.prefill --model DIR/target [--shape 3,1,4 --eagle3 DIR/eagle3] [--cases 1x100 4x100] [--quick]
 
-16 prompts of 512 tokens together, one alone, and 8 of 2,048 where the context has room, or the cases given; medians of
-``LLM.generate`` with one token out. The floor is the arithmetic of the target's layers, and so are the operations of
-TFLOP/s.
+The cases are 16 prompts of 512 tokens together, one alone, and 8 of 2,048 if the context has room, or those given;
+medians of ``LLM.generate`` with one output token. The floor, and the operations in TFLOP/s, are the arithmetic of the
+target's layers.
 """
 
 from __future__ import annotations

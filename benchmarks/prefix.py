@@ -1,10 +1,11 @@
-"""Time to the first token of requests that share a long system prompt, with the prefix cache and without.
+"""Time to first token of requests that share a long system prompt, with and without the prefix cache.
 
     python -m benchmarks.prefix [--requests 64] [--system-tokens 2000]
 
 Two servers of the bundled model with EAGLE-3's chain (5, 1, 6) on one engine thread, one of them without a prefix
-cache, answer the same chats: one by one, and all at once. At once they come twice to the server that has a cache: when
-it is empty, so that the first computes what the others wait for, and again. Acceptance must be the same everywhere.
+cache, answer the same chats one by one, and all at once. The server with a cache gets them at once twice: first with an
+empty cache, so that the first request computes what the others wait for, then again. Acceptance must be the same
+everywhere.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m benchmarks.ray_failover
 
-needs `pip install "ray[serve]"`. The same load as `python -m benchmarks.failover`, and the same exit code.
+Needs `pip install "ray[serve]"`. Load and exit code are those of `python -m benchmarks.failover`.
 """
 
 from __future__ import annotations

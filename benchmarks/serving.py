@@ -1,17 +1,17 @@
-"""Any OpenAI-compatible server under load, over HTTP with streaming, as its users meet it.
+"""Load any OpenAI-compatible server over HTTP with streaming, as its users do.
 
     python -m benchmarks.serving --url http://127.0.0.1:30000 --model NAME [--clients 1 16 64] [--rounds 8]
         [--rate 4 8] [--prompt-tokens 512] [--new-tokens 256] [--lengths fixed|sharegpt] [--text] [--json FILE]
 
-Imports the standard library alone, so that the same script measures every server. Closed loop: each of ``--clients``
-sends its next request when the last is answered, ``--rounds`` times. Open loop: requests arrive at ``--rate`` a second,
-at random (Poisson), for ``--seconds``. Prompts are random token ids, or with ``--text`` random words; no two are alike,
-so that no prefix is cached. ``sharegpt``: lengths around ``--prompt-tokens`` and ``--new-tokens`` with the spread of
-conversations (log-normal, sigma 1.1 and 0.9).
+Imports only the standard library, so that the same script measures every server. Closed loop: each of ``--clients``
+sends its next request when the last is answered, ``--rounds`` times. Open loop: requests arrive at ``--rate`` per
+second, at random (Poisson), for ``--seconds``. Prompts are random token ids, or with ``--text`` random words, all
+different so that no prefix is cached. ``sharegpt``: lengths around ``--prompt-tokens`` and ``--new-tokens`` with the
+spread of conversations (log-normal, sigma 1.1 and 0.9).
 
 TTFT is from sending a request to its first token. A chunk of a stream may hold several tokens: ``gap`` is the time
-between chunks, TPOT a request's time after the first token by its other tokens. Goodput counts the requests whose TTFT
-and TPOT are within ``--slo-ttft`` and ``--slo-tpot`` milliseconds.
+between chunks, TPOT a request's time after the first token divided by its other tokens. Goodput counts the requests
+whose TTFT and TPOT are within ``--slo-ttft`` and ``--slo-tpot`` milliseconds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one process does: ``clients`` that ask ``rounds`` times each, or ``rate`` requests a second."""
+    """The load of one process: ``clients`` that send ``rounds`` requests each, or ``rate`` requests per second."""
 
     url: str
     model: str
@@ -72,7 +72,7 @@ class Load:
 
 @dataclass(slots=True)
 class Answer:
-    """Seconds: when it was asked for, from then to the first token, to the end, and between chunks."""
+    """Seconds: when the request was sent, then from there to the first token and the end, and between chunks."""
 
     at: float
     first: float = 0.0

@@ -1,10 +1,10 @@
-"""Milliseconds a step for plain decoding and EAGLE-3, against the floor, the bars and the peers.
+"""Milliseconds per step of plain decoding and EAGLE-3, against the floor, the bars and the peers.
 
     python -m benchmarks.single_stream --model DIR/target --eagle3 DIR/eagle3 [--shapes off 3,1,4] [--quick]
 
-DIR is the output of ``python -m benchmarks.cost_faithful``. One engine a shape, one row a batch size; 512 tokens in,
-256 out, greedy, no end before that. ``bar`` is what this project asks of itself, ``peers`` what vLLM and SGLang
-took on the same card; floor, bar and peers are left out for another model or card.
+DIR is the output of ``python -m benchmarks.cost_faithful``. One engine per shape, one row per batch size; 512 tokens
+in, 256 out, greedy, ignoring end tokens. ``bar`` is this project's goal, ``peers`` are the times of vLLM and SGLang on
+the same card; floor, bar and peers are left out for another model or card.
 """
 
 from __future__ import annotations

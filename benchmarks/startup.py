@@ -2,7 +2,7 @@
 
     python -m benchmarks.startup --model DIR/target --eagle3 DIR/eagle3 [--shape adaptive] [--cold]
 
-``--cold`` gives Triton an empty cache of compiled kernels; the checkpoint's files are read as the system has them.
+``--cold`` gives Triton an empty kernel cache; the checkpoint's files may be in the system's page cache.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Where a step's time goes: its kernels by kind, and how long the device idles between steps.
+"""Break down a step's time: its kernels by kind, and the device's idle time between steps.
 
     python -m benchmarks.step_trace --model DIR/target --eagle3 DIR/eagle3 --shape 3,1,4 --batch 1 [--picture P.png]
 
-The steps of a running ``LLM.generate`` are traced by the profiler's device side alone. A graph's kernels share one
-launch, so steps are told apart by that; ``idle`` is the time between the end of one step's last kernel and the start
-of the next one's first in which nothing else ran. Kernels may begin while the one before them ends, and wait: a
-kernel's time is that by which it ends after all before it, without the gap before it if there is one.
+The profiler's device side traces the steps of a running ``LLM.generate``. A graph's kernels share one launch, which
+tells the steps apart. ``idle`` is the time between the end of one step's last kernel and the start of the next step's
+first in which nothing else ran. A kernel may begin while the previous one ends, and wait: its time is that by which it
+ends after all earlier ones, without a gap before it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something the device did: microseconds, and the launch it belongs to."""
+    """A device event: microseconds, and the launch it belongs to."""
 
     name: str
     start: float

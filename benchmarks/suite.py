@@ -1,13 +1,13 @@
-"""All benchmarks of a GPU in one process, which loads the target once.
+"""All GPU benchmarks in one process, which loads the target once.
 
     python -m benchmarks.suite --pair DIR [--only steps tokens throughput prefill traces] [--results benchmarks/results]
 
 DIR is the output of ``python -m benchmarks.cost_faithful --random``. ``steps``, ``prefill`` and ``traces`` run on the
-random weights, as the peers were measured: nothing drafted is accepted, and batches stay full to the end. ``tokens``
-are the cases of ``steps`` with the trained pair, ``throughput`` and ``useless`` (steps again) too. ``adaptive``, with
-the trained draft and with the useless one, ``changing_load``, ``long_context`` and ``mixed_batch`` are of the
-controller. ``dynamic_map`` has an eighth of the ids that the pair uses. ``kernels`` keeps what each script of
-``kernels/bench`` prints.
+random weights, as the peers were measured: no draft is accepted, and batches stay full to the end. ``tokens`` are the
+cases of ``steps`` with the trained pair, as are ``throughput`` and ``useless`` (steps again). ``adaptive``, with the
+trained draft and with the useless one, ``changing_load``, ``long_context`` and ``mixed_batch`` measure the controller.
+``dynamic_map`` has an eighth of the ids that the pair uses. ``kernels`` records the output of each script of
+``kernels/bench``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tokens a second against batch size: plain decoding and three EAGLE-3 shapes, with floors and peers.
+"""Tokens per second by batch size: plain decoding and three EAGLE-3 shapes, with floors and peers.
 
     python -m benchmarks.throughput --model DIR/target --eagle3 DIR/eagle3 [--plot docs/images/throughput.png]
 
-DIR is the output of ``python -m benchmarks.cost_faithful``. Tokens are those that steps emitted, prefill apart.
+DIR is the output of ``python -m benchmarks.cost_faithful``. Tokens are those that steps emitted, without prefill.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Many clients at once: most read their streams to the end, some leave at a random moment, some send nonsense.
+"""Many clients at once: most read their streams to the end, some disconnect at random, some send malformed requests.
 
-Imports no torch: it runs in a process of its own next to the server that it loads.
+Imports no torch, because it runs in its own process next to the server under load.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request, streamed or not as it is sent."""
+    """A request; it says whether it is streamed."""
 
     path: str
     fields: dict[str, Any]
@@ -32,7 +32,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """An answer as far as it must always be the same."""
+    """The part of an answer that must always be the same."""
 
     text: str
     finish_reason: str | None
@@ -42,7 +42,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``aborted`` and ``malformed`` are parts of ``requests``. ``expected``: what each of ``asks`` is answered."""
+    """``aborted`` and ``malformed`` are shares of ``requests``. ``expected``: the answers to ``asks``."""
 
     url: str
     asks: Sequence[Ask]
@@ -57,8 +57,8 @@ class Plan:
 
 @dataclass(slots=True)
 class Outcome:
-    """``wrong``: answers that differ from the expected ones, and malformed requests that got another status; both in
-    words. ``first_token`` and ``seconds`` are of the answers that were right."""
+    """``wrong``: descriptions of answers that differ from the expected ones and of malformed requests with the wrong
+    status. ``first_token`` and ``seconds`` are of the correct answers."""
 
     right: int = 0
     left: Counter[str] = field(default_factory=Counter)  # by when
@@ -124,7 +124,7 @@ def malformed() -> list[tuple[bytes, int]]:
 
 
 class Traffic:
-    """The clients of a plan. Each takes the next request as soon as it is done with one."""
+    """The clients of a plan. Each takes the next request when it is done with one."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -216,7 +216,7 @@ def run_traffic(plan: Plan) -> Outcome:
 
 @dataclass(slots=True)
 class Health:
-    """Answers of /health: seconds since the first was asked for, seconds that it took, status (0: none came)."""
+    """Answers of /health: seconds since the first request, seconds that it took, status (0: no answer)."""
 
     samples: list[tuple[float, float, int]] = field(default_factory=list)
 

@@ -1,10 +1,10 @@
-"""The tuner against exhaustive search, on code and on dialogues: how much of the best shape its pick reaches.
+"""The tuner against exhaustive search, on code and on dialogues: how close its pick comes to the best shape.
 
     python -m benchmarks.tuner --model DIR/target --eagle3 DIR/eagle3 [--minutes 2] [--exhaustive-minutes 6]
         [--batches 1 16] [--workloads code]
 
-Both run as commands of their own, one after the other, over the same shapes. A pick is judged by what the exhaustive
-search measured of it: in tokens a second, relative to plain decoding next to it, against the best of all shapes.
+Both run as separate commands, one after the other, over the same shapes. A pick is judged by the exhaustive search's
+measurement of it: its tokens per second relative to plain decoding in the same lap, against the best of all shapes.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m benchmarks.waterfall --model DIR/target --eagle3 DIR/eagle3 --shape 3,1,4 [--picture P.png]
         [--before RESULTS.json] [--one-by-one]
 
-Kernels of the same part in the same place (the 32 ``o`` projections of the target) are one bar: theirs is the time of
-all, as ``benchmarks.step_trace`` counts it, and after the last bar stand the gaps. Bytes are those of weights and of
-the KV cache. Llama-3.1-8B's shapes and its EAGLE-3 draft in bfloat16 alone. ``--before``: an earlier result, drawn
-above. ``--one-by-one``: launches don't overlap.
+Kernels of the same part in the same place (the 32 ``o`` projections of the target) are one bar with their total time,
+counted as in ``benchmarks.step_trace``; the gaps follow the last bar. Bytes are those of weights and KV cache. Only for
+Llama-3.1-8B's shapes and its EAGLE-3 draft in bfloat16. ``--before``: an earlier result, drawn above. ``--one-by-one``:
+launches don't overlap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Puts the tensors of a small model into the shape of a large one; what it is for is told in ``cost_faithful.py``.
+"""Embed the tensors of a small model in the shape of a large one; ``cost_faithful.py`` explains why.
 
 Shapes: d, D small and wide hidden size; R, C rows and columns of a small matrix.
 """
@@ -45,7 +45,7 @@ SHAPES = {"llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128, 128256, 32000)}
 
 
 class Embedding:
-    """Puts the tensors of one small geometry into wide ones. Small tensors are read as float64."""
+    """Embed the tensors of one small geometry in wide ones. Small tensors are read as float64."""
 
     def __init__(self, small: LayerConfig, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.small, self.shape = small, shape

@@ -1,6 +1,6 @@
 """An OpenAI-compatible LLM server with lossless speculative decoding.
 
-``LLM`` and ``SamplingParams`` are loaded when first used, so that importing the package costs nothing.
+``LLM`` and ``SamplingParams`` load on first use, so that importing the package stays cheap.
 """
 
 from __future__ import annotations

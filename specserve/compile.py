@@ -1,7 +1,8 @@
-"""Compile a server's kernels ahead: ``python -m specserve.compile``. Exit codes: 0 compiled, 2 a user's mistake.
+"""Compile a server's kernels ahead of time: ``python -m specserve.compile``. Exit codes: 0 compiled, 2 a user's
+mistake.
 
-Fills Triton's cache (``TRITON_CACHE_DIR``) for a GPU that need not be there, so that a server with the same flags, the
-same checkpoints and the same version starts without compiling.
+Fills Triton's cache (``TRITON_CACHE_DIR``), also for another machine's GPU. A server with the same flags, checkpoints
+and version then starts without compiling.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ GPUS = {
     "h200": ((9, 0), 132, 232_448),
     "b200": ((10, 0), 148, 232_448),
 }
-"""Compute capability, multiprocessors, bytes of shared memory that one program can have."""
+"""Compute capability, multiprocessors, shared memory per program in bytes."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code."""
+    """Run the command line; return the exit code."""
     parser = _Parser(prog="python -m specserve.compile", allow_abbrev=False, add_help=False)
     parser.add_argument("--gpu", choices=GPUS, help="Which GPU to compile for. Not set: this machine's.")
     parser.add_argument(
@@ -69,7 +70,7 @@ def _compile(given: Any, own: argparse.Namespace) -> None:
     _, _, config = resolve_engine(given, has_gpu=True if own.gpu else None)
     if config.attention_backend != "triton":
         raise ValueError(
-            f"--attention-backend {config.attention_backend}: the kernels of triton's alone are compiled"
+            f"--attention-backend {config.attention_backend}: only the triton backend's kernels can be compiled"
         )
     if own.gpu:
         capability, *limits = GPUS[own.gpu]

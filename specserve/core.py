@@ -1,6 +1,6 @@
-"""The nouns of the server: what a request asks for and what the engine answers.
+"""Core data types: sampling parameters, capacity limits and speculation counters.
 
-Plain data. Each piece of state is changed by one function elsewhere; nothing here acts.
+Plain data; other modules act on it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, get_type_hints
 import msgspec
 
 MAX_LOGPROBS = 20
-MIN_TEMPERATURE = 1e-5  # below it logits / temperature leave float32
+MIN_TEMPERATURE = 1e-5  # below it, logits / temperature overflows float32
 MAX_BIAS = 512  # entries of a request's bias list on the device: logit_bias plus tokens banned by min_tokens
 MAX_ENTRIES = MAX_BIAS - 16  # of logit_bias and stop_token_ids; the rest is for the model's end tokens
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**62  # counts of tokens, summed in int64
 MAX_PREDICTION = 8192  # tokens of a predicted text: each running request has room for this many on the device
-BIAS = 100  # the greatest value of logit_bias
-# Least and greatest value of a parameter, and whether the least itself is refused.
+BIAS = 100  # largest absolute value of logit_bias
+# Minimum and maximum of a parameter, and whether the minimum itself is refused.
 RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0, 100, False),
     "top_p": (0, 1, True),
@@ -34,8 +34,8 @@ RANGES: dict[str, tuple[float, float, bool]] = {
 
 
 class FieldError(ValueError):
-    """A field is at fault: ``param`` names it, as in ``messages.2.content``. ``code`` is OpenAI's, if it has one.
-    ``preface``: what is said before."""
+    """Report a request field at fault. ``param`` is its path, such as ``messages.2.content``; ``code`` is OpenAI's code
+    for the error, if there is one. ``preface`` begins the message."""
 
     def __init__(self, param: str, reason: str, code: str | None = None, preface: str = "") -> None:
         super().__init__(f"{preface}{param}: {reason}")
@@ -51,10 +51,10 @@ def _kinds(struct: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _check_types(struct: msgspec.Struct, prefix: str = "") -> None:
-    """Raise ValueError naming the first field whose value is not of its type."""
+    """Raise ValueError naming the first field whose value has the wrong type."""
     for name, kind in _kinds(type(struct)).items():
         value = getattr(struct, name)
-        # ``convert`` would take a dictionary for a struct's fields.
+        # ``convert`` would accept a dictionary as a struct.
         if isinstance(value, dict) and isinstance(kind, type):
             raise ValueError(f"{prefix}{name}: expected `{kind.__name__}`, got `dict`")
         try:
@@ -70,12 +70,12 @@ def _check_range(name: str, value: float, low: float, high: float, open_low: boo
 
 
 def prediction_limit(context_length: int) -> int:
-    """Most tokens that a predicted text may have."""
+    """Return the maximum length of a predicted text, in tokens."""
     return min(context_length, MAX_PREDICTION)
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
-    """Per-request control of drafting. ``max_draft_tokens`` bounds the nodes drafted for it in one step."""
+    """Control drafting for one request. ``max_draft_tokens`` limits the nodes drafted for it in one step."""
 
     enabled: bool = True
     max_draft_tokens: int | None = None
@@ -87,8 +87,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Thought(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model writes a thought: between the marks ``open`` and ``close``, the first of which the prompt may have
-    written (``begun``). ``end``: the tokens that end it where its budget is used up."""
+    """The marks of a model's reasoning: it stands between the texts ``open`` and ``close``. ``begun``: the prompt
+    already ends in ``open``. ``end``: the tokens that end the reasoning when its budget is used up."""
 
     open: str
     close: str
@@ -97,18 +97,18 @@ class Thought(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request's tokens are chosen and when it ends. The names are OpenAI's and vLLM's.
+    """Sampling parameters and end conditions of a request. The names are OpenAI's and vLLM's.
 
-    Raises ValueError naming the parameter and the accepted values. ``max_tokens`` None means up to the context
-    length, 0 runs the prompt alone; a temperature below 1e-5 is greedy; ``seed`` None draws one; ``top_k`` 0 or -1
-    and ``top_p`` 1 are off; ``logprobs`` is the number of alternatives reported with each token (0: the token's own
-    only), ``prompt_logprobs`` the same for the prompt's tokens, which are then computed anew, cached or not;
-    ``skip_special_tokens`` False writes special tokens as text; ``include_stop_str_in_output`` keeps what ended the
-    answer, stop string or token, in its text; ``prediction`` is what the answer is expected to be, text or token
-    ids: it is tried as drafts and changes no token; ``grammar`` is what the answer must be, as the functions of
-    ``specserve.grammar`` give it; ``thinking_token_budget`` is how many tokens a thought may have before its end mark
-    is written, and ``thought`` what marks it, which the server and ``LLM.chat`` fill in; of those that wait the lowest
-    ``priority`` gets a place first, and of those that run the highest gives its place up first.
+    Raises ValueError naming the parameter and the accepted values. ``max_tokens`` None generates up to the context
+    length, 0 runs only the prompt. A ``temperature`` below 1e-5 is greedy. ``seed`` None draws a random one. ``top_k``
+    0 or -1 and ``top_p`` 1 are off. ``logprobs`` is the number of alternatives reported with each token (0: only the
+    token's own); ``prompt_logprobs`` is the same for the prompt's tokens, which are then recomputed even if cached.
+    ``skip_special_tokens`` False keeps special tokens in the text. ``include_stop_str_in_output`` keeps the stop string
+    or token that ended the answer in its text. ``prediction`` is the expected answer, as text or token ids: it is tried
+    as drafts and never changes the answer. ``grammar`` constrains the answer; the functions of ``specserve.grammar``
+    make one. ``thinking_token_budget`` limits the tokens of reasoning before its end mark is written; the server and
+    ``LLM.chat`` fill in ``thought``, its marks. ``priority``: lower values start first; the running request with the
+    highest value is preempted first.
     """
 
     max_tokens: int | None = None
@@ -167,7 +167,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def constrained(self) -> bool:
-        """Whether something but the model may say which tokens come next."""
+        """Return whether a grammar or a thinking budget may restrict the tokens."""
         return self.grammar is not None or self.thinking_token_budget is not None
 
     @property
@@ -177,9 +177,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What bounds a request: the model's context and the pool, both in tokens.
-
-    The front refuses by these rules before it sends a request, and the engine by the same."""
+    """Limits on a request: the model's context and the KV pool, both in tokens. The front and the engine check them."""
 
     context_length: int
     pool_tokens: int
@@ -188,12 +186,12 @@ class Capacity:
 
     @property
     def room(self) -> int:
-        """Tokens of a prompt and its answer together, at most."""
+        """Return the maximum number of tokens of a prompt and its answer together."""
         return min(self.context_length, self.pool_tokens)
 
     def check(self, prompt: Sequence[int], params: SamplingParams, param: str = "prompt") -> None:
-        """Raise FieldError, which calls the prompt ``param``, for a request that can't be served. Of a prompt that is
-        too long no token is looked at."""
+        """Raise FieldError, with the prompt called ``param``, for a request that can't be served. The tokens of a
+        prompt that is too long are not inspected."""
         if not prompt:
             raise FieldError(param, "must not be empty")
         room = self.room - len(prompt)
@@ -205,22 +203,22 @@ class Capacity:
         predicted = params.prediction or ()
         assert not isinstance(predicted, str), "the front tokenizes predictions"
         if len(predicted) > (most := prediction_limit(self.context_length)):
-            raise FieldError("prediction", f"has {len(predicted)} tokens; it may have {most} at most")
+            raise FieldError("prediction", f"has {len(predicted)} tokens; the limit is {most}")
         self.check_tokens("prediction", predicted)
         self.check_tokens("logit_bias", list(params.logit_bias or ()))
         self.check_tokens("stop_token_ids", params.stop_token_ids)
         if self.all_greedy and not params.greedy:
-            words = "this server serves greedy requests only (requests_all_greedy): it must be 0"
+            words = "this server accepts only greedy requests (requests_all_greedy): it must be 0"
             raise FieldError("temperature", f"{words}, found {params.temperature}")
 
     def check_tokens(self, param: str, tokens: Sequence[int]) -> None:
         """Raise FieldError unless all are in the vocabulary."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:  # there may be millions
             wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
-            raise FieldError(param, f"token ids are from 0 to {self.vocab_size - 1}, found {wrong}")
+            raise FieldError(param, f"token ids must be from 0 to {self.vocab_size - 1}, found {wrong}")
 
     def too_long(self, param: str, has: str) -> FieldError:
-        """Begin with OpenAI's words, by which clients know it and learn the length."""
+        """Return the error for a prompt that is too long. Clients learn the length from OpenAI's words."""
         short = (
             "the context length" if self.context_length == self.room else "the KV pool (--max-total-tokens)"
         )
@@ -230,7 +228,7 @@ class Capacity:
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """Natural-log probability of a chosen or a prompt's token under the raw logits, with the likeliest alternatives."""
+    """Natural-log probability of a token under the raw logits, with the most likely alternatives."""
 
     token_id: int
     logprob: float
@@ -238,11 +236,11 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class SpeculationUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What speculation did for one request.
+    """Speculation counters of one request.
 
-    ``steps`` counts target forwards that emitted tokens, prefill not counted; ``drafted`` the nodes verified
-    besides roots; ``accepted`` those that were emitted, bonus tokens not counted; ``predicted`` the
-    tokens of its prediction that were emitted, each in its place after those before it.
+    ``steps`` counts target forwards that emitted tokens, without prefill; ``drafted`` the verified nodes other than
+    roots; ``accepted`` the drafted nodes that were emitted, without bonus tokens; ``predicted`` the tokens of its
+    prediction that were emitted in place, each after those before it.
     """
 
     steps: int = 0
@@ -252,5 +250,5 @@ class SpeculationUsage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens emitted per step, the bonus token included. 0 when there was no step."""
+        """Return the tokens emitted per step, bonus token included; 0 if there was no step."""
         return (self.accepted + self.steps) / self.steps if self.steps else 0.0

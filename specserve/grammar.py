@@ -1,8 +1,8 @@
-"""What an answer must be: the values of ``SamplingParams.grammar``.
+"""Build grammars that constrain an answer: the values of ``SamplingParams.grammar``.
 
     SamplingParams(grammar=json_schema({"type": "object", "properties": {"city": {"type": "string"}}}))
 
-A schema's key, or a part of an expression, that can't be enforced is refused, never ignored.
+Anything in a schema or an expression that can't be enforced is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ T = TypeVar("T")
 
 MOST = 1 << 17  # characters
 MISSING = "needs llguidance, which is not installed: pip install 'specserve[grammar]'"
-# Between JSON's tokens: nothing, a space, or a line's beginning. Models that may write more don't always stop.
+# Between JSON tokens: nothing, a space, or a newline with indentation. Some models never stop if more is allowed.
 _OPTIONS = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,8}))?", "lenient": False}
-_ONE_OF = "oneOf can't be enforced where more than one of it may hold; anyOf can"
-_STACK = 1 << 29  # bytes: llguidance recurses as deep as a grammar of ``MOST`` characters nests
+_ONE_OF = "oneOf can't be enforced where its alternatives overlap; use anyOf"
+_STACK = 1 << 29  # bytes: llguidance recurses as deep as a grammar nests, which has up to ``MOST`` characters
 
 
 def json_schema(schema: Mapping[str, Any] | bool | str) -> str:
-    """JSON that is valid under a schema, an object or its text. Raises ValueError with what can't be enforced."""
+    """Return a grammar of the JSON that a schema, or its text, accepts. Raises ValueError if it can't be enforced."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps({} if parsed is True else parsed)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"is no JSON: {error}") from None
+        raise ValueError(f"is not JSON: {error}") from None
     if parsed is False:
         raise ValueError("false allows nothing")
     if isinstance(parsed, dict) and "x-guidance" in parsed:
-        raise ValueError("x-guidance can't be given")
+        raise ValueError("x-guidance is not supported")
     return _checked("grammar_from_json_schema", text, overrides=_OPTIONS)
 
 
 def json_object() -> str:
-    """Any JSON object."""
+    """Return a grammar of any JSON object."""
     return json_schema({"type": "object"})
 
 
 def regex(pattern: str) -> str:
-    """Text that the whole of a regular expression matches. Raises ValueError."""
+    """Return a grammar of the texts that a regular expression matches in full. Raises ValueError."""
     return _checked("grammar_from_regex", pattern)
 
 
 def choice(texts: Sequence[str]) -> str:
-    """One of some texts, none of them empty. Raises ValueError."""
+    """Return a grammar of exactly one of ``texts``, none of which may be empty. Raises ValueError."""
     if not texts or not all(texts):
-        raise ValueError("choices are one text or more, none of them empty")
+        raise ValueError("must be one or more texts, none of them empty")
     return lark("start: CHOICE\nCHOICE: " + " | ".join(map(quoted, texts)))
 
 
 def quoted(text: str) -> str:
-    """A text as Lark has it."""
+    """Return a text as a Lark string literal."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def lark(grammar: str) -> str:
-    """Text that a context-free grammar gives, in llguidance's dialect of Lark, from ``start`` on. Raises ValueError."""
+    """Return a grammar in llguidance's dialect of Lark, whose first rule is ``start``. Raises ValueError."""
     if re.search(r"\[[^\]\n]*\btemperature\b", grammar):
-        raise ValueError("a rule has no temperature of its own")
+        raise ValueError("a rule can't set a temperature")
     return _checked("grammar_from_lark", grammar)
 
 
 def ebnf(grammar: str) -> str:
-    """The same, in Lark's form or in GBNF, whose rules are ``name ::= ...`` from ``root`` on. Raises ValueError."""
+    """Return a grammar given in Lark or in GBNF (rules ``name ::= ...``, the first is ``root``). Raises ValueError."""
     if not re.search(r"^\s*[\w-]+\s*::=", grammar, re.M):
         return lark(grammar)
     try:
@@ -80,13 +80,13 @@ def ebnf(grammar: str) -> str:
     check_size(grammar)
     try:
         translated = with_deep_stack(gbnf_to_lark, grammar).result()
-    except Exception as error:  # its own kinds
+    except Exception as error:  # the library raises its own types
         raise ValueError(str(error)) from None
     return lark(translated)
 
 
 def with_deep_stack(work: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Do work that recurses deeply, one piece after the other, in a thread that has the stack for it."""
+    """Queue deeply recursive work for a thread with a large stack, which runs one task at a time."""
     result: Future[T] = Future()
     _deep_thread().put((result, work, arguments))
     return result
@@ -94,7 +94,7 @@ def with_deep_stack(work: Callable[..., T], *arguments: Any) -> Future[T]:
 
 @cache
 def _deep_thread() -> SimpleQueue[Any]:
-    """Begin the thread, which holds up no end of the process, and return what it works on."""
+    """Start the thread, a daemon, and return its queue of tasks."""
     tasks: SimpleQueue[Any] = SimpleQueue()
 
     def run() -> None:
@@ -114,9 +114,9 @@ def _deep_thread() -> SimpleQueue[Any]:
 
 
 def check_size(text: str) -> str:
-    """The text. Raises ValueError for one that is too long."""
+    """Return the text. Raises ValueError if it is too long."""
     if len(text) > MOST:
-        raise ValueError(f"has {len(text)} characters, at most {MOST}")
+        raise ValueError(f"has {len(text)} characters; the limit is {MOST}")
     return text
 
 
@@ -134,7 +134,7 @@ def _valid(grammar: str) -> str:
     from llguidance import LLMatcher
 
     _, messages = with_deep_stack(LLMatcher.validate_grammar_with_warnings, grammar).result()
-    if messages:  # a warning says what would not be enforced
+    if messages:  # a warning names what would not be enforced
         lines = (message.strip().splitlines()[0] for message in messages)
         raise ValueError("; ".join(_ONE_OF if "coerce_one_of" in line else line for line in lines))
     return grammar

@@ -1,7 +1,7 @@
-"""The door: ``python -m specserve.launch``. Exit codes: 0 stopped, 1 the engine failed, 2 a user's mistake,
-130 interrupted before serving.
+"""Start the server: ``python -m specserve.launch``. Exit codes: 0 stopped, 1 the engine failed, 2 a user's mistake, 130
+interrupted before serving.
 
-Imported again by the engine's process, so it imports little; the rest comes while the engine loads its model.
+The engine's process imports this module again, so it imports little; the rest is imported while the model loads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("specserve.launch")
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A ``Build`` that also reports the notes on what was chosen before it."""
+    """Wrap a ``Build`` and put ``notes`` on earlier choices before its own."""
 
     build: Build
     notes: Sequence[str]
@@ -37,8 +37,8 @@ class Noted:
 
 
 def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> int:
-    """Run a server until it is stopped. Returns the exit code. ``build`` runs in the engine's process."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is a server to be stopped
+    """Run a server until it is stopped; return the exit code. ``build`` runs in the engine's process."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the server installs its own handler
     arguments = sys.argv[1:] if argv is None else argv
     if "--version" in arguments:
         print(f"specserve {__version__}")
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
     try:
         given = load_settings(arguments)
         configure_logging(given.log_level, given.log_format)
-        # Once, before both processes: a wrong path is told at once, and both read the same revision.
+        # Once, for both processes: a wrong path is reported at once, and both read the same revision.
         local, notes = resolve_paths(given)
         adopt_loggers()
         for note in notes:
@@ -62,14 +62,14 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
 
 
 def end(code: int) -> NoReturn:
-    """End the process after ``main``. The interpreter would wait for a thread that tokenizes or loads, which can't be
-    stopped and whose work nobody needs any more."""
+    """Exit after ``main`` without waiting for threads that still tokenize or load, as the interpreter would: they can't
+    be stopped and their results are not needed."""
     if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    gc.unfreeze()  # what a server took out of garbage collection, extensions would report as leaked
+    gc.unfreeze()  # extensions would report the objects that the server froze as leaked
     sys.exit(code)
 
 

@@ -1,4 +1,4 @@
-"""Offline generation: the same engine as the server's, in this process."""
+"""Offline generation with the server's engine, in the caller's process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A call of a function: its name, and its arguments as the text of a JSON object."""
+    """A function call: its name, and its arguments as the text of a JSON object."""
 
     name: str
     arguments: str
@@ -44,10 +44,9 @@ class FunctionCall:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One answer. ``text`` is empty without a tokenizer, ``logprobs`` None unless asked for, and so is
-    ``prompt_logprobs``: of the prompt's tokens but the first, which nothing precedes. Of ``chat`` the text is taken
-    apart: into ``content``, what was thought (with ``reasoning_parser``), and calls of the tools that it was given.
-    """
+    """One answer. ``text`` is empty without a tokenizer. ``logprobs`` and ``prompt_logprobs`` are None unless asked
+    for; the latter omits the prompt's first token. For ``chat``, the text is also parsed into ``content``,
+    ``reasoning_content`` (with ``reasoning_parser``) and ``tool_calls``."""
 
     text: str
     token_ids: list[int]
@@ -63,17 +62,17 @@ class RequestOutput:
 
 
 class LLM:
-    """A model that answers many prompts at once. Settings have the names of the server's flags.
+    """A model that answers batches of prompts. Settings have the names of the server's flags.
 
-    Not for several threads at once. Raises ValueError naming the setting, prompt or parameter at fault.
+    Not thread-safe. Raises ValueError naming the setting, prompt or parameter at fault.
     """
 
     def __init__(self, model_path: str | None = None, **settings: Any) -> None:
         from specserve.process.assemble import create_scheduler, resolve_engine
 
         given = make_settings(model_path=model_path, **settings)
-        for name in _unread(given):
-            log.warning("%s changes nothing: it is the server's, and LLM is none", name)
+        for name in _ignored_settings(given):
+            log.warning("%s has no effect: only the server reads it", name)
         self.settings, _, config = resolve_engine(given)
         self.tokenizer: Tokenizer | None = None
         if not given.skip_tokenizer_init:
@@ -94,9 +93,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one prompt or a list of them, in order. A prompt is text or token ids, and never empty.
 
-        Without ``sampling_params`` those of ``SamplingParams()`` hold, with a temperature of 0 where
-        ``requests_all_greedy`` is set. Parameters that are given are taken as they are: with that setting they must
-        say ``temperature=0``.
+        ``sampling_params`` defaults to ``SamplingParams()``, with temperature 0 if ``requests_all_greedy`` is set.
+        Parameters given by the caller are not changed: with that setting they must have ``temperature=0``.
         """
         ids = self._encode_each(prompts)
         return self._run(ids, self._params(sampling_params, len(ids)), progress, "prompts[{}]")
@@ -114,10 +112,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, in order, through the model's chat template.
 
-        ``sampling_params`` as for ``generate``; a grammar in them holds once the model has thought, if it does, and
-        where it calls nothing. ``chat_template_kwargs`` are variables that the chat template reads, such as
-        ``enable_thinking``. ``tools``, ``tool_choice`` and ``parallel_tool_calls`` are OpenAI's, for all conversations:
-        what the model may call, as ``tool_calls`` of the output, and has to.
+        ``sampling_params`` as for ``generate``; a grammar in them constrains the answer after any reasoning, unless the
+        model calls a tool. ``chat_template_kwargs`` are variables that the chat template reads, such as
+        ``enable_thinking``. ``tools``, ``tool_choice`` and ``parallel_tool_calls`` are OpenAI's and apply to all
+        conversations; calls are returned in ``tool_calls``.
         """
         if not isinstance(messages, Sequence):
             raise ValueError(f"messages must be a list, found {type(messages).__name__}")
@@ -142,7 +140,7 @@ class LLM:
         return self._run(prompts, params, progress, "conversation {}", parsers)
 
     def close(self) -> None:
-        """Free the engine and its memory. The object is of no use any more."""
+        """Free the engine and its memory. The object can't be used afterwards."""
         if self.engine is not None:
             from specserve.engine.memory import return_memory
 
@@ -159,18 +157,18 @@ class LLM:
         self.close()
 
     def _encode_each(self, prompts: object) -> list[list[int]]:
-        if isinstance(prompts, str) or (_listed(prompts) and prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (_is_sequence(prompts) and prompts and isinstance(prompts[0], int)):
             return [self._encode(prompts, "the prompt")]
-        if not _listed(prompts):
+        if not _is_sequence(prompts):
             raise ValueError(f"prompts must be text, token ids or a list of them, found {_kind(prompts)}")
         return [self._encode(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 
     def _encode(self, prompt: object, where: str) -> list[int]:
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt of text")
-            # Of an empty text a tokenizer may make its BOS token, from which a model would say anything.
+            # A tokenizer may encode an empty text as its BOS token alone, which would not be a prompt.
             ids = tokenizer.encode(_encodable(prompt, where)) if prompt else []
-        elif _listed(prompt):
+        elif _is_sequence(prompt):
             ids = list(prompt)
             self._check(ids, where)
         else:
@@ -180,10 +178,10 @@ class LLM:
         return ids
 
     def _check(self, tokens: list[Any], where: str) -> None:
-        """Raise ValueError for the first that is no token's id."""
+        """Raise ValueError for the first value that is not a token id."""
         last = self._vocab_size - 1
         if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) <= last:
-            return  # in a third of the time that looking at each takes, which a device would wait for
+            return  # three times as fast as a loop; the device waits meanwhile
         for token in tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= last:
                 raise ValueError(f"{where} must hold token ids from 0 to {last}, found {token!r}")
@@ -197,13 +195,13 @@ class LLM:
         return tokenizer.encode_chat(conversation, tools=tools, variables=variables)
 
     def _formats(self) -> Formats:
-        """How answers are taken apart."""
+        """Return how answers are parsed."""
         tokenizer, settings = self._need_tokenizer("chat"), self.settings
         calls, _ = choose_format(settings.tool_call_parser, tokenizer.template_text)
         return Formats.of(tokenizer, calls, settings.reasoning_parser != "none", self._ends)
 
     def _with_ids(self, params: SamplingParams, where: str) -> SamplingParams:
-        """The same with the token ids of its prediction."""
+        """Return ``params`` with a prediction of text replaced by its token ids."""
         if not isinstance(params.prediction, str):
             return params
         tokenizer = self._need_tokenizer("a prediction of text")
@@ -218,7 +216,7 @@ class LLM:
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
-        """One for each prompt."""
+        """Return the parameters of each prompt."""
         if self.engine is None:
             raise ValueError("this LLM is closed")
         if given is None:
@@ -236,10 +234,10 @@ class LLM:
         name: str,
         parsers: Sequence[AnswerParser | None] | None = None,
     ) -> list[RequestOutput]:
-        """``name`` says what to call the prompt of an index, where there are several; ``parsers`` take the answers
-        apart."""
+        """Run all prompts. ``name`` is the format of a prompt's name in errors, used if there are several; ``parsers``
+        parse the answers."""
         engine = self.engine
-        assert engine is not None, "parameters were looked at"
+        assert engine is not None, "_params checks this"
         self._calls += 1
         batch = _Batch(engine, self.tokenizer, f"call{self._calls}", prompts, params, name, parsers)
         for _ in _progress(batch.run(), len(prompts), progress):
@@ -274,7 +272,7 @@ class _Batch:
         }
 
     def run(self) -> Iterator[str]:
-        """Work until every request has ended; give the id of each as it does. Leaves no request behind."""
+        """Run until every request has ended, yielding the id of each as it ends. Leaves no request in the engine."""
         open_rids = dict.fromkeys(self._requests)
         try:
             for rid, (prompt, params) in self._requests.items():
@@ -289,13 +287,13 @@ class _Batch:
                 self._engine.abort(rid)
 
     def _iterate(self, open_rids: Mapping[str, None]) -> list[str]:
-        """One iteration of the engine. Returns the requests that ended."""
+        """Run one iteration of the engine; return the ids of the requests that ended."""
         ended = []
         for message in self._engine.run_once():
             if message.rid not in open_rids or message.rid in ended:
-                continue  # said before the engine learned of an abort
+                continue  # sent before the engine read the abort
             if isinstance(message, Failed):
-                raise ValueError(self._words(message))
+                raise ValueError(self._error_text(message))
             processor = self._processors[message.rid]
             delta = processor.push(message)
             if processor.must_abort:
@@ -304,8 +302,8 @@ class _Batch:
                 ended.append(message.rid)
         return ended
 
-    def _words(self, failed: Failed) -> str:
-        """Where there are several prompts, it names the one."""
+    def _error_text(self, failed: Failed) -> str:
+        """Return the error's text, which names the prompt if there are several."""
         named = [self._name.format(list(self._requests).index(failed.rid))] if len(self._requests) > 1 else []
         return ": ".join([*named, *([failed.param] if failed.param else []), failed.message])
 
@@ -333,7 +331,7 @@ class _Batch:
 
 
 def _with_calls(formats: Formats, calls: Calls, params: SamplingParams) -> SamplingParams:
-    """The same with a grammar of calls, or of calls and what the answer is without any."""
+    """Return ``params`` with a grammar of tool calls, or of tool calls and the answer without any."""
     if params.grammar is not None:
         calls.check(formats.calls, "grammar")
     try:
@@ -346,7 +344,7 @@ def _with_calls(formats: Formats, calls: Calls, params: SamplingParams) -> Sampl
 
 
 def _after_thought(formats: Formats, params: SamplingParams, parser: AnswerParser) -> SamplingParams:
-    """The same where an answer may begin with a thought, which may have a budget."""
+    """Return ``params`` for an answer that may begin with reasoning, which may have a budget."""
     thought, grammar = params.thought, params.grammar
     if thought is None and params.thinking_token_budget is not None and parser.tells_reasoning:
         thought = formats.thought(parser)
@@ -355,13 +353,13 @@ def _after_thought(formats: Formats, params: SamplingParams, parser: AnswerParse
     return msgspec.structs.replace(params, thought=thought, grammar=grammar)
 
 
-def _unread(settings: Settings) -> list[str]:
-    """What was set of the server's own settings, but those that are read here, too."""
+def _ignored_settings(settings: Settings) -> list[str]:
+    """Return the server-only settings that were set and have no effect here."""
     names = [name for name, declared in SETTINGS.items() if declared.group == SERVER]
     return [name for name in names if name not in _READ and getattr(settings, name) != SETTINGS[name].default]
 
 
-def _listed(given: object) -> TypeGuard[Sequence[Any]]:
+def _is_sequence(given: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
 
 
@@ -376,10 +374,10 @@ def _encodable(text: str, where: str) -> str:
 
 
 def _params_each(params: object, count: int) -> list[tuple[SamplingParams, str]]:
-    """One for each prompt, and what to call it."""
+    """Return the parameters of each prompt, with their name in errors."""
     if isinstance(params, SamplingParams):
         return [(params, "sampling_params")] * count
-    if not _listed(params):
+    if not _is_sequence(params):
         raise ValueError(f"sampling_params must be SamplingParams or a list of them, found {_kind(params)}")
     if len(params) != count:
         raise ValueError(f"sampling_params must be one or as many as prompts: {count}, found {len(params)}")

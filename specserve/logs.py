@@ -1,4 +1,4 @@
-"""Logging of both processes: one line a message on standard error, as text or as JSON."""
+"""Logging of both processes: one line per message on standard error, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ REQUEST_ID: ContextVar[str | None] = ContextVar(
 
 
 def configure_logging(level: str, form: str = "text") -> None:
-    """``form``: ``text`` or ``json``. Warnings of Python are logged, too."""
+    """Set up logging; ``form`` is ``text`` or ``json``. Python's warnings are logged too."""
     handler = logging.StreamHandler()
-    handler.setLevel(level.upper())  # of libraries' own loggers, too, which have levels of their own
+    handler.setLevel(level.upper())  # filters also libraries' loggers that set their own level
     handler.setFormatter(_Json() if form == "json" else _Text())
     logging.basicConfig(level=level.upper(), handlers=[handler])
     for noisy in ("httpx", "filelock", "urllib3"):
@@ -24,7 +24,7 @@ def configure_logging(level: str, form: str = "text") -> None:
 
 
 def adopt_loggers() -> None:
-    """Take libraries that are imported by now, and print what they log themselves, to the handler of all."""
+    """Send the logs of libraries imported so far that print on their own to the root handler."""
     for logger in list(logging.root.manager.loggerDict.values()):
         if not isinstance(logger, logging.Logger):
             continue

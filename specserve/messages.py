@@ -1,7 +1,7 @@
-"""What the front process and the engine say to each other: one direction each way, no call-backs.
+"""Messages between the front process and the engine. One direction each way, no callbacks.
 
-Front to engine: Submit, Abort, Flush. Engine to front: Starting, Ready, Tokens, Failed, Flushed, Stats, Broken.
-Encoded with msgpack, as lists: all that there is to say at a time travels together (docs/decisions).
+Front to engine: Submit, Abort, Flush. Engine to front: Starting, Ready, Tokens, Failed, Flushed, Stats, Broken. Encoded
+with msgpack as lists: everything that is ready is sent together (docs/decisions).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Fault = Literal["request", "server", "unavailable", "timeout", "aborted"]
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """A new request. ``choice`` tells apart the ``n`` answers of one call; it keys the sampler's noise. ``tenant``
-    tells apart who asks: what one was answered is not proposed to another."""
+    """A new request. ``choice`` numbers the ``n`` answers of one call and keys the sampler's noise. ``tenant``
+    identifies the caller: one tenant's answers are never proposed as drafts to another."""
 
     rid: str
     token_ids: list[int]
@@ -28,30 +28,31 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """Ends a request whose answer nobody waits for; unknown ids are ignored. Answered by nothing."""
+    """End a request whose answer is no longer wanted. Unknown ids are ignored; there is no reply."""
 
     rid: str
 
 
 class Flush(msgspec.Struct, tag=True, frozen=True):
-    """Empties the prefix cache of an idle engine. Answered by Flushed, in order."""
+    """Empty the prefix cache of an idle engine. Flushed replies come in order."""
 
 
 class Flushed(msgspec.Struct, tag=True, frozen=True):
-    """How many pages the prefix cache gave back; None: nothing was done, as there are requests."""
+    """Pages that the prefix cache freed. None: nothing was flushed, because there are requests."""
 
     pages: int | None
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):
-    """Newly chosen tokens of a request, in order. The last message carries ``finish_reason``.
+    """New tokens of a request, in order. The last message carries ``finish_reason``.
 
-    ``cached_tokens`` and ``speculation`` are totals so far, in every message: a stop string may end it there.
+    ``cached_tokens`` and ``speculation`` are totals so far, in every message, because a stop string may make it the
+    last.
 
-    ``runs`` splits ``token_ids`` by step: accepted drafts and the bonus token of one target forward each.
-    A matched stop token is the last of ``token_ids`` and ``stop_token`` is true. ``prompt_logprobs``: of the prompt's
-    tokens but the first, in the first message, if asked for. No tokens: none were asked for. ``queued``: seconds that
-    the request waited for its first slot and pages.
+    ``runs`` splits ``token_ids`` by step: the accepted drafts and the bonus token of one target forward each. A matched
+    stop token comes last in ``token_ids``, with ``stop_token`` set. ``prompt_logprobs``, if asked for, come in the
+    first message and omit the prompt's first token. ``queued``: seconds until the request got its first slot and pages.
+    ``token_ids`` is empty if no tokens were asked for.
     """
 
     rid: str
@@ -67,7 +68,7 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
 
 
 def join(first: Tokens, second: Tokens) -> Tokens:
-    """Two messages of a request, in their order, as one."""
+    """Merge two consecutive messages of a request."""
     logprobs = None if second.logprobs is None else [*(first.logprobs or []), *second.logprobs]
     return msgspec.structs.replace(
         second,
@@ -80,10 +81,9 @@ def join(first: Tokens, second: Tokens) -> Tokens:
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The request was refused or lost; it gets no more tokens. ``param`` names the field at fault, if any.
+    """The request was refused or lost and gets no more tokens. ``param`` names the field at fault, if any.
 
-    ``fault``: what is the matter: the request itself, a mistake of ours, no engine to answer it, its time is over, or
-    that somebody ended it.
+    ``fault``: the request itself, a server error, no engine available, a timeout, or an abort.
     """
 
     rid: str
@@ -93,24 +93,24 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class ShapeTotals(msgspec.Struct, frozen=True):
-    """Steps of one shape, and the seconds that the device worked on them."""
+    """Steps of one shape, and the device time spent on them in seconds."""
 
     steps: int
     seconds: float
 
 
 class LevelTotals(msgspec.Struct, frozen=True):
-    """How often a draft level was tested (all above were accepted, and the request had at least as many drafted nodes
-    as the level is deep), and how often the target then chose a token drafted there."""
+    """How often a draft level was tested (all levels above were accepted, and the request had at least as many drafted
+    nodes as the level is deep), and how often the target chose a token drafted there."""
 
     tested: int
     accepted: int
 
 
 class SourceTotals(msgspec.Struct, frozen=True):
-    """Of a drafter that shares trees with another: how many of its first choices were compared with the text, as far
-    as the text followed them and whether they were verified or not; how many of these were right; and how many accepted
-    tokens it had among its candidates, those that both had included."""
+    """Counts for one of the drafters that share trees. ``tested``: its first choices that were compared with the text,
+    verified or not, as far as the text followed them; ``right``: those that were right; ``accepted``: the accepted
+    tokens among its candidates, including those that both drafters proposed."""
 
     tested: int
     right: int
@@ -118,8 +118,8 @@ class SourceTotals(msgspec.Struct, frozen=True):
 
 
 class CostTotals(msgspec.Struct, frozen=True):
-    """What the controller's cost model says of the steps that ran: the seconds it foretold for them, the seconds that
-    plain decoding would have needed for the tokens they gave, and its mean relative error of late."""
+    """The controller's cost model against the steps that ran: the seconds it predicted for them, the seconds that plain
+    decoding would have taken for the same tokens, and its recent mean relative error."""
 
     predicted_seconds: float
     plain_seconds: float
@@ -127,17 +127,17 @@ class CostTotals(msgspec.Struct, frozen=True):
 
 
 class StepTotals(msgspec.Struct, frozen=True):
-    """Steps whose results were read. ``batches[i]`` had at most ``2 ** i`` requests and more than ``2 ** (i - 1)``, the
-    last of them any number; ``requests`` is the sum of all batches."""
+    """Totals of the steps whose results were read. ``batches[i]`` counts steps of more than ``2 ** (i - 1)`` and at
+    most ``2 ** i`` requests (the last entry has no upper bound); ``requests`` sums the requests of all batches."""
 
     drafter: str | None = None
-    shape: str | None = None  # of the latest
+    shape: str | None = None  # of the latest step
     shapes: dict[str, ShapeTotals] = {}
     levels: list[LevelTotals] = []
-    sources: dict[str, SourceTotals] = {}  # by drafter, where trees have several
+    sources: dict[str, SourceTotals] = {}  # by drafter, if several share trees
     batches: list[int] = msgspec.field(default_factory=lambda: [0])
     requests: int = 0
-    cost: CostTotals | None = None  # None: the shape is fixed, nothing was measured
+    cost: CostTotals | None = None  # None: the shape is fixed, so nothing was measured
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
@@ -159,23 +159,23 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     violations: int = 0
     late_kernels: int = 0
     eager_steps: int = 0
-    pages_idle: int = 0  # cached ones that no request uses
+    pages_idle: int = 0  # cached pages that no request uses
 
 
 class Starting(msgspec.Struct, tag=True, frozen=True):
-    """What the engine is at while it does not serve yet."""
+    """The startup phase that the engine is in."""
 
     phase: str
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The engine serves. ``info`` is what it resolved: model, context length, pool size, speculation."""
+    """The engine serves requests. ``info``: the resolved model, context length, pool size and speculation."""
 
     info: dict[str, Any]
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
-    """The engine ends and answers nothing more. ``user_error``: a setting or a checkpoint is at fault."""
+    """The engine ends and sends nothing more. ``user_error``: a setting or a checkpoint is at fault."""
 
     message: str
     user_error: bool = False

@@ -1,6 +1,6 @@
-"""The drafting methods that ``--speculative-algorithm`` names: one record each, and no other module knows their names.
+"""The drafting methods that ``--speculative-algorithm`` selects, one record each; no other module knows their names.
 
-Imports no torch: settings, tools and documentation read it.
+Imports no torch, because settings, tools and documentation read it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, Literal
 NONE = "NONE"  # plain decoding
 JOIN = "+"  # between the names of two methods that draft into one tree
 
-MOST_COPIED = 16  # levels of text beside a model's drafts: of more than that few are right in one step
+MOST_COPIED = 16  # levels of copied text next to a model's drafts; deeper ones are rarely right in one step
 
 Copies = Literal["none", "all", "some"]
-"""Which drafts of a method are copied from a text, whatever their number of levels, and part at the root alone."""
+"""Which drafts of a method are copied from a text: chains of any length that branch only at the root."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What a method and its checkpoint allow. ``most_levels``: most levels that can be drafted, None: any number.
-    ``block``: positions that a pass over a whole block writes in a slot, 0: levels are drafted one after the other."""
+    """Limits of a method with its checkpoint. ``most_levels``: maximum number of draft levels, None: any. ``block``:
+    positions that a block drafter's single pass writes per slot, 0: levels are drafted one by one."""
 
     copies: Copies = "none"
     most_levels: int | None = None
@@ -37,15 +37,15 @@ ANY = Drafts()
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What is to be known of a method before its drafter is loaded.
+    """A drafting method, as far as it is known before its drafter is loaded.
 
-    ``load``: the function that makes the drafter, ``module:name`` or itself; see ``speculation.drafters``. ``heads``:
-    the kinds of draft head that it runs, none: it has no checkpoint. ``bundled``: the folder of the bundled model's
-    draft. ``map_refusal``: why it takes no file of ``--speculative-token-map``, None: it does. ``live_map``: whether it
-    takes a dynamic one. ``fixed_shape``: steps, topk and tokens, where these are in the name. ``copies``: which drafts
-    are copied from a text. ``recalls``: whether earlier answers are among these texts. ``reads_datastore``: whether
-    a file of texts is. ``count_levels``: the function that says of a checkpoint's directory how many levels it drafts
-    at most, None: any number.
+    ``load``: the function that makes the drafter, or its ``module:name``; see ``speculation.drafters``. ``heads``: the
+    kinds of draft head that it runs, empty: it has no checkpoint. ``bundled``: the folder of the bundled model's draft.
+    ``map_refusal``: why it takes no ``--speculative-token-map`` file, None: it takes one. ``live_map``: it takes a
+    dynamic token map. ``fixed_shape``: steps, topk and tokens, if the name implies them. ``copies``: which drafts are
+    copied from a text. ``recalls``: earlier answers are among these texts. ``reads_datastore``: a datastore file is.
+    ``count_levels``: returns the maximum number of draft levels of a checkpoint's directory, None: any number.
+    ``block_size``: returns ``Drafts.block`` of such a directory.
     """
 
     name: str
@@ -64,17 +64,17 @@ class Method:
 
     @property
     def needs_draft(self) -> bool:
-        """Whether it runs a checkpoint."""
+        """Return whether it runs a checkpoint."""
         return bool(self.heads)
 
     def drafts(self, draft: Path) -> Drafts:
-        """What is drafted with a checkpoint. Raises ValueError for one it can't read."""
+        """Return the limits with a checkpoint. Raises ValueError if it can't be read."""
         levels = None if self.count_levels is None else named(self.count_levels)(draft)
         return Drafts(self.copies, levels, named(self.block_size)(draft) if self.block_size else 0)
 
 
 def named(function: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that ``module:name`` names, or itself."""
+    """Return the function that ``module:name`` names; a function is returned as it is."""
     if not isinstance(function, str):
         return function
     module, _, path_in_it = function.partition(":")
@@ -86,11 +86,11 @@ METHOD_NAMES = [NONE]
 """Accepted values of the setting, in order; ``register`` extends it."""
 METHODS: dict[str, Method] = {}
 REFUSED = {
-    "REDRAFTER": "is not served: no weights of it are published; take MEDUSA, HYDRA or MLP_SPECULATOR",
-    "LOOKAHEAD": "is not served: its window takes 56 nodes more of each request and step, for fewer accepted tokens "
-    "than a draft gives; without a draft take NGRAM (docs/decisions/0017-lookahead.md)",
+    "REDRAFTER": "is not supported: no weights are published for it; use MEDUSA, HYDRA or MLP_SPECULATOR",
+    "LOOKAHEAD": "is not supported: its window adds 56 nodes per request and step, for fewer accepted tokens than a "
+    "draft gives; without a draft use NGRAM (docs/decisions/0017-lookahead.md)",
 }
-"""Names of methods that users may look for, and why there is no such method."""
+"""Methods that users may look for, and why they are missing."""
 
 
 def register(method: Method) -> None:
@@ -107,7 +107,7 @@ def method_of(name: str) -> Method | None:
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the names of the two methods that the name of a merged one joins."""
+    """Return the names of the methods that a merged one joins."""
     return name.split(JOIN)
 
 
@@ -118,10 +118,9 @@ def names_where(wanted: Callable[[Method], bool]) -> list[str]:
 
 _EAGLE = "specserve.speculation.drafters.eagle:EagleDrafter.load"
 _OWN_VOCABULARY = (
-    "its heads bring a draft vocabulary and the rows for it, trained together, of which --speculative-token-map "
-    "dynamic chooses"
+    "its heads have a trained draft vocabulary, from which --speculative-token-map dynamic chooses"
 )
-_TRAINED_SO = "its heads were trained with the tokens that they score"
+_FIXED_VOCABULARY = "its heads were trained for the tokens that they score"
 _EAGLE_HEAD = Method(
     "EAGLE", _EAGLE, heads=("EAGLE", "MTP"), bundled="eagle", map_refusal=None, live_map=True
 )
@@ -135,7 +134,7 @@ register(
         "MEDUSA",
         "specserve.speculation.drafters.medusa:MedusaDrafter.load",
         heads=("MEDUSA",),
-        map_refusal=_TRAINED_SO,
+        map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.medusa:count_heads",
     )
 )
@@ -144,7 +143,7 @@ register(
         "MLP_SPECULATOR",
         "specserve.speculation.drafters.mlp_speculator:MLPDrafter.load",
         heads=("MLP_SPECULATOR",),
-        map_refusal=_TRAINED_SO,
+        map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.mlp_speculator:count_levels",
     )
 )
@@ -153,7 +152,7 @@ _BLOCK_DRAFT = Method(
     "DFLASH",
     "specserve.speculation.drafters.block:BlockDrafter.load",
     heads=("DFLASH",),
-    map_refusal="it scores by the target's whole head or by rows that it was trained with",
+    map_refusal="it scores with the target's whole head or with rows that it was trained with",
     count_levels=f"{_BLOCKS}:count_levels",
     block_size=f"{_BLOCKS}:block_size",
 )
@@ -166,7 +165,7 @@ register(
         "HYDRA",
         "specserve.speculation.drafters.hydra:HydraDrafter.load",
         heads=("HYDRA",),
-        map_refusal=_TRAINED_SO,
+        map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.hydra:count_heads",
     )
 )
@@ -175,7 +174,7 @@ register(
         "ARCTIC_LSTM",
         "specserve.speculation.drafters.mlp_speculator:ArcticLSTMDrafter.load",
         heads=("ARCTIC_LSTM",),
-        map_refusal=_TRAINED_SO,
+        map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.arctic_lstm:count_levels",
     )
 )
@@ -184,7 +183,7 @@ register(
         "STANDALONE",
         "specserve.speculation.drafters.standalone:StandaloneDrafter.load",
         heads=("STANDALONE",),
-        map_refusal="its draft scores by a head of its own",
+        map_refusal="its draft scores with its own head",
     )
 )
 register(
@@ -212,7 +211,7 @@ register(
 
 
 def _merged(model: Method, lookup: Method) -> Method:
-    """Both in one tree: a model's checkpoint, and what a lookup copies."""
+    """Return a method that drafts with a model's checkpoint and copies from a lookup, in one tree."""
     names = [f"{name}{JOIN}{lookup.name}" for name in (model.name, *model.aliases)]
     load = "specserve.speculation.drafters.merged:MergedDrafter.load"
     texts: dict[str, Any] = {"recalls": lookup.recalls, "reads_datastore": lookup.reads_datastore}

@@ -1,3 +1,3 @@
-"""The package's version, which pyproject.toml has, too."""
+"""The package's version, kept equal to pyproject.toml's."""
 
 __version__ = "0.1.0"

@@ -1,11 +1,11 @@
-"""Compiles what is launched for an H200, on a machine without a GPU, and runs none of it.
+"""Compile all launches for an H200 on a machine without a GPU, without running them.
 
-``python -m tests.compiled_launches TARGET EAGLE EAGLE3`` takes three checkpoints and writes one JSON object a line: a
+``python -m tests.compiled_launches TARGET EAGLE EAGLE3`` takes three checkpoints and writes one JSON object per line: a
 ``Compiled``. Triton must not be interpreted.
 
-Triton is told of a device of compute capability 9.0, and a launch compiles its kernel for the types and the alignment
-of its real arguments, which lie on the CPU: all variants through Triton's front end, some to LLVM's code, none by
-ptxas. As nothing is computed, what operations allocate is zeros, so that tensors of indices hold some.
+Triton sees a device of compute capability 9.0, and a launch compiles its kernel for the types and the alignment of its
+real arguments, which are on the CPU: all variants go through Triton's front end, some to LLVM's code, none through
+ptxas. Nothing is computed, so operations allocate zeros, which are valid indices.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ FORETOLD = SamplingParams(temperature=1, frequency_penalty=1, prediction=[1, 2, 
 @dataclass(frozen=True)
 class Compiled:
     """One variant of a kernel: the types of its tensors, its constants and options. ``shared``: bytes of shared memory
-    of one program, None where its types alone were checked; ``waits``: whether its code waits for the launch before
-    ahead of all that it reads and writes, None where it does not wait or was not made; ``copied``: how many blocks each
-    of its loops of products copies ahead of their use; ``error``: why it did not compile; ``hasty``: what it reads
-    ahead of its wait though the launch before made it; ``neighbours``: how many of the inputs that tensor cores add up
-    lie next to each other in a thread, of all products: 2 where these are in their order."""
+    per program, None if only its types were checked. ``waits``: its code waits for the previous launch before all its
+    reads and writes; None if it does not wait or was not compiled. ``copied``: blocks that each of its loops of
+    products prefetches. ``error``: why it did not compile. ``hasty``: what it reads before its wait although the
+    previous launch wrote it. ``neighbours``: how many of the inputs that tensor cores add are adjacent in a thread,
+    over all products; 2 if they are in order."""
 
     kernel: str
     variant: str
@@ -77,7 +77,7 @@ class Compiled:
 
 
 class Device:
-    """What compiling asks of Triton's driver."""
+    """The part of Triton's driver that compiling needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -90,7 +90,7 @@ class Device:
 
 
 class Enough(Exception):
-    """Ends a compilation. ``shared``: bytes, None if it is not known yet; ``code``: what was made."""
+    """End a compilation. ``shared``: bytes, None if not known yet; ``code``: the result."""
 
     def __init__(self, shared: int | None, code: str) -> None:
         self.shared, self.code = shared, code
@@ -135,10 +135,10 @@ def copied_ahead(ttgir: str) -> list[int]:
 
 
 class Compiler:
-    """Stands for launches: compiles each variant once.
+    """Replace launches: compile each variant once.
 
-    All are checked by Triton's front end, which finds the errors that its interpreter forgives, and the first variant
-    of each kernel goes on to LLVM's code, where the shared memory is known. So do all while ``whole`` is set.
+    Triton's front end checks all of them, which finds errors that its interpreter tolerates. The first variant of each
+    kernel is compiled to LLVM's code, which gives the shared memory; so are all while ``whole`` is set.
     """
 
     def __init__(self, whole: bool) -> None:

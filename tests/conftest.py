@@ -1,4 +1,4 @@
-"""Small checkpoints that several tests serve, made once a run."""
+"""Small checkpoints that several tests serve, made once per run."""
 
 from __future__ import annotations
 

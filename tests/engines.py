@@ -1,4 +1,4 @@
-"""Schedulers over small checkpoints on disk, driven by hand, and what their steps drafted."""
+"""Schedulers over small checkpoints on disk, driven step by step, with a record of what their steps drafted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Shape = tuple[int, int, int]  # steps, topk, verified tokens
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Directories of a target and its drafts, ``others`` by their methods."""
+    """Directories of a target and its drafts; ``others`` by method."""
 
     target: Path
     eagle: Path
@@ -103,7 +103,7 @@ def requests_of(scheduler: Scheduler) -> list[Request]:
 
 @dataclass
 class Answer:
-    """``runs``: tokens by message, the prefill's first."""
+    """``runs``: tokens by message, prefill's first."""
 
     tokens: list[int] = field(default_factory=list)
     runs: list[int] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Answer:
 
 
 class Client:
-    """Collects what a scheduler says of each request."""
+    """Collect a scheduler's messages by request."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -165,7 +165,7 @@ def answer_one(
 
 @dataclass(frozen=True)
 class Drafted:
-    """What one step drafted for a batch."""
+    """The draft of one step for a batch."""
 
     pool: Pool
     tree: Tree
@@ -206,8 +206,8 @@ def assert_same_drafts(found: Sequence[Drafted], expected: Sequence[Drafted]) ->
 
 
 class SwitchingShapes:
-    """A policy that runs ``shapes`` in turn at random, of one request at a time. ``steps``: what each gave, by request
-    and the number of tokens that the request had been given by steps before."""
+    """A policy that runs ``shapes`` in random order, for one request at a time. ``steps``: the tokens of each step, by
+    request and the number of tokens that earlier steps had given it."""
 
     cost = None
 

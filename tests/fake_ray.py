@@ -1,7 +1,7 @@
-"""What ``examples/ray_serve`` uses of Ray Serve, in one process, for machines without Ray.
+"""The part of Ray Serve that ``examples/ray_serve`` uses, in one process, for machines without Ray.
 
 Names, arguments and errors are Ray 2.60's; ``tests/test_ray_serve.py`` compares them with Ray's where Ray is installed.
-What crosses from one process to another in Ray is pickled here too. Health is checked only by ``check_health``.
+Whatever crosses processes in Ray is pickled here too. Health is checked only by ``check_health``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RayError(Exception):
 
 
 class RayTaskError(RayError):
-    """What a replica raised, as its caller gets it."""
+    """An exception of a replica, as its caller gets it."""
 
 
 class RayServeException(Exception):

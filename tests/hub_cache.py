@@ -1,4 +1,4 @@
-"""A cache directory as huggingface_hub lays it out."""
+"""Make a cache directory in huggingface_hub's layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller inside the engine: the text stays, the shape follows what drafts are worth."""
+"""The controller inside the engine: the text stays the same, and the shape follows the value of drafts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_what_a_step_gives_does_not_depend_on_the_shapes_before(agreeing: Checkp
 
 
 class Operators(TorchDispatchMode):
-    """Counts PyTorch's operators."""
+    """Count PyTorch's operators."""
 
     count = 0
 

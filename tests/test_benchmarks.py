@@ -1,4 +1,4 @@
-"""The benchmarks: what those of the controller force, what a step takes, and that they run."""
+"""The benchmarks: forced acceptance, step times, and that they run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A broken checkpoint never serves: before the server says ready it is refused, by file, tensor or field, and what was
-expected there."""
+"""A broken checkpoint is refused before the server is ready, with the file, tensor or field and what was expected."""
 
 from __future__ import annotations
 
@@ -146,7 +145,7 @@ def index(weight_map: dict[str, Any]) -> Make:
 
 
 class Payload:
-    """What a pickle would run when it is loaded."""
+    """Code that a pickle would run when loaded."""
 
     ran = False
 
@@ -177,7 +176,7 @@ def swapped(d2t: Tensor) -> Tensor:
 
 
 class Case(NamedTuple):
-    """``words`` follow the directory that is broken: its draft's where there is one, else the target's."""
+    """``words`` follow the broken directory: the draft's if there is one, otherwise the target's."""
 
     make: Callable[[Path], Pair]
     breaks: Make

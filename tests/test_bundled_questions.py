@@ -1,4 +1,4 @@
-"""The evaluation questions of the bundled model: the checker, and that training never sees the questions."""
+"""The bundled model's evaluation questions: the checker, and that training never sees the questions."""
 
 import json
 import re

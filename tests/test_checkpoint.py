@@ -1,4 +1,4 @@
-"""Checkpoints: saving and loading targets, and what is said when one does not fit."""
+"""Checkpoints: saving and loading targets, and the errors for those that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runner is the only door to the device: whoever is given the same commands ends in the same state."""
+"""Only the runner touches the device: two runners given the same commands end in the same state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels are compiled ahead without a GPU, and a launch finds in the cache what was compiled for it."""
+"""Kernels compile ahead of time without a GPU, and a launch finds its kernel in the cache."""
 
 from __future__ import annotations
 

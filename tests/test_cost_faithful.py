@@ -1,4 +1,4 @@
-"""The bundled family inside a wider shape: the same function, the same texts, the same acceptance."""
+"""The bundled family inside a wider shape: the same function, texts and acceptance."""
 
 from __future__ import annotations
 

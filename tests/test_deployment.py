@@ -1,4 +1,4 @@
-"""Images, Compose, Kubernetes and nginx as shipped: what they say of each other and of the server is so."""
+"""Images, Compose, Kubernetes and nginx as shipped agree with each other and with the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that runs out of memory in a launch: batches shrink, and a request fails only when it fails alone."""
+"""A launch that runs out of device memory: batches shrink, and a request fails only if it fails alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands in the documentation are ones that their programs take: modules exist, flags are known."""
+"""Commands in the documentation are valid: modules exist and flags are known."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OURS = [each for each in FOUND if each[0].split(".")[0] in ("specserve", "benchm
 
 
 class Parsed(BaseException):
-    """Thrown when a parser took all that it was given: nothing of the program runs."""
+    """Thrown when a parser accepted all its arguments, so that the program does not run."""
 
 
 def parse_and_stop(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:

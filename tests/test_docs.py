@@ -1,4 +1,4 @@
-"""The pages that describe the code describe all of it and nothing else; folders import in one direction."""
+"""The pages that describe the code cover all of it and nothing else; folders import in one direction."""
 
 from __future__ import annotations
 

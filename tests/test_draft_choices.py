@@ -1,4 +1,4 @@
-"""What loading a draft decides, from its tensors, its config or an override, and how it says so."""
+"""The choices made when a draft is loaded, from its tensors, its config or an override, and their log notes."""
 
 from __future__ import annotations
 

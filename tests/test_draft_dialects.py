@@ -1,5 +1,5 @@
-"""Every published dialect of drafts, written as published, drafts what a plain reading of formats.md drafts: chains and
-trees, step by step, after prompts that were prefilled in chunks."""
+"""Drafts in every published dialect equal a simple reading of formats.md: chains and trees, step by step, after chunked
+prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit is refused in words that name its file and what in it is wrong."""
+"""A draft checkpoint that does not fit is refused with an error that names the file and the fault."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_more_branches_than_draft_tokens(target: Path, tmp_path: Path) -> None:
 
 
 class Payload:
-    """What a pickle would run when it is loaded."""
+    """Code that a pickle would run when loaded."""
 
     ran = False
 

@@ -1,4 +1,4 @@
-"""Drafts rounded to 8 bits: what is rounded, and that no text depends on it."""
+"""Drafts quantized to 8 bits: which weights, and that no text changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A token map that follows the text: no text depends on it, what is drafted is in it, and it pays."""
+"""Dynamic token maps: no text changes, drafts are within the map, and acceptance improves."""
 
 from __future__ import annotations
 
@@ -293,9 +293,9 @@ def test_the_flags(agreeing: Checkpoints, tmp_path: Path) -> None:
         assert "speculative_token_map_interval = 8: none was given" in notes
         assert resolve(found, config)[0] == found
     alone = {name: value for name, value in DYNAMIC.items() if name != "speculative_token_map"}
-    with pytest.raises(ValueError, match=rf"{FLAG}-size is for {FLAG} dynamic, found {FLAG} not set"):
+    with pytest.raises(ValueError, match=rf"{FLAG}-size needs {FLAG} dynamic, found {FLAG} not set"):
         resolve(given(agreeing, "EAGLE", **alone), config)
-    with pytest.raises(ValueError, match=rf"{FLAG}-size is for {FLAG} dynamic, found {FLAG} {start}"):
+    with pytest.raises(ValueError, match=rf"{FLAG}-size needs {FLAG} dynamic, found {FLAG} {start}"):
         resolve(given(agreeing, "EAGLE", **alone, speculative_token_map=str(start)), config)
     plain, notes = resolve(given(agreeing, "NONE", **DYNAMIC), config)
     assert plain == replace(
@@ -304,8 +304,8 @@ def test_the_flags(agreeing: Checkpoints, tmp_path: Path) -> None:
         speculative_token_map_size=None,
         speculative_token_map_interval=None,
     )
-    assert any(f"{FLAG}, {FLAG}-size, {FLAG}-interval changes nothing" in note for note in notes)
-    with pytest.raises(ValueError, match=f"{FLAG}-start: /no/where.pt is no file"):
+    assert any(f"{FLAG}, {FLAG}-size, {FLAG}-interval has no effect" in note for note in notes)
+    with pytest.raises(ValueError, match=f"{FLAG}-start: /no/where.pt is neither a file"):
         resolve_paths(given(agreeing, "EAGLE", **(wanted | {"speculative_token_map_start": "/no/where.pt"})))
 
 

@@ -1,4 +1,4 @@
-"""``system_fingerprint``: what it follows, and what it does not."""
+"""``system_fingerprint``: what changes it and what does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The captured step on a GPU: the text of plain decoding, no host read, the CPU's acceptance."""
+"""The captured step on a GPU: the texts of plain decoding, no host read, the CPU's acceptance."""
 
 from __future__ import annotations
 

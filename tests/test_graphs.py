@@ -1,4 +1,4 @@
-"""Captured steps, on graphs that run what was captured again: what they are told, and what they make of it."""
+"""Captured steps with fake graphs that rerun the captured function: their inputs and results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_slots_are_copied_when_they_change(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class FakeGraph:
-    """Runs again what was captured, and leaves the result where the capture left it, as a graph does."""
+    """Rerun what was captured and write the result to the same place, as a graph does."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run, self.result, self.replays = run, run(), 0

@@ -1,4 +1,4 @@
-"""Models, drafts and token maps of the hub: what is fetched, from where, and what is said when it can't be had."""
+"""Models, drafts and token maps from the hub: which files are fetched, and the errors if they are unavailable."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def index_of(*shards: str) -> str:
 
 
 class FakeHub:
-    """huggingface_hub's two calls: what is in a repository, and its files."""
+    """Two functions of huggingface_hub: the contents of a repository, and its files."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files: dict[str, list[str]] = {}
@@ -156,9 +156,9 @@ def test_flags_of_the_hub_where_all_is_local(tmp_path: Path) -> None:
     unread = {"download_dir": "/cache", "speculative_draft_model_revision": "v1"}
     found, notes = resolve_paths(Settings(model_path=str(tmp_path), revision="main", **unread))
     assert notes == [
-        f"--revision changes nothing: {tmp_path} is a directory, not the hub's",
-        "--speculative-draft-model-revision changes nothing: no draft is downloaded",
-        "--download-dir changes nothing: all files are local",
+        f"--revision has no effect: {tmp_path} is a local directory",
+        "--speculative-draft-model-revision has no effect: no draft is downloaded",
+        "--download-dir has no effect: all files are local",
     ]
     assert resolve_paths(found) == (found, [])
 
@@ -166,11 +166,11 @@ def test_flags_of_the_hub_where_all_is_local(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (answer(errors.RepositoryNotFoundError, 401), "--model-path: org/Model-1.0 is no directory here and not on"),
+        (answer(errors.RepositoryNotFoundError, 401), "--model-path: org/Model-1.0 is neither a local directory"),
         (answer(errors.GatedRepoError, 403), "--model-path: org/Model-1.0 is gated: accept its terms on its page"),
         (answer(errors.GatedRepoError, 403), "log in with `hf auth login` or set HF_TOKEN"),
         (answer(errors.RevisionNotFoundError), "--revision: org/Model-1.0 has no revision v9"),
-        (answer(errors.HfHubHTTPError, 429), "can't be had from the hub: words of the hub"),
+        (answer(errors.HfHubHTTPError, 429), "can't be downloaded from the hub: words of the hub"),
         (answer(errors.HfHubHTTPError, 502), "can't be reached (words of the hub): run once with a network"),
         (OSError("no route\nto host"), "the hub can't be reached (no route to host): run once with a network"),
     ],
@@ -235,11 +235,11 @@ def test_offline_mode_reads_the_cache(cache: Path, monkeypatch: pytest.MonkeyPat
     )
     assert mapped.speculative_token_map == str(snapshot / "maps/freq.pt")
     with pytest.raises(
-        ValueError, match=r"org/Other: no directory here and not in the cache .* HF_HUB_OFFLINE is"
+        ValueError, match=r"org/Other: neither a local directory nor in the cache .* HF_HUB_OFFLINE is"
     ):
         offline(cache, model_path="org/Other")
     with pytest.raises(
-        ValueError, match=r"Model-1\.0 at revision v3: no directory here and not in the cache"
+        ValueError, match=r"Model-1\.0 at revision v3: neither a local directory nor in the cache"
     ):
         offline(cache, model_path="org/Model-1.0", revision="v3")
 
@@ -290,7 +290,7 @@ def test_no_tokenizer_is_fetched_that_is_not_read(fake: FakeHub, tmp_path: Path)
         )
         found, notes = resolve_paths(given)
         assert fake.fetched == []
-        why = "changes nothing: --skip-tokenizer-init loads no tokenizer"
+        why = "has no effect: --skip-tokenizer-init loads no tokenizer"
         assert notes == [f"--trust-remote-code {why}", f"--tokenizer-path {why}"]
         assert (found.tokenizer_path, found.trust_remote_code) == (str(tmp_path), False)
         assert resolve_paths(found) == (found, [])

@@ -1,4 +1,4 @@
-"""A thousand requests of all kinds through one small pool, and everything is whole again when idle."""
+"""A thousand requests of all kinds through one small pool leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights give the plain layer's results, and are used where they should be."""
+"""Packed weights give the plain layer's results and are used where intended."""
 
 from __future__ import annotations
 

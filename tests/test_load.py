@@ -1,4 +1,4 @@
-"""The real engine after a real server under load: clients that leave, nonsense, a full queue, a reader that stalls, a
+"""The real engine behind a real server under load: disconnects, malformed requests, a full queue, a stalled reader, a
 killed engine, a stop. ``benchmarks/load.py`` is the large version."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lossless matrix of ``benchmarks.lossless`` in small, and that it would notice."""
+"""``benchmarks.lossless`` in small, and that it detects errors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every Triton kernel compiles for an H200, on a machine without a GPU.
 
-The other tests run kernels under Triton's interpreter, which takes what its compiler refuses: a variable that a loop
-gives another shape, for one. Here ``tests/compiled_launches.py``, in a process of its own, launches them as the engine
-does: prefill and steps of all forms, and operations of other settings and of Llama-3.1-8B's sizes. ``-s`` shows the
+The other tests run kernels in Triton's interpreter, which accepts code that its compiler refuses, such as a variable
+whose shape changes in a loop. Here ``tests/compiled_launches.py``, in its own process, launches them as the engine
+does: prefill and steps of all forms, and operations with other settings and of Llama-3.1-8B's sizes. ``-s`` shows the
 kernels that take more shared memory than a program has on an A10, L4 or RTX 4090.
 """
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens: right, and the same however the prompt is computed."""
+"""Log-probabilities of a prompt's tokens: correct, and the same however the prompt is computed."""
 
 from __future__ import annotations
 

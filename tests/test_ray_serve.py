@@ -1,6 +1,5 @@
-"""The Ray Serve application: where prompts go, and two replicas: of the bundled model where Ray is installed, else of a
-fake engine, on ``tests/fake_ray.py``.
-"""
+"""The Ray Serve application: routing, and two replicas. They run the bundled model if Ray is installed, otherwise a
+fake engine on ``tests/fake_ray.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of README.md are those of the result files."""
+"""The figures in README.md match the result files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends of requests, parameters of wrong types, and pages under pressure, on the bundled model and its engine."""
+"""Ends of requests, parameters of wrong types, and shortage of pages, with the bundled model."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class _Inbox:
 
 
 class _Engine:
-    """Answers with messages that were on their way when an abort was sent."""
+    """Answer with messages that were sent before an abort arrived."""
 
     def __init__(self, say: list[tuple[int, str, bool]]) -> None:
         self._say = say

@@ -1,4 +1,4 @@
-"""cos and sin of every kind of rotary embedding against transformers', and what is said of those not supported."""
+"""cos and sin of every kind of rotary embedding equal transformers'; unsupported kinds are refused."""
 
 from __future__ import annotations
 

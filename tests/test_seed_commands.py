@@ -1,6 +1,6 @@
-"""The commands that people run with SGLang, word for word, with ``specserve.launch`` in its place.
+"""Commands that people run with SGLang, verbatim except for ``specserve.launch``.
 
-Small models of the same architecture lie in the hub's cache under the names that the commands give.
+Small models of the same architectures are in the hub's cache under the names in the commands.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LLAMA70 = (
 
 @dataclass(frozen=True)
 class Command:
-    """``model`` is what the client asks for, ``shape`` what speculation must be; ``notes`` are words of notes."""
+    """``model``: the client's name for it; ``shape``: the expected speculation; ``notes``: words of expected notes."""
 
     line: str
     model: str
@@ -104,7 +104,7 @@ COMMANDS = {
     --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8 --log-level warning""",
         "meta-llama/Llama-2-7b-chat-hf",
         (3, 4, 16),
-        ("--cuda-graph-max-bs changes nothing",),
+        ("--cuda-graph-max-bs has no effect",),
     ),
     "003 torch.compile": Command(
         """--model meta-llama/Llama-2-7b-chat-hf  --speculative-algorithm EAGLE \
@@ -113,7 +113,7 @@ COMMANDS = {
             --enable-torch-compile --torch-compile-max-bs 2 --log-level warning""",
         "meta-llama/Llama-2-7b-chat-hf",
         (5, 8, 64),
-        ("--enable-torch-compile, --torch-compile-max-bs changes nothing", "--mem-fraction-static changes nothing"),
+        ("--enable-torch-compile, --torch-compile-max-bs has no effect", "--mem-fraction-static has no effect"),
     ),
     "003 token map": Command(
         """--model meta-llama/Meta-Llama-3-8B-Instruct --speculative-algorithm EAGLE \

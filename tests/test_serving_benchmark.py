@@ -1,4 +1,4 @@
-"""The serving benchmark measures a server that it knows nothing of, and says what failed."""
+"""The serving benchmark measures an unknown server and reports failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GAP = 0.05
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers with as many tokens as were asked for, two a chunk, 50 ms apart; refuses prompts of 13 tokens."""
+    """Answer with the requested number of tokens, two per chunk, 50 ms apart; refuse prompts of 13 tokens."""
 
     protocol_version = "HTTP/1.1"
 

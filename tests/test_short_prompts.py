@@ -1,4 +1,4 @@
-"""Short launches of prompts in fixed sizes: what a captured one does, run eagerly."""
+"""Captured prefill launches in fixed sizes, run eagerly."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PARAMS = [
 
 
 class Eager:
-    """Replays without a graph."""
+    """Replay without a graph."""
 
     def __init__(self, context: Context, size: PromptSize, ran: Counter[PromptSize]) -> None:
         self._context, self._size, self._ran = context, size, ran

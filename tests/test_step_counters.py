@@ -1,4 +1,4 @@
-"""What the scheduler counts of its steps is what a slow recount of them gives."""
+"""The scheduler's step counters equal a slow recount."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ABORTED = {4: "2", 12: "5"}  # rid by iteration
 
 @dataclass
 class Read:
-    """A step as it was read. ``emitted``: by row, None where the request had ended before; ``kept``: the tokens that
-    requests took of it."""
+    """A step as it was read. ``emitted``: tokens by row, None if the request had ended; ``kept``: those that requests
+    kept."""
 
     shape: StepShape
     emitted: list[list[int] | None]

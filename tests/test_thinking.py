@@ -1,4 +1,4 @@
-"""Budgets of thoughts: where an answer is in one, however its text is cut into tokens."""
+"""Thinking budgets: whether an answer is in its reasoning, however its text is tokenized."""
 
 from __future__ import annotations
 

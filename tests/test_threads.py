@@ -1,4 +1,4 @@
-"""How many threads a CPU's engine takes."""
+"""The number of threads of an engine on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FR-Spec: which files are maps, what a truncated draft drafts, and that no text depends on it."""
+"""FR-Spec: which files are maps, drafts with a truncated vocabulary, and that no text changes."""
 
 from __future__ import annotations
 
@@ -164,12 +164,12 @@ def test_the_flag(agreeing: Checkpoints, kept_file: Path) -> None:
     found, _ = resolve(given(agreeing, "EAGLE", str(kept_file)), config)
     assert found.speculative_token_map == str(kept_file)
     with pytest.raises(
-        ValueError, match=f"{flag} can't be used with --speculative-algorithm EAGLE3: its heads bring"
+        ValueError, match=f"{flag} can't be used with --speculative-algorithm EAGLE3: its heads have"
     ):
         resolve(given(agreeing, "EAGLE3", str(kept_file)), config)
     none, notes = resolve(given(agreeing, "NONE", str(kept_file)), config)
     assert none.speculative_token_map is None
-    assert any(flag in note and "changes nothing" in note for note in notes)
+    assert any(flag in note and "has no effect" in note for note in notes)
     with pytest.raises(ValueError, match=f"{flag}: /no/where/map.pt"):
         resolve_paths(given(agreeing, "EAGLE", "/no/where/map.pt"))
 
@@ -264,7 +264,7 @@ def test_lossless_in_captured_steps(tmp_path: Path) -> None:
 
 
 class MappedOracle(Oracle):
-    """The slow draft, its logits over the whole vocabulary, of which the map's are kept."""
+    """The slow draft with its logits over the whole vocabulary restricted to the map's tokens."""
 
     def draft(self, committed: Sequence[int], path: Sequence[int]) -> Tensor:
         full_V = super().draft(committed, path)

@@ -1,4 +1,4 @@
-"""``python -m specserve.token_map``: what is counted, what is written, what is refused; and a server's statistics."""
+"""``python -m specserve.token_map``: what is counted, written and refused; and a server's statistics."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_bundled_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     [
         (["--data", "/no/where.txt"], "--data: /no/where.txt can't be read"),
         (["--map", "/no/where.pt"], "/no/where.pt is no token map"),
-        (["--server", "127.0.0.1:30000"], "--server: 127.0.0.1:30000 gives no token statistics"),
+        (["--server", "127.0.0.1:30000"], "--server: 127.0.0.1:30000 has no token statistics"),
         (["--map", "MAP", "--size", "6"], "--size: must be from 7"),
         (["--map", "MAP", "--model-path", "/no/model"], "--model-path: /no/model does not exist"),
         (["--data", "EMPTY"], "no token was counted in"),
@@ -163,7 +163,7 @@ def test_mistakes(
     ("arguments", "words"),
     [
         (["--output", "x.csv", "--map", "a"], "--output: must end in .pt, .json, .txt, found x.csv"),
-        (["--output", "/no/where/x.pt", "--map", "a"], "--output: /no/where is no directory"),
+        (["--output", "/no/where/x.pt", "--map", "a"], "--output: /no/where is not a directory"),
         (["--output", "x.pt"], "nothing to count: expected one or more of --data, --server and --map"),
     ],
 )
@@ -244,13 +244,13 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_counts_of_a_server(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert count_server(url, "key", 8).tolist() == [0, 0, 1, 0, 0, 0, 0, 4]
-    with pytest.raises(ValueError, match=r"--server: .* answers 401: no key"):
+    with pytest.raises(ValueError, match=r"--server: .* answered 401: no key"):
         count_server(url, None, 8)
-    with pytest.raises(ValueError, match="counted token id 7; those of --model-path run from 0 to 6"):
+    with pytest.raises(ValueError, match="counted token id 7; those of --model-path are 0 to 6"):
         count_server(url, "key", 7)
     for body in (b"no json", b"[]", b'{"counts": [[1, 2, 3]]}'):
         monkeypatch.setattr(Answers, "body", body)
-        with pytest.raises(ValueError, match="gives no token statistics"):
+        with pytest.raises(ValueError, match="has no token statistics"):
             count_server(url, "key", 8)
     monkeypatch.setattr(Answers, "body", b'{"counts": []}')
     assert not count_server(url, "key", 8).any()

@@ -1,4 +1,4 @@
-"""What the package knows nothing of plugs in through its registries and changes no text."""
+"""Extensions that the package does not know plug in through its registries and change no text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training-time test against drafting done one token at a time."""
+"""Training-time test against drafting one token at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # rotary tables are float32, and positions
 
 
 class CacheAttend:
-    """Inference: every new token attends to all tokens so far and itself."""
+    """Attention of inference: every new token attends to all tokens so far and itself."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []

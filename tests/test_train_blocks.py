@@ -1,4 +1,4 @@
-"""DFLASH, DSPARK and MEDUSA: what is trained is what the written file drafts, and a server takes it."""
+"""DFLASH, DSPARK and MEDUSA: the written file drafts what was trained, and a server loads it."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_options_that_do_not_fit(more: list[str], words: str, agreeing: Checkpoi
     with pytest.raises(ValueError, match=words):
         make_trainer(args, target, {"data": tiny_documents(vocab=60)})
     every = Documents(np.arange(64), np.ones(64, bool), np.array([0, 64]))
-    with pytest.raises(ValueError, match="--mask-token: the data hold all tokens of the vocabulary"):
+    with pytest.raises(ValueError, match="--mask-token: the data contain all tokens of the vocabulary"):
         make_trainer(arguments("DFLASH", agreeing.target, tmp_path), target, {"data": every})
 
 

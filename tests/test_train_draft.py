@@ -1,4 +1,4 @@
-"""Losses, resuming, export: the training of drafts end to end on tiny models."""
+"""Training of drafts end to end on tiny models: losses, resuming, export."""
 
 from __future__ import annotations
 

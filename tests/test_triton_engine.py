@@ -1,4 +1,4 @@
-"""The whole engine on its Triton kernels, interpreted: the texts that PyTorch's operations give, in float32."""
+"""The whole engine on interpreted Triton kernels: the texts equal those of PyTorch's operations, in float32."""
 
 from __future__ import annotations
 

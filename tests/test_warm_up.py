@@ -1,4 +1,4 @@
-"""What a server on a GPU runs before its first request."""
+"""The warm-up that a server on a GPU runs before its first request."""
 
 from __future__ import annotations
 

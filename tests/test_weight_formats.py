@@ -1,5 +1,5 @@
-"""Quantized checkpoints in the published layouts: the numbers that they mean, the same text with any draft, and clear
-words for those that can't be served."""
+"""Quantized checkpoints in the published layouts: their numbers, the same text with any draft, and clear errors for
+unsupported ones."""
 
 from __future__ import annotations
 
@@ -621,13 +621,13 @@ def test_speculation_changes_no_text_of_rounded_weights(
 
 def test_what_is_quantized_is_not_rounded_again(plain: Path, tmp_path: Path) -> None:
     path = quantize(plain, tmp_path / "target", "fp8 a tensor")
-    words = "--quantization int8: the checkpoint is fp8: FP8 with a scale a tensor; accepted is none"
+    words = "--quantization int8: the checkpoint is fp8: FP8 with a scale a tensor; use none"
     with pytest.raises(ValueError, match=words):
         make_scheduler(path, quantization="int8")
     given = make_settings(model_path=str(path), quantization="fp8", skip_tokenizer_init=True)
     settings, notes, config = resolve_engine(given)
     assert settings.quantization == "none"
-    assert "--quantization changes nothing: the checkpoint is fp8: FP8 with a scale a tensor" in notes
+    assert "--quantization has no effect: the checkpoint is fp8: FP8 with a scale a tensor" in notes
     assert config.model.weights == load_model_config(path).weights
 
 
@@ -643,11 +643,9 @@ def test_a_flag_that_says_what_the_checkpoint_is(
     settings = make_settings(model_path=str(path), quantization=given, skip_tokenizer_init=True)
     resolved, notes, _ = resolve_engine(settings)
     assert resolved.quantization == "none"
-    assert any(note.startswith("--quantization changes nothing: the checkpoint is") for note in notes)
+    assert any(note.startswith("--quantization has no effect: the checkpoint is") for note in notes)
     other = quantize(plain, tmp_path / "other", "fp8 a tensor")
-    with pytest.raises(
-        ValueError, match=f"--quantization {given}: the checkpoint is fp8: .* accepted is none"
-    ):
+    with pytest.raises(ValueError, match=f"--quantization {given}: the checkpoint is fp8: .* use none"):
         resolve_engine(replace(settings, model_path=str(other)))
     with pytest.raises(
         ValueError, match="the checkpoint is not quantized; accepted are none, fp8, int8, int4"

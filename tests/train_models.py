@@ -1,4 +1,4 @@
-"""Tiny targets, drafts and batches for the tests of training."""
+"""Tiny targets, drafts and batches for the training tests."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ Check = Callable[[Any], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. ``check`` returns what is wrong with a value, as words that follow the setting's name; ``refused``
-    says the same of some values that are not among ``choices``."""
+    """One setting. ``check`` returns what is wrong with a value, in words that follow the setting's name, or None.
+    ``refused``: the same words for known values that are not among ``choices``."""
 
     name: str
     kind: type
@@ -45,7 +45,7 @@ class Setting:
 
 
 def setting(default: Value, help: str, *, group: str, **declared: Any) -> Any:
-    """Declare a field of ``Settings``; ``declared`` are the other fields of ``Setting``."""
+    """Declare a field of ``Settings``; ``declared`` are further fields of ``Setting``."""
     return dataclasses.field(default=default, metadata={"help": help, "group": group, **declared})
 
 

@@ -1,4 +1,4 @@
-"""The configuration that an engine is built from: every choice made and checked once."""
+"""The configuration that an engine is built from, with every choice made and checked."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DynamicMap:
-    """``size`` tokens (None: the default), reconsidered every ``interval`` steps; without ``start``, it starts from the
-    lowest ids."""
+    """A dynamic token map of ``size`` tokens (None: the default), reconsidered every ``interval`` steps. It starts from
+    the file ``start`` or, if None, from the lowest ids."""
 
     size: int | None
     interval: int
@@ -26,9 +26,9 @@ class DynamicMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
-    """How tokens are drafted. ``path``: the checkpoint, for a method that has one. ``topk``: most candidates a node in
-    a fixed shape. ``most_levels``: most levels that the checkpoint can draft, None: any number. ``recalled``: tokens of
-    earlier answers kept to propose from. ``datastore``: the file to propose from."""
+    """How tokens are drafted. ``path``: the checkpoint, for a method that has one. ``topk``: maximum number of
+    candidates of a node in a fixed shape. ``recalled``: tokens of earlier answers kept to propose from. ``datastore``:
+    the file to propose from."""
 
     method: Method
     name: str
@@ -44,12 +44,12 @@ class DraftSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """``cores``: the cores that the engine may use.
+    """The configuration of an engine. ``cores``: number of cores that it may use.
 
-    None has a meaning in some fields. ``cpu_threads``: the number of ``cores`` that is measured to be fastest.
-    ``max_total_tokens``: what fits into ``mem_fraction_static`` of the device. ``largest_graph``: no CUDA graphs;
-    otherwise the largest batch with one. ``draft``: plain decoding. ``shape`` (steps, topk, tokens): plain decoding or,
-    if ``adaptive``, the controller's choice.
+    None has a meaning in some fields. ``cpu_threads``: the fastest number up to ``cores``, as measured.
+    ``max_total_tokens``: what fits into ``mem_fraction_static`` of the device. ``largest_graph`` (the largest batch
+    with a CUDA graph): no graphs. ``draft``: plain decoding. ``shape`` (steps, topk, tokens): plain decoding or, if
+    ``adaptive``, the controller's choice.
     """
 
     model: ModelConfig
@@ -79,7 +79,7 @@ class EngineConfig:
 
     @classmethod
     def of(cls, settings: Settings, model: ModelConfig, cores: int) -> EngineConfig:
-        """Build it from what ``resolve`` returned. Raises ValueError for a shape deeper than the draft."""
+        """Build it from resolved settings. Raises ValueError for a shape deeper than the draft."""
         same: dict[str, Any] = {
             field.name: getattr(settings, field.name) for field in fields(cls) if field.name in SETTINGS
         }
@@ -100,12 +100,12 @@ class EngineConfig:
 
     @property
     def drafts(self) -> Drafts:
-        """What is drafted."""
+        """Return the limits of drafting."""
         return ANY if self.draft is None else self.draft.drafts
 
     @property
     def longest_launch(self) -> int:
-        """Most tokens of one prompt in a launch that leaves room for a following token."""
+        """Return the maximum number of tokens of one prompt in a launch, leaving room for one further token."""
         return min(self.chunked_prefill_size, self.context_length - 1)
 
 
@@ -117,7 +117,7 @@ def _draft(settings: Settings) -> DraftSettings | None:
     drafts = method.drafts(path)
     if drafts.most_levels is not None and steps is not None and steps > drafts.most_levels:
         raise ValueError(
-            f"--speculative-num-steps: the draft {path} gives {drafts.most_levels} levels at most, found {steps}"
+            f"--speculative-num-steps: the draft {path} has at most {drafts.most_levels} levels, found {steps}"
         )
     return DraftSettings(
         method=method,

@@ -1,4 +1,4 @@
-"""Fetch repositories of the Hugging Face hub: which files, and what to do if they are unavailable.
+"""Fetch repositories from the Hugging Face hub, or find them in its cache.
 
 huggingface_hub caches, resumes, shows progress and handles access tokens; it reads HF_HOME, HF_TOKEN and
 HF_HUB_OFFLINE.
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_TIMEOUT = 10.0  # seconds that the hub has to answer before the cache is asked
+_TIMEOUT = 10.0  # seconds to wait for the hub before falling back to the cache
 _SMALL = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 _ELSEWHERE = "`hf download` it elsewhere and give its directory"
 _STEMS = ("model.safetensors", "pytorch_model.bin")  # in the order in which the loader looks for them
-_HEADS = "_lm_head.pt"  # of Medusa and its kin
+_HEADS = "_lm_head.pt"  # of Medusa and similar drafts
 _INDEX = ".index.json"
 _STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclass(frozen=True, slots=True)
 class Repo:
-    """A repository and the flag that names it. ``revision`` None is the main branch, ``cache`` None the hub's own."""
+    """A repository and the flag that names it. ``revision`` None is the main branch, ``cache`` None the default."""
 
     flag: str
     name: str
@@ -41,15 +41,15 @@ class Repo:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a repository is used as. ``files``: which of its files are fetched, with or without the Python files that
-    --trust-remote-code runs. ``needs``: groups of patterns; one of each group must exist. The first group has plain
-    names, by which a cached copy is found."""
+    """A use of a repository. ``files`` returns which of its files to fetch; its second argument adds the Python files
+    that --trust-remote-code runs. ``needs``: groups of patterns; each group must match a file. The first group has
+    plain names, by which a cached copy is found."""
 
     files: Callable[[Sequence[str], bool], list[str]]
     needs: Sequence[Sequence[str]]
 
     def lacks(self, names: Sequence[str]) -> list[str]:
-        """Describe the groups that no name matches."""
+        """Return a description of each group that no name matches."""
         return [
             " or ".join(group)
             for group in self.needs
@@ -62,8 +62,8 @@ def is_id(given: str) -> bool:
 
 
 def model_files(names: Sequence[str], code: bool = False) -> list[str]:
-    """Return the files of a model or draft: configuration, tokenizer, and the weights that the loader reads, or their
-    index."""
+    """Return the files of a model or draft: configuration, tokenizer, and the weights that the loader reads, or only
+    their index."""
     index = _index(names)
     small = [n for n in tokenizer_files(names, code) if n == index or not n.endswith(f".bin{_INDEX}")]
     return small if index else small + _weights(names)
@@ -80,8 +80,8 @@ def _index(names: Sequence[str]) -> str | None:
 
 
 def _weights(names: Sequence[str]) -> list[str]:
-    """Return the weight files without an index: one file, or else all that the loader finds. ``consolidated`` files
-    hold the same weights under other names."""
+    """Return the weight files of a repository without an index: one file, or else all that the loader finds.
+    ``consolidated`` files contain the same weights under other names."""
     for stem in _STEMS:
         if stem in names:
             return [stem]
@@ -100,10 +100,8 @@ TOKENIZER = Kind(tokenizer_files, (("tokenizer.json", "tokenizer_config.json", "
 
 
 def fetch(repo: Repo, kind: Kind, code: bool = False) -> Path:
-    """Return the directory with the files; use only the cache if the hub can't be reached.
-
-    Raises ValueError saying what to do.
-    """
+    """Return the directory with the files, from the cache alone if the hub can't be reached. Raises ValueError saying
+    what to do."""
     import huggingface_hub as hub
     from huggingface_hub import constants
 
@@ -111,7 +109,7 @@ def fetch(repo: Repo, kind: Kind, code: bool = False) -> Path:
         return _cached(repo, kind, "HF_HUB_OFFLINE is set")
     try:
         info = hub.HfApi().model_info(repo.name, revision=repo.revision, timeout=_TIMEOUT)
-    except Exception as error:  # the hub client raises its own, its HTTP library's and OS errors
+    except Exception as error:  # the client raises its own types, its HTTP library's and OSError
         if _answered(error):
             raise _refusal(repo, error) from None
         return _cached(repo, kind, f"the hub can't be reached ({_reason(error)})")
@@ -133,7 +131,7 @@ def fetch(repo: Repo, kind: Kind, code: bool = False) -> Path:
 def _plan(
     repo: Repo, kind: Kind, names: Sequence[str], get: Callable[[str], Path], code: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Return which files are needed, and which of them ``names`` lacks. ``get`` returns the index of sharded
+    """Return the needed files, and those that ``names`` lacks. ``get`` returns the path of the index of sharded
     weights."""
     files = kind.files(names, code)
     index = _index(files) if kind is MODEL else None
@@ -143,7 +141,7 @@ def _plan(
 
 
 def _shards(repo: Repo, index: Path) -> list[str]:
-    """Return the files that an index names. Raises ValueError for a damaged one."""
+    """Return the files that an index names. Raises ValueError for a malformed index."""
     try:
         fields = json.loads(index.read_text())
     except (OSError, ValueError) as error:
@@ -159,7 +157,7 @@ def _shards(repo: Repo, index: Path) -> list[str]:
 
 
 def fetch_file(repo: Repo, name: str) -> Path:
-    """Return one file of a repository, like ``fetch``."""
+    """Return the path of one file of a repository, fetched like ``fetch``."""
     kind = Kind(lambda names, _: [name] if name in names else [], ((name,),))
     return fetch(repo, kind) / name
 
@@ -175,11 +173,11 @@ def _cached(repo: Repo, kind: Kind, why: str) -> Path:
                 raise _absent(repo, f"its copy in the cache has no {', and no '.join(lacking)}", why)
             return directory
     place = repo.cache or constants.HF_HUB_CACHE
-    raise _absent(repo, f"no directory here and not in the cache {place}", why)
+    raise _absent(repo, f"neither a local directory nor in the cache {place}", why)
 
 
 def _incomplete(directory: Path, repo: Repo, kind: Kind) -> list[str]:
-    """List what an interrupted download is missing."""
+    """Return what an interrupted download lacks."""
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
     return _plan(repo, kind, names, directory.joinpath)[1]
 
@@ -189,7 +187,7 @@ def _absent(repo: Repo, what: str, why: str) -> ValueError:
 
 
 def _answered(error: Exception) -> bool:
-    """Whether the hub refused, rather than failed to answer (5xx, no connection)."""
+    """Return whether the hub refused, rather than failed to answer (5xx, no connection)."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if isinstance(error, HfHubHTTPError):
@@ -206,11 +204,15 @@ def _refusal(repo: Repo, error: Exception) -> ValueError:
     elif isinstance(error, errors.RevisionNotFoundError):
         flag, said = repo.revision_flag, f"{repo.name} has no revision {repo.revision}"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        said = f"{repo.name} is no directory here and not on the hub: check the name; if private, {log_in}"
+        said = (
+            f"{repo.name} is neither a local directory nor on the hub: check the name; if private, {log_in}"
+        )
     elif isinstance(error, OSError) and error.errno in _STORAGE:
         said = f"{repo} can't be stored: {_reason(error)}; --download-dir names another place"
     else:
-        said = f"{repo} can't be had from the hub: {_reason(error)}; run again to resume, or {_ELSEWHERE}"
+        said = (
+            f"{repo} can't be downloaded from the hub: {_reason(error)}; run again to resume, or {_ELSEWHERE}"
+        )
     return ValueError(f"{flag}: {said}")
 
 

@@ -1,4 +1,4 @@
-"""Find the files that a server uses: the bundled model, a local directory, or a download from the hub."""
+"""Find the files that a server uses: the bundled model, a local directory or a download from the hub."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _UNREAD = ": --skip-tokenizer-init loads no tokenizer"
 
 
 def resolve_paths(settings: Settings) -> tuple[Settings, list[str]]:
-    """Return a copy whose paths are local and whose model has a name, and a note on each choice.
+    """Return a copy of the settings with local paths and a model name, and a note on each choice.
 
-    A resolved copy stays the same. Raises ValueError naming the flag, the path and what to do.
+    Resolving a resolved copy changes nothing. Raises ValueError naming the flag, the path and what to do.
     """
     notes: list[str] = []
     if settings.skip_tokenizer_init:
@@ -100,8 +100,8 @@ def _draft(settings: Settings, model_path: Path, places: _Places) -> str | None:
 
 
 def _file(name: str, settings: Settings, places: _Places) -> str | None:
-    """Return the setting's file: a local one, or ``organisation/repository/file`` of the hub. A dynamic token map has
-    none."""
+    """Return the file of a setting: a local one, or ``organisation/repository/file`` of the hub. A dynamic token map
+    has none."""
     flag = SETTINGS[name].flag
     given: str | None = getattr(settings, name)
     if given is None or settings.method is None:
@@ -113,7 +113,9 @@ def _file(name: str, settings: Settings, places: _Places) -> str | None:
         return str(path)
     parts = given.split("/", 2)
     if path.exists() or len(parts) < 3 or not hub.is_id("/".join(parts[:2])):
-        raise ValueError(f"{flag}: {given} is no file, nor a file of the hub like org/name/freq_32768.pt")
+        raise ValueError(
+            f"{flag}: {given} is neither a file nor a file of the hub such as org/name/freq_32768.pt"
+        )
     repo = hub.Repo(flag, "/".join(parts[:2]), cache=settings.download_dir)
     places.downloads.append(str(repo))
     found = hub.fetch_file(repo, parts[2])
@@ -123,8 +125,8 @@ def _file(name: str, settings: Settings, places: _Places) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Turn what flags name into directories. ``notes`` collects what came from where, ``downloads`` what came from the
-    hub."""
+    """Turn the paths and ids that flags give into directories. ``notes`` collects where each came from, ``downloads``
+    those from the hub."""
 
     settings: Settings
     notes: list[str]
@@ -139,14 +141,12 @@ class _Places:
         kind: hub.Kind = hub.MODEL,
         of: str = "--revision",
     ) -> Path:
-        """``of``: the flag that gave the revision."""
+        """Return the directory of ``given``. ``of``: the flag of the revision."""
         repo = hub.Repo(flag, given, revision, of, self.settings.download_dir)
         path = Path(repo.name).expanduser()
         if path.is_dir():
             if repo.revision is not None:
-                self.notes.append(
-                    f"{repo.revision_flag} changes nothing: {path} is a directory, not the hub's"
-                )
+                self.notes.append(f"{repo.revision_flag} has no effect: {path} is a local directory")
             return path
         if path.exists():
             raise ValueError(f"{repo.flag}: {repo.name} is not a directory")

@@ -26,7 +26,7 @@ server logs each automatic choice with its reason, and `/server_info` shows all 
 
 
 def reference() -> str:
-    """The page, as Markdown."""
+    """Return the page as Markdown."""
     groups = dict.fromkeys(declared.group for declared in SETTINGS.values())
     return "\n".join([_HEAD, *(_table(group) for group in groups)])
 

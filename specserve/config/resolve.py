@@ -1,6 +1,6 @@
-"""Make every automatic choice on a copy of the settings, and log the reasons.
+"""Make every automatic choice on a copy of the settings, with a note on the reason.
 
-``resolve_paths`` needs no model and is done first; ``resolve`` reads the model's configuration.
+``resolve_paths`` runs first and needs no model; ``resolve`` reads the model's configuration.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Notes = list[str]
 def resolve(
     settings: Settings, model_config: ModelConfig, has_gpu: bool | None = None
 ) -> tuple[Settings, Notes]:
-    """Return a copy with every automatic choice made, and a note with the reason for each. ``settings`` have local
-    paths. ``has_gpu`` None: ask this machine.
+    """Return a copy of the settings, which have local paths, with every automatic choice made, and a note with the
+    reason for each. ``has_gpu`` None: check this machine.
 
-    Raises ValueError naming the flag when a setting can't be honoured.
+    Raises ValueError naming a flag that can't be honoured.
     """
     notes: Notes = []
     settings = _device(settings, has_gpu, notes)
@@ -38,7 +38,7 @@ def resolve(
         _limits,
         _pool,
         _execution,
-        _same_bits,
+        _deterministic,
         resolve_speculation,
         resolve_token_map,
     ]
@@ -77,7 +77,7 @@ def _quantization(settings: Settings, model: ModelConfig, notes: Notes) -> Setti
         return settings.without(["quantization"], f": the checkpoint is {stored}", notes)
     if stored:
         raise ValueError(
-            f"--quantization {given}: the checkpoint is {stored}; accepted is none, since nothing is rounded twice"
+            f"--quantization {given}: the checkpoint is {stored}; use none, since weights are not quantized twice"
         )
     if given not in ROUNDED:
         raise ValueError(
@@ -90,10 +90,10 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
     backend, device, dtype = settings.attention_backend, settings.device, settings.dtype
     if backend in ("triton", "flashinfer"):
         if device != "cuda":
-            raise ValueError(f"--attention-backend {backend} needs a GPU; on {device} the backend is torch")
+            raise ValueError(f"--attention-backend {backend} needs a GPU; use torch on {device}")
         if dtype == "float64":
-            raise ValueError(f"--attention-backend {backend} has no float64; use torch")
-        if reason := _unserved(model):
+            raise ValueError(f"--attention-backend {backend} does not support float64; use torch")
+        if reason := _triton_refusal(model):
             raise ValueError(f"--attention-backend {backend}: {reason}; use torch")
     if backend == "flashinfer" and find_spec("flashinfer") is None:
         raise ValueError(
@@ -103,7 +103,7 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
         return settings
     backend = "triton" if device == "cuda" and dtype != "float64" else "torch"
     why = f"the device is {device}, the dtype {dtype}"
-    if backend == "triton" and (reason := _unserved(model)):
+    if backend == "triton" and (reason := _triton_refusal(model)):
         backend, why = "torch", reason
     return settings.choose("attention_backend", backend, why, notes)
 
@@ -112,17 +112,17 @@ def _kv_cache(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     given, dtype = settings.kv_cache_dtype, settings.dtype
     if given == "fp8_e5m2":
         raise ValueError(
-            f"--kv-cache-dtype fp8_e5m2 keeps a bit less of each number than {FP8_KV}, for a range that keys and "
-            f"values do not need; accepted are auto and {FP8_KV}"
+            f"--kv-cache-dtype fp8_e5m2 has a mantissa bit less than {FP8_KV}, for a range that keys and values "
+            f"do not need; accepted are auto and {FP8_KV}"
         )
     if given in ("fp8", FP8_KV):
         if settings.attention_backend == "flashinfer":
             raise ValueError(
-                f"--kv-cache-dtype {given}: --attention-backend flashinfer reads none here; use triton or torch"
+                f"--kv-cache-dtype {given}: not supported by --attention-backend flashinfer; use triton or torch"
             )
         return replace(settings, kv_cache_dtype=FP8_KV)
     if given == "auto":
-        return settings.choose("kv_cache_dtype", dtype, "as keys and values are computed", notes)
+        return settings.choose("kv_cache_dtype", dtype, "the type of the computed keys and values", notes)
     if given not in (dtype, "bf16" if dtype == "bfloat16" else dtype):
         raise ValueError(
             f"--kv-cache-dtype {given}: keys and values are computed in --dtype {dtype}; accepted are auto and {FP8_KV}"
@@ -130,29 +130,28 @@ def _kv_cache(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     return replace(settings, kv_cache_dtype=dtype)
 
 
-def _same_bits(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
-    """Turn deterministic inference on wherever sums have one order; see docs/architecture.md."""
+def _deterministic(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
+    """Turn deterministic inference on where sums have a fixed order; see docs/architecture.md."""
     where = f"{settings.dtype} on {settings.device} by {settings.attention_backend}"
     given, holds = settings.enable_deterministic_inference, where == "bfloat16 on cuda by triton"
     if given and not holds:
         raise ValueError(
-            "--enable-deterministic-inference holds with --dtype bfloat16 and --attention-backend triton on a GPU, "
+            "--enable-deterministic-inference needs --dtype bfloat16 and --attention-backend triton on a GPU, "
             f"found {where}"
         )
     if given or not holds:
         return settings
-    return settings.choose("enable_deterministic_inference", True, f"always so in {where}", notes)
+    return settings.choose("enable_deterministic_inference", True, f"always on for {where}", notes)
 
 
-def _unserved(model: ModelConfig) -> str | None:
-    """Return why Triton's kernels can't serve the target. Whether they serve the draft is known only once it is
-    loaded."""
+def _triton_refusal(model: ModelConfig) -> str | None:
+    """Return why Triton's kernels can't run the target, None if they can. The draft is checked when it is loaded."""
     from specserve_kernels.ops.attention.attention import (
-        HEAD_DIMS,  # imports Triton, which a CPU does without
+        HEAD_DIMS,  # imports Triton, which a CPU does not need
     )
 
     size = model.layers[0].head_dim
-    return None if size in HEAD_DIMS else f"triton has heads of {HEAD_DIMS}, the model's are of {size}"
+    return None if size in HEAD_DIMS else f"triton supports head sizes {HEAD_DIMS}, the model's is {size}"
 
 
 def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
@@ -181,7 +180,7 @@ def _pool(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     assert context is not None
     if given is not None and given < settings.page_size:
         raise ValueError(
-            f"--max-total-tokens: must hold a page of {settings.page_size} tokens, found {given}"
+            f"--max-total-tokens: must be at least a page of {settings.page_size} tokens, found {given}"
         )
     on_cpu = settings.device == "cpu"
     if given is None and not on_cpu:
@@ -195,12 +194,14 @@ def _pool(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
 
 
 def _graphs(settings: Settings, notes: Notes) -> Settings:
-    """Resolve which steps are captured: those of batches up to ``cuda_graph_max_bs``."""
+    """Choose which steps are captured: those of batches up to ``cuda_graph_max_bs``."""
     largest, running = settings.cuda_graph_max_bs, settings.max_running_requests
     assert running is not None
     if settings.attention_backend == "torch" and not settings.disable_cuda_graph:
         why = (
-            "the device is cpu" if settings.device == "cpu" else "attention backend torch reads host lengths"
+            "the device is cpu"
+            if settings.device == "cpu"
+            else "the torch attention backend reads lengths on the host"
         )
         settings = settings.choose("disable_cuda_graph", True, why, notes)
     if settings.disable_cuda_graph:
@@ -211,7 +212,7 @@ def _graphs(settings: Settings, notes: Notes) -> Settings:
 
 
 def _execution(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
-    why = ": steps run as CUDA graphs of fused kernels, on a cpu as they are"
+    why = ": steps run as CUDA graphs of fused kernels, on a cpu eagerly"
     settings = _graphs(settings, notes).without(NO_OPS, why, notes)
     if settings.disable_overlap_schedule and settings.overlap_schedule != "off":
         why = "--disable-overlap-schedule was given"
@@ -221,5 +222,5 @@ def _execution(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
         settings = settings.choose("overlap_schedule", overlap, why, notes)
     if settings.random_seed is None:
         seed = secrets.randbits(32)
-        settings = settings.choose("random_seed", seed, "none was given, drawn at start", notes)
+        settings = settings.choose("random_seed", seed, "none was given, drawn at random", notes)
     return settings

@@ -18,25 +18,27 @@ from specserve.config.values import check_value
 from specserve.methods import METHOD_NAMES, NONE, REFUSED, Method, method_of
 
 MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
-MAX_SLOTS = 65536  # what attention's kernels look requests up among at most
+MAX_SLOTS = 65536  # limit of the attention kernels
 CALL_FORMATS = (
     *("hermes", "qwen", "qwen25", "qwen3", "qwen3_coder"),
     *("llama3", "llama3_json", "mistral", "pythonic"),
 )
 REASONING_FORMATS = ("qwen3", "deepseek_r1", "deepseek-r1", "mimo")
 NO_OPS = ("enable_torch_compile", "torch_compile_max_bs")
-"""Accepted for SGLang's commands and never read: nothing is compiled by torch."""
+"""Accepted from SGLang's commands and never read, because torch.compile is not used."""
 FP8_KV = "fp8_e4m3"
 ROUNDED = ("fp8", "int8", "int4")  # formats that weights can be quantized to at load
 
 
 def _lossless(value: float) -> str | None:
     """Refuse values below 1, with which SGLang accepts likely drafts and so changes the text."""
-    return None if value == 1 else f"must be 1, as speculation never changes the text here, found {value}"
+    return (
+        None if value == 1 else f"must be 1, because speculation never changes the text here, found {value}"
+    )
 
 
 def _sendable(key: str) -> str | None:
-    """Refuse a key that can't be sent unchanged in a header, such as non-ASCII text."""
+    """Refuse a key that a header can't carry unchanged, such as non-ASCII text."""
     if not key.strip():
         return "must not be empty; leave it out for a server without a key"
     return (
@@ -49,7 +51,7 @@ _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 
 
 def _origins(given: tuple[str, ...]) -> str | None:
-    """Refuse origins that no browser sends, since they would never match."""
+    """Refuse origins that no browser sends, because they would never match."""
     for origin in given:
         sent = _ORIGIN.fullmatch(origin) and not _DEFAULT_PORT.fullmatch(origin)
         if not sent and origin not in ("*", "null"):
@@ -82,7 +84,7 @@ def _json_object(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the user asked for. ``resolve`` returns a copy in which every automatic choice is made.
+    """The settings as given. ``resolve`` returns a copy in which every automatic choice is made.
 
     Raises ValueError naming the setting when a value is out of range.
     """
@@ -477,11 +479,11 @@ class Settings:
 
     @property
     def method(self) -> Method | None:
-        """The drafting method, None for plain decoding."""
+        """Return the drafting method, None for plain decoding."""
         return method_of(self.speculative_algorithm)
 
     def public(self) -> dict[str, Any]:
-        """Return every setting and its value; for secrets, only whether they are set."""
+        """Return every setting and its value; secrets show only whether they are set."""
         values = {name: getattr(self, name) for name in SETTINGS}
         secrets = {
             name for name, declared in SETTINGS.items() if declared.secret and values[name] is not None
@@ -494,10 +496,10 @@ class Settings:
         return replace(self, **{name: value})
 
     def without(self, names: Iterable[str], why: str, notes: list[str]) -> Settings:
-        """Return a copy in which ``names`` have their defaults, and note that those that were given have no effect."""
+        """Return a copy in which ``names`` have their defaults, and note which of them had been given."""
         given = {n: SETTINGS[n].default for n in names if getattr(self, n) != SETTINGS[n].default}
         if given:
-            notes.append(f"{', '.join(SETTINGS[name].flag for name in given)} changes nothing{why}")
+            notes.append(f"{', '.join(SETTINGS[name].flag for name in given)} has no effect{why}")
         return replace(self, **given)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Read settings from their sources: command line before environment before YAML file before default."""
+"""Read settings from the command line, the environment, a YAML file and the defaults; the first that has one wins."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _NOT_TAKEN = {
     "--enable-lora": "adapters are not served",
     "--enable-metrics": "metrics are always at /metrics",
     "--ep-size": _ONE_DEVICE,
-    "--grammar-backend": "llguidance is the one there is",
-    "--json-model-override-args": "change config.json; a draft's with --speculative-draft-config-override",
-    "--load-format": "safetensors or pytorch_model.bin, whichever the checkpoint has",
+    "--grammar-backend": "llguidance is the only backend",
+    "--json-model-override-args": "edit config.json; for a draft use --speculative-draft-config-override",
+    "--load-format": "the checkpoint's files decide: safetensors or pytorch_model.bin",
     "--log-requests": "prompts and answers are never logged",
     "--lora-paths": "adapters are not served",
     "--nnodes": _ONE_DEVICE,
     "--pp-size": _ONE_DEVICE,
-    "--sampling-backend": "there is one sampler, keyed by position so that no draft changes a text",
+    "--sampling-backend": "the only sampler is keyed by position, so that drafts never change the text",
     "--schedule-policy": "requests are served by priority, then in order of arrival",
 }
-"""Flags of SGLang's that are refused, and why."""
+"""SGLang's flags that are refused, and why."""
 _ELSEWHERE = {
     "--block-size": "--page-size",
     "--disable-log-stats": "--log-level warning",
@@ -48,12 +48,12 @@ _ELSEWHERE = {
     "--speculative-model": "--speculative-draft-model-path",
     "--tokenizer": "--tokenizer-path",
 }
-"""vLLM's flags, and ours for the same."""
+"""Our names of vLLM's flags."""
 _BY_NAME = {name: declared for declared in SETTINGS.values() for name in declared.names}
 
 
 def load_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Settings:
-    """Read every source. Raises ValueError naming the setting and the source at fault."""
+    """Read the settings from every source. Raises ValueError naming the setting and the source at fault."""
     given = vars(_parse_arguments(argv))
     path = given.pop("config", None) or environ.get(PREFIX + "CONFIG")
     values = _from_yaml(Path(path)) if path else {}
@@ -83,7 +83,7 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
         data, nodes = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:  # its own words quote the line, which may hold a secret
+    except yaml.MarkedYAMLError as error:  # its message quotes the line, which may contain a secret
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise ValueError(f"--config: {path} can't be read: line {line}: {error.problem}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -91,7 +91,7 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise ValueError(f"--config: {path} must hold lines of `name: value`")
+        raise ValueError(f"--config: {path} must contain lines of `name: value`")
     assert nodes is not None
     counts = Counter(key.value.replace("-", "_") for key, _ in nodes.value)
     if twice := [name for name, count in counts.items() if count > 1]:
@@ -108,7 +108,7 @@ def _named(given: Mapping[str, Any], source: str, label: Any) -> dict[str, Any]:
             raise ValueError(f"{label(name)}: unknown setting; the nearest known one is {close}")
         declared = _BY_NAME[name]
         if declared.name in values:
-            raise ValueError(f"{label(name)}: given twice, by an alias too")
+            raise ValueError(f"{label(name)}: given twice, under two names")
         values[declared.name] = convert(declared, raw, label(name))
     return values
 
@@ -131,7 +131,7 @@ def _unknown_argument(argument: str, known: Sequence[str]) -> str:
         return f"unexpected argument {argument!r}: settings are given as --name value"
     flag = argument.split("=")[0]
     if flag in _NOT_TAKEN:
-        return f"{flag}: not taken here: {_NOT_TAKEN[flag]}; leave it out"
+        return f"{flag}: not accepted: {_NOT_TAKEN[flag]}; leave it out"
     if flag in _ELSEWHERE:
         return f"{flag}: unknown flag; here it is {_ELSEWHERE[flag]}"
     return f"{flag}: unknown flag; the nearest known one is {nearest(flag, known)}"
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _shape(declared: Setting) -> dict[str, Any]:
-    """Return how many words a flag takes: a boolean flag alone means true, and several names may follow one flag."""
+    """Return how many values a flag takes: a boolean flag alone means true, and several names may follow one flag."""
     if declared.kind is bool:
         return {"nargs": "?", "const": True, "metavar": "BOOL"}
     if declared.kind is tuple:

@@ -1,4 +1,4 @@
-"""Resolve the speculation shape (draft levels, branching, verified nodes), by SGLang's rules, and the token map."""
+"""Resolve the speculation shape (draft levels, topk, verified nodes) by SGLang's rules, and the token map."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
 
 SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-DEFAULT = (3, 1, 4)  # SGLang's for most models
-MOST_CANDIDATES = 2**15  # of a slot's pool: a kernel looks at all in one program
+DEFAULT = (3, 1, 4)  # SGLang's default for most models
+MOST_CANDIDATES = 2**15  # in a slot's pool, which one program of a kernel reads
 MAP_FLAG = "--speculative-token-map"
 DYNAMIC = "dynamic"
 INTERVAL = 8  # steps
@@ -25,8 +25,8 @@ _OF_DYNAMIC = ("speculative_token_map_size", "speculative_token_map_interval", "
 
 
 def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) -> Settings:
-    """Return a copy with the shape set, or unset for plain decoding and for the controller. Raises ValueError naming
-    the flag."""
+    """Return a copy with the shape set, or unset for plain decoding and the controller. Raises ValueError naming the
+    flag."""
     given = [name for name in SHAPE if getattr(settings, name) is not None]
     method = settings.method
     if method is None:
@@ -36,7 +36,7 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
         settings = settings.without(weights, f": {method.name} has no weights", notes)
         settings = replace(settings, speculative_draft_quantization="none")
     elif settings.speculative_draft_quantization == "auto":
-        settings = _rounding(settings, notes)
+        settings = _draft_quantization(settings, notes)
     settings = _recall(settings, method, notes)
     settings = _datastore(settings, method, notes)
     if method.fixed_shape is not None:
@@ -57,8 +57,8 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
 
 
 def resolve_token_map(settings: Settings, _: ModelConfig, notes: list[str]) -> Settings:
-    """Check the token map. Raises ValueError for a method that can't use a map, and for a dynamic map's settings
-    without one.
+    """Check the settings of the token map. Raises ValueError for a method that can't use one, and for settings of a
+    dynamic map without one.
 
     ``paths.py`` finds a map's file, ``models/draft/token_map.py`` reads it.
     """
@@ -73,7 +73,7 @@ def resolve_token_map(settings: Settings, _: ModelConfig, notes: list[str]) -> S
         return settings.choose("speculative_token_map_interval", INTERVAL, "none was given", notes)
     if unread := [name for name in _OF_DYNAMIC if getattr(settings, name) is not None]:
         raise ValueError(
-            f"{_flag(unread[0])} is for {MAP_FLAG} {DYNAMIC}, found {MAP_FLAG} {given or 'not set'}"
+            f"{_flag(unread[0])} needs {MAP_FLAG} {DYNAMIC}, found {MAP_FLAG} {given or 'not set'}"
         )
     if given is not None and method.map_refusal is not None:
         raise ValueError(_map_refused(settings, method, lambda each: each.map_refusal is None))
@@ -89,11 +89,11 @@ def _map_refused(settings: Settings, method: Method, takes: Callable[[Method], b
 
 
 def _recall(settings: Settings, method: Method, notes: list[str]) -> Settings:
-    """Resolve how many tokens of earlier answers are kept."""
+    """Choose how many tokens of earlier answers are kept."""
     name = "speculative_suffix_cache_tokens"
     if not method.recalls:
         return settings.without(
-            [name], f": {settings.speculative_algorithm} proposes from no earlier answers", notes
+            [name], f": {settings.speculative_algorithm} does not use earlier answers", notes
         )
     if settings.speculative_suffix_cache_tokens is not None:
         return settings
@@ -101,23 +101,23 @@ def _recall(settings: Settings, method: Method, notes: list[str]) -> Settings:
 
 
 def _datastore(settings: Settings, method: Method, notes: list[str]) -> Settings:
-    """The file that a method which reads one can't do without."""
+    """Check that a method which reads a datastore has one."""
     name, algorithm = "speculative_datastore", settings.speculative_algorithm
     if not method.reads_datastore:
-        return settings.without([name], f": {algorithm} proposes from no file", notes)
+        return settings.without([name], f": {algorithm} uses no datastore", notes)
     if settings.speculative_datastore is None:
         raise ValueError(
-            f"{_flag(name)}: needed for --speculative-algorithm {algorithm}: a file that python -m specserve.datastore "
-            "writes, or REST's own tools"
+            f"{_flag(name)}: needed for --speculative-algorithm {algorithm}: a file written by python -m "
+            "specserve.datastore or by REST's own tools"
         )
     return settings
 
 
-def _rounding(settings: Settings, notes: list[str]) -> Settings:
-    """Quantize the draft to 8 bits where that saves bytes and the faster steps outweigh the worse guesses."""
+def _draft_quantization(settings: Settings, notes: list[str]) -> Settings:
+    """Quantize the draft to 8 bits if that saves bytes and the faster steps outweigh the worse guesses."""
     if settings.device != "cuda" or settings.dtype not in ("bfloat16", "float16"):
         return replace(settings, speculative_draft_quantization="none")
-    why = "on a GPU a draft's levels then read half the bytes"
+    why = "draft levels then read half the bytes on a GPU"
     return settings.choose("speculative_draft_quantization", "int8", why, notes)
 
 
@@ -133,15 +133,15 @@ def pool_size(steps: int, topk: int) -> int:
 
 
 def carries_draft(algorithm: str, model_path: Path) -> bool:
-    """Return whether the model's own checkpoint holds the head that the algorithm runs, so that no draft need be
-    named."""
+    """Return whether the model's own checkpoint contains the head that the algorithm runs, so that no draft is
+    needed."""
     method = method_of(algorithm)
     if method is None or "MTP" not in method.heads:
         return False
     try:
         config = json.loads((model_path / "config.json").read_text())
         return "MiMoForCausalLM" in config["architectures"] and config.get("num_nextn_predict_layers") != 0
-    except (OSError, ValueError, LookupError, TypeError):  # what is wrong is said when the model is loaded
+    except (OSError, ValueError, LookupError, TypeError):  # loading the model reports the error
         return False
 
 
@@ -151,13 +151,13 @@ def _fixed(settings: Settings, shape: tuple[int, int, int], given: list[str], no
     others = ", ".join(names_where(lambda method: method.fixed_shape is None))
     if settings.speculative_adaptive:
         raise ValueError(
-            f"--speculative-adaptive chooses the shape of each step; {algorithm} fixes it: take one of {others}"
+            f"--speculative-adaptive chooses the shape of each step; {algorithm} fixes it: use one of {others}"
         )
     for name, value in zip(SHAPE, shape, strict=True):
         if name in given and getattr(settings, name) != value:
             raise ValueError(
                 f"{_flag(name)}: --speculative-algorithm {algorithm} has {value}, found {getattr(settings, name)}; "
-                f"any shape is for {others}"
+                f"for other shapes use one of {others}"
             )
     if len(given) < len(SHAPE):
         notes.append(f"speculation of {shape} (steps, topk, tokens): the algorithm is {algorithm}")
@@ -168,7 +168,7 @@ def _adaptive(settings: Settings, given: list[str], notes: list[str]) -> Setting
     """Let the controller choose the shape of each step."""
     if given:
         raise ValueError(
-            f"--speculative-adaptive chooses the shape of each step; {_flag(given[0])} fixes it: give one"
+            f"--speculative-adaptive chooses the shape of each step; {_flag(given[0])} fixes it: give only one of them"
         )
     if not settings.speculative_adaptive:
         notes.append(f"speculative_adaptive = true: none of {', '.join(map(_flag, SHAPE))} was given")
@@ -179,7 +179,7 @@ def _plain(settings: Settings, notes: list[str]) -> Settings:
     idle = {"speculative_adaptive": False, "speculative_draft_quantization": "none"}
     rest = [name for name, declared in SETTINGS.items() if declared.group == SPECULATION]
     unused = [name for name in rest[1:] if getattr(settings, name) != idle.get(name)]
-    settings = settings.without(unused, ": speculative_algorithm is NONE, decoding is plain", notes)
+    settings = settings.without(unused, ": speculative_algorithm is NONE", notes)
     return replace(settings, speculative_adaptive=False, speculative_draft_quantization="none")
 
 
@@ -187,7 +187,7 @@ def _fit(settings: Settings, notes: list[str]) -> Settings:
     steps, topk, tokens = (getattr(settings, name) for name in SHAPE)
     copies = "none" if settings.method is None else settings.method.copies
     if topk == 1 and tokens != steps + 1 and copies != "some":
-        why = f"with topk 1 a chain of {steps} drafts and its root is verified whole, {tokens} was given"
+        why = f"topk 1 verifies the whole chain of {steps} drafts and its root; {tokens} was given"
         tokens = steps + 1
         settings = settings.choose("speculative_num_draft_tokens", tokens, why, notes)
     pool = steps * topk if copies == "all" else pool_size(steps, topk)

@@ -1,4 +1,4 @@
-"""Convert what a source holds (text, or YAML and Python types) into a setting's value, or say why it can't be."""
+"""Convert what a source contains (text, or YAML and Python types) into a setting's value, or say why it can't."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specserve.config.declare import Setting, Value
 
 
 class Kind(NamedTuple):
-    """A type of values: its name in errors and docs, a test, and how to convert text."""
+    """A type of values: its words in errors, its name in docs, a test, and a converter of text."""
 
     words: str
     name: str
@@ -30,14 +30,14 @@ KINDS: dict[type, Kind] = {
 
 
 def convert(declared: Setting, raw: Any, label: str) -> Value:
-    """Return the value that ``raw`` stands for. Raises ValueError that starts with ``label``."""
+    """Return the value that ``raw`` stands for. Raises ValueError beginning with ``label``."""
     value = _convert(declared, raw, label)
     check_value(declared, value, label)
     return value
 
 
 def check_value(declared: Setting, value: Any, label: str) -> None:
-    """Raise ValueError naming ``label`` and the accepted values unless ``value`` is one of them."""
+    """Raise ValueError, with ``label`` and the accepted values, unless ``value`` is one of them."""
     if value is None:
         if declared.default is not None:
             raise ValueError(f"{label}: needs a value")
@@ -63,7 +63,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _convert(declared: Setting, raw: Any, label: str) -> Value:
-    """Convert a value if possible; ``check_value`` reports what is wrong otherwise, except for text."""
+    """Convert a value if possible. Refuses text that can't be; ``check_value`` refuses the rest."""
     if isinstance(raw, str):
         text = raw if declared.kind is tuple else raw.strip()
         try:

@@ -1,1 +1,1 @@
-"""Text side: tokenizer and chat template in, detokenizer and stop strings out, messages to the engine."""
+"""The text side: tokenizer, chat template, detokenizer, stop strings, parsers, and requests to the engine."""

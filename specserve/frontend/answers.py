@@ -1,4 +1,4 @@
-"""How to parse a model's answers and how to constrain them, for the server and ``LLM`` alike."""
+"""The formats of a model's answers: how to parse them and how to constrain them. Used by the server and ``LLM``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specserve.frontend.parsers.think import CLOSE, OPEN, ThinkParser
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.frontend.tools import Tool, functions_of
 
-_TAIL = 32  # tokens of a prompt's end, which hold a mark of reasoning
+_TAIL = 32  # tokens at a prompt's end that may contain the mark of reasoning
 
 
 @dataclass(frozen=True)
 class Formats:
-    """What is known about a model's answers: the format of its tool ``calls`` (None: unknown), what it writes to
-    ``close`` a thought (None: reasoning is not separated), and the tokens that end an answer."""
+    """The formats of a model's answers. ``calls``: the format of its tool calls, None: unknown. ``close``: the tokens
+    that end its reasoning, None: reasoning is not separated. ``ends``: the tokens that end an answer."""
 
     tokenizer: Tokenizer
     calls: Format | None
@@ -29,11 +29,11 @@ class Formats:
     def of(
         cls, tokenizer: Tokenizer, calls: Format | None, reasoning: bool, ends: Collection[int] = ()
     ) -> Formats:
-        """Thoughts end with a line break, as models write them. Not safe while another thread tokenizes."""
+        """Make a tokenizer's formats. Reasoning ends with a line break. Not safe while another thread tokenizes."""
         return cls(tokenizer, calls, tokenizer.encode_answer(f"\n{CLOSE}") if reasoning else None, ends)
 
     def parser(self, prompt: Sequence[int], tools: Sequence[Tool], either: bool = False) -> AnswerParser:
-        """Return the parser of one answer to a conversation. ``either``: the answer is calls or text, never both."""
+        """Return a parser for one answer. ``either``: the answer is calls or text, never both."""
         thought, calls = None, None
         marks: tuple[str, ...] = ()
         if self.close is not None:
@@ -46,19 +46,19 @@ class Formats:
         return AnswerParser(thought, calls, marks)
 
     def held(self, calls: Calls, form: str | None = None) -> str | None:
-        """Return the grammar of tool calls, or of a ``form`` instead if the model may choose not to call; None if it is
-        free. Raises FieldError for a schema that can't be enforced, ValueError for a form that is not JSON."""
+        """Return the grammar of tool calls, or of calls or a ``form`` if the model may choose; None if it is
+        unconstrained. Raises FieldError for a schema that can't be enforced, ValueError for a form that is not JSON."""
         if calls.held_by is None and form is None:
             return None
-        assert self.calls is not None, "calls are checked"
+        assert self.calls is not None, "Calls.check ran"
         return calls.grammar(self.calls, self._marks, (form or "") if calls.free else "")
 
     def after_thought(self, grammar: str, parser: AnswerParser) -> str:
-        """Return a grammar of what follows the thought with which an answer of ``parser`` may begin."""
+        """Return ``grammar`` preceded by the reasoning with which an answer of ``parser`` may begin."""
         return after_thought(grammar, self._marks, parser.thinking) if parser.tells_reasoning else grammar
 
     def thought(self, parser: AnswerParser) -> Thought:
-        """Return what an engine needs to end a thought."""
+        """Return what the engine needs to end the reasoning."""
         return Thought(open=OPEN, close=CLOSE, end=list(self.close or ()), begun=parser.thinking)
 
     @property

@@ -1,4 +1,4 @@
-"""Conversations: messages of OpenAI's API, and how they are passed to chat templates."""
+"""Conversations: messages of OpenAI's API, and their form for chat templates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specserve.core import FieldError
 from specserve.frontend.fields import ListOf, Refusal, Strict, Text, explain, fault
 
 MAX_MESSAGES = 16384
-MAX_PARTS = 16384  # text parts and calls of tools of a conversation
+MAX_PARTS = 16384  # text parts and tool calls of a conversation
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -35,7 +35,7 @@ def joined(texts: str | list[TextPart]) -> str:
 
 
 def read_object(given: str | dict[str, Any]) -> dict[str, Any] | None:
-    """Return a JSON object, or the one that a text holds; None if there is none or UTF-8 can't encode it."""
+    """Return a JSON object, or the one that a text contains; None if there is none or UTF-8 can't encode it."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         found: Any = json.loads(given) if isinstance(given, str) else given
         json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair may be written as an escape
@@ -45,14 +45,14 @@ def read_object(given: str | dict[str, Any]) -> dict[str, Any] | None:
 
 
 def json_object(arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the object: templates write the arguments as JSON themselves."""
+    """Return the arguments as an object, because templates format them as JSON themselves."""
     if (found := read_object(arguments)) is None:
         raise PydanticCustomError("arguments", "must be an object or the text of a JSON object")
     return found
 
 
 Variables = Annotated[dict[str, Any], AfterValidator(json_object)]
-"""Of a chat template, by name."""
+"""Variables of a chat template, by name."""
 
 
 class Function(Strict):
@@ -74,8 +74,8 @@ class ToolCall(Strict):
 class Message(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "refusal": Refusal("chat templates have no place for it"),
-        "audio": Refusal("text alone"),
-        "annotations": Refusal("text alone", []),
+        "audio": Refusal("only text is supported"),
+        "annotations": Refusal("only text is supported", []),
         "function_call": Refusal("its newer name is tool_calls"),
     }
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -93,7 +93,7 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> Message:
-        """Refuse what has no meaning in a message of the role."""
+        """Refuse fields that have no meaning in a message of the role."""
         if self.tool_calls and self.role != "assistant":
             raise fault("role", "only in messages of the role assistant", "tool_calls")
         if self.reasoning_content and self.role != "assistant":
@@ -105,7 +105,7 @@ class Message(Strict):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates get it: text parts joined, ``developer`` by its older name ``system``."""
+        """Return the message for chat templates: text parts joined, and ``developer`` as ``system``, its older name."""
         found: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": joined(self.content or ""),
@@ -127,8 +127,8 @@ _LISTS = ("content", "tool_calls", "output")
 
 
 def few_parts(messages: Any) -> Any:
-    """Raise PydanticCustomError if the messages, and the parts that have parts of their own, hold too much together,
-    even if each list is short."""
+    """Raise PydanticCustomError if the messages have too many parts in total, parts of parts included, even if each
+    list is short."""
     level: list[Any] = messages if isinstance(messages, list) else []
     total = 0
     for _ in range(2):
@@ -136,7 +136,7 @@ def few_parts(messages: Any) -> Any:
         lists = [field[:MAX_PARTS] for field in fields if isinstance(field, list)]
         total += sum(map(len, lists))
         if total > MAX_PARTS:
-            words = "Messages should have at most {most} text parts and calls of tools together"
+            words = "Messages should have at most {most} text parts and tool calls in total"
             raise PydanticCustomError("too_long", words, {"most": MAX_PARTS})
         level = [part for parts in lists for part in parts]
     return messages
@@ -145,11 +145,11 @@ def few_parts(messages: Any) -> Any:
 Messages = Annotated[
     ListOf[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(few_parts)
 ]
-"""Of a request: bounded."""
+"""The messages of a request, limited in number."""
 
 
 def of_request(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as the chat template gets them. Raises FieldError for a tool result without a call."""
+    """Return messages in the form for chat templates. Raises FieldError for a tool result without a call id."""
     for index, message in enumerate(messages):
         if message.role == "tool" and message.tool_call_id is None:
             param = f"messages.{index}.tool_call_id"
@@ -162,7 +162,7 @@ class _Messages(BaseModel):
 
 
 def plain(messages: object) -> list[dict[str, Any]]:
-    """Return OpenAI's messages as chat templates get them. Raises FieldError for what would be left out or misread."""
+    """Return OpenAI's messages for chat templates. Raises FieldError for anything that would be lost or misread."""
     given = list(messages) if isinstance(messages, tuple) else messages
     try:
         return [message.plain() for message in _Messages(messages=given).messages]  # type: ignore[arg-type]
@@ -171,8 +171,8 @@ def plain(messages: object) -> list[dict[str, Any]]:
 
 
 def check_results(messages: Conversation) -> None:
-    """Raise FieldError unless the tool results come in the order of the calls before them, one for each. Many
-    templates write no ids, so only the order says which result belongs to which call."""
+    """Raise FieldError unless the tool results come in the order of the preceding calls, one for each. Many templates
+    write no ids, so only the order tells which result belongs to which call."""
     calls: list[Any] = []
     given = 0
     for index, message in enumerate(messages):
@@ -191,15 +191,15 @@ def _ids(message: Mapping[str, Any], index: int) -> list[Any]:
     for number, found in enumerate(ids):
         if found is not None and found in seen:
             param = f"messages.{index}.tool_calls.{number}.id"
-            raise FieldError(param, f"{found!r} is the id of another call, too")
+            raise FieldError(param, f"{found!r} is also the id of another call")
         seen.add(found)
     return ids
 
 
 def _fault(found: object, calls: list[Any], given: int) -> str:
-    """Return what is wrong with a result of the call ``found`` after those of the first ``given`` calls."""
+    """Return what is wrong with a result of the call ``found``, when ``given`` calls already have results."""
     if found not in calls:
-        return f"no call of this id in the assistant's message before, found {found!r}"
+        return f"no call in the preceding assistant message has this id, found {found!r}"
     if found in calls[:given]:
         return f"a second result of the call {found!r}"
-    return f"results come in the order of their calls: {calls[given]!r} is the next one, found {found!r}"
+    return f"results must be in the order of their calls: expected {calls[given]!r}, found {found!r}"

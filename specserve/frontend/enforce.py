@@ -1,7 +1,7 @@
-"""Grammars that constrain an answer to tool calls, and what follows a thought, in Lark as llguidance reads it.
+"""Grammars for tool calls and for answers that follow reasoning, in llguidance's dialect of Lark.
 
-A mark such as ``<tool_call>`` is a single token in most vocabularies, and grammars do not see such tokens as text. So
-where the model is free to begin a call, it may write the mark as the token or as text; the parsers read both.
+A mark such as ``<tool_call>`` is a single token in most vocabularies, and grammars do not match such tokens as text. If
+the model may choose to call, it may therefore write the mark as the token or as text; the parsers read both.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ _NONE: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperti
 
 @dataclass(frozen=True)
 class Marks:
-    """How grammars write marks. ``added``: the vocabulary's added tokens by their text. ``ends``: those that end an
-    answer."""
+    """Write marks in grammars. ``added``: ids of the vocabulary's added tokens by their text. ``ends``: ids of the
+    tokens that end an answer."""
 
     added: Mapping[str, int]
     ends: Collection[int] = ()
 
     def item(self, mark: str) -> str:
-        """A mark that must follow."""
+        """Return a mark as a grammar item."""
         return f"<[{self.added[mark]}]>" if mark in self.added else quoted(mark)
 
     def until(self, name: str, mark: str) -> str:
-        """Rules of ``name``: anything up to the first ``mark``, inclusive."""
+        """Return rules ``name`` that match anything up to and including the first ``mark``."""
         by_token = f" | TEXT {self.item(mark)}" if mark in self.added else ""
         written = f"{name}_text[lazy]: TEXT {quoted(mark)}"
         return f"{name}: {self._others(mark)} ({name}_text{by_token})\n{written}"
 
     def without(self, name: str, mark: str) -> str:
-        """A rule of ``name``: anything in which another rule looks for ``mark``."""
+        """Return a rule ``name`` that matches any text; ``mark`` is allowed only as text, not as a token."""
         return f"{name}: {self._others(mark)} TEXT"
 
     def _others(self, mark: str) -> str:
-        """Text with added tokens other than ``mark`` and the ends of answers."""
+        """Return an item that matches text with added tokens, except ``mark`` and the ends of answers."""
         others = {token for text, token in self.added.items() if text != mark} - set(self.ends)
         return f"(TEXT <[{','.join(map(str, sorted(others)))}]>)*" if others else ""
 
 
 def after_thought(grammar: str, marks: Marks, opened: bool) -> str:
-    """Return a grammar that applies after the reasoning, if the answer begins with any. ``opened``: the prompt has
-    begun it."""
+    """Return a grammar that applies after the reasoning, if the answer begins with any. ``opened``: the prompt already
+    contains the opening mark."""
     held = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     start = "thought GAP @answer" if opened else f"{marks.item(OPEN)} thought GAP @answer | @answer"
     rules = "\n".join((f"start: {start}", marks.until("thought", CLOSE), _TEXT, _GAP))
@@ -63,8 +63,8 @@ def after_thought(grammar: str, marks: Marks, opened: bool) -> str:
 
 @dataclass(frozen=True)
 class Calls:
-    """What a request says about its calls. ``choice`` and ``parallel`` are ``tool_choice`` and ``parallel_tool_calls``;
-    ``tools`` are those that the model sees, none if the choice is none."""
+    """The tool fields of a request: ``choice`` is ``tool_choice``, ``parallel`` is ``parallel_tool_calls``. ``tools``
+    are those in the prompt; empty if the choice is none."""
 
     tools: Sequence[Tool]
     choice: ToolChoice | None = None
@@ -76,7 +76,7 @@ class Calls:
 
     @property
     def free(self) -> bool:
-        """Whether the model may choose not to call."""
+        """Return whether the model may choose not to call."""
         allowed = self.choice.allowed_tools if isinstance(self.choice, ChosenTools) else None
         return (self.choice if allowed is None else allowed.mode) in (None, "auto")
 
@@ -86,25 +86,25 @@ class Calls:
 
     @property
     def chosen(self) -> dict[str, str]:
-        """Functions that the choice names or allows, by where it does."""
+        """Return the functions that the choice names or allows, by their path in the request."""
         if not isinstance(self.choice, ChosenTools):
             return {}
         if self.choice.function is not None:
             return {"tool_choice.function.name": self.choice.function.name}
-        assert self.choice.allowed_tools is not None, "one of both"
+        assert self.choice.allowed_tools is not None, "one of the two is set"
         path = "tool_choice.allowed_tools.tools.{}.function.name"
         allowed = self.choice.allowed_tools.tools
         return {path.format(index): each.function.name for index, each in enumerate(allowed)}
 
     @property
     def callable(self) -> list[tuple[int, Tool]]:
-        """Tools that may be called, with their places."""
+        """Return the tools that may be called, with their indices."""
         names = set(self.chosen.values())
         return [each for each in enumerate(self.tools) if not names or each[1].function.name in names]
 
     @property
     def held_by(self) -> str | None:
-        """The field that requires a grammar, None if the model is free."""
+        """Return the field that makes a grammar necessary, None if the model is unconstrained."""
         if not self.tools:
             return None
         if not self.free or len(self.callable) < len(self.tools):
@@ -114,30 +114,30 @@ class Calls:
 
     def check(self, format_: Format | None, form: str | None = None) -> None:
         """Raise FieldError for tools if the model's call format is unknown, for a choice that names no tool, and for
-        what the format can't enforce. ``form``: the field that gives a form to answers without calls."""
+        anything that the format can't enforce. ``form``: the field that constrains answers without calls."""
         if not self.tools:
             if self.choice not in (None, "auto", "none"):
                 raise FieldError("tool_choice", "there are no tools to call")
             return
         if format_ is None:
-            words = "not supported: it is not known how this model writes calls (--tool-call-parser)"
+            words = "not supported: the format of this model's tool calls is unknown (--tool-call-parser)"
             raise FieldError("tools", words, "unsupported_parameter")
         for param, name in self.chosen.items():
             if name not in {tool.function.name for tool in self.tools}:
-                raise FieldError(param, f"none of the tools, found {name!r}")
+                raise FieldError(param, f"must be one of the tools, found {name!r}")
         held_by = self.held_by or form
         if held_by is None:
             return
         if reason := format_.no_grammar or (format_.free_calls if self.free else ""):
-            words = f"not supported: calls of {format_.name} can't be held to a grammar: {reason}"
+            words = f"not supported: calls in the format {format_.name} can't be enforced: {reason}"
             raise FieldError(held_by, words, "unsupported_parameter")
 
     def grammar(self, format_: Format, marks: Marks, form: str = "") -> str:
-        """Return the grammar. If the model must call, arguments follow the function's schema; if it may call, this
-        applies to strict functions, and other arguments are any object. ``form``: the grammar of an answer without
-        calls, empty if that is free. Raises FieldError for a schema that can't be enforced, ValueError for a form that
-        is not JSON."""
-        assert format_.frame is not None, "see check"
+        """Return the grammar. If the model must call, the arguments match the function's schema. If it may call, they
+        do so only for strict functions, and are any object for the others. ``form``: the grammar of an answer without
+        calls, empty: any text. Raises FieldError for a schema that can't be enforced, ValueError for a form that is not
+        JSON."""
+        assert format_.frame is not None, "check ensures this"
         frame = format_.frame(marks.added)
         calls = [_call(frame, marks, index, tool, self.free) for index, tool in self.callable]
         several = self.parallel is not False and not self.names_one
@@ -151,15 +151,15 @@ class Calls:
 
 
 def _json(form: str) -> str:
-    """The rule of a form."""
+    """Return the rule of a form."""
     (held,) = json.loads(form)["grammars"] if form.startswith("{") else ({},)
     if held.get("json_schema") is None:
-        raise ValueError("an answer of this form can't call tools: leave them out, or tool_choice none")
+        raise ValueError("an answer of this form can't call tools: leave them out or set tool_choice to none")
     return f"%json {json.dumps(held['json_schema'])}"
 
 
 def _groups(frame: Frame, marks: Marks, several: bool, free: bool, form: str) -> list[str]:
-    """Rules from ``start`` down to ``call``."""
+    """Return the rules from ``start`` down to ``call``."""
     many = frame.several if several else ""
     rules = [f"calls: {many or frame.one} {f'GAP {marks.item(frame.close)}' if frame.close else ''}"]
     if free and not form:
@@ -172,14 +172,14 @@ def _groups(frame: Frame, marks: Marks, several: bool, free: bool, form: str) ->
 
 
 def _call(frame: Frame, marks: Marks, index: int, tool: Tool, free: bool) -> str:
-    """Rules of the calls of a function."""
+    """Return the rules of a function's calls."""
     function = tool.function
     given = _NONE if function.parameters is None else {"type": "object", **function.parameters}
     if free and not function.strict:
         given = _ANY
     try:
         if given["type"] != "object":
-            raise ValueError(f"arguments are an object, found the type {given['type']!r}")
+            raise ValueError(f"the type must be 'object', found {given['type']!r}")
         (held,) = json.loads(json_schema(given))["grammars"]
     except ValueError as error:
         raise FieldError(f"tools.{index}.function.parameters", str(error)) from None

@@ -1,4 +1,4 @@
-"""The base class of models that validate outside data, and the wording of their errors."""
+"""The base class of models that validate external data, and the wording of their errors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from specserve.core import FieldError
 
 T = TypeVar("T")
-ListOf = Annotated[list[T], Field(fail_fast=True)]  # says what is wrong with one element, not with a million
-NOT_SUPPORTED = "Not supported: "  # how the description of a refused field begins
+ListOf = Annotated[list[T], Field(fail_fast=True)]  # stops at the first invalid element
+NOT_SUPPORTED = "Not supported: "  # prefix of a refused field's description
 
 _UNION_TAGS = ("str", "int", "list", "ToolChoice", "ChosenTools")
 _CODES = {
@@ -31,7 +31,7 @@ _WORDS = {
 
 
 def encodable(text: str) -> bool:
-    """Refuse half a surrogate pair: no tokenizer accepts it."""
+    """Return whether UTF-8 can encode a text; half a surrogate pair can't be, and no tokenizer accepts it."""
     if not text.isascii():
         try:
             text.encode()
@@ -50,21 +50,22 @@ Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class Refusal:
-    """One of OpenAI's fields that is refused unless it is null or has a value that asks for nothing."""
+    """An OpenAI field that is refused unless it is null or has one of the values ``no_ops``, which request nothing."""
 
     def __init__(self, reason: str, *no_ops: Any) -> None:
         self.reason = reason
         self.no_ops = (None, *no_ops)
 
     def allows(self, value: object) -> bool:
-        """Return whether it is such a value. 1 and 0 are not booleans; 1.0 equals 1."""
+        """Return whether the value is accepted. 1 and 0 are not booleans; 1.0 equals 1."""
         return any(
             isinstance(value, bool) == isinstance(no_op, bool) and value == no_op for no_op in self.no_ops
         )
 
 
 class Strict(BaseModel):
-    """No coercion and no unknown fields. Fields in ``refused`` are accepted only at values that ask for nothing."""
+    """Base class without coercion and unknown fields. Fields in ``refused`` are accepted only with values that request
+    nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
     refused: ClassVar[Mapping[str, Refusal]] = {}
@@ -73,7 +74,7 @@ class Strict(BaseModel):
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Describe the refused fields, too."""
+        """Include the refused fields."""
         found = handler(core_schema)
         properties = handler.resolve_ref_schema(found).setdefault("properties", {})
         for name, refusal in cls.refused.items():
@@ -92,21 +93,21 @@ class Strict(BaseModel):
 
 
 def fault(kind: str, words: str, field: str) -> PydanticCustomError:
-    """Make the error that a validator of a whole model raises about one of its fields."""
+    """Return the error that a validator of a whole model raises about one of its fields."""
     return PydanticCustomError(kind, "{words}", {"words": words, "param": field})
 
 
 def excerpt(text: str) -> str:
-    """The beginning of what a caller gave, for an error's words; half a surrogate pair as an escape."""
+    """Return the beginning of a caller's text for an error message, with half surrogate pairs escaped."""
     return text[:80].encode(errors="backslashreplace").decode()
 
 
 def explain(errors: Sequence[Any]) -> FieldError:
-    """Name the first invalid field, with everything said about it (each type of a union has its own error)."""
+    """Return an error naming the first invalid field, with all reasons (each type of a union has its own)."""
     first = _deepest(errors)
     kind, location, context = first["type"], first["loc"], first.get("ctx", {})
     if kind == "extra_forbidden":
-        name = str(location[-1]) or '""'  # it may also be called as a member of a union is
+        name = str(location[-1]) or '""'  # the field may have the name of a union member
         param = _joined(param_of(location[:-1]), name)
     else:
         param = _place(first)
@@ -117,8 +118,8 @@ def explain(errors: Sequence[Any]) -> FieldError:
 
 
 def _deepest(errors: Sequence[Any]) -> Any:
-    """Return the first error, or the one furthest inside the same field: if a field takes a text or a list, the error
-    within the list says more. If the list is too long, its elements are not at fault."""
+    """Return the first error, or the one deepest inside the same field: for a field that takes a text or a list, the
+    error within the list says more. If the list is too long, its elements are not at fault."""
     first, param = errors[0], param_of(errors[0]["loc"])
     if any(error["type"] == "too_long" and param_of(error["loc"]) == param for error in errors):
         return first
@@ -131,12 +132,12 @@ def _place(error: Any) -> str:
 
 
 def _depth(location: Sequence[Any]) -> tuple[list[int], int]:
-    """Return how much of a value was valid before the error: elements of lists first, then fields."""
+    """Return how much of a value was valid before the error: list indices first, then the number of parts."""
     return [part for part in location if isinstance(part, int)], len(location)
 
 
 def param_of(location: Sequence[Any]) -> str:
-    """Turn a pydantic location, which also holds union members, into ``messages.0.content``."""
+    """Turn a pydantic location, which also contains union members, into a path such as ``messages.0.content``."""
     parts = (str(part) for part in location if not isinstance(part, str) or not _is_tag(part))
     return ".".join(parts)
 
@@ -159,7 +160,7 @@ def _short(value: Any) -> str:
 
 
 def _brief() -> reprlib.Repr:
-    """Describe a value by its first elements: it may have a million."""
+    """Return a formatter of a value's first elements, since it may have a million."""
     found = reprlib.Repr()
     found.maxlist = found.maxdict = found.maxstring = found.maxlong = 80
     return found

@@ -1,4 +1,4 @@
-"""Run the requests of one call together: stream their tokens, collect their answers."""
+"""Run the requests of one call together: stream their tokens and collect their answers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RequestFailed(Exception):
 
 
 class Clock(Protocol):
-    """Receives the times of requests. ``prefill`` is the part of the seconds after the queue, ``decode`` the part after
-    the first token."""
+    """Receive the durations of requests, in seconds. ``prefill`` starts after the queue, ``decode`` after the first
+    token."""
 
     def queued(self, seconds: float) -> None: ...
     def first_token(self, seconds: float, prefill: float) -> None: ...
@@ -40,7 +40,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One answer of a call. ``by_token``: its deltas say which text came with which token. ``parser`` parses its
+    """One answer of a call. ``by_token``: its deltas tell which text came with which token. ``parser`` parses its
     text."""
 
     prompt: Sequence[int]
@@ -51,10 +51,10 @@ class Job:
 
 
 class Generation:
-    """Run jobs. Call ``start``, read ``deltas`` to their end, and ``close`` in every case.
+    """Run the jobs of one call. Call ``start``, read ``deltas`` to their end, and always ``close``.
 
     ``name``: a common name of the jobs, by default a new one. ``timeout``: seconds after which unfinished jobs are
-    aborted. ``tenant``: who asks, as in ``Submit``.
+    aborted. ``tenant``: the caller, as in ``Submit``.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class Generation:
             self._inbox.expire_in(self._timeout)
 
     async def start(self) -> None:
-        """Submit, unless that is done, and wait for the first tokens. Raises RequestFailed."""
+        """Submit the jobs, if not done yet, and wait for the first tokens. Raises RequestFailed."""
         if self._inbox is None:
             self.submit()
         self._first = await self._get()
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield what each message adds to which job, until all are done. Raises RequestFailed."""
+        """Yield a job's index and the delta of each message, until all jobs are done. Raises RequestFailed."""
         left, message = len(self.jobs), self._first
         while left:
             message = message or await self._get()
@@ -115,7 +115,7 @@ class Generation:
             output = self._outputs[index]
             if output.answer.finish_reason is not None:
                 message = None
-                continue  # it was on its way when a stop string ended the answer
+                continue  # sent before the engine learned that a stop string ended the answer
             delta = output.push(message)
             self._measure(index, delta, message.queued)
             if self._statistics is not None:
@@ -127,14 +127,14 @@ class Generation:
             yield index, delta
 
     async def run(self) -> list[Answer]:
-        """Read to the end. Raises RequestFailed."""
+        """Run all jobs and return their answers. Raises RequestFailed."""
         await self.start()
         async for _ in self.deltas():
             pass
         return self.answers
 
     def close(self) -> None:
-        """Abort what has not ended."""
+        """Abort unfinished jobs."""
         if self._inbox is not None:
             self._inbox.close()
 
@@ -150,7 +150,7 @@ class Generation:
         if len(self._outputs[index].answer.token_ids) == len(delta.token_ids):
             self._first_at[index] = now
             self._clock.queued(queued)
-            if delta.token_ids:  # none where the prompt alone was to be scored
+            if delta.token_ids:  # empty if only the prompt was to be scored
                 seconds = now - self._started[index]
                 self._clock.first_token(seconds, max(seconds - queued, 0.0))
         else:

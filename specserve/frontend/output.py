@@ -16,10 +16,10 @@ from specserve.messages import FinishReason, Tokens
 
 @dataclass(slots=True)
 class Delta:
-    """What one message of the engine adds to an answer. ``text`` may lag behind ``token_ids`` but never lead.
+    """What one engine message adds to an answer. ``text`` may lag behind ``token_ids`` but never leads.
 
-    ``runs`` splits ``token_ids`` by step, as in the message. ``pieces`` is ``text`` by the token that made it certain,
-    if requested. ``events`` is what a parser found in it, if there is one.
+    ``runs`` splits ``token_ids`` by step, as in the message. ``pieces``, if requested, splits ``text`` by the token
+    that made it certain. ``events`` is what the parser found in it, if there is one.
     """
 
     text: str
@@ -38,21 +38,21 @@ class Answer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # but the first token's
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # without the first token
     finish_reason: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it
     cached_tokens: int = 0
     speculation: SpeculationUsage = field(default_factory=SpeculationUsage)
     events: list[Event] = field(default_factory=list)
-    reasoning_tokens: int = 0  # those of its marks, too
+    reasoning_tokens: int = 0  # including its marks
 
 
 class OutputProcessor:
-    """Detokenize, find stop strings and count. Push messages until one gives a finish reason.
+    """Detokenize, find stop strings and count tokens. Push messages until one gives a finish reason.
 
     A stop string ends the answer at the token that completes it; later tokens are not counted. If ``must_abort`` is
-    true, the engine does not know yet and must be told. No ``detokenizer``: no text. ``by_token``: deltas say which
-    text came with which token; a parser that separates reasoning needs it. ``parser``: parses the text.
+    true, the engine does not know yet and must be told. ``detokenizer`` None: no text. ``by_token``: deltas tell which
+    text came with which token; needed by a parser that separates reasoning. ``parser``: parses the text.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class OutputProcessor:
 
     @property
     def parsed(self) -> bool:
-        """Whether a parser parses the text."""
+        """Return whether the answer's text is parsed."""
         return self._parser is not None
 
     def push(self, message: Tokens) -> Delta:
-        """Add a message to the answer and return what it added."""
+        """Add a message to the answer; return what it added."""
         parts, kept, stopped = self._read(message)
         reason: FinishReason | None = "stop" if stopped else message.finish_reason
         self.must_abort = stopped and message.finish_reason is None
@@ -128,7 +128,7 @@ class OutputProcessor:
         return parts, len(message.token_ids), found
 
     def _parse(self, delta: Delta, parser: AnswerParser) -> None:
-        """Add what the parser finds, and count the tokens of reasoning."""
+        """Add the parser's events, and count the tokens of reasoning."""
         have = len(self.answer.token_ids)
         for number, piece in enumerate(delta.pieces or [delta.text], have + 1):
             before = parser.thinking
@@ -170,7 +170,7 @@ def output_processor(
 
 
 def _by_token(parts: list[str], tokens: int) -> list[str]:
-    """Return one piece for each token. Text held back until the end goes to the last token."""
+    """Return one piece per token. Text held back until the end goes to the last token."""
     if not tokens:
         return []
     before = parts[: tokens - 1]
@@ -190,9 +190,9 @@ def _kept_runs(runs: list[int], kept: int) -> list[int]:
 def _trim(usage: SpeculationUsage, runs: list[int], kept: int, before: int) -> SpeculationUsage:
     """Subtract the steps and accepted drafts of a message's tokens beyond the first ``kept``.
 
-    The drafted count stays: those nodes were verified. The last token kept of a step counts as its bonus token, so
-    tokens still equal accepted drafts plus steps. The first tokens of the message were predicted, in addition to
-    ``before`` in earlier messages.
+    The drafted count stays, because those nodes were verified. The last kept token of a step counts as its bonus token,
+    so tokens still equal accepted drafts plus steps. Prediction tokens are assumed to come first in the message;
+    ``before`` were counted in earlier ones.
     """
     predicted = min(usage.predicted, before + kept)
     steps, accepted = usage.steps, usage.accepted

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Pass text on until a stop string is complete, and hold back an end that may be the start of one.
+    """Pass text on until a stop string is complete, and hold back an end that may be the beginning of one.
 
-    The result does not depend on how the text is cut into pieces. Of several stop strings the one that is complete
-    first counts, and the longest of those that end together. It is ``found``.
+    The result does not depend on how the text is cut into pieces. The stop string that is complete first counts, and
+    among those that end together the longest. It is ``found``.
     """
 
     def __init__(self, stops: Sequence[str], included: bool = False) -> None:
@@ -20,10 +20,10 @@ class StopFinder:
         self.found: str | None = None
 
     def feed(self, text: str, armed: bool = True) -> tuple[str, bool]:
-        """Return the text that is certainly before any stop string (with the one found, if it is included), and whether
-        one was found.
+        """Return the text that is certainly before any stop string, with the one found if it is ``included``; and
+        whether one was found.
 
-        Stop strings that are complete while not ``armed`` are ordinary text.
+        Stop strings that become complete while not ``armed`` are ordinary text.
         """
         seen, text = len(self._held), self._held + text
         if armed and (place := self._find(text, seen)) is not None:
@@ -34,12 +34,12 @@ class StopFinder:
         return text[: len(text) - hold], False
 
     def flush(self) -> str:
-        """Return the text held back, when none follows."""
+        """Return the text held back, after the last piece."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, text: str, seen: int) -> tuple[int, int] | None:
-        """Return where the first stop string to end beyond ``seen`` begins and ends."""
+        """Return the start and end of the first stop string that ends beyond ``seen``."""
         found = [
             (start + len(stop), start)
             for stop in self._stops
@@ -51,13 +51,12 @@ class StopFinder:
         return start, end
 
     def _possible_start(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that is the beginning of a stop string, but not all of
-        it."""
+        """Return the length of the longest end of ``text`` that is the incomplete beginning of a stop string."""
         return max((overlap(text, stop) for stop in self._stops), default=0)
 
 
 def overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that is the beginning of ``stop``, but not all of it."""
+    """Return the length of the longest end of ``text`` that is an incomplete beginning of ``stop``."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0 and not stop.startswith(text[at:]):
         at = text.find(stop[0], at + 1)

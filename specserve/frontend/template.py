@@ -23,13 +23,13 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._names_left_out = False  # and the log says so
+        self._names_left_out = False  # whether that was logged
         own = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = {"messages", *own, *tokenizer.special_tokens_map}
 
     @property
     def text(self) -> str:
-        """Return the template of conversations with tools; empty if there is none."""
+        """Return the template used with tools; empty if there is none."""
         if not self._tokenizer.chat_template:
             return ""
         return str(self._tokenizer.get_chat_template(tools=[{}]))
@@ -41,7 +41,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text up to where the assistant answers. Raises ValueError with the reason if there is no template
-        or it refuses the messages, and FieldError if it leaves out a system or user text or the name of a function.
+        or it refuses the messages, and FieldError if it leaves out a system or user text or a function's name.
         Speakers' names that it leaves out are logged once. ``variables``: further variables of the template, such as
         ``enable_thinking``; FieldError for one that it does not read."""
         if not self._tokenizer.chat_template:
@@ -58,7 +58,7 @@ class ChatTemplate:
                     **(variables or {}),
                 )
             )
-        except Exception as error:  # the template's own, or whatever its expressions run into
+        except Exception as error:  # raised by the template or by its expressions
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None
         _check_whole(messages, text)
         self._note_names(messages, text)
@@ -74,7 +74,7 @@ class ChatTemplate:
                 raise FieldError(f"tools.{index}.function.name", words)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
-        """Ignore false and null: a template reads unset variables the same way."""
+        """Raise FieldError for a reserved variable, or one that is set and not read by the template."""
         for name, value in variables.items():
             param = f"chat_template_kwargs.{name}"
             if name in self._reserved:
@@ -89,21 +89,23 @@ class ChatTemplate:
         if self._names_left_out or all((m.get("name") or "") in text for m in messages):
             return
         self._names_left_out = True
-        log.warning(
-            "the model's chat template has no place for speakers (messages[].name): it leaves them out"
-        )
+        log.warning("the model's chat template leaves out speakers (messages[].name)")
 
 
 def read_template(given: str) -> str:
-    """Return the template that ``--chat-template`` gives, as text or as a file. Raises ValueError for neither."""
+    """Return the template that ``--chat-template`` gives as text or as a file. Raises ValueError if it is neither."""
     if _is_template(given):
         return given
     try:
         text = Path(given).expanduser().read_text()
     except (OSError, ValueError) as error:
-        raise ValueError(f"--chat-template: {given!r} is no template of Jinja and no file: {error}") from None
+        raise ValueError(
+            f"--chat-template: {given!r} is neither a Jinja template nor a file: {error}"
+        ) from None
     if not _is_template(text):
-        raise ValueError(f"--chat-template: {given} holds no template of Jinja, which has {{{{ or {{%")
+        raise ValueError(
+            f"--chat-template: {given} is not a Jinja template: it contains neither {{{{ nor {{%"
+        )
     return text
 
 
@@ -112,19 +114,19 @@ def _is_template(text: str) -> bool:
 
 
 def replace_template(tokenizer: Any, given: str) -> None:
-    """Replace the tokenizer's template by that of ``--chat-template``. Raises ValueError if it is malformed."""
+    """Replace the tokenizer's template with that of ``--chat-template``. Raises ValueError if it is malformed."""
     tokenizer.chat_template = read_template(given)
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
     except TemplateSyntaxError as error:
         raise ValueError(f"--chat-template: line {error.lineno}: {error.message}") from None
-    except Exception as error:  # its own: it may want other conversations
-        log.info("the chat template of --chat-template refuses a lone message: %s", error)
+    except Exception as error:  # it may expect a different conversation
+        log.info("the template of --chat-template refuses a single user message: %s", error)
 
 
 def _check_whole(messages: Conversation, text: str) -> None:
-    """Raise FieldError for what is not in the text. Each part is searched after the previous one first, so thousands
-    take no longer than one pass over the text."""
+    """Raise FieldError for a part of the messages that the text lacks. Each part is first searched for after the
+    previous one, so that thousands of parts take one pass over the text."""
     at = 0
     for index, message in enumerate(messages):
         for field, part in _parts(message):
@@ -136,8 +138,9 @@ def _check_whole(messages: Conversation, text: str) -> None:
 
 
 def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Return the parts of a message that no template rewrites, each after its field: names of called functions, and the
-    first line of what the model is told. Some templates leave out the reasoning of earlier answers."""
+    """Yield field and text of each part of a message that no template rewrites: names of called functions, and the
+    first line of system and user texts. Some templates omit the reasoning of earlier answers, so it is not among
+    them."""
     content = message.get("content")
     if message["role"] in ("system", "user") and isinstance(content, str) and content.strip():
         yield "content", content.strip().splitlines()[0].strip()

@@ -1,4 +1,4 @@
-"""The tokenizer and its chat template, as the front uses them."""
+"""The tokenizer and its chat template, as the front process uses them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from specserve.frontend.detokenizer import Detokenizer
 from specserve.frontend.template import ChatTemplate, replace_template
 from specserve.frontend.tools import Tool
 
-CHARACTERS = 16  # a token, at most, of a text that is tokenized at once
+CHARACTERS = 16  # per token; longer texts are tokenized in parts first
 
 
 def hide_torch() -> None:
-    """Keep Transformers from importing PyTorch into this process: no tokenizer needs it, unless its code comes with the
-    model. Does nothing once it is imported."""
+    """Keep Transformers from importing PyTorch into this process. No tokenizer needs it, except ones with the model's
+    own code. Has no effect once PyTorch is imported."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type] # None: there is no such module
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that PyTorch is missing
+    os.environ.setdefault(
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"
+    )  # suppresses the note that PyTorch is missing
 
 
 class TooLong(ValueError):
-    """A text has more tokens than allowed, which its beginning already shows."""
+    """A text has more tokens than allowed; its beginning already shows that."""
 
 
 class Tokenizer:
@@ -44,13 +46,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
-        """Load a tokenizer. Raises ValueError naming the path. ``chat_template``: replaces the checkpoint's, as text or
-        as a file."""
+        """Load a tokenizer. Raises ValueError naming the path. ``chat_template``, a text or a file, replaces the
+        checkpoint's."""
         from transformers import AutoTokenizer
 
         try:
             found = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except Exception as error:  # the library raises nearly everything, from OSError to KeyError
+        except Exception as error:  # the library raises many types, from OSError to KeyError
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the tokenizer of {path} can't be loaded: {reason}") from None
         if chat_template is not None:
@@ -59,11 +61,11 @@ class Tokenizer:
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Return the ids of a plain prompt, with the special tokens that the tokenizer adds. Raises TooLong for a text
-        that certainly has more than ``most`` tokens, if it is far longer than that."""
+        far longer than ``most`` tokens."""
         return self._encode(text, most, True)
 
     def encode_answer(self, text: str, most: int | None = None) -> list[int]:
-        """Return the ids of what a model might write, without added special tokens. ``most`` as above."""
+        """Return the ids of text that a model might write, without added special tokens. ``most`` as for ``encode``."""
         return self._encode(text, most, False)
 
     def encode_chat(
@@ -74,12 +76,12 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the ids of a conversation up to where the assistant answers. Raises ValueError with the reason.
-        ``most`` as above; ``variables`` are the template's."""
+        ``most`` as for ``encode``; ``variables`` are the template's."""
         return self._encode(self._template.render(messages, tools, variables), most, False)
 
     @property
     def template_text(self) -> str:
-        """The chat template that conversations with tools are written by, empty if there is none."""
+        """Return the chat template used with tools, empty if there is none."""
         return self._template.text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -87,11 +89,11 @@ class Tokenizer:
         return self._decode(ids, skip_special_tokens)
 
     def _encode(self, text: str, most: int | None, special: bool) -> list[int]:
-        """For a text far longer than ``most`` tokens can be, tokenize a beginning first, then one twice as long. If it
-        has more than twice ``most`` tokens, more than its cut end can account for, the rest is not read. Whatever the
-        tokenizer drops, joins or shortens, it also does in the beginning; a text of few long tokens passes. One fitting
-        text would be refused: more white space than a context has tokens, before an added token that swallows it
-        (``lstrip``)."""
+        """Tokenize a text. If it is far longer than ``most`` tokens can be, tokenize a beginning first, then one twice
+        as long, and so on. A beginning of more than twice ``most`` tokens, which its cut end can't explain, is TooLong.
+        Whatever the tokenizer drops or joins, it also drops or joins in the beginning, and a text of few long tokens
+        passes. Only one fitting text would be refused: more white space than ``most`` tokens before an added token that
+        swallows it (``lstrip``)."""
         size = len(text) if most is None else CHARACTERS * (most + 1)
         while most is not None and size < len(text):
             count = len(self._ids(text[:size], False))
@@ -101,13 +103,13 @@ class Tokenizer:
         return self._ids(text, special)
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        """The library would warn of more than the model's length (``verbose``), which is for others to judge."""
+        """Tokenize without the library's warning about the model's length (``verbose``), which is checked elsewhere."""
         return list(self._tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
     def detokenizer(
         self, prompt: Sequence[int], skip_special_tokens: bool, shown: Collection[str] = ()
     ) -> Detokenizer:
-        """``shown``: special tokens that are not skipped."""
+        """Return a detokenizer for an answer to ``prompt``. ``shown``: special tokens that are not skipped."""
         texts = (
             {self._tokenizer.convert_ids_to_tokens(token): token for token in self._special} if shown else {}
         )
@@ -125,7 +127,7 @@ class Tokenizer:
 
     @functools.cached_property
     def added(self) -> dict[str, int]:
-        """Tokens that stand for a text of their own, special or not, by that."""
+        """Return the ids of added tokens, special or not, by their text."""
         return {str(token): token_id for token_id, token in self._tokenizer.added_tokens_decoder.items()}
 
     def is_special(self, token_id: int) -> bool:
@@ -146,12 +148,12 @@ class Tokenizer:
         return str(piece).replace("▁", " ").encode()
 
     def _valid(self, token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-        """The same with byte tokens of U+FFFD where bytes are none of a character.
+        """Return the ids with invalid bytes replaced by the byte tokens of U+FFFD.
 
-        The tokenizer's own decoder destroys a whole run of byte tokens if it is invalid anywhere, so that what it makes
-        of a character would depend on what comes before and after it.
+        The tokenizer's decoder destroys a whole run of byte tokens if any part of it is invalid, so the result for a
+        character would depend on its neighbours.
         """
-        if skip_special_tokens:  # bytes on both sides of one are a run
+        if skip_special_tokens:  # bytes on both sides of a special token form one run
             token_ids = [token for token in token_ids if token not in self._special]
         found: list[int] = []
         for is_bytes, run in itertools.groupby(token_ids, self._bytes.__contains__):
@@ -164,8 +166,8 @@ class Tokenizer:
 
 
 def _decode_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
-    """Return the backend's own method if it gives the same result as the library's, which takes four times as long for
-    every token of a stream."""
+    """Return the backend's decode method if it gives the same result as the library's, which takes four times as long
+    for every streamed token."""
     from transformers import PreTrainedTokenizerFast as Fast
 
     kind = type(tokenizer)
@@ -178,14 +180,13 @@ def _decode_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
 
 
 def _special(tokenizer: Any) -> set[int]:
-    """Return the tokens with a role of their own, and those that only tokenizer.json marks. No answer's text holds
-    either."""
+    """Return the special tokens, including those that only tokenizer.json marks. No answer's text contains either."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(token_id for token_id, token in added if token.special)}
 
 
 def _decoders(tokenizer: Any) -> set[str]:
-    """The types of a tokenizer's decoders. Without a backend that says them it may be SentencePiece's own."""
+    """Return the types of a tokenizer's decoders. One without a backend that tells them may be SentencePiece's own."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {"ByteFallback"}
@@ -202,7 +203,7 @@ def _byte_tokens(tokenizer: Any) -> list[int]:
 
 @functools.cache
 def byte_alphabet() -> dict[str, bytes]:
-    """GPT-2's characters for bytes, each with its byte."""
+    """Return the bytes that GPT-2's characters stand for."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {char: bytes([byte]) for byte, char in bytes_to_unicode().items()}

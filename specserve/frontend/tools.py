@@ -33,7 +33,7 @@ class Tool(Strict):
     """The function that may be called."""
 
     def plain(self) -> dict[str, Any]:
-        """The tool as chat templates get it."""
+        """Return the tool in the form for chat templates."""
         given = {name: getattr(self.function, name) for name in ("name", "description", "parameters")}
         return {"type": self.type, "function": {key: each for key, each in given.items() if each is not None}}
 
@@ -41,7 +41,7 @@ class Tool(Strict):
 def _each_once(tools: list[Tool]) -> list[Tool]:
     for name, count in Counter(tool.function.name for tool in tools).items():
         if count > 1:
-            words = "Functions should have different names, {name} is there twice"
+            words = "Functions should have different names, {name} occurs twice"
             raise PydanticCustomError("twice", words, {"name": name})
     return tools
 
@@ -79,7 +79,7 @@ class ChosenTools(Strict):
             if name == self.type and given is None:
                 raise fault("missing", "", name)
             if name != self.type and given is not None:
-                raise fault("kind", f"not in one of the type {self.type}", name)
+                raise fault("kind", f"not allowed for the type {self.type}", name)
         return self
 
 
@@ -107,5 +107,5 @@ def offered(
 
 
 def functions_of(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
-    """Return the schemas of their parameters, by function name."""
+    """Return the schemas of the functions' parameters, by function name."""
     return {tool.function.name: tool.function.parameters or {} for tool in tools}

@@ -1,1 +1,1 @@
-"""Prometheus metrics of the front."""
+"""Prometheus metrics of the front process."""

@@ -1,4 +1,4 @@
-"""The engine's part of ``/metrics``, from its latest ``Stats``. Every metric says here what exactly it counts."""
+"""The engine's part of ``/metrics``, from its latest ``Stats``. Every metric's help says exactly what it counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specserve.messages import CostTotals, Stats, StepTotals
 
 
 class EngineCollector(Collector):
-    """Shows nothing before the engine's first message."""
+    """Collect the engine's metrics; none before its first message."""
 
     def __init__(self, stats: Callable[[], Stats | None]) -> None:
         self._stats = stats

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of the front, each with its definition, together with those of the engine."""
+"""The front's Prometheus metrics, each with its definition, exported together with the engine's."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class _Restarts(Collector):
 
 
 class Metrics:
-    """The front's own measurements and, through ``stats``, the engine's latest. ``restarts`` gives the number of
-    engines that replaced another, ``model`` what the model is called."""
+    """The front's own measurements and, through ``stats``, the engine's latest. ``restarts`` returns how many engines
+    replaced another, ``model`` the model's name."""
 
     def __init__(
         self,
@@ -138,8 +138,8 @@ class Metrics:
             self._accepted_length.observe(speculation.mean_accepted_length)
 
     def text(self, accept: str = "") -> tuple[bytes, str]:
-        """OpenMetrics or Prometheus' text, as ``accept`` has it, and which. No name needs escaping; the library's would
-        replace the colon of vLLM's in OpenMetrics."""
+        """Return the metrics and their content type, in OpenMetrics or Prometheus format as ``accept`` requests. Names
+        need no escaping; in OpenMetrics the library's would replace the colon in vLLM's names."""
         encode, kind = choose_encoder(accept)
         if kind.startswith(_OPENMETRICS):
             encode, _ = choose_encoder(f"{_OPENMETRICS}; version=1.0.0; escaping=allow-utf-8")

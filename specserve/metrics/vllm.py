@@ -1,4 +1,4 @@
-"""vLLM's names for figures that there are under ours, so that its dashboards, routers and autoscalers find them."""
+"""Our metrics once more under vLLM's names, so that its dashboards, routers and autoscalers find them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NAMES: Mapping[str, str] = {
     "spec_drafted_tokens": "spec_decode_num_draft_tokens",
     "spec_accepted_tokens": "spec_decode_num_accepted_tokens",
 }
-"""Ours, and vLLM's for the same."""
+"""vLLM's names by ours."""
 _LABELS = {"reason": "finished_reason"}
 
 
 class VllmNames(Collector):
-    """Shows again what ``sources`` show, under vLLM's names, with the name of the ``model``."""
+    """Export the metrics of ``sources`` under vLLM's names, labelled with the name of the ``model``."""
 
     def __init__(self, sources: Sequence[Collector], model: Callable[[], str]) -> None:
         self._sources = sources
@@ -64,7 +64,7 @@ def _renamed(metric: Metric, name: str, model: Mapping[str, str]) -> Metric:
 
 
 def _first_level(metric: Metric, model: Mapping[str, str]) -> Metric:
-    """A request's step drafted if its first level was tested."""
+    """Return the number of drafts: a request's step drafted if its first level was tested."""
     found = _metric(metric, "vllm:spec_decode_num_drafts")
     for sample in metric.samples[:1]:
         found.samples.append(Sample(found.name + "_total", {**model}, sample.value))
@@ -72,7 +72,7 @@ def _first_level(metric: Metric, model: Mapping[str, str]) -> Metric:
 
 
 def _by_position(metric: Metric, model: Mapping[str, str]) -> Metric:
-    """Positions count from 0, levels from 1."""
+    """Return the accepted tokens by position, which counts from 0 while levels count from 1."""
     found = _metric(metric, "vllm:spec_decode_num_accepted_tokens_per_pos")
     for position, sample in enumerate(metric.samples):
         labels = {**model, "position": str(position)}

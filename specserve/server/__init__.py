@@ -1,1 +1,1 @@
-"""HTTP: the OpenAI protocol, streaming, errors."""
+"""The HTTP server: the OpenAI protocol, streaming and errors."""

@@ -1,4 +1,4 @@
-"""The HTTP application: its routes and nothing else."""
+"""The HTTP application and its routes."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def create_app(front: Front) -> FastAPI:
 def _add_embeddings(app: FastAPI) -> None:
     @app.post("/v1/embeddings", include_in_schema=False)
     async def post_embeddings() -> None:
-        raise ApiError(400, "embeddings: the model writes text, it embeds none", code="unsupported_endpoint")
+        raise ApiError(400, "embeddings: this server only generates text", code="unsupported_endpoint")
 
 
 def _add_models(app: FastAPI, front: Front) -> None:
     @app.get("/v1/models", response_model=None, responses=answers(schema.Models))
     async def get_models() -> Json:
-        """503 until a request would be served: clients of SGLang wait for this answer."""
+        """List the served models; 503 until requests would be served, because clients of SGLang wait for this."""
         if front.unready is not None:
             raise ApiError(503, front.unready, code="not_ready")
         return Json(schema.Models([_model(front, name) for name in front.settings.served_model_name]))
@@ -78,7 +78,7 @@ def _add_models(app: FastAPI, front: Front) -> None:
         if front.unready is not None:
             raise ApiError(503, front.unready, code="not_ready")
         if not is_served(name, front.settings.served_model_name):
-            raise ApiError(404, f"no model {name!r} here", "model", "model_not_found")
+            raise ApiError(404, f"this server has no model {name!r}", "model", "model_not_found")
         return Json(_model(front, name))
 
 

@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.server.errors import BodyError
 
-PAUSE = 60.0  # seconds in which some of a body must come
+PAUSE = 60.0  # seconds that a client may send nothing of its body
 MAX_DEPTH = 32
-MAX_KEYS = 1024  # more than any field has; each key of an object may be a fault of its own
+MAX_KEYS = 1024  # more than any field needs; validation may report every key of an object
 _NESTING = frozenset((list, dict))
 
 
@@ -95,11 +95,11 @@ class _BoundedRequest(Request):
         body = await self.body()
         try:
             found = json.loads(body, object_pairs_hook=_object)
-        except RecursionError:  # deeper than the parser goes
+        except RecursionError:  # too deep for the parser
             raise _TOO_DEEP from None
         except (json.JSONDecodeError, UnicodeDecodeError, BodyError):
             raise
-        except ValueError:  # Python's limit
+        except ValueError:  # Python's limit on the digits of a number
             raise _TOO_LONG from None
         _check_shape(found)
         return found
@@ -110,7 +110,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise BodyError(f"{twice or repr(twice)}: more than once in one object", twice or repr(twice))
+        raise BodyError(f"{twice or repr(twice)}: appears twice in one object", twice or repr(twice))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Parts that chat and completions share: predictions, and how answers begin, end and leave."""
+"""Code that all generation endpoints share: predictions, and the writing of answers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ async def with_prediction(front: Front, request: GenerationRequest, params: Samp
     try:
         tokens = await front.encode_answer(joined(request.prediction.content), most)
     except TooLong as error:
-        raise FieldError("prediction", f"{error}; it may have {most} at most") from None
+        raise FieldError("prediction", f"{error}; the limit is {most}") from None
     return msgspec.structs.replace(params, prediction=tokens)
 
 
 class Writer(ABC):
-    """Write a call's answers. ``named_events``: a stream's chunks are named events."""
+    """Write the answers of a call. ``named_events``: the chunks of a stream are named events."""
 
     named_events: ClassVar[bool] = False
 
@@ -62,7 +62,7 @@ class Writer(ABC):
         self._streams_runs = request.streams_runs
 
     async def respond(self) -> Response:
-        """The answer, once the jobs are submitted. Aborts what has not ended when it is cancelled."""
+        """Return the answer, after the jobs were submitted. Cancelling it aborts the jobs that have not ended."""
         if self._streams:
             return await stream(self.generation, self.chunks(), self.failed, self.named_events)
         try:
@@ -73,7 +73,7 @@ class Writer(ABC):
 
     @abstractmethod
     async def whole(self) -> msgspec.Struct:
-        """Return the complete answer, when the jobs have ended."""
+        """Return the complete answer, after the jobs have ended."""
 
     @abstractmethod
     def chunks(self) -> AsyncIterator[msgspec.Struct]:
@@ -84,27 +84,27 @@ class Writer(ABC):
         return error.body
 
     def _ids(self, token_ids: list[int]) -> list[int] | UnsetType:
-        """Token ids, if they were asked for or there is no text."""
+        """Return token ids, if they were asked for or there is no text."""
         return token_ids if self._with_ids else UNSET
 
     def _prompt_ids(self, index: int) -> list[int] | UnsetType:
-        """Those of a choice's prompt, if they were asked for."""
+        """Return the token ids of a choice's prompt, if they were asked for."""
         return list(self.generation.jobs[index].prompt) if self._return_prompt_ids else UNSET
 
     def _runs(self, delta: Delta) -> Runs | UnsetType:
-        """What a chunk says of its steps."""
+        """Return which tokens of a chunk came from which step, if asked for."""
         if not self._streams_runs:
             return UNSET
         return Runs(delta.runs, UNSET if delta.pieces is None else delta.pieces)
 
     def _usage(self) -> Usage:
-        """Tokens of all choices; a prompt, with its cached tokens, counts once for all its choices."""
+        """Return the usage of all choices. A prompt and its cached tokens count once, not once per choice."""
         jobs, answers = self.generation.jobs, self.generation.answers
         firsts = [(job, answer) for job, answer in zip(jobs, answers, strict=True) if job.choice == 0]
         return self._counted(firsts, jobs, answers)
 
     def _usage_of_chunk(self, index: int) -> Usage | UnsetType | None:
-        """What a chunk of a choice holds: the tokens of that choice so far, if each chunk is to say so."""
+        """Return the ``usage`` of a choice's chunk: the choice's tokens so far, if continuous usage was asked for."""
         if not self._continuous_usage:
             return None if self._include_usage else UNSET
         job, answer = self.generation.jobs[index], self.generation.answers[index]
@@ -113,7 +113,7 @@ class Writer(ABC):
     def _counted(
         self, firsts: Sequence[tuple[Job, Answer]], jobs: Sequence[Job], answers: Sequence[Answer]
     ) -> Usage:
-        """Prompts of ``firsts``, and answers."""
+        """Return the usage of the prompts of ``firsts`` and of ``answers``."""
         prompt = sum(len(job.prompt) for job, _ in firsts)
         completion = sum(len(answer.token_ids) for answer in answers)
         return Usage(
@@ -127,7 +127,7 @@ class Writer(ABC):
 
 
 def _details(jobs: Sequence[Job], answers: Sequence[Answer]) -> CompletionTokens:
-    """What became of the predicted text, nothing without one, and how much was reasoning, of all choices together."""
+    """Return accepted and rejected prediction tokens (0 without one) and reasoning tokens, over all choices."""
     pairs = list(zip(jobs, answers, strict=True))
     given = [(len(job.params.prediction), each) for job, each in pairs if job.params.prediction is not None]
     accepted = sum(each.speculation.predicted for _, each in given)

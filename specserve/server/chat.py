@@ -44,10 +44,10 @@ class ChatRequest(GenerationRequest):
         **GenerationRequest.refused,
         "functions": Refusal("its newer name is tools", []),
         "function_call": Refusal("its newer name is tool_choice", "none"),
-        "audio": Refusal("text alone"),
-        "modalities": Refusal("text alone", ["text"]),
+        "audio": Refusal("only text is supported"),
+        "modalities": Refusal("only text is supported", ["text"]),
         "verbosity": Refusal("the verbosity of a model can't be set", "medium"),
-        "add_generation_prompt": Refusal("an answer is always begun", True),
+        "add_generation_prompt": Refusal("the generation prompt is always added", True),
         "web_search_options": Refusal("there is no web search"),
         "moderation": Refusal("nothing is moderated"),
         "store": Refusal("nothing is stored", False),
@@ -84,8 +84,6 @@ class ChatRequest(GenerationRequest):
 
 
 def add_chat(app: FastAPI, front: Front) -> None:
-    """Add the route."""
-
     @app.post(
         "/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, ChatCompletionChunk)
     )
@@ -99,8 +97,8 @@ async def _chat(front: Front, request: ChatRequest) -> Response:
 
 
 async def begin(front: Front, request: ChatRequest, make: Callable[[Front, ChatRequest, list[Job]], W]) -> W:
-    """Check a request and submit its answers. All APIs that are translated to chat come through here. ``make`` writes
-    the answers. Raises FieldError and ApiError that name the request's fields."""
+    """Check a request and submit its answers. Every API that is translated to chat uses this. ``make`` creates the
+    writer of the answers. Raises FieldError and ApiError naming the request's fields."""
     front.check_call(request.model)
     check_stream_options(request)
     params = _params(front, request)
@@ -127,7 +125,7 @@ async def begin(front: Front, request: ChatRequest, make: Callable[[Front, ChatR
 
 
 async def _encode(front: Front, request: ChatRequest, calls: Calls, messages: Conversation) -> list[int]:
-    """The prompt. Raises FieldError naming the effort where the template does not read it."""
+    """Return the prompt's tokens. Raises FieldError naming ``reasoning_effort`` if the template does not read it."""
     effort, given = request.reasoning_effort, request.chat_template_kwargs or {}
     implied: dict[str, Any] = {}
     if effort is not None:
@@ -144,7 +142,7 @@ async def _encode(front: Front, request: ChatRequest, calls: Calls, messages: Co
 def _params(front: Front, request: ChatRequest) -> SamplingParams:
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
-        raise FieldError("max_completion_tokens", "differs from max_tokens, its older name")
+        raise FieldError("max_completion_tokens", "must be equal to max_tokens, its older name")
     if request.top_logprobs and not request.logprobs:
         raise FieldError("top_logprobs", "only with logprobs: true")
     return sampling_params(
@@ -157,7 +155,7 @@ def _params(front: Front, request: ChatRequest) -> SamplingParams:
 
 
 def calls_of(front: Front, request: ChatRequest) -> Calls:
-    """Return what the model may call. Raises FieldError for what is not available."""
+    """Return the tools that the model may call and how. Raises FieldError if they can't be used."""
     calls = Calls.of(request.tools or (), request.tool_choice, request.parallel_tool_calls)
     if front.has_tokenizer:
         calls.check(front.calls_format)
@@ -165,8 +163,8 @@ def calls_of(front: Front, request: ChatRequest) -> Calls:
 
 
 def call_form(front: Front, calls: Calls, form: Form | None) -> Form | None:
-    """Return the form of the answer: calls, the ``form`` that the request gives, or either; None if the model is
-    free."""
+    """Return the form of the answer: tool calls, the ``form`` that the request gives, or either. None if it is
+    unconstrained."""
     if not calls.tools:
         return form
     if form is not None and calls.free:
@@ -175,7 +173,7 @@ def call_form(front: Front, calls: Calls, form: Form | None) -> Form | None:
 
 
 def _after_thought(front: Front, form: Form | None, parser: AnswerParser) -> Form | None:
-    """Return the form of what follows a thought."""
+    """Return the form for an answer that may begin with reasoning."""
     if form is None:
         return None
     param, make = form
@@ -214,8 +212,8 @@ class _Writer(Writer):
         return ChatCompletion(**self._head, choices=choices, usage=usage, prompt_token_ids=prompt)
 
     async def chunks(self) -> AsyncIterator[ChatCompletionChunk]:
-        """Per choice: the role, what the answer has as it comes, the finish reason; then the usage of all, if asked
-        for."""
+        """Yield for each choice its role, its pieces as they arrive and its finish reason; last the total usage, if
+        asked for."""
         begun: dict[int, Deltas] = {}
         async for index, delta in self.generation.deltas():
             if index not in begun:
@@ -232,12 +230,12 @@ class _Writer(Writer):
             yield ChatCompletionChunk(**self._head, choices=[], usage=self._usage())
 
     def _reason(self, answer: Answer) -> ChatReason:
-        """Calls are none where the request named them: they were no choice of the model's."""
-        assert answer.finish_reason is not None, "it has ended"
+        """Return the finish reason. As with OpenAI it is not ``tool_calls`` if the request named the function."""
+        assert answer.finish_reason is not None, "the answer has ended"
         return answer.finish_reason if self._named else finish_reason(answer.finish_reason, answer.events)
 
     def _pieces(self, index: int, deltas: Deltas, delta: Delta) -> Iterator[ChatChunkChoice]:
-        """What a message of the engine adds; the first piece has what is known of its tokens."""
+        """Yield the deltas of one engine message. The first one carries its logprobs, token ids and runs."""
         found = deltas.of(delta.events)
         has_ids = self._with_ids and delta.token_ids
         if not found and (delta.logprobs or has_ids or (delta.pieces and self._streams_runs)):

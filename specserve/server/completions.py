@@ -44,7 +44,7 @@ Several = Annotated[ListOf[T], Field(max_length=MAX_ANSWERS)]
 class CompletionRequest(GenerationRequest):
     refused: ClassVar[Mapping[str, Refusal]] = {
         **GenerationRequest.refused,
-        "suffix": Refusal("nothing is inserted before a suffix", ""),
+        "suffix": Refusal("insertion before a suffix is not available", ""),
     }
     prompt: Text | ListOf[Int] | Several[Text] | Several[ListOf[Int]]
     """One prompt or several, as text or token ids; none may be empty."""
@@ -59,13 +59,11 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def candidates(self) -> int:
-        """Answers to each prompt, of which ``choices`` are sent."""
+        """Return the number of answers generated for each prompt, of which ``choices`` are sent."""
         return self.best_of or self.choices
 
 
 def add_completions(app: FastAPI, front: Front) -> None:
-    """Add the route."""
-
     @app.post("/v1/completions", response_model=None, responses=answers(Completion, Completion))
     async def post_completions(request: CompletionRequest, http: Request) -> Response:
         return await unless_left(http.receive, _complete(front, request))
@@ -80,7 +78,7 @@ async def _complete(front: Front, request: CompletionRequest) -> Response:
     count = len(given) * request.candidates
     name = "prompt" if request.candidates == 1 else "n" if request.best_of is None else "best_of"
     if count > MAX_ANSWERS:
-        words = f"{len(given)} prompts by {request.candidates} are over {MAX_ANSWERS} answers"
+        words = f"{len(given)} prompts with {request.candidates} answers each exceed the limit of {MAX_ANSWERS} answers"
         raise FieldError(name, words)
     with front.place(count, name):
         params = await with_prediction(front, request, params)
@@ -93,9 +91,9 @@ async def _complete(front: Front, request: CompletionRequest) -> Response:
 
 def _check_best_of(request: CompletionRequest) -> None:
     if request.candidates < request.choices:
-        raise FieldError("best_of", f"at least n, which is {request.choices}, found {request.best_of}")
+        raise FieldError("best_of", f"must be at least n ({request.choices}), found {request.best_of}")
     if request.stream and request.candidates > request.choices:
-        words = f"only the value of n ({request.choices}) in a stream, found {request.best_of}"
+        words = f"must equal n ({request.choices}) in a stream, found {request.best_of}"
         raise FieldError("best_of", words)
 
 
@@ -113,7 +111,7 @@ def _params(front: Front, request: CompletionRequest) -> SamplingParams:
 
 
 def _check_textless(request: CompletionRequest) -> None:
-    """Refuse what needs text where there is none."""
+    """Raise FieldError for parameters that need text, which a server without a tokenizer lacks."""
     if request.stop:
         raise FieldError("stop", "this server runs without a tokenizer; use stop_token_ids")
     for name, asked in (
@@ -121,11 +119,11 @@ def _check_textless(request: CompletionRequest) -> None:
         ("include_stop_str_in_output", request.include_stop_str_in_output),
     ):
         if asked:
-            raise FieldError(name, "this server runs without a tokenizer, answers have no text")
+            raise FieldError(name, "this server runs without a tokenizer, so answers have no text")
 
 
 def _prompts(request: CompletionRequest) -> dict[str, str | list[int]]:
-    """Return one prompt or several, each text or token ids, by the name that errors use. Raises FieldError for an empty
+    """Return the prompts by the names that errors use. Each is text or token ids. Raises FieldError for an empty
     one."""
     prompt = request.prompt
     one = not prompt or isinstance(prompt, str) or isinstance(prompt[0], int)
@@ -140,7 +138,7 @@ def _prompts(request: CompletionRequest) -> dict[str, str | list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """``text``: what ``echo`` repeats, empty without it and without a tokenizer."""
+    """A prompt. ``text`` is what ``echo`` repeats; empty without ``echo`` or without a tokenizer."""
 
     tokens: list[int]
     text: str
@@ -149,7 +147,7 @@ class _Prompt:
     async def of(
         cls, front: Front, given: str | list[int], param: str, params: SamplingParams, echo: bool | None
     ) -> _Prompt:
-        """Raise FieldError, which calls the prompt ``param``, for one that the engine would refuse."""
+        """Encode a prompt. Raises FieldError, with the prompt called ``param``, if the engine would refuse it."""
         tokens = await front.encode(given, param) if isinstance(given, str) else given
         front.check(tokens, params, param)
         if not echo:
@@ -160,7 +158,7 @@ class _Prompt:
 
 
 def _after(before: CompletionChoice, found: CompletionChoice) -> CompletionChoice:
-    """A choice that begins with another's text."""
+    """Return the choice with another one's text, logprobs and token ids before its own."""
     logprobs, token_ids = found.logprobs, found.token_ids
     if logprobs is not None and before.logprobs is not None:
         logprobs = joined(before.logprobs, logprobs)
@@ -182,10 +180,8 @@ class _Writer(Writer):
         super().__init__(front, request, jobs, "cmpl")
         self._request = request
         self._prompts = prompts
-        self._begun: set[int] = set()  # choices of a stream
-        self._written: dict[
-            int, schema.CompletionLogprobs
-        ] = {}  # by prompt: their logprobs as they are written
+        self._begun: set[int] = set()  # choices of a stream that have sent a chunk
+        self._written: dict[int, schema.CompletionLogprobs] = {}  # by prompt: its formatted logprobs
 
     async def whole(self) -> Completion:
         choices: list[CompletionChoice] = []
@@ -200,8 +196,8 @@ class _Writer(Writer):
         return Completion(**self._head, choices=choices, usage=self._usage())
 
     async def chunks(self) -> AsyncIterator[Completion]:
-        """Text as it comes, the prompt first if it is to be repeated, with the finish reason with the last; then the
-        usage of all, if asked for."""
+        """Yield text as it arrives, after the prompt if it is echoed; the last chunk of a choice has its finish reason.
+        The total usage comes last, if asked for."""
         scores: dict[int, CompletionLogprobs | None] = {}
         async for index, delta in self._deltas():
             if index not in scores:
@@ -223,7 +219,7 @@ class _Writer(Writer):
         return self._choice(index, found.text, found.token_ids, logprobs, found.finish_reason)
 
     async def _repeat(self, prompt: int, index: int) -> CompletionChoice:
-        """What ``echo`` puts before the answer."""
+        """Return the prompt that ``echo`` puts before the answer."""
         given = self._prompts[prompt]
         return self._choice(index, given.text, given.tokens, await self._prompt_logprobs(prompt), None)
 
@@ -238,7 +234,7 @@ class _Writer(Writer):
         return CompletionChoice(index, text, logprobs, reason, self._ids(token_ids))
 
     def _scores_of(self, prompt: int) -> CompletionLogprobs | None:
-        """What writes the logprobs of a prompt or of an answer to it, None if none are asked for."""
+        """Return the formatter of the logprobs of a prompt and its answers, None if none were asked for."""
         if self._request.logprobs is None:
             return None
         given, tokenizer = self._prompts[prompt], self._front.tokenizer if self._front.has_tokenizer else None
@@ -246,7 +242,7 @@ class _Writer(Writer):
         return CompletionLogprobs(self._request.logprobs, tokenizer, len(given.text), given.tokens, hides)
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Those of all jobs. A prompt is scored by its first one: where scores are written the others wait for it."""
+        """Yield the deltas of all jobs. A prompt's first job scores it; the others wait for that if it is written."""
         count = self._request.candidates
         late: dict[int, list[tuple[int, Delta]]] = (
             {first: [] for first in range(0, len(self.generation.jobs), count)} if self._scored else {}
@@ -265,8 +261,8 @@ class _Writer(Writer):
         return bool(self._request.echo) and self._request.logprobs is not None
 
     async def _prompt_logprobs(self, index: int) -> schema.CompletionLogprobs | None:
-        """Of a prompt that is repeated, written once for all its choices. That takes long for a long one: the event
-        loop goes on meanwhile."""
+        """Return the formatted logprobs of an echoed prompt. They are formatted once for all choices, in a thread,
+        because a long prompt takes long."""
         if self._scored and index not in self._written:
             self._written[index] = await asyncio.to_thread(self._write_prompt_logprobs, index)
         return self._written.get(index)
@@ -281,7 +277,7 @@ class _Writer(Writer):
         return self.generation.answers[prompt * count : (prompt + 1) * count]
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
-        """The first one of a choice has the ids of its prompt."""
+        """Return a chunk. The first one of a choice carries the prompt's token ids."""
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             choice.prompt_token_ids = self._prompt_ids(choice.index)
@@ -289,7 +285,7 @@ class _Writer(Writer):
 
 
 def _best(answers: Sequence[Answer], count: int) -> Sequence[Answer]:
-    """The answers with the highest log-probability a token, best first; all of them as they are."""
+    """Return the ``count`` answers with the highest mean log-probability, best first; unsorted if these are all."""
     if count == len(answers):
         return answers
     return sorted(answers, key=_mean_logprob, reverse=True)[:count]

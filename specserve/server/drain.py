@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FAREWELL = 2  # seconds in which the last answers, an error for those that were cut, leave
-_TICK = 0.05  # seconds between looks at what is under way
+FAREWELL = 2  # seconds to send the last answers, and errors for those cut short
+_TICK = 0.05  # seconds between checks of the running requests
 
 
 class Drain:
-    """Stop a server. Until the running requests have ended it keeps listening and answers 503."""
+    """Stop a server. It keeps listening and answers new requests with 503 until the running ones have ended."""
 
     def __init__(self, front: Front, server: Server) -> None:
         self._front = front
@@ -27,7 +27,7 @@ class Drain:
         self._task: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
-        """Begin to stop; a second call stops at once."""
+        """Begin to drain; a second call stops at once."""
         if self._task is None:
             self._front.stopping = self._front.engine.is_last = True
             self._task = asyncio.create_task(self._drain())
@@ -38,7 +38,7 @@ class Drain:
     async def _drain(self) -> None:
         timeout = self._front.settings.drain_timeout
         if self._front.calls:
-            words = "stopping: %d requests have %g seconds to end; a second signal (Ctrl-C) cuts them short"
+            words = "stopping: %d requests have %g seconds to finish; a second signal (Ctrl-C) aborts them"
             log.info(words, self._front.calls, timeout)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):

@@ -26,7 +26,7 @@ _FAULTS: Mapping[Fault, tuple[int, str | None]] = {
     "aborted": (400, "aborted"),
 }
 HEADER = "x-request-id"
-ANTHROPIC = "/v1/messages"  # begins the routes of its API
+ANTHROPIC = "/v1/messages"  # prefix of the routes of its API
 _KINDS: Mapping[int, schema.AnthropicKind] = {
     401: "authentication_error",
     404: "not_found_error",
@@ -35,7 +35,7 @@ _KINDS: Mapping[int, schema.AnthropicKind] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-RETRY_AFTER = {429: 1, 503: 5}  # seconds after which it is worth while to ask again
+RETRY_AFTER = {429: 1, 503: 5}  # seconds after which a client should retry
 
 
 class ApiError(Exception):
@@ -66,13 +66,13 @@ class ApiError(Exception):
 
     @property
     def anthropic_body(self) -> schema.AnthropicError:
-        """What Anthropic's clients know: an overflow by these words, other errors by their kind."""
+        """Return the error for Anthropic's clients, which know an overflow by its words, others by their type."""
         kind = _KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
         words = "prompt is too long: " if self.code == "context_length_exceeded" else ""
         return schema.AnthropicError(schema.AnthropicFault(kind, words + _encodable(str(self))))
 
     def response(self, path: str) -> Response:
-        """``path``: what was asked."""
+        """Return the response; ``path`` is the path of the request."""
         body = self.anthropic_body if path.startswith(ANTHROPIC) else self.body
         return Response(msgspec.json.encode(body), self.status, self._headers, "application/json")
 
@@ -96,7 +96,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def as_answer(error: Exception, request: Request | None = None) -> ApiError:
-    """Return what an error says to the client."""
+    """Return the response for an exception."""
     match error:
         case ApiError():
             return error
@@ -110,7 +110,7 @@ def as_answer(error: Exception, request: Request | None = None) -> ApiError:
         case HTTPException():
             return _from_http(error, request)
     words = f"internal error: {type(error).__name__}; the server's log has more"
-    return ApiError(500, words, headers={HEADER: REQUEST_ID.get() or ""})  # made outside of all other layers
+    return ApiError(500, words, headers={HEADER: REQUEST_ID.get() or ""})  # sent from outside all middleware
 
 
 def _encodable(text: str | None) -> Any:
@@ -124,14 +124,14 @@ def _from_http(error: HTTPException, request: Request | None) -> ApiError:
     messages = {404: f"unknown route: {asked}", 405: f"method not allowed: {asked}"}
     param = error.param if isinstance(error, BodyError) else None
     words = messages.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, words, param, headers=error.headers)  # which methods are allowed
+    return ApiError(error.status_code, words, param, headers=error.headers)  # the allowed methods
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    inside = [{**error, "loc": error["loc"][1:]} for error in errors]  # the body
+    inside = [{**error, "loc": error["loc"][1:]} for error in errors]  # without "body"
     if not inside[0]["loc"] and "param" not in first.get("ctx", {}):
         if first["type"] == "string_unicode" and isinstance(first["input"], str):
             return ApiError(400, f"{first['input']}: unknown field", first["input"], "unknown_parameter")

@@ -1,4 +1,4 @@
-"""What the routes share: settings, engine, tokenizer, metrics, and the checks that every call needs."""
+"""State that the routes share: settings, engine, tokenizer, metrics, and the checks that every call needs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
-"""Who asks, in the task that answers: a digest of the key that the call carries."""
+"""The caller of the current request: a digest of its key."""
 _WITHOUT = "this server runs without a tokenizer (--skip-tokenizer-init)"
 
 
@@ -48,7 +48,7 @@ def _bare(name: str) -> str:
 
 
 class Front:
-    """``settings`` are the given ones until an engine has reported the resolved ones."""
+    """The front process's state. ``settings`` are those given until an engine reports the resolved ones."""
 
     def __init__(self, settings: Settings, engine: EngineClient) -> None:
         self.engine = engine
@@ -56,40 +56,38 @@ class Front:
         self.token_statistics = TokenStatistics() if settings.token_statistics else None
         self.started = int(time.time())
         self.stopping = False
-        self.calls = 0  # HTTP requests whose body is there, not answered to their end
-        self._preparing = 0  # answers that are asked for and not yet submitted
+        self.calls = 0  # HTTP requests whose body has arrived and whose answer has not ended
+        self._preparing = 0  # answers that were requested and not yet submitted
         self._given = settings
-        self._resolved: tuple[object, Settings] | None = None  # what the engine said, and the settings of it
+        self._resolved: tuple[object, Settings] | None = None  # what the engine reported, and its settings
         self._loaded = False
         self._tokenizer: Tokenizer | None = None
-        self.calls_format: Format | None = (
-            None  # in which the model writes calls of tools, where that is known
-        )
+        self.calls_format: Format | None = None  # of the model's tool calls, if known
         self._formats: Formats | None = None
         self.thread = ThreadPoolExecutor(1, "tokenizer")  # keeps long prompts off the event loop
-        self._waiting: set[asyncio.Future[Any]] = set()  # for the thread
+        self._waiting: set[asyncio.Future[Any]] = set()  # calls queued for the thread
         self._ended = False
         self._noted: set[str] = set()
 
     def finish_loading(self, tokenizer: Tokenizer | None) -> None:
-        """The tokenizer is loaded, unless there is none."""
+        """Take the loaded tokenizer, None if there is none."""
         self._tokenizer = tokenizer
         if tokenizer is not None:
             found, why = choose_format(self._given.tool_call_parser, tokenizer.template_text)
             self.calls_format = found
             self._formats = Formats.of(tokenizer, found, self._given.reasoning_parser != "none")
-            log.info("calls of tools are %s: %s", f"read as {found.name}" if found else "not read", why)
+            log.info("tool calls are %s: %s", f"parsed as {found.name}" if found else "not parsed", why)
         self._loaded = True
 
     def note_once(self, words: str) -> None:
-        """Log once that something in requests has no effect. ``words`` hold nothing of a request."""
+        """Log once that a part of requests has no effect. ``words`` contain nothing from a request."""
         if words not in self._noted:
             self._noted.add(words)
-            log.warning("taken and not heeded: %s", words)
+            log.warning("accepted but ignored: %s", words)
 
     def end(self) -> None:
-        """Answer the calls that wait for the tokenizer, and new ones, with an error: there is no engine. The thread's
-        current work can't be stopped."""
+        """Answer the calls that wait for the tokenizer, and new ones, with an error, because the engine is gone. The
+        thread's current work can't be stopped."""
         self._ended = True
         for waiting in self._waiting:
             waiting.cancel()
@@ -146,7 +144,7 @@ class Front:
 
     @property
     def no_grammars(self) -> str | None:
-        """Why requests can't use grammars, None if they can."""
+        """Return why requests can't use grammars, None if they can."""
         if not self.has_tokenizer:
             return "this server runs without a tokenizer"
         reason = self.engine.info.get("no_grammars")
@@ -173,7 +171,7 @@ class Front:
         if model is not None and not is_served(model, self.settings.served_model_name):
             names = ", ".join(self.settings.served_model_name)
             raise ApiError(
-                404, f"no model {model!r} here; this server has {names}", "model", "model_not_found"
+                404, f"this server has no model {model!r}; it serves {names}", "model", "model_not_found"
             )
 
     @contextlib.contextmanager
@@ -183,13 +181,13 @@ class Front:
         limit = (self.settings.max_running_requests or 0) + self.settings.max_queued_requests
         if answers > limit:
             flags = "(--max-running-requests and --max-queued-requests)"
-            raise FieldError(param, f"{answers} answers in one call, at most {limit} {flags}")
+            raise FieldError(param, f"{answers} answers in one call exceed the limit of {limit} {flags}")
         taken = self.engine.open + self._preparing
         if taken + answers > limit:
             self.metrics.rejected(answers)
             raise ApiError(
                 429,
-                f"the queue is full: {answers} asked for in addition to {taken} that run or wait, of {limit} at most "
+                f"the queue is full: {answers} requested, {taken} running or waiting, limit {limit} "
                 "(--max-running-requests and --max-queued-requests)",
                 code="rate_limit_exceeded",
             )
@@ -201,7 +199,7 @@ class Front:
 
     @property
     def capacity(self) -> Capacity:
-        """The engine's capacity, as it reported."""
+        """Return the engine's capacity, as it reported."""
         return Capacity(
             context_length=self.context_length,
             pool_tokens=int(self.engine.info["max_total_tokens"]),
@@ -210,11 +208,11 @@ class Front:
         )
 
     def check(self, prompt: Sequence[int], params: SamplingParams, param: str) -> None:
-        """Raise FieldError, which calls the prompt ``param``, for a request that the engine would refuse."""
+        """Raise FieldError, with the prompt called ``param``, for a request that the engine would refuse."""
         self.capacity.check(prompt, params, param)
 
     async def encode(self, text: str, param: str) -> list[int]:
-        """Raise ApiError naming ``param`` for a text far longer than the context."""
+        """Return the tokens of a prompt. Raises FieldError naming ``param`` for a text far longer than the context."""
         self._check_text(param)
         try:
             return await self._off_loop(self.tokenizer.encode, text, self.capacity.room)
@@ -222,7 +220,7 @@ class Front:
             raise self.capacity.too_long(param, str(error)) from None
 
     async def encode_answer(self, text: str, most: int) -> list[int]:
-        """Raise TooLong for a text of far more than ``most`` tokens."""
+        """Return the tokens of a text as part of an answer. Raises TooLong for far more than ``most`` tokens."""
         return await self._off_loop(self.tokenizer.encode_answer, text, most)
 
     async def encode_chat(
@@ -231,7 +229,7 @@ class Front:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Raise ApiError with the chat template's reason, or as ``encode`` does."""
+        """Return the tokens of a conversation. Raises ApiError with the template's reason, or as ``encode`` does."""
         self._check_text("messages")
         try:
             arguments = messages, self.capacity.room, tools, variables
@@ -245,24 +243,24 @@ class Front:
 
     @property
     def formats(self) -> Formats:
-        """How to parse and constrain answers."""
+        """Return how answers are parsed and constrained."""
         assert self._formats is not None, "calls that need a tokenizer were checked"
         return replace(self._formats, ends=self.engine.info.get("eos_token_ids", ()))
 
     @property
     def no_budgets(self) -> str | None:
-        """Why thoughts can't have budgets, None if they can."""
+        """Return why thinking can't have a budget, None if it can."""
         if self.settings.reasoning_parser == "none":
-            return "it is not known how this model writes its thoughts (--reasoning-parser)"
+            return "the format of this model's reasoning is unknown (--reasoning-parser)"
         return self.no_grammars
 
     async def decode(self, tokens: Sequence[int], param: str) -> str:
-        """Return the text of tokens, special ones included. Raises ApiError for more than a context holds, for ids
-        outside the vocabulary, and without a tokenizer."""
+        """Return the text of tokens, special ones included. Raises FieldError for more tokens than the context length,
+        for ids outside the vocabulary, and without a tokenizer."""
         if not self.has_tokenizer:
-            raise FieldError(param, f"{_WITHOUT}, so they can't be turned into text")
+            raise FieldError(param, f"{_WITHOUT}, so it can't decode tokens")
         if len(tokens) > self.context_length:
-            most = f"at most {self.context_length}, the context length, are turned into text"
+            most = f"at most {self.context_length}, the context length, can be decoded"
             raise FieldError(param, f"has {len(tokens)} tokens; {most}")
         self.capacity.check_tokens(param, tokens)
         return await self._off_loop(
@@ -270,7 +268,7 @@ class Front:
         )
 
     def generation(self, jobs: Sequence[Job], name: str) -> Generation:
-        """Make the generation of one call, which ``POST /abort_request`` knows by ``name``."""
+        """Return the generation of one call. ``POST /abort_request`` knows it by ``name``."""
         log.debug("%s: %d answers", name, len(jobs))
         return Generation(
             self.engine,
@@ -284,8 +282,8 @@ class Front:
         )
 
     async def _off_loop(self, work: Callable[..., T], *arguments: object) -> T:
-        """Run work in the thread. A call cancelled while queued frees its place. Raises ApiError when the server
-        ends."""
+        """Run work in the tokenizer's thread. A call cancelled while queued gives up its place. Raises ApiError when
+        the server ends."""
         if self._ended:
             raise self._gone
         waiting = asyncio.get_running_loop().run_in_executor(self.thread, work, *arguments)

@@ -1,4 +1,4 @@
-"""Log-probabilities in the format of the two endpoints."""
+"""Log-probabilities in the formats of chat and completions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from specserve.frontend.tokenizer import Tokenizer
 from specserve.server import schema
 
 TokenBytes = Callable[[int], bytes]
-SKIPPED = 16  # characters of a prompt's text that a tokenizer may have changed between two tokens
-LOWEST = -9999.0  # OpenAI's stand-in for what JSON can't say
+SKIPPED = 16  # characters between two tokens that the tokenizer may have changed
+LOWEST = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
 def token_bytes(tokenizer: Tokenizer | None) -> TokenBytes:
@@ -25,7 +25,7 @@ def token_bytes(tokenizer: Tokenizer | None) -> TokenBytes:
 
 
 def chat_logprobs(found: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer) -> schema.ChatLogprobs:
-    """``choice.logprobs`` of chat."""
+    """Return the ``logprobs`` of a chat choice."""
 
     def named(token: int, logprob: float) -> schema.TopLogprob:
         raw = tokenizer.token_bytes(token)
@@ -41,9 +41,9 @@ def chat_logprobs(found: Sequence[TokenLogprob], top: int, tokenizer: Tokenizer)
 
 
 class CompletionLogprobs:
-    """``choice.logprobs`` of completions, piece by piece: offsets go on where the last piece ended, the first begins at
-    ``offset``. ``prompt``: tokens before the answer, which may end in a part of a character. ``hides_special``: special
-    tokens have no text."""
+    """Format the ``logprobs`` of a completion's choice, piece by piece. Text offsets begin at ``offset`` and continue
+    from piece to piece. ``prompt``: the tokens before the answer, which may end within a character. ``hides_special``:
+    special tokens have no text."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class CompletionLogprobs:
         self._first = offset
         for token in prompt[-CONTEXT:]:
             self._add(token)
-        self._offset = offset - self._characters.partial  # the part is a character of the prompt's text
+        self._offset = offset - self._characters.partial  # a partial character is part of the prompt's text
 
     def prompt(
         self, text: str, tokens: Sequence[int], found: Sequence[TokenLogprob]
     ) -> schema.CompletionLogprobs:
-        """Of a prompt, whose first token nothing precedes. The alternatives are JSON already: each of the prompt's
-        choices has them again."""
+        """Format those of a prompt, whose first token has none. The alternatives are encoded as JSON at once, because
+        every choice of the prompt repeats them."""
         alternatives: Any = (msgspec.Raw(msgspec.json.encode(self._alternatives(item))) for item in found)
         return schema.CompletionLogprobs(
             [self._name(token) for token in tokens],
@@ -85,7 +85,7 @@ class CompletionLogprobs:
         )
 
     def _advance(self, token: int) -> int:
-        """Where a token's text begins: a character belongs to the token that completes it."""
+        """Return the offset of a token's text. A character belongs to the token that completes it."""
         broken, text = self._add(token)
         begin = self._offset + len(broken)
         self._offset = begin + len(text)
@@ -97,13 +97,13 @@ class CompletionLogprobs:
         return self._characters.add(self._to_bytes(token))
 
     def _alternatives(self, item: TokenLogprob) -> dict[str, float]:
-        """The most likely tokens, and the chosen one if it is not among them."""
+        """Return the most likely tokens, and the chosen one if it is not among them."""
         both = [*item.top[: self._top], (item.token_id, item.logprob)]
         return {self._name(token): _finite(logprob) for token, logprob in reversed(both)}
 
 
 def _name(raw: bytes) -> str:
-    """A token's text; a part of a character is written ``bytes:\\xe2``, so that names stay apart."""
+    """Return a token's text. Part of a character is written as ``bytes:\\xe2``, so that names stay distinct."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -111,14 +111,14 @@ def _name(raw: bytes) -> str:
 
 
 def joined(first: schema.CompletionLogprobs, second: schema.CompletionLogprobs) -> schema.CompletionLogprobs:
-    """``logprobs`` of a prompt and of its answer as one."""
+    """Return the ``logprobs`` of a prompt followed by those of its answer."""
     pairs = zip(msgspec.structs.astuple(first), msgspec.structs.astuple(second), strict=True)
     return schema.CompletionLogprobs(*(one + other for one, other in pairs))
 
 
 def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
-    """Return where in a prompt's text, in characters, each token begins. What a tokenizer adds around a text has no
-    length there, nor has a space that it adds before. A few characters may differ, such as in another Unicode form."""
+    """Return the offset of each token in a prompt's text, in characters. What a tokenizer adds around the text, such as
+    a leading space, has length 0. Offsets may be off where it changes characters, such as their Unicode form."""
     characters, at, offsets = _Characters(), 0, []
     for piece in pieces:
         broken, own = characters.add(piece)
@@ -129,7 +129,7 @@ def text_offsets(text: str, pieces: Sequence[bytes]) -> list[int]:
 
 
 def _place(text: str, at: int, own: str) -> tuple[int, int]:
-    """Where a token's characters begin and end in a text, from ``at`` on; nowhere: at ``at``."""
+    """Return where a token's characters begin and end in the text, at or soon after ``at``; or ``at`` twice."""
     bare = own.removeprefix(" ")
     if bare and text.startswith(bare, at):
         return at, at + len(bare)
@@ -138,21 +138,21 @@ def _place(text: str, at: int, own: str) -> tuple[int, int]:
 
 
 class _Characters:
-    """The characters of bytes that come in pieces, U+FFFD for a part of one, as in the text."""
+    """Decode UTF-8 that arrives in pieces; an incomplete character becomes U+FFFD, as in the text."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
     def partial(self) -> bool:
-        """Whether the bytes so far end in a part of a character, which the next ones may complete."""
+        """Return whether the bytes so far end within a character."""
         return bool(self._part)
 
     def add(self, piece: bytes) -> tuple[str, str]:
-        """The part of a character before the piece that it does not go on with, and the characters that end in it."""
+        """Return the replacement of a character that the piece leaves incomplete, and the characters that end in it."""
         broken = _shown(self._part + piece[:1]) > 1
         text = self._decoder.decode(piece)
-        if _shown(self._part) > 1:  # of a surrogate, which the decoder waits for
+        if _shown(self._part) > 1:  # part of a surrogate, which the decoder holds back
             text += self._decoder.decode(b"", final=True)
         return text[:broken], text[broken:]
 

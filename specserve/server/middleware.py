@@ -37,7 +37,7 @@ class RequestIds:
             return
         given: bytes = dict(scope["headers"]).get(HEADER.encode(), b"")
         name = given.decode() if _VALID.fullmatch(given) else uuid.uuid4().hex
-        REQUEST_ID.set(name)  # each request has a context of its own
+        REQUEST_ID.set(name)  # each request has its own context
         began, status = time.monotonic(), 500
 
         async def named(message: Message) -> None:
@@ -51,7 +51,7 @@ class RequestIds:
             await self._app(scope, receive, named)
         finally:
             path = scope.get("raw_path", b"").partition(b"?")[0].decode(errors="replace")
-            ours = status >= 500 and path not in PROBES  # a probe's 503 is its answer, not a failure
+            ours = status >= 500 and path not in PROBES  # a 503 is a valid answer to a probe
             level = logging.WARNING if ours else logging.DEBUG
             seconds = time.monotonic() - began
             log.log(level, "%s %s: %d after %.3f s", scope["method"], path, status, seconds)
@@ -84,7 +84,7 @@ class Tenants:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":  # without a key, too: a connection's calls may share their context
+        if scope["type"] == "http":  # also without a key: requests of a connection may share a context
             keys = keys_of(scope)
             TENANT.set(hashlib.sha256(b"\0".join(keys)).hexdigest() if any(keys) else "")
         await self._app(scope, receive, send)
@@ -110,7 +110,7 @@ class CountAnswers:
             await self._app(scope, receive, send)
             return
 
-        calls, status, ended = 0, 500, False  # without an answer one is made further out
+        calls, status, ended = 0, 500, False  # an outer layer answers 500 if there is no answer
 
         def count(status: int) -> None:
             nonlocal ended

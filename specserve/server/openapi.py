@@ -18,7 +18,7 @@ _STRUCTS = [
     for found in vars(module).values()
     if isinstance(found, type)
     and issubclass(found, (schema.Answer, schema.ServerInfo))
-    and not found.__subclasses__()  # else a base, or a part of another
+    and not found.__subclasses__()  # not a base class
     and found.__module__ == module.__name__
 ]
 Responses = dict[int | str, dict[str, Any]]
@@ -42,8 +42,9 @@ def answers(
     unready: type[msgspec.Struct] | None = None,
     error: type[msgspec.Struct] = schema.Error,
 ) -> Responses:
-    """The answers of a route: ``model`` as JSON; ``stream`` is what the data of each event of a stream holds, of those
-    with names each kind; ``unready`` what 503 says, where it is no error; ``error`` what is said of one."""
+    """Return the OpenAPI responses of a route. ``model`` is the JSON answer, ``stream`` the type of the events' data
+    (for named events, of each event), ``unready`` the body of a 503 that is not an error, ``error`` the body of
+    errors."""
     found: dict[str, Any] = {"application/json": {"schema": _is(model)}}
     if unready is not None:
         content = {"application/json": {"schema": _is(unready)}}
@@ -64,7 +65,7 @@ def answers(
 
 
 def add_answers(described: dict[str, Any]) -> dict[str, Any]:
-    """Add the answers to an OpenAPI document. A field that has a constant is always there."""
+    """Add the schemas of the answers to an OpenAPI document. Fields with a default are always sent."""
     _, found = msgspec.json.schema_components(_STRUCTS, ref_template=_REFERENCE)
     for each in found.values():
         each["required"] = [

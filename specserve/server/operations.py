@@ -21,7 +21,7 @@ from specserve.server.protocol import Int
 from specserve.server.report import speculation_report
 from specserve.server.streaming import Json, unless_left
 
-ABORTED = "the request was ended by POST /abort_request"
+ABORTED = "the request was aborted by POST /abort_request"
 
 
 class TokenizeRequest(Strict):
@@ -52,12 +52,12 @@ class AbortRequest(Strict):
 
 
 def add_figures(app: FastAPI, front: Front) -> None:
-    """Add the routes that say how the server is."""
+    """Add the routes that report the server's state."""
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=None, responses=answers(schema.Health, unready=schema.Unready))
     async def get_health() -> Response:
-        """200 when a request would be served, else 503 and whether it starts, has failed or stops."""
+        """Return 200 if a request would be served, otherwise 503 and whether it starts, has failed or stops."""
         health = front.health
         if isinstance(health, schema.Unready):
             return Json(health, 503, {"retry-after": str(RETRY_AFTER[503])})
@@ -66,12 +66,12 @@ def add_figures(app: FastAPI, front: Front) -> None:
     @app.head("/live", include_in_schema=False)
     @app.get("/live", response_model=None, responses=answers(schema.Live))
     async def get_live() -> Response:
-        """200 as long as this process answers, loading and draining included: when it does not, restart it."""
+        """Return 200 as long as this process answers, also while loading or draining. If it does not, restart it."""
         return Json(schema.Live())
 
     @app.get("/server_info", response_model=None, responses=answers(schema.ServerInfo))
     async def get_server_info() -> dict[str, Any]:
-        """Every setting by its name, as resolved, and what the engine reports of itself."""
+        """Return every resolved setting by its name, and what the engine reports about itself."""
         engine = {key: value for key, value in front.engine.info.items() if key not in ("settings", "notes")}
         return {
             **front.settings.public(),
@@ -84,7 +84,7 @@ def add_figures(app: FastAPI, front: Front) -> None:
 
     @app.get("/token_statistics", response_model=None, responses=answers(schema.TokenCounts))
     async def get_token_statistics() -> Response:
-        """How often each token id was generated since start."""
+        """Return how often each token id was generated since the start."""
         if front.token_statistics is None:
             raise ApiError(404, "token statistics are off: start the server with --token-statistics")
         return Json(schema.TokenCounts(*front.token_statistics.report()))
@@ -96,11 +96,11 @@ def add_figures(app: FastAPI, front: Front) -> None:
 
 
 def add_operations(app: FastAPI, front: Front) -> None:
-    """Add the routes that do something."""
+    """Add the routes that perform an operation."""
 
     @app.post("/tokenize", response_model=None, responses=answers(schema.Tokenized))
     async def post_tokenize(request: TokenizeRequest, http: Request) -> Response:
-        """The token ids that a completion of ``prompt``, or a chat of ``messages``, would begin with."""
+        """Return the token ids of a completion's ``prompt`` or of a chat's ``messages``."""
         front.check_call(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise FieldError("prompt", "give either prompt or messages")
@@ -118,7 +118,7 @@ def add_operations(app: FastAPI, front: Front) -> None:
 
     @app.post("/detokenize", response_model=None, responses=answers(schema.Detokenized))
     async def post_detokenize(request: DetokenizeRequest, http: Request) -> Response:
-        """The text of token ids, special ones included."""
+        """Return the text of token ids, special ones included."""
         front.check_call(request.model)
         return Json(
             schema.Detokenized(await unless_left(http.receive, front.decode(request.tokens, "tokens")))
@@ -126,19 +126,19 @@ def add_operations(app: FastAPI, front: Front) -> None:
 
     @app.post("/abort_request", response_model=None, responses=answers(schema.Aborted))
     async def post_abort_request(request: AbortRequest) -> Response:
-        """End one call's requests, by the ``id`` of its answer, or all. Returns how many had not ended yet."""
+        """Abort one call's requests, by the ``id`` of its answer, or all. Returns how many had not ended."""
         if (request.rid is None) != request.abort_all:
             raise FieldError("rid", "give either the id of an answer or abort_all: true")
         return Json(schema.Aborted(front.engine.end_calls(request.rid, ABORTED)))
 
     @app.post("/flush_cache", response_model=None, responses=answers(schema.Flushed))
     async def post_flush_cache() -> Response:
-        """Empty the prefix cache of an idle server. Returns the number of pages it held."""
+        """Empty the prefix cache of an idle server. Returns the number of pages freed."""
         front.check_call(None)
         try:
             pages = None if front.engine.open else await front.engine.flush_cache()
         except EngineGone as error:
             raise ApiError(503, str(error), code="not_ready") from None
         if pages is None:
-            raise ApiError(400, f"the cache is in use: {front.engine.open} requests run or wait", code="busy")
+            raise ApiError(400, f"the cache is in use by {front.engine.open} requests", code="busy")
         return Json(schema.Flushed(pages))

@@ -1,4 +1,4 @@
-"""The parsed parts of an answer: as chat writes them, and as blocks in the order of the text."""
+"""The parsed parts of an answer, in chat's format and as blocks in the order of the text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specserve.server.schema import (
 
 
 def message(events: Sequence[Event], new_id: Callable[[], str]) -> AnswerMessage:
-    """The whole answer's message. ``new_id`` names a call."""
+    """Return the message of a whole answer. ``new_id`` makes the id of a call."""
     found = parts(events)
     calls = [ToolCall(new_id(), CalledFunction(name, arguments)) for name, arguments in found.calls]
     return AnswerMessage(
@@ -34,13 +34,13 @@ def message(events: Sequence[Event], new_id: Callable[[], str]) -> AnswerMessage
 
 
 def finish_reason(reason: FinishReason, events: Sequence[Event]) -> ChatReason:
-    """Of an answer that ended by itself after calls they are the reason."""
+    """Return ``tool_calls`` for an answer that ended by itself after calls, otherwise the reason."""
     called = any(isinstance(event, Call) for event in events)
     return "tool_calls" if called and reason == "stop" else reason
 
 
 class Deltas:
-    """A choice's deltas in a stream."""
+    """Build the stream deltas of a choice."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._new_id = new_id
@@ -69,7 +69,7 @@ def _of_call(delta: ToolCallDelta) -> ChatDelta:
 
 @dataclass
 class Block:
-    """A piece of an answer, in the order in which the model wrote them. ``text``: of a call its arguments."""
+    """A part of an answer: text, reasoning or a tool call. ``text`` of a call is its arguments."""
 
     kind: Literal["content", "reasoning", "call"]
     name: str = ""
@@ -80,11 +80,11 @@ class Block:
 
 
 Step = tuple[Literal["begin", "more", "end"], Block, str]
-"""What becomes of a block: it begins, gets more text, or ends."""
+"""A change of a block: it begins, gets more text, or ends."""
 
 
 class Blocks:
-    """An answer as APIs have it that keep what it is made of in order. ``new_id`` names a call."""
+    """Split an answer into blocks in the order of the text. ``new_id`` makes the id of a call."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
         self.found: list[Block] = []
@@ -106,7 +106,7 @@ class Blocks:
                     yield self._more(text)
 
     def end(self) -> Iterator[Step]:
-        """Nothing follows the last block."""
+        """End the last block."""
         if self.found and not self.found[-1].ended:
             self.found[-1].ended = True
             yield "end", self.found[-1], ""
@@ -122,7 +122,7 @@ class Blocks:
 
 
 def blocks(events: Sequence[Event], new_id: Callable[[], str]) -> list[Block]:
-    """Those of a whole answer."""
+    """Return the blocks of a whole answer."""
     found = Blocks(new_id)
     for _ in (*found.add(events), *found.end()):
         pass

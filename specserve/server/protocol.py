@@ -18,14 +18,14 @@ MAX_CHOICES = 128
 MAX_ANSWERS = 2048
 MAX_STOPS = 16
 INT64 = 2**63
-TOKEN_ID = "0|[1-9][0-9]{0,18}"  # as a key of logit_bias: one for each
+TOKEN_ID = "0|[1-9][0-9]{0,18}"  # as a key of logit_bias: one spelling per id
 
 Int = Annotated[int, Field(ge=-INT64, lt=INT64)]
 Count = Annotated[int, Field(ge=1)]
 
 
 def _bounded(name: str) -> WithJsonSchema:
-    """How a number that ``SamplingParams`` checks is described."""
+    """Return the JSON schema of a number that ``SamplingParams`` checks."""
     low, high, open_low = RANGES[name]
     return WithJsonSchema(
         {"type": "number", "exclusiveMinimum" if open_low else "minimum": low, "maximum": high}
@@ -135,18 +135,18 @@ class GenerationRequest(StructuredRequest):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk: asked for, or the only place for what was asked for."""
+        """Return whether a stream ends with a usage chunk: if asked for, or to carry the speculation totals."""
         asked = self.stream_options is not None and self.stream_options.include_usage
         return bool(asked or self.return_speculation)
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk of a stream says what its choice has used so far."""
+        """Return whether each chunk of a stream has the usage of its choice so far."""
         return bool(self.stream_options is not None and self.stream_options.continuous_usage_stats)
 
     @property
     def streams_runs(self) -> bool:
-        """Whether each chunk says which of its tokens came from which step."""
+        """Return whether each chunk tells which of its tokens came from which step."""
         return bool(self.stream and self.return_speculation)
 
 
@@ -173,7 +173,7 @@ def sampling_params(
     prompt_logprobs: int | None = None,
     default_temperature: float,
 ) -> SamplingParams:
-    """Raise ApiError 400 naming the field."""
+    """Return the sampling parameters of a request. Raises ApiError 400 naming the field."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _AS_THEY_ARE} | {
         "max_tokens": None if max_tokens is None else min(max_tokens, MAX_COUNT),
         "logprobs": logprobs,
@@ -196,13 +196,13 @@ def check_stream_options(request: GenerationRequest) -> None:
 
 
 def _named(message: str) -> str | None:
-    """The parameter that an error of SamplingParams starts with."""
+    """Return the parameter that begins an error of SamplingParams, or None."""
     name = re.split(r"[^\w.]", message)[0]
     return name if name.split(".")[0] in SamplingParams.__struct_fields__ else None
 
 
 def _top_k(top_k: int | None, vocab_size: int) -> int | None:
-    """The whole vocabulary is no truncation."""
+    """Turn a ``top_k`` of the whole vocabulary or more off."""
     return -1 if top_k is not None and top_k >= vocab_size else top_k
 
 
@@ -211,5 +211,5 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
         return None
     for token in bias:
         if not re.fullmatch(TOKEN_ID, token):
-            raise FieldError("logit_bias", f"keys are token ids without leading zeros, found {token!r}")
+            raise FieldError("logit_bias", f"keys must be token ids without leading zeros, found {token!r}")
     return {int(token): value for token, value in bias.items()}

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_HEADER_BYTES = 64 * 2**10  # of a request: its line and headers
-STALLED = 60.0  # seconds: a client that takes nothing for this long, though something waits for it, is cut
+MAX_HEADER_BYTES = 64 * 2**10  # of a request line and its headers
+STALLED = 60.0  # seconds after which a client that reads nothing of its pending data is disconnected
 
 
 def run_server(settings: Settings, build: Build) -> int:
@@ -60,15 +60,15 @@ def listen(settings: Settings) -> socket.socket:
 
 async def _serve(settings: Settings, listener: socket.socket, supervisor: Supervisor) -> int:
     keeping = asyncio.create_task(supervisor.run())
-    await asyncio.sleep(0)  # the engine is listened to before the imports, which hold the loop
+    await asyncio.sleep(0)  # listens to the engine before the imports below block the loop
 
     def stop() -> None:
-        """Called when the loop turns: after the imports, whenever the signal came."""
+        """Stop the server. The loop calls this after the imports, even for an earlier signal."""
         drain.stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    # Loading fastapi and pydantic takes a moment: the engine's process uses it.
+    # Imports of fastapi and pydantic take a moment, in which the engine's process already works.
     import uvicorn
 
     from specserve.server.app import create_app
@@ -138,13 +138,13 @@ def _load_tokenizer(path: str, settings: Settings) -> Tokenizer:
         hide_torch()
     import transformers
 
-    transformers.logging.get_logger()  # from here on it has a handler of its own
+    transformers.logging.get_logger()  # installs its handler, which adopt_loggers removes
     adopt_loggers()
     return Tokenizer.load(path, settings.trust_remote_code, settings.chat_template)
 
 
 def _exit_code(keeping: asyncio.Task[Broken]) -> int:
-    """Return 1 if there is no engine any more. Raises ValueError if that is the user's mistake."""
+    """Return 1 if the engine is gone, otherwise 0. Raises ValueError if that is the user's mistake."""
     if not keeping.done() or keeping.cancelled():
         return 0
     failure = keeping.result()

@@ -1,4 +1,4 @@
-"""Types of the answers: the routes build them, tests read them, ``/openapi.json`` describes them."""
+"""Types of the answers: the routes build them, tests read them and ``/openapi.json`` describes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AnthropicKind = Literal[
 
 
 class Answer(Struct, forbid_unknown_fields=True):
-    """All that there is in an answer is declared here."""
+    """Base class of answers. Everything that an answer contains is declared in its class."""
 
 
 class Fault(Answer):
@@ -44,7 +44,7 @@ class AnthropicFault(Answer):
 
 
 class AnthropicError(Answer, tag_field="type", tag="error"):
-    """Of Anthropic's routes."""
+    """An error of Anthropic's routes."""
 
     error: AnthropicFault
 
@@ -54,7 +54,7 @@ class CachedTokens(Answer):
 
 
 class CompletionTokens(Answer):
-    """``reasoning_tokens``: where reasoning is told from the rest."""
+    """``reasoning_tokens`` is there if reasoning is parsed."""
 
     accepted_prediction_tokens: Natural
     rejected_prediction_tokens: Natural
@@ -78,7 +78,7 @@ class Usage(Answer):
 
 
 class Runs(Answer):
-    """How many tokens each step gave: its accepted drafts, the bonus token last. ``pieces`` is each token's text."""
+    """Tokens of each step: its accepted drafts, then the bonus token. ``pieces`` is each token's text."""
 
     runs: list[Natural]
     pieces: list[str] | UnsetType = UNSET
@@ -113,7 +113,7 @@ class ToolCall(Answer):
 
 
 class AnswerMessage(Answer):
-    """``content`` is null where there are calls alone."""
+    """``content`` is null if there are only calls."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -131,7 +131,7 @@ class ChatChoice(Answer):
 
 
 class Head(Answer, kw_only=True):
-    """What begins every answer. ``created``: seconds since 1970."""
+    """The fields that begin every answer. ``created``: seconds since 1970."""
 
     id: str
     created: int
@@ -152,7 +152,7 @@ class FunctionDelta(Answer):
 
 
 class ToolCallDelta(Answer):
-    """The first one of a call has its id, type and name, the others pieces of its arguments."""
+    """The first delta of a call has its id, type and name; the others have pieces of its arguments."""
 
     index: Natural
     function: FunctionDelta
@@ -201,7 +201,7 @@ class CompletionChoice(Answer):
 
 
 class Completion(Head, kw_only=True):
-    """In a stream each chunk is one, the last of them, with ``usage``, without choices."""
+    """A whole answer, or a chunk of a stream. A stream's usage chunk has no choices."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
@@ -226,7 +226,7 @@ class Health(Answer):
 
 
 class Unready(Answer):
-    """``phase``: what a starting server is at. ``reason``: why there is no engine, or why the one before is gone."""
+    """``phase``: what a starting server is doing. ``reason``: why there is no engine, or why the last one is gone."""
 
     status: Literal["starting", "failed", "stopping"]
     phase: str | UnsetType = UNSET
@@ -238,7 +238,7 @@ class Live(Answer):
 
 
 class ServerInfo(Struct):
-    """Next to these, every setting by its name."""
+    """In addition, every setting by its name."""
 
     version: str
     status: str

@@ -16,7 +16,7 @@ from specserve.server.errors import ApiError, as_answer
 
 T = TypeVar("T")
 
-CLIENT_LEFT = 499  # nginx's number; nobody receives it, the metrics show it
+CLIENT_LEFT = 499  # nginx's status; not sent to anyone, but counted in the metrics
 ENDED_BY = "specserve.ended_by"  # in the scope: the status of the error that ended a stream
 _DONE = b"data: [DONE]\n\n"
 
@@ -43,9 +43,9 @@ async def stream(
     failed: Callable[[ApiError], msgspec.Struct],
     named: bool,
 ) -> Response:
-    """Answer with the chunks. Begin with the first tokens, so that a refusal has its own status. ``failed``: the chunk
-    that reports a later error. ``named``: chunks are tagged structs, the tags name the events, and the last chunk ends
-    the stream; otherwise ``[DONE]`` does."""
+    """Answer with a stream of chunks. Waits for the first tokens, so that a refusal has its own HTTP status. ``failed``
+    makes the chunk that reports a later error. ``named``: chunks are tagged structs, whose tags name the events, and
+    the last chunk ends the stream; otherwise ``[DONE]`` does."""
     try:
         await generation.start()
     except BaseException:
@@ -104,7 +104,7 @@ def _named_event(chunk: msgspec.Struct) -> bytes:
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return what ``work`` returns. If the client leaves first, cancel the work and raise ClientLeft."""
+    """Return the result of ``work``. If the client leaves first, cancel the work and raise ClientLeft."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)

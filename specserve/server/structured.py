@@ -1,4 +1,4 @@
-"""Structured output: turn the fields of OpenAI, vLLM and SGLang into a grammar."""
+"""Structured output: turn the request fields of OpenAI, vLLM and SGLang into a grammar."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from specserve import grammar
 from specserve.core import FieldError, SamplingParams
 from specserve.frontend.fields import ListOf, Refusal, Strict, Text
 
-SLOW = 1.0  # seconds: the engine makes its own of a grammar, between steps
+SLOW = 1.0  # seconds to compile a grammar; the engine compiles it again between steps
 _ALWAYS = "what is asked for is always enforced"
 
 Schema = dict[str, Any] | bool
 Form = tuple[str, Callable[[], str]]
-"""Where a request says what its answer must be, and how that becomes a grammar."""
+"""The request's field that constrains the answer, and a function that makes its grammar."""
 
 
 class JsonSchemaFormat(Strict):
@@ -64,7 +64,7 @@ class StructuredOutputs(Strict):
 
 
 class StructuredRequest(Strict):
-    """The fields that give answers a form; at most one may be set."""
+    """The fields that constrain answers; at most one may be set."""
 
     response_format: ResponseFormat | None = None
     """Plain text, any JSON object, or JSON that is valid under a schema."""
@@ -92,7 +92,7 @@ def _forms(request: StructuredRequest) -> Iterator[Form]:
         yield "response_format", grammar.json_object
     elif wanted is not None and wanted.type == "json_schema":
         if wanted.json_schema is None:
-            raise FieldError("response_format.json_schema", "needed for the type json_schema")
+            raise FieldError("response_format.json_schema", "missing; the type json_schema needs it")
         schema = wanted.json_schema.schema_
         make = grammar.json_object if schema is None else partial(grammar.json_schema, schema)
         yield "response_format.json_schema.schema", make
@@ -106,7 +106,7 @@ def _forms(request: StructuredRequest) -> Iterator[Form]:
     if (outputs := request.structured_outputs) is not None:
         if not outputs.model_fields_set:
             raise FieldError(
-                "structured_outputs", "says nothing: json, regex, choice, grammar or json_object"
+                "structured_outputs", "needs one of json, regex, choice, grammar and json_object"
             )
         if outputs.json_object:
             yield "structured_outputs.json_object", grammar.json_object
@@ -133,16 +133,16 @@ _OF_OUTPUTS: dict[str, Callable[[Any], str]] = {
 
 
 def form_grammar(request: StructuredRequest) -> Form | None:
-    """Return the grammar that the request demands of its answer. Raises FieldError for more than one form."""
+    """Return the form that the request demands of its answer. Raises FieldError for more than one."""
     forms = list(_forms(request))
     if len(forms) > 1:
-        raise FieldError(forms[1][0], f"an answer has one form, and {forms[0][0]} is given")
+        raise FieldError(forms[1][0], f"can't be combined with {forms[0][0]}")
     return forms[0] if forms else None
 
 
 async def with_grammar(form: Form | None, params: SamplingParams, no_grammars: str | None) -> SamplingParams:
-    """Return the parameters with the grammar of a form. ``no_grammars``: why there can be none. Raises FieldError
-    naming what can't be enforced."""
+    """Return the parameters with a form's grammar. ``no_grammars``: why grammars are unavailable, or None. Raises
+    FieldError naming what can't be enforced."""
     if form is None:
         return params
     param, make = form
@@ -150,7 +150,7 @@ async def with_grammar(form: Form | None, params: SamplingParams, no_grammars: s
         raise FieldError(param, no_grammars)
 
     def timed() -> tuple[str, float]:
-        begin = time.thread_time()  # its own, however busy the machine is
+        begin = time.thread_time()  # CPU time, independent of the machine's load
         return make(), time.thread_time() - begin
 
     try:
@@ -160,7 +160,7 @@ async def with_grammar(form: Form | None, params: SamplingParams, no_grammars: s
     except ValueError as error:
         raise FieldError(param, str(error)) from None
     if seconds > SLOW:
-        raise FieldError(param, f"takes {seconds:.1f} s to compile, at most {SLOW:g}")
+        raise FieldError(param, f"takes {seconds:.1f} s to compile; the limit is {SLOW:g} s")
     try:
         return msgspec.structs.replace(params, grammar=text)
     except ValueError as error:

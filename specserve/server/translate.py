@@ -1,4 +1,4 @@
-"""Helpers for APIs that are translated to chat: requests are checked once, and errors name the caller's fields."""
+"""Helpers for APIs that are translated to chat: chat checks the requests, and errors name the caller's fields."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from specserve.server.errors import ApiError
 
 @dataclass
 class Translation:
-    """Builds a chat's fields and remembers the caller's names for them: ``names`` by the longest path in the chat that
-    begins a field."""
+    """Build the fields of a chat request and remember the caller's names for them. ``names`` maps a path in the chat to
+    the caller's; the longest matching prefix applies."""
 
     fields: dict[str, Any]
     names: dict[str, str]
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, role: str, name: str, **message: Any) -> str:
-        """Add a message, which the caller calls ``name``, and return its path in the chat."""
+        """Add a message, called ``name`` by the caller; return its path in the chat."""
         path = f"messages.{len(self.messages)}"
         self.names[path] = name
         self.messages.append({"role": role, **message})
         return path
 
     def call(self, name: str, id_name: str, call: Mapping[str, Any]) -> None:
-        """Add a call to the last message, an assistant's."""
+        """Add a tool call to the last message, which is the assistant's."""
         calls = self.messages[-1].setdefault("tool_calls", [])
         path = f"messages.{len(self.messages) - 1}.tool_calls.{len(calls)}"
         self.names |= {path: name, f"{path}.id": f"{name}.{id_name}", f"{path}.function": name}
@@ -67,10 +67,10 @@ class Translation:
 
 
 def check_kind(model: Strict, kind: str, needed: Collection[str], others: Collection[str]) -> None:
-    """Raise a validator's error unless a model that is one of several kinds has only the fields of its kind."""
+    """Raise a validation error unless the model, which is one of several kinds, has exactly the fields of its kind."""
     for name in model.model_fields_set:
         if name not in needed and name not in others and getattr(model, name) is not None:
-            raise fault("kind", f"not in one of the type {kind}", name)
+            raise fault("kind", f"not allowed for the type {kind}", name)
     for name in needed:
         if getattr(model, name) is None:
             raise fault("missing", "", name)

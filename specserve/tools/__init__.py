@@ -1,1 +1,1 @@
-"""Offline tools: they may import anything, and nothing imports them."""
+"""Offline tools. They may import any module; no other module imports them."""

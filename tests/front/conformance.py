@@ -1,4 +1,4 @@
-"""What becomes of every field of OpenAI's: the table that ``test_conformance.py`` runs and docs/conformance.md shows.
+"""The effect of every field of OpenAI's API: the table that ``test_conformance.py`` runs and docs/conformance.md shows.
 
 python -m tests.front.conformance > docs/conformance.md
 """
@@ -50,7 +50,7 @@ Check = Callable[[Seen], None]
 
 @dataclass(frozen=True)
 class Case:
-    """A value of a field. ``check`` sees what it did; ``refused`` are words of the error that it gets."""
+    """A value of a field. ``check`` checks its effect; ``refused``: words of the error if it is refused."""
 
     field: str
     given: Mapping[str, Any]
@@ -373,7 +373,7 @@ NEITHER = "not supported"
 ONE = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"const": 1}}}
 CASES: list[Case] = [
     *honoured("model", answered_with_name, "openai/Specserve-Chat"),
-    *refused("model", "no model 'gpt-4' here", "gpt-4"),
+    *refused("model", "no model 'gpt-4'", "gpt-4"),
     Case("messages", messages(ASKED, {"role": "assistant", "content": "1."}, ASKED), continues, **CHAT_ONLY),
     *refused("messages", "at least 1 item", [], **CHAT_ONLY),
     Case("messages[].role", messages({"role": "system", "content": "x"}, ASKED), continues, **CHAT_ONLY),
@@ -381,7 +381,7 @@ CASES: list[Case] = [
     Case(
         "messages[].role",
         messages(ASKED, {"role": "tool", "content": "x", "tool_call_id": "1"}),
-        refused="no call of this id",
+        refused="no call in the preceding assistant message has this id",
         **CHAT_ONLY,
     ),
     Case(
@@ -410,7 +410,7 @@ CASES: list[Case] = [
     Case(
         "messages[].tool_call_id",
         messages(ASKED, TWICE, {"role": "tool", "content": "x", "tool_call_id": "2"}),
-        refused="results come in the order of their calls: '1' is the next one, found '2'",
+        refused="results must be in the order of their calls: expected '1', found '2'",
         **CHAT_ONLY,
     ),
     Case("messages[].tool_call_id", user(tool_call_id="1"), refused="only in messages of the role tool", **CHAT_ONLY),
@@ -433,7 +433,7 @@ CASES: list[Case] = [
     *honoured("max_tokens", not_generated, 0, **TEXT_ONLY),
     *refused("max_tokens", "greater than or equal to 1", 0, **CHAT_ONLY),
     Case("max_completion_tokens", {"max_completion_tokens": 5, "max_tokens": None}, cut_at_5, **CHAT_ONLY),
-    *refused("max_completion_tokens", "differs from max_tokens", 5, **CHAT_ONLY),
+    *refused("max_completion_tokens", "must be equal to max_tokens", 5, **CHAT_ONLY),
     *honoured("temperature", deterministic_at_zero, 0),
     *honoured("temperature", random_when_hot, 1.5),
     *refused("temperature", "temperature must be in [0, 100]", -1, 101),
@@ -445,7 +445,7 @@ CASES: list[Case] = [
     *refused("n", "greater than or equal to 1", 0),
     Case("best_of", {"best_of": 4, "n": 2, "temperature": 1.5}, best_two_of_four, **TEXT_ONLY),
     *honoured("best_of", same, 1, **TEXT_ONLY),
-    Case("best_of", {"best_of": 1, "n": 2}, refused="at least n", **TEXT_ONLY),
+    Case("best_of", {"best_of": 1, "n": 2}, refused="must be at least n", **TEXT_ONLY),
     Case("best_of", {"best_of": 2, "stream": True}, refused="in a stream", **TEXT_ONLY),
     *(Case("stop", {"stop": stop, "temperature": 0}, stopped) for stop in ("e", ["zzz", "e"])),
     *refused("stop", "at most 16", ["a"] * 17),
@@ -488,7 +488,7 @@ CASES: list[Case] = [
     *honoured("response_format", same, {"type": "text"}, **CHAT_ONLY),
     *honoured("response_format", is_one, ONE, **CHAT_ONLY),
     *refused("response_format", "'text'", {"type": "structural_tag"}, **CHAT_ONLY),
-    *refused("response_format", "needed for the type", {"type": "json_schema"}, **CHAT_ONLY),
+    *refused("response_format", "the type json_schema needs it", {"type": "json_schema"}, **CHAT_ONLY),
     *honoured("structured_outputs", is_one, {"json": {"const": 1}}, {"regex": "1"}, {"choice": ["1"]}),
     *honoured("guided_json", is_one, {"const": 1}),
     *honoured("json_schema", is_one, '{"const": 1}'),
@@ -500,19 +500,19 @@ CASES: list[Case] = [
     *refused("metadata", "valid string", {"a": 1}, **CHAT_ONLY),
     *honoured("safety_identifier", same, "somebody", **CHAT_ONLY),
     *honoured("prompt_cache_key", same, "some key", **CHAT_ONLY),
-    *refused("suffix", "nothing is inserted before a suffix", "x", **TEXT_ONLY),
+    *refused("suffix", "insertion before a suffix is not available", "x", **TEXT_ONLY),
     *(
         case
         for name, reason, none, *values in (
-            ("tools", "it is not known how this model writes calls", [], [TOOL]),
+            ("tools", "the format of this model's tool calls is unknown", [], [TOOL]),
             ("tool_choice", "no tools to call", "none", "required", {"type": "function", "function": {"name": "f"}}),
             ("tool_choice", "'none', 'auto' or 'required'", "auto", "any"),
             ("parallel_tool_calls", "valid boolean", False, 1),
             ("functions", "its newer name is tools", [], [{"name": "f"}]),
             ("function_call", "its newer name is tool_choice", "none", "auto"),
-            ("add_generation_prompt", "an answer is always begun", True, False),
-            ("modalities", "text alone", ["text"], ["text", "audio"]),
-            ("audio", "text alone", None, {"format": "wav", "voice": "x"}),
+            ("add_generation_prompt", "the generation prompt is always added", True, False),
+            ("modalities", "only text is supported", ["text"], ["text", "audio"]),
+            ("audio", "only text is supported", None, {"format": "wav", "voice": "x"}),
             ("reasoning_effort", "the effort can't be set", "none", "low"), ("verbosity", "verbosity", "medium", "low"),
             ("web_search_options", "no web search", None, {}), ("moderation", "moderated", None, {"model": "x"}),
             ("store", "nothing is stored", False, True),
@@ -545,7 +545,7 @@ CASES: list[Case] = [
         {"stop_token_ids": [LIKELY], "logit_bias": {str(LIKELY): 100}},
         ended_by_token,
     ),
-    *refused("stop_token_ids", "token ids are from 0", [-1]),
+    *refused("stop_token_ids", "token ids must be from 0", [-1]),
     Case(
         "min_tokens",
         {"min_tokens": 4, "temperature": 0, "stop_token_ids": [LIKELY], "logit_bias": {str(LIKELY): 100}},

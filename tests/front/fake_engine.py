@@ -1,4 +1,4 @@
-"""A scheduler that needs no model. Imported by engine processes of tests, so it imports little."""
+"""A scheduler without a model. Engine processes of tests import it, so it imports little."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VOCAB = 260
 
 
 class FakeEngine:
-    """Answers with ``reply``'s tokens, ``stride`` a message; ends on EOS, ``max_tokens`` and the context."""
+    """Answer with the tokens of ``reply``, ``stride`` per message; end on EOS, ``max_tokens`` and the context."""
 
     def __init__(self, reply: Callable[[Submit], list[int]], stride: int = 3) -> None:
         self.info: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""A tokenizer that needs no files, and a front whose engine needs no process."""
+"""A tokenizer without files, and a front whose engine has no process."""
 
 from __future__ import annotations
 

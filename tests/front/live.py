@@ -1,4 +1,4 @@
-"""A server of the real engine in this process: the routes over HTTP, the engine on their event loop."""
+"""A server with the real engine in this process: HTTP routes, and the engine on their event loop."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ RUN = (
 
 
 class Server:
-    """A server process; ``lines`` is what it has logged."""
+    """A server process; ``lines`` are its log lines."""
 
     def __init__(self, arguments: list[str]) -> None:
         self.lines: list[str] = []

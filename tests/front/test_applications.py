@@ -1,5 +1,5 @@
-"""Programs that others wrote, unchanged, against the bundled model: docs/clients.md. Each runs where it is installed;
-what they send is tested without them by test_programs.py."""
+"""Unmodified third-party programs against the bundled model: docs/clients.md. Each runs where it is installed;
+test_programs.py tests their requests without them."""
 
 from __future__ import annotations
 

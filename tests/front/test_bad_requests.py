@@ -1,4 +1,4 @@
-"""Every wrong request gets an error in OpenAI's shape that names the thing; the server goes on."""
+"""Every invalid request gets an error in OpenAI's format that names the field, and the server keeps running."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "min_tokens must be in [0, 8]"),
     ({"min_tokens": 400, "max_tokens": 500}, "min_tokens", "there is room for"),
-    ({"logit_bias": {"a": 1}}, "logit_bias", "keys are token ids without leading zeros, found 'a'"),
-    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "keys are token ids"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "keys must be token ids without leading zeros, found 'a'"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "keys must be token ids"),
     ({"logit_bias": {"260": 1}}, "logit_bias", "from 0 to 259, found 260"),
     ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias[5] must be in"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "from 0 to 259, found -1"),
     ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "token ids without leading zeros, found '05'"),
-    ({"logit_bias": {"5\n": 1}}, "logit_bias", "keys are token ids"),
+    ({"logit_bias": {"5\n": 1}}, "logit_bias", "keys must be token ids"),
     ({"stop_token_ids": [1] * 497}, "stop_token_ids", "stop_token_ids: at most 496 entries, found 497"),
     (
         {"stop_token_ids": [1] * 300, "logit_bias": {str(token): 1 for token in range(197)}},
@@ -83,7 +83,7 @@ BOTH: list[tuple[dict[str, Any], str | None, str]] = [
     (
         {"prediction": {"type": "content", "content": LONG}},
         "prediction",
-        "has 300 tokens; it may have 256 at most",
+        "has 300 tokens; the limit is 256",
     ),
     ({"foo": 1}, "foo", "foo: unknown field"),
     ({"model": 5}, "model", "valid string"),
@@ -98,7 +98,7 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
         CHAT,
         {"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]},
         "messages.0.tool_call_id",
-        "no call of this id in the assistant's message before, found '1'",
+        "no call in the preceding assistant message has this id, found '1'",
     ),
     (
         CHAT,
@@ -153,7 +153,7 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
         "messages.1.refusal",
         "messages.1.refusal: not supported",
     ),
-    (CHAT, {"tools": [TOOL]}, "tools", "not supported: it is not known how this model writes calls"),
+    (CHAT, {"tools": [TOOL]}, "tools", "not supported: the format of this model's tool calls is unknown"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools.0.function", "required"),
     (
         CHAT,
@@ -167,7 +167,7 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
         "tools.0.function.name",
         "at least 1",
     ),
-    (CHAT, {"tools": [TOOL, TOOL]}, "tools", "f is there twice"),
+    (CHAT, {"tools": [TOOL, TOOL]}, "tools", "f occurs twice"),
     (CHAT, {"tool_choice": "required"}, "tool_choice", "there are no tools to call"),
     (CHAT, {"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
     (CHAT, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "required"),
@@ -188,12 +188,12 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     (CHAT, {"logprobs": 1}, "logprobs", "valid boolean"),
     (CHAT, {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-    (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "differs from max_tokens"),
+    (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "equal to max_tokens"),
     (COMPLETIONS, {"prompt": ""}, "prompt", "must not be empty"),
     (COMPLETIONS, {"prompt": []}, "prompt", "must not be empty"),
     (COMPLETIONS, {"prompt": ["a", ""]}, "prompt.1", "prompt.1: must not be empty"),
     (COMPLETIONS, {"prompt": [[1], []]}, "prompt.1", "prompt.1: must not be empty"),
-    (COMPLETIONS, {"prompt": [[1], [260]]}, "prompt.1", "prompt.1: token ids are from 0 to 259, found 260"),
+    (COMPLETIONS, {"prompt": [[1], [260]]}, "prompt.1", "prompt.1: token ids must be from 0 to 259"),
     (COMPLETIONS, {"prompt": ["a", LONG]}, "prompt.1", "prompt.1: has 300 tokens"),
     (COMPLETIONS, {"prompt": ["a", None]}, "prompt.1", "Input should be a valid string, found None"),
     (COMPLETIONS, {"prompt": [1, "a"]}, "prompt.1", "Input should be a valid integer, found 'a'"),
@@ -209,13 +209,13 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": [1, -5]}, "prompt", "found -5"),
     (COMPLETIONS, {"prompt": LONG}, "prompt", "300 tokens; the context length is 256"),
     (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", "found {'a': 1}"),
-    (COMPLETIONS, {"prompt": ["a"] * 100, "n": 100}, "n", "100 prompts by 100 are over 2048 answers"),
+    (COMPLETIONS, {"prompt": ["a"] * 100, "n": 100}, "n", "100 prompts with 100 answers each"),
     (COMPLETIONS, {"echo": "yes"}, "echo", "valid boolean"),
     (COMPLETIONS, {"suffix": "x"}, "suffix", "not supported"),
     (COMPLETIONS, {"best_of": 0}, "best_of", "greater than or equal to 1"),
-    (COMPLETIONS, {"best_of": 2, "n": 3}, "best_of", "at least n, which is 3, found 2"),
-    (COMPLETIONS, {"best_of": 3, "stream": True}, "best_of", "only the value of n (1) in a stream, found 3"),
-    (COMPLETIONS, {"prompt": ["a"] * 100, "best_of": 100}, "best_of", "100 prompts by 100 are over 2048"),
+    (COMPLETIONS, {"best_of": 2, "n": 3}, "best_of", "must be at least n (3), found 2"),
+    (COMPLETIONS, {"best_of": 3, "stream": True}, "best_of", "must equal n (1) in a stream, found 3"),
+    (COMPLETIONS, {"prompt": ["a"] * 100, "best_of": 100}, "best_of", "100 prompts with 100 answers"),
     (COMPLETIONS, {"logprobs": True}, "logprobs", "valid integer"),
     (COMPLETIONS, {"messages": []}, "messages", "unknown field"),
 ]
@@ -249,8 +249,8 @@ def check(response: Any, status: int) -> dict[str, Any]:
         (b"[1]", "must be a JSON object"),
         (b'"x"', "must be a JSON object"),
         (b"\xff\xfe", "body"),
-        (b'{"model": "tiny", "prompt": "a", "max_tokens": 1, "max_tokens": 5}', "max_tokens: more than once"),
-        (b'{"model": "tiny", "prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "5: more than once"),
+        (b'{"model": "tiny", "prompt": "a", "max_tokens": 1, "max_tokens": 5}', "max_tokens: appears twice"),
+        (b'{"model": "tiny", "prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "5: appears twice"),
         (b"", "must be a JSON object"),
         (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature must be"),
         (b'{"model": "tiny", "prompt": "a", "top_p": Infinity}', "top_p must be"),
@@ -277,7 +277,7 @@ def test_a_key_that_is_there_twice(serve: Serve) -> None:
     client, engine = serve()
     keys = ", ".join(f'"{key}": 1' for key in [*range(100_000), "n", "n"])
     error = check(client.post(CHAT, content=f"{{{keys}}}", headers={"content-type": "application/json"}), 400)
-    assert (error["message"], error["param"]) == ("n: more than once in one object", "n")
+    assert (error["message"], error["param"]) == ("n: appears twice in one object", "n")
     assert engine.submitted == []
 
 

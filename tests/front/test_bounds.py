@@ -1,4 +1,4 @@
-"""What one client can't do to the others: bodies that are wrong a million times, clients that stop halfway."""
+"""Limits that protect clients from each other: bodies with a million faults, clients that stop halfway."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def client(port: int, request: bytes) -> AsyncIterator[socket.socket]:
 
 
 class Large:
-    """Answers with ``SIZE`` bytes in one piece, which has to leave before a second piece ends the answer."""
+    """Answer with ``SIZE`` bytes in one piece, which must be sent before a second piece ends the answer."""
 
     SIZE = 32 * 2**20
 
@@ -180,7 +180,7 @@ def test_who_reads_slowly_is_not_cut(monkeypatch: pytest.MonkeyPatch, streams: b
 
 
 class Recording(Tokenizer):
-    """Notes the texts of prompts, and waits before one that is "slow"."""
+    """Record the texts of prompts, and wait before one that is "slow"."""
 
     def __init__(self) -> None:
         backend = byte_tokenizer()

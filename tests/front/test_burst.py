@@ -1,4 +1,4 @@
-"""Many requests at the same moment: how the front goes through them, and how they reach the engine."""
+"""Bursts of requests: how the front processes them and how they reach the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that the bundled model is held to, by clients of three APIs: whole and streamed, with drafts and without."""
+"""Forced tool calls of the bundled model by clients of three APIs: whole and streamed, with drafts and without."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_messages(server: Live) -> None:
             (block,) = found.content
             assert (found.stop_reason, block.type) == ("tool_use", "tool_use")
             check([(block.name, json.dumps(block.input))])
-        with pytest.raises(anthropic.BadRequestError, match=r"tool_choice\.name: none of the tools"):
+        with pytest.raises(anthropic.BadRequestError, match=r"tool_choice\.name: must be one of the tools"):
             api.messages.create(**given, tool_choice={"type": "tool", "name": "other"})
 
 

@@ -327,7 +327,7 @@ def test_without_a_tokenizer(serve: Serve) -> None:
         ),
         (client.post("/v1/chat/completions", json=asked), "messages", "may be token ids"),
         (client.post("/tokenize", json={"prompt": "a"}), "prompt", "may be token ids"),
-        (client.post("/detokenize", json={"tokens": [1]}), "tokens", "can't be turned into text"),
+        (client.post("/detokenize", json={"tokens": [1]}), "tokens", "can't decode tokens"),
     ):
         assert response.status_code == 400
         error = response.json()["error"]

@@ -97,10 +97,10 @@ def test_values_of_all_kinds() -> None:
         ("--page-size 3", {}, "--page-size: must be a power of two from 1 to 256, found 3"),
         ("--mem-fraction nan", {}, "--mem-fraction-static: must be a number"),
         ("--disable-radix-cache maybe", {}, "--disable-radix-cache: must be true or false, found 'maybe'"),
-        ("--speculative-algorithm lookahead", {}, "lookahead is not served: its window"),
+        ("--speculative-algorithm lookahead", {}, "lookahead is not supported: its window"),
         ("--speculative-algorithm NOSUCH", {}, "must be one of NONE, EAGLE, EAGLE3, "),
         ("--tp 2", {}, "--tensor-parallel-size: must be 1 in this version (one device), found 2"),
-        ("--speculative-accept-threshold-single 0.9", {}, "must be 1, as speculation never changes the text"),
+        ("--speculative-accept-threshold-single 0.9", {}, "must be 1, because speculation never changes the text"),
         ("--chunked-prefill-size 0", {}, "must be -1 or at least 1, found 0"),
         ("--max-running-requests -1", {}, "--max-running-requests: must be from 1 to 65536, found -1"),
         ("--disable-overlap-schedule --overlap-schedule on", {}, "contradicts"),
@@ -138,7 +138,7 @@ def test_errors_name_the_setting(line: str, environ: dict[str, str], words: str)
         ("page_size: true", "page_size: must be an integer, found True"),
         ("host: 5", "host: must be text, found 5"),
         ("served_model_name: [1]", "served_model_name: must be names"),
-        ("- a", "must hold lines of `name: value`"),
+        ("- a", "must contain lines of `name: value`"),
         ("a: [", "can't be read"),
         ("page-size: 16\npage_size: 32", "page_size: given twice"),
         ("port: 1\nhost: a\nport: 2", "port: given twice"),
@@ -240,9 +240,9 @@ def test_heads_that_the_kernels_do_not_have(model: str, monkeypatch: pytest.Monk
     wide = SimpleNamespace(**{**vars(LLAMA), "layers": (SimpleNamespace(head_dim=80),)})
     found, notes = resolve(Settings(model_path=model), wide)  # type: ignore[arg-type]
     assert (found.attention_backend, found.disable_cuda_graph) == ("torch", True)
-    why = "triton has heads of (32, 64, 128, 256), the model's are of 80"
+    why = "triton supports head sizes (32, 64, 128, 256), the model's is 80"
     assert f"attention_backend = torch: {why}" in notes
-    assert "disable_cuda_graph = True: attention backend torch reads host lengths" in notes
+    assert "disable_cuda_graph = True: the torch attention backend reads lengths on the host" in notes
     with pytest.raises(ValueError, match=re.escape(f"--attention-backend triton: {why}; use torch")):
         resolve(Settings(model_path=model, attention_backend="triton"), wide)  # type: ignore[arg-type]
 
@@ -258,9 +258,9 @@ def test_heads_that_the_kernels_do_not_have(model: str, monkeypatch: pytest.Monk
         ({"attention_backend": "triton"}, "--attention-backend triton needs a GPU"),
         (
             {"enable_deterministic_inference": True},
-            "--enable-deterministic-inference holds with --dtype bfloat16",
+            "--enable-deterministic-inference needs --dtype bfloat16",
         ),
-        ({"max_total_tokens": 8}, "--max-total-tokens: must hold a page of 16"),
+        ({"max_total_tokens": 8}, "--max-total-tokens: must be at least a page of 16"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(
@@ -280,7 +280,7 @@ def test_the_same_bits_are_told(model: str) -> None:
     assert getattr(resolve(replace(given, **{name: True}), LLAMA, has_gpu=True)[0], name)
     for changed in ({"dtype": "float16"}, {"attention_backend": "torch"}):
         assert not getattr(resolve(replace(given, **changed), LLAMA, has_gpu=True)[0], name)
-        with pytest.raises(ValueError, match="--enable-deterministic-inference holds with"):
+        with pytest.raises(ValueError, match="--enable-deterministic-inference needs"):
             resolve(replace(given, **changed, **{name: True}), LLAMA, has_gpu=True)
 
 
@@ -294,7 +294,7 @@ def test_flags_without_effect_are_noted(model: str) -> None:
         "--cuda-graph-max-bs", "--speculative-num-steps", "--enable-torch-compile", "--torch-compile-max-bs",
         "--mem-fraction-static",
     ):  # fmt: skip
-        assert any(flag in note and "changes nothing" in note for note in notes), flag
+        assert any(flag in note and "has no effect" in note for note in notes), flag
     assert found.speculative_num_steps is None
     assert resolve(found, LLAMA) == (found, [])
 

@@ -1,4 +1,5 @@
-"""Every field of OpenAI's, by OpenAI's client, against the bundled model under speculation: see ``conformance.py``."""
+"""Every field of OpenAI's API, by OpenAI's client, against the bundled model with speculation: see
+``conformance.py``."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def client(server: Live) -> Iterator[openai.OpenAI]:
 
 
 NAMED_OTHERWISE = {  # by field and words: what the error's param is instead
-    ("messages[].role", "no call of this id"): "messages[].tool_call_id",
+    ("messages[].role", "no call in the preceding assistant message has this id"): "messages[].tool_call_id",
     ("messages[].content", "'text'"): "messages[].content[].type",
     ("messages[].tool_calls", "This model has no role tool"): "messages",
     ("stream_options.include_usage", "only with stream"): "stream_options",
@@ -61,7 +62,7 @@ NAMED_OTHERWISE = {  # by field and words: what the error's param is instead
     ("chat_template_kwargs", "does not read it"): "chat_template_kwargs.enable_thinking",
     ("chat_template_kwargs", "is set by the server"): "chat_template_kwargs.messages",
     ("response_format", "'text'"): "response_format.type",
-    ("response_format", "needed for the type"): "response_format.json_schema",
+    ("response_format", "the type json_schema needs it"): "response_format.json_schema",
     ("prediction", "'content'"): "prediction.type",
     ("speculation", "greater than or equal to 0"): "speculation.max_draft_tokens",
 }
@@ -95,7 +96,7 @@ def text_of(route: str, choice: Any) -> str:
 
 
 class Caller:
-    """Asks, each question once. Answers are held against the described ones."""
+    """Send requests, each only once, and check answers against their description."""
 
     def __init__(self, client: openai.OpenAI) -> None:
         self.client = client

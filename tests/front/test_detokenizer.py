@@ -1,4 +1,4 @@
-"""Pieces put together are the text of the whole, however the tokens come."""
+"""The detokenizer's pieces joined are the whole text, however the tokens arrive."""
 
 from __future__ import annotations
 

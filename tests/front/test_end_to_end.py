@@ -1,4 +1,4 @@
-"""The real engine under the front, on tiny random checkpoints: speculating or not, all say the same."""
+"""The real engine with the front, on tiny random checkpoints: speculation changes no answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars of calls: whatever tokens they let through, parsers read the calls that were asked for."""
+"""Grammars of tool calls: parsers read the requested calls from any tokens that the grammars allow."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def allowed(name: str) -> ChosenTools:
 
 
 class Walker:
-    """Draws answers from a grammar, with a liking for marks, brackets and an end."""
+    """Draw answers from a grammar, preferring marks, brackets and the end."""
 
     def __init__(self, folder: Path, added: Sequence[str]) -> None:
         given = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
@@ -263,10 +263,10 @@ def test_other_forms_after_a_thought(walker: Walker, name: str, prompt: str) -> 
 @pytest.mark.parametrize(
     ("given", "format_", "param", "words"),
     [
-        ({"choice": named("other")}, "hermes", "tool_choice.function.name", "none of the tools, found 'other'"),
-        ({"choice": allowed("other")}, "hermes", "tool_choice.allowed_tools.tools.0.function.name", "none of the"),
-        ({"choice": allowed("tree")}, "pythonic", "tool_choice", "can't be held to a grammar"),
-        ({"choice": "required"}, "pythonic", "tool_choice", "pythonic can't be held to a grammar: their arguments"),
+        ({"choice": named("other")}, "hermes", "tool_choice.function.name", "must be one of the tools, found 'other'"),
+        ({"choice": allowed("other")}, "hermes", "tool_choice.allowed_tools.tools.0.function.name", "must be one of"),
+        ({"choice": allowed("tree")}, "pythonic", "tool_choice", "can't be enforced"),
+        ({"choice": "required"}, "pythonic", "tool_choice", "pythonic can't be enforced: their arguments"),
         ({"parallel": False}, "llama3_json", "parallel_tool_calls", "begin with a brace"),
         ({"tools": tools("tree")}, "llama3_json", "tools.1.function.strict", "begin with a brace"),
     ],
@@ -280,9 +280,9 @@ def test_what_can_not_be_held(given: dict[str, Any], format_: str, param: str, w
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({"type": "string"}, "arguments are an object, found the type 'string'"),
+        ({"type": "string"}, "the type must be 'object', found 'string'"),
         ({"not": {"required": ["a"]}}, 'Unimplemented keys: ["not"]'),
-        ({"x-guidance": {}}, "x-guidance can't be given"),
+        ({"x-guidance": {}}, "x-guidance is not supported"),
     ],
 )
 def test_schemas_that_can_not_be_enforced(schema: dict[str, Any], words: str) -> None:
@@ -307,5 +307,5 @@ def test_what_is_free_needs_no_grammar() -> None:
 
 def test_a_grammar_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specserve.grammar.MOST", 700)
-    with pytest.raises(FieldError, match=r"tools: their grammar has .* characters, at most 700"):
+    with pytest.raises(FieldError, match=r"tools: their grammar has .* characters; the limit is 700"):
         Calls(tools(), "required").grammar(FORMATS["hermes"], Marks({}))

@@ -1,4 +1,4 @@
-"""Programs as the pages show them, against a server of the bundled model."""
+"""Programs shown in the docs, run against a server of the bundled model."""
 
 from __future__ import annotations
 

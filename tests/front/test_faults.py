@@ -1,4 +1,4 @@
-"""A server under fire: signals, engines that die, queues that fill. Real processes, a fake scheduler."""
+"""Faults: signals, engines that die, full queues. Real processes, a fake scheduler."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestOfOneServer:
     def test_queue(self, server: Server, pool: ThreadPoolExecutor) -> None:
         never = post(server, n=5, max_tokens=1)
         assert never.status_code == 400
-        assert "5 answers in one call, at most 4" in never.json()["error"]["message"]
+        assert "5 answers in one call exceed the limit of 4" in never.json()["error"]["message"]
         for fields, param in (
             ({"n": 5}, "n"),
             ({"best_of": 5}, "best_of"),
@@ -77,7 +77,7 @@ class TestOfOneServer:
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
-        assert "2 asked for in addition to 3" in error["message"]
+        assert "2 requested, 3 running or waiting" in error["message"]
         assert metric(server, "rejected_requests_total") == 2
         assert post(server, max_tokens=1).status_code == 200
         assert {future.result().status_code for future in waiting} <= {200, 504}

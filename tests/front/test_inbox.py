@@ -1,4 +1,4 @@
-"""Tokens that nobody took yet travel together, and nothing of them is lost."""
+"""Unread tokens are merged into one message without loss."""
 
 from __future__ import annotations
 

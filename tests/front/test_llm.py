@@ -1,4 +1,4 @@
-"""``LLM`` over a fake engine: order, forms of prompts, errors, what is left after."""
+"""``LLM`` over a fake engine: order, forms of prompts, errors, and cleanup."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_tools_and_thoughts(
     """The answer, which repeats the prompt, is taken apart."""
     read = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
     llm = make(tmp_path, monkeypatch, chat_template=ECHO, **read)
-    assert "changes nothing" not in caplog.text
+    assert "has no effect" not in caplog.text
     first, second = llm.chat([echo(CALLED), echo("add now")], tools=TOOLS)
     assert (first.text, first.reasoning_content, first.content) == (CALLED, "hm", "So:")
     assert first.tool_calls == [FunctionCall("add", '{"a": 1}'), FunctionCall("now", "{}")]
@@ -167,7 +167,7 @@ def test_what_calls_and_thoughts_ask_of_the_engine(tmp_path: Path, monkeypatch: 
     )
     for fields, words in (
         ({"tools": [{"type": "function"}]}, r"tools\.0\.function: this field is required"),
-        ({"tools": [*TOOLS, TOOLS[0]]}, "tools: .* add is there twice"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools: .* add occurs twice"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
         ({"tool_choice": "required"}, "tool_choice: there are no tools to call"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls: Input should be a valid boolean"),
@@ -261,7 +261,7 @@ def test_settings_of_the_server_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make(tmp_path, monkeypatch, request_timeout=5, max_body_bytes=9, port=30000, requests_all_greedy=True)
-    said = [record.getMessage() for record in caplog.records if "changes nothing" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
     assert [words.split()[0] for words in said] == ["request_timeout", "max_body_bytes"]
 
 

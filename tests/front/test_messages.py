@@ -1,4 +1,4 @@
-"""Anthropic's Messages API by Anthropic's client: over a fake engine, and over the bundled model."""
+"""Anthropic's Messages API with Anthropic's client: over a fake engine, and over the bundled model."""
 
 from __future__ import annotations
 
@@ -190,7 +190,9 @@ def test_what_claude_code_sends(ask: Ask, caplog: pytest.LogCaptureFixture) -> N
         'Bash;system:x-header: 1;You are.;user:<r>List.;assistant:(ls)I list.[Bash{"command": "ls"}];tool:a.py;'
         "system:Reminder.;user:Go on.;assistant:"
     )
-    notes = [record.getMessage() for record in caplog.records if "not heeded" in record.getMessage()]
+    notes = [
+        record.getMessage() for record in caplog.records if "accepted but ignored" in record.getMessage()
+    ]
     assert len(notes) == len(set(notes)) == 4
     assert not any("List" in note for note in notes)
 
@@ -205,7 +207,7 @@ def test_thinking_has_a_budget(ask: Ask, caplog: pytest.LogCaptureFixture) -> No
         assert engine.submitted[0].params.thinking_token_budget == budget
         assert post(api, thinking={"type": "disabled"}).status_code == 200
         assert engine.submitted[1].params.thinking_token_budget is None
-        assert ("no budget is held" in caplog.text) == (budget is None)
+        assert ("budgets need --reasoning-parser" in caplog.text) == (budget is None)
     api, _ = ask(reasoning_parser="qwen3")
     error = post(api, thinking={**asked, "budget_tokens": -1}).json()["error"]
     assert error["message"].startswith("thinking.budget_tokens: ")
@@ -236,7 +238,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (said({"type": "image", "source": {}}), "messages.0.content.0.type: "),
     (said({"type": "document", "source": {}}), "messages.0.content.0.type: "),
     (said({"type": "text"}), "messages.0.content.0.text: this field is required"),
-    (said({"type": "text", "text": "a", "id": "1"}), "messages.0.content.0.id: not in one of the type text"),
+    (
+        said({"type": "text", "text": "a", "id": "1"}),
+        "messages.0.content.0.id: not allowed for the type text",
+    ),
     (
         said({"type": "tool_use", "id": "1", "name": "f", "input": {}}),
         "messages.0.content.0.type: no tool_use in a ",
@@ -288,9 +293,9 @@ def test_errors_of_every_kind(ask: Ask) -> None:
     api, _ = ask(api_key="secret", max_body_bytes=2000)
     with pytest.raises(anthropic.AuthenticationError, match="x-api-key"):
         api.with_options(api_key="wrong").messages.create(**GOOD)
-    with pytest.raises(anthropic.NotFoundError, match="no model 'none' here"):
+    with pytest.raises(anthropic.NotFoundError, match="no model 'none'"):
         api.messages.create(**{**GOOD, "model": "none"})
-    with pytest.raises(anthropic.NotFoundError, match="no model 'none' here"):
+    with pytest.raises(anthropic.NotFoundError, match="no model 'none'"):
         api.messages.count_tokens(model="none", messages=ASKED)
     headers = {"x-api-key": "secret"}
     for answer, status, kind in (

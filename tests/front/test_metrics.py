@@ -1,4 +1,4 @@
-"""``/metrics``, the page that defines it, the dashboard that draws it, and ``/server_info``'s summary."""
+"""``/metrics``, the page that defines it, the dashboard that shows it, and ``/server_info``'s summary."""
 
 from __future__ import annotations
 

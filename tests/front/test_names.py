@@ -1,4 +1,4 @@
-"""By which names a model is served."""
+"""The names under which a model is served."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_requests(serve: Serve) -> None:
     error = client.post("/v1/completions", json={"model": "org/large", "prompt": "a"})
     assert error.status_code == 404
     assert error.json()["error"] == {
-        "message": "no model 'org/large' here; this server has tiny",
+        "message": "this server has no model 'org/large'; it serves tiny",
         "type": "invalid_request_error",
         "param": "model",
         "code": "model_not_found",

@@ -1,4 +1,4 @@
-"""The balancer as it is shipped, before servers that die and drain."""
+"""The shipped load balancer in front of servers that die and drain."""
 
 from __future__ import annotations
 

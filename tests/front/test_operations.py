@@ -1,4 +1,4 @@
-"""Routes for those who run the server, and what happens while the engine loads and when it is gone."""
+"""Routes for operators, and their answers while the engine loads and after it is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request's answer: stop strings, finish reasons, counts."""
+"""A request's answer: stop strings, finish reasons, counts."""
 
 from __future__ import annotations
 

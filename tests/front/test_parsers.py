@@ -1,4 +1,4 @@
-"""What parsers find in answers, however the text is cut."""
+"""Parsers of answers, with the text cut in every way."""
 
 from __future__ import annotations
 
@@ -391,7 +391,7 @@ def test_settings_name_the_formats() -> None:
         assert Settings(reasoning_parser=name).reasoning_parser == name
     unread = Settings(skip_tokenizer_init=True, tool_call_parser="hermes", reasoning_parser="mimo")
     assert any(
-        note.startswith("--tool-call-parser, --reasoning-parser changes nothing")
+        note.startswith("--tool-call-parser, --reasoning-parser has no effect")
         for note in resolve_paths(unread)[1]
     )
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The playground's files: how they are served, and what they must not hold. test_playground_browser.py opens them."""
+"""The playground's files: how they are served, and what they must not contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The playground in headless Chromium. Skipped, with the reason, where playwright or a Chromium is missing."""
+"""The playground in headless Chromium. Skipped, with the reason, if playwright or Chromium is missing."""
 
 from __future__ import annotations
 

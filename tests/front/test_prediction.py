@@ -1,4 +1,4 @@
-"""``prediction`` over HTTP, to the bundled model and to a fake engine."""
+"""``prediction`` over HTTP, with the bundled model and with a fake engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs that others wrote for such servers send, and what they read of the answers: docs/clients.md."""
+"""Requests that third-party programs send, and what they read of the answers: docs/clients.md."""
 
 from __future__ import annotations
 

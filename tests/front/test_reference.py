@@ -1,4 +1,4 @@
-"""The pages that are written from the code are current, and every field of a request has its meaning there."""
+"""The generated pages are current, and every field of a request is described there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API by OpenAI's client: over a fake engine, and over the bundled model."""
+"""OpenAI's Responses API with OpenAI's client: over a fake engine, and over the bundled model."""
 
 from __future__ import annotations
 
@@ -415,7 +415,7 @@ def test_bundled_model_parses(client: openai.OpenAI) -> None:
 
 def test_embeddings_are_refused(ask: Ask) -> None:
     api, _ = ask()
-    with pytest.raises(openai.BadRequestError, match="embeds none") as caught:
+    with pytest.raises(openai.BadRequestError, match="only generates text") as caught:
         api.embeddings.create(model="tiny", input="a")
     assert caught.value.code == "unsupported_endpoint"
 

@@ -1,4 +1,4 @@
-"""``/openapi.json``: what it says of requests is what is taken, and answers are as described, whatever is sent."""
+"""``/openapi.json``: it describes exactly the accepted requests, and all answers match it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server's log holds: ids, and never a key or a prompt, whatever goes wrong. And what checkpoints can't do."""
+"""A server's log contains ids, but never keys or prompts, whatever goes wrong. And the limits on checkpoints."""
 
 from __future__ import annotations
 

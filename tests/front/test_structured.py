@@ -1,4 +1,4 @@
-"""Structured output over HTTP: the fields of OpenAI, vLLM and SGLang, and what is refused."""
+"""Structured output over HTTP: the fields of OpenAI, vLLM and SGLang, and refusals."""
 
 from __future__ import annotations
 
@@ -81,17 +81,17 @@ def test_honoured(serve: Serve, route: str, fields: dict[str, Any], expected: st
         (named({"not": {}}), "response_format.json_schema.schema", 'Unimplemented keys: ["not"]'),
         (named({"oneOf": [{"type": "number"}, {"type": "integer"}]}), "response_format.json_schema.schema", "anyOf"),
         (named({"type": "intger"}), "response_format.json_schema.schema", "Invalid type: intger"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needed for the type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "the type json_schema needs it"),
         ({"response_format": {"type": "text", "json_schema": {"name": "n"}}}, "response_format.json_schema", "only"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type", "'json_schema'"),
-        ({"structured_outputs": {}}, "structured_outputs", "says nothing"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is no JSON"),
+        ({"structured_outputs": {}}, "structured_outputs", "needs one of json"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not JSON"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "invalid regex"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one text or more"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one or more texts"),
         ({"structured_outputs": {"grammar": "start: a"}}, "structured_outputs.grammar", 'unknown name: "a"'),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not supported"),
         ({"ebnf": "root ::= ("}, "ebnf", ""),
-        ({"regex": "a", "guided_choice": ["a"]}, "regex", "an answer has one form, and guided_choice is given"),
+        ({"regex": "a", "guided_choice": ["a"]}, "regex", "can't be combined with guided_choice"),
         ({"regex": "a", "min_tokens": 1}, "min_tokens", "ends where the grammar says"),
         ({"regex": "a", "ignore_eos": True}, "ignore_eos", "ends where the grammar says"),
     ],
@@ -106,7 +106,7 @@ def test_a_grammar_that_takes_long(serve: Serve, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(structured, "SLOW", 0.0)
     error = ask(serve, CHAT, {"regex": "a{1,7}"})
     assert error["param"] == "regex"
-    assert "s to compile, at most" in error["message"]
+    assert "s to compile; the limit is" in error["message"]
 
 
 class Weather(BaseModel):

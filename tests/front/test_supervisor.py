@@ -1,4 +1,4 @@
-"""How often an engine is replaced, and how long the pauses are, with engines and a clock of its own."""
+"""How often an engine is replaced and after which pauses, with fake engines and a fake clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOAD = 700.0  # seconds that an engine loads: longer than the period in which re
 
 
 class Engine:
-    """Stands in for a process."""
+    """Stand in for a process."""
 
     def __init__(self, settings: object, build: object) -> None:
         pass

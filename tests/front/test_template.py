@@ -1,4 +1,4 @@
-"""What a chat template gets, and what happens when it has no place for a name."""
+"""What a chat template receives, and what happens if it has no place for a name."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def test_what_a_template_makes_of_a_text_is_its_own_way(serve: Serve) -> None:
     [
         (USERS, [SYSTEM, ASKED], "messages.0.content: the model's chat template has no place for it (role system)"),
         (USERS, [ASKED, CALLED, RESULT], "messages.1.tool_calls.0.function.name: "),
-        (EITHER, [ASKED, TWO, {**RESULT, "tool_call_id": "8"}], "messages.2.tool_call_id: results come in the order"),
+        (EITHER, [ASKED, TWO, {**RESULT, "tool_call_id": "8"}], "messages.2.tool_call_id: results must be in"),
         (EITHER, [ASKED, TWO, RESULT, RESULT], "messages.3.tool_call_id: a second result of the call '7'"),
         (EITHER, [ASKED, {**CALLED, "tool_calls": [CALL, CALL]}], "messages.1.tool_calls.1.id: '7' is"),
         (NO_TOOLS, [ASKED, CALLED, RESULT], "refuses the messages: no tools here"),
-        (TOOLS, [ASKED, CALLED, {**RESULT, "tool_call_id": "8"}], "messages.2.tool_call_id: no call of this id"),
-        (TOOLS, [ASKED, CALLED, ASKED, RESULT], "messages.3.tool_call_id: no call of this id"),
+        (TOOLS, [ASKED, CALLED, {**RESULT, "tool_call_id": "8"}], "messages.2.tool_call_id: no call in the preceding"),
+        (TOOLS, [ASKED, CALLED, ASKED, RESULT], "messages.3.tool_call_id: no call in the preceding"),
         (None, [ASKED], "no chat template"),
     ],
 )  # fmt: skip
@@ -110,7 +110,7 @@ def test_a_name_without_a_place_is_left_out_and_noted_once(
         template = ChatTemplate(byte_tokenizer(USERS))
         assert [template.render(given) for given in (named, [ASKED], named)] == ["1 + 2?"] * 3
     (noted,) = caplog.messages
-    assert "no place for speakers (messages[].name)" in noted
+    assert "leaves out speakers (messages[].name)" in noted
     assert "Ann" not in noted
 
 
@@ -176,11 +176,11 @@ def test_another_template(model: Path, tmp_path: Path, as_file: bool) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("no/such/file.jinja", "'no/such/file.jinja' is no template of Jinja and no file"),
-        ("chatml", "'chatml' is no template of Jinja and no file"),
+        ("no/such/file.jinja", "'no/such/file.jinja' is neither a Jinja template nor a file"),
+        ("chatml", "'chatml' is neither a Jinja template nor a file"),
         ("{{ a", "line 1: unexpected end of template"),
         ("{% for m in messages %}", "line 1: Unexpected end of template"),
-        (__file__.replace("test_template.py", "__init__.py"), "holds no template of Jinja"),
+        (__file__.replace("test_template.py", "__init__.py"), "is not a Jinja template"),
     ],
 )
 def test_a_template_that_is_none(model: Path, given: str, words: str) -> None:

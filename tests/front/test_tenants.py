@@ -1,4 +1,4 @@
-"""Who asks is told apart by the key of the call itself."""
+"""Tenants are told apart by the key of each call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log says about every ten seconds of work what was done."""
+"""The throughput log, written about every ten seconds of work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server's tokenizer, loaded where there is no PyTorch, is the one that Transformers loads next to it."""
+"""A tokenizer loaded without PyTorch equals the one that Transformers loads with it."""
 
 from __future__ import annotations
 

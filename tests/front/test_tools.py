@@ -1,4 +1,4 @@
-"""Calls of tools and reasoning in chat, by OpenAI's client over a fake engine."""
+"""Tool calls and reasoning in chat, with OpenAI's client over a fake engine."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def test_what_a_grammar_holds_to(serve: Serve, fields: dict[str, Any], choice: A
 @pytest.mark.parametrize(
     ("fields", "given", "param", "words"),
     [
-        ({"tool_choice": ADD_CHOSEN, "tools": TOOLS[1:]}, {}, "tool_choice.function.name", "none of the tools"),
+        ({"tool_choice": ADD_CHOSEN, "tools": TOOLS[1:]}, {}, "tool_choice.function.name", "must be one of the tools"),
         ({"tool_choice": "required", "tools": []}, {}, "tool_choice", "there are no tools to call"),
         ({"tool_choice": "required"}, {"tool_call_parser": "pythonic"}, "tool_choice", "Python, not JSON"),
         ({"tools": STRICT}, {"tool_call_parser": "llama3"}, "tools.1.function.strict", "begin with a brace"),

@@ -1,4 +1,4 @@
-"""Pages have owners; those without are free."""
+"""Pages have owners; pages without an owner are free."""
 
 from __future__ import annotations
 

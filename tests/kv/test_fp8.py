@@ -1,4 +1,4 @@
-"""The FP8 KV cache: its scores, its scales, that drafts change no text, its memory, and what is refused."""
+"""The FP8 KV cache: its scores, scales, lossless speculation, memory, and refusals."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_fingerprint_follows_scales(scaled: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("fp8_e5m2", "fp8_e5m2 keeps a bit less .* accepted are auto and fp8_e4m3"),
+        ("fp8_e5m2", "fp8_e5m2 has a mantissa bit less than .* accepted are auto and fp8_e4m3"),
         ("bfloat16", "computed in --dtype float32; accepted are auto and fp8_e4m3"),
         ("int8", "kv_cache_dtype: must be one of auto, .* found 'int8'"),
     ],

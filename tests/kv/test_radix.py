@@ -1,4 +1,4 @@
-"""The prefix cache against a dictionary of prefixes, and what it evicts."""
+"""The prefix cache against a dictionary of prefixes, and its evictions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def random_tokens(rng: random.Random, page_size: int) -> Tokens:
 
 @dataclass
 class Model:
-    """Whole-page prefix -> page."""
+    """The expected cache: a page by its whole prefix."""
 
     page_size: int
     pages: dict[Tokens, int] = field(default_factory=dict)

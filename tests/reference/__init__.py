@@ -1,1 +1,1 @@
-"""Slow, plain references written from design.md and formats.md alone; nothing of the product is imported."""
+"""Slow, simple references written only from design.md and formats.md; they import nothing of the product."""

@@ -1,7 +1,7 @@
 """Snowflake's LSTM speculator from published tensors, recomputed from scratch; and fixtures in the same names.
 
-With n + 1 committed tokens (the last is the root) the state begins as the target's after the final norm of token n - 1,
-the cell as zeros. Level 0 takes the root in, level i the i-th drafted token."""
+With n + 1 committed tokens (the last is the root) the state starts as the target's after the final norm of token n - 1,
+and the cell as zeros. Level 0 reads the root, level i the i-th drafted token."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -2,7 +2,8 @@
 and fixtures in the same names.
 
 With n + 1 committed tokens (the last is the root, at position n) a block is the root and mask tokens at positions n to
-n + B - 1. Each of its rows sees all of the block, and the text before it as what `fc` makes of the target's states."""
+n + B - 1. Each of its rows attends to the whole block and to the text before it, given by `fc` of the target's states.
+"""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Whole requests, plain and speculative, from scratch at every step: design sections 3 and 5 in a page."""
+"""Whole requests, plain and speculative, recomputed from scratch at every step: design sections 3 and 5 in a page."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

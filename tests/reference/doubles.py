@@ -1,4 +1,4 @@
-"""transformers in true float64, to compare the references with."""
+"""transformers in true float64, for comparison with the references."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,6 +1,6 @@
 """Random drafts in the layouts of formats.md 1.5, 2.2, 2.8 and 2.9: names, shapes, dtypes and nesting as published.
 
-A draft begins in the layout of section 2.1 or 1.1; the `as_` functions turn that into another's."""
+A draft starts in the layout of section 2.1 or 1.1; the `as_` functions convert it to others."""
 
 import json
 from pathlib import Path

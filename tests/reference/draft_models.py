@@ -1,8 +1,8 @@
 """Random EAGLE and EAGLE-3 drafts for a target on disk, in their published layouts (formats.md 1.1, 2.1).
 
-With `agree` a draft is built, not drawn, to say head(norm(E[x])) of the newest token x. It then often agrees
-with a target made with a small `branch_scale` and an untied head, so that tests see long accepted paths. Such
-a draft hardly reads its features and cache: to test those compare with eagle.py, or use a random draft."""
+With `agree` a draft is constructed, not drawn, to return head(norm(E[x])) of the newest token x. It then often agrees
+with a target made with a small `branch_scale` and an untied head, so that tests see long accepted paths. Such a draft
+hardly reads its features and cache: to test those, compare with eagle.py or use a random draft."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,9 +1,9 @@
 """EAGLE-1/2, EAGLE-3 and MiMo's MTP drafts from published tensors (formats.md 1.3, 2.3 and 6.1), recomputed from
 scratch, in every dialect of these sections.
 
-Row i pairs the target's feature of token i with token i + 1 and predicts token i + 2. With n + 1 committed
-tokens (the last is the root: sampled, not yet run through the target) there are n features. A drafted token's
-row takes the output of the row before it in place of a feature."""
+Row i pairs the target's feature of token i with token i + 1 and predicts token i + 2. With n + 1 committed tokens (the
+last is the root: sampled, not yet run through the target) there are n features. A drafted token's row uses the output
+of the row before it in place of a feature."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ AUX = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass
 class Draft:
-    """Keys as normalised by plain_keys(), config by plain_config(). embed [V, h] and head [V or Vd, h] are the ones
-    to be used."""
+    """A draft. Keys as normalised by plain_keys(), config by plain_config(). embed [V, h] and head [V or Vd, h] are
+    those in use."""
 
     state: State
     config: Config

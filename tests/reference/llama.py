@@ -1,5 +1,5 @@
-"""The forward of Llama and its kin (Mistral, Qwen2, Qwen3, MiMo) over a whole sequence, from Hugging Face tensors and
-config (formats.md section 11). Biases and norms of heads are used where the checkpoint has them."""
+"""The forward of Llama and similar models (Mistral, Qwen2, Qwen3, MiMo) over a whole sequence, from Hugging Face
+tensors and config (formats.md section 11). Biases and head norms are used if the checkpoint has them."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Medusa's heads from published tensors (formats.md 7.1), recomputed from scratch; and fixtures in the same names.
 
 With n + 1 committed tokens (the last is the root) head i reads the target's state after the final norm of token n - 1,
-from which the root was chosen, and says what follows the root and i tokens more, whatever those are."""
+from which the root was chosen, and predicts the token i + 1 places after the root, whatever comes between."""
 
 import json
 from collections.abc import Sequence

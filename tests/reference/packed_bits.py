@@ -1,7 +1,7 @@
 """Weights of 4 and 8 bits in the layouts of AutoAWQ, GPTQ and compressed-tensors' pack-quantized.
 
-Writers round a weight ``[O, I]`` and pack it as the tools do; readers say what a file means in float64. Neither imports
-the product. Numbers in a word begin at its last bits.
+Writers quantize a weight ``[O, I]`` and pack it as the tools do; readers dequantize a file in float64. Neither imports
+the product. Numbers in a word begin at its lowest bits.
 """
 
 from collections.abc import Callable, Mapping

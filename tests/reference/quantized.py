@@ -1,7 +1,7 @@
-"""Quantized checkpoints in the published layouts, written from plain ones, and what their numbers mean in float64.
+"""Quantized checkpoints in the published layouts, written from plain ones, and their dequantized numbers in float64.
 
 ``quantize`` rounds and ``dequantize`` reads back, each number by itself and by the formula of its format
-(formats-targets.md section A). They import nothing of the product and share nothing but the layouts.
+(formats-targets.md section A). They import nothing of the product and share only the layouts.
 """
 
 import json

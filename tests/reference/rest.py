@@ -1,4 +1,4 @@
-"""REST's datastore, written and read at every place: no search, no suffix array is trusted."""
+"""REST's datastore, written, and read by scanning every position without search or suffix array."""
 
 import struct
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Design section 5: which token is chosen, and how a drafter that shares the noise scores its candidates."""
+"""Design section 5: the choice of a token, and the scores of a drafter that shares the noise."""
 
 import math
 from collections import Counter

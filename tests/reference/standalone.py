@@ -1,4 +1,4 @@
-"""A draft that is a model of its own: fixtures, and what it says after a text, recomputed from scratch."""
+"""A draft that is a separate model: fixtures, and its predictions recomputed from scratch."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Suffix decoding as this server does it, by looking at every place: what followed the longest match of a text's end in
-the text itself, and in earlier answers as far as the host knew the text."""
+"""This server's suffix decoding by exhaustive scan: what followed the longest match of a text's end, in the text itself
+and in earlier answers as far as the host knew them."""
 
 import math
 from collections import Counter

@@ -1,5 +1,5 @@
-"""EAGLE-2's dynamic tree (formats.md section 4) as explicit nodes, its two published parent arithmetics, the
-walk of section 5.1, and design section 3's selection over a batch."""
+"""EAGLE-2's dynamic tree (formats.md section 4) with explicit nodes, its two published parent arithmetics, the walk of
+section 5.1, and design section 3's selection over a batch."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What is asked of every method: its drafts are those of a slow reading, and no text changes."""
+"""Tests for every method: its drafts match a slow reference, and no text changes."""
 
 from __future__ import annotations
 

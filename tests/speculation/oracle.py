@@ -1,4 +1,4 @@
-"""The slow references over checkpoints on disk, asked for what an engine's step should have drafted."""
+"""The slow references over checkpoints on disk, which compute what an engine's step should have drafted."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def reference_params(params: SamplingParams, prompt: Sequence[int], choice: int 
 
 @dataclass
 class Oracle:
-    """A target and one draft. Everything is recomputed from scratch; target forwards are remembered."""
+    """A target and one draft. Everything is recomputed from scratch; target forwards are cached."""
 
     target_path: Path
     draft_path: Path

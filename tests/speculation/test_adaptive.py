@@ -31,8 +31,8 @@ def seconds(shape: StepShape) -> float:
 
 @dataclass
 class Device:
-    """``accepts(request)``: the chance that a drafted token is right, at any level. ``room``: tokens that a request may
-    get beyond one. ``stops``: the first token of each step ends its request."""
+    """``accepts(request)``: the probability that a drafted token is right, at any level. ``room``: tokens that a
+    request may get beyond one. ``stops``: the first token of each step ends its request."""
 
     accepts: Sequence[float]
     caps: Sequence[int] | None = None

@@ -1,4 +1,4 @@
-"""ARCTIC_LSTM: published files load, what is drafted is what a slow reading drafts, and no text changes."""
+"""ARCTIC_LSTM: published files load, drafts match a slow reference, and no text changes."""
 
 from __future__ import annotations
 
@@ -107,5 +107,5 @@ def test_broken_files(
 
 
 def test_no_deeper_than_it_was_trained(agreeing: Checkpoints) -> None:
-    with pytest.raises(ValueError, match=r"--speculative-num-steps: .* gives 3 levels at most, found 4"):
+    with pytest.raises(ValueError, match=r"--speculative-num-steps: .* has at most 3 levels, found 4"):
         agreeing.scheduler(METHOD, (4, 1, 5))

@@ -1,5 +1,4 @@
-"""DFLASH, DFLASH2, DSPARK and DOMINO: published files load, what is drafted is what a slow reading drafts, and no text
-changes."""
+"""DFLASH, DFLASH2, DSPARK and DOMINO: published files load, drafts match a slow reference, and no text changes."""
 
 from __future__ import annotations
 
@@ -203,7 +202,7 @@ def test_other_drafts_are_named(agreeing: Checkpoints, tmp_path: Path) -> None:
         scheduler_of("DFLASH", target, dspark, (1, 1, 2))
     with pytest.raises(ValueError, match=r"holds no block draft: expected tensors hidden_norm\.weight"):
         scheduler_of("DFLASH", target, agreeing.eagle, (1, 1, 2))
-    with pytest.raises(ValueError, match="gives 4 levels at most, found 5"):
+    with pytest.raises(ValueError, match="has at most 4 levels, found 5"):
         scheduler_of("DFLASH", target, agreeing.others["DFLASH"], (5, 1, 6))
     draft = make_block(tmp_path / "draft", target)
     state = load_file(draft / "model.safetensors")

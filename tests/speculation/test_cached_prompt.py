@@ -1,4 +1,4 @@
-"""A prompt found in the prefix cache is drafted for and accepted exactly as one that was computed."""
+"""Drafts and acceptance after a cached prompt are exactly those after a computed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule that chooses a token, where it is at its limits."""
+"""The sampling rule at its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of constrained texts in small, and that it would notice."""
+"""``benchmarks.constrained`` in small, and that it detects errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a step drafts and verifies equals EAGLE-2's tree over the slow draft, level by level, and what it accepts the
-slow walk, in float64."""
+"""Drafted and verified trees equal EAGLE-2's over the slow draft, level by level, and accepted paths equal the slow
+walk, in float64."""
 
 from __future__ import annotations
 

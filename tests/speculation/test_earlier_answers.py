@@ -1,4 +1,4 @@
-"""What is kept of earlier answers: the right places, as much as is said, and each tenant's for that tenant alone."""
+"""The store of earlier answers: correct matches, a bounded size, and no answers shared between tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters at the ends of their ranges are served, and what is beyond them never reaches the engine."""
+"""Parameters at the ends of their ranges are served; those beyond never reach the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers with a grammar: valid, and those of plain decoding whatever drafts."""
+"""Answers with a grammar are valid, and equal plain decoding with every drafter."""
 
 from __future__ import annotations
 
@@ -285,15 +285,15 @@ def test_an_answer_that_its_grammar_can_not_follow(
     [
         (lambda: grammar.json_schema({"not": {"type": "integer"}}), 'Unimplemented keys: ["not"]'),
         (lambda: grammar.json_schema({"type": "intger"}), "Invalid type: intger"),
-        (lambda: grammar.json_schema("{"), "is no JSON"),
-        (lambda: grammar.json_schema('{}, "x": {}'), "is no JSON"),
-        (lambda: grammar.json_schema({"x-guidance": {"item_separator": ";"}}), "x-guidance can't be given"),
+        (lambda: grammar.json_schema("{"), "is not JSON"),
+        (lambda: grammar.json_schema('{}, "x": {}'), "is not JSON"),
+        (lambda: grammar.json_schema({"x-guidance": {"item_separator": ";"}}), "x-guidance is not supported"),
         (lambda: grammar.json_schema("false"), "false allows nothing"),
-        (lambda: grammar.lark('start: a\na[temperature=0.5]: "a"'), "no temperature of its own"),
+        (lambda: grammar.lark('start: a\na[temperature=0.5]: "a"'), "can't set a temperature"),
         (lambda: grammar.regex("(a"), "invalid regex"),
         (lambda: grammar.lark('start: "a" | b'), 'unknown name: "b"'),
-        (lambda: grammar.choice([]), "one text or more"),
-        (lambda: grammar.regex("a" * (grammar.MOST + 1)), "at most 131072"),
+        (lambda: grammar.choice([]), "one or more texts"),
+        (lambda: grammar.regex("a" * (grammar.MOST + 1)), "the limit is 131072"),
         (lambda: SamplingParams(grammar=GRAMMARS["regex"], min_tokens=2), "min_tokens: "),
         (lambda: SamplingParams(grammar=GRAMMARS["regex"], ignore_eos=True), "ignore_eos: "),
     ],

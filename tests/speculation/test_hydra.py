@@ -1,4 +1,4 @@
-"""HYDRA: published files load, what is drafted is what a slow reading drafts, and no text changes."""
+"""HYDRA: published files load, drafts match a slow reference, and no text changes."""
 
 from __future__ import annotations
 
@@ -85,5 +85,5 @@ def test_broken_files(
 
 
 def test_no_deeper_than_it_has_heads(agreeing: Checkpoints) -> None:
-    with pytest.raises(ValueError, match=r"--speculative-num-steps: .* gives 4 levels at most, found 5"):
+    with pytest.raises(ValueError, match=r"--speculative-num-steps: .* has at most 4 levels, found 5"):
         agreeing.scheduler(METHOD, (5, 1, 6))

@@ -1,4 +1,4 @@
-"""Graphs share one place for the target's logits; a step that writes there gives what any other gives."""
+"""Graphs share one buffer for the target's logits; results are the same as without sharing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps in which the host says what may come next: which they are, and that nothing else than the texts follows."""
+"""Masked steps: which steps are masked, and that the texts are unaffected otherwise."""
 
 from __future__ import annotations
 

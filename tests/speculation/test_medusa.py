@@ -1,4 +1,4 @@
-"""MEDUSA: both published layouts load, what is drafted is what a slow reading drafts, and no text changes."""
+"""MEDUSA: both published layouts load, drafts match a slow reference, and no text changes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_controller_goes_no_deeper_than_the_heads(agreeing: Checkpoints, tmp
     assert answer.tokens == answer_one(make_scheduler(agreeing.target), PROMPT, params).tokens
     assert 1 < max(answer.runs) <= 3
     with pytest.raises(
-        ValueError, match=r"--speculative-num-steps: the draft .* gives 2 levels at most, found 3"
+        ValueError, match=r"--speculative-num-steps: the draft .* has at most 2 levels, found 3"
     ):
         scheduler_of("MEDUSA", agreeing.target, draft, (3, 1, 4))
 

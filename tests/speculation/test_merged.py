@@ -1,4 +1,4 @@
-"""A model's drafts and copied text in one tree: no change of any text, and no worse than either alone."""
+"""A model's drafts and copied text in one tree: no text changes, and acceptance is no worse than with either alone."""
 
 from __future__ import annotations
 

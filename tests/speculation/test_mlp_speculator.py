@@ -1,4 +1,4 @@
-"""MLP_SPECULATOR: published files load, what is drafted is what a slow reading drafts, and no text changes."""
+"""MLP_SPECULATOR: published files load, drafts match a slow reference, and no text changes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_controller_goes_no_deeper_than_the_levels(agreeing: Checkpoints, tm
     assert answer.tokens == answer_one(make_scheduler(agreeing.target), PROMPT, params).tokens
     assert 1 < max(answer.runs) <= 3
     with pytest.raises(
-        ValueError, match=r"--speculative-num-steps: the draft .* gives 2 levels at most, found 3"
+        ValueError, match=r"--speculative-num-steps: the draft .* has at most 2 levels, found 3"
     ):
         scheduler_of(METHOD, agreeing.target, draft, (3, 1, 4))
 

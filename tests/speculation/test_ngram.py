@@ -1,4 +1,4 @@
-"""NGRAM: no weights, the request's own text, no change of any text."""
+"""NGRAM: drafts without weights from the request's own text, and no text changes."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_settings_of_weights_change_nothing(agreeing: Checkpoints) -> None:
     assert resolved.speculative_draft_quantization == "none"
     assert config.adaptive
     text = "\n".join(notes)
-    assert "--speculative-draft-model-path changes nothing: NGRAM has no checkpoint" in text
-    assert "--speculative-draft-quantization changes nothing: NGRAM has no weights" in text
+    assert "--speculative-draft-model-path has no effect: NGRAM has no checkpoint" in text
+    assert "--speculative-draft-quantization has no effect: NGRAM has no weights" in text
     with pytest.raises(ValueError, match="2 steps of topk 3 draft 6 candidates, so at most 7 tokens"):
         agreeing.scheduler("NGRAM", (2, 3, 8))
     with pytest.raises(ValueError, match="--speculative-token-map can't be used with"):

@@ -1,4 +1,4 @@
-"""PARD: one pass of a small model with mask tokens drafts what a slow reading drafts, and no text changes."""
+"""PARD: one pass of a small model with mask tokens matches a slow reference, and no text changes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_it_proposes_again_after_steps_without_drafts(agreeing: Checkpoints) -> 
 def test_what_is_no_pard_is_refused(agreeing: Checkpoints, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json: pard_token must be a token id .* STANDALONE"):
         scheduler_of(METHOD, agreeing.target, agreeing.others["STANDALONE"], (2, 1, 3))
-    with pytest.raises(ValueError, match=r"--speculative-num-steps: .* gives 16 levels at most, found 17"):
+    with pytest.raises(ValueError, match=r"--speculative-num-steps: .* has at most 16 levels, found 17"):
         scheduler_of(METHOD, agreeing.target, agreeing.others[METHOD], (17, 1, 18))
     draft = make_pard(tmp_path / "draft", agreeing.others["STANDALONE"], 5)
     config = json.loads((draft / "config.json").read_text())

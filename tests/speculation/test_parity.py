@@ -1,4 +1,4 @@
-"""The same logits and greedy tokens as transformers, on random small Llamas of every supported kind."""
+"""Logits and greedy tokens equal transformers', on random small Llamas of every supported kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted texts as drafts: the answer stays what it is, and a right prediction is accepted whole."""
+"""Predicted texts as drafts: the answer does not change, and a right prediction is accepted whole."""
 
 from __future__ import annotations
 
@@ -253,8 +253,8 @@ def test_without_a_draft_nothing_is_tried(random_models: Checkpoints) -> None:
 def test_predictions_that_are_refused(random_models: Checkpoints) -> None:
     scheduler = random_models.scheduler("EAGLE", (2, 1, 3), context_length=32)
     for prediction, words in (
-        ([64], "token ids are from 0 to 63, found 64"),
-        ([1] * 33, "has 33 tokens; it may have 32 at most"),
+        ([64], "token ids must be from 0 to 63, found 64"),
+        ([1] * 33, "has 33 tokens; the limit is 32"),
     ):
         refused = answer_one(scheduler, PROMPT, SamplingParams(prediction=prediction)).refused
         assert refused == words

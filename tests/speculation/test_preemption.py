@@ -1,4 +1,4 @@
-"""Requests that lose their pages lose nothing else, and those that end give all back."""
+"""Preempted requests lose nothing but their pages, and ended ones give everything back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""REST: datastores as published, what is found in them, and no change of any text."""
+"""REST: published datastores, lookups in them, and no text changes."""
 
 from __future__ import annotations
 
@@ -107,9 +107,7 @@ def test_settings(stored: Checkpoints) -> None:
         resolve_engine(make_settings(model_path=target, speculative_algorithm="REST"))
     given = {"model_path": target, "speculative_datastore": store}
     _, notes, config = resolve_engine(make_settings(**given, speculative_algorithm="NGRAM"))
-    assert any(
-        "--speculative-datastore changes nothing: NGRAM proposes from no file" in note for note in notes
-    )
+    assert any("--speculative-datastore has no effect: NGRAM uses no datastore" in note for note in notes)
     assert config.draft is not None
     assert config.draft.datastore is None
 
@@ -123,4 +121,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert Datastore(output, 2**16).size > 100
     data.write_text("")
     assert main(["--data", str(data), "--output", str(output)]) == 2
-    assert "--data: there is no token in it" in capsys.readouterr().err
+    assert "--data: contains no tokens" in capsys.readouterr().err

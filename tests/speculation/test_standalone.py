@@ -1,4 +1,4 @@
-"""STANDALONE: a model of its own drafts, what it drafts is what a slow reading drafts, and no text changes."""
+"""STANDALONE: a separate model's drafts match a slow reference, and no text changes."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_settings_that_do_not_fit(agreeing: Checkpoints, tmp_path: Path) -> None
         resolve_engine(Settings(**given))
     given["speculative_draft_model_path"] = str(agreeing.target)
     with pytest.raises(
-        ValueError, match=r"--speculative-token-map dynamic can't be used with .*a head of its own"
+        ValueError, match=r"--speculative-token-map dynamic can't be used with .*its own head"
     ):
         resolve_engine(Settings(**given, speculative_token_map="dynamic"))
     override = {"speculative_draft_config_override": '{"rope_theta": 5}'}

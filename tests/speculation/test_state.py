@@ -1,4 +1,4 @@
-"""Requests that take their slots together stand in the tables as if each had come by itself."""
+"""Requests that get their slots together have the same state as if each had come alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SUFFIX: the request's own text and earlier answers, each tenant's for that tenant alone; no change of any text."""
+"""SUFFIX: lookups in the request's own text and in its tenant's earlier answers; no text changes."""
 
 from __future__ import annotations
 
@@ -185,7 +185,8 @@ def test_settings(agreeing: Checkpoints) -> None:
         Settings(**given, speculative_algorithm="NGRAM", speculative_suffix_cache_tokens=5)
     )
     assert any(
-        "--speculative-suffix-cache-tokens changes nothing: NGRAM proposes from no" in note for note in notes
+        "--speculative-suffix-cache-tokens has no effect: NGRAM does not use earlier answers" in note
+        for note in notes
     )
 
 

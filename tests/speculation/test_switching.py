@@ -1,4 +1,4 @@
-"""Speculation can start at any step: after plain steps nothing of the draft is stale."""
+"""Speculation can start at any step: plain steps leave no stale draft state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The texts on the device are those that clients get, however they came about."""
+"""The texts on the device are those that clients get, however they were generated."""
 
 from __future__ import annotations
 

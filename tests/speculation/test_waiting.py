@@ -1,4 +1,4 @@
-"""Requests that wait for pages: tried again when that can help, and always then."""
+"""Requests that wait for pages are retried whenever that can help, and only then."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An architecture in one file: every second layer has one KV head, and two experts instead of an MLP, mixed by a
-router."""
+"""An architecture in one file: every second layer has one KV head, and two experts mixed by a router instead of an
+MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drafter without weights, in one file: it proposes that the last tokens come again.
+"""A drafter without weights in one file: it proposes that the last tokens repeat.
 
 Shapes: B slots, S levels.
 """

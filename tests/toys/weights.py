@@ -1,4 +1,4 @@
-"""A weight format in one file: float16 numbers, each row with a scale of its own.
+"""A weight format in one file: float16 numbers with a scale per row.
 
 ``quantization_config: {"quant_method": "scaled_float16"}``; a file has ``weight`` [O, I] and ``weight_scale`` [O, 1].
 """
@@ -48,7 +48,7 @@ class ScaledProjection(Projection):
 
 @dataclass(frozen=True)
 class ScaledWeights(WeightFormat):
-    """``lm_head`` stays as it is, as nearly all published formats leave it."""
+    """``lm_head`` is not quantized, as in nearly all published formats."""
 
     def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
         if name:

@@ -1,4 +1,4 @@
-"""A machine to search on whose clock is simulated."""
+"""A simulated machine with its own clock for the search."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from specserve.tools.tune.search import Search
 
 @dataclass
 class Machine:
-    """``rank``: the chance that a level's first guess is right. Runs are off by ``noise``, and all of them slow down
-    while time passes."""
+    """``rank``: the probability that a level's first guess is right. Runs vary by ``noise``, and all slow down over
+    time."""
 
     rank: float  # chance at topk 1
     level: float  # milliseconds of a draft's level

@@ -1,4 +1,4 @@
-"""The tuner's command, from flags and prompts to a file that the server takes."""
+"""The tuner's command, from flags and prompts to a file that the server accepts."""
 
 from __future__ import annotations
 

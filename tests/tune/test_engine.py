@@ -1,4 +1,4 @@
-"""The tuner's shapes, and its runs of a batch kept full."""
+"""The tuner's shapes, and its runs with a full batch."""
 
 from __future__ import annotations
 

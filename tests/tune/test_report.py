@@ -1,4 +1,4 @@
-"""What the tuner makes of its runs: which shape is named, how sure it is, what its file holds."""
+"""The tuner's report: the chosen shape, its certainty, and the file."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_a_controller_that_was_run_is_judged_by_that() -> None:
     boards[1].controller[0] = a_run(170)
     words = "\n".join(verdict(boards))
     assert "times plain decoding: 1.90 at batch 1, 1.70 at batch 4." in words
-    assert "better answer" not in words
+    assert "prefer it" not in words
     boards[1].controller[0] = a_run(230)
-    assert "better answer" in verdict(boards)[-1]
+    assert "prefer it" in verdict(boards)[-1]
     assert as_json(boards)["batches"][1]["controller"]["ratio_to_plain"] == 2.3
 
 

@@ -1,4 +1,4 @@
-"""The tuner's search finds the best shape, in its time."""
+"""The tuner's search finds the best shape within its time."""
 
 from __future__ import annotations
 

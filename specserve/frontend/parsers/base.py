@@ -1,4 +1,4 @@
-"""What a parser finds in an answer, and what the parsers of all tool call formats share."""
+"""The events that parsers find in an answer, and the base classes of all parsers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specserve.frontend.stopping import overlap
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the reader."""
+    """Text of the answer proper."""
 
     text: str
 
@@ -47,7 +47,7 @@ def call(name: str, arguments: str) -> list[Event]:
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """Join neighbouring pieces of one text and leave out empty ones."""
+    """Join adjacent pieces of the same kind and leave out empty ones."""
     found: list[list[Event]] = []
     for event in events:
         if isinstance(event, Call):
@@ -61,7 +61,7 @@ def merged(events: Iterable[Event]) -> list[Event]:
 
 @dataclass(slots=True)
 class Parts:
-    """A whole answer. ``calls``: names and argument texts."""
+    """A whole answer. ``calls`` are pairs of name and arguments."""
 
     content: str = ""
     reasoning: str = ""
@@ -93,9 +93,9 @@ def _joined(pieces: Sequence[Event]) -> Event:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """How calls are written, for grammars. A group begins with the mark ``open`` and ends with ``close``. It holds
-    ``one`` call, or ``several`` if that is not empty, in Lark. A call is an object with the arguments under ``key``; if
-    ``key`` is empty, it is a name, the mark ``arguments``, and the arguments. An empty mark is left out."""
+    """The form of tool calls, for grammars in Lark. A group is the mark ``open``, ``one`` call (or ``several``, if not
+    empty) and the mark ``close``. A call is an object with the arguments under ``key``; if ``key`` is empty, it is a
+    name, the mark ``arguments`` and the arguments. Empty marks are left out."""
 
     one: str
     several: str = ""
@@ -106,16 +106,16 @@ class Frame:
 
 
 class Parser(ABC):
-    """Takes an answer's text in pieces and returns what is certain. The merged result does not depend on how the text
+    """Parse an answer's text in pieces and return what is certain. The merged result does not depend on how the text
     was cut."""
 
     @abstractmethod
     def feed(self, text: str) -> list[Event]:
-        """Return what became certain with this piece."""
+        """Return the events that became certain with this piece."""
 
     @abstractmethod
     def finish(self) -> list[Event]:
-        """Return the rest, when no piece follows."""
+        """Return the remaining events after the last piece."""
 
 
 Read = tuple[int, list[Event]]
@@ -124,11 +124,11 @@ Functions = Mapping[str, Schema]
 
 
 class CallParser(Parser):
-    """Find calls within prose. A call is returned as soon as it certainly is one; what only begins like a call stays
-    content. Its arguments follow as they arrive.
+    """Find calls within prose. A call is returned as soon as it is certain, and its arguments as they arrive. What only
+    begins like a call stays content.
 
-    A subclass says how a call may begin, and reads one. ``functions``: those that may be called, by name, with the
-    schemas of their parameters. ``either``: an answer that does not begin with a call has none.
+    A subclass defines how calls begin and reads them. ``functions``: the schemas of their parameters, by the names that
+    may be called. ``either``: an answer that does not begin with a call has none.
     """
 
     opens: ClassVar[tuple[str, ...]]
@@ -140,17 +140,17 @@ class CallParser(Parser):
         self._text = ""
         self._inside = False
         self._prose = _Prose()
-        self.begun = False  # a call has been given whose end is to be read
+        self.begun = False  # a call was returned whose end has not been read
 
     @abstractmethod
     def begin(self) -> None:
-        """Start to read a text that begins with one of ``opens``."""
+        """Prepare to read a text that begins with one of ``opens``."""
 
     @abstractmethod
     def read(self, text: str, final: bool) -> Read | None:
-        """Return the length of the text that is decided, and its calls; without any it is content, unless a call was
-        ``begun``. ``text`` is the text since ``begin``, longer each time. None: more text is needed; never if
-        ``final``."""
+        """Return the length of the text that is decided, and its events. Text without events is content, unless a call
+        was ``begun``. ``text`` begins where ``begin`` was called and grows with each call. Returns None if more text is
+        needed, but never if ``final``."""
 
     def feed(self, text: str) -> list[Event]:
         self._text += text
@@ -175,7 +175,7 @@ class CallParser(Parser):
         return events
 
     def _open(self, events: list[Event], final: bool) -> bool:
-        """Return the text before a call's beginning, or, if there is none, all text that certainly is not one."""
+        """Add the text before the next possible call to ``events``; return whether there is one."""
         text = self._text
         places = [at for opening in self.opens if (at := text.find(opening)) >= 0]
         held = 0 if final else max(overlap(text, opening) for opening in self.opens)
@@ -192,7 +192,7 @@ class CallParser(Parser):
 
 
 class _Prose:
-    """Content without the white space between calls, or between a call and either end: it belongs to the format."""
+    """Content without the white space next to calls, which belongs to the format."""
 
     def __init__(self) -> None:
         self._white = ""

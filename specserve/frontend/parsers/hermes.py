@@ -10,7 +10,7 @@ FRAME = Frame("GAP call", open=OPEN, close=CLOSE, key="arguments")
 
 
 class HermesParser(ObjectCallParser):
-    """A missing end mark is accepted: it may have been a stop string."""
+    """Parse Hermes calls. A missing end mark is accepted, because it may have been a stop string."""
 
     opens = (OPEN,)
 

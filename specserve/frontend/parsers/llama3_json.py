@@ -1,4 +1,4 @@
-"""Tool calls of Llama 3: ``{"name": ..., "parameters": {}}``, with or without ``<|python_tag|>``, separated by
+"""Tool calls of Llama 3: ``{"name": ..., "parameters": {}}``, optionally after ``<|python_tag|>``, separated by
 ``;``."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _KEYS = ('"name"', '"parameters"', '"arguments"', '"type"')
 
 
 class Llama3JsonParser(ObjectCallParser):
-    """Any object may be a call if it has exactly these keys and names a function."""
+    """Parse Llama 3 calls. Any object may be a call if it has exactly these keys and names a function."""
 
     opens = (TAG, "{")
 
@@ -27,7 +27,7 @@ class Llama3JsonParser(ObjectCallParser):
 
     def after(self, text: str, at: int, final: bool) -> int | None:
         if at == len(text) and not final:
-            return None  # it may go on with a semicolon
+            return None  # a semicolon may follow
         return at + (text[at : at + 1] == ";")
 
 

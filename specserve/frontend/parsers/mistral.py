@@ -13,12 +13,12 @@ _NAMED = Frame("call", open=OPEN, arguments=ARGS)
 
 
 def frame(added: Container[str]) -> Frame:
-    """Return the newer frame if the vocabulary has its mark."""
+    """Return the newer form if the vocabulary has its mark."""
     return _NAMED if ARGS in added else _LIST
 
 
 class MistralParser(ObjectCallParser):
-    """The mark before the arguments may be missing: some versions write the object right after the name."""
+    """Parse Mistral's calls. ``[ARGS]`` may be missing: some versions write the object right after the name."""
 
     opens = (OPEN,)
 
@@ -49,7 +49,7 @@ class MistralParser(ObjectCallParser):
         return end, named_call(self._name, written, self.functions)
 
     def _list(self, written: str) -> list[Event]:
-        """Return the calls of a list, all or none."""
+        """Return the calls of a list; none if any of its items is not a call."""
         try:
             found = [call_of(item, self.functions) for item in items(written)]
         except ValueError:

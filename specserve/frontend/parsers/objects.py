@@ -1,4 +1,4 @@
-"""Find JSON objects in text that arrives in pieces: where each ends, what it holds, which call it is."""
+"""Find JSON objects in text that arrives in pieces, and read tool calls from them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Scanner:
     closes: ClassVar[Mapping[str, str]] = {"{": "}", "[": "]"}
     outside = re.compile(
         r"[^ \t\n\r,:0-9.+\-Eaeflnrstu]"
-    )  # quotes, brackets, and what is in no number or word
+    )  # quotes, brackets, and characters outside numbers and words
     inside: ClassVar[Mapping[str, re.Pattern[str]]] = {'"': re.compile(r'["\\\x00-\x1f]')}
-    """By quote: what ends a string, what escapes, and what no string holds."""
+    """By quote: characters that end a string, escape, or are invalid in one."""
 
     def __init__(self, start: int = 0) -> None:
         self.at = start
@@ -41,15 +41,15 @@ class Scanner:
         self._ended = False
 
     def end(self, text: str) -> int | None:
-        """Return where it ends in the text, which may have grown since the last call. None: not there yet. BROKEN: it
-        can't be valid any more, because of the character ``at``."""
+        """Return where the object ends in the text, which may have grown since the last call. None: not yet. BROKEN: it
+        is invalid because of the character ``at``."""
         if self._ended:
             return self.at
         while mark := self.inside.get(self._quote, self.outside).search(text, self.at):
             self.at = mark.start()
             if self._quote and mark.group() == "\\":
                 if mark.end() == len(text):
-                    return None  # what it escapes is not there yet
+                    return None  # the escaped character has not arrived
                 self.at += 1
             elif not self._fits(mark.group()):
                 return BROKEN
@@ -61,7 +61,7 @@ class Scanner:
         return None
 
     def _fits(self, found: str) -> bool:
-        """Whether it may stand there: a quote, a bracket, or what no JSON has."""
+        """Return whether a quote, a bracket or any other special character is valid at this place."""
         if self._quote:
             ends = found == self._quote
             self._quote = ""
@@ -76,27 +76,27 @@ class Scanner:
 
 
 class ObjectCallParser(CallParser):
-    """Calls that are objects, or lists of objects, after an opening mark. An object that begins with the name of a
-    function and its arguments, as models write them, is a call from there on, whatever follows. Any other object is a
-    call only when it is complete and entirely valid."""
+    """Parse calls that are objects, or lists of objects, after an opening mark. An object that begins with a function's
+    name and then its arguments, as models write them, is a call from there on, whatever follows. Any other object is a
+    call only if it is complete and valid."""
 
     scanner: ClassVar[type[Scanner]] = Scanner
 
     def begin(self) -> None:
         self._scanner: Scanner | None = None
         self._start = 0
-        self._looked = 0  # characters in which the head of a call was looked for
-        self._framed = False  # the arguments of the call that was begun are in an object
-        self._given = 0  # what is before it of those has been given
+        self._looked = 0  # characters already searched for the head of a call
+        self._framed = False  # the arguments of the current call are inside an object
+        self._given = 0  # the arguments before it have been returned
         self._end: int | None = None  # where they end, or BROKEN
 
     @abstractmethod
     def start(self, text: str) -> tuple[int, bool | None]:
-        """Where an object begins, or is to be looked for, and whether one does; None if that can't be said yet."""
+        """Return where an object begins or may begin, and whether one does; None if that is undecided."""
 
     def head(self, text: str, start: int) -> tuple[str, int, bool] | None:
-        """The function that the text at ``start`` certainly calls, where its arguments begin, and whether both are in
-        an object."""
+        """Return the function that the text at ``start`` certainly calls, where its arguments begin, and whether both
+        are in an object."""
         if (found := _HEAD.match(text, start)) is None:
             return None
         try:
@@ -106,12 +106,12 @@ class ObjectCallParser(CallParser):
         return (name, found.end() - 1, True) if name in self.functions else None
 
     def after(self, text: str, at: int, final: bool) -> int | None:
-        """Where a call ends whose object ended ``at``, None if that can't be said yet."""
+        """Return where a call ends whose object ended ``at``, None if that is undecided."""
         return at
 
     @abstractmethod
     def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
-        """Return what ``read`` returns once the object is complete."""
+        """Return the result of ``read`` for a complete object."""
 
     def read(self, text: str, final: bool) -> Read | None:
         if self.begun:
@@ -137,7 +137,7 @@ class ObjectCallParser(CallParser):
 
     def _go_on(self, text: str, final: bool) -> Read | None:
         """Return further arguments of the current call, and its end."""
-        assert self._scanner is not None, "a call was begun"
+        assert self._scanner is not None, "a call has begun"
         if self._end is None:
             self._end = self._scanner.end(text)
         at = self._scanner.at if self._end == BROKEN else len(text) if self._end is None else self._end
@@ -152,8 +152,8 @@ class ObjectCallParser(CallParser):
         return size, []
 
     def _closed(self, text: str, at: int, final: bool) -> int | None:
-        """Where a call ends whose arguments ended ``at``, None if that can't be said yet. The brace around may be
-        missing."""
+        """Return where a call ends whose arguments ended ``at``, None if that is undecided. The enclosing object's
+        brace may be missing."""
         if self._framed:
             brace = _space(text, at)
             if brace == len(text) and not final:
@@ -163,8 +163,8 @@ class ObjectCallParser(CallParser):
 
 
 def call_of(text: str, names: Collection[str]) -> list[Event]:
-    """Return the call that an object is: ``name`` with ``arguments``, ``parameters`` or neither, and optionally
-    ``type`` function. Return nothing if it is no call of one of ``names``."""
+    """Return the call that an object describes: ``name`` with ``arguments``, ``parameters`` or neither, and optionally
+    ``type`` function. Return nothing if it does not call one of ``names``."""
     try:
         found = dict(members(text))
         if json.loads(found.pop("type", '"function"')) != "function":
@@ -177,27 +177,27 @@ def call_of(text: str, names: Collection[str]) -> list[Event]:
 
 
 def named_call(name: object, arguments: str, names: Collection[str]) -> list[Event]:
-    """Return a call of one of ``names`` with the text of an object, which may be written as a string; or nothing."""
+    """Return a call of one of ``names`` whose arguments are an object, or the text of one; otherwise nothing."""
     known = isinstance(name, str) and name in names
     given = str(json.loads(arguments)) if arguments.startswith('"') else arguments
     return call(str(name), given) if known and read_object(given) is not None else []
 
 
 def items(text: str) -> list[str]:
-    """Return the items of a list as they are written. Raises ValueError if it is not a list."""
+    """Return the items of a list as they were written. Raises ValueError if the text is not a list."""
     return list(_separated(text, "[", "]", lambda at: _value(text, at)))
 
 
 def members(text: str) -> Iterator[tuple[str, str]]:
-    """Return the members of an object, each value as it is written. Raises ValueError if it is not an object or has a
-    key twice."""
+    """Return the members of an object, with the values as they were written. Raises ValueError if the text is not an
+    object or a key occurs twice."""
     seen = set()
 
     def member(at: int) -> tuple[tuple[str, str], int]:
         key, at = _value(text, at)
         name = json.loads(key)
         if not isinstance(name, str) or name in seen:
-            raise ValueError(f"no key, or one that is there twice: {key}")
+            raise ValueError(f"not a key, or a duplicate: {key}")
         seen.add(name)
         value, at = _value(text, _after(text, at, ":"))
         return (name, value), at
@@ -206,7 +206,7 @@ def members(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _separated(text: str, first: str, last: str, read: Callable[[int], tuple[T, int]]) -> Iterator[T]:
-    """What ``read`` makes of each part between brackets."""
+    """Yield the result of ``read`` for each part between brackets."""
     at = _after(text, 0, first)
     if text[at : at + 1] != last:
         item, at = read(at)
@@ -219,14 +219,14 @@ def _separated(text: str, first: str, last: str, read: Callable[[int], tuple[T, 
 
 
 def _after(text: str, at: int, expected: str) -> int:
-    """Where the next token begins after ``expected``."""
+    """Return where the next token begins after ``expected``."""
     if text[at : at + 1] != expected:
         raise ValueError(f"no {expected}")
     return _space(text, at + 1)
 
 
 def _value(text: str, at: int) -> tuple[str, int]:
-    """A value as it is written, and where the next token begins."""
+    """Return a value as it was written, and where the next token begins."""
     try:
         _, end = _DECODER.raw_decode(text, at)
     except RecursionError:
@@ -236,12 +236,12 @@ def _value(text: str, at: int) -> tuple[str, int]:
 
 def _space(text: str, at: int) -> int:
     found = _SPACE.match(text, at)
-    assert found is not None, "it matches nothing, too"
+    assert found is not None, "the pattern also matches an empty string"
     return found.end()
 
 
 def _no_json(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_json)

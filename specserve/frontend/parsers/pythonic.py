@@ -1,4 +1,4 @@
-"""Tool calls in Python, as Llama 4 and some models derived from Llama 3 write them: ``[f(a=1), g(b="x")]``."""
+"""Tool calls as Python, written by Llama 4 and some models derived from Llama 3: ``[f(a=1), g(b="x")]``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _Scanner(Scanner):
 
 
 class PythonicParser(ObjectCallParser):
-    """Any list may be one of calls if it begins with the name of a function. Either all of its calls are read or
-    none."""
+    """Parse calls as Python. Any list that begins with a function's name may be one of calls. Either all of its calls
+    are read or none."""
 
     opens = ("[",)
     scanner = _Scanner
@@ -40,7 +40,7 @@ class PythonicParser(ObjectCallParser):
         return 0, None if any(head.startswith(first) for head in heads) else False
 
     def head(self, text: str, start: int) -> None:
-        """Arguments become JSON when they are whole."""
+        """Return None, because arguments become JSON only when complete."""
 
     def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
         try:
@@ -51,22 +51,22 @@ class PythonicParser(ObjectCallParser):
 
 
 def _calls(text: str) -> Iterator[tuple[str, str]]:
-    """Names and arguments of a list's calls. Raises ValueError for what is no list of calls."""
+    """Yield the names and arguments of a list's calls. Raises ValueError if it is not a list of calls."""
     at, mark = 1, ","
     while mark == ",":
         head = _HEAD.match(text, at)
         end = _Scanner(head.end()).end(text) if head else None
         if head is None or end in (None, BROKEN):
-            raise ValueError("no call")
+            raise ValueError("not a call")
         following = _NEXT.match(text, end)
         if following is None:
-            raise ValueError("more than a call")
+            raise ValueError("more than one call")
         yield head[1], _json(text[head.end() + 1 : end - 1])
         at, mark = following.end(), following[1]
 
 
 def _json(keywords: str) -> str:
-    """Keyword arguments as the text of an object. What is no JSON then raises ValueError."""
+    """Return keyword arguments as the text of a JSON object. Raises ValueError if they can't be one."""
     text = "{" + _TOKEN.sub(_written, keywords).strip() + "}"
     dict(members(text))
     return text
@@ -77,5 +77,5 @@ def _written(token: re.Match[str]) -> str:
         return f"{json.dumps(token['name'], ensure_ascii=False)}: "
     if token["word"]:
         return _WORDS[token["word"]]
-    with warnings.catch_warnings(action="ignore"):  # of an escape that Python has not
+    with warnings.catch_warnings(action="ignore"):  # warnings about invalid escapes
         return json.dumps(ast.literal_eval(token["string"]), ensure_ascii=False)

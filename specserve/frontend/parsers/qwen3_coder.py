@@ -1,6 +1,5 @@
 """Tool calls of Qwen3-Coder and Qwen3.5: ``<tool_call><function=f><parameter=a>`` text
-``</parameter></function></tool_call>``, with any number of parameters. A parameter's text is read by its type in the
-function's schema."""
+``</parameter></function></tool_call>``, with any number of parameters. The function's schema gives the type of each."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _WORDS = {
 
 
 class Qwen3CoderParser(CallParser):
-    """The mark before a function may be missing, and so may the mark after it, which can be a stop string."""
+    """Parse Qwen3-Coder calls. The outer marks may be missing; the closing one may have been a stop string."""
 
     opens = (hermes.OPEN, FUNCTION)
 
@@ -45,7 +44,7 @@ class Qwen3CoderParser(CallParser):
 
     def begin(self) -> None:
         self._name = ""
-        self._at = 0  # what is before it has been read
+        self._at = 0  # the text before it has been read
         self._given: dict[str, str] = {}  # arguments, as JSON
         self._part: Literal["head", "parameters", "value", "end"] = "head"
         self._key = ""
@@ -61,7 +60,7 @@ class Qwen3CoderParser(CallParser):
         return self._end(text, final)
 
     def _head(self, text: str) -> bool | None:
-        """Whether a function of the request begins, None if that can't be said yet."""
+        """Return whether a call of a known function begins; None if that is undecided."""
         at = self._space(text, max(self._at, len(hermes.OPEN))) if text.startswith(hermes.OPEN) else 0
         rest = text[at : at + self._longest]
         for head, name in self._heads.items():
@@ -72,7 +71,7 @@ class Qwen3CoderParser(CallParser):
         return None if any(head.startswith(rest) for head in self._heads) else False
 
     def _parameters(self, text: str) -> bool | None:
-        """Whether another parameter begins, or the function ends, as it should."""
+        """Return whether another parameter begins or the function ends; None if that is undecided."""
         self._at = self._space(text, self._at)
         if text.startswith(END_FUNCTION, self._at):
             self._at, self._part = self._at + len(END_FUNCTION), "end"
@@ -122,12 +121,12 @@ class Qwen3CoderParser(CallParser):
     @staticmethod
     def _space(text: str, at: int) -> int:
         found = _SPACE.match(text, at)
-        assert found is not None, "it matches nothing, too"
+        assert found is not None, "the pattern also matches an empty string"
         return found.end()
 
 
 def _kinds(wanted: object, schema: Schema) -> set[str]:
-    """The types that a value may have, as far as they are said. Each part of a schema is looked at once."""
+    """Return the types that a value may have, as far as its schema tells. Each part of the schema is visited once."""
     found: set[str] = set()
     seen: set[int] = set()
     left = [wanted]
@@ -148,12 +147,12 @@ def _kinds(wanted: object, schema: Schema) -> set[str]:
 
 
 def _list(given: object) -> list[Any]:
-    """What is given, nothing where that is no list: schemas come as they are."""
+    """Return a list, or an empty one for anything else: schemas are not validated."""
     return given if isinstance(given, list) else []
 
 
 def _resolved(reference: str, schema: Schema) -> Any:
-    """What a reference within a schema means, None for others."""
+    """Return the target of a reference within the schema, None for other references."""
     found: Any = schema if reference.startswith("#") else None
     for part in reference.lstrip("#").split("/")[1:]:
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -161,7 +160,7 @@ def _resolved(reference: str, schema: Schema) -> Any:
 
 
 def _json(value: str, kinds: set[str]) -> str:
-    """Return a text as JSON: as it is written if its type is among those and a string can't be meant, otherwise as a
+    """Return a text as JSON: unchanged if it is a value of one of ``kinds`` other than a string, otherwise as a
     string."""
     if kinds - {"string"}:
         kind, written = _WORDS.get(value.strip().lower(), ("", value.strip()))
@@ -178,4 +177,4 @@ def _json(value: str, kinds: set[str]) -> str:
 
 
 def _no_json(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")

@@ -14,7 +14,7 @@ from specserve.frontend.parsers.think import ThinkParser
 
 AUTO, NONE = "auto", "none"
 _OTHERS = ("<function=", "<arg_key>", "<parameter=", "DSML", "<|tool_calls_section_begin|>", "<｜tool")
-"""What templates of formats that are not read have in common with those that are."""
+"""Marks in templates of unsupported formats that resemble supported ones."""
 
 
 def _openai_id() -> str:
@@ -22,15 +22,15 @@ def _openai_id() -> str:
 
 
 def _short_id() -> str:
-    """Make an id of the only form that Mistral's templates accept."""
+    """Return an id of the only form that Mistral's templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a model writes calls. ``signs``: texts that are all in its chat template. ``marks``: those of its texts that
-    may be special tokens. ``frame``: its form in grammars, given the vocabulary's added tokens. ``no_grammar``: why no
-    grammar can force calls; ``free_calls``: why none can constrain optional calls. Both are empty if one can."""
+    """The format of a model's tool calls. ``signs``: texts that its chat template contains, all of them. ``marks``: its
+    texts that may be special tokens. ``frame``: its form in grammars, given the vocabulary's added tokens.
+    ``no_grammar``: why a grammar can't enforce calls, ``free_calls``: why not optional ones; empty if it can."""
 
     name: str
     parser: Callable[[Functions], CallParser]
@@ -55,7 +55,7 @@ _LLAMA3 = Format(
     ('"parameters": dictionary',),
     (llama3_json.TAG,),
     lambda _: llama3_json.FRAME,
-    free_calls="they begin with a brace, as other text may, unless tool_choice asks for them",
+    free_calls="they begin with a brace, as other text may, unless tool_choice requires them",
 )
 _MISTRAL = Format(
     "mistral",
@@ -93,7 +93,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def choose_format(name: str, template: str) -> tuple[Format | None, str]:
-    """Return how calls are read, and why, by the configured name and the chat template's text."""
+    """Return the format in which tool calls are parsed, and why, given the configured name and the chat template."""
     if name != AUTO:
         return FORMATS.get(name), f"--tool-call-parser {name}"
     found = [each for each in dict.fromkeys(FORMATS.values()) if all(sign in template for sign in each.signs)]
@@ -102,16 +102,16 @@ def choose_format(name: str, template: str) -> tuple[Format | None, str]:
     if not re.search(r"\btools\b", template):
         return None, "the chat template has no place for tools"
     signs = {sign for each in found for sign in each.signs}
-    # One may have all signs of another, and more.
+    # A format may have all signs of another one and more.
     whole = [each for each in found if signs == set(each.signs)]
     if not whole or any(sign in template for sign in _OTHERS if sign not in signs):
-        return None, "the chat template does not say in which known format"
-    return whole[0], "the chat template has its marks"
+        return None, "the chat template does not match exactly one known format"
+    return whole[0], "the chat template contains its marks"
 
 
 class AnswerParser(Parser):
-    """Reasoning first, if it is separated; then the calls in the content, if there are functions to call. Special
-    tokens that are ``marks`` must be in the text."""
+    """Parse the reasoning first, if it is separated, then the calls in the content, if there are functions to call.
+    ``marks``: special tokens that the text must contain."""
 
     def __init__(
         self, thought: ThinkParser | None = None, calls: CallParser | None = None, marks: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ class AnswerParser(Parser):
 
     @property
     def thinking(self) -> bool:
-        """Whether what follows is reasoning, as far as that is certain."""
+        """Return whether the text that follows is certainly reasoning."""
         return self._thought is not None and self._thought.stage == "thinking"
 
     def feed(self, text: str) -> list[Event]:

@@ -12,13 +12,13 @@ Stage = Literal["before", "thinking", "after", "content"]
 
 
 class ThinkParser(Parser):
-    """Reasoning stands at the very beginning; its opening mark may be the end of the prompt. The white space around it
-    belongs to the format."""
+    """Parse reasoning at the very beginning of an answer; the prompt may end with its opening mark. The white space
+    around it belongs to the format."""
 
     marks: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
     def __init__(self, prompt: str) -> None:
-        """``prompt``: its end, at least as long as the mark and white space."""
+        """``prompt``: the end of the prompt, at least the mark and white space."""
         self.stage: Stage = "thinking" if prompt.rstrip().endswith(OPEN) else "before"
         self._text = ""
         self._begun = False
@@ -51,7 +51,7 @@ class ThinkParser(Parser):
             self.stage = "content"
 
     def _think(self, final: bool) -> list[Event]:
-        """Hold back white space that may be the last, and a possible beginning of the mark."""
+        """Hold back trailing white space and a possible beginning of the closing mark."""
         if not self._begun:
             self._text = self._text.lstrip()
         text = self._text

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: a translation onto chat."""
+"""Anthropic's Messages API, translated to chat."""

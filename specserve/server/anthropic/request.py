@@ -1,4 +1,4 @@
-"""Requests of the Messages API, and how they become chat requests."""
+"""Requests of the Messages API and their translation to chat requests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from specserve.frontend.tools import MAX_TOOLS
 from specserve.server.protocol import MAX_STOPS, Count, Int
 from specserve.server.translate import Translation, check_kind
 
-CACHE = "cache_control: prompts share cached prefixes without it"
-EFFORT = "output_config.effort: the effort of a model can't be set"
-BUDGET = (
-    "thinking: the chat template says how much the model thinks; no budget is held without --reasoning-parser"
-)
-EAGER = "tools[].eager_input_streaming: arguments come as soon as they are certain"
-ERROR = "is_error: chat templates have no place for it; the result's text is what the model reads"
-_ALONE = "tools are called by the model alone"
+CACHE = "cache_control: prompts share cached prefixes anyway"
+EFFORT = "output_config.effort: the model's effort can't be set"
+BUDGET = "thinking: the chat template decides how much the model thinks; budgets need --reasoning-parser"
+EAGER = "tools[].eager_input_streaming: arguments are streamed as soon as they are certain"
+ERROR = "is_error: chat templates have no place for it; the model reads only the result's text"
+_ALONE = "only the model calls tools"
 
 
 class CacheControl(Strict):
@@ -108,9 +106,9 @@ class InputMessage(Strict):
 
 
 def _callable(kind: object) -> object:
-    """Raise PydanticCustomError for a tool that the server would have to run, or know."""
+    """Raise PydanticCustomError for a tool that the server would have to run or know."""
     if isinstance(kind, str) and kind != "custom":
-        words = "not supported: {kind}: the server has no tools of its own; custom is taken"
+        words = "not supported: {kind}: the server has no tools of its own; use custom"
         raise PydanticCustomError("unsupported", words, {"kind": excerpt(kind)})
     return kind
 
@@ -119,7 +117,7 @@ class MessageTool(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "defer_loading": Refusal("all tools are in the prompt", False),
         "allowed_callers": Refusal(_ALONE, ["direct"]),
-        "input_examples": Refusal("the model is told the schema alone", []),
+        "input_examples": Refusal("the model sees only the schema", []),
     }
     type: Annotated[Literal["custom"], BeforeValidator(_callable)] | None = None
     """A tool that the caller runs."""
@@ -137,7 +135,7 @@ class MessageTool(Strict):
     """Changes nothing: arguments are always streamed as soon as they are certain."""
 
     def function(self) -> dict[str, Any]:
-        """The tool as chat has it."""
+        """Return the tool in chat's format."""
         found = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": {**found, "strict": self.strict}}
 
@@ -158,7 +156,9 @@ class MessageToolChoice(Strict):
 
 
 class Thinking(Strict):
-    refused: ClassVar[Mapping[str, Refusal]] = {"display": Refusal("thinking comes as it is", "summarized")}
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "display": Refusal("thinking is returned as it is", "summarized")
+    }
     type: Literal["enabled", "adaptive", "disabled"]
     """`disabled` sets the chat template's `enable_thinking` to false; the others leave it to the template."""
     budget_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
@@ -197,12 +197,12 @@ class MessageMetadata(Strict):
 
 
 class CountTokensRequest(Strict):
-    """A conversation whose tokens are counted."""
+    """A request to count the tokens of a conversation."""
 
     refused: ClassVar[Mapping[str, Refusal]] = {
         "mcp_servers": Refusal("the server runs no tools", []),
-        "prefill": Refusal("an answer that is begun can't be continued"),
-        "user_profile_id": Refusal("there are no users' profiles"),
+        "prefill": Refusal("a started answer can't be continued"),
+        "user_profile_id": Refusal("there are no user profiles"),
         "workspace_id": Refusal("there are no workspaces"),
         "speed": Refusal("there is one speed", "standard"),
     }
@@ -230,12 +230,12 @@ class CountTokensRequest(Strict):
     @model_validator(mode="after")
     def _check(self) -> CountTokensRequest:
         if self.messages[-1].role == "assistant":
-            words = "an answer that is begun can't be continued: the user's turn is the last"
+            words = "a started answer can't be continued: the last message must be the user's"
             raise fault("unsupported", f"not supported: {words}", f"messages.{len(self.messages) - 1}.role")
         return self
 
     def unheeded(self, holds_budgets: bool) -> Iterator[str]:
-        """What of the request changes nothing, with the reason. ``holds_budgets``: of thoughts."""
+        """Yield what in the request has no effect, and why. ``holds_budgets``: thinking budgets work."""
         contents = [each.content for each in self.messages if not isinstance(each.content, str)]
         blocks = [block for content in contents for block in content]
         system = [] if self.system is None or isinstance(self.system, str) else self.system
@@ -253,7 +253,7 @@ class CountTokensRequest(Strict):
             yield ERROR
 
     def chat(self) -> Translation:
-        """The same as a chat."""
+        """Return the request translated to chat."""
         choice = self.tool_choice or MessageToolChoice(type="auto")
         named = {"type": "function", "function": {"name": choice.name}}
         kinds: dict[str, Any] = {"auto": None, "any": "required", "tool": named, "none": "none"}
@@ -294,7 +294,7 @@ class MessagesRequest(CountTokensRequest):
         **CountTokensRequest.refused,
         "container": Refusal("the server runs no tools"),
         "diagnostics": Refusal("there are none"),
-        "inference_geo": Refusal("there is one place"),
+        "inference_geo": Refusal("there is one region"),
         "service_tier": Refusal("there are no tiers", "auto", "standard_only"),
     }
     max_tokens: Count
@@ -314,7 +314,7 @@ class MessagesRequest(CountTokensRequest):
 
     @property
     def budget(self) -> int | None:
-        """Of thinking that is not disabled."""
+        """Return the thinking budget, None if thinking is disabled."""
         thinking = self.thinking
         return None if thinking is None or thinking.type == "disabled" else thinking.budget_tokens
 
@@ -337,11 +337,11 @@ def _joined(texts: str | list[TextBlock]) -> str:
 
 
 def _add(chat: Translation, name: str, message: InputMessage) -> None:
-    """Add a message: each result of a tool is one of its own."""
+    """Add a message to the chat; each tool result becomes a message of its own."""
     if isinstance(message.content, str):
         chat.add(message.role, name, content=message.content)
         return
-    path = ""  # of the message that text goes to
+    path = ""  # of the message that the blocks are added to
     for index, block in enumerate(message.content):
         place = f"{name}.content.{index}"
         if block.type == "tool_result":

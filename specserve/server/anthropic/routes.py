@@ -18,7 +18,6 @@ from specserve.server.streaming import Json, unless_left
 
 
 def add_messages(app: FastAPI, front: Front) -> None:
-    """Add the routes."""
     answer = answers(schema.AnswerOfMessages, schema.EVENTS, error=AnthropicError)
 
     @app.post(ANTHROPIC, response_model=None, responses=answer)
@@ -30,13 +29,13 @@ def add_messages(app: FastAPI, front: Front) -> None:
 
     @app.post(f"{ANTHROPIC}/count_tokens", response_model=None, responses=count)
     async def post_count_tokens(request: CountTokensRequest, http: Request) -> Response:
-        """How many tokens the prompt of a message would have."""
+        """Count the tokens that a message's prompt would have."""
         _note(front, request)
         return await unless_left(http.receive, _count(front, request))
 
 
 def _note(front: Front, request: CountTokensRequest) -> None:
-    """Note what of the request changes nothing."""
+    """Log what in the request has no effect."""
     for words in request.unheeded(front.no_budgets is None):
         front.note_once(f"{ANTHROPIC}: {words}")
 

@@ -1,4 +1,4 @@
-"""Answers of ``/v1/messages``: the message, and the events of its stream."""
+"""Types of the answers of ``/v1/messages``: the message, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TextContent(Answer, tag_field="type", tag="text"):
 
 
 class ThinkingContent(Answer, tag_field="type", tag="thinking"):
-    """``signature`` is empty: thinking is read back as it is."""
+    """``signature`` is empty, because thinking that is sent back is not verified."""
 
     thinking: str
     signature: Literal[""] = ""
@@ -30,7 +30,7 @@ ContentBlock = TextContent | ThinkingContent | ToolUse
 
 
 class MessageUsage(Answer):
-    """``input_tokens``: those that were computed; the others come from the cache."""
+    """``input_tokens`` counts the prompt tokens that were computed, without those from the cache."""
 
     input_tokens: Natural
     cache_read_input_tokens: Natural

@@ -1,4 +1,4 @@
-"""Write a message, whole or as the events of a stream."""
+"""Write a message, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MessageWriter(Writer):
     def __init__(self, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
         super().__init__(front, request, jobs, "msg")
         self._new_id = (front.calls_format or FORMATS["hermes"]).new_id
-        self._ended = 0  # blocks
+        self._ended = 0  # number of blocks
 
     async def whole(self) -> schema.AnswerOfMessages:
         (answer,) = self.generation.answers
@@ -32,7 +32,7 @@ class MessageWriter(Writer):
         return self._message(content, *self._stop())
 
     async def chunks(self) -> AsyncIterator[Struct]:
-        """The message without content, its blocks with their deltas, why it ended."""
+        """Yield the message without content, its blocks and their deltas, then the stop reason."""
         row = Blocks(self._new_id)
         begun = False
         async for _, delta in self.generation.deltas():
@@ -51,7 +51,7 @@ class MessageWriter(Writer):
         return error.anthropic_body
 
     def _event(self, step: Step) -> schema.MessageEvent:
-        """What a step is in a stream: of the block after those that have ended."""
+        """Return the event of a step. It concerns the first block that has not ended."""
         phase, block, text = step
         index = self._ended
         if phase == "begin":
@@ -62,7 +62,7 @@ class MessageWriter(Writer):
         return schema.BlockStop(index)
 
     def _stop(self) -> tuple[schema.StopReason, str | None]:
-        """Why the answer ended, and the stop string if one ended it."""
+        """Return why the answer ended, with the stop string if one ended it."""
         (answer,), (job,) = self.generation.answers, self.generation.jobs
         assert answer.finish_reason is not None, "the jobs have ended"
         reason = finish_reason(answer.finish_reason, answer.events)
@@ -98,7 +98,7 @@ _PIECES: dict[str, type[Any]] = {
 
 
 def _content(block: Block) -> schema.ContentBlock:
-    """A block as far as it is there. Arguments that were cut are no object: there are none then."""
+    """Return a block's content so far. The input is empty if the arguments are cut off, and so not a JSON object."""
     if block.kind == "content":
         return schema.TextContent(block.text)
     if block.kind == "reasoning":

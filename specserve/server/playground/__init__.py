@@ -1,1 +1,1 @@
-"""The playground: a page that shows answers in coloured runs of accepted drafts."""
+"""The playground: a page that colours an answer's tokens by their accepted drafts."""

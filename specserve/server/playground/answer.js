@@ -1,4 +1,4 @@
-// The card of one answer: its text, its figures, its chart, and what went wrong.
+// The card of one answer: its text, figures, chart and errors.
 
 import { chart, draw } from "./chart.js";
 import { account, Measure, words } from "./measure.js";
@@ -30,7 +30,7 @@ export class Answer {
     this._figures.setAttribute("aria-live", "off");
     this._chart = chart();
     const figure = made("figure");
-    figure.append(made("figcaption", "hint", "Tokens of each step"), this._chart);
+    figure.append(made("figcaption", "hint", "Tokens per step"), this._chart);
     this.card.append(this._figures, figure);
     this._redraw();
   }
@@ -45,7 +45,7 @@ export class Answer {
     this._frame ??= requestAnimationFrame(() => this._redraw());
   }
 
-  // A call of a tool: its name, then its arguments as they come.
+  // Shows a tool call: its name, then its arguments as they arrive.
   _addCall({ index, function: { name, arguments: given } }) {
     if (!this._calls[index]) {
       this._calls[index] = made("pre", "call");
@@ -56,7 +56,7 @@ export class Answer {
   }
 
   async _copy(button) {
-    getSelection().selectAllChildren(this._shown); // what remains where a page may not write the clipboard
+    getSelection().selectAllChildren(this._shown); // stays selected if the page may not write to the clipboard
     const done = await navigator.clipboard?.writeText(this.text).then(() => true, () => false);
     button.textContent = done ? "Copied" : "Selected";
     setTimeout(() => { button.textContent = "Copy"; }, 2000);
@@ -67,7 +67,7 @@ export class Answer {
     this._redraw();
     this.card.removeAttribute("aria-busy");
     const { usage } = this.measure;
-    if (this.finish === "length") this.note("It ends here because the limit of tokens is reached.");
+    if (this.finish === "length") this.note("The answer was cut off at the token limit.");
     if (usage) this.note(account(usage, seed));
     if (this.speculates && usage?.speculation?.drafted === 0 && usage.speculation.steps > 0) {
       this.note("This server drafted nothing: start it with --speculative-algorithm to see drafts.");

@@ -1,11 +1,11 @@
-// One column a step, one cell a token: how long the accepted runs are, as they come.
+// A chart of the accepted runs: one column per step, one cell per token.
 
 import { depthClass } from "./tokens.js";
 
 const COLUMN = 7;
 const GAP = 2;
 const HEIGHT = 84;
-const LABEL = 76; // at the right, for the mean
+const LABEL = 76; // at the right, for the mean's label
 const TALLEST_CELL = 12;
 const ROOM = 8; // above the highest column, for half a line of text
 
@@ -23,7 +23,7 @@ export function draw(svg, steps, mean) {
   const label = element("text", { x: width - LABEL + 6, y: y + 4 });
   label.textContent = `mean ${mean.toFixed(2)}`;
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-  svg.setAttribute("aria-label", `Tokens of each step, the latest ${shown.length}; mean of all ${mean.toFixed(2)}`);
+  svg.setAttribute("aria-label", `Tokens per step, latest ${shown.length} steps; overall mean ${mean.toFixed(2)}`);
   svg.replaceChildren(...columns, line, label);
 }
 

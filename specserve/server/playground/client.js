@@ -1,4 +1,4 @@
-// The server's API: which models it has, and one streamed answer.
+// Calls of the server's API: its models, and streamed answers.
 
 export class ApiTrouble extends Error {
   constructor(message, status) {
@@ -7,7 +7,7 @@ export class ApiTrouble extends Error {
   }
 }
 
-// Whether the server has drafts; a balancer that does not say is taken to have them.
+// Returns whether the server drafts; true for a load balancer that does not tell.
 export async function hasDrafts(key) {
   const found = await call("server_info", { headers: headers(key) }).then((response) => response.json(), () => null);
   return !found || found.speculative_algorithm !== null;
@@ -30,7 +30,7 @@ export async function* streamChat(request, key, signal) {
     if (data === "[DONE]") return;
     yield read(JSON.parse(data));
   }
-  throw new ApiTrouble("The connection broke before the answer was complete.");
+  throw new ApiTrouble("The connection was lost before the answer was complete.");
 }
 
 function read(chunk) {
@@ -60,7 +60,7 @@ async function* events(response) {
 
 function brokenOff(error) {
   if (error.name === "AbortError") throw error;
-  throw new ApiTrouble("The connection broke before the answer was complete.");
+  throw new ApiTrouble("The connection was lost before the answer was complete.");
 }
 
 const headers = (key) => (key ? { authorization: `Bearer ${key}` } : {});
@@ -75,7 +75,7 @@ async function call(path, options) {
 }
 
 async function refusal(response) {
-  if (response.status === 401) return new ApiTrouble("The server wants its API key: enter it in the settings.", 401);
+  if (response.status === 401) return new ApiTrouble("The server requires an API key: enter it in the settings.", 401);
   const body = await response.json().catch(() => null);
   const message = body?.error?.message ?? `The server answered with status ${response.status}.`;
   return new ApiTrouble(message[0].toUpperCase() + message.slice(1), response.status);

@@ -1,4 +1,4 @@
-// The page: who speaks, keys and buttons, one turn at a time.
+// The page: the conversation, keys and buttons; one turn runs at a time.
 
 import { hasDrafts, modelNames } from "./client.js";
 import {
@@ -13,7 +13,7 @@ const [talk, welcome, composer, question, send, stop, status] = [
 ].map((id) => document.getElementById(id));
 
 let said = []; // the conversation so far
-let running = null; // the AbortController of the turn under way
+let running = null; // the AbortController of the running turn
 
 async function connect() {
   try {
@@ -74,7 +74,7 @@ function show(shown, hidden) {
   hidden.hidden = true;
 }
 
-// Follows the end of the talk until the reader scrolls up, and again once they are back.
+// Returns a function that keeps the end of the conversation in view, unless the reader has scrolled up.
 function follow() {
   let end = talk.scrollHeight;
   return () => {

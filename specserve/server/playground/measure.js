@@ -1,4 +1,4 @@
-// What one answer costs: measured while it comes, and what the server says at its end.
+// The cost of one answer: measured while it arrives, and the server's usage at its end.
 
 const LEAST_SECONDS = 0.1;
 const LEAST_READS = 4;
@@ -6,11 +6,11 @@ const LEAST_READS = 4;
 export class Measure {
   constructor() {
     this.begun = performance.now();
-    this.first = null; // when the first tokens came, and how many they were
+    this.first = null; // when the first tokens came; firstTokens is how many
     this.firstTokens = 0;
     this.last = this.begun;
     this.tokens = 0;
-    this.reads = 0; // at different times
+    this.reads = 0; // reads at distinct times
     this.steps = []; // tokens of each step
     this.usage = null;
   }
@@ -23,7 +23,7 @@ export class Measure {
     if (this.first === null) {
       this.first = this.last;
       this.firstTokens = tokens;
-      this.steps.push(...runs.slice(1)); // the first run came with the prompt: no step was needed for it
+      this.steps.push(...runs.slice(1)); // the first run comes from the prefill, not from a step
     } else {
       this.steps.push(...runs);
     }
@@ -34,8 +34,8 @@ export class Measure {
     return this.first === null ? null : (this.first - this.begun) / 1000;
   }
 
-  // After the first tokens, so that reading the prompt does not count. A few reads within a moment say nothing: tokens
-  // that waited for the browser come at once.
+  // Counts from the first tokens on, to leave out the prefill. Null for a few reads within a moment: tokens that waited
+  // for the browser arrive all at once.
   get tokensPerSecond() {
     const seconds = (this.last - this.first) / 1000;
     if (this.first === null || seconds < LEAST_SECONDS || this.reads < LEAST_READS) return null;
@@ -60,7 +60,7 @@ export function words(measure) {
 export function account({ prompt_tokens, speculation }, seed) {
   const { steps, drafted, accepted } = speculation;
   const drafts = drafted ? `${accepted} of ${drafted} drafted tokens accepted` : "no drafts";
-  const found = `${count(prompt_tokens, "token")} of prompt, ${count(steps, "step")}; ${drafts}.`;
+  const found = `${count(prompt_tokens, "token")} in the prompt, ${count(steps, "step")}; ${drafts}.`;
   return seed === null ? found : `${found} Seed ${seed}.`;
 }
 

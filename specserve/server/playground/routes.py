@@ -1,6 +1,6 @@
 """The playground: a page at ``/`` that chats with the server and shows which tokens were drafts.
 
-Its files hold no secret and load nothing from elsewhere; they are open as ``/health`` is, the API they call is not.
+Its files contain no secrets and load nothing from elsewhere, so they need no API key. The API that they call does.
 """
 
 from __future__ import annotations

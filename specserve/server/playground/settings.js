@@ -1,4 +1,4 @@
-// The settings panel: what a request holds besides the messages. The API key is kept for this tab alone.
+// The settings panel: a request's fields other than the messages. The API key is kept only in this tab.
 
 const KEY = "specserve-api-key";
 const form = document.querySelector("#settings-form");
@@ -32,7 +32,7 @@ function fault(text) {
     read(text);
     return "";
   } catch (error) {
-    return `This is no JSON: ${error.message}`;
+    return `This is not valid JSON: ${error.message}`;
   }
 }
 
@@ -48,7 +48,7 @@ export function showModels(names) {
   form.model.replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
 }
 
-// Null when a field is wrong; the browser then says which and why.
+// Returns null if a field is invalid; the browser then shows which and why.
 export function sampling() {
   if (!form.checkValidity()) {
     openSettings(true);

@@ -1,4 +1,4 @@
-// An answer's text as it comes: prose, and blocks of code between fences.
+// An answer's text as it arrives: prose, and fenced blocks of code.
 
 const FENCE = /^\s*```/;
 
@@ -6,7 +6,7 @@ export class Text {
   constructor(root) {
     this._root = root;
     this._block = null;
-    this._line = []; // what the last line is made of so far
+    this._line = []; // the pieces of the last line so far
   }
 
   add(spans) {
@@ -26,7 +26,7 @@ export class Text {
     if (piece.textContent.endsWith("\n")) this.endLine();
   }
 
-  // A fence is known to be one when its line is whole: it is hidden, and another block begins.
+  // Only a complete line can be a fence: it is hidden, and another block begins.
   endLine() {
     if (FENCE.test(this._line.map((piece) => piece.textContent).join(""))) {
       for (const piece of this._line) piece.classList.add("fence");

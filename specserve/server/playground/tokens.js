@@ -1,8 +1,8 @@
-// Tokens as text in the colours of their runs.
+// Tokens as coloured spans.
 
-const DEEPEST = 8; // colours; what was drafted deeper has the last
+const DEEPEST = 8; // number of colours; deeper drafts share the last one
 
-// Of a run of `length` tokens all but the last were drafts, drafted at depth 1, 2, ...
+// All tokens of a run but the last were drafts, at depth 1, 2, ...
 export function depthClass(index, length) {
   return index === length - 1 ? "bonus" : `d${Math.min(index + 1, DEEPEST)}`;
 }

@@ -1,4 +1,4 @@
-// One question and its answer, or its two answers side by side.
+// One question with its answer, or with two answers side by side.
 
 import { Answer, made } from "./answer.js";
 import { streamChat } from "./client.js";
@@ -16,7 +16,7 @@ export class Turn {
     this.section.append(made("p", "question", question), cards);
   }
 
-  // One after the other: at once they would share the machine, and neither speed would be its own.
+  // Runs the answers one after the other: run together, they would slow each other down.
   async run(request, key, signal, changed) {
     for (const answer of this.answers) {
       if (!(await ask(answer, request, key, signal, changed))) return;
@@ -30,7 +30,7 @@ export class Turn {
   }
 }
 
-// Returns whether the answer is whole. What went wrong is written on its card; only an API key is the caller's matter.
+// Returns whether the answer is complete. Shows errors on its card; throws only for a missing API key.
 async function ask(answer, request, key, signal, changed) {
   answer.begin();
   try {
@@ -52,10 +52,10 @@ async function ask(answer, request, key, signal, changed) {
 
 function verdict(speculated, plain) {
   const part = parting(speculated.text, plain.text);
-  const same = part === null ? "The texts are identical" : `The texts part at character ${part + 1}`;
+  const same = part === null ? "The texts are identical" : `The texts diverge at character ${part + 1}`;
   const ratio = speculated.measure.tokensPerSecond / plain.measure.tokensPerSecond;
   if (!Number.isFinite(ratio) || ratio <= 0) return `${same}.`;
-  return `${same}; speculation made ${ratio.toFixed(1)} times the tokens a second.`;
+  return `${same}; speculation was ${ratio.toFixed(1)} times as fast.`;
 }
 
 function parting(a, b) {

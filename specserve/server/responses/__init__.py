@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, without a store: a translation onto chat."""
+"""OpenAI's Responses API without stored responses, translated to chat."""

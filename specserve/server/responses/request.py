@@ -1,4 +1,4 @@
-"""Requests of the Responses API, and how they become chat requests."""
+"""Requests of the Responses API and their translation to chat requests."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from specserve.server.translate import Translation, check_kind
 
 ENCRYPTED = "reasoning.encrypted_content"
 _STATELESS = "nothing is stored: send the whole conversation as input"
-_NO_SUMMARIES = "reasoning comes as it is, not as a summary"
+_NO_SUMMARIES = "reasoning is returned in full, not as a summary"
 
 
 class ContentPart(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "annotations": Refusal("text alone", []),
-        "logprobs": Refusal("they are no part of a conversation", []),
+        "logprobs": Refusal("they are not part of a conversation", []),
     }
     type: Literal["input_text", "output_text"]
     """Only text is supported."""
@@ -49,14 +49,14 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "custom_tool_call_output": (("call_id", "output"), ("namespace",)),
     "reasoning": ((), ("content",)),
 }
-"""Fields of an item by its type: those that are needed, and others."""
+"""Required and optional fields of an item by its type."""
 
 
 class InputItem(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {
-        "encrypted_content": Refusal("reasoning is read from content, as answers have it"),
+        "encrypted_content": Refusal("reasoning is read from content"),
         "summary": Refusal(_NO_SUMMARIES, []),
-        "caller": Refusal("functions are called by the model alone", {"type": "direct"}),
+        "caller": Refusal("only the model calls functions", {"type": "direct"}),
     }
     type: Literal[
         "message",
@@ -96,9 +96,11 @@ class InputItem(Strict):
         is_text = isinstance(self.content, str)
         kinds = () if is_text else {type(part) for part in self.content or ()}
         if self.type == "reasoning" and (is_text or ContentPart in kinds):
-            raise fault("content", "reasoning has parts of the type reasoning_text", "content")
+            raise fault("content", "parts of reasoning must have the type reasoning_text", "content")
         if self.type == "message" and ReasoningPart in kinds:
-            raise fault("content", "a message has parts of the types input_text and output_text", "content")
+            raise fault(
+                "content", "parts of a message must have the type input_text or output_text", "content"
+            )
         return self
 
 
@@ -122,7 +124,7 @@ class TextFormat(Strict):
         return self
 
     def response_format(self) -> dict[str, Any]:
-        """The format as chat has it."""
+        """Return the format as chat's ``response_format``."""
         if self.type != "json_schema":
             return {"type": self.type}
         return {"type": self.type, "json_schema": self.model_dump(by_alias=True, exclude={"type"})}
@@ -151,9 +153,9 @@ class ResponseStreamOptions(Strict):
 
 
 def _readable(included: object) -> object:
-    """Raise PydanticCustomError for what answers don't have."""
+    """Raise PydanticCustomError for anything that answers can't include."""
     if isinstance(included, str) and included != ENCRYPTED:
-        words = "not supported: {given}; {taken} is taken: reasoning is in the answer as it is"
+        words = "not supported: {given}; use {taken}: answers contain the reasoning unencrypted"
         raise PydanticCustomError("unsupported", words, {"given": excerpt(included), "taken": ENCRYPTED})
     return included
 
@@ -165,15 +167,15 @@ class ResponsesRequest(Strict):
         "store": Refusal(_STATELESS, False),
         "previous_response_id": Refusal(_STATELESS),
         "conversation": Refusal(_STATELESS),
-        "background": Refusal("answers are waited for", False),
-        "background_options": Refusal("answers are waited for"),
+        "background": Refusal("responses are always synchronous", False),
+        "background_options": Refusal("responses are always synchronous"),
         "access_programs": Refusal("there are none"),
-        "image": Refusal("text alone"),
+        "image": Refusal("only text is supported"),
         "prompt": Refusal("there are no stored prompts"),
         "truncation": Refusal("a conversation that is too long is refused", "disabled"),
-        "context_management": Refusal("a conversation is taken as it is", []),
+        "context_management": Refusal("conversations are never edited", []),
         "max_tool_calls": Refusal("the server runs no tools"),
-        "top_logprobs": Refusal("chat completions have log-probabilities", 0),
+        "top_logprobs": Refusal("use chat completions for log-probabilities", 0),
         "moderation": Refusal("nothing is moderated"),
         "service_tier": Refusal("there are no tiers", "auto", "default"),
         "prompt_cache_options": Refusal("the prefix cache is shared by all and can't be set by request"),
@@ -231,11 +233,11 @@ class ResponsesRequest(Strict):
         return self
 
     def offered(self) -> list[Offered]:
-        """What the model may call."""
+        """Return the tools that the model may call."""
         return list(offered(self.tools or ()))
 
     def chat(self) -> Translation:
-        """The same as a chat."""
+        """Return the request translated to chat."""
         text, choice, tools = self.text or TextOptions(), self.tool_choice, self.offered()
         fields = {
             "model": self.model,
@@ -277,7 +279,7 @@ class ResponsesRequest(Strict):
 
 
 def _add(chat: Translation, name: str, item: InputItem) -> None:
-    """Add an item. What an assistant thought, said and called in a row is one message."""
+    """Add an item to the chat. Consecutive reasoning, text and calls of the assistant become one message."""
     content: Any = item.content
     if not isinstance(content, str) and content is not None:
         content = "".join(part.text for part in content)

@@ -17,8 +17,6 @@ from specserve.server.streaming import unless_left
 
 
 def add_responses(app: FastAPI, front: Front) -> None:
-    """Add the route."""
-
     @app.post("/v1/responses", response_model=None, responses=answers(ResponseObject, EVENTS))
     async def post_responses(request: ResponsesRequest, http: Request) -> Response:
         return await unless_left(http.receive, _respond(front, request))

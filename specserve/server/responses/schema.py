@@ -1,4 +1,4 @@
-"""Answers of ``/v1/responses``: the response, and the events of its stream."""
+"""Types of the answers of ``/v1/responses``: the response, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from specserve.server.schema import Answer, CachedTokens, Natural
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
-Nothing = tuple[()]  # a list that OpenAI has something in
+Nothing = tuple[()]  # a list that is never empty at OpenAI, and always here
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -73,7 +73,7 @@ class ResponseUsage(Answer):
 
 
 class ResponseError(Answer):
-    """``code``: ``server_error`` where an error has none of its own."""
+    """``code`` is ``server_error`` if the error has no code."""
 
     code: str
     message: str
@@ -84,7 +84,7 @@ class Incomplete(Answer):
 
 
 class ResponseObject(Answer, kw_only=True):
-    """``tools``, ``tool_choice``, ``text`` and ``reasoning`` are the request's."""
+    """``tools``, ``tool_choice``, ``text`` and ``reasoning`` repeat the request's."""
 
     id: str
     created_at: int

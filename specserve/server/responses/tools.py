@@ -1,4 +1,4 @@
-"""Tools of requests for responses, and the functions of a chat that they are."""
+"""Tools of Responses requests and their translation to chat functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ONE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "req
 def _callable(kind: object) -> object:
     """Raise PydanticCustomError for a tool that the server would have to run."""
     if isinstance(kind, str) and kind not in _TAKEN:
-        words = "not supported: {kind}: the server runs no tools; function and custom are taken"
+        words = "not supported: {kind}: the server runs no tools; use function or custom"
         raise PydanticCustomError("unsupported", words, {"kind": excerpt(kind)})
     return kind
 
@@ -33,9 +33,9 @@ class CustomFormat(Strict):
 class _ToolFields(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "defer_loading": Refusal("all tools are in the prompt", False),
-        "allowed_callers": Refusal("functions are called by the model alone", ["direct"]),
-        "output_schema": Refusal("the model is not told what a function gives"),
-        "async": Refusal("a call's output is waited for", False),
+        "allowed_callers": Refusal("only the model calls functions", ["direct"]),
+        "output_schema": Refusal("the model is not told what a function returns"),
+        "async": Refusal("function calls are synchronous", False),
     }
     type: Annotated[Literal["function", "custom", "namespace"], BeforeValidator(_callable)]
     """The model sees a custom tool as a function of the text `input`, and a namespace's tool as `namespace__name`."""
@@ -62,7 +62,7 @@ class NamespacedTool(_ToolFields):
     @model_validator(mode="after")
     def _check(self) -> NamespacedTool:
         if self.type == "namespace":
-            raise fault("kind", "a namespace has functions and custom tools", "type")
+            raise fault("kind", "a namespace may contain only functions and custom tools", "type")
         check_kind(self, self.type, (), ("type", "name", "description", *_KINDS[self.type]))
         return self
 
@@ -80,7 +80,7 @@ class ResponseTool(_ToolFields):
 
 @dataclass(frozen=True)
 class Offered:
-    """A function of the chat: what the caller calls it (``path`` in the request), and how the model sees it."""
+    """A tool as the chat's function. ``path`` is its path in the caller's request."""
 
     path: str
     tool: NamespacedTool | ResponseTool
@@ -96,7 +96,7 @@ class Offered:
         return self.tool.type == "custom"
 
     def function(self) -> dict[str, Any]:
-        """The tool as chat has it."""
+        """Return the tool in chat's format."""
         tool = self.tool
         description = "\n".join(filter(None, (self.about, tool.description))) or None
         parameters = _ONE_TEXT if self.custom else tool.parameters
@@ -109,7 +109,7 @@ def name_in_chat(namespace: str | None, name: str | None) -> str:
 
 
 def offered(tools: Sequence[ResponseTool]) -> Iterator[Offered]:
-    """Functions of the chat. What a namespace is for is told with its first one."""
+    """Yield the functions for the chat. A namespace's description goes with its first tool."""
     for index, tool in enumerate(tools):
         if tool.type != "namespace":
             yield Offered(f"tools.{index}", tool)
@@ -142,12 +142,12 @@ class ToolChoice(Strict):
         return self
 
     def names(self) -> dict[str, str]:
-        """What the caller calls the names of allowed tools, by their paths in the chat."""
+        """Return the caller's paths of the allowed tools, by their paths in the chat."""
         path = "tool_choice.allowed_tools.tools.{}.function"
         return {path.format(index): f"tool_choice.tools.{index}" for index in range(len(self.tools or ()))}
 
     def of_chat(self) -> dict[str, Any]:
-        """The choice as chat has it."""
+        """Return the choice in chat's format."""
         if self.type != "allowed_tools":
             return {"type": "function", "function": {"name": self.name}}
         names = [{"type": "function", "function": {"name": tool.name}} for tool in self.tools or ()]

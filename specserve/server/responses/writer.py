@@ -1,4 +1,4 @@
-"""Write a response, whole or as the events of a stream."""
+"""Write a response, whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ResponseWriter(Writer):
         self._offered = {tool.name: tool for tool in given.offered()}
         self._temperature, self._top_p = jobs[0].params.temperature, jobs[0].params.top_p
         self._new_id = (front.calls_format or FORMATS["hermes"]).new_id
-        self._sent = 0  # events
+        self._sent = 0  # number of events
         self._items: list[schema.OutputItem] = []
 
     async def whole(self) -> schema.ResponseObject:
@@ -39,7 +39,7 @@ class ResponseWriter(Writer):
         return self._ended()
 
     async def chunks(self) -> AsyncIterator[schema.Event]:
-        """The response as it begins, its items with their parts and deltas, the response as it ended."""
+        """Yield the response as it begins, its items with their parts and deltas, and the response as it ended."""
         yield self._event(schema.Created, response=self._response("in_progress"))
         yield self._event(schema.InProgress, response=self._response("in_progress"))
         row = Blocks(self._new_id)
@@ -63,7 +63,7 @@ class ResponseWriter(Writer):
         return self.generation.answers[0].finish_reason == "length"
 
     def _events(self, step: Step, cut: bool = False) -> Iterator[schema.Event]:
-        """What a step is in a stream: of the item after those that are done."""
+        """Yield the events of a step. It concerns the first item that is not done."""
         phase, block, text = step
         index = len(self._items)
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": index}
@@ -73,7 +73,7 @@ class ResponseWriter(Writer):
             if block.kind != "call":
                 yield self._event(schema.PartAdded, part=_part(block), **place)
         elif phase == "more":
-            if not self._is_custom(block):  # their input is known when the arguments are whole
+            if not self._is_custom(block):  # its input is known once the arguments are complete
                 yield self._event(_DELTAS[block.kind], delta=text, **place)
         else:
             yield from self._end(block, place)
@@ -107,7 +107,7 @@ class ResponseWriter(Writer):
         return block.kind == "call" and self._offered[block.name].custom
 
     def _item(self, block: Block, status: schema.ItemStatus, begun: bool = False) -> schema.OutputItem:
-        """``begun``: nothing of its content is there yet."""
+        """Return a block as an item; ``begun``: still without content."""
         head: dict[str, Any] = {"id": self._item_id(block), "status": status}
         if block.kind == "content":
             return schema.OutputMessage(content=[] if begun else [schema.OutputText(block.text)], **head)
@@ -174,7 +174,7 @@ def _part(block: Block) -> schema.OutputText | schema.ReasoningText:
 
 
 def _input(arguments: str) -> str:
-    """What a custom tool is given: the argument that it is described to have, or what the model wrote."""
+    """Return the input of a custom tool: its only argument ``input``, or else the arguments as the model wrote them."""
     found = read_object(arguments)
     given = None if found is None or len(found) != 1 else found.get("input")
     return given if isinstance(given, str) else arguments

@@ -1,1 +1,1 @@
-"""What a server with these settings would be, without serving: ``python -m specserve.check``."""
+"""Report on a server's settings and files without serving: ``python -m specserve.check``."""

@@ -1,6 +1,6 @@
-"""``python -m specserve.check``: loads what the server's flags name and reports on it.
+"""``python -m specserve.check``: load what the server's flags name, and report on it.
 
-Exit codes: 0 fine, 1 problems, 2 it can't be loaded.
+Exit codes: 0 no problems, 1 problems, 2 it can't be loaded.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from specserve.tools.check.report import Report
 log = logging.getLogger(__name__)
 
 PROGRAM = "python -m specserve.check"
-MEASURED_SHAPE = (5, 4, 8)  # where the controller would choose: acceptance by position needs one
+MEASURED_SHAPE = (5, 4, 8)  # used when no shape is given, because acceptance by position needs a fixed one
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report. Returns the exit code."""
+    """Print the report; return the exit code."""
     parser = _parser()
     options, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(flags):
@@ -43,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.max_tokens < 2:
             raise ValueError(
-                f"--max-tokens: must be at least 2, found {options.max_tokens}: the first one is no step's"
+                f"--max-tokens: must be at least 2, found {options.max_tokens}: prefill gives the first one"
             )
         settings = load_settings(flags)
         configure_logging("warning")
         _check(settings, options, report)
     except ValueError as error:
         report.error = str(error)
-    except (RuntimeError, OSError, MemoryError) as error:  # torch's own, out of memory included
+    except (RuntimeError, OSError, MemoryError) as error:  # torch's errors, including out of memory
         report.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
     print(report.json() if options.json else report.text())
     return report.exit_code
@@ -61,13 +61,13 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROGRAM, add_help=False, allow_abbrev=False, description=__doc__, usage=f"{PROGRAM} [--json] ..."
     )
     parser.add_argument("--json", action="store_true", help="Print the report as JSON.")
-    parser.add_argument("--no-run", action="store_true", help="Load, and measure no acceptance.")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="Prompts to measure with, one a line.")
+    parser.add_argument("--no-run", action="store_true", help="Only load; do not measure acceptance.")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="Prompts to measure with, one per line.")
     parser.add_argument(
         FLAG,
         type=Path,
         metavar="FILE",
-        help="A text to score, with --quantization or an FP8 KV cache also without: what they lose.",
+        help="A text to score; with --quantization or an FP8 KV cache, also without them, to show the loss.",
     )
     parser.add_argument(
         "--max-tokens", type=int, default=64, help="Tokens of each answer, from 2 (default: 64)."
@@ -76,9 +76,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(given: Settings, options: argparse.Namespace, report: Report) -> None:
-    """Fill the report as far as it gets. Raises ValueError for what can't be loaded."""
+    """Fill the report as far as possible. Raises ValueError for what can't be loaded."""
     prompts = read_prompts(options.prompts)
-    with _heard(report.choices):
+    with _collected_logs(report.choices):
         settings, _, config = resolve_engine(_with_shape(given), with_front=True)
         tokenizer = None
         if not settings.skip_tokenizer_init:
@@ -113,13 +113,13 @@ def _with_shape(given: Settings) -> Settings:
     for note in notes:
         log.info("%s", note)
     shape = cut(MEASURED_SHAPE, method.drafts(Path(settings.speculative_draft_model_path or "")))
-    log.info("speculation of %s (steps, topk, tokens): what acceptance is measured with", shape)
+    log.info("speculation of %s (steps, topk, tokens): the shape that acceptance is measured with", shape)
     return replace(settings, speculative_adaptive=False, **dict(zip(SHAPE, shape, strict=True)))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
-def _heard(said: list[str]) -> Iterator[None]:
-    """Add what the package logs meanwhile, the settings' and the draft's notes, each once."""
+def _collected_logs(said: list[str]) -> Iterator[None]:
+    """Add the package's log messages, each once, to ``said``."""
     logger, handler = logging.getLogger("specserve"), logging.Handler()
     handler.addFilter(lambda record: record.getMessage() not in said)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

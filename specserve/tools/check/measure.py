@@ -1,4 +1,4 @@
-"""Acceptance on a few prompts, and that drafting changes no text: the engine runs them with drafts and without."""
+"""Measure acceptance on a few prompts and check that drafting changes no text, by running them both ways."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PROMPTS = (
     "Translate into French: Where is the next railway station?",
     "Summarize: The meeting was moved from Monday to Wednesday because the room is painted on Monday.",
 )
-USELESS = 1.1  # tokens a step below which drafting costs more than it gives
+USELESS = 1.1  # tokens per step below which drafting costs more than it saves
 
 
 @dataclass(slots=True)
 class Answer:
-    """``runs``: tokens of each step, after the first token, which comes with the prompt."""
+    """One answer. ``runs``: tokens of each step; the first entry is the token from prefill."""
 
     tokens: list[int] = field(default_factory=list)
     runs: list[int] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Answer:
 
 
 def read_prompts(path: Path | None) -> list[str]:
-    """Raise ValueError naming the file."""
+    """Return the prompts of a file, or the default ones. Raises ValueError naming the file."""
     if path is None:
         return list(PROMPTS)
     try:
@@ -42,7 +42,7 @@ def read_prompts(path: Path | None) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts: {path} can't be read: {error}") from None
     if not lines:
-        raise ValueError(f"--prompts: {path} holds no prompt")
+        raise ValueError(f"--prompts: {path} contains no prompt")
     return lines
 
 
@@ -54,11 +54,11 @@ def measure(
     max_tokens: int,
     report: Report,
 ) -> None:
-    """Add acceptance and its problems to the report. Raises ValueError for a prompt that can't be answered."""
+    """Add acceptance, and problems with it, to the report. Raises ValueError for a prompt that can't be answered."""
     longest, vocab = max(1, config.context_length // 2), config.model.vocab_size
-    if tokenizer is not None:  # through the chat template where there is one
+    if tokenizer is not None:  # with the chat template, if there is one
         encoded = [_ids(tokenizer, prompt)[-longest:] for prompt in prompts]
-    else:  # ids that follow no text
+    else:  # arbitrary ids
         ids = range(min(16, longest))
         encoded = [[(7 * i + 11 * k + 1) % vocab for k in ids] for i in range(len(prompts))]
     with_drafts = _answers(engine, encoded, max_tokens, drafting=True)
@@ -67,15 +67,15 @@ def measure(
     report.acceptance = found = _summary(with_drafts, same)
     if config.draft is not None and found.tokens_per_step < USELESS:
         report.problems.append(
-            f"{found.tokens_per_step:.2f} tokens a step: the draft does not fit the model or these prompts, drafting "
-            "costs time for nothing"
+            f"{found.tokens_per_step:.2f} tokens a step: the draft does not fit the model or these prompts, so "
+            "drafting only costs time"
         )
     said = f"{found.prompts - same} of {found.prompts} texts differ without drafting"
     if same < found.prompts and config.dtype == "float64":
-        report.problems.append(f"{said}, in float64: that is a fault of the server, please report it")
+        report.problems.append(f"{said}, in float64: this is a bug in the server, please report it")
     elif same < found.prompts:
         report.remarks.append(
-            f"{said}: in {config.dtype} rounding decides between nearly equal logits; --dtype float64 tells"
+            f"{said}: in {config.dtype} rounding decides between nearly equal logits; check with --dtype float64"
         )
 
 

@@ -1,4 +1,4 @@
-"""Device memory: what the files promise before anything is loaded, and what a loaded engine has."""
+"""Device memory: expected from the files before anything is loaded, and measured on a loaded engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, Drafter
 from specserve.tools.check.report import Memory
 
-_SAMPLER = 8  # bytes of a logit in the sampler: scores and noise in float32
+_SAMPLER = 8  # bytes per logit in the sampler: scores and noise in float32
 
 
 def memory_needed(engine: Scheduler) -> Memory:
@@ -43,11 +43,11 @@ def _memory_of(context: Context) -> Memory:
 
 
 def expected_memory(config: EngineConfig) -> Memory:
-    """Of an engine assembled without numbers. A draft that is refused counts nothing."""
+    """Return the memory of an engine assembled on the meta device. A refused draft counts as nothing."""
     try:
-        context = _without_numbers(config)
-    except ValueError:  # told where drafts are looked at, or by loading
-        context = _without_numbers(replace(config, draft=None, shape=None, adaptive=False))
+        context = _assemble_shapes(config)
+    except ValueError:  # reported by _draft or by loading
+        context = _assemble_shapes(replace(config, draft=None, shape=None, adaptive=False))
     found, tokens = _memory_of(context), config.max_total_tokens
     if tokens is None:
         room = config.mem_fraction_static * device_memory(config.device) - found.weights - found.draft
@@ -63,14 +63,14 @@ def expected_memory(config: EngineConfig) -> Memory:
 
 
 def device_memory(device: str) -> int:
-    """All of it, in use or not."""
+    """Return the total memory of a device in bytes, in use or not."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _without_numbers(config: EngineConfig) -> Context:
-    """Everything but the pool's size and, on a CPU, weights of few bits, which take what plain ones do."""
+def _assemble_shapes(config: EngineConfig) -> Context:
+    """Assemble an engine without data. The pool's size is not the real one; on a CPU, weights are not quantized."""
     model, draft = config.model, config.draft
     if config.device == "cpu":
         model = model.with_weights(PLAIN)
@@ -79,14 +79,14 @@ def _without_numbers(config: EngineConfig) -> Context:
 
 
 def _logits(config: EngineConfig, node: int) -> int:
-    """Of the largest step that is captured: nearly all that graphs take, where steps are large."""
+    """Return the bytes of the largest captured step's logits: nearly all the memory of graphs if steps are large."""
     if config.largest_graph is None:
         return 0
     return min(config.largest_graph * (config.shape[2] if config.shape else 1), MAX_STEP_NODES) * node
 
 
 def _parts(drafter: Drafter) -> Iterator[object]:
-    """What it holds, and what the drafters among that hold."""
+    """Yield the attributes of a drafter, and those of drafters among them."""
     for part in vars(drafter).values():
         yield part
         if hasattr(part, "propose"):
@@ -94,7 +94,7 @@ def _parts(drafter: Drafter) -> Iterator[object]:
 
 
 def count_bytes(parts: Iterable[object], seen: set[int]) -> int:
-    """Bytes of the modules' tensors that were not seen yet: the draft shares the target's embedding or head."""
+    """Return the bytes of the modules' tensors not in ``seen``: the draft may share the target's embedding or head."""
     tensors = {
         id(tensor): tensor for part in parts if isinstance(part, nn.Module) for tensor in _tensors(part)
     }
@@ -104,7 +104,7 @@ def count_bytes(parts: Iterable[object], seen: set[int]) -> int:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Weights, packed ones and tables included."""
+    """Yield a module's weights, including packed ones and tables."""
     for child in module.modules():
         yield from child.parameters(recurse=False)
         yield from child.buffers(recurse=False)

@@ -1,4 +1,4 @@
-"""What does not fit together in the files of model, draft and tokenizer, and what comes of it."""
+"""Find mismatches between the files of model, draft and tokenizer, and describe their consequences."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def _ends(model: ModelConfig, report: Report) -> None:
     if bad:
         report.problems.append(f"end tokens {bad} are not among the model's {model.vocab_size} tokens")
     if not model.eos_token_ids:
-        report.problems.append("the model names no eos_token_id: answers end at their length limit alone")
+        report.problems.append("the model has no eos_token_id: answers end only at their length limit")
 
 
 def _memory(config: EngineConfig, report: Report) -> None:
     try:
         report.memory = found = expected_memory(config)
-    except ValueError:  # told by loading, which does not get further either
+    except ValueError:  # loading reports the error
         return
     there, tokens = device_memory(config.device), found.pool_tokens
     wanted = found.weights + found.draft + (0 if config.max_total_tokens is None else found.pool)
     if wanted > there or tokens == 0:
         report.problems.append(
-            f"{config.device} has {there / 2**30:.1f} GiB, {wanted / 2**30:.1f} GiB and more are needed: a smaller "
-            "--dtype, model or --max-total-tokens fits"
+            f"{config.device} has {there / 2**30:.1f} GiB, over {wanted / 2**30:.1f} GiB are needed: use a smaller "
+            "--dtype, model or --max-total-tokens"
         )
     elif tokens < config.context_length:
         report.problems.append(
@@ -63,7 +63,9 @@ def _tokenizer(tokenizer: Tokenizer, model: ModelConfig, report: Report) -> None
         )
     for token in model.eos_token_ids:
         if text := tokenizer.decode([token]):
-            report.remarks.append(f"end token {token} is no special one: answers would end with {text!r}")
+            report.remarks.append(
+                f"end token {token} is not a special token: answers would end with {text!r}"
+            )
     try:
         tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
     except ValueError as error:
@@ -71,7 +73,7 @@ def _tokenizer(tokenizer: Tokenizer, model: ModelConfig, report: Report) -> None
 
 
 def _draft(draft: DraftSettings, config: EngineConfig, report: Report) -> None:
-    """What loading refuses is a problem."""
+    """Check the draft. Anything that loading would refuse is a problem."""
     model, context = config.model, config.context_length
     try:
         reading = open_draft(draft.path, draft.name, parse_overrides(draft.config_override), model)
@@ -82,7 +84,7 @@ def _draft(draft: DraftSettings, config: EngineConfig, report: Report) -> None:
     report.problems += [f"draft: {problem}" for problem in problems]
     if (few := found.get("draft_vocab_size", model.vocab_size)) < model.vocab_size:
         report.remarks.append(
-            f"draft: it knows {few} of {model.vocab_size} tokens: a text's other tokens are never guessed"
+            f"draft: it knows {few} of {model.vocab_size} tokens and never guesses the others"
         )
     rope, base = found.get("rope", model.rope), model.rope.theta
     if rope.theta != base and "rope_theta" not in source.overrides:
@@ -94,6 +96,6 @@ def _draft(draft: DraftSettings, config: EngineConfig, report: Report) -> None:
     longest = source.config.get("max_position_embeddings")
     if isinstance(longest, int) and longest < context:
         report.remarks.append(
-            f"draft: max_position_embeddings {longest}, the context is {context}: after that the draft was "
-            "probably not trained, and fewer of its guesses are accepted; texts don't change"
+            f"draft: max_position_embeddings {longest}, the context is {context}: the draft was probably not "
+            "trained beyond that, and fewer of its guesses are accepted there; texts don't change"
         )

@@ -1,4 +1,4 @@
-"""The perplexity of a text, with the given settings and without the rounding they ask for."""
+"""The perplexity of a text with the given settings, and without the quantization that they ask for."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from specserve.process.worker import Engine, load_engine
 from specserve.tools.check.report import Perplexity
 
 FLAG = "--perplexity"
-WINDOW = 2048  # tokens that are scored together, each by those before it
+WINDOW = 2048  # tokens scored together, each given those before it in the window
 
 
 def read_text(path: Path, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the file's tokens. Raises ValueError if there are none to score."""
+    """Return the file's tokens. Raises ValueError for fewer than two."""
     if tokenizer is None:
         raise ValueError(f"{FLAG}: needs a tokenizer, found --skip-tokenizer-init")
     try:
@@ -32,7 +32,7 @@ def read_text(path: Path, tokenizer: Tokenizer | None) -> list[int]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{FLAG}: {path} can't be read: {error}") from None
     if len(tokens) < 2:
-        raise ValueError(f"{FLAG}: {path} must hold two tokens or more, found {len(tokens)}")
+        raise ValueError(f"{FLAG}: {path} must contain two tokens or more, found {len(tokens)}")
     return tokens
 
 
@@ -45,8 +45,8 @@ def score(engine: Engine, config: EngineConfig, tokens: Sequence[int]) -> Perple
 
 
 def compare(found: Perplexity, config: EngineConfig, given: Settings, tokens: Sequence[int]) -> Perplexity:
-    """Score the text again without rounding, if ``config`` rounds anything. This loads a second engine: the first must
-    not be referenced any more."""
+    """Score the text again without quantization, if ``config`` quantizes anything. This loads a second engine, so the
+    first one must not be referenced any more."""
     rounds = []
     if isinstance(config.model.weights, RoundedWeights):
         rounds.append(f"--quantization {config.model.weights.kind}")

@@ -1,4 +1,4 @@
-"""What a check found, as text or JSON."""
+"""The report of a check, as text or JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the device: measured when ``loaded``, else expected by the shapes of the weights."""
+    """Bytes on the device: measured if ``loaded``, otherwise expected from the shapes of the weights."""
 
     device: str
     loaded: bool
@@ -24,7 +24,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Greedy answers with drafts and without. ``by_position[k]``: part of the steps that accepted over k drafts."""
+    """Acceptance of greedy answers. ``by_position[k]``: share of the steps that accepted more than k drafts."""
 
     prompts: int
     steps: int
@@ -37,8 +37,8 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """Of ``tokens`` in windows of ``window``. ``rounds``: what rounds, by its flags; ``plain``: the perplexity without
-    that, None where nothing does."""
+    """Perplexity of ``tokens`` tokens in windows of ``window``. ``rounds``: the flags that quantize; ``plain``: the
+    perplexity without them, None if nothing is quantized."""
 
     tokens: int
     window: int
@@ -49,7 +49,7 @@ class Perplexity:
 
 @dataclass(slots=True)
 class Report:
-    """``problems`` are to be mended; ``remarks`` are mismatches that may be as they should."""
+    """``problems`` should be fixed; ``remarks`` are mismatches that may be intended."""
 
     choices: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

@@ -1,1 +1,1 @@
-"""A datastore for REST of your own text: ``python -m specserve.datastore``."""
+"""Write a datastore for REST from your own text: ``python -m specserve.datastore``."""

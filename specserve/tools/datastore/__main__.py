@@ -1,4 +1,4 @@
-"""``python -m specserve.datastore``: a file for ``--speculative-datastore``, of your own text or conversations.
+"""``python -m specserve.datastore``: write a file for ``--speculative-datastore`` from your own text or conversations.
 
 Exit codes: 0 written, 2 a user's mistake.
 """
@@ -18,21 +18,21 @@ from specserve.speculation.datastore import write_chunk
 from specserve.tools.token_map.__main__ import load_encoder, model_directory
 from specserve.tools.token_map.count import documents
 
-CHUNK = 2**24  # tokens; a lookup searches all chunks, sorting one takes some 100 bytes a token
-ORDERED = 128  # tokens by which places are ordered: more than a lookup compares and proposes
+CHUNK = 2**24  # tokens; a lookup searches every chunk, and sorting one takes about 100 bytes per token
+ORDERED = 128  # leading tokens by which suffixes are sorted: more than a lookup compares and proposes
 
 DESCRIPTION = """\
 Writes a datastore for --speculative-algorithm REST, in the format of its authors.
 
-  --data FILE.jsonl   JSON lines. {"messages": [...]} and {"conversations": [...]}: what the assistant said, found by
-                      the model's chat template. {"prompt": "..."} and {"text": "..."}: all of it.
+  --data FILE.jsonl   JSON lines. {"messages": [...]} and {"conversations": [...]}: the assistant's turns, found by the
+                      model's chat template. {"prompt": "..."} and {"text": "..."}: all of it.
   --data FILE         any other file: plain text, all of it.
 
-It takes 6 bytes a token, 8 for vocabularies of more than 65,536, and is for models of this tokenizer."""
+It takes 6 bytes per token, 8 for vocabularies of more than 65,536, and serves models with this tokenizer."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the file and say how large it is. Return the exit code."""
+    """Write the file and print its size; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m specserve.datastore",
         description=DESCRIPTION,
@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--model-path", help="the target: directory or hub id (default: the bundled model)")
-    add("--revision", help="of a model of the hub")
+    add("--revision", help="revision of a hub model")
     add("--data", type=Path, nargs="+", required=True, metavar="FILE", help="JSON lines or plain text")
-    add("--output", type=Path, required=True, metavar="FILE", help="like answers.idx")
+    add("--output", type=Path, required=True, metavar="FILE", help="for example answers.idx")
     args = parser.parse_args(argv)
     try:
         model = model_directory(args.model_path, args.revision)
@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_datastore(path: Path, texts: Iterable[Sequence[int]], vocab_size: int, chunk: int = CHUNK) -> int:
-    """Write what these token sequences hold, one after the other. Return how many tokens these are.
+    """Write token sequences one after the other; return the number of tokens.
 
-    Raises ValueError naming ``--data`` or ``--output`` when there are none or the file can't be written.
+    Raises ValueError naming ``--data`` or ``--output`` if there are none or the file can't be written.
     """
     size, partial = 0, path.with_name(f"{path.name}.partial")
     try:
@@ -74,12 +74,12 @@ def write_datastore(path: Path, texts: Iterable[Sequence[int]], vocab_size: int,
     finally:
         partial.unlink(missing_ok=True)
     if not size:
-        raise ValueError("--data: there is no token in it")
+        raise ValueError("--data: contains no tokens")
     return size
 
 
 def suffix_array(tokens_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Places of all suffixes in the order of their first ``ORDERED`` tokens, by doubling (Manber and Myers 1993)."""
+    """Return all suffixes sorted by their first ``ORDERED`` tokens, by doubling (Manber and Myers 1993)."""
     rank_N, known = tokens_N, 1
     while True:
         next_N = np.zeros_like(rank_N)

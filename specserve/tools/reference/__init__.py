@@ -1,1 +1,1 @@
-"""The pages of docs/ that are written from the code: ``python -m specserve.tools.reference``."""
+"""Write the pages of docs/ that are generated from the code: ``python -m specserve.tools.reference``."""

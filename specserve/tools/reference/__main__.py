@@ -1,4 +1,4 @@
-"""Writes the pages that come from the code: ``python -m specserve.tools.reference docs``."""
+"""Write the generated pages: ``python -m specserve.tools.reference docs``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "http_reference.md": http_reference,
     "python_reference.md": python_reference,
 }
-"""The pages that come from the code, by their names in docs/."""
+"""Functions that make the generated pages, by file name in docs/."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Writes docs/http_reference.md from the JSON schemas of the requests' models."""
+"""Write docs/http_reference.md from the JSON schemas of the request models."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _BOUNDS = (
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a request, ``path`` naming it: ``messages[].role`` is a field of each message."""
+    """A field of a request; the ``path`` ``messages[].role`` is a field of each message."""
 
     path: str
     schema: dict[str, Any]
@@ -75,13 +75,13 @@ class Field:
 
 
 def fields(model: type[BaseModel]) -> list[Field]:
-    """The fields of a request and of the objects in it, in their order."""
+    """Return the fields of a request and of the objects in it, in order."""
     schema = model.model_json_schema(ref_template="{model}")
     return list(_fields(schema, schema.get("$defs", {}), ""))
 
 
 def http_reference() -> str:
-    """The page, as Markdown."""
+    """Return the page as Markdown."""
     return "\n".join([_HEAD, *(_section(route, model) for route, model in REQUESTS.items())])
 
 
@@ -103,7 +103,7 @@ def _fields(schema: dict[str, Any], models: dict[str, Any], prefix: str) -> Iter
 
 
 def _models(schema: dict[str, Any], suffix: str = "") -> Iterator[tuple[str, str]]:
-    """The models in a type, each with ``[]`` for every list around it."""
+    """Yield the models in a type, each with a ``[]`` for every enclosing list."""
     if "$ref" in schema:
         yield suffix, schema["$ref"]
     for part in schema.get("anyOf", ()):
@@ -113,7 +113,7 @@ def _models(schema: dict[str, Any], suffix: str = "") -> Iterator[tuple[str, str
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A type and its bounds in words. Those of large counts go without saying."""
+    """Describe a type and its bounds; very large bounds are left out."""
     if "anyOf" in schema:
         return " or ".join(_kind(part) for part in schema["anyOf"] if part.get("type") != "null")
     if "$ref" in schema:

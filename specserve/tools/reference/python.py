@@ -1,4 +1,4 @@
-"""Writes docs/python_reference.md from the signatures and docstrings of the public classes."""
+"""Write docs/python_reference.md from the signatures and docstrings of the public classes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ or `SamplingParams(foo=1)`, raises `TypeError`.
 
 
 def python_reference() -> str:
-    """The page, as Markdown."""
+    """Return the page as Markdown."""
     return "\n".join([_HEAD, *(_class(each) for each in CLASSES)])
 
 
@@ -48,7 +48,7 @@ def _class(each: type) -> str:
 
 
 def _members(each: type) -> Iterator[tuple[str, Any]]:
-    """Methods and properties that have a docstring."""
+    """Yield the methods and properties that have a docstring."""
     for name, member in vars(each).items():
         kept = isinstance(member, property) or inspect.isfunction(member)
         if kept and not name.startswith("_") and member.__doc__:
@@ -56,7 +56,7 @@ def _members(each: type) -> Iterator[tuple[str, Any]]:
 
 
 def _code(name: str, signature: inspect.Signature) -> list[str]:
-    """A call with one parameter a line."""
+    """Return a call with one parameter per line."""
     lines: list[str] = []
     for parameter in signature.parameters.values():
         if parameter.name == "self":

@@ -1,4 +1,4 @@
-"""The tables of docs/structure.md: every Python file of the packages with what its docstring says first."""
+"""Write the tables of docs/structure.md: every Python file with the first paragraph of its docstring."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ PACKAGES = ("specserve", "kernels/specserve_kernels", "kernels/bench")
 
 
 def structure(page: Path) -> str:
-    """Return the page with the tables of the checkout that it lies in; what comes before ``MARK`` is kept."""
+    """Return the page with the tables of its own checkout; the text before ``MARK`` is kept."""
     root = page.parent.parent
     folders = (folder for package in PACKAGES for folder in _folders(root / package))
     return page.read_text().split(MARK)[0] + MARK + "".join(_table(root, folder) for folder in folders)
 
 
 def _folders(top: Path) -> Iterator[Path]:
-    """The package and all folders in it that hold Python files."""
+    """Return the package and all folders in it with Python files."""
     return (path for path in sorted([top, *top.rglob("*")]) if path.is_dir() and any(path.glob("*.py")))
 
 
@@ -34,6 +34,6 @@ def _table(root: Path, folder: Path) -> str:
 
 
 def _first_paragraph(file: Path) -> str:
-    """What a module's docstring says before its first empty line, in one line of Markdown."""
+    """Return the first paragraph of a module's docstring as one line of Markdown."""
     text = ast.get_docstring(ast.parse(file.read_text())) if file.exists() else None
     return " ".join((text or "").split("\n\n")[0].split()).replace("``", "`").replace("|", "\\|")

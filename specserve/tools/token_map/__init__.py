@@ -1,1 +1,1 @@
-"""Which tokens a draft should guess, counted on your own text or traffic: ``python -m specserve.token_map``."""
+"""Write a token map of the most frequent tokens of your own text or traffic: ``python -m specserve.token_map``."""

@@ -1,4 +1,4 @@
-"""``python -m specserve.token_map``: a map for ``--speculative-token-map``, counted on your own text or traffic.
+"""``python -m specserve.token_map``: write a map for ``--speculative-token-map`` from your own text or traffic.
 
 Exit codes: 0 written, 2 a user's mistake.
 """
@@ -25,7 +25,7 @@ from specserve.tools.train.chat import Encoder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the map and print what it covers. Returns the exit code."""
+    """Write the map and print its coverage; return the exit code."""
     args = parse_args(argv)
     try:
         model_path = model_directory(args.model_path, args.revision)
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def model_directory(given: str | None, revision: str | None) -> Path:
-    """Where a model lies, None: the bundled one. Raises ValueError where there is none."""
+    """Return a model's directory, the bundled one's for None. Raises ValueError if there is none."""
     settings, _ = resolve_paths(make_settings(model_path=given, revision=revision))
     assert settings.model_path is not None
     return Path(settings.model_path)
@@ -61,20 +61,20 @@ def _ranking(args: argparse.Namespace, model_path: Path) -> Ranking:
 
 
 def load_encoder(model_path: Path) -> Encoder:
-    """Load a model's tokenizer for texts. Raises ValueError where there is none."""
+    """Load a model's tokenizer. Raises ValueError if there is none."""
     from transformers import AutoTokenizer
 
     try:
         return Encoder(AutoTokenizer.from_pretrained(str(model_path)))
-    except Exception as error:  # the library raises nearly everything
-        raise ValueError(f"--model-path: no tokenizer of {model_path} for --data: {error}") from None
+    except Exception as error:  # the library raises many types
+        raise ValueError(f"--model-path: {model_path} has no tokenizer for --data: {error}") from None
 
 
 def _coverage(ranking: Ranking, size: int) -> str:
-    """A line a size: ids, their part of the vocabulary, and the share of the counted tokens that they hold."""
+    """Return a line per size: ids, their share of the vocabulary, and the share of counted tokens they cover."""
     vocab_size, total = len(ranking.counts_V), int(ranking.counts_V.sum())
     if not total:
-        return "no tokens were counted: ranks alone say nothing of coverage"
+        return "no tokens were counted: ranks alone give no coverage"
     sizes = {size, *(vocab_size // part for part in (32, 16, 8, 4, 2))}
     lines = [
         f"{each:8d} ids {each / vocab_size:8.2%} {ranking.coverage(each):10.2%}{'  <- written' * (each == size)}"

@@ -1,4 +1,4 @@
-"""The command line of the token-map tool."""
+"""The command line of the token map tool."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 from specserve.tools.token_map.write import FORMATS
 
 DESCRIPTION = """\
-Counts target token ids and writes a map for --speculative-token-map: ids, the most frequent first.
+Counts target token ids and writes a map for --speculative-token-map: ids, most frequent first.
 
 What is counted:
-  --data FILE.jsonl   JSON lines. {"messages": [...]}: what the assistant said, found by the model's chat template,
-                      end-of-turn tokens included; all messages where it said nothing or the model has no template.
+  --data FILE.jsonl   JSON lines. {"messages": [...]}: the assistant's turns, found by the model's chat template,
+                      end-of-turn tokens included; all messages if it has none or the model has no template.
                       {"conversations": [...]}: the same. {"prompt": "..."} and {"text": "..."}: all of it.
   --data FILE         any other file: plain text, all of it.
   --server URL        every token that a server with --token-statistics has generated since its start.
-  --map FILE          an FR-Spec file (.pt, .json, .txt) counts no tokens: its order is taken as a frequency rank, the
-                      token of rank r weighing 1/r, all of a file's together as much as all counted tokens.
+  --map FILE          an FR-Spec file (.pt, .json, .txt) counts no tokens: its order gives frequency ranks. The token of
+                      rank r weighs 1/r; a file weighs as much as all counted tokens together.
 
-Special tokens and those that end answers are always in the map; ids that were never counted fill it up, the lowest
-first. Coverage is the share of the counted tokens that a map holds."""
+Special tokens and end tokens are always in the map; ids that were never counted fill it up, lowest first.
+Coverage is the share of the counted tokens that a map contains."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Exit with code 2 and the flag's name for a mistake."""
+    """Parse the flags. A mistake exits with code 2 and names the flag."""
     parser = argparse.ArgumentParser(
         prog="python -m specserve.token_map",
         description=DESCRIPTION,
@@ -33,10 +33,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model-path", help="the target: directory or hub id (default: the bundled model)")
-    add("--revision", help="of a model of the hub")
+    add("--revision", help="revision of a hub model")
     add("--data", type=Path, nargs="+", default=[], metavar="FILE", help="JSON lines or plain text")
-    add("--server", nargs="+", default=[], metavar="URL", help="like http://127.0.0.1:30000")
-    add("--api-key", help="of the servers")
+    add("--server", nargs="+", default=[], metavar="URL", help="for example http://127.0.0.1:30000")
+    add("--api-key", help="API key of the servers")
     add("--map", type=Path, nargs="+", default=[], metavar="FILE", help="FR-Spec files")
     add(
         "--size", type=int, help="ids in the map (default: a quarter of the vocabulary, at least 1024 or all)"
@@ -53,5 +53,5 @@ def _output(text: str) -> Path:
     if path.suffix not in FORMATS:
         raise argparse.ArgumentTypeError(f"must end in {', '.join(FORMATS)}, found {text}")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path.parent} is no directory")
+        raise argparse.ArgumentTypeError(f"{path.parent} is not a directory")
     return path

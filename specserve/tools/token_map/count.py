@@ -1,4 +1,4 @@
-"""Counts tokens: in files, and as a server has counted them. Shapes: V vocabulary."""
+"""Count tokens in files, or fetch a server's counts. Shapes: V vocabulary."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from specserve.tools.train.chat import Encoder
 from specserve.tools.train.data import messages, read_lines
 
-BLOCK = 1 << 18  # characters of plain text that are tokenized at once
+BLOCK = 1 << 18  # characters of plain text tokenized at once
 TIMEOUT = 30.0  # seconds
 
 Counts = NDArray[np.int64]
 
 
 def count_files(paths: Iterable[Path], encoder: Encoder, vocab_size: int) -> Counts:
-    """``[V]``. Raises ValueError naming ``--data``, the file and the line at fault."""
+    """Return the counts ``[V]`` of the files' tokens. Raises ValueError naming ``--data``, the file and the line."""
     counts_V = np.zeros(vocab_size, np.int64)
     for tokens in documents(paths, encoder):
         counts_V += np.bincount(np.array(tokens, np.int64), minlength=vocab_size)[:vocab_size]
@@ -32,7 +32,7 @@ def count_files(paths: Iterable[Path], encoder: Encoder, vocab_size: int) -> Cou
 
 
 def documents(paths: Iterable[Path], encoder: Encoder) -> Iterator[list[int]]:
-    """Tokens of the files' texts. Raises ValueError naming ``--data``, the file and the line at fault."""
+    """Yield the tokens of each text in the files. Raises ValueError naming ``--data``, the file and the line."""
     for path in paths:
         lines = path.suffix == ".jsonl"
         try:
@@ -50,7 +50,7 @@ def _plain(path: Path, encoder: Encoder) -> Iterator[list[int]]:
 
 
 def _record(record: Any, encoder: Encoder) -> list[int]:
-    """What is counted of a line."""
+    """Return the tokens of a line that are counted."""
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, found {type(record).__name__}")
     for name in ("text", "prompt"):
@@ -71,19 +71,19 @@ def _ids(encoder: Encoder, text: str) -> list[int]:
 
 
 def count_server(url: str, api_key: str | None, vocab_size: int) -> Counts:
-    """What the server at ``url`` has counted, ``[V]``. Raises ValueError naming ``--server`` and what it said."""
+    """Return the counts ``[V]`` of the server at ``url``. Raises ValueError naming ``--server`` and the reason."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}/token_statistics", headers=headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
             pairs = np.array(json.load(answer)["counts"], np.int64).reshape(-1, 2)
     except urllib.error.HTTPError as error:
-        raise ValueError(f"--server: {url} answers {error.code}: {_message(error)}") from None
+        raise ValueError(f"--server: {url} answered {error.code}: {_message(error)}") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"--server: {url} gives no token statistics: {error}") from None
+        raise ValueError(f"--server: {url} has no token statistics: {error}") from None
     if len(pairs) and not 0 <= pairs[:, 0].min() <= pairs[:, 0].max() < vocab_size:
         raise ValueError(
-            f"--server: {url} counted token id {pairs[:, 0].max()}; those of --model-path run from 0 to "
+            f"--server: {url} counted token id {pairs[:, 0].max()}; those of --model-path are 0 to "
             f"{vocab_size - 1}"
         )
     counts_V = np.zeros(vocab_size, np.int64)

@@ -1,4 +1,4 @@
-"""From counts to a map. Shapes: V vocabulary."""
+"""Rank tokens by their counts. Shapes: V vocabulary."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """``counts_V``: tokens counted; ``ranks``: lists of ids by falling frequency; ``kept``: ids in every map."""
+    """``counts_V``: counts of the tokens; ``ranks``: lists of ids by falling frequency; ``kept``: ids in every map."""
 
     counts_V: NDArray[np.int64]
     ranks: Sequence[Sequence[int]]
     kept: Sequence[int]
 
     def best(self, size: int) -> list[int]:
-        """The map of ``size`` ids, the most frequent first; of equals the lowest id. Raises ValueError naming
+        """Return the map of ``size`` ids, most frequent first, lower ids first among equals. Raises ValueError naming
         ``--size``."""
         vocab_size, kept = len(self.counts_V), len(self.kept)
         if not kept < size <= vocab_size:
@@ -33,11 +33,11 @@ class Ranking:
         return [int(i) for i in order_V[free_V | is_kept_V[order_V]]][:size]
 
     def coverage(self, size: int) -> float:
-        """The share of the counted tokens that the map of this size holds."""
+        """Return the share of the counted tokens that the map of this size covers."""
         return self.share(self.best(size))
 
     def share(self, ids: Sequence[int]) -> float:
-        """The share of the counted tokens that these ids are."""
+        """Return the share of the counted tokens that these ids cover."""
         return float(self.counts_V[list(ids)].sum() / max(self.counts_V.sum(), 1))
 
     def _score(self) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Maps as ``models/draft/token_map.py`` reads them."""
+"""Write maps in the formats that ``models/draft/token_map.py`` reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMATS: dict[str, Callable[[Path, list[int]], None]] = {".pt": _torch, ".json":
 
 
 def write_map(path: Path, ids: list[int]) -> None:
-    """In the format that the suffix names. Raises ValueError when the file can't be written."""
+    """Write a map in the format of the path's suffix. Raises ValueError if the file can't be written."""
     try:
         FORMATS[path.suffix](path, ids)
     except (OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""``python -m specserve.train``: train a draft, write it in the published format, report its acceptance."""
+"""``python -m specserve.train``: train a draft, write it in its published format and report its acceptance."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ from specserve.tools.train.packing import Documents, Rows, RowSampler, pack
 from specserve.tools.train.vocab import draft_vocabulary, unused_token
 
 log = logging.getLogger("specserve.tools.train")
-HELDOUT_SHARE, HELDOUT_MOST = 0.02, 512  # of the documents of a source, when no held-out file is given
-# What a resumed run must have in common with the one that wrote the checkpoint.
+HELDOUT_SHARE, HELDOUT_MOST = (
+    0.02,
+    512,
+)  # share and maximum of a source's documents, if no held-out file is given
+# Settings that a resumed run must share with the one that wrote the checkpoint.
 FIXED = [
     "algorithm",
     "max_length",
@@ -65,7 +68,7 @@ Trainer = EagleTrainer | Eagle3Trainer | BlockTrainer | MedusaTrainer
 
 
 def load_data(args: argparse.Namespace) -> tuple[dict[str, Documents], dict[str, Documents]]:
-    """Training and held-out documents by source."""
+    """Return training and held-out documents by source."""
     paths = [*args.data, *(args.heldout or [])]
     encoder = None
     if any(path.suffix != ".npz" for path in paths):
@@ -86,7 +89,7 @@ def _sources(paths: list[Path], encoder: Encoder | None) -> dict[str, Documents]
 
 
 def make_trainer(args: argparse.Namespace, target: LlamaModel, train: Mapping[str, Documents]) -> Trainer:
-    """The draft with its loss, on the target's device."""
+    """Return the trainer of a fresh draft, on the target's device."""
     options = HeadOptions(
         intermediate_size=args.draft_intermediate_size,
         num_heads=args.draft_num_heads,
@@ -138,7 +141,7 @@ def _block_trainer(
 
 
 def loop_config(args: argparse.Namespace, rows: int, batch_rows: int, amp: bool) -> LoopConfig:
-    """The end of the run: ``--steps``, else ``--epochs``, else the clock alone, else 10 epochs."""
+    """Return the loop's configuration. ``--steps``, else ``--epochs``, else the clock, else 10 epochs end the run."""
     epochs = args.epochs or (None if args.time_limit else 10.0)
     steps = args.steps or (math.ceil(rows * epochs / (batch_rows * args.accumulate)) if epochs else None)
     return LoopConfig(
@@ -178,7 +181,7 @@ def write_draft(args: argparse.Namespace, trainer: Trainer, target: LlamaModel) 
 def write_report(
     loop: Loop, trainer: Trainer, rows: Mapping[str, Rows], output: Path, batch_rows: int, flash: bool
 ) -> None:
-    """Measures, prints and saves the acceptance on held-out rows."""
+    """Measure, print and save the acceptance on held-out rows."""
     trainer.eval()
     with loop.autocast():
         results = {
@@ -196,7 +199,7 @@ def heldout_rows(documents: Documents, length: int, most: int, seed: int) -> Row
 
 
 def train(args: argparse.Namespace) -> None:
-    """The whole run: data, target, training, export, report."""
+    """Run everything: load data and target, train, export, report."""
     device = torch.device(args.device)
     auto = "bfloat16" if device.type == "cuda" else "float32"
     dtype = DTYPES[auto if args.dtype == "auto" else args.dtype]

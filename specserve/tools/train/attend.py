@@ -1,4 +1,4 @@
-"""The attention that a model sees while training: dense over packed rows, rotary included.
+"""Attention during training: dense over packed rows, rotary embedding included.
 
 Shapes: T tokens (rows times row length), N heads (q, then k, then v), D head size.
 """
@@ -20,20 +20,20 @@ from specserve.tools.train.packed_attention import packed_attention
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How documents lie in the rows: ``cu_seqlens`` int32 ``[documents + 1]`` over the flattened tokens."""
+    """The layout of documents in rows: ``cu_seqlens`` int32 ``[documents + 1]`` over the flattened tokens."""
 
     cu_seqlens: Tensor
     row_length: int
     flash: bool
 
     def documents(self, tokens: int) -> Tensor:
-        """The document number of every token, int64 ``[tokens]``."""
+        """Return the document number of every token, int64 ``[tokens]``."""
         position = torch.arange(tokens, device=self.cu_seqlens.device)
         return torch.bucketize(position, self.cu_seqlens.long(), right=True)
 
 
 def _rotate(qkv_TND: Tensor, num_kv_heads: int, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotated queries, rotated keys, values, all in the dtype of ``qkv``."""
+    """Return rotated queries, rotated keys and values, all in the dtype of ``qkv``."""
     qk_TND, v_TKD = torch.split(qkv_TND, [qkv_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
     qk_TND = apply_rotary(qk_TND, rope.table_P2D[rope.position_T]).to(qkv_TND.dtype)
     q_TND, k_TKD = torch.split(qk_TND, [qk_TND.shape[1] - num_kv_heads, num_kv_heads], dim=1)
@@ -47,7 +47,7 @@ class TestTimeAttend:
     prefix) and to the keys of levels 1..i at column t (its own drafted ancestors and itself), as in drafting.
     """
 
-    __test__ = False  # not a test class, whatever its name
+    __test__ = False  # pytest must not collect it
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
@@ -65,7 +65,7 @@ class TestTimeAttend:
 
 
 class CausalAttend:
-    """Every token attends to its own document's tokens up to itself: as a draft does at its first level."""
+    """Let every token attend to its own document up to itself, as a draft does at its first level."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
@@ -75,8 +75,8 @@ class CausalAttend:
 
 
 class BlockAttend:
-    """Several blocks a row: each token attends to its block and to what precedes the block's first token, the anchor,
-    in its document, through the keys and values ``past``.
+    """Attention of several blocks per row. Each token attends to its own block, and to the tokens before the block's
+    first token (the anchor) in its document, through the keys and values ``past``.
 
     Shapes: B rows, S row length, A anchors a row, K tokens of a block, Q = A * K.
     """
@@ -84,7 +84,7 @@ class BlockAttend:
     def __init__(
         self, packing: Packing, anchor_BA: Tensor, size: int, past: Sequence[Tensor], rope: Rope
     ) -> None:
-        """``past``: keys, not yet rotated, and values ``[T, 2 * kv heads, D]`` of all rows' tokens."""
+        """``past``: unrotated keys, then values, ``[T, 2 * kv heads, D]`` of all rows' tokens."""
         self._past = [_rotate(kv_TND, kv_TND.shape[1] // 2, rope)[1:] for kv_TND in past]
         length, (rows, anchors) = packing.row_length, anchor_BA.shape
         column_S = torch.arange(length, device=anchor_BA.device)
@@ -112,7 +112,7 @@ class BlockAttend:
 
 
 def _columns(cache: list[Tensor]) -> Tensor:
-    """The entries of levels 1 and deeper as ``[T, levels, K, D]``."""
+    """Return the entries of levels 1 and deeper as ``[T, levels, K, D]``."""
     if len(cache) == 1:
         return cache[0].new_empty((cache[0].shape[0], 0, *cache[0].shape[1:]))
     return torch.stack(cache[1:], dim=1)

@@ -1,7 +1,7 @@
 """Training of block drafts: DFlash, arXiv 2602.06036, and DSpark, arXiv 2607.05147.
 
-Blocks begin at anchors, columns that are drawn anew for each batch. As in drafting, a block attends to what precedes
-its anchor in its document, and to itself. Levels read the text's own tokens.
+Blocks begin at anchors: columns drawn anew for each batch. As in drafting, a block attends to the tokens before its
+anchor in its document, and to itself. Levels read the text's own tokens.
 
 Shapes: B rows, S row length, A anchors a row, X = B * A blocks, K tokens of a block, T tokens of all rows, H hidden
 size, V vocabulary.
@@ -28,9 +28,9 @@ from specserve.tools.train.windows import masked_mean, soft_cross_entropy
 
 @dataclass(frozen=True, slots=True)
 class Anchored:
-    """A batch as blocks. ``token_XL``: the anchor's token and the tokens after it. ``column_XL``: their indices in the
-    batch; past a row's end, the row's last. ``valid_XL``: whether level i counts, because the anchor and the guessed
-    token are both learned tokens of one document."""
+    """A batch as blocks. ``token_XL``: the anchor's token and those after it. ``column_XL``: their indices in the
+    batch, clamped to the row's last. ``valid_XL``: level i counts, because the anchor and the guessed token are both
+    learned tokens of one document."""
 
     anchor_BA: Tensor
     column_XL: Tensor
@@ -38,12 +38,12 @@ class Anchored:
     valid_XL: Tensor
 
     def predicted(self, level: int) -> Tensor:
-        """The true token ``[X, 1]`` that a level guesses."""
+        """Return the true token ``[X, 1]`` that a level guesses."""
         return self.token_XL[:, level + 1, None]
 
 
 def draw_anchors(batch: Batch, count: int, levels: int, training: bool) -> Anchored:
-    """Draw up to ``count`` anchors a row among the columns whose first level counts; the same every time unless
+    """Draw up to ``count`` anchors per row among the columns whose first level counts; the draw is random only if
     ``training``."""
     length = batch.packing.row_length
     mask_BS = batch.mask_T.view(-1, length)
@@ -65,7 +65,7 @@ def draw_anchors(batch: Batch, count: int, levels: int, training: bool) -> Ancho
 
 
 class BlockTrainer(nn.Module):
-    """The draft; the frozen target, whose embedding and head it uses, is held next to it, not in it.
+    """Hold the draft and its loss. The frozen target, whose embedding and head the draft uses, is not a submodule.
 
     A level's loss is ``ce_weight * cross-entropy + (1 - ce_weight) * L1`` against the target's distribution, averaged
     over the blocks in which it counts. A confidence head adds its binary cross-entropy against the share of guesses
@@ -81,7 +81,7 @@ class BlockTrainer(nn.Module):
         self.levels, self._anchors, self._ce_weight = draft.config.levels, anchors, ce_weight
 
     def unroll(self, batch: Batch, levels: int) -> Levels:
-        """Run the target and blocks at anchors, and score up to ``levels`` levels."""
+        """Run the target and the blocks, and score up to ``levels`` levels."""
         target, draft, config = self._target[0], self.draft, self.draft.config
         levels = min(levels, config.levels)
         hidden_TH, tapped = run_target(target, batch, config.taps)
@@ -106,7 +106,7 @@ class BlockTrainer(nn.Module):
         return self.unroll(batch, self.levels).total(self.decay)
 
     def _blocks(self, batch: Batch, anchored: Anchored, tapped: list[Tensor]) -> Tensor:
-        """States ``[X, levels, H]``."""
+        """Return the states ``[X, levels, H]``."""
         draft, size = self.draft, self.draft.config.block_size
         past = draft.project_kv(draft.past(tapped))
         attend = BlockAttend(

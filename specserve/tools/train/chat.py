@@ -1,11 +1,10 @@
-"""Conversations as tokens: the model's chat template, and which tokens the assistant wrote.
+"""Tokenize conversations with the model's chat template, and find the tokens that the assistant wrote.
 
-A draft only ever continues the assistant, so only assistant tokens are learned. Templates do not mark them,
-so they are found by rendering prefixes of the conversation: an assistant message starts where the rendering
-of the messages before it (with the generation prompt) stops agreeing with the rendering that includes it, and
-ends where that one ends, its end-of-turn token included and white space after it not. Some templates rewrite
-earlier turns once later ones follow (they drop old reasoning, say): then each assistant message becomes a
-document of its own, rendered the way the model saw it when it wrote it.
+A draft only ever continues the assistant, so only assistant tokens are learned. Templates do not mark them, so they are
+found by rendering prefixes of the conversation. An assistant message starts where its rendering diverges from that of
+the messages before it (with the generation prompt). It ends where its rendering ends, including its end-of-turn token
+but not white space after that. Some templates rewrite earlier turns when later ones follow (they drop old reasoning,
+for example). Then each assistant message becomes its own document, rendered as the model saw it when writing it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ Document = tuple[list[int], list[bool]]
 
 
 def _common(first: str, second: str) -> int:
-    """The number of characters that two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 class Encoder:
-    """Turns text and conversations into tokens and masks with a Hugging Face fast tokenizer."""
+    """Turn text and conversations into tokens and masks with a Hugging Face fast tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "is_fast", False):
@@ -34,24 +33,24 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
-        # Of those that were added some have no name, as Llama 3's end of turn.
+        # Some added special tokens have no role, such as Llama 3's end of turn.
         added = tokenizer.added_tokens_decoder.values()
         self._specials = (*tokenizer.all_special_tokens, *(token.content for token in added if token.special))
 
     def text(self, text: str) -> Document:
-        """Plain text, with the tokenizer's own special tokens; all of it is learned."""
+        """Encode plain text with the tokenizer's special tokens; all of it is learned."""
         tokens = list(self.tokenizer(text)["input_ids"])
         return tokens, [True] * len(tokens)
 
     def conversation(self, messages: list[Message]) -> list[Document]:
-        """One document, or one an assistant message where the template rewrites earlier turns."""
+        """Encode a conversation as one document, or one per assistant message if earlier turns are rewritten."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             return []
         if self.tokenizer.chat_template is None:
             raise ValueError("the tokenizer has no chat template")
         if any(message.get("tool_calls") for message in messages):
-            # Refuses calls that the template does not write: they would teach that the answer ends at once.
+            # Refuses calls that the template omits: they would teach that the answer ends at once.
             self._template.render(messages)
         full = self._render(messages[: turns[-1] + 1])
         spans = []
@@ -67,7 +66,7 @@ class Encoder:
         return text
 
     def _turn(self, messages: list[Message], turn: int) -> tuple[str, int]:
-        """The rendering up to the end of message ``turn`` and where that message starts in it."""
+        """Return the rendering up to the end of message ``turn``, and where that message starts in it."""
         until = self._render(messages[: turn + 1])
         before = self._render(messages[:turn], prompt=True) if turn else ""
         stripped = until.rstrip()
@@ -79,7 +78,7 @@ class Encoder:
         return until, [(start, len(until))]
 
     def _encode(self, text: str, spans: list[tuple[int, int]]) -> Document:
-        """Tokens of rendered text; a token is learned when it starts inside one of the character spans."""
+        """Tokenize rendered text; a token is learned if it starts inside one of the character spans."""
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         starts = [start for start, _ in found["offset_mapping"]]
         return list(found["input_ids"]), [any(a <= s < b for a, b in spans) for s in starts]

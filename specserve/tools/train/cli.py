@@ -33,11 +33,11 @@ _TAKEN_BY = {
     "medusa_heads": ("MEDUSA",),
     "medusa_layers": ("MEDUSA",),
 }
-"""The algorithms that take an option, if not all do."""
+"""Options that only some algorithms take."""
 
 
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Parse an integer above 0."""
     value = int(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"must be above 0, found {value}")
@@ -60,29 +60,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def _add_main(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what")
+    group = parser.add_argument_group("model and data")
     group.add_argument("--algorithm", choices=ALGORITHMS, required=True)
     group.add_argument("--model-path", type=Path, required=True, help="the target, a Hugging Face directory")
     group.add_argument(
         "--data", type=Path, nargs="+", required=True, help=".jsonl (messages, conversations or text) or .npz"
     )
     group.add_argument("--heldout", type=Path, nargs="+", help="data for the report (default: 2%% of --data)")
-    group.add_argument("--shares", type=float, nargs="+", help="share of each source (default: by its size)")
+    group.add_argument("--shares", type=float, nargs="+", help="share of each source (default: by size)")
     group.add_argument("--output", type=Path, required=True)
     group.add_argument("--format", choices=FORMATS, default="safetensors")
     group.add_argument("--export-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    group.add_argument("--restart", action="store_true", help="begin anew although --output has a checkpoint")
+    group.add_argument("--restart", action="store_true", help="start over even if --output has a checkpoint")
     group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     group.add_argument(
         "--dtype", choices=("auto", *DTYPES), default="auto", help="the target's (auto: bfloat16 on a GPU)"
     )
     group.add_argument("--compile", action="store_true", help="torch.compile: faster steps, a slow first one")
     group.add_argument("--dense-attention", action="store_true", help="no flash attention (slower)")
-    group.add_argument("--report-rows", type=positive, default=256, help="most held-out rows of a source")
+    group.add_argument("--report-rows", type=positive, default=256, help="maximum held-out rows of a source")
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how long and how fast")
+    group = parser.add_argument_group("schedule")
     group.add_argument(
         "--epochs", type=float, help="passes over the data (default: 10 without another limit)"
     )
@@ -96,7 +96,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
         "--max-length", type=positive, default=2048, help="tokens in a row; longer text is cut"
     )
     group.add_argument("--batch-tokens", type=positive, default=8192)
-    group.add_argument("--accumulate", type=positive, default=1, help="batches a step")
+    group.add_argument("--accumulate", type=positive, default=1, help="batches per step")
     group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     group.add_argument("--lr", type=float, default=1e-4)
     group.add_argument("--weight-decay", type=float, default=0.0)
@@ -114,7 +114,7 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
         "--ttt-length", type=positive, help="EAGLE: levels trained (default: EAGLE3 7, EAGLE 3)"
     )
     group.add_argument(
-        "--ttt-decay", type=float, default=0.8, help="weight of a level against the one before"
+        "--ttt-decay", type=float, default=0.8, help="weight of a level relative to the previous one"
     )
     group.add_argument(
         "--draft-vocab-size", type=positive, help="EAGLE3 (default: 32000, at most the target's)"
@@ -127,7 +127,7 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
         "--aux-layers",
         type=int,
         nargs="+",
-        help="boundaries, k is what enters layer k (default: EAGLE3 2 N/2 N-3, blocks five from 2 to N-2)",
+        help="boundaries; k is the input of layer k (default: EAGLE3 2 N/2 N-3, blocks five from 2 to N-2)",
     )
     group.add_argument("--feature-weight", type=float, default=1.0, help="EAGLE: weight of the feature loss")
     group.add_argument(
@@ -135,17 +135,17 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
     )
     _add_blocks(group)
     group.add_argument("--medusa-heads", type=positive, default=5)
-    group.add_argument("--medusa-layers", type=positive, default=1, help="residual blocks of a head")
+    group.add_argument("--medusa-layers", type=positive, default=1, help="residual blocks per head")
 
 
 def _add_blocks(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--draft-layers", type=positive, default=5, help="DFLASH, DSPARK")
     group.add_argument("--block-size", type=positive, help="tokens of a block (default: DFLASH 16, DSPARK 7)")
     group.add_argument(
-        "--anchors", type=positive, help="blocks trained a row (default: an eighth of its tokens)"
+        "--anchors", type=positive, help="blocks trained per row (default: an eighth of its tokens)"
     )
     group.add_argument(
-        "--mask-token", type=int, help="DFLASH, DSPARK: its id (default: the last one that the data lack)"
+        "--mask-token", type=int, help="DFLASH, DSPARK: token id (default: the last one unused by the data)"
     )
     group.add_argument("--markov-rank", type=positive, default=256, help="DSPARK")
     group.add_argument("--markov-head", choices=("vanilla", "gated", "rnn"), default="vanilla", help="DSPARK")

@@ -1,4 +1,4 @@
-"""Training data: conversations, plain text or tokens, as documents with a mask of the tokens to learn."""
+"""Read training data (conversations, plain text or tokens) as documents with a mask of the tokens to learn."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
 
 
 def load_sources(path: Path, encoder: Encoder | None) -> dict[str, Documents]:
-    """Read a file of training data. An ``.npz`` may hold several sources, any other file is JSON lines.
+    """Read a file of training data. An ``.npz`` may contain several sources; any other file is JSON lines.
 
-    ``encoder`` is needed for JSON lines only. Raises ValueError naming the file and what is wrong in it.
+    ``encoder`` is needed only for JSON lines. Raises ValueError naming the file and what is wrong in it.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
@@ -33,15 +33,15 @@ def load_sources(path: Path, encoder: Encoder | None) -> dict[str, Documents]:
         raise ValueError(f"{path}: JSON lines need the model's tokenizer; without one give tokens in an .npz")
     documents = list(chain.from_iterable(read_lines(path, partial(_encode, encoder=encoder))))
     if not documents:
-        raise ValueError(f"{path} holds no document")
+        raise ValueError(f"{path} contains no document")
     return {path.stem: join(documents)}
 
 
 def load_tokens(path: Path) -> dict[str, Documents]:
     """Read sources ``X`` of an ``.npz`` from its arrays ``X_tokens``, ``X_mask`` and ``X_starts``.
 
-    Without a prefix (``tokens``, ``mask``, ``starts``) it is one source. A source whose mask is 0 everywhere
-    is plain text: all its tokens are learned.
+    Arrays without a prefix (``tokens``, ``mask``, ``starts``) are one source. A source whose mask is 0 everywhere is
+    plain text: all its tokens are learned.
     """
     sources = {}
     with np.load(path) as arrays:
@@ -70,7 +70,7 @@ def checked(path: Path, tokens: Any, mask: Any, starts: Any) -> Documents:
 
 
 def join(documents: Sequence[tuple[list[int], list[bool]]]) -> Documents:
-    """Lay (tokens, mask) pairs end to end."""
+    """Concatenate (tokens, mask) pairs."""
     lengths = [len(tokens) for tokens, _ in documents]
     return Documents(
         np.concatenate([np.array(tokens, np.int32) for tokens, _ in documents]),
@@ -80,7 +80,7 @@ def join(documents: Sequence[tuple[list[int], list[bool]]]) -> Documents:
 
 
 def read_lines(path: Path, read: Callable[[Any], T]) -> Iterator[T]:
-    """What ``read`` makes of every line of a JSON lines file. Raises ValueError naming the file and the line."""
+    """Yield the result of ``read`` for every line of a JSON lines file. Raises ValueError naming file and line."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -92,7 +92,7 @@ def read_lines(path: Path, read: Callable[[Any], T]) -> Iterator[T]:
 
 
 def _encode(record: Any, encoder: Encoder) -> list[tuple[list[int], list[bool]]]:
-    """A line's documents; a conversation may become several (see ``chat``)."""
+    """Return a line's documents; a conversation may become several (see ``chat``)."""
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, found {type(record).__name__}")
     if isinstance(record.get("text"), str):
@@ -103,7 +103,7 @@ def _encode(record: Any, encoder: Encoder) -> list[tuple[list[int], list[bool]]]
 
 
 def messages(record: dict[str, Any]) -> list[Message]:
-    """The messages of an OpenAI (``messages``) or ShareGPT (``conversations``) record, in OpenAI's form."""
+    """Return the messages of an OpenAI (``messages``) or ShareGPT (``conversations``) record, in OpenAI's form."""
     if "messages" in record:
         return plain(record["messages"])
     if "conversations" not in record:

@@ -22,10 +22,10 @@ NOISE, NOISE_LENGTH = 0.2, 512  # width of the uniform noise on features, in row
 
 
 class EagleTrainer(nn.Module):
-    """The draft; the frozen target, whose embedding and head it uses, is held next to it, not in it.
+    """Hold the draft and its loss. The frozen target, whose embedding and head the draft uses, is not a submodule.
 
-    Level i's loss is ``feature_weight * SmoothL1(output, target's next feature) + ce_weight * cross-entropy``
-    of the target's head on both, averaged over the columns that count; the published head is one level.
+    Level i's loss is ``feature_weight * SmoothL1(output, target's next feature) + ce_weight * cross-entropy`` of the
+    target's head on both, averaged over the columns that count; the published head is one level.
     """
 
     def __init__(

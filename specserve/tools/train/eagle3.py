@@ -20,12 +20,11 @@ from specserve.tools.train.windows import Windows, masked_mean, soft_cross_entro
 
 
 class Eagle3Trainer(nn.Module):
-    """The draft with its vocabulary; the frozen target is held next to it, not in it.
+    """Hold the draft, its vocabulary and its loss. The frozen target is not a submodule.
 
-    The loss is ``sum(decay^i * L_i)``, L_i the cross-entropy of level i against the target's distribution
-    over the draft vocabulary. L_i is the mean over the columns that count (``Windows.valid``, and the
-    target's greedy token is in the draft vocabulary); EAGLE's code divides by all columns instead, which only
-    scales the learning rate.
+    The loss is ``sum(decay^i * L_i)``, L_i the cross-entropy of level i against the target's distribution over the
+    draft vocabulary. L_i is the mean over the columns that count (``Windows.valid``, and the target's greedy token is
+    in the draft vocabulary). EAGLE's code divides by all columns instead, which only scales the learning rate.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Trained drafts in the published file formats, which this server and others load."""
+"""Write trained drafts in the published file formats, which this server and others load."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ OUTER = ("fc.", "norm.", "lm_head.")  # tensors that do not belong to the decode
 
 
 def eagle_tensors(draft: EagleHead, target: LlamaModel) -> dict[str, Tensor]:
-    """EAGLE's tensors: ``fc``, ``layers.0`` without an input norm, a copy of the target's embedding."""
+    """Return EAGLE's tensors: ``fc``, ``layers.0`` without an input norm, and a copy of the target's embedding."""
     tensors = {_inside(name, "layers.0."): tensor for name, tensor in file_tensors(draft).items()}
     return {"embed_tokens.weight": target.embed_tokens.weight.detach(), **tensors}
 
 
 def eagle3_tensors(draft: Eagle3Head, draft_ids: Tensor) -> dict[str, Tensor]:
-    """EAGLE-3's tensors: ``fc``, ``midlayer``, ``norm``, ``lm_head``, the offsets ``d2t`` and the mask
-    ``t2d``.
-    """
+    """Return EAGLE-3's tensors: ``fc``, ``midlayer``, ``norm``, ``lm_head``, the offsets ``d2t`` and the mask
+    ``t2d``."""
     tensors = {_inside(name, "midlayer."): tensor for name, tensor in file_tensors(draft).items()}
     tensors["d2t"] = offsets(draft_ids)
     tensors["t2d"] = membership(draft_ids, draft.config.target_vocab_size)
@@ -77,8 +76,8 @@ def eagle_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype) -
 
 
 def eagle3_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Names the aux layers as boundaries of the residual stream: id k is what enters layer k. Twice: SGLang reads them
-    in ``eagle_config``, vLLM at the top, where it takes its default if they are absent, and accepts next to nothing."""
+    """Return EAGLE-3's config. Aux layer ids are boundaries: k is the input of layer k. They appear twice: SGLang reads
+    them in ``eagle_config``, vLLM at the top, where it would otherwise take a default and accept next to nothing."""
     taps = list(config.taps)
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -94,7 +93,7 @@ def eagle3_config(config: DraftConfig, target: ModelConfig, dtype: torch.dtype) 
 
 
 def block_config(config: BlockConfig, target: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """z-lab's for DFlash; SpecForge's, which is that with fields of the heads, for DSpark."""
+    """Return z-lab's config for DFlash, or SpecForge's for DSpark, which adds fields of the heads."""
     dspark = {
         "projector_type": "dspark",
         "markov_rank": config.rank,
@@ -120,7 +119,7 @@ def block_config(config: BlockConfig, target: ModelConfig, dtype: torch.dtype) -
 
 
 def write_medusa(draft: MedusaHeads, model: Path, path: Path, dtype: torch.dtype, form: str) -> None:
-    """The authors' files: head and block, then head and number of blocks for its scores."""
+    """Write the authors' files, in which head i has its blocks and then, under the number of blocks, its scorer."""
     blocks = len(draft.heads[0])  # type: ignore[arg-type]
     tensors = {}
     for name, tensor in file_tensors(draft).items():
@@ -143,7 +142,7 @@ def write(
     safetensors: str = "model.safetensors",
     pickled: str = "pytorch_model.bin",
 ) -> None:
-    """Write ``config.json`` and the weights, floating-point tensors in ``dtype``, all else as it is."""
+    """Write ``config.json`` and the weights, floating-point tensors in ``dtype``, others unchanged."""
     path.mkdir(parents=True, exist_ok=True)
     ready = {
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu().contiguous().clone()

@@ -21,7 +21,7 @@ from specserve.tools.train.target import check_block_taps, check_taps, default_b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOptions:
-    """How a draft may differ from one layer of its target; None is as in the target."""
+    """Differences of a draft from a layer of its target; None: as in the target."""
 
     intermediate_size: int | None = None
     num_heads: int | None = None
@@ -33,7 +33,7 @@ class HeadOptions:
 def draft_config(
     target: ModelConfig, options: HeadOptions, input_layers: int, draft_vocab: int
 ) -> DraftConfig:
-    """A draft's configuration. Its rotary embedding is the target's base without scaling."""
+    """Return a draft's configuration. Its rotary embedding has the target's base without scaling."""
     layer = target.layers[-1]
     heads = options.num_heads or layer.num_heads
     kv_heads = options.num_kv_heads or min(heads, layer.num_kv_heads)
@@ -61,7 +61,7 @@ def draft_config(
 
 
 def make_eagle(target: LlamaModel, options: HeadOptions, max_positions: int) -> EagleHead:
-    """A random EAGLE head on the target's device, in float32."""
+    """Return a random EAGLE head on the target's device, in float32."""
     config = draft_config(target.config, options, 1, target.config.vocab_size)
     with target.device:
         return EagleHead(config, 0, max_positions, target.embed_tokens, target.lm_head)
@@ -71,9 +71,8 @@ def make_eagle(target: LlamaModel, options: HeadOptions, max_positions: int) -> 
 def make_eagle3(
     target: LlamaModel, options: HeadOptions, max_positions: int, draft_ids: Tensor
 ) -> Eagle3Head:
-    """An EAGLE-3 head on the target's device, in float32; norm and head begin as the target's, the rest
-    random.
-    """
+    """Return an EAGLE-3 head on the target's device, in float32. Norm and head start as the target's, the rest
+    random."""
     taps = options.taps or default_taps(target.config.num_layers)
     check_taps(taps, target.config.num_layers)
     config = replace(draft_config(target.config, options, 2, len(draft_ids)), taps=taps)
@@ -96,8 +95,8 @@ def make_block(
     markov: MarkovKind | None = None,
     rank: int = 0,
 ) -> BlockHead:
-    """A DFlash draft on the target's device, in float32, or a DSpark one, with a confidence head, where ``markov`` is
-    given. The norm begins as the target's, what the Markov head adds as 0, the rest random."""
+    """Return a DFlash draft, or with ``markov`` a DSpark draft with a confidence head, on the target's device in
+    float32. The norm starts as the target's, the Markov head's output as 0, the rest random."""
     base = draft_config(target.config, options, 1, target.config.vocab_size)
     taps = options.taps or default_block_taps(target.config.num_layers)
     check_block_taps(taps, target.config.num_layers)
@@ -125,7 +124,7 @@ def make_block(
 
 @torch.no_grad()
 def make_medusa(target: LlamaModel, heads: int, blocks: int) -> MedusaHeads:
-    """Heads on the target's device, in float32, that begin as the target's own."""
+    """Return Medusa heads on the target's device, in float32, that start with the target's own predictions."""
     vocab = target.config.vocab_size
     with target.device:
         made = MedusaHeads(target, heads, blocks, bias=True, scorers=heads, rows=vocab)

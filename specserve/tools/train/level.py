@@ -1,4 +1,4 @@
-"""The outcome of the levels of training-time test on a batch. Shapes: B rows, C columns that have a label."""
+"""Results of the levels of training-time test on a batch. Shapes: B rows, C columns that have a label."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specserve.tools.train.windows import masked_mean
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One level: its loss, the draft's and the target's greedy tokens ``[B, C]`` and where they count."""
+    """One level: its loss, the greedy tokens of draft and target ``[B, C]``, and where they count."""
 
     loss: Tensor
     guess_BC: Tensor
@@ -22,10 +22,10 @@ class Level:
 
 
 class Text(Protocol):
-    """What the levels guess."""
+    """The tokens that the levels guess."""
 
     def predicted(self, level: int) -> Tensor:
-        """The true token ``[B, C]`` that each column of a level guesses."""
+        """Return the true token ``[B, C]`` that each column of a level guesses."""
         ...
 
 
@@ -37,9 +37,8 @@ class Levels:
     levels: list[Level]
 
     def total(self, decay: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """``sum(decay^i * loss_i)``, and per level the share of columns where the draft guesses as the
-        target.
-        """
+        """Return ``sum(decay^i * loss_i)``, and metrics: each level's loss and its share of columns where the draft's
+        guess is the target's."""
         total = torch.stack([decay**i * level.loss for i, level in enumerate(self.levels)]).sum()
         metrics = {}
         for i, level in enumerate(self.levels):
@@ -49,7 +48,7 @@ class Levels:
         return total, metrics
 
     def accepted(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Per level: chains that reach it, and those of them that it continues (see ``report``)."""
+        """Return, per level, the chains that reach it and those that it continues (see ``report``)."""
         reached, kept = [], []
         alive_BC: Tensor | None = None
         for i, level in enumerate(self.levels):

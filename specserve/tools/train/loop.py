@@ -1,4 +1,4 @@
-"""The training loop: schedule by steps or by the clock, resumable, logged."""
+"""The training loop: scheduled by steps or by the clock, resumable, logged."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ LossFunction = Callable[[Batch], tuple[Tensor, Metrics]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """When a run ends and what it does on the way. One of ``steps`` and ``time_limit`` (seconds) must be
-    given.
+    """Configuration of a run. ``steps``, ``time_limit`` (seconds) or both must be given.
 
-    ``amp`` runs the loss in bfloat16 autocast; ``accumulate`` averages the gradients of that many batches a
-    step; ``save_every`` is in seconds, ``log_every`` and ``evaluate_every`` (0: at the end only) in steps.
+    ``amp`` runs the loss in bfloat16 autocast; ``accumulate`` averages the gradients of that many batches per step;
+    ``save_every`` is in seconds, ``log_every`` and ``evaluate_every`` (0: only at the end) are in steps.
     """
 
     output: Path
@@ -43,7 +42,7 @@ class LoopConfig:
     evaluate_every: int = 0
     amp: bool = False
     compile: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)  # what must not change when a run is resumed
+    settings: Mapping[str, Any] = field(default_factory=dict)  # must not change when a run is resumed
 
     def __post_init__(self) -> None:
         for name in ("steps", "time_limit"):
@@ -55,7 +54,7 @@ class LoopConfig:
 
 
 class Loop:
-    """Trains ``module`` with ``loss`` on ``batches(0), batches(1), ...`` and keeps ``output/checkpoint``."""
+    """Train ``module`` with ``loss`` on ``batches(0), batches(1), ...`` and keep ``output/checkpoint``."""
 
     def __init__(
         self,
@@ -75,18 +74,18 @@ class Loop:
         self._began, self._before = (
             0.0,
             0.0,
-        )  # the clock at the start of this process's part, elapsed before it
+        )  # clock and elapsed seconds when this process started
         self.checkpoint = config.output / "checkpoint" / "state.pt"
         self.log_path = config.output / "train_log.jsonl"
 
     def progress(self) -> float:
-        """The finished share of the run, 0 to 1."""
+        """Return the finished share of the run, 0 to 1."""
         by_steps = self.step / self.config.steps if self.config.steps else 0.0
         by_clock = self.elapsed / self.config.time_limit if self.config.time_limit else 0.0
         return min(1.0, max(by_steps, by_clock))
 
     def run(self) -> None:
-        """Train to the end of the schedule. An interrupt leaves a checkpoint to go on from."""
+        """Train to the end of the schedule. An interrupt leaves a checkpoint to resume from."""
         self.config.output.mkdir(parents=True, exist_ok=True)
         if self.checkpoint.exists():
             self.load()
@@ -131,13 +130,11 @@ class Loop:
         return {"loss": loss.detach(), "grad_norm": norm, **metrics}
 
     def autocast(self) -> torch.autocast:
-        """The precision that the loss is computed in."""
+        """Return the context of the precision in which the loss is computed."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.amp)
 
     def _log(self, metrics: Mapping[str, Tensor | float], bar: tqdm[Any]) -> None:
-        """Append a line to the log. Reading the metrics also keeps the host from running ahead of the
-        device.
-        """
+        """Append a line to the log. Reading the metrics also keeps the host from running ahead of the device."""
         values = {name: round(float(value), 5) for name, value in metrics.items()}
         if not math.isfinite(values["loss"]):
             raise RuntimeError(f"the loss is {values['loss']} at step {self.step}; try a lower learning rate")
@@ -158,7 +155,7 @@ class Loop:
             self._write(self.evaluate())
 
     def save(self) -> None:
-        """Write the checkpoint; a crash leaves the old one whole."""
+        """Write the checkpoint; a crash leaves the old one intact."""
         state = {
             "settings": json.dumps(self.config.settings, sort_keys=True),
             "step": self.step,
@@ -175,18 +172,20 @@ class Loop:
         partial.replace(self.checkpoint)
 
     def forget(self) -> None:
-        """Delete the checkpoint and the log, so that ``run`` starts anew."""
+        """Delete the checkpoint and the log, so that ``run`` starts over."""
         self.checkpoint.unlink(missing_ok=True)
         self.log_path.unlink(missing_ok=True)
 
     def load(self) -> None:
-        """Go on from the checkpoint. Raises ValueError when it belongs to a run with other settings."""
+        """Resume from the checkpoint. Raises ValueError if it belongs to a run with other settings."""
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         old, new = json.loads(state["settings"]), json.loads(json.dumps(self.config.settings))
         changed = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
         if changed:
             found = ", ".join(f"{name} (was {old.get(name)!r}, now {new.get(name)!r})" for name in changed)
-            raise ValueError(f"{self.checkpoint} is of a run with other settings: {found}; or give --restart")
+            raise ValueError(
+                f"{self.checkpoint} is from a run with other settings: {found}; or give --restart"
+            )
         self.module.load_state_dict(state["module"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -197,7 +196,7 @@ class Loop:
         self._trim_log()
 
     def _trim_log(self) -> None:
-        """Drop log lines that are later than the checkpoint: they will be written again."""
+        """Drop log lines later than the checkpoint; they will be written again."""
         if self.log_path.exists():
             lines = self.log_path.read_text().splitlines(keepends=True)
             self.log_path.write_text("".join(x for x in lines if json.loads(x)["step"] <= self.step))

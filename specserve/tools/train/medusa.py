@@ -1,4 +1,4 @@
-"""Training of Medusa heads. Cai et al. 2024, arXiv 2401.10774, the target frozen (Medusa-1).
+"""Training of Medusa heads. Cai et al. 2024, arXiv 2401.10774, with a frozen target (Medusa-1).
 
 Shapes: T tokens of all rows, H hidden size, V vocabulary.
 """
@@ -18,8 +18,8 @@ from specserve.tools.train.windows import Windows, masked_mean, soft_cross_entro
 
 
 class MedusaTrainer(nn.Module):
-    """The heads; the frozen target is held next to them. A head's loss is the cross-entropy against the target's
-    distribution of its token; the authors' code takes the text's token instead."""
+    """Hold the heads and their loss. The frozen target is not a submodule. A head's loss is the cross-entropy against
+    the target's distribution at its position; the authors' code uses the text's token instead."""
 
     def __init__(self, target: LlamaModel, draft: MedusaHeads, decay: float) -> None:
         super().__init__()

@@ -32,10 +32,9 @@ def orthogonalize(x_BMN: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(Optimizer):
-    """Orthogonalized Nesterov momentum for weight matrices (Jordan 2024), scaled to AdamW's update size (Liu
-    2025).
+    """Orthogonalized Nesterov momentum for weight matrices (Jordan 2024), scaled to AdamW's update size (Liu 2025).
 
-    ``sections`` gives the row counts of parameters that hold several matrices one above the other.
+    ``sections`` gives the row counts of parameters that stack several matrices.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Muon(Optimizer):
         return buffer
 
     def _apply(self, params: Sequence[Tensor], updates: Sequence[Tensor], lr: float) -> None:
-        """Matrices of one shape are orthogonalized together, tall ones lying on their side."""
+        """Apply updates. Matrices of one shape are orthogonalized together, tall ones transposed."""
         shapes: dict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for param, update in zip(params, updates, strict=True):
             rows = list(self._sections.get(param, [param.shape[0]]))
@@ -82,7 +81,7 @@ class Muon(Optimizer):
 
 
 def build_optimizers(module: nn.Module, kind: str, lr: float, weight_decay: float) -> list[Optimizer]:
-    """AdamW for everything, or Muon for the layers' matrices and AdamW for embeddings, heads and vectors."""
+    """Return AdamW for everything, or Muon for the layers' matrices and AdamW for embeddings, heads and vectors."""
     if kind not in OPTIMIZERS:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, found {kind!r}")
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -103,7 +102,7 @@ def build_optimizers(module: nn.Module, kind: str, lr: float, weight_decay: floa
 
 
 def _adamw(matrices: Sequence[Tensor], params: Iterable[Tensor], lr: float, weight_decay: float) -> AdamW:
-    """Weight decay acts on matrices only."""
+    """Return AdamW with weight decay on matrices only."""
     ids = {id(p) for p in matrices}
     vectors = [p for p in params if id(p) not in ids]
     groups = [
@@ -127,7 +126,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {"cosine": _cosine, "linear": _
 
 
 def rate(schedule: str, step: int, warmup: int, progress: float) -> float:
-    """The factor on the learning rate: linear warm-up over ``warmup`` steps, then ``schedule`` down to 0.
+    """Return the factor on the learning rate: linear warm-up over ``warmup`` steps, then ``schedule`` down to 0.
 
     ``progress`` is the finished share of the run, by steps or by the clock.
     """

@@ -76,14 +76,13 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _grouped(x_TNX: Tensor, num_kv_heads: int) -> Tensor:
-    """``[T, N, ...]`` as ``[T, 1, K, R, ...]`` in at least float32, ready to meet extra keys ``[T, J, K, 1,
-    D]``.
-    """
+    """Return ``[T, N, ...]`` as ``[T, 1, K, R, ...]`` in at least float32, to broadcast with extra keys ``[T, J, K, 1,
+    D]``."""
     return torch.unflatten(_wide(x_TNX), 1, (num_kv_heads, -1)).unsqueeze(1)
 
 
 def _extra_scores(q_TND: Tensor, extra_k_TJKD: Tensor) -> Tensor:
-    """Scaled scores ``[T, J, K, R]``. Products and sums, not matrix products: J is a handful."""
+    """Return scaled scores ``[T, J, K, R]``, as products and sums rather than matrix products, because J is small."""
     q_T1KRD, k_TJK1D = _grouped(q_TND, extra_k_TJKD.shape[2]), _wide(extra_k_TJKD).unsqueeze(3)
     scores: Tensor = (q_T1KRD * k_TJK1D).sum(-1) * q_TND.shape[-1] ** -0.5
     return scores
@@ -92,7 +91,7 @@ def _extra_scores(q_TND: Tensor, extra_k_TJKD: Tensor) -> Tensor:
 def _merge(
     q_TND: Tensor, out_TND: Tensor, lse_NT: Tensor, extra_k_TJKD: Tensor, extra_v_TJKD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Add the extra keys to a causal output. Returns the output and log-sum-exp over both."""
+    """Add the extra keys to a causal output. Returns output and log-sum-exp over both."""
     scores_TJKR = _extra_scores(q_TND, extra_k_TJKD)
     lse_TKR = torch.unflatten(lse_NT.T, 1, scores_TJKR.shape[2:])
     total_TKR = torch.logaddexp(lse_TKR, scores_TJKR.logsumexp(1))
@@ -106,7 +105,7 @@ def _merge(
 def _extra_backward(
     grad_TND: Tensor, q_TND: Tensor, k_TJKD: Tensor, v_TJKD: Tensor, out_TND: Tensor, lse_NT: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the extra keys add: gradients of q ``[T, N, D]`` and of their own k and v ``[T, J, K, D]``."""
+    """Return the gradients from the extra keys: of q ``[T, N, D]`` and of their own k and v ``[T, J, K, D]``."""
     heads = k_TJKD.shape[2]
     grad, q, out = (_grouped(x, heads) for x in (grad_TND, q_TND, out_TND))
     k, v = _wide(k_TJKD).unsqueeze(3), _wide(v_TJKD).unsqueeze(3)
@@ -122,7 +121,7 @@ def _extra_backward(
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, row_length: int, flash: bool
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention inside documents: output ``[T, N, D]``, log-sum-exp ``[N, T]`` in at least float32."""
+    """Return causal attention within documents: output ``[T, N, D]``, log-sum-exp ``[N, T]`` in at least float32."""
     if not flash:
         return _dense_forward(q, k, v, cu_seqlens, row_length)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -151,10 +150,10 @@ def causal_attention_backward(
     row_length: int,
     flash: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v through the causal keys, given the output and log-sum-exp over all keys."""
+    """Return the gradients of q, k and v through the causal keys, given output and log-sum-exp over all keys."""
     if not flash:
         return _dense_backward(grad, q, k, v, out, lse, cu_seqlens, row_length)
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of the dropout that is off
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # for dropout, which is off
     unused = torch.empty(0, device=q.device)
     cu = cu_seqlens
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -179,7 +178,7 @@ def _causal_attention_backward_fake(
 
 
 def _rows(x_TNX: Tensor, num_kv_heads: int, row_length: int) -> Tensor:
-    """``[T, N, D]`` as ``[B, K, R, S, D]`` in at least float32."""
+    """Return ``[T, N, D]`` as ``[B, K, R, S, D]`` in at least float32."""
     x_BSKRX = _wide(x_TNX).view(-1, row_length, num_kv_heads, x_TNX.shape[1] // num_kv_heads, x_TNX.shape[2])
     return x_BSKRX.permute(0, 2, 3, 1, 4)
 
@@ -189,7 +188,7 @@ def _flat(x_BKRSD: Tensor, like: Tensor) -> Tensor:
 
 
 def _dense_scores(q_BKRSD: Tensor, k_BK1SD: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Masked scaled scores ``[B, K, R, S, S]``."""
+    """Return masked, scaled scores ``[B, K, R, S, S]``."""
     rows, length = q_BKRSD.shape[0], q_BKRSD.shape[3]
     position = torch.arange(rows * length, device=cu_seqlens.device)
     document_BS = torch.bucketize(position, cu_seqlens.long(), right=True).view(rows, length)

@@ -1,4 +1,4 @@
-"""Documents packed into rows of equal length, and batches drawn from them.
+"""Pack documents into rows of equal length and draw batches from them.
 
 Shapes: R rows of a source, B rows of a batch, S row length.
 """
@@ -23,8 +23,7 @@ Array = npt.NDArray[np.generic]
 class Documents:
     """Token ids of many documents end to end, with a mask of the tokens that are trained on.
 
-    ``tokens`` and ``mask`` have one entry a token; ``starts`` int64 ``[documents + 1]`` ends with the token
-    count.
+    ``tokens`` and ``mask`` have one entry per token; ``starts`` int64 ``[documents + 1]`` ends with the token count.
     """
 
     tokens: Array
@@ -35,7 +34,7 @@ class Documents:
         return len(self.starts) - 1
 
     def select(self, ids: npt.NDArray[np.int64]) -> Documents:
-        """The documents ``ids``, in that order."""
+        """Return the documents ``ids``, in that order."""
         lengths = (self.starts[1:] - self.starts[:-1])[ids]
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         offset = np.repeat(self.starts[:-1][ids] - starts[:-1], lengths)
@@ -43,7 +42,7 @@ class Documents:
         return Documents(self.tokens[index], self.mask[index], starts)
 
     def split(self, share: float, most: int, seed: int) -> tuple[Documents, Documents]:
-        """Set aside ``share`` of the documents (at least 1, at most ``most``). Returns (rest, set aside)."""
+        """Set aside ``share`` of the documents (at least 1, at most ``most``). Return the rest and those set aside."""
         if len(self) < 2:
             raise ValueError("holding documents out needs at least 2 of them; give --heldout instead")
         order = np.random.default_rng(seed).permutation(len(self))
@@ -53,9 +52,7 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Packed rows: ``tokens`` int32 and ``mask`` bool ``[R, S]``; ``starts[r]`` where row r's documents
-    begin.
-    """
+    """Packed rows: ``tokens`` int32 and ``mask`` bool ``[R, S]``; ``starts[r]``: where row r's documents begin."""
 
     tokens: Tensor
     mask: Tensor
@@ -66,9 +63,9 @@ class Rows:
 
 
 def pack(documents: Documents, row_length: int, seed: int) -> Rows:
-    """Pack whole documents into rows by best fit, in random order; longer ones are cut into windows first.
+    """Pack whole documents into rows by best fit, in random order; longer ones are first cut into windows.
 
-    A row's tail that nothing fits is a document of its own whose mask is 0.
+    The unused end of a row is a document of its own whose mask is 0.
     """
     pieces = _pieces(documents, row_length)
     rng = np.random.default_rng(seed)
@@ -89,7 +86,7 @@ def pack(documents: Documents, row_length: int, seed: int) -> Rows:
 
 
 def _pieces(documents: Documents, row_length: int) -> npt.NDArray[np.int64]:
-    """(start, length) of every document or window of one, int64 ``[pieces, 2]``."""
+    """Return (start, length) of every document or window, int64 ``[pieces, 2]``."""
     begin, lengths = documents.starts[:-1], documents.starts[1:] - documents.starts[:-1]
     windows = -(-lengths // row_length)
     first = np.concatenate([[0], np.cumsum(windows)])[:-1]
@@ -117,9 +114,7 @@ def _fill(
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows on the device, flattened: ``tokens`` int64, ``mask`` bool, ``positions`` int64 (in the row),
-    ``[T]``.
-    """
+    """Rows on the device, flattened: ``tokens`` int64, ``mask`` bool, ``positions`` int64 (in the row), ``[T]``."""
 
     tokens_T: Tensor
     mask_T: Tensor
@@ -147,9 +142,9 @@ def _move(x: Tensor, device: torch.device) -> Tensor:
 
 
 class RowSampler:
-    """Draws batch k of an endless stream: every source in shares, each shuffled anew at every pass over it.
+    """Draw batch k of an endless stream: rows from every source by share, reshuffled at every pass over it.
 
-    Stateless, so a resumed run sees the batches that an uninterrupted one would have.
+    Stateless, so a resumed run gets the batches of an uninterrupted one.
     """
 
     def __init__(
@@ -172,7 +167,7 @@ class RowSampler:
         self._orders: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
 
     def drawn(self, batch: int) -> list[int]:
-        """How many rows of each source come before batch ``batch``."""
+        """Return how many rows of each source come before batch ``batch``."""
         ends = np.floor(self.ends * batch * self.batch_rows + 1e-6).astype(np.int64)
         return [int(n) for n in np.diff(ends, prepend=0)]
 

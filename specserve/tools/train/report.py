@@ -1,10 +1,10 @@
-"""How well a trained draft guesses its target on held-out rows: a quick estimate of what serving will accept.
+"""Estimate what serving will accept: how well a trained draft guesses its target on held-out rows.
 
-A greedy chain of drafts is followed from every column where drafting can stand. Rate a_i is the share of
-chains that reach level i in which the draft's greedy token there is the target's. A chain reaches level i + 1
-when level i was right and the text's own token is that token too, since levels read the text's tokens. Then a
-step of a chain of n levels emits ``1 + a_1 + a_1 a_2 + ... + a_1 ... a_n`` tokens on average, the bonus token
-included. Serving differs in that there the text is the target's own.
+A greedy chain of drafts is followed from every column where drafting can start. Rate a_i is the share of chains that
+reach level i in which the draft's greedy token there is the target's. A chain reaches level i + 1 if level i was right
+and the text's own token is the same, since levels read the text's tokens. A step with a chain of n levels then emits
+``1 + a_1 + a_1 a_2 + ... + a_1 ... a_n`` tokens on average, bonus token included. Serving differs in that the text
+there is the target's own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from specserve.tools.train.level import Levels
 from specserve.tools.train.packing import Batch, Rows, make_batch
 
-CHAIN = 5  # levels that are reported
+CHAIN = 5  # levels reported
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Chains that reach each level and chains that it continues, on one source."""
+    """Chains that reach each level, and those that it continues, on one source."""
 
     reached: list[int]
     kept: list[int]
@@ -49,12 +49,14 @@ def measure(
         chosen = np.arange(start, min(start + batch_rows, len(rows)))
         found = unroll(make_batch([(rows, chosen)], device, flash), CHAIN).accepted()
         for total, level in zip((reached, kept), found, strict=True):
-            total[: len(level)] += torch.stack(level).cpu().numpy()  # blocks and heads may give fewer levels
+            total[: len(level)] += (
+                torch.stack(level).cpu().numpy()
+            )  # block drafts and Medusa heads may have fewer levels
     return Acceptance(reached.tolist(), kept.tolist())
 
 
 def table(results: dict[str, Acceptance]) -> str:
-    """The results as text, a line a source."""
+    """Return the results as text, one line per source."""
     width = max(len("held-out"), *(len(name) for name in results))
     heads = "".join(f"{f'a_{i + 1}':>8}" for i in range(CHAIN))
     lines = [f"{'held-out':<{width}}{heads}{'tokens/step':>13}{'chains':>10}"]
@@ -78,7 +80,7 @@ def save(results: dict[str, Acceptance], path: Path) -> None:
 
 
 def total(results: Sequence[Acceptance]) -> Acceptance:
-    """The counts of several sources together."""
+    """Return the sums over several sources."""
     reached = np.sum([found.reached for found in results], axis=0)
     kept = np.sum([found.kept for found in results], axis=0)
     return Acceptance(reached.tolist(), kept.tolist())

@@ -1,4 +1,4 @@
-"""The frozen target: what a draft learns from.
+"""Run the frozen target that a draft learns from.
 
 Shapes: T tokens of all rows flattened, H hidden size, V vocabulary.
 """
@@ -17,8 +17,8 @@ from specserve.tools.train.packing import Batch
 
 @torch.no_grad()
 def run_target(model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-    """Run the frozen target over a batch, in the dtype of its weights whatever the autocast state. Returns its hidden
-    states after its final norm ``[T, H]`` and its residual streams at the taps."""
+    """Run the frozen target over a batch, in the dtype of its weights regardless of autocast. Returns its hidden states
+    after its final norm ``[T, H]`` and its residual streams at the taps."""
     with torch.autocast(batch.tokens_T.device.type, enabled=False):
         tokens = TokenBatch(batch.tokens_T, batch.positions_T, CausalAttend(batch.packing), taps)
         hidden_TH, tapped = model(tokens)
@@ -26,7 +26,7 @@ def run_target(model: LlamaModel, batch: Batch, taps: tuple[int, ...]) -> tuple[
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's boundaries 2, N/2, N - 3, moved apart where the target is too shallow for that."""
+    """Return EAGLE-3's boundaries 2, N/2 and N - 3, moved apart if the target is too shallow for them."""
     if num_layers < 4:
         raise ValueError(f"a target of {num_layers} layers has no default taps; give --aux-layers")
     middle = max(3, num_layers // 2)
@@ -34,21 +34,19 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 def default_block_taps(num_layers: int) -> tuple[int, ...]:
-    """DFlash's five layers, evenly apart from the second to the fourth last, by their outputs; fewer of a shallow
-    target."""
+    """Return the output boundaries of DFlash's five layers, evenly spaced from the second to the fourth last; fewer for
+    a shallow target."""
     return tuple(sorted({id + 1 for id in default_ids(num_layers, 5)}))
 
 
 def check_block_taps(taps: tuple[int, ...], num_layers: int) -> None:
-    """Raise ValueError for boundaries that are no layer's output."""
+    """Raise ValueError for boundaries that are not layer outputs."""
     if list(taps) != sorted(set(taps)) or taps[0] < 1 or taps[-1] > num_layers:
         raise ValueError(f"--aux-layers must be rising boundaries from 1 to {num_layers}, found {list(taps)}")
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
-    """Raise ValueError for boundaries that the target lacks or that readers of the file would take
-    otherwise.
-    """
+    """Raise ValueError for boundaries that the target lacks or that other readers of the file would misread."""
     if len(taps) != 3 or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
         raise ValueError(
             f"--aux-layers must be 3 rising boundaries from 0 to {num_layers}, found {list(taps)}"

@@ -14,7 +14,7 @@ from specserve.tools.train.packing import Documents
 
 
 def draft_vocabulary(sources: Sequence[Documents], vocab_size: int, size: int) -> Tensor:
-    """The ``size`` most frequent learned tokens, ascending, int64. Ties and gaps go to the lowest ids."""
+    """Return the ``size`` most frequent learned tokens, ascending, int64. Ties and gaps go to the lowest ids."""
     if not 0 < size <= vocab_size:
         raise ValueError(f"--draft-vocab-size must be in [1, {vocab_size}], found {size}")
     counts = _count([np.asarray(each.tokens)[np.asarray(each.mask, bool)] for each in sources], vocab_size)
@@ -23,17 +23,17 @@ def draft_vocabulary(sources: Sequence[Documents], vocab_size: int, size: int) -
 
 
 def unused_token(sources: Sequence[Documents], vocab_size: int) -> int:
-    """The last token that no text holds, which can stand for what is to be guessed. Raises ValueError without one."""
+    """Return the last token that no text contains, to use as mask token. Raises ValueError if there is none."""
     (unused,) = np.nonzero(_count([np.asarray(each.tokens) for each in sources], vocab_size) == 0)
     if not len(unused):
         raise ValueError(
-            "--mask-token: the data hold all tokens of the vocabulary; give one that texts rarely hold"
+            "--mask-token: the data contain all tokens of the vocabulary; give one that is rare in texts"
         )
     return int(unused[-1])
 
 
 def _count(texts: Sequence[npt.NDArray[Any]], vocab_size: int) -> npt.NDArray[np.int64]:
-    """How often each token occurs. Raises ValueError for one that the target lacks."""
+    """Return how often each token occurs. Raises ValueError for one that the target lacks."""
     counts = np.zeros(vocab_size, np.int64)
     for text in texts:
         if len(text) and text.max() >= vocab_size:
@@ -43,12 +43,12 @@ def _count(texts: Sequence[npt.NDArray[Any]], vocab_size: int) -> npt.NDArray[np
 
 
 def offsets(draft_ids: Tensor) -> Tensor:
-    """``d2t`` of a published file: what to add to a draft id to get the target's, int64 ``[Vd]``."""
+    """Return ``d2t`` of a published file, int64 ``[Vd]``: target id minus draft id."""
     return draft_ids - torch.arange(len(draft_ids), device=draft_ids.device)
 
 
 def membership(draft_ids: Tensor, vocab_size: int) -> Tensor:
-    """``t2d`` of a published file: whether a target token is in the draft vocabulary, bool ``[V]``."""
+    """Return ``t2d`` of a published file, bool ``[V]``: which target tokens are in the draft vocabulary."""
     inside = torch.zeros(vocab_size, dtype=torch.bool, device=draft_ids.device)
     inside[draft_ids] = True
     return inside

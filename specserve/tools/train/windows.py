@@ -1,8 +1,7 @@
-"""What a draft predicts at each level of training-time test, shared by all drafts.
+"""Inputs and labels of each level of training-time test, shared by all drafts.
 
-Shapes: B rows, S row length, T = B * S. Column t of level i reads the feature of token t (level 0; deeper
-levels their own output) and token t + 1 + i, and predicts token t + 2 + i, for which the label is the target
-at t + 1 + i.
+Shapes: B rows, S row length, T = B * S. Column t of level i reads the feature of token t (level 0; deeper levels read
+their own output) and token t + 1 + i, and predicts token t + 2 + i, whose label is the target's output at t + 1 + i.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from specserve.tools.train.packing import Batch
 
 
 class Windows:
-    """A batch as the levels see it."""
+    """Inputs and labels of a batch by level."""
 
     def __init__(self, batch: Batch) -> None:
         self.length = batch.packing.row_length
@@ -24,38 +23,35 @@ class Windows:
         self.document_BS = batch.packing.documents(batch.tokens_T.shape[0]).view(-1, self.length)
 
     def inputs(self, level: int) -> Tensor:
-        """Input tokens ``[T]`` of a level: the true ones, 0 past the row's end."""
+        """Return the input tokens ``[T]`` of a level: the true ones, 0 past the row's end."""
         return F.pad(self.tokens_BS[:, 1 + level :], (0, 1 + level)).flatten()
 
     def columns(self, x: Tensor, level: int) -> Tensor:
-        """``[T, ...]`` cut to the columns that have a label at this level, ``[B, S - 2 - level, ...]``."""
+        """Cut ``[T, ...]`` to the columns that have a label at this level, ``[B, S - 2 - level, ...]``."""
         return torch.unflatten(x, 0, (-1, self.length))[:, : self.length - 2 - level]
 
     def labels(self, x: Tensor, level: int) -> Tensor:
-        """The label's ``[T, ...]`` of those columns: the entries at t + 1 + level, ``[B, S - 2 - level,
-        ...]``.
-        """
+        """Return the entries of ``[T, ...]`` at t + 1 + level for those columns, ``[B, S - 2 - level, ...]``."""
         return torch.unflatten(x, 0, (-1, self.length))[:, 1 + level : self.length - 1]
 
     def predicted(self, level: int) -> Tensor:
-        """The true token t + 2 + level of those columns, ``[B, S - 2 - level]``."""
+        """Return the true token t + 2 + level of those columns, ``[B, S - 2 - level]``."""
         return self.tokens_BS[:, 2 + level :]
 
     def valid(self, level: int) -> Tensor:
-        """Where drafting can stand and counts, bool ``[B, S - 2 - level]``: the root token t + 1 and the
-        predicted one are both learned tokens of column t's document.
-        """
+        """Return where a level counts, bool ``[B, S - 2 - level]``: the root token t + 1 and the predicted one are both
+        learned tokens of column t's document."""
         end = self.length - 2 - level
         same = self.document_BS[:, :end] == self.document_BS[:, 2 + level :]
         return same & self.mask_BS[:, 1 : 1 + end] & self.mask_BS[:, 2 + level :]
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of ``values`` where ``mask`` holds; 0 where it never does."""
+    """Return the mean of ``values`` where ``mask`` is set; 0 if it never is."""
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def soft_cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
-    """``-sum(probs * log_softmax(logits))`` over the last dimension, in at least float32."""
+    """Return ``-sum(probs * log_softmax(logits))`` over the last dimension, in at least float32."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits.logsumexp(-1) - (probs * logits).sum(-1)

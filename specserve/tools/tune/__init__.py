@@ -1,1 +1,1 @@
-"""The speculation shape that pays on this machine with these prompts: ``python -m specserve.tune``."""
+"""Find the fastest speculation shape for this machine and your prompts: ``python -m specserve.tune``."""

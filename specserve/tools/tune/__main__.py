@@ -1,4 +1,4 @@
-"""``python -m specserve.tune``: finds the best speculation shape for the server's flags and the user's prompts.
+"""``python -m specserve.tune``: find the best speculation shape for the server's flags and the user's prompts.
 
 Exit codes: 0 found, 2 a user's mistake, 130 interrupted.
 """
@@ -27,7 +27,7 @@ from specserve.tools.tune.search import Search
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints and writes. Returns the exit code."""
+    """Measure, print and write; return the exit code."""
     own = parser()
     try:
         found, flags = own.parse_known_args(sys.argv[1:] if argv is None else argv)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tune(given: Settings, options: Namespace) -> None:
-    """Raise ValueError for what can't be tuned."""
+    """Run the search and write its results. Raises ValueError for what can't be tuned."""
     if options.plot is not None:
         check_plot()
     check_settings(given)

@@ -1,6 +1,6 @@
-"""The engine that the search measures: weights loaded once, shapes forced run by run.
+"""The engine that the search measures: it loads weights once and forces a shape for each run.
 
-Plain decoding runs without the draft, as a server without speculation would: there the draft's cache is not kept.
+Plain decoding runs without the draft, as on a server without speculation, where the draft's cache is not kept.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from specserve.tools.tune.loop import MeteredRunner, Run, closed_loop
 
 
 class Work(NamedTuple):
-    """What is answered, and how."""
+    """The requests of the search: prompts, length of answers and temperature."""
 
     prompts: Sequence[Sequence[int]]
     max_tokens: int
     temperature: float
 
     def requests(self, first: int, count: int, quick: bool = False) -> list[Submit]:
-        """Those of these numbers, which are the same at every call. ``quick``: answers are a quarter as long."""
+        """Return ``count`` requests from ``first`` on, the same at every call. ``quick``: answers are a quarter as
+        long."""
         most = max(2, self.max_tokens // 4) if quick else self.max_tokens
         return [self._request(number, most) for number in range(first, first + count)]
 
@@ -53,12 +54,12 @@ class TuneEngine:
     plan: ShapePlan
     padding: Padding
     work: Work
-    _graphs: dict[tuple[bool, StepShape], StepGraph] = field(default_factory=dict)  # True: with the draft
+    _graphs: dict[tuple[bool, StepShape], StepGraph] = field(default_factory=dict)  # key True: with the draft
     _controllers: dict[int, ShapePolicy] = field(default_factory=dict)
 
     @classmethod
     def load(cls, given: Settings, candidates: Sequence[Candidate], work: Work) -> TuneEngine:
-        """``given``: local paths, an algorithm that drafts. Raises ValueError for what cannot be served."""
+        """Load an engine. ``given``: local paths, an algorithm that drafts. Raises ValueError if it can't be served."""
         shape: dict[str, Any] = dict(zip(SHAPE, (1, 1, 2), strict=True))
         _, _, config = resolve_engine(replace(given, **shape), with_front=True)
         torch.set_num_threads(config.cpu_threads or min(config.cores, torch.get_num_threads()))
@@ -74,7 +75,7 @@ class TuneEngine:
         return cls(config, context, plan, padding, work)
 
     def drafts(self, candidate: Candidate) -> bool:
-        """Whether the draft has so many levels and tokens."""
+        """Return whether the draft supports the candidate's levels and topk."""
         if candidate is None:
             return True
         steps, topk, _ = candidate
@@ -82,17 +83,17 @@ class TuneEngine:
         return topk <= self.context.drafter.vocab_size and (levels is None or steps <= levels)
 
     def shape(self, candidate: Candidate, batch: int) -> StepShape:
-        """What a server with this candidate runs for a batch of this many."""
+        """Return the shape that a server with this candidate runs for a batch of this size."""
         return StaticShapes(candidate, self.padding, self.config.drafts).shape(batch, batch)
 
     def run(self, candidate: Candidate, batch: int, first: int, count: int, quick: bool = False) -> Run:
-        """``count`` requests from the ``first`` on through a batch kept full."""
+        """Run ``count`` requests from number ``first`` on through a batch that is kept full."""
         self._capture([self.shape(candidate, batch)], candidate is not None)
         policy = StaticShapes(candidate, self._one_bucket(batch), self.config.drafts)
         return self._run(policy, candidate is not None, batch, self.work.requests(first, count, quick))
 
     def run_controller(self, batch: int, first: int, count: int) -> Run:
-        """The same, each step's shape chosen by the controller; it goes on from what it learned before."""
+        """Like ``run``, but the controller chooses each step's shape. It keeps what it learned in earlier runs."""
         plan = ShapePlan(None, True, batch, self._one_bucket(batch), self.config.drafts)
         self._capture(plan.candidates(batch), drafted=True)
         if batch not in self._controllers:
@@ -106,7 +107,7 @@ class TuneEngine:
         self._graphs.clear()
 
     def _capture(self, shapes: Sequence[StepShape], drafted: bool) -> None:
-        """Those of batch sizes that get graphs, if no graph holds them yet."""
+        """Capture the shapes whose batch sizes get graphs, unless captured already."""
         in_buckets = [shape for shape in dict.fromkeys(shapes) if shape.slots in self.padding.buckets]
         wanted = [shape for shape in in_buckets if (drafted, shape) not in self._graphs]
         if wanted:
@@ -115,12 +116,12 @@ class TuneEngine:
 
     def _run(self, policy: ShapePolicy, drafted: bool, batch: int, requests: Sequence[Submit]) -> Run:
         runner = MeteredRunner(self._context(drafted), self._graphs_of(drafted))
-        # A fresh scheduler per run: its pages and prefix cache are its own.
+        # A fresh scheduler per run has its own pages and prefix cache.
         scheduler = assemble(self.config, self.plan, runner, policy, Graphs({}))
         return closed_loop(scheduler, runner, requests, batch)
 
     def _one_bucket(self, batch: int) -> Padding:
-        """Smaller batches pad to it, too: for them nothing is captured."""
+        """Return padding of smaller batches to this bucket as well, because nothing is captured for them."""
         size = self.padding.size(batch)
         return Padding((size,) if size in self.padding.buckets else ())
 

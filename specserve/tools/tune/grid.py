@@ -1,7 +1,7 @@
 """The candidates: every sensible shape of steps, topk and draft tokens, and plain decoding.
 
-Sensible: a chain verifies all that it drafts; a tree verifies at least one node more than it has levels, or it would be
-a chain, and no more than its pool holds. A tree of one level is its root and all candidates.
+A chain verifies everything that it drafts. A tree verifies at least two nodes more than it has levels, root included
+(with fewer it would be a chain), and at most its pool. A tree of one level is its root and all candidates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DRAFT_TOKENS = (4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What the search may choose from. ``draft_tokens`` are of trees of two levels or more: other shapes have but one
+    """The choices of the search. ``draft_tokens`` apply to trees of two levels or more; other shapes have only one
     sensible number."""
 
     steps: Sequence[int] = STEPS
@@ -31,7 +31,7 @@ class Grid:
     draft_tokens: Sequence[int] = DRAFT_TOKENS
 
     def candidates(self) -> list[Candidate]:
-        """Plain decoding first."""
+        """Return all candidates, plain decoding first."""
         drafted = [
             (steps, topk, tokens)
             for topk in sorted(set(self.topk))
@@ -49,7 +49,7 @@ class Grid:
 
 
 def envelope(candidates: Sequence[Candidate]) -> Speculation:
-    """A shape that needs as many positions as any of them, so that an engine that has room for it has room for all."""
+    """Return a shape that needs at least as many positions as any candidate, so its engine has room for all."""
     drafted = [candidate for candidate in candidates if candidate is not None]
     steps, topk, tokens = (max(column) for column in zip(*drafted, strict=True))
     return steps, topk, tokens

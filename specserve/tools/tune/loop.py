@@ -1,8 +1,8 @@
-"""A closed loop over the engine: as a request ends the next one starts, so that the batch stays full.
+"""A closed loop over the engine: when a request ends the next one starts, so that the batch stays full.
 
-What is counted lies between the moment when every request of the first batch has its first token and the end of the
-first request that has no successor. The device's time in prefill is taken off and reported apart: prompts cost the same
-whatever the shape, and how many there are for each token is not the shape's merit.
+The measured window begins when every request of the first batch has its first token, and ends with the first request
+that has no successor. Device time in prefill is subtracted and reported separately: prompts cost the same with any
+shape, and their number per token is not due to the shape.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from specserve.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a batch kept full gave. ``seconds`` have no prefill in them; ``request_steps`` counts a step of the batch
-    once for each request in it."""
+    """Measurements of a batch kept full. ``seconds`` exclude prefill; ``request_steps`` counts a step once for each
+    request in it."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -42,12 +42,12 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of all requests together."""
+        """Return the tokens per second of all requests together."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     @property
     def accepted_length(self) -> float:
-        """Tokens a step gives a request, the bonus included."""
+        """Return the mean number of tokens that a step gives a request, bonus token included."""
         return self.tokens / self.request_steps if self.request_steps else 0.0
 
     @property
@@ -56,7 +56,7 @@ class Run:
 
 
 class MeteredRunner(Runner):
-    """Counts steps, and times prefill on the device's own clock."""
+    """Count steps, and time prefill on the device's clock."""
 
     steps = 0
 
@@ -77,7 +77,7 @@ class MeteredRunner(Runner):
 
 @dataclass(slots=True)
 class _Window:
-    """The counted part of a run."""
+    """The measured part of a run."""
 
     runner: MeteredRunner
     begin: float = field(default_factory=time.perf_counter)
@@ -90,7 +90,9 @@ class _Window:
         self._steps, self._prefills = self.runner.steps, len(self.runner.prefills)
 
     def count(self, message: Tokens) -> None:
-        if message.speculation is not None and message.speculation.steps:  # else its first token: prefill's
+        if (
+            message.speculation is not None and message.speculation.steps
+        ):  # otherwise it is the first token, from prefill
             self.tokens += len(message.token_ids)
             self.request_steps += 1
 
@@ -98,14 +100,14 @@ class _Window:
         elapsed = time.perf_counter() - self.begin
         steps = self.runner.steps - self._steps
         if self.runner.context.state.device.type == "cuda":
-            torch.cuda.synchronize()  # the last stopwatches may still run
+            torch.cuda.synchronize()  # the last stopwatches may still be running
         prefill = sum(watch.seconds for watch in self.runner.prefills[self._prefills :])
         return Run(self.tokens, max(elapsed - prefill, 1e-9), prefill, steps, self.request_steps)
 
 
 def closed_loop(scheduler: Scheduler, runner: MeteredRunner, requests: Sequence[Submit], batch: int) -> Run:
-    """Keep ``batch`` of the requests running, in their order. Leaves none after. Raises ValueError for one that can't
-    be answered."""
+    """Keep ``batch`` of the requests running, in their order. Leaves no request in the scheduler. Raises ValueError for
+    a request that can't be answered."""
     queue, open_rids, started, window = deque(requests), set[str](), set[str](), None
     try:
         while True:

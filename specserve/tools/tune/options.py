@@ -1,4 +1,4 @@
-"""The tuner's own options, checked, and what they ask of the server's settings."""
+"""The tuner's own options, and their checks against the server's settings."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Parse the tuner's options alone; what is left are the server's. Raises ValueError naming the option."""
+    """Return the parser of the tuner's options; other flags are the server's. Raises ValueError naming the option."""
     found = _Parser(
         prog=PROGRAM,
         add_help=False,
         allow_abbrev=False,
-        description="Finds the speculation shape that gives most tokens per second, and writes it as a configuration.",
+        description="Finds the speculation shape with the most tokens per second and writes it as a configuration.",
     )
 
     def add(name: str, kind: Callable[[str], Any], default: Any, text: str, many: bool = False) -> None:
@@ -37,21 +37,21 @@ def parser() -> argparse.ArgumentParser:
             name, type=kind, default=default, help=text, metavar=metavar, nargs="+" if many else None
         )
 
-    add("--prompts", Path, None, "JSON lines of messages or prompt, like your traffic.")
+    add("--prompts", Path, None, "JSON lines of messages or prompt, similar to your traffic.")
     add(
         "--batch-sizes", _number(int, 1, 4096), [1, 4, 16], "Requests at a time (default: 1 4 16).", many=True
     )
     add("--max-tokens", _number(int, 2, 1 << 20), 128, "Longest answer (default: 128).")
-    add("--temperature", _number(float, 0, 100), 0.0, "Of all requests (default: 0).")
-    add("--minutes", _number(float, 0.01, 10_000), 5.0, "To measure for, after loading (default: 5).")
+    add("--temperature", _number(float, 0, 100), 0.0, "Temperature of all requests (default: 0).")
+    add("--minutes", _number(float, 0.01, 10_000), 5.0, "Time to measure, after loading (default: 5).")
     add("--steps", _number(int, 1, 63), STEPS, "Draft levels to try (default: 1 to 8).", many=True)
-    add("--topk", _number(int, 1, 64), TOPK, "Candidates a node (default: 1 2 4 8).", many=True)
+    add("--topk", _number(int, 1, 64), TOPK, "Candidates per node (default: 1 2 4 8).", many=True)
     text = "Nodes of a tree, its root included (default: 4 8 16 32 64). A chain has steps + 1."
     add("--draft-tokens", _number(int, 2, 64), DRAFT_TOKENS, text, many=True)
     add("--output", _writable, Path("tuned.yaml"), "Default: tuned.yaml.")
     add("--json", _writable, None, "Write all measurements there.")
     add("--plot", _writable, None, "Draw them; needs matplotlib.")
-    text = "Run every shape in three laps; takes longer than --minutes if it must."
+    text = "Run every shape in three laps, even if that takes longer than --minutes."
     found.add_argument("--exhaustive", action="store_true", help=text)
     return found
 
@@ -79,17 +79,17 @@ def check_settings(given: Settings) -> None:
     if given.method is None or given.method.fixed_shape is not None:
         why = "drafts nothing" if given.method is None else "has one shape"
         raise ValueError(
-            f"--speculative-algorithm: {given.speculative_algorithm} {why}, there is nothing to tune; "
+            f"--speculative-algorithm: {given.speculative_algorithm} {why}, so there is nothing to tune; "
             f"accepted are {', '.join(names_where(lambda method: method.fixed_shape is None))}"
         )
     if given.speculative_adaptive:
-        raise ValueError("--speculative-adaptive: the tuner compares fixed shapes, leave it out")
+        raise ValueError("--speculative-adaptive: the tuner compares fixed shapes; leave it out")
     if given.skip_tokenizer_init:
-        raise ValueError("--skip-tokenizer-init: prompts are text, the tuner needs the tokenizer")
+        raise ValueError("--skip-tokenizer-init: prompts are text, so the tuner needs the tokenizer")
 
 
 def with_room(given: Settings, model: ModelConfig, largest: int) -> Settings:
-    """A copy that runs batches of ``largest``. Raises ValueError where the user said otherwise."""
+    """Return a copy of the settings that can run batches of ``largest``. Raises ValueError if a limit forbids it."""
     running = resolve(given, model)[0].max_running_requests
     assert running is not None
     if largest <= running:
@@ -100,8 +100,8 @@ def with_room(given: Settings, model: ModelConfig, largest: int) -> Settings:
 
 
 def candidates(given: Settings, model: ModelConfig, grid: Grid) -> list[Candidate]:
-    """The grid's, and the shape that the settings have, if they have one. Raises ValueError for one that can't be
-    served."""
+    """Return the grid's candidates and the settings' own shape, if there is one. Raises ValueError for one that can't
+    be served."""
     found = grid.candidates()
     resolved = resolve(given, model)[0]
     if getattr(given, SHAPE[0]) is not None:
@@ -110,7 +110,7 @@ def candidates(given: Settings, model: ModelConfig, grid: Grid) -> list[Candidat
     if len(found) == 1:
         raise ValueError(
             "--draft-tokens: no tree of these --steps and --topk has this many nodes; accepted are steps + 2 to the "
-            "candidates that such a tree drafts and its root"
+            "number of candidates that the tree drafts, plus its root"
         )
     for candidate in found:
         if candidate is not None:

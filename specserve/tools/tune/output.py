@@ -1,4 +1,4 @@
-"""Writes the configuration file that the server's ``--config`` takes."""
+"""Write the configuration file for the server's ``--config``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specserve.tools.tune.grid import Candidate
 
 
 def configuration(given: Settings, pick: Candidate) -> dict[str, Any]:
-    """What the user set, secrets apart, with the picked shape, or without speculation. Defaults are left out."""
+    """Return the settings that the user gave, without secrets, with the picked shape or without speculation."""
     found = {
         setting.name: list(value) if isinstance(value, tuple) else value
         for setting in SETTINGS.values()
@@ -30,7 +30,7 @@ def configuration(given: Settings, pick: Candidate) -> dict[str, Any]:
 
 
 def write_configuration(path: Path, given: Settings, pick: Candidate, words: Sequence[str]) -> None:
-    """``words`` become comments. Raises ValueError naming the flag when the file can't be written."""
+    """Write the file, with ``words`` as comments. Raises ValueError naming the flag if it can't be written."""
     import yaml
 
     comments = "".join(f"# {line}\n" for line in ["Written by python -m specserve.tune.", *words])

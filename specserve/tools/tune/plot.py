@@ -1,4 +1,4 @@
-"""Speed of what was run, one panel a batch size."""
+"""Plot the speed of the measured shapes, one panel per batch size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specserve.tools.tune.grid import name
 
 
 def check_plot() -> None:
-    """Raise ValueError when there is nothing to plot with: before an hour's measurements, not after them."""
+    """Raise ValueError if matplotlib is missing, before the measurements rather than after."""
     if find_spec("matplotlib") is None:
         raise ValueError(
             "--plot needs the package matplotlib, which is not installed: pip install matplotlib"
@@ -19,7 +19,7 @@ def check_plot() -> None:
 
 
 def plot(boards: Sequence[Board], path: Path) -> None:
-    """Bars of each measured shape's speed, best on top, next to them its tokens a second. Raises ValueError."""
+    """Draw a bar per measured shape, best on top, labelled with its tokens per second. Raises ValueError."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -13,14 +13,14 @@ from specserve.frontend.conversation import plain
 from specserve.frontend.tokenizer import Tokenizer
 
 BUNDLED_PROMPTS = Path(__file__).parents[3] / "examples" / "bundled_model" / "prompts.jsonl"
-FORM = 'a JSON object a line, {"messages": [...]} or {"prompt": "..."}'
+FORM = 'a JSON object per line, {"messages": [...]} or {"prompt": "..."}'
 
 
 def read_prompts(path: Path | None, model_path: Path) -> list[dict[str, Any]]:
-    """The file's objects, in one mixed order whatever the file's. Raises ValueError naming the flag."""
+    """Return the file's objects in a fixed random order. Raises ValueError naming the flag."""
     if path is None:
         if model_path.resolve() != BUNDLED_MODEL.resolve() or not BUNDLED_PROMPTS.exists():
-            raise ValueError(f"--prompts: needed with {model_path}: a file like your traffic, {FORM}")
+            raise ValueError(f"--prompts: needed with {model_path}: a file similar to your traffic, {FORM}")
         path = BUNDLED_PROMPTS
     try:
         lines = path.read_text().splitlines()
@@ -28,13 +28,13 @@ def read_prompts(path: Path | None, model_path: Path) -> list[dict[str, Any]]:
         raise ValueError(f"--prompts: {path} can't be read: {error}") from None
     rows = [_row(line, f"--prompts: {path}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not rows:
-        raise ValueError(f"--prompts: {path} holds no prompt; accepted is {FORM}")
+        raise ValueError(f"--prompts: {path} contains no prompt; expected {FORM}")
     random.Random(0).shuffle(rows)
     return rows
 
 
 def encode(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[list[int]]:
-    """Dialogues through the chat template, prompts as they are. Raises ValueError naming the flag."""
+    """Return the tokens of dialogues, by the chat template, and of prompts. Raises ValueError naming the flag."""
     found = []
     for row in rows:
         try:
@@ -49,12 +49,12 @@ def _row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where} is no JSON ({error}); accepted is {FORM}") from None
+        raise ValueError(f"{where} is not JSON ({error}); expected {FORM}") from None
     dialogue = row.get("messages") if isinstance(row, dict) else []
     if dialogue is None and _is_text(row.get("prompt")):
         return row  # type: ignore[no-any-return]
     if not dialogue:
-        raise ValueError(f"{where}: accepted is {FORM}")
+        raise ValueError(f"{where}: expected {FORM}")
     try:
         return {**row, "messages": plain(dialogue)}
     except ValueError as error:

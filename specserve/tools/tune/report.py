@@ -1,4 +1,4 @@
-"""What was found, as text and as JSON."""
+"""The results of the search, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from specserve.tools.tune.board import Board, controller_overall, overall, pick_
 from specserve.tools.tune.grid import Candidate, name
 from specserve.tools.tune.loop import Run
 
-STEADY = 1.3  # times its slower quarter is what plain decoding may have in its faster one
-DIFFERENT = 0.97  # a pick that is worse than this over all batch sizes leaves something to the controller
+STEADY = 1.3  # on a steady machine, largest ratio between quartiles of plain decoding's speed
+DIFFERENT = 0.97  # below this share of the best at each batch size, one shape for all loses too much
 HEADER = f"  {'steps, topk, tokens':20} {'ms/step':>8} {'accepted':>8} {'tokens/s':>9} {'x plain':>8}"
 METRIC = (
     "tokens per second of all requests together, batch kept full, prefill excluded; accepted: tokens per step of a\n"
@@ -23,7 +23,7 @@ def text(boards: Sequence[Board]) -> str:
 
 
 def verdict(boards: Sequence[Board]) -> list[str]:
-    """The picks, in words."""
+    """Return the picks in words."""
     pick = pick_overall(boards)
     each = [f"batch {board.batch}: {_named(board, board.best())}" for board in boards]
     if pick is None:
@@ -46,11 +46,11 @@ def _controller(boards: Sequence[Board], pick: Candidate) -> list[str]:
         )
     if share < DIFFERENT:
         lines.append(
-            f"Batch sizes want different shapes: any one loses {1 - share:.0%} or more to the best of each."
+            f"Batch sizes need different shapes: any single one loses {1 - share:.0%} or more to the best of each."
         )
     if share < DIFFERENT if controlled is None else share < controlled:
         lines.append(
-            "The controller, --speculative-adaptive instead of a shape, chooses at each step: it is the better answer."
+            "The controller, --speculative-adaptive instead of a shape, chooses at each step: prefer it."
         )
     return lines
 
@@ -69,7 +69,7 @@ def _unsteady(boards: Sequence[Board]) -> Iterator[str]:
 
 
 def as_json(boards: Sequence[Board]) -> dict[str, Any]:
-    """All measurements and the picks; a shape is a list of steps, topk and tokens, null is plain."""
+    """Return all measurements and the picks. A shape is a list of steps, topk and tokens; null is plain decoding."""
     return {
         "metric": " ".join(METRIC.split("; ")[0].split()),
         "pick": pick_overall(boards),

@@ -1,9 +1,9 @@
 """The search: successive halving over the candidates, at each batch size.
 
-All candidates run once, with short answers, those that the controller would choose among first; then the best 16, 5
-and 2 of them in lap after lap, in a third of the time each. With several batch sizes, the candidates that are best over
-all of them run at each in laps of their own. Last the controller runs next to plain decoding and the best shape. Source
-of the method: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization" (2016).
+All candidates first run once with short answers, beginning with those that the controller would choose from. Then the
+best 16, 5 and 2 run in lap after lap, for a third of the time each. With several batch sizes, the candidates that are
+best over all of them then run at each size in separate laps. Last, the controller runs next to plain decoding and the
+best shape. Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization" (2016).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from specserve.tools.tune.board import Board, overall
 from specserve.tools.tune.grid import Candidate, name
 from specserve.tools.tune.loop import Run
 
-RACE_SHARE, OVERALL_SHARE = 0.7, 0.85  # of the time, until either ends; the rest is the controller's
-FIRST_SHARE = 0.5  # of a batch size's time: candidates that have not run by then are left out
+RACE_SHARE, OVERALL_SHARE = 0.7, 0.85  # share of the time at which each ends; the controller gets the rest
+FIRST_SHARE = 0.5  # share of a batch size's time after which candidates that have not run are left out
 FIRST_LAP = 8  # candidates between two runs of plain decoding in the first round
 KEPT = 16, 5, 2
 EXHAUSTIVE_LAPS = 3
@@ -30,26 +30,26 @@ LEAST_REQUESTS = 4
 
 
 class Bench(Protocol):
-    """What the search measures with."""
+    """The engine that the search measures."""
 
     def shape(self, candidate: Candidate, batch: int) -> StepShape: ...
 
     def run(self, candidate: Candidate, batch: int, first: int, count: int, quick: bool = False) -> Run:
-        """``count`` requests from the ``first`` on, with the batch kept full. ``quick``: answers are a quarter as
+        """Run ``count`` requests from number ``first`` on, keeping the batch full. ``quick``: answers are a quarter as
         long."""
         ...
 
     def run_controller(self, batch: int, first: int, count: int) -> Run: ...
 
     def forget(self) -> None:
-        """Free what the runs of this batch size needed."""
+        """Free the resources of this batch size's runs."""
         ...
 
 
 @dataclass(slots=True)
 class Search:
-    """``seconds`` bound the whole, but for a first lap at each batch size and one over all of them. With ``exhaustive``
-    every candidate runs in three laps, whatever time that takes, and in more while time is left."""
+    """``seconds`` limit the search, except for a first lap at each batch size and one over all sizes. With
+    ``exhaustive`` every candidate runs in three laps, however long that takes, and in more while time is left."""
 
     bench: Bench
     candidates: Sequence[Candidate]
@@ -77,7 +77,7 @@ class Search:
 
     def _race(self, board: Board, until: float) -> None:
         begin, likely = self.clock(), candidate_shapes(board.batch)
-        entered = board.unlike(Random(0).sample(self.candidates, len(self.candidates)))
+        entered = board.distinct(Random(0).sample(self.candidates, len(self.candidates)))
         entered = sorted(filter(None, entered), key=lambda candidate: board.shapes[candidate] not in likely)
         self.say(f"batch {board.batch}: running {len(entered)} shapes")
         if self.exhaustive:
@@ -98,10 +98,10 @@ class Search:
                 self._lap(board, best, end)
 
     def _race_overall(self, boards: Sequence[Board], until: float) -> None:
-        """Those that miss at a batch size run there whatever time that takes, or there might be none to pick."""
+        """Race the best over all batch sizes. Those not run at some size run there regardless of time."""
         ranked = sorted(filter(None, self.candidates), key=lambda candidate: -overall(boards, candidate))
         for left, board in zip(range(len(boards), 0, -1), boards, strict=True):
-            wanted = board.unlike([*ranked[:OVERALL_KEPT], *filter(None, [board.best()])])
+            wanted = board.distinct([*ranked[:OVERALL_KEPT], *filter(None, [board.best()])])
             self.say(f"batch {board.batch}: running the best over all batch sizes")
             end = self.clock() + (until - self.clock()) / left
             missing = not all(map(board.is_measured, wanted))
@@ -111,14 +111,14 @@ class Search:
             self.bench.forget()
 
     def _run_controller(self, boards: Sequence[Board], until: float) -> None:
-        """Where time is left for it."""
+        """Run the controller at each batch size, if time is left."""
         for left, board in zip(range(len(boards), 0, -1), boards, strict=True):
             end = self.clock() + (until - self.clock()) / left
             if not self.exhaustive and self.clock() >= end:
                 continue
             self.say(f"batch {board.batch}: running the controller")
             count = self._requests(board)
-            self.bench.run_controller(board.batch, 0, count)  # it learns
+            self.bench.run_controller(board.batch, 0, count)  # it learns from this run
             best = list(filter(None, [board.best()]))
             while not board.controller or self.clock() < end:
                 lap = board.laps
@@ -127,8 +127,8 @@ class Search:
             self.bench.forget()
 
     def _lap(self, board: Board, entered: Sequence[Candidate], until: float, quick: bool = False) -> None:
-        """Run plain decoding, then the others in mixed order, until time is over. ``quick``: short answers, of the
-        same requests in all laps."""
+        """Run plain decoding, then the others in random order, until time is up. ``quick``: short answers to the same
+        requests in all laps."""
         lap, count = board.laps, self._requests(board)
         for candidate in (None, *Random(lap).sample(entered, len(entered))):
             if self.clock() >= until:
