@@ -78,7 +78,7 @@ def test_one_that_never_fits_fails_alone(launch: str, scheduler: Scheduler) -> N
         answers = client.run()
     bad = answers.pop("2")
     assert bad.refused == (
-        "the device's memory is too small for this request: CUDA out of memory, says the test"
+        "out of device memory: CUDA out of memory, says the test"
     )
     assert [answer.tokens for answer in answers.values()] == [*expected[:2], *expected[3:]]
     scheduler.memory.check_idle()

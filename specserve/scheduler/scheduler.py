@@ -1,7 +1,7 @@
 """Continuous batching: admission, chunked prefill, steps, and what happens when pages run out.
 
-One iteration launches at most one prefill chunk and one step. With overlap, results of a launch are read while the
-next one runs: the host then works with bounds (``Request.inflight``) and learns real counts one launch later.
+One iteration launches at most one prefill chunk and one step. With overlap, a launch's results are read while the next
+one runs: the host works with upper bounds (``Request.inflight``) and learns real counts one launch later.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 Done = TypeVar("Done")
 
-FORCED = 0.1  # of tokens: waiting for the last step's takes about as much of a step's time
+FORCED = 0.1  # share of forced tokens above which a step waits for the last step's tokens, about what waiting costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class _InFlight:
 
 
 class Scheduler:
-    """Own all requests. ``policy`` chooses the shape of each step."""
+    """Owns all requests. ``policy`` chooses the shape of each step."""
 
     def __init__(
         self,
@@ -96,10 +96,10 @@ class Scheduler:
         self._running: list[Request] = []  # by rank
         self._free_slots = list(range(limits.max_running_requests - 1, -1, -1))
         self._inflight: deque[_InFlight] = deque()
-        self._begun = 0  # requests whose prompts were done since the last step
+        self._begun = 0  # requests whose prompts were completed since the last step
         self._outbox: list[Tokens | Failed] = []
-        self._refused: Request | None = None  # it was too large when it was the queue's head,
-        self._enough = 0  # and is until the memory's prospect is this
+        self._refused: Request | None = None  # the queue's head when it last did not fit
+        self._enough = 0  # ``Memory.prospect`` from which it may fit
         self._pressure = Pressure(limits.max_running_requests, limits.chunked_prefill_size)
         self._counters = Counters()
         self._step_counters = StepCounters()
@@ -157,7 +157,7 @@ class Scheduler:
         if sorted(self._free_slots) != list(range(slots)):
             problems.append(f"free slots are {sorted(self._free_slots)} of {slots}")
         for problem in problems:
-            log.error("the idle engine's books are wrong: %s", problem)
+            log.error("the idle engine leaks: %s", problem)
         self._counters.violations += len(problems)
 
     def work_ahead(self) -> bool:
@@ -204,14 +204,14 @@ class Scheduler:
     # Admission.
 
     def _admit(self) -> None:
-        """Give slots and pages to waiting requests by rank, while both last."""
+        """Give slots and pages to waiting requests by rank, as long as both last."""
         while self._waiting and self._free_slots:
             request = self._waiting.head
             if self._running and self._refused is request and self.memory.prospect < self._enough:
-                return  # a look at a long prompt costs milliseconds
+                return  # matching a long prompt takes milliseconds
             context = request.tokens
             cached = self.memory.take_prefix(request, request.reusable)
-            # In addition to others, leave room for its first step, or it would be put back at once.
+            # Next to other requests, leave room for its first step, or it would be preempted at once.
             headroom = self._limits.headroom if self._running else 0
             tokens = len(context) + 1 + headroom
             if self.memory.grow(request, tokens) is None:
@@ -231,15 +231,15 @@ class Scheduler:
             self._running.sort(key=lambda r: r.rank)
 
     def _begin(self, request: Request, sharing: Sharing) -> RowInit | None:
-        """Prepare a request for its first chunk, with what was computed of its prompt since it got its slot. Return
-        None if it should wait, because the launch computes so much of its prompt that waiting saves more than another
-        launch costs."""
+        """Prepare a request for its first chunk, reusing what was computed of its prompt since it got its slot. Return
+        None if it should wait, because the launch already computes so much of its prompt that waiting saves more than
+        another launch costs."""
         request.prefilled = cached = self.memory.take_prefix(request, request.reusable)
         if sharing.should_wait(request):
             return None
         request.begun = True
         if request.scores is not None:
-            del request.scores[cached:]  # the others are computed again
+            del request.scores[cached:]  # later ones are computed again
         if request.cached_tokens is None:
             request.cached_tokens = cached
             self._counters.cached_tokens += cached
@@ -311,7 +311,7 @@ class Scheduler:
         launches."""
         ready = self._ready()
         if self._inflight and self._limits.drafts and any(self._is_forced(r) for r in ready):
-            self._drain()  # what has to come next follows from all tokens before
+            self._drain()  # forced text depends on all earlier tokens
             ready = self._ready()
         if not ready:
             return 0
@@ -341,7 +341,7 @@ class Scheduler:
         return 1
 
     def _launch_ahead(self, rows: list[Row], shape: StepShape, requests: list[Request]) -> Launch | None:
-        """Launch a masked step whose target runs while the tokens before it are read."""
+        """Launch a masked step, and read the tokens before it while its target runs."""
 
         def begin() -> bool:
             self.runner.begin(Begin(rows, shape))
@@ -369,13 +369,13 @@ class Scheduler:
         return [r for r in self._running if not r.prefilling and r.wants_tokens][: self._pressure.requests]
 
     def _is_masked(self, request: Request, depth: int) -> bool:
-        """Return whether a node of its next tree, of so many levels, may constrain what follows."""
+        """Return whether the host may have to restrict the tokens after a node of its next tree of this depth."""
         if (slack := self.runner.masks.slack(request.slot)) == inf:
             return False
         return slack <= len(request.untold) + request.inflight + request.pending + depth
 
     def _is_forced(self, request: Request) -> bool:
-        """Return whether so much of its text is forced by a grammar that drafts are worth waiting for it."""
+        """Return whether a grammar forces so much of its text that a step should wait to draft it."""
         if request.params.grammar is None or not request.skill.cap:
             return False
         return self.runner.masks.slack(request.slot) == 0 and request.skill.floor >= FORCED
@@ -395,7 +395,7 @@ class Scheduler:
             if self._reserve(ready, shape):
                 return ready, batch, shape
             if self._inflight:
-                # Results may end requests, and none is put back before its tokens are known.
+                # Results may end requests, and a request is preempted only when its tokens are known.
                 self._drain()
                 ready = [r for r in ready if r.slot >= 0]
             elif len(self._running) > 1:
@@ -428,15 +428,15 @@ class Scheduler:
         try:
             return launch()
         except OutOfMemoryError as error:
-            words = str(error)  # the error itself holds on to all that the launch had made
+            words = str(error)  # the error itself would keep the launch's tensors alive
         self._shrink(requests, chunk, words)
         return None
 
     def _shrink(self, requests: list[Request], chunk: int, error: str) -> None:
         """Handle a launch that ran out of device memory. The state of its requests is uncertain, so they return to the
-        queue with the tokens they have, and the next launches are smaller. A request that fails alone repeatedly, where
+        queue with the tokens they have, and the next launches are smaller. A request that repeatedly fails alone, where
         no launch can be smaller, is answered with the error."""
-        log.error("the device's memory is too small for a launch of %d requests: %s", len(requests), error)
+        log.error("out of device memory in a launch of %d requests: %s", len(requests), error)
         self._drain()
         smaller = self._pressure.fall(len(requests), chunk)
         if torch.cuda.is_available():
@@ -447,7 +447,7 @@ class Scheduler:
                 self._preempt(request, remember=False)
                 continue
             self._vacate(request, remember=False)
-            words = f"the device's memory is too small for this request: {error}"
+            words = f"out of device memory: {error}"
             self._outbox.append(Failed(request.rid, words, fault="server"))
 
     def _vacate(self, request: Request, remember: bool = True) -> None:
@@ -504,7 +504,7 @@ class Scheduler:
                 kept=kept,
                 stopped=stopped,
             )
-            # Of requests that had all ended, plain decoding would have run a step in vain, too.
+            # If all requests had ended, plain decoding would also have run a useless step.
             gained = kept / live if live else 1.0
             self._observe(item.launch.seconds, item.shape, item.batch, given, gained, item.masked)
         for observer in self._observers:
@@ -513,7 +513,7 @@ class Scheduler:
     def _observe(
         self, seconds: float, shape: StepShape, batch: Batch, given: Given, gained: float, masked: bool
     ) -> None:
-        """Count a step of ``gained`` tokens a request, and tell the policy. The time of a ``masked`` step says
+        """Count a step of ``gained`` tokens a request, and report it to the policy. The time of a ``masked`` step says
         nothing about its shape, because the host worked in it."""
         requests, cost = len(given.emitted), self._policy.cost
         self._step_counters.ran(shape, requests, seconds)
@@ -569,7 +569,7 @@ class Scheduler:
         have = len(request.prompt) + len(request.output)
         for index, token in enumerate(tokens):
             if have + index >= request.limit:
-                return tokens[:index], "length", False  # none was asked for
+                return tokens[:index], "length", False  # the request has no room for it
             if token in request.stop_ids:
                 return tokens[: index + 1], "stop", True
             if have + index + 1 >= request.limit:

@@ -133,7 +133,7 @@ def _chunks(path: Path) -> list[Chunk]:
         suffixes, at = _part(data, at)
         if not len(tokens) or len(suffixes) % 4 or len(suffixes) not in (len(tokens), 2 * len(tokens)):
             raise ValueError(
-                f"a chunk has {len(tokens)} bytes of tokens and a suffix array of {len(suffixes)} bytes"
+                f"a chunk's suffix array of {len(suffixes)} bytes does not fit its {len(tokens)} bytes of tokens"
             )
         found.append(Chunk(tokens.cast("i" if len(tokens) == len(suffixes) else "H"), suffixes.cast("i")))
     return found
