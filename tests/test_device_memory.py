@@ -77,9 +77,7 @@ def test_one_that_never_fits_fails_alone(launch: str, scheduler: Scheduler) -> N
     with scarce(scheduler, launch, fits):
         answers = client.run()
     bad = answers.pop("2")
-    assert bad.refused == (
-        "out of device memory: CUDA out of memory, says the test"
-    )
+    assert bad.refused == ("out of device memory: CUDA out of memory, says the test")
     assert [answer.tokens for answer in answers.values()] == [*expected[:2], *expected[3:]]
     scheduler.memory.check_idle()
 

@@ -230,9 +230,9 @@ class CompileAhead:
         assert self.process.stderr is not None
         said = self.process.stderr.read().decode(errors="replace")
         if self.process.wait():
-            log.warning("kernels could not be compiled ahead of time: %s", said.strip().rpartition("\n")[2])
+            log.warning("kernels could not be compiled in advance: %s", said.strip().rpartition("\n")[2])
         else:
-            log.info("compiled kernels ahead of time, %.1f s after the start", time.perf_counter() - self.begun)
+            log.info("compiled kernels in advance, %.1f s after the start", time.perf_counter() - self.begun)
 
     def load(self) -> None:
         """Load what was compiled but not launched yet, so that no request waits for it."""
