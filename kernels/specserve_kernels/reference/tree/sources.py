@@ -1,7 +1,7 @@
-"""Sources: calibrate the probabilities that each drafter of a merged tree gives its candidates. Shapes as in ``types``.
+"""Calibrate the probabilities that each drafter of a merged tree gives its candidates. Shapes as in ``types``.
 
-A source's probabilities are taken as a hazard proportional to the true one (Cox 1972): a path's log-probability times a
-weight. The weight is updated with each test, until as many tests fail as it predicts.
+A source's probabilities are treated as a hazard proportional to the true one (Cox 1972): a path's log-probability times
+a weight. The weight is updated with each test, until as many tests fail as it predicts.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from torch import Tensor
 
 from specserve_kernels.types import Pool, Sources
 
-LEARN = 0.25  # of a weight's logarithm, for each test that failed unexpectedly
-MOST = 8.0  # a weight, and one over the least
+LEARN = 0.25  # learning rate of a weight's logarithm
+MOST = 8.0  # largest weight, and the inverse of the smallest
 
 
 def observe_source(
     pool: Pool, sources: Sources, number: int, rows_B: Tensor, token_BS: Tensor, count_B: Tensor
 ) -> Tensor:
     """Compare source ``number``'s candidates with the ``count_B`` tokens that a step emitted, and update its weight.
-
-    Its tests are its first choices, as far as the text followed them, verified or not. Return ``[B, 3]``: how many were
-    tested, how many of them were right, and how many accepted nodes were among its candidates.
-    """
+    Its tests are its first choices as far as the text followed them, verified or not. Return ``[B, 3]``: tests, tests
+    that were right, and accepted nodes that were among its candidates."""
     live_BP = pool.scores_BP > -torch.inf
     node_B, before_B = torch.full_like(rows_B, -1), torch.zeros_like(pool.scores_BP[:, 0])
     alive_B = torch.ones_like(rows_B, dtype=torch.bool)
@@ -49,7 +47,7 @@ def observe_source(
 
 
 def _held(pool: Pool, live_BP: Tensor, token_BS: Tensor, count_B: Tensor) -> Tensor:
-    """Return how many of the accepted tokens, from the first on, are a path of the pool ``[B]``."""
+    """Return how many of the accepted tokens, from the first on, form a path of the pool ``[B]``."""
     node_B, held_B = torch.full_like(count_B, -1), torch.zeros_like(count_B)
     alive_B = torch.ones_like(live_BP[:, 0])
     for depth in range(pool.levels):
