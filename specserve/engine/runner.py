@@ -356,7 +356,7 @@ class Runner:
     def set_draft_rows(self, command: SetDraftRows) -> None:
         """Copy the rows from pinned memory: this waits for no launch, and captured steps, which read the tensors by
         address, see the change."""
-        self.context.drafter.pick(to_device(command.rows, self.context.state.device))
+        self.context.drafter.set_rows(to_device(command.rows, self.context.state.device))
 
     @torch.inference_mode()
     def set_continuations(self, command: SetContinuations) -> None:

@@ -29,10 +29,10 @@ from specserve.scheduler.compiling import Compiling
 from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
-from specserve.scheduler.pressure import ATTEMPTS, Pressure
+from specserve.scheduler.oom_backoff import ATTEMPTS, OOMBackoff
+from specserve.scheduler.prefix_waiting import PrefixWaiting
 from specserve.scheduler.queue import Queue
 from specserve.scheduler.request import Request
-from specserve.scheduler.sharing import Sharing
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.shape import StepShape
@@ -100,7 +100,7 @@ class Scheduler:
         self._outbox: list[Tokens | Failed] = []
         self._refused: Request | None = None  # the queue's head when it last did not fit
         self._enough = 0  # ``Memory.prospect`` from which it may fit
-        self._pressure = Pressure(limits.max_running_requests, limits.chunked_prefill_size)
+        self._backoff = OOMBackoff(limits.max_running_requests, limits.chunked_prefill_size)
         self._counters = Counters()
         self._step_counters = StepCounters()
 
@@ -230,12 +230,12 @@ class Scheduler:
             self._running.append(request)
             self._running.sort(key=lambda r: r.rank)
 
-    def _begin(self, request: Request, sharing: Sharing) -> RowInit | None:
+    def _begin(self, request: Request, waiting: PrefixWaiting) -> RowInit | None:
         """Prepare a request for its first chunk, reusing what was computed of its prompt since it got its slot. Return
         None if it should wait, because the launch already computes so much of its prompt that waiting saves more than
         another launch costs."""
         request.prefilled = cached = self.memory.take_prefix(request, request.reusable)
-        if sharing.should_wait(request):
+        if waiting.should_wait(request):
             return None
         request.begun = True
         if request.scores is not None:
@@ -264,21 +264,21 @@ class Scheduler:
 
     def _launch_prefill(self) -> int:
         """Launch one chunk of prompt tokens. Return the number of launches."""
-        budget = self._pressure.chunk
+        budget = self._backoff.chunk
         if not all(request.prefilling for request in self._running):
             budget = min(budget, self._limits.max_prefill_tokens_per_step)
         rows: list[Row] = []
         requests: list[Request] = []
         begun: list[RowInit] = []
-        sharing = Sharing(self.memory, budget)
+        waiting = PrefixWaiting(self.memory, budget)
         for request in self._running:
-            if not request.prefilling or not budget or len(rows) == self._pressure.prompts:
+            if not request.prefilling or not budget or len(rows) == self._backoff.prompts:
                 continue
             if not request.begun:
-                if (row := self._begin(request, sharing)) is None:
+                if (row := self._begin(request, waiting)) is None:
                     continue
                 begun.append(row)
-            sharing.add(request)
+            waiting.add(request)
             end = min(request.prefilled + budget, len(request.context))
             tokens = request.context[request.prefilled : end]
             budget -= len(tokens)
@@ -366,7 +366,7 @@ class Scheduler:
 
     def _ready(self) -> list[Request]:
         """Return the requests that a step may serve."""
-        return [r for r in self._running if not r.prefilling and r.wants_tokens][: self._pressure.requests]
+        return [r for r in self._running if not r.prefilling and r.wants_tokens][: self._backoff.requests]
 
     def _is_masked(self, request: Request, depth: int) -> bool:
         """Return whether the host may have to restrict the tokens after a node of its next tree of this depth."""
@@ -438,7 +438,7 @@ class Scheduler:
         no launch can be smaller, is answered with the error."""
         log.error("out of device memory in a launch of %d requests: %s", len(requests), error)
         self._drain()
-        smaller = self._pressure.fall(len(requests), chunk)
+        smaller = self._backoff.fall(len(requests), chunk)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         for request in sorted((r for r in requests if r.slot >= 0), key=lambda r: r.rank, reverse=True):
@@ -473,7 +473,7 @@ class Scheduler:
     def _collect(self, item: _InFlight) -> None:
         """Wait for a launch and hand out its tokens."""
         found = item.launch.read()
-        self._pressure.worked()
+        self._backoff.worked()
         live, before, stopped = sum(r.slot >= 0 for r in item.requests), self._counters.generated_tokens, 0
         for request, emitted in zip(item.requests, found, strict=True):
             if request.slot < 0:

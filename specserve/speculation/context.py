@@ -90,7 +90,7 @@ class Drafter(Protocol):
         """Return how many positions of a slot, from the root's on, proposing may write: at most ``shape.reserve``."""
         ...
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         """Score only these rows of its head from the next step on: int64 on the device, chosen by ``live_map``. Changes
         tensors in place and does not synchronize."""
         ...

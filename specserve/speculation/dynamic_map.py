@@ -1,7 +1,7 @@
 """A dynamic token map: the tokens that a draft may propose, chosen from running and recently generated text.
 
 Texts repeat themselves, so the tokens of running requests, prompts included, come before those that are frequent in
-general. The host counts tokens and sends the device new rows between steps (``Drafter.pick``). A map only limits
+general. The host counts tokens and sends the device new rows between steps (``Drafter.set_rows``). A map only limits
 proposals, so it cannot change a text. Shapes: V target vocabulary, O rows of the draft's head, R rows that it reads.
 """
 

@@ -79,7 +79,7 @@ class PickedRows(Protocol):
 
     def __call__(self, states_NH: Tensor) -> Tensor: ...
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         """Score by these rows from now on: int64 on the head's device, the same number as before."""
         ...
 
@@ -96,26 +96,26 @@ class IndexedHead(nn.Module):
     def forward(self, states_NH: Tensor) -> Tensor:
         return self._lm_head[0].outputs_at(self.ids_R, states_NH)
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         """Write to the same buffer, because captured steps read it by its address."""
         self.ids_R.copy_(rows_R)
 
 
 class CopiedRows(nn.Module):
-    """The rows ``ids_R`` of another module's head, copied and packed for a CPU; each ``pick`` copies other rows. It
+    """The rows ``ids_R`` of another module's head, copied and packed for a CPU; each ``set_rows`` copies other rows. It
     keeps the head's plain weight, which the target drops when it is packed: a packed weight's rows can't be read."""
 
     def __init__(self, lm_head: Projection, ids_R: Tensor) -> None:
         super().__init__()
         weight_OH, bias_O = lm_head.rows(None)
         self._plain = weight_OH.detach(), None if bias_O is None else bias_O.detach()
-        self.pick(ids_R)
+        self.set_rows(ids_R)
 
     def forward(self, states_NH: Tensor) -> Tensor:
         out: Tensor = self._rows[0](states_NH)
         return out
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         self._rows = (_packed(*pick_rows(*self._plain, rows_R)),)
 
 

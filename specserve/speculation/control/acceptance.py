@@ -47,7 +47,7 @@ class Skill:
 
     ``shift`` is added to the log-odds of every level, as in the Rasch model (1960): a level that is nearly certain
     stays so, and a tree's second choices help a hard text more than an easy one. It is estimated by Newton's method,
-    one iteration a step; ``surprise`` (residuals) and ``information`` are sums over tested levels.
+    one iteration a step; ``residual`` and ``information`` are sums over tested levels.
 
     ``predicted``: the request has a predicted text, its own or forced by a grammar, which determines its acceptance
     instead of the draft's quality. ``foretold`` of ``tokens`` tokens were predicted. Both start from a prior, which
@@ -56,7 +56,7 @@ class Skill:
 
     cap: int
     predicted: bool = False
-    surprise: float = 0.0
+    residual: float = 0.0
     information: float = 0.0
     foretold: float = PREDICTED_TESTS * PRIOR_PREDICTED
     tokens: float = PREDICTED_TESTS
@@ -69,17 +69,17 @@ class Skill:
 
     @property
     def shift(self) -> float:
-        return self.surprise / (self.information + SKILL_PRIOR)
+        return self.residual / (self.information + SKILL_PRIOR)
 
     @property
     def floor(self) -> float:
         """The probability that the predicted text is right about the next token; 0 without one."""
         return self.foretold / self.tokens if self.predicted else 0.0
 
-    def observe(self, surprise: float, information: float) -> None:
-        """Add evidence. ``surprise``: accepted levels minus those expected; ``information``: the variance of that
+    def observe(self, residual: float, information: float) -> None:
+        """Add evidence. ``residual``: accepted levels minus those expected; ``information``: the variance of that
         number."""
-        self.surprise += surprise + information * self.shift
+        self.residual += residual + information * self.shift
         self.information += information
 
     def follow(self, foretold: int, emitted: int) -> None:
@@ -89,7 +89,7 @@ class Skill:
 
     def forget(self) -> None:
         """Decay the evidence of earlier steps: without more of it a request becomes like the others again."""
-        self.surprise *= SKILL_FORGET
+        self.residual *= SKILL_FORGET
         self.information *= SKILL_FORGET
 
 
@@ -136,7 +136,7 @@ class _Tests:
         return replace(self, chance_RS=_chance(odds_S + shift_R[:, None]))
 
     @property
-    def surprise_RS(self) -> Floats:
+    def residual_RS(self) -> Floats:
         return np.asarray(self.hit_RS - self.met_RS * self.chance_RS)
 
     @property
@@ -150,7 +150,7 @@ class _Learned:
     ``prior``: the prior's information."""
 
     prior: float
-    surprise: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
+    residual: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
     information: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
     seen: int = 0  # the last step that tested it
 
@@ -158,24 +158,24 @@ class _Learned:
         """Return the log-odds of the first ``levels`` levels. ``above``: the prior mean of the first one."""
         assert levels <= MAX_LEVELS
         kept = IDLE_FORGET ** (step - self.seen)
-        surprise, information = (kept * sums[:levels] for sums in (self.surprise, self.information))
+        residual, information = (kept * sums[:levels] for sums in (self.residual, self.information))
         found = np.empty(levels)
-        for level, (said, known) in enumerate(zip(surprise.tolist(), information.tolist(), strict=True)):
+        for level, (said, known) in enumerate(zip(residual.tolist(), information.tolist(), strict=True)):
             found[level] = above = (said + self.prior * above) / (known + self.prior)
         return found
 
-    def learn(self, believed_S: Floats, surprise_S: Floats, information_S: Floats, step: int) -> None:
+    def learn(self, believed_S: Floats, residual_S: Floats, information_S: Floats, step: int) -> None:
         """Add a step's evidence: ``believed_S`` as ``at`` returned it, accepted levels minus those expected, and the
         variance of that number. ``FARTHEST`` limits Newton's method, which overshoots where many requests contradict
         near certainty."""
         kept_S = np.full(MAX_LEVELS, IDLE_FORGET ** (step - self.seen))
         levels = len(believed_S)
         kept_S[:levels] *= np.where(information_S > 0, FORGET / IDLE_FORGET, 1)
-        self.surprise *= kept_S
+        self.residual *= kept_S
         self.information *= kept_S
         self.information[:levels] += information_S
         most_S = FARTHEST * (self.information[:levels] + self.prior)
-        self.surprise[:levels] += surprise_S.clip(-most_S, most_S) + information_S * believed_S
+        self.residual[:levels] += residual_S.clip(-most_S, most_S) + information_S * believed_S
         self.seen = step
 
 
@@ -276,10 +276,10 @@ class Acceptance:
             chain = _Tests.of(chain_S, shift_R, np.array(given.firsts)[own], chains_R)
             self._learn_tree(family, tests, chain)
         usual = chain.of_shift(chain_S, OWN * shift_R)
-        self._chain.learn(chain_S, usual.surprise_RS.sum(0), usual.information_RS.sum(0), self._step)
-        learned = tests.surprise_RS.sum(1).tolist(), tests.information_RS.sum(1).tolist()
-        for index, surprise, information in zip(own, *learned, strict=True):
-            skills[index].observe(surprise, information)
+        self._chain.learn(chain_S, usual.residual_RS.sum(0), usual.information_RS.sum(0), self._step)
+        learned = tests.residual_RS.sum(1).tolist(), tests.information_RS.sum(1).tolist()
+        for index, residual, information in zip(own, *learned, strict=True):
+            skills[index].observe(residual, information)
 
     def _missing(self, shape: StepShape, caps_R: Ints, offered_R: Ints, given: Given) -> Ints:
         """Return 1 for each request that had nodes left for another level but no draft, else 0."""
@@ -287,6 +287,6 @@ class Acceptance:
         return np.asarray(spare & (offered_R < np.minimum(caps_R, shape.depth)), np.int64)
 
     def _learn_tree(self, family: Family, tests: _Tests, chain: _Tests) -> None:
-        tree, beyond_S = self._trees[family], (tests.surprise_RS - chain.surprise_RS).sum(0)
+        tree, beyond_S = self._trees[family], (tests.residual_RS - chain.residual_RS).sum(0)
         believed_S = tree.at(len(beyond_S), _width_odds(family), self._step)
         tree.learn(believed_S, beyond_S, tests.information_RS.sum(0), self._step)

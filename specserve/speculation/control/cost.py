@@ -41,13 +41,13 @@ class CostModel:
 
     def observe(self, shape: StepShape, kv_tokens: int, seconds: float) -> None:
         expected = self.seconds(shape, kv_tokens)
-        surprise = min(max(seconds / expected, 1 / OUTLIER), OUTLIER) - 1  # linear, not log: learns the mean
-        self.error += ERROR_LEARN * (abs(surprise) - self.error)
+        residual = min(max(seconds / expected, 1 / OUTLIER), OUTLIER) - 1  # linear, not log: learns the mean
+        self.error += ERROR_LEARN * (abs(residual) - self.error)
         keys = _keys(shape)
         for key in keys:
             seen = self._seen.get(key, 0)
             share = max(LEARN, 0.5 / (1 + seen)) / len(keys)
-            self._factors[key] = self._factors.get(key, 0.0) + share * surprise
+            self._factors[key] = self._factors.get(key, 0.0) + share * residual
             self._seen[key] = seen + 1
 
 

@@ -75,7 +75,7 @@ class BlockDrafter:
     def scratch(self, shape: StepShape) -> int:
         return self._head.config.block_size
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         raise AssertionError("its rows are fixed")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:

@@ -45,9 +45,9 @@ class Vocabulary:
     rows: PickedRows | None = None
     ids_O: Tensor | None = None
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         assert self.rows is not None and self.vocab is not None and self.ids_O is not None
-        self.rows.pick(rows_R)
+        self.rows.set_rows(rows_R)
         self.vocab.exchange(self.ids_O[rows_R])
 
 
@@ -92,8 +92,8 @@ class EagleDrafter:
     def vocab_size(self) -> int:
         return self._head.config.draft_vocab_size if self.vocab is None else len(self.vocab.ids)
 
-    def pick(self, rows_R: Tensor) -> None:
-        self._vocabulary.pick(rows_R)
+    def set_rows(self, rows_R: Tensor) -> None:
+        self._vocabulary.set_rows(rows_R)
 
     def scratch(self, shape: StepShape) -> int:
         """The root's entry, then those of each level but the last."""

@@ -31,7 +31,7 @@ class LastStateDrafter:
     def scratch(self, shape: StepShape) -> int:
         return 0
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         raise AssertionError("its rows are fixed")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:

@@ -53,8 +53,8 @@ class MergedDrafter:
     def scratch(self, shape: StepShape) -> int:
         return self._model.scratch(shape)
 
-    def pick(self, rows_R: Tensor) -> None:
-        self._model.pick(rows_R)
+    def set_rows(self, rows_R: Tensor) -> None:
+        self._model.set_rows(rows_R)
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         self._model.prefill(context, view, prompts, states)

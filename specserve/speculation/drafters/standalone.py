@@ -105,7 +105,7 @@ class StandaloneDrafter:
         """Return the number of entries: the root's, then those of each level but the last."""
         return 1 + max(shape.levels - 1, 0) * shape.branching
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         raise AssertionError("its rows are fixed")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:

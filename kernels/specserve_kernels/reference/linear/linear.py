@@ -28,4 +28,6 @@ def check_place(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor 
     """Raise ValueError for an ``out_TO`` that ``linear`` can't write to."""
     shape = len(x_TI), len(weight_OI)
     if bias_O is not None or gated or out_TO.shape != shape or not out_TO.is_contiguous():
-        raise ValueError(f"out_TO: expected contiguous {shape}, no bias and no gate, found {tuple(out_TO.shape)}")
+        raise ValueError(
+            f"out_TO: expected contiguous {shape}, no bias, no gate, found {tuple(out_TO.shape)}"
+        )

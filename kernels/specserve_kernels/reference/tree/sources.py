@@ -25,7 +25,7 @@ def observe_source(
     node_B, before_B = torch.full_like(rows_B, -1), torch.zeros_like(pool.scores_BP[:, 0])
     alive_B = torch.ones_like(rows_B, dtype=torch.bool)
     tested_B, right_B = torch.zeros_like(rows_B), torch.zeros_like(rows_B)
-    surprise_B = torch.zeros_like(before_B)
+    residual_B = torch.zeros_like(before_B)
     weight_B = sources.weight_RN[rows_B, number]
     for depth in range(pool.levels):
         child_BP = live_BP & (pool.parents_BP == node_B[:, None])
@@ -36,12 +36,12 @@ def observe_source(
         )
         hit_B = token_B == token_BS[:, depth]
         chance_B = (weight_B * (score_B - before_B)).exp()
-        surprise_B += torch.where(alive_B, chance_B - hit_B.to(chance_B.dtype), 0)
+        residual_B += torch.where(alive_B, chance_B - hit_B.to(chance_B.dtype), 0)
         tested_B += alive_B
         alive_B = alive_B & hit_B
         right_B += alive_B
         before_B = score_B
-    learned_B = weight_B * (LEARN * surprise_B).exp().to(weight_B.dtype)
+    learned_B = weight_B * (LEARN * residual_B).exp().to(weight_B.dtype)
     sources.weight_RN[rows_B, number] = learned_B.clamp(1 / MOST, MOST)
     return torch.stack([tested_B, right_B, _held(pool, live_BP, token_BS, count_B)], 1)
 

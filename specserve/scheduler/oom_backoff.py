@@ -10,7 +10,7 @@ CALM = 16  # successful launches after which limits rise
 
 
 @dataclass(slots=True)
-class Pressure:
+class OOMBackoff:
     """The limits of one launch: ``requests`` of a step; ``chunk`` tokens and ``prompts`` requests of a prefill. They
     are halved when memory runs out, and rise again while launches succeed."""
 

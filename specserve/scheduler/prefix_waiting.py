@@ -10,7 +10,7 @@ LAUNCH = 256
 MOST_WAITS = 2  # launches that one request waits for
 
 
-class Sharing:
+class PrefixWaiting:
     """The prompts of one launch of at most ``chunk`` tokens. A launch may compute the same tokens for several prompts
     as long as these are fewer than another launch would cost; a prompt that would exceed this waits. If a launch has
     room left, all its prompts end with it, so the next launch finds in the cache what others waited for."""
