@@ -225,9 +225,8 @@ class Continuations:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """How far to trust the probabilities of each of N sources of candidates. ``weight_RN``, float32, multiplies their
-    log-probabilities: 1 for a source that is right as often as it says, 0 for a row that has had no request. The last
-    row is padding's."""
+    """The trust in each of N sources of candidates. ``weight_RN``, float32, multiplies a source's log-probabilities: 1
+    for a source that is right as often as it says, 0 for a row that has had no request. The last row is padding's."""
 
     weight_RN: Tensor
 

@@ -75,7 +75,7 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)
 
     def add_for(self, reader: object, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
-        """As ``add``, with the norm quantized if ``reader`` multiplies it as integers."""
+        """Return the same as ``add``, with the norm quantized if ``reader`` multiplies it as integers."""
         if isinstance(reader, Projection) and reader.quantizes(len(x_TH)):
             return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps)
         return self.add(x_TH, residual_TH)

@@ -47,7 +47,7 @@ FORCED = 0.1  # share of forced tokens above which a step waits for the last ste
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the scheduler may launch at once."""
+    """Limits of what the scheduler launches at once."""
 
     max_running_requests: int
     chunked_prefill_size: int

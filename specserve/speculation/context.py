@@ -32,7 +32,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DrafterNeeds:
-    """What a drafter reads besides the tokens. ``feature_size`` 0: the state keeps no feature between steps."""
+    """The inputs of a drafter besides the tokens. ``feature_size`` 0: the state keeps no feature between steps."""
 
     taps: tuple[int, ...] = ()  # layer boundaries at which it reads the target's residual stream
     last_layer: bool = False  # the target's last layer for every token, in prefill too

@@ -113,7 +113,7 @@ class AnswerIndex:
     def _owner(self, tenant: str) -> int:
         if tenant not in self._tenants:
             if len(self._tenants) == MOST_TENANTS:
-                self._tenants.clear()  # owner numbers are never reused: nobody can match the old answers again
+                self._tenants.clear()  # owner numbers are never reused: the old answers never match again
             self._tenants[tenant] = self._next_owner
             self._next_owner += 1
         return self._tenants[tenant]

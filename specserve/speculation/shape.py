@@ -9,9 +9,10 @@ from specserve_kernels import MAX_NODES, tree_pool_size
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step is captured for. ``nodes``: those of the whole batch, roots included. ``levels`` 0: plain decoding, a
-    tree of one node a slot. ``copied``: levels of copied text next to a model's drafts, 0 without a merged drafter.
-    ``block``: positions of a block drafter's block, whatever the levels; 0 for drafters that work level by level."""
+    """The sizes that a step is captured for. ``nodes``: those of the whole batch, roots included. ``levels`` 0: plain
+    decoding, a tree of one node a slot. ``copied``: levels of copied text next to a model's drafts, 0 without a merged
+    drafter. ``block``: positions of a block drafter's block, whatever the levels; 0 for drafters that work level by
+    level."""
 
     slots: int
     nodes: int

@@ -34,7 +34,7 @@ FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 convers
 
 
 class Layout(Protocol):
-    """How a file stores the weight of one projection. Immutable; equal if it means the same."""
+    """The storage layout of one projection's weight in a file. Immutable; equal if it means the same."""
 
     @property
     def words(self) -> str:
