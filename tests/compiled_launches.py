@@ -35,7 +35,7 @@ from specserve_kernels.ops.linear.integer import integer_linear
 from specserve_kernels.ops.linear.linear import linear_few
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
-from specserve_kernels.ops.linear.swap_ab import turned_linear
+from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.ops.linear.weight_only import weight_only_linear
 from specserve_kernels.reference.linear.weight_only import Numbers, pack
 from torch import Tensor
@@ -349,7 +349,7 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
             if tokens <= 16:
                 linear_few(x_TI, torch.zeros(4096, 4096, dtype=dtype), gated)
             if tokens <= 64:
-                turned_linear(x_TI, torch.zeros(4096, 4096, dtype=dtype), gated)
+                swap_ab_linear(x_TI, torch.zeros(4096, 4096, dtype=dtype), gated)
     for rounded in (torch.int8, torch.float8_e4m3fn):
         factor_OG = torch.zeros(32, 4096).T
         bias_O = torch.zeros(4096, dtype=dtype) if tokens <= 32 else None
@@ -387,7 +387,7 @@ def launch_wide(tokens: int) -> None:
     weight_OI, factor_OG = torch.zeros(28672, 4096, dtype=torch.int8), torch.zeros(32, 28672).T
     x_TI = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
     integer_linear(round_inputs(x_TI), weight_OI, factor_OG, None, True)
-    turned_linear(x_TI, torch.zeros(28672, 4096, dtype=torch.bfloat16), gated=True)
+    swap_ab_linear(x_TI, torch.zeros(28672, 4096, dtype=torch.bfloat16), gated=True)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from torch import OutOfMemoryError
 
 from specserve.core import SamplingParams
 from specserve.engine.commands import Prefill, Row, Step
-from specserve.scheduler.pressure import CALM, LEAST_CHUNK, Pressure
+from specserve.scheduler.oom_backoff import CALM, LEAST_CHUNK, OOMBackoff
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import Checkpoints, Client, answer_all, make_scheduler, requests_of
 
@@ -77,25 +77,23 @@ def test_one_that_never_fits_fails_alone(launch: str, scheduler: Scheduler) -> N
     with scarce(scheduler, launch, fits):
         answers = client.run()
     bad = answers.pop("2")
-    assert bad.refused == (
-        "the device's memory is too small for this request: CUDA out of memory, says the test"
-    )
+    assert bad.refused == ("out of device memory: CUDA out of memory, says the test")
     assert [answer.tokens for answer in answers.values()] == [*expected[:2], *expected[3:]]
     scheduler.memory.check_idle()
 
 
 def test_limits_come_back() -> None:
-    pressure = Pressure(16, 512)
-    assert pressure.fall(16, 0)
-    assert pressure.fall(1, 100)
-    assert (pressure.requests, pressure.chunk, pressure.prompts) == (8, 50, 16)
-    assert pressure.fall(3, 20)
-    assert pressure.fall(3, 9)
-    assert (pressure.requests, pressure.chunk, pressure.prompts) == (8, LEAST_CHUNK, 1)
-    assert not pressure.fall(1, 9)
+    backoff = OOMBackoff(16, 512)
+    assert backoff.fall(16, 0)
+    assert backoff.fall(1, 100)
+    assert (backoff.requests, backoff.chunk, backoff.prompts) == (8, 50, 16)
+    assert backoff.fall(3, 20)
+    assert backoff.fall(3, 9)
+    assert (backoff.requests, backoff.chunk, backoff.prompts) == (8, LEAST_CHUNK, 1)
+    assert not backoff.fall(1, 9)
     for _ in range(15 * CALM):
-        pressure.worked()
-    assert (pressure.requests, pressure.chunk, pressure.prompts) == (16, 512, 16)
+        backoff.worked()
+    assert (backoff.requests, backoff.chunk, backoff.prompts) == (16, 512, 16)
 
 
 def test_a_prompt_that_is_too_long_holds_up_no_step(scheduler: Scheduler) -> None:

@@ -146,11 +146,11 @@ def test_rows_are_exchanged(bias: bool) -> None:
         in_place, copied = IndexedHead(full, first.clone()), CopiedRows(full, first)
         address = in_place.ids_R.data_ptr()
         for rows in (second, first):
-            in_place.pick(rows)
+            in_place.set_rows(rows)
             torch.testing.assert_close(in_place(states), expected[:, rows])
         pack_linears(full)  # as the target is, after its drafts were made
         for rows in (second, first):
-            copied.pick(rows)
+            copied.set_rows(rows)
             torch.testing.assert_close(copied(states), expected[:, rows])
     assert in_place.ids_R.data_ptr() == address
     assert not [*in_place.parameters(), *copied.parameters()]

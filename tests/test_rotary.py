@@ -103,7 +103,7 @@ def test_a_scaling_stands_for_rope_parameters(
     caplog.clear()
     rope = rope_config({**config, "rope_scaling": scaling}, Path("config.json"))
     assert (rope.theta, rope.kind) == (theta, kind)
-    warned = [f"the rotary base is {theta:g}, not 1e+06" in record.message for record in caplog.records]
+    warned = [f"rope_theta is {theta:g}, not 1e+06" in record.message for record in caplog.records]
     assert warned == [True] * (theta != 1e6)
 
 

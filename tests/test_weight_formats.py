@@ -313,26 +313,26 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"weight_block_size": [128]},
         r"weight_block_size must be a block's outputs .*found \[128\]",
     ),
-    ("fp8 blocks", {"weight_block_size": [128, 100]}, r"these are 32, 64, 128, 256, 512, found \[128, 100\]"),
+    ("fp8 blocks", {"weight_block_size": [128, 100]}, r"one of 32, 64, 128, 256, 512, found \[128, 100\]"),
     ("fp8 blocks", {"fmt": "e5m2"}, "fmt must be e4m3, found 'e5m2'"),
     ("fp8 blocks", {"activation_scheme": "odd"}, "activation_scheme must be static, dynamic, found 'odd'"),
     ("fp8 blocks", {"modules_to_not_convert": "lm_head"}, "must be a list of names, found 'lm_head'"),
     (
         "fp8 blocks",
         {"modules_to_not_convert": ["model.layers.1"]},
-        r"modules_to_not_convert leaves out model\.layers\.1\.mlp\.down_proj, which the files hold quantized",
+        r"modules_to_not_convert excludes model\.layers\.1\.mlp\.down_proj, which the files hold quantized",
     ),
     (
         "fp8 a tensor",
         {"ignored_layers": ["q_proj"]},
-        r"ignored_layers leaves out model\.layers\.0\.self_attn\.q_proj",
+        r"ignored_layers excludes model\.layers\.0\.self_attn\.q_proj",
     ),
     ("modelopt", {"quant_algo": "NVFP4"}, "quant_algo must be FP8, found 'NVFP4'"),
     ("modelopt", {"quant_algo": None}, "quant_algo must be FP8, found none"),
     (
         "modelopt",
         {"exclude_modules": ["*.mlp.up*"]},
-        r"exclude_modules leaves out model\.layers\.0\.mlp\.up_proj",
+        r"exclude_modules excludes model\.layers\.0\.mlp\.up_proj",
     ),
     ("compressed int8", {"format": "nvfp4-pack-quantized"}, "format must be float-quantized, "),
     (
@@ -354,7 +354,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "compressed int8",
         {"ignore": ["re:.*k_proj"]},
-        r"ignore leaves out model\.layers\.0\.self_attn\.k_proj",
+        r"ignore excludes model\.layers\.0\.self_attn\.k_proj",
     ),
     ("compressed int8", scaled(strategy="group"), r"float of 8 bits by group is not supported; accepted are"),
     (
@@ -371,7 +371,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "compressed int8",
         {"ignore": ["re:("]},
-        r"'\(' is no regular expression: missing \)",
+        r"'\(' is not a regular expression: missing \)",
     ),
     ("awq", {"version": "gemv"}, "version must be gemm, GEMM, found 'gemv'"),
     ("awq", {"bits": 3}, "bits must be 4, found 3"),
@@ -381,7 +381,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "group_size must be 32, 64, a multiple of 128, or -1 for all inputs, found 16",
     ),
     ("awq", {"zero_point": False}, "zero_point must be True, found False"),
-    ("awq", {"modules_to_not_convert": ["up_proj"]}, r"leaves out model\.layers\.0\.mlp\.up_proj, which"),
+    ("awq", {"modules_to_not_convert": ["up_proj"]}, r"excludes model\.layers\.0\.mlp\.up_proj, which"),
     ("gptq", {"bits": 3}, "bits must be 4 or 8, found 3"),
     ("gptq", {"bits": 2}, "bits must be 4 or 8, found 2"),
     ("gptq", {"bits": 8, "sym": False}, "sym must be True where bits is 8"),
@@ -399,24 +399,28 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "gptq",
         {"modules_in_block_to_quantize": [["self_attn.k_proj", "self_attn.q_proj"], ["mlp.down_proj"]]},
-        r"modules_in_block_to_quantize leaves out model\.layers\.0\.mlp\.gate_proj, which",
+        r"modules_in_block_to_quantize excludes model\.layers\.0\.mlp\.gate_proj, which",
     ),
     (
         "gptq",
         {"modules_in_block_to_quantize": [[3]]},
         r"modules_in_block_to_quantize must be a list of names",
     ),
-    ("gptq", {"dynamic": {"-:.*k_proj": {}}}, r"dynamic leaves out model\.layers\.0\.self_attn\.k_proj"),
+    ("gptq", {"dynamic": {"-:.*k_proj": {}}}, r"dynamic excludes model\.layers\.0\.self_attn\.k_proj"),
     ("gptq", {"dynamic": {"+:.*k_proj": {"bits": 2}}}, "bits must be 4 or 8, found 2"),
     ("gptq", {"dynamic": [".*"]}, "dynamic must be an object of patterns and objects, found"),
-    ("gptq", {"dynamic": {"-:(": {}}}, r"'\(' is no regular expression: missing \)"),
+    ("gptq", {"dynamic": {"-:(": {}}}, r"'\(' is not a regular expression: missing \)"),
     ("W4A16", packed_group(16), r"group_0\.weights: .*group_size must be 32, .* found 16"),
     ("W4A16", packed_group(64, actorder="group"), "actorder is group, but the files have no .*weight_g_idx"),
     ("W4A16", packed_group(64, actorder="odd"), "actorder must be True, False, group, .* found 'odd'"),
     ("W4A16", packed_group(64, num_bits=3), "type int of 3 bits by group is not supported; accepted are"),
-    ("W8A16", packed_group(-1, 8, symmetric=False), "symmetric must be true but for pack-quantized"),
-    ("W4A16", {"ignore": ["re:.*down_proj"]}, r"ignore leaves out model\.layers\.0\.mlp\.down_proj"),
-    ("fp8 a tensor", {"quant_method": "bitsandbytes"}, "'bitsandbytes': its numbers are looked up in tables"),
+    (
+        "W8A16",
+        packed_group(-1, 8, symmetric=False),
+        "symmetric must be true, except for 4-bit pack-quantized",
+    ),
+    ("W4A16", {"ignore": ["re:.*down_proj"]}, r"ignore excludes model\.layers\.0\.mlp\.down_proj"),
+    ("fp8 a tensor", {"quant_method": "bitsandbytes"}, "'bitsandbytes': its weights are codebook indices"),
     *[
         (
             "fp8 a tensor",
@@ -473,7 +477,7 @@ def test_tensors_that_do_not_fit_are_named(
         (
             "qzeros",
             lambda each: each + 1,
-            r"layers\.0\.mlp\.gate_up_proj: qzeros must hold 7 alone, since sym is",
+            r"layers\.0\.mlp\.gate_up_proj: qzeros must all be 7, because sym is",
         ),
         ("g_idx", lambda each: each * 0, r"layers\.0\.mlp\.gate_up_proj: g_idx must put 64 inputs into each"),
         (
@@ -566,11 +570,13 @@ def test_the_weights_and_what_multiplies_them_are_said(
 ) -> None:
     path = quantize(plain, tmp_path / "target", dialect)
     for dtype, how in (
-        ("bfloat16", "which the kernel weight_only_linear reads"),
-        ("float64", "plain ones once they are loaded"),
+        ("bfloat16", "read by the kernel weight_only_linear"),
+        ("float64", "dequantized while loading"),
     ):
         given = make_settings(model_path=str(path), device="cuda", dtype=dtype, skip_tokenizer_init=True)
-        assert f"weights: {words}; {how}; inputs stay in {dtype}" in resolve_engine(given, has_gpu=True)[1]
+        assert (
+            f"weights: {words}; {how}; activations stay in {dtype}" in resolve_engine(given, has_gpu=True)[1]
+        )
 
 
 def test_weights_rounded_to_4_bits(plain: Path, held: bool) -> None:

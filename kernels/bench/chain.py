@@ -23,8 +23,7 @@ from layers import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, draw, graph_seconds
 from specserve_kernels.ops.attention.attention import Workspace, attend_nodes
 from specserve_kernels.ops.layer.norm import add_rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
-from specserve_kernels.ops.linear import linear
-from specserve_kernels.ops.linear import swap_ab as turned_linear
+from specserve_kernels.ops.linear import linear, swap_ab
 from torch import Tensor
 
 LAYERS, TIMED = 32, 8  # this many of a model, and so many that are built: more than the second cache holds
@@ -126,7 +125,7 @@ class Variant:
             if not self.overlaps:
                 stack.enter_context(one_by_one())
             if not self.served:
-                for module in (linear, turned_linear):
+                for module in (linear, swap_ab):
                     stack.enter_context(mock.patch.object(module, "serves", return_value=False))
             yield
 

@@ -1,6 +1,6 @@
-"""Kernels of specserve: each function exists in PyTorch (``reference/``) and in Triton (``ops/``) under one name.
+"""Kernels of specserve: each function exists in PyTorch (``reference/``) and in Triton (``ops/``) under the same name.
 
-The references are the CPU backend as well as the oracle that the Triton versions are tested against.
+The references are the CPU backend and the oracle that the Triton versions are tested against.
 """
 
 from specserve_kernels.dispatch import dispatched, on_gpu, runs_triton

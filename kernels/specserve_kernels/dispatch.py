@@ -18,8 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def dispatched(reference: F) -> F:
-    """Call ``reference.x.name`` for CPU and float64 tensors, ``ops.x.name`` for others. The arguments decide,
-    positional or by name: tensors, members of tuples, and fields of dataclasses."""
+    """Call ``reference.x.name`` for CPU and float64 tensors, ``ops.x.name`` for others. Arguments decide, positional or
+    by name: tensors, members of tuples, and fields of dataclasses."""
     module = reference.__module__.replace(".reference.", ".ops.")
 
     @functools.cache
@@ -48,8 +48,8 @@ def runs_triton(tensors: Iterable[Tensor]) -> bool:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Return whether tensors there are served as on a GPU. Those on ``meta`` are, in the dry run that finds out what is
-    launched."""
+    """Return whether tensors there are served as on a GPU. So are those on ``meta``, in the dry run that finds the
+    kernels to compile."""
     return device.type in ("cuda", "meta")
 
 

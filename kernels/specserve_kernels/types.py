@@ -1,11 +1,9 @@
 """The data that drafting and verifying exchange: slots, levels, pools, trees, accepted paths, predictions.
 
-Each holds a whole batch.
-
-Shapes: B slots in the batch, W nodes a slot that one draft forward runs (1 for the root's level, then K), N = B * W, K
-branching, A tokens on the path after the root, P pool entries a slot, T packed nodes of the whole batch (roots
-included), S draft levels, R state rows, M pages a slot, C positions a slot, H feature size. In ``Prediction``: P tokens
-that a prediction may have.
+Each holds a whole batch. Shapes: B slots in the batch, W nodes a slot that one draft forward runs (1 for the root's
+level, then K), N = B * W, K branching, A tokens on the path after the root, P pool entries a slot, T packed nodes of
+the whole batch (roots included), S draft levels, R state rows, M pages a slot, C positions a slot, H feature size. In
+``Prediction``: P tokens that a prediction may have.
 
 The nodes of a slot are contiguous: its root first, parents before children. A node's *local* index counts within its
 slot. If the pools offer fewer than T - B live candidates, the remaining nodes have slot B and local index 0.
@@ -21,12 +19,12 @@ import torch
 from torch import Tensor
 
 MAX_NODES = 64  # ancestors of a node are the bits of one int64
-RECENT = 4  # tokens by which a text that departed from its prediction is found again: the longest match wins
+RECENT = 4  # longest match, in tokens, by which a text that left its prediction is found in it again
 LARGEST_FP8 = 448.0  # of float8_e4m3fn
 
 
 class KVScales(NamedTuple):
-    """Factors that turn the numbers of a float8_e4m3fn cache into keys and values."""
+    """Scales of a float8_e4m3fn cache: keys and values are its numbers times these."""
 
     key: float = 1.0
     value: float = 1.0
@@ -35,8 +33,8 @@ class KVScales(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class SlotTables:
     """The state of requests, one row a slot; the last row is padding's. ``root``: the token sampled last, at position
-    ``length``, whose K and V are not computed yet. ``feature``: the feature of the token before, which predicted it,
-    for drafters that read the target's states. ``tokens``: the text, prompt included, up to ``length``."""
+    ``length``, whose K and V are not computed yet. ``feature``: the feature of the token before it, from which it was
+    predicted, for drafters that read the target's states. ``tokens``: the text, prompt included, up to ``length``."""
 
     root: Tensor  # [R] int64
     length: Tensor  # [R] int64, tokens whose K and V are in the pool
@@ -60,19 +58,18 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The nodes one draft forward runs, row-major by slot."""
+    """The nodes that one draft forward runs, row-major by slot."""
 
     token_N: Tensor  # int64
-    source_N: Tensor  # int64, row of the features that each is drafted from
+    source_N: Tensor  # int64, row of the feature that each is drafted from
     rows_N: Tensor  # int64, state row
     position_N: Tensor  # int64
     page_N: Tensor  # int64, where their cache entries go
     offset_N: Tensor
     score_BW: Tensor  # cumulative log-probability
     pool_BW: Tensor  # int64, own pool index, -1 for the root
-    scratch_BWA: (
-        Tensor  # int64, positions of the entries beyond the prefix that each sees: ancestors', its own last
-    )
+    # int64, positions after the prefix that each node sees: those of its ancestors, then its own
+    scratch_BWA: Tensor
     path_NA: Tensor  # int64, tokens after the root on the path to each, itself included
 
     @property
@@ -82,12 +79,10 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A drafter's candidates, parents before children. ``parents``: pool index of the parent, -1 for the root.
-
-    Siblings carry different tokens; those of one source are ordered best first. Scores fall along every path; -inf
-    marks no candidate. ``levels``: the greatest depth. ``is_chain``: entry i is the only child of entry i - 1.
-    ``parts``: the pools that it was merged from, none for a pool of one source.
-    """
+    """A drafter's candidates, parents before children. ``parents``: pool index of the parent, -1 for the root. Siblings
+    carry different tokens; those of one source are ordered best first. Scores fall along every path; -inf means no
+    candidate. ``levels``: the largest depth. ``is_chain``: entry i is the only child of entry i - 1. ``parts``: the
+    pools that it was merged from, none for a pool of one source."""
 
     tokens_BP: Tensor  # int64
     parents_BP: Tensor  # int64
@@ -101,7 +96,7 @@ class Pool:
     def of_tree(
         cls, slots: int, levels: int, branching: int, dtype: torch.dtype, device: torch.device
     ) -> Pool:
-        """Return a pool for ``grow_level`` to fill: K candidates of the root, then K of each of K nodes a level."""
+        """Return a pool for ``grow_level`` to fill: K candidates of the root, then K for each of K nodes a level."""
         size = tree_pool_size(levels, branching)
         tokens, parents = (torch.empty(slots, size, dtype=torch.int64, device=device) for _ in range(2))
         depths = _tree_depths(levels, branching, device).expand(slots, -1)
@@ -110,12 +105,12 @@ class Pool:
 
     @classmethod
     def of_text(cls, token_BS: Tensor, score_BS: Tensor) -> Pool:
-        """Return the chains of candidates that continue each slot's text; ``score_BS`` -inf where there is none."""
+        """Return the chain of candidates that continues each slot's text; ``score_BS`` -inf: none."""
         return cls.of_branches(token_BS[:, None], score_BS[:, None])
 
     @classmethod
     def of_branches(cls, token_BKS: Tensor, score_BKS: Tensor) -> Pool:
-        """Return K such chains a slot, of which the better go first and no two begin with the same token."""
+        """Return K such chains a slot. Better chains must come first, and their first tokens must differ."""
         slots, branching, levels = token_BKS.shape
         tokens_BP, scores_BP = (each.transpose(1, 2).reshape(slots, -1) for each in (token_BKS, score_BKS))
         parents_P, depths_P = _branches(levels, branching, token_BKS.device)
@@ -125,48 +120,50 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The nodes to verify, packed by slot, roots first; left-over nodes have slot B. ``parent_T`` is a packed index; a
-    root's is its own. ``depth_T`` and ``mask_T`` (bit j: local node j is an ancestor or the node itself; bit 63 is the
-    sign) are derived from it. ``page_T`` and ``offset_T`` say where the cache entry goes: page 0 for left-over nodes.
-    """
+    """The nodes to verify, packed by slot, roots first; unused nodes have slot B. ``parent_T``: packed indices; a root
+    is its own parent. ``depth_T`` and ``mask_T`` (bit j: local node j is an ancestor or the node itself; bit 63 is the
+    sign) are derived from it. ``page_T`` and ``offset_T``: the place of the cache entry; page 0 for unused nodes."""
 
     token_T: Tensor
     parent_T: Tensor
     slot_T: Tensor
-    rows_T: Tensor  # state row; of what is left over, some valid one
+    rows_T: Tensor  # state row; any valid one for unused nodes
     local_T: Tensor
     depth_T: Tensor
     mask_T: Tensor
     position_T: Tensor
     page_T: Tensor
     offset_T: Tensor
-    path_TA: Tensor  # [T, S], tokens on the path to each node, the root's not, V where there are none
+    path_TA: Tensor  # [T, S], tokens on the path to each node without the root's, padded with V
     q_start: Tensor  # [B + 1]
-    is_chain: bool  # every accepted node already lies at its final slot
-    parts: tuple[Pool, ...] = ()  # its pool's
+    is_chain: bool  # every accepted node is already at its final slot
+    parts: tuple[Pool, ...] = ()  # as in its pool
 
     @property
     def levels(self) -> int:
-        """Depth that a node may have."""
+        """Largest possible depth of a node."""
         return self.path_TA.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The walk down each tree, and where its cache entries lie. ``[B, S + 1]`` each, by depth; page 0 beyond the end.
+    """The walk down each tree, and the places of its cache entries: ``[B, S + 1]`` each, by depth, page 0 after the
+    end.
 
     *First choices* are nodes that come before their siblings, as do all their ancestors: what a chain would have
-    drafted, as far as the tree holds it. The accepted ones are how far a chain would have got.
+    drafted, as far as the tree holds it. The accepted ones show how far a chain would have got.
     """
 
-    path_BS: Tensor  # packed index, 0 beyond the end
-    count_B: Tensor  # accepted nodes, the root included: how many tokens the step emits
-    packed_BX: Tensor  # [B, S + 4]: tokens, -1 beyond the end; nodes drafted; first choices; those accepted
+    path_BS: Tensor  # packed index, 0 after the end
+    count_B: Tensor  # accepted nodes, the root included: the number of tokens that the step emits
+    packed_BX: (
+        Tensor  # [B, S + 4]: tokens, -1 after the end; nodes drafted; first choices; accepted first choices
+    )
     page_BS: Tensor  # where the entries belong
     offset_BS: Tensor
     source_page_BS: Tensor  # where verify wrote them
     source_offset_BS: Tensor
-    next_token_BS: Tensor  # the emitted tokens, 0 beyond the end
+    next_token_BS: Tensor  # the emitted tokens, 0 after the end
     next_page_BS: Tensor  # where the draft's entries of them belong, one position further
     next_offset_BS: Tensor
     next_position_BS: Tensor
@@ -180,9 +177,9 @@ class Accepted:
 class Prediction:
     """The state's table of predicted texts. Rows with ``length`` 0 have none, and nothing is read or written there.
 
-    ``next_R``: index of the token that the prediction expects next; for a text that departed from it, -1 less the index
-    up to which it was followed. ``trust_R``: logarithm of the chance that the next predicted token is right, 0 from
-    ``CERTAIN`` on. It comes from ``counts_R2``: how many predicted tokens were right recently, of how many tested.
+    ``next_R``: index of the next expected token; for a text that left its prediction at index i, -1 - i. ``trust_R``:
+    log-probability that the next predicted token is right, 0 from ``CERTAIN`` on. It is computed from ``counts_R2``:
+    how many predicted tokens were right recently, and how many were tested.
     """
 
     tokens_RP: Tensor  # int32
@@ -201,8 +198,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Continuations:
-    """The state's table of continuations that the host proposes for texts, each for a position that it knew: ``length``
-    tokens (0: none) after position ``base``, where the last ``matched`` tokens equal those of an earlier place."""
+    """The state's table of continuations that the host proposes: ``length`` tokens (0: none) that follow position
+    ``base``, because the last ``matched`` tokens up to there occur elsewhere."""
 
     tokens_RP: Tensor  # int32
     length_R: Tensor  # int64
@@ -228,9 +225,8 @@ class Continuations:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """How far the probabilities of each of N sources of candidates can be trusted. ``weight_RN``, float32, multiplies
-    their log-probabilities: 1 for a source that is wrong as often as it says, 0 for a row without a request so far. The
-    last row is padding's."""
+    """The trust in each of N sources of candidates. ``weight_RN``, float32, multiplies a source's log-probabilities: 1
+    for a source that is right as often as it says, 0 for a row that has had no request. The last row is padding's."""
 
     weight_RN: Tensor
 
@@ -241,7 +237,7 @@ class Sources:
         return cls(weight_RN)
 
     def begin(self, rows_X: Tensor) -> None:
-        """Give these rows to new requests, beginning with the geometric mean of the latest weights of all requests."""
+        """Give these rows to new requests, starting from the geometric mean of all requests' latest weights."""
         weight_RN = self.weight_RN[:-1]
         known_RN = weight_RN > 0
         log_1N = weight_RN.clamp(min=1e-9).log().where(known_RN, 0).sum(0, keepdim=True)
@@ -250,20 +246,19 @@ class Sources:
 
 
 def tree_pool_size(levels: int, branching: int) -> int:
-    """Return the entries of a pool grown level by level, which is also the index of the first entry at depth ``levels +
-    1``."""
+    """Return the entries of a pool grown level by level: also the index of the first entry at depth ``levels + 1``."""
     return branching + (levels - 1) * branching * branching if levels else 0
 
 
 @cache
 def _branches(levels: int, branching: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Parents and depths of chains' entries, level by level. Made once, as ``_tree_depths`` is."""
+    """Return parents and depths of the chains' entries, level by level. Cached, like ``_tree_depths``."""
     index = torch.arange(levels * branching)
     return (index - branching).clamp(min=-1).to(device), (index // branching + 1).to(device)
 
 
 @cache
 def _tree_depths(levels: int, branching: int, device: torch.device) -> Tensor:
-    """Depth of each entry of such a pool ``[P]``. Made once, outside any graph."""
+    """Return the depth of each entry of a tree pool ``[P]``. Cached, so that it is built outside any graph."""
     widths = torch.tensor([branching] + [branching * branching] * (levels - 1))
     return torch.repeat_interleave(torch.arange(1, levels + 1), widths).to(device)

@@ -13,8 +13,7 @@ from specserve_kernels.ops import device
 from specserve_kernels.ops.attention import prefill
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan
 from specserve_kernels.ops.device import H200, Limits, limits_of
-from specserve_kernels.ops.linear import linear
-from specserve_kernels.ops.linear import swap_ab as turned_linear
+from specserve_kernels.ops.linear import linear, swap_ab
 
 A100, L4, RTX5090, T4 = Limits(108, 166_912), Limits(58, 101_376), Limits(170, 101_376), Limits(40, 65_536)
 CPU = torch.device("cpu")
@@ -63,26 +62,26 @@ def test_linear(limits: Limits, outputs: int, chosen: tuple[int, int, int] | Non
         (100, 28672, 4096, (128, 128, 64, 3, 4)),
     ],
 )
-def test_turned_linear(tokens: int, outputs: int, inputs: int, chosen: tuple[int, ...]) -> None:
-    assert turned_linear.pipeline(outputs, inputs, tokens, False, H200) == chosen
+def test_swap_ab_linear(tokens: int, outputs: int, inputs: int, chosen: tuple[int, ...]) -> None:
+    assert swap_ab.pipeline(outputs, inputs, tokens, False, H200) == chosen
     if tokens > 16:  # no two on one multiprocessor, but of more tokens
-        assert (2 * held(turned_linear.Pipeline(*chosen)) > H200.shared_bytes) == (tokens <= 64)
+        assert (2 * held(swap_ab.Pipeline(*chosen)) > H200.shared_bytes) == (tokens <= 64)
     for shared in (H200.shared_bytes, 101_376):
-        block = turned_linear.pipeline(outputs, inputs, tokens, False, Limits(132, shared))
+        block = swap_ab.pipeline(outputs, inputs, tokens, False, Limits(132, shared))
         assert held(block) < shared
 
 
-def held(block: turned_linear.Pipeline) -> int:
+def held(block: swap_ab.Pipeline) -> int:
     """Bytes of shared memory."""
     return 2 * block.stages * (block.tokens + block.outputs) * block.inputs
 
 
-def test_where_the_turned_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_swap_ab_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     def serves(tokens: int, outputs: int, inputs: int) -> bool:
         x, weight = (
             torch.empty(rows, inputs, dtype=torch.bfloat16, device="meta") for rows in (tokens, outputs)
         )
-        return turned_linear.serves(x, weight, gated=outputs in (28672, 22528))
+        return swap_ab.serves(x, weight, gated=outputs in (28672, 22528))
 
     qkv, o, gate_up, down, head = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)
     assert not any(
@@ -105,8 +104,8 @@ def test_where_the_turned_linear_serves(monkeypatch: pytest.MonkeyPatch) -> None
     assert not any(serves(32, *each) for each in ((37888, 3584), (10240, 8192), (16384, 2048), (512, 1024)))
     assert not serves(20, 4096, 100)  # rows that the copy engine can't read
     x = torch.empty(20, 4097, dtype=torch.bfloat16)
-    assert not turned_linear.serves(x[:, 1:], x, False)
-    monkeypatch.setattr(turned_linear, "capability_of", lambda _: (10, 0))
+    assert not swap_ab.serves(x[:, 1:], x, False)
+    monkeypatch.setattr(swap_ab, "capability_of", lambda _: (10, 0))
     assert not serves(20, *qkv)
 
 

@@ -9,8 +9,7 @@ pytest.importorskip("triton")
 
 from specserve_kernels.ops.layer import activation, norm, rotary
 from specserve_kernels.ops.layer import embed_and_concat as pairs
-from specserve_kernels.ops.linear import linear
-from specserve_kernels.ops.linear import swap_ab as turned_linear
+from specserve_kernels.ops.linear import linear, swap_ab
 from specserve_kernels.reference.layer import activation as reference_activation
 from specserve_kernels.reference.layer import embed_and_concat as reference_pairs
 from specserve_kernels.reference.layer import norm as reference_norm
@@ -221,18 +220,18 @@ def test_gated_linear(draw, tokens: int, inner: int, inputs: int) -> None:
 @pytest.mark.parametrize("tokens", [9, 32, 60, 100])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(96, 1024), (200, 2056), (512 + 24, 72)])
-def test_turned_linear(
+def test_swap_ab_linear(
     draw, outputs: int, inputs: int, gated: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts of few outputs meet; ends of tokens, outputs and inputs; a place that is given."""
-    monkeypatch.setattr(turned_linear, "MANY_OUTPUTS", 512)
+    monkeypatch.setattr(swap_ab, "MANY_OUTPUTS", 512)
     x, weight = draw(tokens, inputs + 16)[:, 8 : inputs + 8], 2 * draw(outputs, inputs) / inputs**0.5
     if x.dtype == torch.float32:
         x, weight = x.half(), weight.half()
     expected = torch.nn.functional.linear(x.float(), weight.float()).to(x.dtype)
     expected = activation.silu_and_mul(expected) if gated else expected
     for out in (None, x.new_full((tokens + 1, expected.shape[1]), 7.0)):
-        found = turned_linear.turned_linear(x, weight, gated, None if out is None else out[:tokens])
+        found = swap_ab.swap_ab_linear(x, weight, gated, None if out is None else out[:tokens])
         several = 4 * TOLERANCE[found.dtype]  # roundings
         torch.testing.assert_close(found, expected, atol=several, rtol=several)
         assert out is None or (out[tokens:] == 7).all()
@@ -243,7 +242,7 @@ def test_linear_into_a_place(draw) -> None:
     x, weight = draw(20, 1024), draw(6144, 1024) / 1024**0.5
     if x.dtype == torch.float32:
         x, weight = x.half(), weight.half()
-    assert turned_linear.serves(x, weight, False)
+    assert swap_ab.serves(x, weight, False)
     for tokens in (3, 20):
         out = x.new_full((tokens + 1, 6144), 7.0)
         found = linear.linear(x[:tokens], weight, None, out_TO=out[:tokens])
@@ -265,7 +264,7 @@ def test_a_place_that_is_wrong(draw) -> None:
     ]
     for version in (linear.linear, reference_linear.linear):
         for given, gated, place in wrong:
-            with pytest.raises(ValueError, match="out_TO: without bias and gate, contiguous"):
+            with pytest.raises(ValueError, match="out_TO: expected contiguous"):
                 version(x, weight, given, gated, place)
     with pytest.raises(ValueError, match="at most 16, not 17"):
         linear.linear_few(draw(17, 64).half(), weight.half())

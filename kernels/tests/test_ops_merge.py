@@ -118,11 +118,11 @@ def test_what_a_source_says_is_held_against_the_text() -> None:
     assert told.tolist() == [[2, 1, 2]], (
         "of two first choices one was right; its other candidate was accepted"
     )
-    surprise = 0.8 - 1 + 0.5
-    assert table.weight_RN[0].tolist() == pytest.approx([1, math.exp(0.25 * surprise)])
+    residual = 0.8 - 1 + 0.5
+    assert table.weight_RN[0].tolist() == pytest.approx([1, math.exp(0.25 * residual)])
     told = sources_reference.observe_source(pool, table, 1, rows_B, text_BS[:, :2], torch.tensor([1]))
     assert told.tolist() == [[1, 1, 0]], "the bonus token is no accepted node, and nothing after it is known"
-    assert table.weight_RN[0, 1].item() < math.exp(0.25 * surprise)
+    assert table.weight_RN[0, 1].item() < math.exp(0.25 * residual)
 
 
 def test_requests_begin_as_others_are() -> None:

@@ -21,7 +21,7 @@ from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded,
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
 from specserve_kernels.ops.linear.integer import integer_linear
 from specserve_kernels.ops.linear.linear import linear
-from specserve_kernels.ops.linear.swap_ab import turned_linear
+from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.ops.tree.gather_slots import gather_slots
 from torch import Tensor
 
@@ -95,7 +95,10 @@ def test_parts_are_stored_before_a_ticket_says_so() -> None:
         for before, line in pairwise(ast.unparse(node).splitlines())
         if "sem='acq_rel'" in line
     ]
-    assert sorted(found) == [("_attend_kernel", "tl.debug_barrier()"), ("hand_in", "tl.debug_barrier()")]
+    assert sorted(found) == [
+        ("_attend_kernel", "tl.debug_barrier()"),
+        ("store_partial", "tl.debug_barrier()"),
+    ]
 
 
 def test_who_reads_before_it_waits() -> None:
@@ -179,7 +182,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
         for mix, up, down in zip(mixes, wide, narrow, strict=True):
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
             # Programs that share tiles, or a launch that does not overlap.
-            mixed = turned_linear(x, mix) if 16 < tokens <= 64 else torch.nn.functional.linear(x, mix)
+            mixed = swap_ab_linear(x, mix) if 16 < tokens <= 64 else torch.nn.functional.linear(x, mix)
             qkv = mixed.view(tokens, -1, size)
             q = rotary_store_kv(qkv, rope_P2D, position_T, 1, cache, *places)
             tree = q_start, paths, nodes
@@ -188,7 +191,7 @@ def test_a_chain_gives_what_its_kernels_give_one_by_one(tokens: int) -> None:
                 read, residual = add_rms_norm_rounded(x, residual, norm_H, 1e-5)
                 x = integer_linear(read, *square)
             x, residual = add_rms_norm(x, residual, norm_H, 1e-5)
-            gated = turned_linear(x, up, True) if tokens > 64 else linear(x, up, None, gated=True)
+            gated = swap_ab_linear(x, up, True) if tokens > 64 else linear(x, up, None, gated=True)
             x = integer_linear(gated, *down)
         return x + residual
 

@@ -1,7 +1,7 @@
-"""What an attention backend is asked to do.
+"""The interface of attention backends.
 
-Each pass over the model makes one plan; every layer then runs it. Shapes: B requests, T packed tokens or nodes,
-K frontier nodes a request, A scratch entries a frontier node sees, M pages a request, N heads, D head size.
+Each pass over the model makes one plan, which every layer runs. Shapes: B requests, T packed tokens or nodes, K
+frontier nodes a request, A scratch entries that a frontier node sees, M pages a request, N heads, D head size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from specserve.kv.spec import KVSpec
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Prefill: ragged runs of prompt tokens, each seeing all positions up to its own. ``slot_T`` maps to requests."""
+    """Prefill: ragged runs of prompt tokens, each seeing all positions up to its own. ``slot_T``: each token's
+    request."""
 
     pages_BM: Tensor
     q_start: Tensor  # [B + 1]
@@ -40,7 +41,7 @@ class Nodes:
     slot_T: Tensor  # B for padding
     local_T: Tensor
     mask_T: Tensor  # int64 ancestor bits by local index
-    levels: int | None  # most depth; None: every slot's nodes are a chain
+    levels: int | None  # largest depth; None: every slot's nodes are a chain
     max_nodes: int
     max_kv: int  # bound on length + max_nodes, known to the host
 
@@ -57,8 +58,8 @@ class Frontier:
 
 
 class Plan(Protocol):
-    """A pass over the model, prepared: runs one layer's attention. ``reads_own``: it may read the tokens' own keys and
-    values from ``kv_TND``."""
+    """The plan of one pass over the model; runs one layer's attention. ``reads_own``: it may read the tokens' own keys
+    and values from ``kv_TND``."""
 
     @property
     def reads_own(self) -> bool: ...
@@ -66,13 +67,13 @@ class Plan(Protocol):
     def run(
         self, q_TND: Tensor, cache: Tensor, kv_TND: Tensor | None = None, scales: KVScales | None = None
     ) -> Tensor:
-        """``cache``: one layer of the pool, with ``scales`` in FP8; ``kv_TND``: the numbers that it holds of the tokens
-        themselves, keys, then values. Returns ``[T, N, D]``."""
+        """Return the outputs ``[T, N, D]``. ``cache``: one layer of the pool, with ``scales`` in FP8. ``kv_TND``: the
+        tokens' own keys and then values, as the cache holds them."""
         ...
 
 
 class AttentionBackend(Protocol):
-    """Makes plans. ``unsupported`` gives the reasons why it cannot serve a layer; none means that it can."""
+    """Makes plans. ``unsupported`` returns the reasons why it cannot serve a layer, none if it can."""
 
     name: str
 

@@ -1,8 +1,8 @@
-"""FlashInfer's paged prefill; verify and draft are Triton's.
+"""FlashInfer's paged prefill; verify and draft use Triton.
 
-FlashInfer plans on the host from each request's lengths, which prefill knows exactly, unless it is captured: Triton's
-serves there, too. A step's lengths live on the device, and its tree masks and ``kv_start`` have no counterpart there,
-so it never joins a step (docs/decisions/0008-attention-backends.md).
+FlashInfer plans on the host from each request's lengths. Prefill knows these exactly unless it is captured, where
+Triton is used too. A step's lengths are on the device, and FlashInfer has no counterpart of its tree masks and
+``kv_start``, so it takes no part in steps (docs/decisions/0008-attention-backends.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(slots=True)
 class _Prefill:
-    """FlashInfer plans for one geometry at a time; the layers of a pass rarely have more than two."""
+    """One pass. FlashInfer plans for one geometry at a time; the layers of a pass rarely have more than two."""
 
     reads_own: ClassVar = False
     pages_BM: Tensor
@@ -72,7 +72,7 @@ class _Prefill:
 
 
 def _starts(counts: list[int]) -> Tensor:
-    """Running sums from 0, on the host."""
+    """Return running sums from 0, on the host."""
     return torch.tensor([0, *counts]).cumsum(0).int()
 
 
@@ -86,7 +86,7 @@ class FlashInferAttention:
         self.dtype = dtype
         self._triton = TritonAttention(page_size, dtype)
         self._workspace: Tensor | None = None
-        # A wrapper's plan is copied from its pinned memory when the device gets there: some launches later at most.
+        # The device copies a wrapper's plan from pinned memory up to a few launches later: keep the latest ones alive.
         self._alive: deque[Any] = deque(maxlen=_KEPT_PLANS)
 
     def unsupported(self, spec: KVSpec, page_size: int) -> list[str]:

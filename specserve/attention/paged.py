@@ -1,4 +1,4 @@
-"""Attention over the pool as the layers of a model call it."""
+"""Attention over the KV pool, as a model's layers call it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from specserve.layers.rotary import Rope
 
 @dataclass(frozen=True, slots=True)
 class PagedAttend:
-    """One pass: new keys and values go to ``(page_T, offset_T)``, queries see what the plan lets them see.
-    ``first_layer``: the pool's of the model's first."""
+    """One pass: writes new keys and values to ``(page_T, offset_T)``, and attends as the plan says. ``first_layer``:
+    the pool index of the model's first layer."""
 
     pool: KVPool
     plan: Plan
@@ -38,7 +38,7 @@ class PagedAttend:
 def store_projected(
     pool: KVPool, layer: int, kv_TND: Tensor, rope: Rope, page_T: Tensor, offset_T: Tensor
 ) -> None:
-    """Rotate and store keys and values ``[T, 2 * kv heads, D]`` of a layer that is not being run. ``kv_TND`` may
-    be changed in place."""
+    """Rotate and store keys and values ``[T, 2 * kv heads, D]`` of a layer that does not run. May change ``kv_TND`` in
+    place."""
     where = pool.layers[layer], page_T, offset_T
     rotary_store_kv(kv_TND, *rope, kv_TND.shape[1] // 2, *where, keys=False, scales=pool.scales[layer])

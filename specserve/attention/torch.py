@@ -1,6 +1,6 @@
-"""The reference backend: gathers pages and lets PyTorch attend. It serves every head size on every device.
+"""The reference backend: gathers pages and attends in PyTorch. It serves every head size on every device.
 
-Shapes as in ``base``; L = positions of the pages gathered, N = queries a request after padding.
+Shapes as in ``base``; L = positions of the gathered pages, N = queries a request after padding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from specserve.kv.spec import HeadKV, KVSpec
 
 @dataclass(slots=True)
 class _Plan:
-    """``gather_BN`` packed index of each padded query; ``scatter_T`` padded index of each packed one (None: equal)."""
+    """``gather_BN``: packed index of each padded query; ``scatter_T``: padded index of each packed query (None:
+    equal)."""
 
     pages_BM: Tensor
     bias_BNL: Tensor
@@ -41,8 +42,6 @@ class _Plan:
 
 
 class TorchAttention:
-    """See the module's docstring."""
-
     name = "torch"
 
     def __init__(self, page_size: int, dtype: torch.dtype) -> None:
@@ -88,14 +87,14 @@ class TorchAttention:
         return _Plan(pages_BM, visible_to_bias(visible_BKL, self.dtype), None, None)
 
     def _columns(self, pages_BM: Tensor, max_kv: int) -> tuple[Tensor, Tensor]:
-        """The part of the page table in use, and the positions it covers."""
+        """Return the part of the page table in use, and the positions that it covers."""
         pages = -(-max_kv // self.page_size)
         assert pages <= pages_BM.shape[1], "the page table is too narrow for this step"
         return pages_BM[:, :pages], torch.arange(pages * self.page_size, device=pages_BM.device)
 
 
 def _padding(q_start: Tensor, slot_T: Tensor, width: int, total: int) -> tuple[Tensor, Tensor]:
-    """Indices between packed rows and a padded ``[B, width]`` block; what lies outside points at some valid row."""
+    """Return the indices between packed rows and a padded ``[B, width]`` block; padding points at some valid row."""
     batch = len(q_start) - 1
     column_N = torch.arange(width, device=q_start.device)
     gather_BN = (q_start[:-1, None] + column_N).clamp(max=total - 1)

@@ -1,7 +1,7 @@
-"""The Triton backend: verify, decode and draft by split attention, prefill by tiles. See ``specserve_kernels.ops``.
+"""The Triton backend: verify, decode and draft by split-KV attention, prefill by tiles. See ``specserve_kernels.ops``.
 
-Shapes as in ``base``. Plans hold what a pass's layers share and never read a device tensor on the host, so a plan and
-its runs may be captured in a CUDA graph that then serves any lengths.
+Shapes as in ``base``. A plan holds what a pass's layers share and never reads a device tensor on the host, so a CUDA
+graph that captures it and its runs serves any lengths.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Draft:
 
 
 class TritonAttention:
-    """See the module's docstring. Passes run one after another, on one stream."""
+    """Attends with Triton kernels. Passes run one after another, on one stream."""
 
     name = "triton"
 
@@ -84,7 +84,7 @@ class TritonAttention:
     def unsupported(self, spec: KVSpec, page_size: int) -> list[str]:
         reasons = []
         if self.dtype not in _DTYPES:
-            reasons.append(f"it computes in float16, bfloat16 or float32, not in {self.dtype}")
+            reasons.append(f"it computes in float16, bfloat16 or float32, not {self.dtype}")
         if not isinstance(spec, HeadKV):
             reasons.append(f"it reads keys and values by head, not {spec}")
         elif spec.head_dim not in HEAD_DIMS:

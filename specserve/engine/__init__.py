@@ -1,1 +1,1 @@
-"""Owns the device: weights, memory budget, the runner, the sampler."""
+"""The device side of the engine: the runner, CUDA graphs, grammars and masks, memory budget, step shapes."""

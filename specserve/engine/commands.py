@@ -1,6 +1,6 @@
-"""What the runner is told: plain data, so that another process can be told the same and do the same.
+"""Commands to the runner: plain data, so that another process can be given the same commands and do the same work.
 
-A runner's device state is a function of its weights and the commands it was given, in their order.
+A runner's device state is a function of its weights and the commands it was given, in order.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from specserve.speculation.state import RowInit, Told
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A request's part in a launch. ``length`` bounds the tokens in its cache, before a step or after a prefill.
+    """A request's part in a launch. ``length``: an upper bound of the tokens in its cache, before a step or after a
+    prefill.
+
     ``tokens``: of a prefill, what to run; of a step, what a constrained request emitted since its last launch.
-    ``masked``, of a step: the host says which tokens may follow the row's nodes.
-    ``scored``, of a prefill: tokens that follow the first ones run, whose log-probabilities are wanted."""
+    ``masked``, of a step: the host restricts the tokens that may follow the row's nodes. ``scored``, of a prefill: the
+    tokens after each of the first ones run, whose log-probabilities are requested.
+    """
 
     slot: int
     params: SamplingParams
@@ -32,13 +35,13 @@ class Row:
 
 
 class Admit(msgspec.Struct, tag=True, frozen=True):
-    """Requests take their slots."""
+    """Give requests their slots."""
 
     rows: Sequence[RowInit]
 
 
 class SetPages(msgspec.Struct, tag=True, frozen=True):
-    """A slot's page table has these pages from entry ``start`` on."""
+    """Set part of a slot's page table, from entry ``start`` on."""
 
     slot: int
     start: int
@@ -52,33 +55,33 @@ class Prefill(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Run one step of all rows. Slots of the shape beyond them are padding."""
+    """Run one step of all rows. The shape's remaining slots are padding."""
 
     rows: Sequence[Row]
     shape: StepShape
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
-    """Draft and verify a masked step, before it is known what its rows emitted last. ``Settle`` comes next."""
+    """Draft and verify a masked step, before its rows' last tokens are known. ``Settle`` comes next."""
 
     rows: Sequence[Row]
     shape: StepShape
 
 
 class Settle(msgspec.Struct, tag=True, frozen=True):
-    """Finish the step that was begun. The rows are the same, with the tokens that are known by now."""
+    """Finish the step that was begun. The rows are the same, with the tokens known by now."""
 
     rows: Sequence[Row]
 
 
 class SetDraftRows(msgspec.Struct, tag=True, frozen=True):
-    """The draft reads these rows of its head from the next step on."""
+    """Make the draft read these rows of its head from the next step on."""
 
     rows: Sequence[int]
 
 
 class SetContinuations(msgspec.Struct, tag=True, frozen=True):
-    """What the texts of some slots go on with, in place of what was said of them before."""
+    """Replace the continuations of some slots' texts."""
 
     told: Sequence[Told]
 

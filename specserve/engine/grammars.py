@@ -1,8 +1,8 @@
-"""Grammars: which tokens may come next of an answer that must be a JSON value, match a regular expression, or be one of
-some texts. By llguidance, which refuses what it can't enforce.
+"""Grammars: the tokens that may come next in an answer constrained to a JSON schema, a regular expression or a choice.
 
-A request's *matcher* has consumed its output. After a node of a tree those tokens may follow that continue the path to
-it, so the text is that of plain decoding. Nodes are looked at on copies of the matcher: undoing tokens leaves traces.
+They are compiled by llguidance, which refuses what it can't enforce. A request's *matcher* has consumed its output.
+After a tree's node, exactly the tokens that continue its path are allowed, so the text is that of plain decoding. Nodes
+are evaluated on copies of the matcher, because undoing tokens would leave traces.
 
 Shapes: T packed nodes, W words of 32 tokens each.
 """
@@ -28,30 +28,30 @@ from specserve.core import SamplingParams
 from specserve.engine.thinking import Thinking, forced
 from specserve.grammar import with_deep_stack
 
-KEPT = 64  # compiled grammars, most recently used
-KEPT_CHARACTERS = 1 << 20  # of their texts together: what they take of memory grows with it
+KEPT = 64  # most compiled grammars in the cache (LRU)
+KEPT_CHARACTERS = 1 << 20  # most characters of their sources together, which bounds the cache's memory
 MOST_THREADS = 16
-QUICK = 0.01  # seconds
-TOKEN_BYTES = 8  # of a token in a long text, or more
-MOST_ITEMS = 5000  # that a parser looks at for a token: a tenth of a second's work
+QUICK = 0.01  # seconds of compilation below which a grammar is compiled once for each thread
+TOKEN_BYTES = 8  # estimated bytes of a token of forced text
+MOST_ITEMS = 5000  # parser items for one token: about 0.1 s of work
 Words = npt.NDArray[np.int32]
 Look = Any
-"""What decides which tokens may follow a node: a matcher, the only token that may, or None if any may."""
+"""Decides which tokens may follow a node: a matcher, the only allowed token, or None for no restriction."""
 
 
 class GrammarError(ValueError):
-    """An answer that its grammar can't follow any further: too ambiguous, or with too many states."""
+    """The grammar can't follow an answer any further: it became too ambiguous or has too many states."""
 
 
 class Grammars:
-    """Compiles grammars for a tokenizer. ``end_ids``: tokens that end an answer where it may end."""
+    """Compiles grammars for a tokenizer. ``end_ids``: tokens that end an answer where the grammar allows it."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, end_ids: Sequence[int], threads: int = 1) -> None:
         """Raise ImportError without llguidance, ValueError without a ``tokenizer.json`` that it reads."""
         import llguidance
 
         if not tokenizer.is_file():
-            raise ValueError(f"needs {tokenizer.name} next to the model, which is not there")
+            raise ValueError(f"needs {tokenizer.name} next to the model, which has none")
         self._tokenizer = llguidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=list(end_ids))
         self._limits = llguidance.LLParserLimits(step_max_items=MOST_ITEMS, verbose_errors=False)
         self._matcher = llguidance.LLMatcher
@@ -61,8 +61,9 @@ class Grammars:
         self.words = -(-self._tokenizer.vocab_size // 32)
 
     def compile(self, grammar: str) -> Future[object]:
-        """Begin to compile; nothing waits for it. A grammar that compiles quickly is compiled again for each further
-        request, up to once a thread: see ``_Lane``. The result raises ValueError for what can't be enforced."""
+        """Start to compile, without blocking. A grammar that compiles quickly is compiled again for each further
+        request, up to once for each thread: see ``_Lane``. The result raises ValueError for a grammar that can't be
+        enforced."""
         return with_deep_stack(self._compile, grammar)
 
     def _compile(self, grammar: str) -> Any:
@@ -75,7 +76,7 @@ class Grammars:
             return lanes
         lanes = self._compiled[grammar] = [self._made(grammar)]
         while len(self._compiled) > KEPT or (len(self._compiled) > 1 and self._characters > KEPT_CHARACTERS):
-            self._compiled.popitem(last=False)  # the newest is kept, however long
+            self._compiled.popitem(last=False)  # the newest stays, however long
         return lanes
 
     def _made(self, grammar: str) -> _Lane:
@@ -90,11 +91,11 @@ class Grammars:
 
     @property
     def _characters(self) -> int:
-        """Length of all texts that are kept."""
+        """Length of all cached grammars."""
         return sum(len(text) * len(lanes) for text, lanes in [*self._compiled.items()])
 
     def start(self, grammar: str, output: Sequence[int]) -> Matcher:
-        """Return a matcher of an answer so far. Raises GrammarError."""
+        """Return a matcher that has consumed ``output``. Raises GrammarError."""
         lanes: Any = self._compiled.get(grammar) or self.compile(grammar).result()
         lane = min(lanes, key=lambda lane: len(lane.users))
         matcher = Matcher(lane.matcher.deep_copy(), self._tokenizer, self.words)
@@ -105,8 +106,9 @@ class Grammars:
     def fill(
         self, trees: Sequence[tuple[int, Sequence[Look]]], words_TW: Tensor
     ) -> list[GrammarError | None]:
-        """Write the masks of some trees' nodes into their rows of ``words_TW``; other rows stay. ``trees``: the row of
-        each root, and what ``after_nodes`` returned. Return, by tree, the error that ends its answer, or None."""
+        """Write the masks of some trees' nodes into their rows of ``words_TW``; other rows keep theirs. ``trees``: each
+        root's row, and the result of ``after_nodes``. Return, for each tree, the error that ends its answer, or
+        None."""
         words, jobs = words_TW.numpy().view(np.uint32), []
         for first, looks in trees:
             for node, look in enumerate(looks, first):
@@ -118,15 +120,15 @@ class Grammars:
         if jobs:
             self._executor.unsafe_compute_mask_ptr(jobs, words_TW.data_ptr(), 4 * self.words, len(words_TW))
         for matcher, node in jobs:
-            if matcher.is_error():  # an answer that gets here fails
+            if matcher.is_error():  # the answer fails if it reaches this node
                 words_TW[node] = -1
         return [_error_of(looks[0]) for _, looks in trees]
 
     def constraint(self, params: SamplingParams, output: Sequence[int]) -> Constraint:
-        """Return what an answer so far is held to: a grammar, a thought's budget, or both. Raises GrammarError."""
+        """Return what constrains an answer so far: a grammar, a thinking budget, or both. Raises GrammarError."""
         matcher, thinking, budget = None, None, params.thinking_token_budget
         if budget is not None:
-            assert params.thought is not None, "admission refuses budgets without"
+            assert params.thought is not None, "admission refuses a budget without marks of reasoning"
             thinking = Thinking.begin(params.thought, budget, self._text_of)
         if params.grammar is not None:
             matcher = self.start(params.grammar, [])
@@ -138,13 +140,13 @@ class Grammars:
         return bytes(self._tokenizer.decode_bytes([token]))
 
     def forget(self, grammar: str) -> None:
-        """Compile it anew the next time: what one answer filled up would be full for all."""
+        """Drop a compiled grammar: the states that one answer filled up would be full for all answers."""
         self._compiled.pop(grammar, None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """A compiled grammar. Its copies share tables and a lock, so that only those of different lanes run in parallel."""
+    """A compiled grammar. Its copies share tables and a lock, so only copies of different lanes run in parallel."""
 
     matcher: Any
     seconds: float  # to compile it
@@ -152,7 +154,7 @@ class _Lane:
 
 
 class Matcher:
-    """What may follow an answer."""
+    """Tracks an answer in a grammar."""
 
     def __init__(self, matcher: Any, tokenizer: Any, words: int) -> None:
         self._matcher = matcher
@@ -161,7 +163,7 @@ class Matcher:
         self._due: list[int] = []
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Go on with tokens of the answer. Raises GrammarError."""
+        """Advance by tokens of the answer. Raises GrammarError."""
         followed = self._due[: len(tokens)] == list(tokens)
         self._due = self._due[len(tokens) :] if followed else []
         self._matcher.consume_tokens(list(tokens))
@@ -169,7 +171,7 @@ class Matcher:
             raise error
 
     def mask(self) -> Words:
-        """Tokens that may follow, a bit each ``[W]``. Raises GrammarError."""
+        """Return the allowed next tokens as one bit each, ``[W]``. Raises GrammarError."""
         words = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: self._words]
         if (error := _error_of(self._matcher)) is not None:
             raise error
@@ -177,14 +179,14 @@ class Matcher:
 
     def due(self, most: int) -> list[int]:
         """Return up to ``most`` tokens of the text that has to come next, as the tokenizer splits it, and the end token
-        if nothing may follow. A model may split it differently, for one because it joins the last piece with what
-        follows. While the answer follows the tokens, they are not computed again."""
+        if nothing may follow. A model may split it differently, for example by joining the last piece with what
+        follows. The tokens are kept while the answer follows them."""
         if not self._due:
             copy = self._matcher.deep_copy()
             text = copy.compute_ff_bytes()
             due = list(self._tokenizer.tokenize_bytes(text[: most * TOKEN_BYTES])) if text else []
             if len(text) > most * TOKEN_BYTES:
-                due.pop()  # it may be a part of a token
+                due.pop()  # its text may be cut
             due = due[:most]
             copy.try_consume_tokens(due)
             self._due = [*due, self._tokenizer.eos_token] if copy.is_stopped() else due
@@ -192,7 +194,7 @@ class Matcher:
 
     def after_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[Look]:
         """Return a matcher for each node of a tree whose root is the answer's last token, None for a node whose token
-        may not come there: it is never accepted. ``parents``: indices of earlier nodes."""
+        is not allowed there, since it is never accepted. ``parents``: indices of earlier nodes."""
         at: list[Look] = [self._matcher]
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
             copy = None if at[parent] is None else at[parent].deep_copy()
@@ -201,8 +203,8 @@ class Matcher:
 
 
 class Constraint:
-    """What an answer is held to. Where a thought has to end, that says the next token; the grammar of an answer that
-    may have a thought lets it through."""
+    """An answer's grammar and thinking budget. Where a thought has to end, the budget determines the next token, and
+    the grammar of an answer that may reason allows it."""
 
     def __init__(self, matcher: Matcher | None, thinking: Thinking | None) -> None:
         self._matcher = matcher
@@ -210,13 +212,13 @@ class Constraint:
 
     @property
     def slack(self) -> float:
-        """Return how many more tokens are certainly unconstrained: infinity once the answer is free."""
+        """Number of next tokens that are certainly unconstrained: infinity once nothing constrains the answer."""
         if self._matcher is not None:
             return 0
         return inf if self._thinking is None else self._thinking.slack
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Go on with tokens of the answer. Raises GrammarError."""
+        """Advance by tokens of the answer. Raises GrammarError."""
         if self._matcher is not None:
             self._matcher.consume(tokens)
         if self._thinking is not None:
@@ -224,13 +226,13 @@ class Constraint:
                 self._thinking = self._thinking.after(token)
 
     def due(self, most: int) -> list[int]:
-        """Return up to ``most`` tokens whose text has to come next."""
+        """Return up to ``most`` tokens of the text that has to come next."""
         due = [] if self._thinking is None else self._thinking.due
         return due[:most] if due or self._matcher is None else self._matcher.due(most)
 
     def after_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[Look]:
-        """Return what decides which tokens may follow each node, as ``Matcher.after_nodes``. A root alone asks for the
-        answer's next token."""
+        """Return what decides the allowed tokens after each node, as ``Matcher.after_nodes`` does. A tree of a root
+        alone gives the answer's next token."""
         nothing: list[Look] = [None] * len(tokens)
         found = nothing if self._matcher is None else self._matcher.after_nodes(tokens, parents)
         if self._thinking is None:

@@ -1,9 +1,9 @@
-"""Captured steps, one CUDA graph a shape, and short launches of prompts, one a size, all in one memory pool. A masked
-step, in which the host works, is three graphs, captured when its shape is first needed.
+"""CUDA graphs of steps, one for each shape, and of short prompt launches, one for each size, in one memory pool.
 
-A graph reads everything but its slots from the state tables and the page table, and decides by lengths it reads on the
-device; so one capture serves every batch of its size. What a replay returns lies in the pool and holds until the next
-replay of any graph: copies queued before that, on the same stream, are safe.
+A masked step, in which the host works, is three graphs, captured when its shape is first needed. A graph takes only its
+slots as input, reads everything else from the state and page tables, and branches by lengths on the device, so one
+capture serves every batch of its size. A replay's results live in the pool until the next replay of any graph: copies
+queued before that on the same stream are safe.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from specserve.speculation.step import StepResult, draft, settle, step, verify
 
 log = logging.getLogger(__name__)
 
-CAPTURE_SECONDS = 30.0  # at start; what is left is captured while there are no requests
+CAPTURE_SECONDS = 30.0  # time limit at start; the remaining shapes are captured while there are no requests
 
 What = TypeVar("What")
 Graph = TypeVar("Graph")
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A captured step; ``rows_B`` is where it reads its slots from, ``slots`` what was written there last."""
+    """A captured step. ``rows_B``: its input, the slots; ``slots``: the values last written there."""
 
     graph: torch.cuda.CUDAGraph
     rows_B: Tensor
@@ -54,15 +54,15 @@ class StepGraph:
         return self.run()
 
     def run(self) -> StepResult:
-        """Run it for the slots of the last replay."""
+        """Replay it for the slots of the last replay."""
         self.graph.replay()
         return self.result
 
 
 @dataclass(frozen=True, slots=True)
 class PartedGraph:
-    """A step captured in its three parts. The last reads the masks ``words_TW``, which are copied on a ``stream`` of
-    their own while the target runs."""
+    """A step captured as its three parts. The masks ``words_TW`` of the last part are copied on a separate ``stream``
+    while the target runs."""
 
     drafted: StepGraph
     verified: torch.cuda.CUDAGraph
@@ -76,12 +76,12 @@ class PartedGraph:
         return self.tree
 
     def verify(self) -> None:
-        # The masks of the step before may be read up to here.
+        # The previous step's masks may still be in use up to here.
         self.stream.wait_stream(torch.cuda.current_stream())
         self.verified.replay()
 
     def settle(self, words_TW: Tensor) -> StepResult:
-        """``words_TW``: on the host, in pinned memory if there is a GPU."""
+        """Run the last part. ``words_TW``: on the host, in pinned memory if there is a GPU."""
         with torch.cuda.stream(self.stream):
             self.words_TW.copy_(words_TW, non_blocking=True)
         torch.cuda.current_stream().wait_stream(self.stream)
@@ -91,7 +91,7 @@ class PartedGraph:
 
 @dataclass(frozen=True, slots=True)
 class PromptGraph:
-    """A launch of prompts captured for ``size``; ``numbers`` is what it reads of them."""
+    """A prompt launch captured for ``size``. ``numbers``: its input."""
 
     size: PromptSize
     graph: torch.cuda.CUDAGraph
@@ -107,7 +107,7 @@ class PromptGraph:
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """All that was captured, and what it took. ``left``: steps that there was no time for."""
+    """All captured graphs, and what capturing them took. ``left``: steps that there was no time for."""
 
     steps: dict[StepShape, StepGraph]
     prompts: dict[PromptSize, PromptGraph] = field(default_factory=dict)
@@ -119,8 +119,8 @@ class Graphs:
 
     @torch.inference_mode()
     def in_parts(self, shape: StepShape) -> PartedGraph | None:
-        """Return the step of a shape in its parts. The first call for a shape captures it, which takes about as long as
-        a few eager steps. None if the whole step was not captured or memory does not suffice."""
+        """Return the step of a shape in its parts; None if the whole step was not captured or memory does not suffice.
+        The first call for a shape captures it, which takes about as long as a few eager steps."""
         if shape in self.steps and shape not in self.parted:
             assert self.maker is not None
             with _no_collection():
@@ -129,7 +129,7 @@ class Graphs:
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
-        """Capture one of ``left``. Returns whether there was one."""
+        """Capture one of ``left``. Return whether there was one."""
         if not self.left:
             return False
         assert self.maker is not None
@@ -138,7 +138,7 @@ class Graphs:
             graph = self.maker.try_capture(shape, self.maker.step)
         if graph is not None:
             self.steps[shape] = graph
-        log.info("captured %s, which there was no time for at start; %d are left", shape, len(self.left))
+        log.info("captured %s while idle; %d left", shape, len(self.left))
         return True
 
     @classmethod
@@ -149,9 +149,9 @@ class Graphs:
         shapes: Sequence[StepShape],
         sizes: Sequence[PromptSize] = (),
     ) -> Graphs:
-        """Capture steps of ``shapes`` and launches of prompts of ``sizes``, of both the largest first: others then fit
-        into its memory; after it the smallest steps. What memory does not suffice for is left out, with a warning, and
-        runs eagerly; what time does not suffice for is ``left``."""
+        """Capture steps of ``shapes`` and prompt launches of ``sizes``. The largest of each comes first, so that the
+        others fit into its memory; then the smallest steps. Graphs that don't fit into memory are left out with a
+        warning and run eagerly; those that there is no time for go to ``left``."""
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
         maker = _Maker(context, max(shape.nodes for shape in shapes))
@@ -171,7 +171,7 @@ class Graphs:
                     progress.update()
         prompts = {size: prompts[size] for size in sizes if size in prompts}
         if left:
-            log.warning("%d of %d step shapes are captured later, without requests", len(left), len(shapes))
+            log.warning("%d of %d step shapes will be captured later, while idle", len(left), len(shapes))
         if (lost := len(shapes) - len(left) - len(steps)) > 0:
             log.warning("%d of %d step shapes have no CUDA graph and run eagerly", lost, len(shapes))
         seconds = time.perf_counter() - begin
@@ -182,7 +182,7 @@ class Graphs:
 
 
 class _Maker:
-    """What captures share: a stream, a memory pool, and the buffers of logits and masks, which one replay uses at a
+    """Captures graphs. They share a stream, a memory pool, and buffers for logits and masks, which one replay uses at a
     time."""
 
     def __init__(self, context: Context, most_nodes: int) -> None:
@@ -205,7 +205,7 @@ class _Maker:
         return torch.cuda.Stream(self._logits_XV.device)
 
     def try_capture(self, what: What, capture: Callable[[What], Graph]) -> Graph | None:
-        """None when memory does not suffice."""
+        """Return the graph, or None if memory does not suffice."""
         try:
             return capture(what)
         except torch.cuda.OutOfMemoryError as error:
@@ -221,7 +221,7 @@ class _Maker:
     def parts(self, shape: StepShape) -> PartedGraph:
         context, rows_B, words_TW = self._context, self._rows(shape), self._words_XW[: shape.nodes]
         first, drafted = self._capture(lambda: draft(context, self._view(rows_B, shape), shape))
-        first.replay()  # what the second part reads while it is warmed up
+        first.replay()  # writes the second part's inputs for its warm-up
         second, verified = self._capture(lambda: verify(context, drafted))
         second.replay()
         third, result = self._capture(lambda: settle(context, verified, words_TW))
@@ -245,7 +245,7 @@ class _Maker:
     def _capture(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            run()  # compiles kernels and opens libraries, which a capture can't
+            run()  # warm-up: compiles kernels and opens libraries, which is impossible during capture
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -256,7 +256,7 @@ class _Maker:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Garbage collection may free device memory, which breaks a capture."""
+    """Disable garbage collection, which may free device memory and thereby break a capture."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

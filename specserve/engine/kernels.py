@@ -1,4 +1,4 @@
-"""The variants of kernels that this process has, and how many of them it had to get while it served."""
+"""The kernel variants that this process has loaded, and how many of them were missing while it served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Variant(NamedTuple):
-    """A kernel for arguments of certain types and certain constants. ``data``: these, as Triton writes them."""
+    """A kernel for certain argument types and constants. ``data``: these, in Triton's serialization."""
 
     module: str
     kernel: str
@@ -23,13 +23,13 @@ class Variant(NamedTuple):
     data: str
 
     def load(self) -> Any:
-        """Take it from Triton's cache, or compile it. Returns Triton's ``CompiledKernel``."""
+        """Load it from Triton's cache, or compile it. Returns Triton's ``CompiledKernel``."""
         return getattr(import_module(self.module), self.kernel).preload(self.data)
 
 
 def settle_keys() -> None:
-    """Compute the keys of all kernels in one order. To be called before the first launch: in Triton 3.6 a kernel's key
-    depends on which of the functions that it calls had theirs already, and another key misses the cache."""
+    """Compute the cache keys of all kernels in one order. Must be called before the first launch: in Triton 3.6 a
+    kernel's key depends on which of the functions it calls already have a key, and another key misses the cache."""
     from triton.runtime.jit import JITFunction
 
     for found in walk_packages(ops.__path__, ops.__name__ + "."):
@@ -40,35 +40,33 @@ def settle_keys() -> None:
 
 @dataclass(slots=True)
 class KernelWatch:
-    """Triton's hook: called whenever this process lacks a variant, before that is compiled or read from the cache.
-
-    ``late``: how many were lacking since ``serving`` was set; each held up everybody's answers.
-    """
+    """Triton's hook, called whenever this process lacks a variant, before it is compiled or read from the cache.
+    ``late``: variants missing since ``serving`` was set; each delayed all running requests."""
 
     have: dict[tuple[str, str, str], Variant] = field(default_factory=dict)
     late: int = 0
     serving: bool = False
 
     def __call__(self, *, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
-        """Return that Triton is to go on."""
+        """Record the variant, and return False: Triton continues."""
         found = Variant(fn.module, fn.name, key, compile["specialization_data"])
         self.have[found[:3]] = found
         if self.serving:
             self.late += 1
-            log.warning("%s was not compiled before the server was ready: answers waited for it", fn.name)
+            log.warning("%s was compiled while serving: answers waited for it", fn.name)
         return False
 
     def install(self) -> None:
-        from triton import knobs  # a CPU does without
+        from triton import knobs  # not needed on a CPU
 
         knobs.runtime.jit_cache_hook = self
 
     def load(self, variants: Iterable[Variant]) -> None:
-        """Load those that are not there yet."""
+        """Load the variants that this process lacks."""
         for variant in variants:
             if variant[:3] not in self.have:
                 variant.load()
 
 
 WATCH = KernelWatch()
-"""Triton has one hook in a process."""
+"""The process's only instance: Triton has a single hook."""

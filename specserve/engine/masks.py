@@ -1,4 +1,5 @@
-"""Masks: which tokens may follow the nodes of a step's trees, by the grammars and thinking budgets of its requests.
+"""Masks: the tokens that may follow the nodes of a step's trees, given the grammars and thinking budgets of its
+requests.
 
 Shapes: B prompts, T packed nodes, W words of 32 tokens each.
 """
@@ -20,7 +21,7 @@ from specserve.speculation.state import RowInit
 
 
 class NodesOnHost:
-    """A copy of a step's trees to the host. ``read`` waits for the copy, not for what is queued after it."""
+    """A copy of a step's trees to the host. ``read`` waits for the copy, but not for work queued after it."""
 
     def __init__(self, tree: Tree) -> None:
         packed = torch.cat([tree.token_T, tree.parent_T, tree.q_start])
@@ -43,16 +44,16 @@ class NodesOnHost:
 
 
 class Masks:
-    """What constrains the running requests. Without ``grammars``, admission refuses requests that would be."""
+    """The constraints of the running requests. Without ``grammars``, admission refuses constrained requests."""
 
     def __init__(self, grammars: Grammars | None = None) -> None:
         self.grammars = grammars
         self._constraints: dict[int, Constraint] = {}  # by slot
         self._failed: dict[int, str] = {}  # by slot
-        self._proposed: set[int] = set()  # slots whose predicted text may be what was due
+        self._proposed: set[int] = set()  # slots whose predicted text may be forced text
 
     def take_failed(self) -> dict[int, str]:
-        """Return the slots whose grammars can't follow their answers, and why, since the last call."""
+        """Return the slots whose grammars can't follow their answers, with the reasons, since the last call."""
         failed, self._failed = self._failed, {}
         return failed
 
@@ -63,19 +64,19 @@ class Masks:
             self._failed.pop(row.slot, None)
             self._proposed.discard(row.slot)
             if row.params.constrained:
-                assert self.grammars is not None, "admission refuses grammars without"
+                assert self.grammars is not None, "admission refuses constrained requests without grammars"
                 self._proposed.add(row.slot)
                 with self._failing(row.slot, row.params):
                     self._constraints[row.slot] = self.grammars.constraint(row.params, row.output)
 
     def slack(self, slot: int) -> float:
-        """Return how many more tokens of a request are certainly unconstrained, after those that ``tell`` was given:
-        infinity if nothing constrains it."""
+        """Return how many tokens of a request are certainly unconstrained after those given to ``tell``: infinity if
+        nothing constrains it."""
         constraint = self._constraints.get(slot)
         return inf if constraint is None else constraint.slack
 
     def tell(self, rows: Sequence[Row]) -> None:
-        """Take in what the rows emitted since their last launch."""
+        """Advance the constraints by the tokens that the rows emitted since their last launch."""
         for row in rows if self._constraints else ():
             if (constraint := self._constraints.get(row.slot)) is None:
                 continue
@@ -100,7 +101,7 @@ class Masks:
         return found
 
     def after_prompts(self, rows: Sequence[Row]) -> Tensor | None:
-        """Return masks ``[B, W]`` of the first tokens after prompts that end here, None if nothing is constrained."""
+        """Return masks ``[B, W]`` of the first tokens after final runs, None if no request is constrained."""
         held = [row.final and not self.slack(row.slot) for row in rows]
         if not any(held):
             return None
@@ -108,7 +109,7 @@ class Masks:
         return self._look(rows, held, tokens, parents, [*range(len(rows) + 1)], pinned=False)
 
     def after_nodes(self, rows: Sequence[Row], nodes: NodesOnHost, pinned: bool) -> Tensor:
-        """Return masks ``[T, W]`` of the tokens after each node, all bits set where the row is not masked."""
+        """Return masks ``[T, W]`` of the tokens after each node, with all bits set where the row is not masked."""
         return self._look(rows, [row.masked for row in rows], *nodes.read(), pinned)
 
     def _look(

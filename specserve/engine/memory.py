@@ -1,4 +1,4 @@
-"""How large the KV pool may be."""
+"""The size of the KV pool."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specserve.kv.pool import PoolConfig
 
 
 def return_memory() -> None:
-    """Give the device memory of what nobody refers to any more back, so that the next pool can be sized by it."""
+    """Return unused device memory to the driver, so that the next pool can be sized by it."""
     if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()
@@ -19,12 +19,13 @@ def return_memory() -> None:
 def pool_pages(
     config: PoolConfig, max_total_tokens: int | None, mem_fraction: float, device: torch.device
 ) -> int:
-    """Pages of the pool, the dummy page included: for ``max_total_tokens``, or what ``mem_fraction`` of the GPU's
-    memory leaves next to the weights already on it. Raises ValueError when that is nothing."""
+    """Return the pool's number of pages, the dummy page included: enough for ``max_total_tokens``, or what
+    ``mem_fraction`` of the GPU's memory leaves next to the weights already on it. Raises ValueError when nothing is
+    left."""
     if max_total_tokens is not None:
         return -(-max_total_tokens // config.page_size) + 1
     assert device.type == "cuda", "without a GPU the settings name max_total_tokens"
-    return_memory()  # what loading and rounding used for a while
+    return_memory()  # temporary buffers of loading and quantization
     free, total = torch.cuda.mem_get_info(device)
     budget = int(total * mem_fraction) - (total - free)
     pages = budget // config.page_bytes

@@ -1,4 +1,4 @@
-"""What steps cost, measured at start on padding rows, whose cache is nobody's."""
+"""Measure the cost of steps at start, on padding rows, whose cache belongs to no request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Candidates = Callable[[int], Sequence[StepShape]]
 
 @torch.inference_mode()
 def measure_graphs(context: Context, graphs: Mapping[StepShape, StepGraph]) -> CostModel:
-    """The table from replays of captured steps, the slope from the device's speed of reading."""
+    """Return the cost model of captured steps: the table from replays, the slope from the device's memory bandwidth."""
     length = context.state.slots.length[context.state.dummy]
 
     def run(graph: StepGraph) -> None:
@@ -44,8 +44,8 @@ def measure_graphs(context: Context, graphs: Mapping[StepShape, StepGraph]) -> C
 
 @torch.inference_mode()
 def measure_eager(context: Context, most_slots: int, candidates: Candidates) -> CostModel:
-    """Table and slopes from eager steps of some batch sizes, without context and with some. Each shape has its own
-    slope: where attention computes more than it reads, a token of KV costs the more the more nodes look at it."""
+    """Return the cost model of eager steps, measured at some batch sizes, without context and with some. Each shape has
+    its own slope: where attention is bound by compute, a token of KV costs more the more nodes attend to it."""
     sizes = sorted({size for size in _EAGER_SIZES if size < most_slots} | {most_slots})
     shapes = dict.fromkeys(shape for size in sizes for shape in candidates(size))
     cost = CostModel()
@@ -60,7 +60,7 @@ def measure_eager(context: Context, most_slots: int, candidates: Candidates) -> 
 
 
 def complete(cost: CostModel, most_slots: int, candidates: Candidates) -> CostModel:
-    """Give every shape of every batch size a time, on lines between those measured."""
+    """Give every shape of every batch size a time, by linear interpolation between those measured."""
     table, slopes = dict(cost.table), dict(cost.slopes)
     for slots in range(1, most_slots + 1):
         for shape in candidates(slots):
@@ -73,7 +73,7 @@ def complete(cost: CostModel, most_slots: int, candidates: Candidates) -> CostMo
 
 
 def _between(shape: StepShape, measured: Mapping[StepShape, float]) -> float:
-    """A line through the nearest measured shapes by nodes, first of the same draft, then of any."""
+    """Interpolate linearly between the nearest measured shapes by nodes: shapes of the same draft, else any."""
     same = [
         m
         for m in measured
@@ -89,7 +89,7 @@ def _between(shape: StepShape, measured: Mapping[StepShape, float]) -> float:
 
 
 def eager_seconds(context: Context, shape: StepShape, length: int) -> float:
-    """A step after ``length`` tokens."""
+    """Return the seconds of a step after ``length`` tokens."""
     state = context.state
     rows_B = to_device([state.dummy] * shape.slots, state.device)
     needs = Needs(noise=False, penalties=False, bias=False, truncation=False, prediction=False)
@@ -104,7 +104,8 @@ def eager_seconds(context: Context, shape: StepShape, length: int) -> float:
 
 @contextmanager
 def _drafted_for(context: Context) -> Iterator[None]:
-    """The padding row is drafted for as a request is, so that steps have all their nodes. Its tokens lie on page 0."""
+    """Let the padding row draft like a request, so that steps have all their nodes. Its tokens are written to page
+    0."""
     slots, dummy = context.state.slots, context.state.dummy
     for column in (slots.limit, slots.draft_cap):
         column[dummy].fill_(_MANY)
@@ -135,12 +136,12 @@ def _device_seconds(run: Callable[[], object]) -> float:
 
 
 def _kv_bytes(context: Context) -> int:
-    """Of one token, in the target's layers."""
+    """Return the bytes of one token in the target's layers."""
     return sum(spec.token_bytes for spec in context.pool.config.target)
 
 
 def _read_speed(device: torch.device) -> float:
-    """Bytes a second, from a copy that reads and writes."""
+    """Return the memory bandwidth in bytes/s, from a copy that reads and writes."""
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * _COPY_BYTES / _device_seconds(lambda: target.copy_(source))

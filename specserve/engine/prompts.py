@@ -1,9 +1,9 @@
-"""Short launches of prompts in a few fixed sizes, to be captured: what the tail of a cached prompt needs, and
-questions: up to 16 prompts, of up to 512 tokens together.
+"""Short prompt launches in a few fixed sizes, up to 16 prompts and 512 tokens together, for CUDA graphs.
 
-Queued one by one, a launch's hundreds of kernels take the host as long as 512 tokens take the device, or longer;
-captured, they are one call. A launch that is smaller than its size is padded with runs of the dummy row after its own,
-as few as may be, since each takes tiles of attention; the others are empty.
+They serve the uncached ends of long prompts, and short questions. Queued one by one, the hundreds of kernels of a
+launch take the host as long as 512 tokens take the device, or longer; captured, they are one call. A launch smaller
+than its size is padded with runs of the dummy row, as few as possible, because each takes attention tiles; the other
+runs are empty.
 
 Shapes: B runs, padding included, T tokens of all.
 """
@@ -24,7 +24,7 @@ from specserve.speculation.state import Needs
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A request's part in a launch: its row, its tokens, and whether one is chosen after them."""
+    """A request's part in a launch: its row, its tokens, and whether a token is chosen after them."""
 
     row: int
     tokens: Sequence[int]
@@ -33,8 +33,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """Holds this many ``runs``, of this many ``tokens`` together, none longer than ``longest``: what a tree may be, as
-    whose nodes they attend then, or more."""
+    """A captured size: at most ``runs`` prompts and ``tokens`` tokens in total, none longer than ``longest``. Up to
+    MAX_NODES tokens, the verify kernel attends."""
 
     runs: int
     tokens: int
@@ -42,15 +42,16 @@ class PromptSize:
 
     @property
     def all_runs(self) -> int:
-        """With as many of padding as hold all tokens."""
+        """Runs including the padding needed to fill ``tokens``."""
         return self.runs - (-self.tokens // self.longest)
 
     def holds(self, counts: Sequence[int]) -> bool:
-        """Whether runs of this many tokens fit."""
+        """Return whether runs of this many tokens fit."""
         return len(counts) <= self.runs and sum(counts) <= self.tokens and max(counts) <= self.longest
 
     def pack(self, runs: Sequence[Run], dummy: int) -> list[int]:
-        """Rows ``[B]``, which are final ``[B]``, starts ``[B + 1]``, the tokens' runs ``[T]`` and ids ``[T]``."""
+        """Return rows ``[B]``, final flags ``[B]``, starts ``[B + 1]``, each token's run ``[T]`` and ids ``[T]``, in
+        one list."""
         missing = self.all_runs - len(runs)
         tokens = [token for run in runs for token in run.tokens]
         left = self.tokens - len(tokens)
@@ -63,7 +64,7 @@ class PromptSize:
         return [*rows, *final, *starts, *owners, *tokens, *[0] * left]
 
     def unpack(self, numbers: Tensor) -> tuple[Tensor, PromptChunks]:
-        """The rows, and the launch, as views of what ``pack`` gave."""
+        """Return the rows and the launch, as views of what ``pack`` returned."""
         runs, tokens = self.all_runs, self.tokens
         rows_B, final_B, q_start, slot_T, token_T = numbers.split([runs, runs, runs + 1, tokens, tokens])
         return rows_B, PromptChunks(token_T, slot_T, q_start, final_B.bool(), self.longest, spans=None)
@@ -80,22 +81,22 @@ PROMPT_SIZES = (
     PromptSize(16, 384, longest=384),
     PromptSize(16, 512, longest=512),
 )
-"""The cheapest first. Of a cached prompt a page is left, 16 tokens by default, or less."""
+"""Cheapest first. A cached prompt leaves at most a page to compute, 16 tokens by default."""
 
 
 def sizes_within(context_length: int) -> list[PromptSize]:
-    """Those whose padding has room in a context: its runs begin at position 1, and an entry follows them."""
+    """Return the sizes whose padding fits a context: its runs begin at position 1 and are followed by one entry."""
     return [size for size in PROMPT_SIZES if min(size.tokens, size.longest) + 2 <= context_length]
 
 
 def size_for(counts: Sequence[int], sizes: Sequence[PromptSize]) -> PromptSize | None:
-    """The first that holds runs of this many tokens."""
+    """Return the first size that holds runs of this many tokens, or None."""
     return next((size for size in sizes if size.holds(counts)), None)
 
 
 def short_prefill(context: Context, size: PromptSize, numbers: Tensor) -> PrefillResult:
-    """Run a launch of ``size``, which ``numbers`` describes, whatever the lengths of its requests. The dummy row's
-    length stays 1; what else it holds nobody reads."""
+    """Run a launch of ``size`` with the inputs ``numbers``, whatever the requests' lengths. The dummy row's length
+    stays 1; the rest of the row is never read."""
     rows_B, chunks = size.unpack(numbers)
     slots = context.state.slots
     capacity = slots.pages.shape[1] * context.pool.page_size

@@ -1,4 +1,4 @@
-"""Runs prefill and steps on the device and hands their results back without waiting for them.
+"""Run prefill and steps on the device, and return their results without waiting for them.
 
 Shapes: B requests, S draft levels, T packed tokens.
 """
@@ -37,28 +37,28 @@ from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs, to_device
 from specserve.speculation.step import StepResult, draft, settle, step, verify
 
-MOST_DUE = 64  # tokens of text that has to come
-# First positions and tokens: of more than 64, and of more than 96, projections take other kernels, of many tokens
-# cuBLAS takes others; attention has one with a prefix and one without.
+MOST_DUE = 64  # most tokens of forced text
+# (first position, tokens) of warm-up prompts. Projections use other kernels above 64 and above 96 tokens, and cuBLAS
+# others for many tokens; attention has one kernel with a prefix and one without.
 WARM_UP = ((0, 72), (1, 64), (1, 128), (1, 1024))
 
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """What a launch gave one request."""
+    """A launch's result for one request."""
 
     tokens: list[int]
     drafted: int
-    chain: int  # how far its tree held what a chain would have drafted
-    firsts: int  # how many of those nodes were accepted
+    chain: int  # nodes of its tree that a chain would have drafted: the first choices from the root on
+    firsts: int  # how many of those were accepted
     logprobs: list[TokenLogprob] | None
     scores: list[TokenLogprob]  # of the row's scored prompt tokens
-    predicted: range = range(0)  # of the request's prediction: what its tokens are, from the first on
-    sources: Sequence[int] = ()  # of each source tokens tested, of these right, and accepted
+    predicted: range = range(0)  # the part of the request's prediction that its first tokens match
+    sources: Sequence[int] = ()  # for each source: tokens tested, right and accepted
 
 
 class Stopwatch:
-    """Times what is queued between its making and ``stop``: on the device's own clock where it has one."""
+    """Times the work queued between construction and ``stop``, on the device's own clock if it has one."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -81,7 +81,7 @@ class Stopwatch:
 
 
 class Launch:
-    """Work queued on the device. ``read`` waits for it; nothing else does."""
+    """Work queued on the device. Only ``read`` waits for it."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class Launch:
         scores: Logprobs | None = None,
         sources_BX: Tensor | None = None,
     ) -> None:
-        """``packed`` ``[B, S + 4]``: tokens, -1 beyond the end, then nodes drafted, first choices and those accepted;
-        ``predicted_B2``: as in a step's result, None where nobody has a prediction; ``scores``: of the scored prompt
-        tokens, by row; ``sources_BX``: as in a step's result."""
+        """``packed`` ``[B, S + 4]``: tokens, -1 after the last one, then nodes drafted, first choices, and accepted
+        first choices. ``predicted_B2``: as in ``StepResult``, None without predictions. ``scores``: of the scored
+        prompt tokens, by row. ``sources_BX``: as in ``StepResult``."""
         self._rows = rows
         self._stopwatch = stopwatch
         self._packed = to_host(packed)
@@ -108,12 +108,12 @@ class Launch:
 
     @property
     def seconds(self) -> float:
-        """What the device worked on a step, once it has been read."""
+        """Seconds that the device spent on a step, once it has been read."""
         assert self._stopwatch is not None, "prefill is not timed"
         return self._stopwatch.seconds
 
     def read(self) -> list[Emitted]:
-        """One entry a row, in the order of the launch."""
+        """Wait, and return one entry for each row, in the launch's order."""
         if self._event is not None:
             self._event.synchronize()
         out, reported, scored = [], 0, 0
@@ -156,7 +156,7 @@ def _on_host(found: Logprobs | None) -> Logprobs | None:
 
 
 def _asked(rows: Sequence[Row], predicted_B2: Tensor | None) -> Tensor | None:
-    """Return those of the rows, None if none of them may have a predicted text."""
+    """Return the rows' part of the table, None if no row can have a predicted text."""
     if predicted_B2 is None or not any(row.params.prediction or row.masked for row in rows):
         return None
     return predicted_B2[: len(rows)]
@@ -168,7 +168,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A masked step whose target runs. ``finish`` takes the masks, from pinned memory if ``pinned``."""
+    """A masked step whose target is running. ``finish`` takes the masks, in pinned memory if ``pinned``."""
 
     shape: StepShape
     nodes: NodesOnHost
@@ -178,7 +178,8 @@ class _Begun:
 
 
 class Runner:
-    """The only door to the device while serving. Commands are queued in order; state and cache change in that order."""
+    """The only access to the device while serving. Commands are queued in order; state and cache change in that
+    order."""
 
     def __init__(
         self,
@@ -188,12 +189,11 @@ class Runner:
         capture_next: Callable[[], bool] = lambda: False,
         in_parts: Callable[[StepShape], PartedGraph | None] = lambda shape: None,
     ) -> None:
-        """``graphs``: the shapes whose steps are captured; ``prompts``: the sizes of short launches of prompts that
-        are; ``in_parts`` gives the steps in parts that are. Others run eagerly. ``capture_next`` captures one more, if
-        one was left for a time without requests."""
+        """``graphs``: captured steps. ``prompts``: captured prompt launches. ``in_parts`` returns steps captured in
+        parts. All others run eagerly. ``capture_next`` captures one more step, if one was left for idle times."""
         self.context = context
         self.capture_next = capture_next
-        self.eager_steps = 0  # of those that graphs were captured for
+        self.eager_steps = 0  # steps without a graph, on an engine that has graphs
         self._graphs = graphs
         self._prompts = prompts or {}
         self._in_parts = in_parts
@@ -202,8 +202,8 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, most: int) -> None:
-        """Run prompts of up to ``most`` tokens, fewer than a context has, on the padding slot, so that no user waits
-        for kernels to compile. Of no use are captured launches, whose kernels have been."""
+        """Run prompts of up to ``most`` tokens, fewer than the context holds, on the padding slot, so that no user
+        waits for kernels to compile. Captured launches need no warm-up."""
         state = self.context.state
         reported = SamplingParams(logprobs=1, prompt_logprobs=1)
         for params, (start, tokens) in [
@@ -218,7 +218,7 @@ class Runner:
         state.slots.length[state.dummy].fill_(1)
 
     def run(self, command: Command) -> Launch | None:
-        """Do what any command says. Returns the launch of a prefill or a step."""
+        """Execute any command. Returns the launch of a prefill or a step."""
         match command:
             case Admit():
                 self.admit(command)
@@ -260,7 +260,7 @@ class Runner:
         return Launch(packed, logprobs, rows, predicted_B2=predicted_B2, scores=result.scores)
 
     def _replay_prompts(self, rows: Sequence[Row]) -> PrefillResult | None:
-        """None for a launch that was not captured."""
+        """Replay the captured launch of this size; None if there is none."""
         size = size_for([len(row.tokens) for row in rows], list(self._prompts))
         if size is None or any(row.scored or (row.final and not self.masks.slack(row.slot)) for row in rows):
             return None
@@ -343,8 +343,8 @@ class Runner:
         return Launch(packed, logprobs, rows, stopwatch, predicted_B2, sources_BX=told)
 
     def _tell(self, rows: Sequence[Row], shape: StepShape) -> None:
-        """Take in what was emitted. The text that has to come next is the predicted text of constrained requests from
-        now on. Steps that begin before follow it, so that the next one proposes what is left of it."""
+        """Advance constraints by the emitted tokens, and make the text that has to come next the predicted text of
+        constrained requests. A step already begun follows it too, so that the next one proposes the rest."""
         self.masks.tell(rows)
         state = self.context.state
         if shape.depth and state.prediction is not None:
@@ -354,13 +354,13 @@ class Runner:
 
     @torch.inference_mode()
     def set_draft_rows(self, command: SetDraftRows) -> None:
-        """Copied from pinned memory: no launch is waited for, and captured steps, which address the tensors that
-        change, see them."""
-        self.context.drafter.pick(to_device(command.rows, self.context.state.device))
+        """Copy the rows from pinned memory: this waits for no launch, and captured steps, which read the tensors by
+        address, see the change."""
+        self.context.drafter.set_rows(to_device(command.rows, self.context.state.device))
 
     @torch.inference_mode()
     def set_continuations(self, command: SetContinuations) -> None:
-        """As ``set_draft_rows``."""
+        """Copy continuations, as ``set_draft_rows`` does."""
         self.context.state.set_continuations(command.told)
 
     def _view(self, rows: Sequence[Row], rows_B: Tensor) -> View:
@@ -372,8 +372,8 @@ class Runner:
     def _logprobs(
         self, rows: Sequence[Row], logits: Tensor, token_BW: Tensor, index_BW: Tensor
     ) -> Logprobs | None:
-        """Of the rows that ask for them: ``token_BW`` are up to W tokens a row, -1 for none, chosen at rows
-        ``index_BW`` of the logits."""
+        """Return the log-probabilities of the rows that request them. ``token_BW``: up to W tokens a row, -1 for none,
+        chosen at rows ``index_BW`` of the logits."""
         asking = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
         if not asking:
             return None
@@ -385,7 +385,7 @@ class Runner:
         )
 
     def _scored(self, rows: Sequence[Row], counts: Sequence[int]) -> Scored | None:
-        """What is to be scored of packed runs of ``counts`` tokens."""
+        """Return what to score of packed runs of ``counts`` tokens."""
         asking = [row for row in rows if row.scored]
         if not asking:
             return None

@@ -1,4 +1,4 @@
-"""Which shape the next step has: few, so that each can be a captured graph."""
+"""The choice of the next step's shape, from few, so that each can be a captured graph."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Speculation = tuple[int, int, int]  # steps, topk, nodes a slot
 
 
 def batch_buckets(largest: int) -> tuple[int, ...]:
-    """Batch sizes that get graphs, up to ``largest``, which is one of them."""
+    """Return the batch sizes that get graphs, up to and including ``largest``."""
     more = range(_BUCKETS[-1] + 64, largest, 64)
     return (*(size for size in (*_BUCKETS, *more) if size < largest), largest)
 
 
 def step_shape(slots: int, speculation: Speculation | None, drafting: int, drafts: Drafts = ANY) -> StepShape:
-    """The shape of a step of ``slots``, with a budget for ``drafting`` of them; plain where that leaves nothing. Text
-    beside a model's drafts goes as deep as there are nodes for it."""
+    """Return the shape of a step of ``slots``, with a budget for ``drafting`` of them; plain if that leaves no draft
+    nodes. Copied text next to a model's drafts is as deep as its nodes allow."""
     if speculation is None or not drafting or slots >= MAX_STEP_NODES:
         return StepShape.plain(slots)
     steps, topk, tokens = speculation
@@ -37,17 +37,17 @@ def step_shape(slots: int, speculation: Speculation | None, drafting: int, draft
 
 
 class ShapePolicy(Protocol):
-    """Chooses shapes, and is told what came of them."""
+    """Chooses shapes, and learns from their results."""
 
     @property
     def cost(self) -> CostModel | None:
-        """What steps take, if it was measured."""
+        """The measured cost of steps, if any."""
         ...
 
     def choose(self, batch: Batch) -> StepShape: ...
 
     def plain(self, slots: int) -> StepShape:
-        """Without drafts, for when memory is short."""
+        """Return the shape without drafts, for when memory is short."""
         ...
 
     def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None: ...
@@ -55,7 +55,7 @@ class ShapePolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Batches up to the largest bucket are padded to the next of them; those of a CPU or eager engine not at all."""
+    """Pads batches to the next bucket. Larger batches, and those of a CPU or eager engine, are not padded."""
 
     buckets: tuple[int, ...] = ()
 
@@ -65,7 +65,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class StaticShapes:
-    """One speculation for all steps, None for plain decoding."""
+    """Uses one speculation for all steps; None for plain decoding."""
 
     speculation: Speculation | None
     padding: Padding = Padding()
@@ -73,7 +73,7 @@ class StaticShapes:
 
     @property
     def cost(self) -> None:
-        """Nothing was measured."""
+        """None: nothing was measured."""
         return None
 
     def choose(self, batch: Batch) -> StepShape:
@@ -83,19 +83,19 @@ class StaticShapes:
     def shape(self, slots: int, drafting: int) -> StepShape:
         size = self.padding.size(slots)
         if size in self.padding.buckets and drafting:
-            drafting = size  # one shape a bucket; what some slots may not have goes to others
+            drafting = size  # one shape for each bucket; nodes that some slots may not use go to others
         return step_shape(size, self.speculation, drafting, self.drafts)
 
     def plain(self, slots: int) -> StepShape:
         return StepShape.plain(self.padding.size(slots))
 
     def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
-        """Nothing depends on it."""
+        """Do nothing: the shape is fixed."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveShapes:
-    """The controller's choice among ``candidates`` of a batch's size."""
+    """Lets the controller choose among the ``candidates`` of a batch's size."""
 
     controller: Controller
     padding: Padding = Padding()
@@ -121,26 +121,26 @@ _CANDIDATES: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
     (64, (*_CHAINS, (5, 1, 3), (8, 1, 5))),
     (256, ((1, 1, 2), (2, 1, 3), (3, 1, 4), (5, 1, 4), (3, 1, 2))),
 )
-"""Speculation worth choosing among, by largest batch: verifying is nearly free for few, and the draft's levels dear."""
+"""Candidates by largest batch size: for few slots verification is nearly free, while draft levels are expensive."""
 _OF_TEXT: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
     (16, ((2, 1, 3), (4, 1, 5), (8, 1, 9), (16, 1, 17), (4, 3, 9), (8, 4, 24))),
     (64, ((2, 1, 2), (4, 1, 3), (8, 1, 5), (16, 1, 9))),
     (256, ((2, 1, 2), (8, 1, 3), (16, 1, 3))),
 )
-"""The same where levels cost nothing or all the same: long chains, few nodes for each of many requests."""
+"""The same where levels are free or cost the same at any depth: long chains; for many requests, few nodes each."""
 _BESIDE_TEXT: tuple[tuple[int, tuple[Speculation, ...]], ...] = (
     (4, ((1, 1, 6), (2, 1, 9), (3, 1, 12), (5, 1, 17), (4, 4, 16), (5, 8, 32), (8, 4, 32))),
     (16, ((1, 1, 4), (2, 1, 6), (3, 1, 8), (5, 1, 12), (4, 4, 16))),
     (64, ((1, 1, 3), (2, 1, 4), (3, 1, 5), (5, 1, 6))),
     (256, ((1, 1, 2), (2, 1, 3), (3, 1, 4))),
 )
-"""The same where text is copied beside a model's drafts: nodes for a longer chain than the model's."""
+"""The same where text is copied next to a model's drafts: extra nodes for a longer chain than the model's."""
 _TABLES = {"none": _CANDIDATES, "all": _OF_TEXT, "some": _BESIDE_TEXT}
 
 
 def candidate_shapes(slots: int, drafts: Drafts = ANY) -> list[StepShape]:
-    """What the controller may choose for a batch of ``slots``, plain decoding first. Deeper shapes than can be drafted
-    are cut."""
+    """Return the controller's candidates for a batch of ``slots``, plain decoding first. Shapes deeper than the drafter
+    can draft are cut."""
     table = _TABLES["all" if drafts.block and drafts.copies == "none" else drafts.copies]
     choices = next((choices for most, choices in table if slots <= most), table[-1][1])
     kept = (None, *(cut(each, drafts) for each in choices))
@@ -149,7 +149,7 @@ def candidate_shapes(slots: int, drafts: Drafts = ANY) -> list[StepShape]:
 
 
 def cut(speculation: Speculation, drafts: Drafts) -> Speculation:
-    """The same with no more levels and nodes than are drafted."""
+    """Return the speculation limited to the levels and nodes that can be drafted."""
     (steps, topk, tokens), most_levels = speculation, drafts.most_levels
     if most_levels is None or steps <= most_levels:
         return speculation
@@ -159,7 +159,8 @@ def cut(speculation: Speculation, drafts: Drafts) -> Speculation:
 
 @dataclass(frozen=True, slots=True)
 class ShapePlan:
-    """All shapes that an engine may run: ``speculation`` in every step, or, ``adaptive``, the controller's choice."""
+    """All shapes that an engine may run: ``speculation`` in every step, or, if ``adaptive``, the controller's
+    candidates."""
 
     speculation: Speculation | None
     adaptive: bool
@@ -168,7 +169,7 @@ class ShapePlan:
     drafts: Drafts = ANY
 
     def candidates(self, slots: int) -> list[StepShape]:
-        """What a batch of ``slots`` may run, plain decoding first."""
+        """Return the shapes that a batch of ``slots`` may run, plain decoding first."""
         size = self.padding.size(slots)
         if self.adaptive:
             return candidate_shapes(size, self.drafts)
@@ -176,7 +177,7 @@ class ShapePlan:
         return list(dict.fromkeys(step_shape(size, self.speculation, each, self.drafts) for each in drafting))
 
     def shapes(self) -> list[StepShape]:
-        """Those of all batch sizes."""
+        """Return the shapes of all batch sizes."""
         return list(
             dict.fromkeys(
                 shape for slots in range(1, self.most_slots + 1) for shape in self.candidates(slots)
@@ -184,12 +185,13 @@ class ShapePlan:
         )
 
     def captured(self) -> list[StepShape]:
-        """Those that get graphs."""
+        """Return the shapes that get graphs."""
         return [shape for shape in self.shapes() if shape.slots in self.padding.buckets]
 
     @property
     def margin(self) -> int:
-        """Positions past a context that steps may look at: rows that end are cut after the step that overran."""
+        """Positions after a context that steps may write: a row that reaches its end is cut one step after it
+        overran."""
         shapes = self.shapes()
         return max(s.reserve for s in shapes) + 2 * (max(s.depth for s in shapes) + 1)
 

@@ -1,7 +1,7 @@
-"""Budgets of thoughts: how many tokens an answer may have between its marks of reasoning, until the end mark is due.
+"""Thinking budgets: force the end mark once an answer's reasoning has used its number of tokens.
 
-A state follows from the answer's tokens alone, so a tree's node has that of its path, and the text is that of plain
-decoding.
+The state depends only on the answer's tokens, so each node of a tree has the state of its path, and the text is that of
+plain decoding.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ Stage = Literal["before", "thinking", "closing", "over"]
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Where an answer is in its thought. ``text_of`` gives a token's bytes. ``seen``: of text before a mark its end, as
-    far as it may be part of one. ``left``: tokens that the thought may still have, or closing tokens that are due."""
+    """An answer's position in its thought. ``text_of`` returns a token's bytes. ``seen``: the end of the text so far
+    that may be the beginning of a mark. ``left``: tokens that the thought may still have, or closing tokens still
+    due."""
 
     thought: Thought
     text_of: Callable[[int], bytes]
@@ -29,27 +30,27 @@ class Thinking:
 
     @classmethod
     def begin(cls, thought: Thought, budget: int, text_of: Callable[[int], bytes]) -> Thinking:
-        """The state of an empty answer."""
+        """Return the state of an empty answer."""
         found = cls(thought, text_of, "before", budget)
         return found._entered(b"") if thought.begun else found
 
     @property
     def forced(self) -> int | None:
-        """The token that has to come, None if any may."""
+        """The only token allowed next, None if any is."""
         return self.thought.end[-self.left] if self.stage == "closing" else None
 
     @property
     def due(self) -> list[int]:
-        """Return the tokens that have to come next, in order."""
+        """The tokens that have to come next, in order."""
         return self.thought.end[-self.left :] if self.stage == "closing" else []
 
     @property
     def slack(self) -> float:
-        """Return how many more tokens are certainly unconstrained: infinity once the thought is over."""
+        """Number of next tokens that are certainly unconstrained: infinity once the thought is over."""
         return {"before": self.left + 1, "thinking": self.left, "closing": 0, "over": inf}[self.stage]
 
     def after(self, token: int) -> Thinking:
-        """The state after a token that may come."""
+        """Return the state after an allowed token."""
         match self.stage:
             case "before":
                 return self._opened(self.seen + self.text_of(token))
@@ -61,14 +62,15 @@ class Thinking:
                 return self
 
     def _opened(self, text: bytes) -> Thinking:
-        """A mark opens a thought where nothing but white space is before it; else there is none."""
+        """Return the state after the answer's beginning ``text``: a thought starts only if nothing but whitespace
+        precedes its mark."""
         written, mark = text.lstrip(), self.thought.open.encode()
         if written.startswith(mark):
             return self._entered(written[len(mark) :])
         return replace(self, seen=text, stage="before" if mark.startswith(written) else "over")
 
     def _entered(self, text: bytes) -> Thinking:
-        """The thought goes on with a text, which may end it; else its budget may."""
+        """Return the state after more text of the thought, which the text or the budget may end."""
         mark, text = self.thought.close.encode(), (self.seen if self.stage == "thinking" else b"") + text
         if mark in text:
             return replace(self, stage="over")
@@ -78,8 +80,8 @@ class Thinking:
 
 
 def forced(state: Thinking, tokens: Sequence[int], parents: Sequence[int]) -> list[int | None]:
-    """What has to come after each node of a tree, whose root's state is given. ``parents`` are indices of nodes
-    before."""
+    """Return the only token allowed after each node of a tree, None if any is. ``state``: the root's; ``parents``:
+    indices of earlier nodes."""
     states = [state]
     for node in range(1, len(tokens)):
         states.append(states[parents[node]].after(tokens[node]))

@@ -1,4 +1,4 @@
-"""How many threads compute on a CPU: as many as make a step fastest, of the cores that there are."""
+"""Choose the number of CPU threads that makes a step fastest, among the usable cores."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from specserve.speculation.shape import StepShape
 
 log = logging.getLogger(__name__)
 
-_GAIN = 1.1  # times as fast must a step be with twice the threads: others want the cores, too
+_GAIN = 1.1  # minimum speedup for twice the threads: other processes need cores too
 _SLOTS = 4
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Those that this process may run on, and that its container's quota (cgroup v2) pays for."""
+    """Return the number of cores that the CPU affinity and the container's quota (cgroup v2) allow."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         limit, period = quota.read_text().split()
@@ -30,7 +30,8 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 @torch.inference_mode()
 def choose_threads(context: Context, most: int) -> None:
-    """Measure plain steps with 1, 2, 4, .. and ``most`` threads, until more gain nothing, and keep the best."""
+    """Measure plain steps with 1, 2, 4, .. and ``most`` threads, until more threads stop helping, and keep the best
+    number."""
     best, fastest, shape = 1, 0.0, StepShape.plain(min(_SLOTS, context.state.dummy))
     for count in sorted({1 << power for power in range(most.bit_length()) if 1 << power < most} | {most}):
         torch.set_num_threads(count)
@@ -39,4 +40,4 @@ def choose_threads(context: Context, most: int) -> None:
             break
         best, fastest = count, seconds
     torch.set_num_threads(best)
-    log.info("cpu_threads = %d: of at most %d, a step takes %.2f ms", best, most, 1e3 * fastest)
+    log.info("cpu_threads = %d (at most %d): a step takes %.2f ms", best, most, 1e3 * fastest)

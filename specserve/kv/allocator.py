@@ -1,4 +1,4 @@
-"""Ownership of pages by reference counts: a request and the prefix tree each hold one count on a page they use."""
+"""Page ownership by reference counts: a request and the prefix tree each hold one reference to a page that they use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class PageAllocator:
-    """Hands out pages 1 .. num_pages - 1; page 0 stays unowned for padding."""
+    """Hands out pages 1 .. num_pages - 1; page 0 belongs to no request and takes padding's writes."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
@@ -16,9 +16,9 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, 0, -1))
         self._cached: set[int] = set()
         self.idle = 0  # pages whose only owner is the prefix tree
-        self.joined = 0  # how often a page has come to be both in use and the prefix tree's, ever
+        self.joined = 0  # counts every time a page became both in use and owned by the prefix tree
         self._watched: set[int] = set()
-        self._idled: list[int] = []  # watched ones that were released since
+        self._idled: list[int] = []  # watched pages that were released since ``take_idled``
 
     @property
     def capacity(self) -> int:
@@ -29,7 +29,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` free pages, each with one reference. The caller has checked that there are that many."""
+        """Take ``count`` free pages, each with one reference. The caller has checked that there are enough."""
         assert count <= len(self._free), "allocation without a check"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -46,7 +46,7 @@ class PageAllocator:
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Take an owner from each page; a page without owners is free again."""
+        """Remove an owner from each page; a page without owners is free."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} is released twice"
             self._references[page] -= 1
@@ -73,11 +73,11 @@ class PageAllocator:
             self.release([page])
 
     def watch(self, page: int) -> None:
-        """Note once that the last user of a cached page has released it: nobody has to look again and again."""
+        """Report once, through ``take_idled``, when the last user of a cached page has released it."""
         self._watched.add(page)
 
     def take_idled(self) -> list[int]:
-        """The watched pages that were released since the last call."""
+        """Return the watched pages that were released since the last call."""
         idled, self._idled = self._idled, []
         return idled
 
@@ -85,7 +85,8 @@ class PageAllocator:
         return self._references[page]
 
     def problems(self) -> list[str]:
-        """What contradicts itself: free pages with owners, pages free twice, owners that are too few, wrong counts."""
+        """Return the inconsistencies: free pages with owners, pages that are free twice, too few references, wrong
+        counts."""
         free, found = set(self._free), []
         if len(free) != len(self._free):
             found.append(f"{len(self._free) - len(free)} pages are free twice")
@@ -96,5 +97,5 @@ class PageAllocator:
             found.append(f"{ownerless} pages have no owner, {len(free)} are free")
         idle = sum(self._references[page] == 1 for page in self._cached)
         if idle != self.idle:
-            found.append(f"{idle} cached pages are used by nobody, {self.idle} were counted")
+            found.append(f"{idle} cached pages are not in use, {self.idle} were counted")
         return found

@@ -1,7 +1,7 @@
-"""KV storage: a list of layers, target first and draft after, under one page table.
+"""KV storage: a list of layers, the target's first and then the draft's, under one page table.
 
-A draft layer's entry lies at the slot of its *input token*, so an entry at slot n depends on tokens <= n only and a
-cached prefix is right for the draft as well (slot 0 has no draft entry). Page 0 belongs to no request: padding writes
+A draft layer's entry is at the slot of its *input token*, so the entry at slot n depends only on tokens <= n, and a
+cached prefix is right for the draft too (slot 0 has no draft entry). Page 0 belongs to no request: padding writes
 there.
 """
 
@@ -19,7 +19,7 @@ from specserve.kv.spec import KVSpec
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """``feature_size`` 0 means that no drafter needs the features of page ends, which have the model's ``dtype``."""
+    """``feature_size`` 0: no drafter needs the features of page ends. Features have the model's ``dtype``."""
 
     target: Sequence[KVSpec]
     draft: Sequence[KVSpec]
@@ -35,11 +35,11 @@ class PoolConfig:
 
 
 class KVPool:
-    """Owns the cache tensors. Neighbouring layers of equal specs lie in one tensor, so that one launch moves them all.
+    """Owns the cache tensors. Neighbouring layers with equal specs share a tensor, so that one launch moves them all.
 
-    ``layers[i]``: layer i's entries ``[pages, parts, page size, ...]``, ``scales[i]``: their factors;
+    ``layers[i]``: layer i's entries ``[pages, parts, page size, ...]``; ``scales[i]``: their FP8 scales.
     ``target_groups``: the target's memory as ``[layers, pages, parts, page size, ...]``. ``page_feature``: ``[pages,
-    feature size]``, the fused feature of each page's last token, from which drafting resumes after a prefix hit.
+    feature size]``, the feature of each page's last token, from which drafting resumes after a prefix hit.
     """
 
     def __init__(self, config: PoolConfig, num_pages: int, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """The prefix cache: a radix tree over pages.
 
-An edge holds a run of pages and their tokens; edges split where two sequences part. The tree holds one reference on
+An edge holds a run of pages and their tokens; edges split where two sequences diverge. The tree holds one reference on
 each of its pages, requests hold their own, and a page is evicted only when the tree is its last owner.
 """
 
@@ -23,7 +23,7 @@ class _Node:
     parent: _Node | None
     used: int = 0
     children: dict[Key, _Node] = field(default_factory=dict)  # by the first page's tokens
-    queued: bool = False  # for eviction: among the oldest or the busy
+    queued: bool = False  # for eviction: in ``_oldest`` or ``_busy``
 
 
 class RadixCache:
@@ -34,21 +34,22 @@ class RadixCache:
         self._page_size = page_size
         self._root = _Node([], [], None)
         self._clock = 0
-        # Every leaf is in one of these, once. Its last use as queued may be outdated, and it may have children by now:
-        # eviction sees to that when its turn comes, so that whoever only uses the tree does not pay for the order.
+        # Every leaf is in exactly one of these. Its queued last use may be outdated, and it may have children by now:
+        # eviction corrects that when it pops the leaf, so that lookups and inserts need not keep the order.
         self._oldest: list[tuple[int, int, _Node]] = []  # heap of last use, last page, leaf
-        self._busy: dict[int, _Node] = {}  # by last page: leaves in use when their turn came
+        self._busy: dict[int, _Node] = {}  # by last page: leaves that were in use when popped
         self.num_pages = 0
 
     def match(self, tokens: Sequence[int]) -> list[int]:
-        """Pages of the longest cached prefix of ``tokens``. The caller takes references before anything else runs."""
+        """Return the pages of the longest cached prefix of ``tokens``. The caller takes references before anything else
+        runs."""
         pages: list[int] = []
         for node, matched in self._walk(self._keys(tokens)):
             pages += node.pages[:matched]
         return pages
 
     def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Add a sequence whose whole pages are ``pages``; parts that are cached already keep the tree's pages."""
+        """Add a sequence with its whole ``pages``; parts that are already cached keep the tree's pages."""
         keys = self._keys(tokens)[: len(pages)]
         node, done = self._root, 0
         for step, matched in list(self._walk(keys)):
@@ -63,17 +64,15 @@ class RadixCache:
             self.num_pages += len(leaf.pages)
 
     def evict(self, count: int) -> int:
-        """Free at least ``count`` pages that only the tree owns, least recently used first, if there are that many.
-
-        Returns how many were freed.
-        """
+        """Free at least ``count`` pages that only the tree owns, if there are that many, least recently used first.
+        Return how many were freed."""
         for page in self._allocator.take_idled():
             self._queue(self._busy.pop(page))
         freed = 0
         while self._oldest and freed < count:
             used, page, leaf = heapq.heappop(self._oldest)
             if leaf.children:
-                leaf.queued = False  # until it has none again
+                leaf.queued = False  # until it is a leaf again
             elif used < leaf.used:
                 self._queue(leaf)
             elif not self._only_ours(page):
@@ -84,15 +83,15 @@ class RadixCache:
         return freed
 
     def clear(self) -> int:
-        """Evict every page that no request uses. Returns how many."""
+        """Evict every page that no request uses. Return how many."""
         return self.evict(self.num_pages)
 
     def pages(self) -> Iterator[int]:
-        """Every page of the tree."""
+        """Yield every page of the tree."""
         return (page for node in self.nodes() for page in node.pages)
 
     def evictable(self) -> int:
-        """Pages that ``evict`` could free now."""
+        """Return how many pages ``evict`` could free now."""
         return self._allocator.idle
 
     def _keys(self, tokens: Sequence[int]) -> list[Key]:
@@ -100,7 +99,7 @@ class RadixCache:
         return [tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size)]
 
     def _walk(self, keys: list[Key]) -> Iterator[tuple[_Node, int]]:
-        """Yield each node that shares pages with ``keys`` on the way down, and how many."""
+        """Yield each node on the way down that shares pages with ``keys``, and how many."""
         node, done, now = self._root, 0, self._tick()
         while done < len(keys) and (child := node.children.get(keys[done])) is not None:
             matched = 1
@@ -130,10 +129,9 @@ class RadixCache:
         heapq.heappush(self._oldest, (leaf.used, leaf.pages[-1], leaf))
 
     def _drop_tail(self, leaf: _Node, most: int) -> int:
-        """Free up to ``most`` pages at a leaf's end that no request uses, and unlink it when it is empty. Returns how
-        many."""
+        """Free up to ``most`` unused pages at a leaf's end, and unlink the leaf when it is empty. Return how many."""
         first, parent = leaf.keys[0], leaf.parent
-        # One that uses a page uses all before it.
+        # A request that uses a page also uses all pages before it.
         count = sum(1 for _ in takewhile(self._only_ours, islice(reversed(leaf.pages), most)))
         self._allocator.disown(leaf.pages[-count:])
         del leaf.pages[-count:], leaf.keys[-count:]

@@ -1,4 +1,4 @@
-"""What a layer keeps of a token: its bytes, its tensor, its rows."""
+"""The layout of a layer's KV cache: bytes of a token, tensor, rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class KVSpec(Protocol):
 
     @property
     def scales(self) -> KVScales | None:
-        """Return the factors of what is stored in FP8; None: it is stored in the type that it is computed in."""
+        """The FP8 scales, None if the cache is stored in the dtype of computation."""
         ...
 
     def in_fp8(self, scales: KVScales) -> KVSpec:

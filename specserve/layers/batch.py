@@ -1,5 +1,5 @@
-"""The inputs of one forward, and the interface of its attention. Shapes: T tokens, N heads (q, then k, then v), D head
-size."""
+"""The inputs of one forward pass, and the interface of its attention. Shapes: T tokens, N heads (q, then k, then v), D
+head size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AttentionInputs:
 
 
 class Attend(Protocol):
-    """Attention as a layer sees it: rotate, remember k and v, attend. Paged when serving, dense when training."""
+    """Attention as a layer calls it: rotate q and k, store k and v, attend. Paged when serving, dense when training."""
 
     def __call__(self, inputs: AttentionInputs) -> Tensor:
         """Return ``[T, q heads * D]``. May overwrite ``inputs.qkv_TND``."""
@@ -32,11 +32,11 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The packed tokens of all requests; the only argument of a forward.
+    """The packed tokens of all requests; the only argument of a forward pass.
 
-    ``taps``: boundaries of the residual stream to return (L: what enters layer L; 0: the embedding; the number of
-    layers: the last layer's output before the final norm). ``wanted_W``: the rows that are read after the last layer,
-    which computes no others; None: all.
+    ``taps``: boundaries of the residual stream to return (L: the input of layer L; 0: the embedding; the number of
+    layers: the last layer's output before the final norm). ``wanted_W``: the only rows that are computed and returned
+    after the last layer's attention; None: all.
     """
 
     tokens_T: Tensor  # int64

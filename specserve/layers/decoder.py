@@ -1,4 +1,4 @@
-"""The pre-norm decoder layer that target models and draft heads are built from.
+"""The pre-norm decoder layer of target models and draft heads.
 
 Shapes: T tokens (of all requests, packed), H hidden size, N heads (q, then k, then v), D head size, I inner size.
 """
@@ -25,8 +25,8 @@ from specserve.layers.weights import Projection, WeightFormat
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """Geometry of one decoder layer. ``input_size`` is the width that its q, k, v projections read. ``qk_norm``: each
-    head of q and k is normalized before rotation. ``weights``: how its projections are stored."""
+    """Geometry of one decoder layer. ``input_size``: input width of its q, k, v projections. ``qk_norm``: each head of
+    q and k is normalized before rotation. ``weights``: how its projections are stored."""
 
     hidden_size: int
     intermediate_size: int
@@ -43,7 +43,7 @@ class LayerConfig:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Heads of q, k and v, as they lie in one packed row."""
+        """Heads of q, k and v, in the order of a packed row."""
         return self.num_heads, self.num_kv_heads, self.num_kv_heads
 
     @property
@@ -75,17 +75,15 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)
 
     def add_for(self, reader: object, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
-        """As ``add``, with the norm quantized if ``reader`` multiplies it as integers."""
+        """Return the same as ``add``, with the norm quantized if ``reader`` multiplies it as integers."""
         if isinstance(reader, Projection) and reader.quantizes(len(x_TH)):
             return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps)
         return self.add(x_TH, residual_TH)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with one fused q, k, v projection; the caller's ``attend`` computes it.
-
-    A block takes its input and the residual stream, and returns what it adds and the stream.
-    """
+    """Grouped-query attention with a fused q, k, v projection; the caller's ``attend`` computes it. Like every block,
+    it takes its input and the residual stream, and returns the update and the stream."""
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
         super().__init__()
@@ -108,7 +106,7 @@ class Attention(nn.Module):
         attend: Attend,
         wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return all rows, or the wanted ones; keys and values are stored for all."""
+        """Return all rows, or only ``wanted_W``; keys and values are stored for all."""
         qkv_TO: Tensor = self.qkv_proj(x_TI)
         qkv_TND = qkv_TO.unflatten(-1, (self.config.qkv_heads, self.config.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
@@ -121,7 +119,7 @@ class Attention(nn.Module):
 
     @property
     def kv_from(self) -> int:
-        """The projection's first output that belongs to keys or values."""
+        """Index of the projection's first output that belongs to keys or values."""
         return self.config.num_heads * self.config.head_dim
 
     def project_kv(self, x_TI: Tensor | Rounded) -> Tensor:
@@ -159,14 +157,12 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, layer)
 
     def embed(self, tokens_T: Tensor, embedding_VH: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``enter``, with the tokens' embeddings as the stream."""
+        """Do the same as ``enter``, with the tokens' embeddings as the stream."""
         return self.input_layernorm.embed(tokens_T, embedding_VH)
 
     def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the last block's output and the residual stream before it.
-
-        Return what attention reads, and the residual stream at the layer's boundary.
-        """
+        """Take the last block's output and the residual stream before it. Return the input of attention, and the
+        residual stream at the layer's boundary."""
         return self.input_layernorm.add(x_TH, residual_TH)
 
     def forward(
@@ -177,7 +173,7 @@ class DecoderLayer(nn.Module):
         attend: Attend,
         wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take what ``enter`` returned. Return what the next ``enter`` takes, for all rows or for the wanted ones. Keys
+        """Take the result of ``enter``. Return the input of the next ``enter``, for all rows or the wanted ones. Keys
         and values are stored for all."""
         stream = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
         out: tuple[Tensor, Tensor] = self.mlp(*self.post_attention_layernorm.add(*stream))

@@ -1,14 +1,14 @@
-"""Linear layers with their weights laid out for the processor that they run on.
+"""Linear layers with weights laid out for the processor that they run on.
 
 On a CPU in float32, PyTorch multiplies with the BLAS it was built with, which reads weights row by row and is slow for
 the few rows of a decode step. oneDNN, which PyTorch includes too, takes weights packed once in blocks: measured in
 docs/decisions/0007-packed-cpu-weights.md. On a GPU ``specserve_kernels.linear`` chooses.
 
 Weights may be quantized to 8 bits. On a GPU, few tokens are then multiplied by the quantized weights, which halves the
-bytes read; more tokens are multiplied by the original weights, which are kept next to them. If the weights are int8,
-the inputs have 16 bits and the tensor cores are Ampere's or later, inputs are quantized too. On a CPU and in float64,
-all weights (and with int8, the inputs of few tokens) are only rounded to the quantized values and multiplied as before,
-so that drafts guess about as well as on a GPU.
+bytes read; more tokens are multiplied by the original weights, which are kept next to them. With int8 weights, 16-bit
+activations and tensor cores since Ampere, activations are quantized too. On a CPU and in float64, all weights (and with
+int8, the activations of few tokens) are only rounded to the quantized values and multiplied as before, so that drafts
+are about as good as on a GPU.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from specserve.layers.weights import Projection, WeightFormat
 
 _ROWS_HINT = 8  # the batch size that oneDNN picks the blocks for; good from 1 row to 512
 FEW_TOKENS, FEW_CONVERTED = 128, 32
-"""Tokens, multiplied as integers and otherwise: with 64 a level takes 144 us in int8 on an H200, 213 in bfloat16,
-with 128 203 and 226; with 32 its projections take 181 in FP8, 196 in bfloat16."""
+"""Most tokens to multiply by quantized weights, as integers and after conversion. On an H200, a level of 64 tokens
+takes 144 us in int8 and 213 in bfloat16, of 128 tokens 203 and 226; projections of 32, 181 in FP8, 196 in bfloat16."""
 QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""What a draft's weights may be rounded to, by the setting's name."""
+"""Dtypes of a draft's quantized weights, by the setting's name."""
 MULTIPLIES_INTEGERS = (8, 0)
-"""Compute capability from which on Triton multiplies int8 on tensor cores."""
+"""First compute capability on which Triton multiplies int8 on tensor cores."""
 
 
 def add_in_order() -> None:
-    """Make cuBLAS add inputs as our kernels do, in this process: 16 at a time, in order, for any number of tokens. It
-    may neither split K nor round partial sums."""
+    """Make this process's cuBLAS add inputs like our kernels: 16 at a time, in order, for any number of tokens. It may
+    neither split K nor round partial sums."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
 class Linear(Projection, nn.Linear):
-    """A projection with plain weights. After ``pack`` they are held only in oneDNN's layout."""
+    """A projection with plain weights. After ``pack`` it holds them only in oneDNN's layout."""
 
     bias: nn.Parameter | None  # type: ignore[assignment]
-    parts: Mapping[str, int] = {}  # replaced, never changed
+    parts: Mapping[str, int] = {}  # replaced, never mutated
     packed: Tensor | None = None
     rounds_inputs = False
 
     @classmethod
     def of(cls, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
-        """Make one that shares the weights of another."""
+        """Make a projection that shares another's weights."""
         made = cls(weight_OI.shape[1], weight_OI.shape[0], bias=bias_O is not None, device="meta")
         made.weight = _parameter(weight_OI)
         if bias_O is not None:
@@ -102,7 +102,7 @@ class Linear(Projection, nn.Linear):
         return (self.weight, self.bias) if ids_R is None else pick_rows(self.weight, self.bias, ids_R)
 
     def _check_plain(self) -> None:
-        assert self.weight.numel(), "the weight was packed, and its rows can't be picked"
+        assert self.weight.numel(), "a packed weight has no rows to read"
 
     def _read(self, x_TI: Tensor | Rounded) -> Tensor:
         assert isinstance(x_TI, Tensor)
@@ -111,7 +111,7 @@ class Linear(Projection, nn.Linear):
         return x_TI
 
     def pack(self, keep_weight: bool) -> None:
-        """Pack the weight and, unless others use it, drop the plain one."""
+        """Pack the weight, and drop the plain one unless it is still needed."""
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _ROWS_HINT)
         if not keep_weight:
             self.weight = nn.Parameter(self.weight.detach().new_empty(0), requires_grad=False)
@@ -158,7 +158,6 @@ class QuantizedLinear(Projection):
         return found if out is None else out.copy_(found)
 
     def rows_from(self, start: int) -> tuple[Tensor, Tensor | None]:
-        """As ``Linear``'s."""
         return self._plain.rows_from(start)
 
     def outputs_from(self, start: int, x_TI: Tensor | Rounded) -> Tensor:
@@ -186,7 +185,7 @@ def pick_rows(weight_OI: Tensor, bias_O: Tensor | None, ids_R: Tensor) -> tuple[
 def multiplies_integers(weight_OI: Tensor) -> bool:
     if not on_gpu(weight_OI.device) or weight_OI.itemsize > 2:
         return False
-    from specserve_kernels.ops.device import capability_of  # imports Triton, which a CPU does without
+    from specserve_kernels.ops.device import capability_of  # imports Triton, which a CPU does not need
 
     return capability_of(weight_OI.device) >= MULTIPLIES_INTEGERS
 
@@ -199,7 +198,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 @torch.no_grad()
 def quantize_linears(module: nn.Module, dtype: torch.dtype, leave: Collection[str]) -> None:
     """Quantize every ``Linear`` of a module to ``dtype``, except those named in ``leave``. On a GPU, and on ``meta``,
-    they become ``QuantizedLinear``s, unless they are float64, which no kernel multiplies."""
+    they become ``QuantizedLinear``s, except in float64, for which there is no kernel."""
     for name, child in list(module.named_modules()):
         if not isinstance(child, Linear) or name in leave:
             continue
@@ -214,7 +213,7 @@ def pack_linears(module: nn.Module, keep: Sequence[str] = ()) -> None:
     """Pack every ``Linear`` of a module for inference if that pays: float32 on a CPU with oneDNN.
 
     A weight that another module also holds (tied embeddings) keeps its plain form too; so does a layer whose name ends
-    with one of ``keep``, because its owner reads rows of it.
+    with one of ``keep``, because its owner reads its rows.
     """
     if not torch.backends.mkldnn.is_available():
         return

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Rope(NamedTuple):
-    """How tokens are rotated: by the rows of a rotary table ``[P, 2, D]`` at their positions (int64 ``[T]``)."""
+    """The rotation of tokens: rows of a rotary table ``[P, 2, D]`` at their positions (int64 ``[T]``)."""
 
     table_P2D: Tensor
     position_T: Tensor
@@ -21,10 +21,8 @@ class Rope(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """theta and scaling as in a Hugging Face config; ``kind`` is one of ``ROPE_KINDS``.
-
-    The fields from ``beta_fast`` on are yarn's: which frequencies it blends, and by what it multiplies cos and sin.
-    """
+    """theta and scaling as in a Hugging Face config; ``kind`` is one of ``ROPE_KINDS``. The fields from ``beta_fast``
+    on are yarn's: which frequencies it blends, and the multiplier of cos and sin."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -55,7 +53,7 @@ class RopeConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of cos and sin."""
+        """The multiplier of cos and sin."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -84,8 +82,8 @@ NEEDED = {
 
 
 def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that apply. As in transformers 5, a ``rope_scaling``, which users add, replaces all of
-    ``rope_parameters``, which transformers writes into every config, including its base."""
+    """Return the fields that apply. As in transformers 5, ``rope_scaling``, which users add, replaces all of
+    ``rope_parameters``, which transformers writes into every config, theta included."""
     return dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
 
 
@@ -93,7 +91,7 @@ def _kind(scaling: Mapping[str, Any]) -> str:
     """Return the scaling's kind. Raises ValueError if it or a part of it is not supported."""
     if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
         raise ValueError(
-            f"rope_parameters by kind of layer ({', '.join(nested)}) are not supported; expected one set for all"
+            f"rope_parameters for each kind of layer ({', '.join(nested)}) are not supported; expected one set for all"
         )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
@@ -105,8 +103,8 @@ def _kind(scaling: Mapping[str, Any]) -> str:
 
 
 def _lengths(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """The length trained on: next to the scaling, in it, or else the model's own. Where the factor is absent, the
-    model's length is that many times the one trained on."""
+    """Return the trained length: next to the scaling, inside it, or else the model's own length. An absent factor is
+    the model's length over the trained length."""
     name, length = "original_max_position_embeddings", config.get("max_position_embeddings")
     original, factor = config.get(name) or scaling.get(name), scaling.get("factor")
     if factor is None and original and length:
@@ -142,7 +140,8 @@ def _llama3(config: RopeConfig, inv_D2: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, inv_D2: Tensor) -> Tensor:
-    """Keep channels that turn often over the original length, divide those that turn seldom, interpolate in between."""
+    """Keep channels that rotate often over the original length, divide those that rotate seldom, interpolate in
+    between."""
     size = len(inv_D2)
     low, high = (_channel(config, turns, 2 * size) for turns in (config.beta_fast, config.beta_slow))
     if config.truncate:
@@ -155,7 +154,7 @@ def _yarn(config: RopeConfig, inv_D2: Tensor) -> Tensor:
 
 
 def _channel(config: RopeConfig, turns: float, head_dim: int) -> float:
-    """Return the channel, not rounded, that turns ``turns`` times over the original length."""
+    """Return the fractional index of the channel that rotates ``turns`` times over the original length."""
     length = config.original_max_position_embeddings
     return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 

@@ -1,6 +1,7 @@
-"""Weight formats: how a checkpoint stores a model's projections, and how they are multiplied.
+"""The interface of weight formats: how a checkpoint stores a model's projections, and how they are multiplied.
 
-A format is one module that calls ``register``. Shapes: T tokens, I inputs, O outputs, H hidden size, R picked outputs.
+A format is one module that calls ``register``. Shapes: T tokens, I inputs, O outputs, H hidden size, R selected
+outputs.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 class Projection(nn.Module):
     """``x @ weight.T + bias`` in one weight format; the base class of all formats.
 
-    ``parts``: the projections of a file that are stacked in this one, by name, with their numbers of outputs. Empty: it
-    is a single projection of the same name.
+    ``parts``: the file's projections that are stacked in this one, with their numbers of outputs. Empty: a single
+    projection of the same name.
     """
 
     parts: Mapping[str, int]
@@ -27,7 +28,8 @@ class Projection(nn.Module):
         return next(self.parameters()).device
 
     def stored(self) -> list[dict[str, Tensor]]:
-        """Return what a file holds of each part: views of the parameters, by the last part of their names."""
+        """Return the tensors that a file holds for each part: views of the parameters, by the last part of their
+        names."""
         raise NotImplementedError
 
     def loaded(self) -> None:
@@ -38,7 +40,7 @@ class Projection(nn.Module):
         raise NotImplementedError
 
     def quantizes(self, tokens: int) -> bool:
-        """Return whether it multiplies integers at this number of tokens, so that the preceding norm may quantize."""
+        """Return whether it multiplies integers for this number of tokens, so that the preceding norm may quantize."""
         return False
 
     def outputs_from(self, start: int, x_TI: Tensor | Rounded) -> Tensor:
@@ -52,16 +54,16 @@ class Projection(nn.Module):
         return out_TO[:, ids_R]
 
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return weight ``[R, I]`` and bias ``[R]`` of these outputs in the model's dtype. They are copies, unless None
-        asks for all outputs and the format holds them this way."""
+        """Return weight ``[R, I]`` and bias ``[R]`` of these outputs (None: all) in the model's dtype. They are copies,
+        except for all outputs of a format that holds them in this form."""
         raise NotImplementedError
 
 
 class WeightFormat:
-    """What a ``config.json`` says about its weights. Immutable; equal if it means the same.
+    """The weight format that a ``config.json`` describes. Immutable; equal if it means the same.
 
-    ``words``: its description in logs, empty for plain weights. ``unread``: tensors that a file may have beyond those
-    that projections read, by the ends of their names.
+    ``words``: its description in logs, empty for plain weights. ``unread``: ends of the names of tensors that a file
+    may have although no projection reads them.
     """
 
     unread: tuple[str, ...] = ()
@@ -71,15 +73,15 @@ class WeightFormat:
         return ""
 
     def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
-        """Make a projection whose weights are not loaded yet. ``name``: its module, as files call it without
-        ``model.``; ``parts`` as in ``Projection``, but never empty."""
+        """Make a projection whose weights are not loaded yet. ``name``: its module in files, without ``model.``;
+        ``parts`` as in ``Projection``, but never empty."""
         raise NotImplementedError
 
 
 Reader = Callable[[Mapping[str, Any], Collection[str]], WeightFormat]
 FORMATS: dict[str, Reader] = {}
-"""Readers of a ``quantization_config``, given the names of the checkpoint's tensors without ``model.``, by its
-``quant_method``; ValueError names a field that one can't serve."""
+"""Readers by ``quant_method``. They take the ``quantization_config`` and the names of the checkpoint's tensors without
+``model.``, and raise ValueError naming a field that they can't serve."""
 
 
 def register(quant_method: str, reader: Reader) -> None:

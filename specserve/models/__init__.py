@@ -1,1 +1,1 @@
-"""Target models, one file for each architecture, and how their checkpoints are read."""
+"""Target models, one file for each architecture, and readers of their checkpoints."""

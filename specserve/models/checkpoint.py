@@ -1,4 +1,4 @@
-"""Load model weights: Hugging Face names in the files, fused projections in the modules."""
+"""Load model weights: map Hugging Face names in files to fused projections in modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specserve.models.tensor_files import TensorFiles
 
 log = logging.getLogger(__name__)
 
-READERS = 4  # tensors read at a time: a disk, and the copy to a device, are faster than one of them
+READERS = 4  # threads: disk and device copy have more bandwidth than one thread uses
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -34,14 +34,13 @@ DTYPES = {
 
 
 def file_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of ``module`` under the names of a file, with fused ones split. They are views, not
-    copies."""
+    """Return the parameters of ``module`` under the names of a file, with fused ones split, as views."""
     tensors: dict[str, Tensor] = {}
     seen = set[nn.Parameter]()
     for path, child in module.named_modules():
         own = dict(child.named_parameters(recurse=isinstance(child, Projection)))
         if seen.issuperset(own.values()):
-            continue  # none, or tied to another's
+            continue  # no parameters, or tied ones
         seen.update(own.values())
         stored: Iterable[tuple[str, Mapping[str, Tensor]]] = [(path, own)]
         if isinstance(child, Projection):
@@ -64,7 +63,7 @@ def load_parameters(
     """Fill every parameter of ``module``, converting to its dtype and device.
 
     ``rename`` turns a name inside the module into a canonical one. Raises ValueError, before anything is read, naming
-    the file and the tensor if one is missing, has another shape or is not of plain numbers.
+    the file and a tensor that is missing or has the wrong shape or dtype.
     """
     targets = [(rename(name), target) for name, target in file_tensors(module).items() if not target.is_meta]
     for name, target in targets:
@@ -100,7 +99,7 @@ def _check_tensor(files: TensorFiles, name: str, target: Tensor) -> None:
 
 
 def _read(found: Tensor, target: Tensor) -> int:
-    """The bytes that were read. A thread has modes of its own."""
+    """Copy a tensor and return its bytes. Sets PyTorch's modes, because each thread has its own."""
     with torch.no_grad(), torch.inference_mode(target.is_inference()):
         target.copy_(found.view(target.shape))
     return found.nbytes
@@ -110,7 +109,7 @@ _INIT = (Tensor.uniform_, Tensor.normal_, nn.init.normal_, nn.init.uniform_, nn.
 
 
 class _SkipInit(TorchFunctionMode):
-    """Skip the initialization of parameters: they are about to be loaded."""
+    """Skips the initialization of parameters, which are about to be loaded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _INIT:
@@ -120,7 +119,7 @@ class _SkipInit(TorchFunctionMode):
 
 @contextmanager
 def building(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Modules made in this context have this dtype and device, and uninitialized parameters."""
+    """Give modules made in this context this dtype and device, and uninitialized parameters."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -137,13 +136,13 @@ def load_target(
     max_positions: int | None = None,
     config: ModelConfig | None = None,
 ) -> LlamaModel:
-    """Load a target model from a Hugging Face directory. ``config`` replaces its own. Raises ValueError saying what
-    does not fit."""
+    """Load a target model from a Hugging Face directory. ``config`` replaces the directory's. Raises ValueError naming
+    what does not fit."""
     config, files = config or load_model_config(model_path), TensorFiles(model_path)
     head = {name for name in files.names() if name.startswith("lm_head.")}
     if not config.tie_word_embeddings and not head:
         config = _tied(config, model_path, files)
-    elif head - {"lm_head.weight"}:  # of few bits, though its config may tie it
+    elif head - {"lm_head.weight"}:  # a quantized head, even if the config ties it
         config = replace(config, tie_word_embeddings=False)
     with building(dtype, device):
         positions = max_positions or config.max_position_embeddings
@@ -155,21 +154,20 @@ def load_target(
 
 
 def _tied(config: ModelConfig, model_path: Path, files: TensorFiles) -> ModelConfig:
-    """Use the embedding as the head if the file has none, unless its config says that the two are not tied."""
+    """Return a config that uses the embedding as the head, which the file lacks. Raises ValueError if the config says
+    that the two are not tied."""
     source = model_path / "config.json"
     if read_json(source).get("tie_word_embeddings") is False:
         raise ValueError(
             f"{model_path} has no tensor lm_head.weight: expected in {files.where}, since {source.name} has "
             "tie_word_embeddings false"
         )
-    log.warning(
-        "%s has no lm_head.weight and its config does not tie it: the embedding's is taken", model_path
-    )
+    log.warning("%s has no lm_head.weight, and its config does not tie it: using the embedding's", model_path)
     return replace(config, tie_word_embeddings=True)
 
 
 def _warn_of_unread(model: LlamaModel, known: Collection[str], files: TensorFiles) -> None:
-    """Warn of tensors that no parameter uses: the model may differ from what its config says."""
+    """Warn of tensors that no parameter reads: the model may differ from what its config says."""
     ends = tuple(f".{kind}" for kind in model.config.weights.unread)
     unread = [
         name

@@ -1,4 +1,4 @@
-"""A target model's configuration, and helpers to read a Hugging Face ``config.json``."""
+"""A target model's configuration, and helpers for reading a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What a target model is built from. ``sliding_window``: how many tokens back attention sees, None: all."""
+    """The configuration of a target model. ``sliding_window``: how many tokens back attention sees; None: all."""
 
     architecture: str
     vocab_size: int
@@ -48,8 +48,8 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> tuple[int, str]:
-        """Return the most positions that it serves, and the field that says so. A scaled rope reaches further than the
-        trained positions; within a sliding window a model attends to everything."""
+        """The most positions that the model can be served with, and the field that limits them. A scaled rope extends
+        the trained positions; within its sliding window a model attends to everything."""
         longest, limit = self.max_position_embeddings, "max_position_embeddings"
         reach = {"linear": longest, "yarn": self.rope.original_max_position_embeddings}
         if (scaled := int(reach.get(self.rope.kind, 0) * self.rope.factor)) > longest:
@@ -73,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Values(NamedTuple):
-    """What the values of a field must be, in words and as a test."""
+    """The accepted values of a field, in words and as a test."""
 
     words: str
     accepts: Callable[[Any], bool]
@@ -92,7 +92,7 @@ TRUTH = Values("true or false", lambda value: isinstance(value, bool))
 def check(
     fields: Mapping[str, Any], source: Path, values: Values, *names: str, optional: bool = False
 ) -> None:
-    """Raise ValueError naming the first field of another value."""
+    """Raise ValueError naming the first field whose value is not accepted."""
     for name in names:
         found = fields.get(name)
         if not (optional and found is None) and not values.accepts(found):
@@ -100,7 +100,7 @@ def check(
 
 
 def rope_config(config: Mapping[str, Any], source: Path) -> RopeConfig:
-    """Read the rotary embedding. Raises ValueError naming the file if its kind is unknown."""
+    """Read the rotary embedding's configuration. Raises ValueError naming the file if its kind is unknown."""
     check_rope_fields(config, source)
     try:
         rope = RopeConfig.from_dict(config)
@@ -109,8 +109,8 @@ def rope_config(config: Mapping[str, Any], source: Path) -> RopeConfig:
     written = (config.get("rope_parameters") or {}).get("rope_theta") or rope.theta
     if config.get("rope_scaling") and written != rope.theta:
         log.warning(
-            "%s: rope_scaling replaces rope_parameters, as in transformers: the rotary base is %g, not %g. For the "
-            "other, write rope_theta into rope_scaling",
+            "%s: rope_scaling replaces rope_parameters, as in transformers: rope_theta is %g, not %g. To change it, "
+            "write rope_theta into rope_scaling",
             source,
             rope.theta,
             written,
@@ -119,7 +119,7 @@ def rope_config(config: Mapping[str, Any], source: Path) -> RopeConfig:
 
 
 def check_rope_fields(config: Mapping[str, Any], source: Path) -> None:
-    """Raise ValueError naming a field whose type differs from published ones."""
+    """Raise ValueError naming a field of an unexpected type."""
     check(config, source, OBJECT.or_null, "rope_scaling", "rope_parameters")
     for fields in (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
         if fields.get("rope_theta") is not None:
@@ -127,7 +127,7 @@ def check_rope_fields(config: Mapping[str, Any], source: Path) -> None:
 
 
 def layer_config(config: Mapping[str, Any], source: Path) -> LayerConfig:
-    """Read the geometry of a decoder layer. Raises ValueError naming a missing or impossible field."""
+    """Read the geometry of a decoder layer. Raises ValueError naming a missing or invalid field."""
     check(config, source, COUNT, "hidden_size", "intermediate_size", "num_attention_heads")
     check(config, source, COUNT.or_null, "num_key_value_heads", "head_dim")
     check({"rms_norm_eps": 1e-6, **config}, source, NUMBER, "rms_norm_eps")

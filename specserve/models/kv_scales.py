@@ -11,7 +11,8 @@ from specserve.models.tensor_files import TensorFiles
 
 
 def _names(part: str) -> tuple[str, ...]:
-    """Return the names of ModelOpt, compressed-tensors and AutoFP8, and that of one scale for keys and values."""
+    """Return the names that ModelOpt, compressed-tensors and AutoFP8 use, and the name of one scale for keys and
+    values."""
     return (
         f"{part}_proj.{part}_scale",
         f"{part}_scale",

@@ -24,8 +24,8 @@ class LlamaModel(nn.Module):
     """A decoder-only model whose attention is provided by the caller.
 
     A subclass defines how its ``config.json`` is read: ``defaults`` replace absent fields, ``read_layer`` completes the
-    geometry, ``read_layers`` repeats it for every layer, ``read_window`` returns how far back attention sees (None: to
-    the beginning). ``unread`` are parts of names of tensors that a file may have without a parameter for them.
+    geometry, ``read_layers`` repeats it for every layer, and ``read_window`` returns how far back attention sees (None:
+    no limit). ``unread``: parts of the names of tensors that a file may have without a parameter for them.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -87,6 +87,6 @@ class LlamaModel(nn.Module):
         return hidden_TH, [tapped[boundary] for boundary in batch.taps]
 
     def logits(self, hidden_TH: Tensor, out: Tensor | None = None) -> Tensor:
-        """Scores over the vocabulary ``[T, V]`` of hidden states after the final norm, written to ``out`` if given."""
+        """Return the logits ``[T, V]`` of hidden states after the final norm, written to ``out`` if given."""
         found: Tensor = self.lm_head(hidden_TH, out=out)
         return found

@@ -8,6 +8,6 @@ from specserve.models.qwen2 import Qwen2Model
 
 
 class MiMoModel(Qwen2Model):
-    """The ``mtp_layers`` belong to a drafter."""
+    """Ignores the ``mtp_layers``, which belong to a drafter."""
 
     unread: ClassVar[tuple[str, ...]] = (*Qwen2Model.unread, "mtp_layers.")

@@ -10,7 +10,7 @@ from specserve.models.llama import LlamaModel
 
 
 class MistralModel(LlamaModel):
-    """An absent window means that of the first version; null means none."""
+    """Uses the first version's window if the field is absent, none if it is null."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,

@@ -11,7 +11,7 @@ from specserve.models.llama import LlamaModel
 
 
 class Qwen2Model(LlamaModel):
-    """The biases are part of the architecture; no field names them."""
+    """Always has q, k and v biases; no config field names them."""
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "max_position_embeddings": 32768,
@@ -25,7 +25,8 @@ class Qwen2Model(LlamaModel):
 
     @classmethod
     def read_window(cls, fields: Mapping[str, Any]) -> int | None:
-        """Return the window of the layers that ``layer_types`` names, or of those from ``max_window_layers`` on."""
+        """Return the window, if ``use_sliding_window`` is set and some layer has one: by ``layer_types``, or from
+        ``max_window_layers`` on."""
         kinds = fields.get("layer_types")
         if kinds is None:
             some = fields["max_window_layers"] < fields["num_hidden_layers"]

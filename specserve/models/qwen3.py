@@ -11,7 +11,7 @@ from specserve.models.qwen2 import Qwen2Model
 
 
 class Qwen3Model(Qwen2Model):
-    """The head size is 128 if the config does not say, whatever the hidden size."""
+    """Uses a head size of 128 if the config does not say, whatever the hidden size."""
 
     defaults: ClassVar[Mapping[str, Any]] = {**Qwen2Model.defaults, "head_dim": 128}
 

@@ -15,7 +15,7 @@ from specserve.models.registry import model_class
 from specserve.models.tensor_files import TensorFiles
 
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""What holds a quantization that ``config.json`` does not, and its ``quant_method``."""
+"""Files with a quantization config that ``config.json`` lacks, and their ``quant_method``."""
 
 
 def load_model_config(model_path: Path) -> ModelConfig:
@@ -47,7 +47,7 @@ def load_model_config(model_path: Path) -> ModelConfig:
 
 
 def _weights(fields: Mapping[str, Any], path: Path) -> WeightFormat:
-    """Return the weight format by ``config.json``, or by the file that older tools wrote next to it."""
+    """Return the weight format from ``config.json``, or from the file that older tools wrote next to it."""
     given = fields.get("quantization_config") or fields.get("compression_config")
     for name, method in _SIDE_FILES.items():
         if not given and path.with_name(name).exists():

@@ -19,7 +19,7 @@ ARCHITECTURES: dict[str, str | type[LlamaModel]] = {
 
 
 def register(architecture: str, model: type[LlamaModel]) -> None:
-    """Serve checkpoints whose ``architectures`` name this one."""
+    """Serve checkpoints whose ``architectures`` contain this name."""
     assert architecture not in ARCHITECTURES, f"two models are called {architecture}"
     ARCHITECTURES[architecture] = model
 

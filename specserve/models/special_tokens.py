@@ -9,10 +9,8 @@ from specserve.models.config import ModelConfig, read_json
 
 
 def special_tokens(tokenizer_path: Path, config: ModelConfig) -> list[int]:
-    """Return the ids that end answers or that the tokenizer's files mark as special, ascending.
-
-    Raises ValueError naming a file that is unreadable.
-    """
+    """Return the ids that end answers or that the tokenizer's files mark as special, ascending. Raises ValueError
+    naming an unreadable file."""
     found = {*config.eos_token_ids, *_marked(tokenizer_path)}
     return sorted(i for i in found if 0 <= i < config.vocab_size)
 

@@ -1,6 +1,6 @@
 """Read the tensors of a checkpoint directory, from safetensors or pickled files.
 
-Names are compared without a leading ``model.`` and with ``midlayer.`` read as ``layers.0.``, so every published flavour
+Names are compared without a leading ``model.`` and with ``midlayer.`` read as ``layers.0.``, so every published variant
 of a draft head looks the same.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specserve.models.config import read_json
 
-HEADS = "*_lm_head.pt"  # what Medusa and its kin call their files
+HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
 
 
 def canonical(name: str) -> str:
@@ -28,8 +28,8 @@ def canonical(name: str) -> str:
 
 
 class TensorFiles:
-    """The tensors of a checkpoint directory by canonical name. Each tensor of a safetensors file is mapped on its own
-    and released with it, so that memory never holds a whole copy of the weights."""
+    """The tensors of a checkpoint directory by canonical name. Each safetensors tensor is mapped separately and
+    released after use, so memory never holds a whole copy of the weights."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,9 +101,9 @@ def _open_safetensors(file: Path) -> Any:
 
 def _load_pickle(file: Path) -> dict[str, Tensor]:
     try:
-        mmap = zipfile.is_zipfile(file)  # files of before PyTorch 1.6 are none
+        mmap = zipfile.is_zipfile(file)  # files from before PyTorch 1.6 are not
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-    except pickle.UnpicklingError as error:  # its own words advise to run the code
+    except pickle.UnpicklingError as error:  # PyTorch's own message suggests running the code
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         why = f"it wants to run {found[1]}" if found else "it is damaged or more than plain data"
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Assembles an engine and runs it: in this process or in one of its own, watched and restarted."""
+"""Assemble an engine and run it, in this process or in its own process that is watched and restarted."""

@@ -70,13 +70,14 @@ from specserve.speculation.state import DecodeState
 
 log = logging.getLogger(__name__)
 
-FP8_CAPABILITY = (8, 9)  # of the first GPUs that turn FP8 into other numbers by themselves
+FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 conversion in hardware
 
 
 def resolve_engine(
     given: Settings, with_front: bool = False, has_gpu: bool | None = None
 ) -> tuple[Settings, list[str], EngineConfig]:
-    """Make every choice and log the reason for each. Return the settings, the reasons, and the engine's configuration.
+    """Make every automatic choice and log the reasons. Return the settings, the reasons, and the engine's
+    configuration.
 
     ``with_front``: another process needs a core. ``has_gpu`` None: ask this machine. Raises ValueError naming the
     setting that can't be honoured.
@@ -93,21 +94,18 @@ def resolve_engine(
         model = model.with_weights(RoundedWeights(settings.quantization))
     if words := model.weights.words:
         plain = settings.device == "cpu" or settings.dtype == "float64"
-        how = "plain ones once they are loaded" if plain else "which the kernel weight_only_linear reads"
-        notes.append(f"weights: {words}; {how}; inputs stay in {settings.dtype}")
+        how = "dequantized while loading" if plain else "read by the kernel weight_only_linear"
+        notes.append(f"weights: {words}; {how}; activations stay in {settings.dtype}")
     for note in notes:
         log.info("%s", note)
-    # OpenMP's threads spin at barriers, and one that is pushed off its core holds up all
-    # (docs/decisions/0006-engine-threads.md).
+    # OpenMP threads spin at barriers: one without a core delays all (docs/decisions/0006-engine-threads.md).
     cores = max(1, usable_cores() - with_front)
     return settings, notes, EngineConfig.of(settings, model, cores)
 
 
 def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = lambda: None) -> Scheduler:
-    """Load everything that the configuration names. Raises ValueError for what can't be served.
-
-    ``before_launch`` is called after the weights are loaded and before the first launch.
-    """
+    """Load everything that the configuration names. Raises ValueError for what can't be served. ``before_launch`` is
+    called after the weights are loaded and before the first launch."""
     if config.device == "cuda":
         settle_keys()
         add_in_order()
@@ -135,7 +133,7 @@ def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = l
 def assemble(
     config: EngineConfig, plan: ShapePlan, runner: Runner, policy: ShapePolicy, graphs: Graphs
 ) -> Scheduler:
-    """Make a scheduler with its own pages and requests over a loaded engine."""
+    """Make a scheduler with its own pages and requests for a loaded engine."""
     context = runner.context
     pool = context.pool
     memory = Memory(pool.num_pages, pool.page_size, prefix_cache=config.prefix_cache)
@@ -175,7 +173,7 @@ def assemble(
 
 
 def _observers(config: EngineConfig, runner: Runner) -> list[Observer]:
-    """Return the observers with which the drafter follows the texts."""
+    """Return the observers through which the drafter follows the texts."""
     drafter, found = runner.context.drafter, list[Observer]()
     if drafter.live_map is not None:
         found.append(DynamicMapObserver(drafter.live_map, runner))
@@ -216,19 +214,19 @@ def _prepare_grammars(config: EngineConfig, runner: Runner) -> str | None:
 def _overlap(config: EngineConfig, drafter: Drafter) -> bool:
     """Return whether results of a step are handled while the next one runs."""
     if config.overlap and drafter.needs.tokens_on_host:
-        log.info("overlap is off: %s wants each step's tokens before the next", drafter.name)
+        log.info("overlap is off: %s needs each step's tokens before the next step", drafter.name)
         return False
     return config.overlap
 
 
 def shape_plan(config: EngineConfig) -> ShapePlan:
-    """Return the shapes that steps may have; those within the buckets are captured."""
+    """Return the shapes that steps may have. Those within the batch buckets are captured."""
     padding = Padding(batch_buckets(config.largest_graph) if config.largest_graph is not None else ())
     return ShapePlan(config.shape, config.adaptive, config.max_running_requests, padding, config.drafts)
 
 
 def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePolicy:
-    """Return the policy that chooses among them, after measuring costs if it needs them."""
+    """Return the policy that chooses shapes, after measuring costs if it needs them."""
     if not plan.adaptive:
         return StaticShapes(plan.speculation, plan.padding, plan.drafts)
     phase.enter("measuring steps")
@@ -242,7 +240,7 @@ def shape_policy(plan: ShapePlan, context: Context, graphs: Graphs) -> ShapePoli
     cost.prompts = min(seconds for shape, seconds in cost.table.items() if not shape.levels)
 
     def captured(slots: int) -> list[StepShape]:
-        """Plain decoding, and what has a graph by now, if any has one."""
+        """Return plain decoding and the shapes that have graphs by now; all shapes on an engine without graphs."""
         plain, *drafted = plan.candidates(slots)
         return [plain, *(shape for shape in drafted if shape in graphs.steps or not graphs.steps)]
 
@@ -269,7 +267,7 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
     identity = None if config.device == "meta" else fingerprint(target, config, scales)
     phase.enter("reading the draft")
     drafter = create_drafter(config, target, positions, dtype)
-    pack_linears(target)  # last: a draft may pick rows of the plain head
+    pack_linears(target)  # last: a draft may take rows of the head before it is packed
     pool_config = PoolConfig(
         target=kept,
         draft=_kept(config, drafter.kv, config.draft.path if config.draft else Path(), "draft"),
@@ -299,17 +297,17 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
 
 
 def create_shapes(config: EngineConfig, plan: ShapePlan) -> Context:
-    """Create the same without data and with a pool of one page, on ``meta``, which counts as a GPU."""
+    """Create the same context without data, on ``meta``, which counts as a GPU, with a pool of one page."""
     return create_context(replace(config, device="meta", max_total_tokens=config.page_size), plan)
 
 
 def target_kv(config: ModelConfig, dtype: torch.dtype) -> list[KVSpec]:
-    """Return what each of the target's layers keeps of a token."""
+    """Return the KV layout of each of the target's layers."""
     return [HeadKV(layer.num_kv_heads, layer.head_dim, dtype) for layer in config.layers]
 
 
 def _kept(config: EngineConfig, specs: Sequence[KVSpec], path: Path, whose: str) -> Sequence[KVSpec]:
-    """Return the layers' specs in the KV cache's dtype, for FP8 with the scales of the checkpoint at ``path``. A draft
+    """Return the layers' specs in the KV cache's dtype; for FP8, with the scales of the checkpoint at ``path``. A draft
     head inside the target's checkpoint does not use the target's scales."""
     if config.kv_cache_dtype != FP8_KV or not specs:
         if whose == "target" and has_kv_scales(path):
@@ -337,8 +335,8 @@ def _pool(config: PoolConfig, pages: int, device: torch.device) -> KVPool:
         if device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
             raise
         raise ValueError(
-            f"--max-total-tokens: a KV pool of {tokens} tokens takes {size:.1f} GiB, which the {device.type} does not "
-            "have; expected fewer tokens"
+            f"--max-total-tokens: a KV pool of {tokens} tokens takes {size:.1f} GiB, more than the {device.type} "
+            "has; expected fewer tokens"
         ) from None
     if device.type != "meta":
         seconds = time.perf_counter() - begin
@@ -398,7 +396,7 @@ def check_fp8(config: EngineConfig) -> None:
 
 
 def _map_plan(config: EngineConfig, draft: DraftSettings) -> Path | MapPlan | None:
-    """Return the file that lists the draft vocabulary, or how it follows the text."""
+    """Return the file that lists the draft vocabulary, or the plan of a dynamic map."""
     given = draft.token_map
     if not isinstance(given, DynamicMap):
         return given

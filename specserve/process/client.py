@@ -1,4 +1,4 @@
-"""The front's side of the engine: pass requests to it, and its messages to whoever waits for them.
+"""The front's side of the engine: sends requests to it, and routes its messages to the calls that wait for them.
 
 It knows no sockets: ``link`` moves the messages. Everything runs on one event loop.
 """
@@ -29,7 +29,7 @@ from specserve.messages import (
 
 State = Literal["loading", "ready", "broken", "stopped"]
 Send = Callable[[ToEngine], None]
-FIRST_PHASE = "starting the engine's process"  # which says nothing yet
+FIRST_PHASE = "starting the engine's process"  # until its first message
 
 
 class EngineGone(Exception):
@@ -37,9 +37,8 @@ class EngineGone(Exception):
 
 
 class Inbox:
-    """The engine's messages about the requests of one call, in order. If more tokens of a request arrive before the
-    last ones were taken, they are joined into one message, so a front that falls behind has less work for each token.
-    """
+    """The engine's messages for the requests of one call, in order. If more tokens of a request arrive before the last
+    ones were taken, they are joined into one message, so a front that falls behind has less work for each token."""
 
     def __init__(self, client: EngineClient, name: str, requests: Sequence[Submit]) -> None:
         self.name = name
@@ -76,7 +75,7 @@ class Inbox:
             self.put(Failed(rid, message, fault=fault))
 
     def close(self) -> None:
-        """Abort the requests that have not ended; nobody reads here any more."""
+        """Abort the requests that have not ended. Nothing is read after this."""
         if self._timer is not None:
             self._timer.cancel()
         for rid in sorted(self.open):
@@ -84,15 +83,12 @@ class Inbox:
 
 
 class EngineClient:
-    """The state of the engine and a route for each open request. ``send`` passes messages to the engine, if there is
-    one.
-
-    One client lasts as long as the server: after an engine has died, ``connect`` attaches the next one.
-    """
+    """The engine's state and a route for each open request. ``send`` passes messages to the engine, if there is one.
+    The client lives as long as the server: after an engine has died, ``connect`` attaches the next one."""
 
     def __init__(self, send: Send | None = None) -> None:
         self.state: State = "loading"
-        self.phase = FIRST_PHASE  # of an engine that loads
+        self.phase = FIRST_PHASE  # of an engine that is loading
         self.info: dict[str, Any] = {}
         self.stats: Stats | None = None
         self.failure = Broken("")  # of the latest engine that broke
@@ -179,13 +175,13 @@ class EngineClient:
                 self.fail(message)
 
     def fail(self, reason: Broken) -> None:
-        """The engine is gone: answer every open request with an error. Only the first reason counts."""
+        """Answer every open request with an error, because the engine is gone. Only the first reason counts."""
         if not self.without_engine:
             self.failure = reason
             self._end("broken")
 
     def stop(self) -> None:
-        """The server stops: answer open and new requests with an error."""
+        """Answer open and new requests with an error, because the server stops."""
         if self.state != "stopped":
             self._end("stopped")
 

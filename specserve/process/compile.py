@@ -1,15 +1,15 @@
-"""Compile what a configuration launches before it is launched: on all cores, and without a GPU.
+"""Compile the kernels of a configuration before they are launched: on all cores, and without a GPU.
 
 A dry run finds the variants. The engine is built of ``meta`` tensors, which have shapes but no data, and launches once
 each step that will be captured, each prompt size, and eager prompts around the lengths where the choice of kernel
-changes. Triton calls a hook before it compiles; the hook notes the variant and hands it to a process of a pool, which
+changes. Triton calls a hook before it compiles; the hook notes the variant and hands it to a process pool, which
 compiles it into Triton's cache.
 
 Triton's key covers a kernel's sources and the compiler's version, so a stale entry is never read. A list of the
-variants lies next to the cache, keyed by the configuration and by all our sources; a start that finds it skips the dry
-run.
+variants is stored next to the cache, keyed by the configuration and all our sources; a start that finds it skips the
+dry run.
 
-Run as a module, it reads a pickled ``Job`` from the process that starts it.
+Run as a module, it reads a pickled ``Job`` from its parent process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Job(NamedTuple):
 
 
 class Driver:
-    """A stand-in for the driver of a GPU that may not exist, as far as Triton's compiler asks it."""
+    """Stands in for the driver of a GPU that may not exist, with all that Triton's compiler asks for."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         from triton.backends.compiler import GPUTarget
@@ -76,12 +76,12 @@ class Driver:
 
 
 class _Launched:
-    """A stand-in for a compiled kernel that does nothing."""
+    """Stands in for a compiled kernel and does nothing."""
 
     function = packed_metadata = None
 
     def launch_metadata(self, *args: object) -> None:
-        """None for a launch that is none."""
+        """Return None: nothing is launched."""
 
     def run(self, *args: object) -> None:
         """Launch nothing."""
@@ -92,14 +92,13 @@ def _compile(variant: Variant) -> None:
 
     kernel = variant.load()
     if hasattr(driver, "make_launcher"):  # before Triton 3.7 each signature has a launcher in C
-        with contextlib.suppress(
-            AssertionError, ImportError
-        ):  # without a GPU's driver they are left to the start
+        # Without a GPU's driver, launchers are compiled at start.
+        with contextlib.suppress(AssertionError, ImportError):
             driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def compile_all(job: Job) -> list[Variant]:
-    """Compile all variants into Triton's cache and list them there. Call it in a process of its own."""
+    """Compile all variants into Triton's cache and write their list next to it. Must run in a separate process."""
     from specserve_kernels.ops.device import assume
     from triton import knobs
     from triton.runtime import driver
@@ -113,10 +112,10 @@ def compile_all(job: Job) -> list[Variant]:
         def note(*, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
             found = Variant(fn.module, fn.name, key, compile["specialization_data"])
             compiled[found] = pool.submit(_compile, found)
-            fn.jit_function.device_caches[0][0][key] = _Launched()  # so that it is noted once
+            fn.jit_function.device_caches[0][0][key] = _Launched()  # so that it is noted only once
             return True
 
-        pool.submit(int).result()  # the processes begin before there is anything to share with them
+        pool.submit(int).result()  # fork the processes before there is state to share
         knobs.runtime.jit_cache_hook = note
         launch_all(job.config)
         knobs.runtime.jit_cache_hook = None
@@ -124,7 +123,7 @@ def compile_all(job: Job) -> list[Variant]:
             if (error := future.exception()) is not None:
                 raise RuntimeError(f"{variant.module}.{variant.kernel} does not compile") from error
     file = _list_file(job)
-    part = file.with_suffix(f".{os.getpid()}")  # others may read, or write the same
+    part = file.with_suffix(f".{os.getpid()}")  # other processes may read or write the same file
     part.write_text(json.dumps(list(compiled)))
     part.replace(file)
     return list(compiled)
@@ -156,7 +155,7 @@ def _eager_shapes(plan: ShapePlan) -> list[Any]:
 
 
 def _prefill(context: Context, start: int, tokens: int, scored: Scored | None = None) -> None:
-    """One prompt's chunk."""
+    """Launch one prompt's chunk."""
     q_start, spans = _integers(2), [(start, tokens)]
     chunks = PromptChunks(
         _integers(tokens), _integers(tokens), q_start, q_start[1:].bool(), tokens, spans, scored
@@ -198,8 +197,8 @@ def _list_file(job: Job) -> Path:
 
 @dataclass(slots=True)
 class CompileAhead:
-    """Compile in a process of its own while this one loads weights. Nothing depends on its success: what it has not
-    compiled is compiled at its first launch."""
+    """Compiles in a separate process while this one loads weights. Nothing depends on its success: the remaining
+    variants are compiled at their first launch."""
 
     file: Path
     process: subprocess.Popen[bytes] | None
@@ -207,7 +206,7 @@ class CompileAhead:
 
     @classmethod
     def begin(cls, config: EngineConfig) -> CompileAhead:
-        """Begin for the GPU of this process, and watch its Triton from now on."""
+        """Start for this process's GPU, and watch its Triton from now on."""
         from specserve_kernels.ops.device import this_gpu
 
         WATCH.install()
@@ -231,22 +230,24 @@ class CompileAhead:
         assert self.process.stderr is not None
         said = self.process.stderr.read().decode(errors="replace")
         if self.process.wait():
-            log.warning("kernels could not be compiled ahead: %s", said.strip().rpartition("\n")[2])
+            log.warning("kernels could not be compiled in advance: %s", said.strip().rpartition("\n")[2])
         else:
-            log.info("compiled kernels ahead, %.1f s after the start", time.perf_counter() - self.begun)
+            log.info("compiled kernels in advance, %.1f s after the start", time.perf_counter() - self.begun)
 
     def load(self) -> None:
         """Load what was compiled but not launched yet, so that no request waits for it."""
         if self.file.exists():
             listed = [Variant(*each) for each in json.loads(self.file.read_text())]
             if unforeseen := WATCH.have.keys() - {variant[:3] for variant in listed}:
-                log.info("not compiled ahead: %s", ", ".join(sorted(kernel for _, kernel, _ in unforeseen)))
+                log.info(
+                    "not compiled in advance: %s", ", ".join(sorted(kernel for _, kernel, _ in unforeseen))
+                )
             WATCH.load(listed)
         WATCH.serving = True
 
 
 def main() -> None:
-    logging.disable()  # the process that began this one says the same
+    logging.disable()  # the parent process logs the same
     compile_all(pickle.load(sys.stdin.buffer))
 
 

@@ -29,7 +29,7 @@ def fingerprint(
     found.update(repr((what, config.model)).encode())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in sorted(tensors.items()):
-        if name.endswith("rope_P2D"):  # follows from the configuration, and is as long as slots are
+        if name.endswith("rope_P2D"):  # determined by the configuration, except for its length
             continue
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         found.update(_sums(tensor.detach()).cpu().numpy().tobytes())

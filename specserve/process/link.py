@@ -22,9 +22,9 @@ from specserve.process.worker import Addresses, Build, engine_main
 
 log = logging.getLogger(__name__)
 
-GRACE = 5.0  # seconds that the engine has to end before it is killed
+GRACE = 5.0  # seconds to wait for the engine's end before it is killed
 RETRY = 0.01  # seconds
-LAST_WORDS = 0.3  # seconds after its end in which its last messages are read
+LAST_WORDS = 0.3  # seconds to wait for its last messages after its end
 
 
 class EngineProcess:
@@ -33,7 +33,7 @@ class EngineProcess:
     def __init__(self, settings: Settings, build: Build) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="specserve-"))
         self.addresses = Addresses(self._directory)
-        # A daemon is ended, not waited for, where a signal ends this process before anybody could close it.
+        # A daemon, so that it is terminated, not joined, if a signal ends this process before ``close``.
         self.process = multiprocessing.get_context("spawn").Process(
             target=engine_main, args=(settings, self.addresses, build), name="specserve-engine", daemon=True
         )
@@ -51,7 +51,7 @@ class EngineProcess:
 
 @contextlib.asynccontextmanager
 async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[None]:
-    """Connect a client to the engine, and tell it of the engine's end, until the context is left."""
+    """Connect a client to the engine, and report the engine's end to it, until the context exits."""
     context = zmq.Context()
     to_engine = context.socket(zmq.PUSH)
     from_engine: Any = zmq.asyncio.Socket(context, zmq.PULL)
@@ -75,7 +75,7 @@ async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[
 
 
 class Outbox:
-    """Messages to the engine. Those of one turn of the event loop are sent in one frame."""
+    """Batches messages to the engine: those of one turn of the event loop are sent in one frame."""
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
@@ -91,7 +91,7 @@ class Outbox:
             return
         try:
             self._socket.send(encode(self._messages), zmq.NOBLOCK)
-        except zmq.Again:  # the engine has not connected this socket yet, or it is gone
+        except zmq.Again:  # the engine has not connected yet, or is gone
             asyncio.get_running_loop().call_later(RETRY, self._send)
         else:
             self._messages.clear()
@@ -102,13 +102,13 @@ async def _receive(socket: Any, client: EngineClient) -> None:
         while True:
             for message in decode_to_front(await socket.recv()):
                 client.receive(message)
-    except Exception as error:  # nobody else would hear of it, and every request would wait for ever
+    except Exception as error:  # otherwise it would go unnoticed, and every request would wait forever
         log.exception("the engine's messages can't be read")
         client.fail(Broken(f"its messages can't be read: {type(error).__name__}"))
 
 
 async def _watch(engine: EngineProcess, client: EngineClient) -> None:
-    """Tell the client when the process has ended, after its last messages have been read."""
+    """Report the process's end to the client, after its last messages have been read."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_reader(engine.process.sentinel, ended.set)

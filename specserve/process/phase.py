@@ -1,4 +1,4 @@
-"""Report what a starting engine is doing."""
+"""Reports what a starting engine is doing."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ HEARS: ContextVar[Callable[[str], None]] = ContextVar("hears", default=lambda ph
 
 
 def enter(phase: str) -> None:
-    """Tell whoever has set ``HEARS`` which phase begins."""
+    """Report the phase that begins to the function in ``HEARS``."""
     HEARS.get()(phase)

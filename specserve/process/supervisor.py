@@ -16,12 +16,12 @@ from specserve.process.worker import Build
 log = logging.getLogger(__name__)
 
 PERIOD = 600.0  # seconds in which ``engine_restarts`` are allowed
-PAUSE = 1.0  # seconds before the engine that follows one which died while it loaded; doubled for each more
+PAUSE = 1.0  # seconds before restarting an engine that died while loading; doubled each time in a row
 LONGEST_PAUSE = 60.0  # seconds
 
 
 class Supervisor:
-    """Own the engine's process, which starts loading at once. Each process has its own sockets, so no message from or
+    """Owns the engine's process, which starts loading at once. Each process has its own sockets, so no message from or
     to a dead engine reaches the next."""
 
     def __init__(self, settings: Settings, build: Build) -> None:
@@ -29,19 +29,19 @@ class Supervisor:
         self._settings = settings
         self._build = build
         self._restarts: deque[float] = deque()
-        self._never_served = 0  # engines in a row that died while they loaded
+        self._never_served = 0  # engines in a row that died while loading
         self._process = EngineProcess(settings, build)
 
     async def run(self) -> Broken:
-        """Replace engines that die. Return the end of the last one, which is not replaced."""
+        """Replace engines that die. Return the last one's end, after which none is started."""
         while await self._serve() and self._may_restart():
             pause = min(PAUSE * 2 ** (self._never_served - 1), LONGEST_PAUSE) if self._never_served else 0.0
             reason = self.client.failure.message
-            log.error("the engine is gone, another one is started in %g seconds: %s", pause, reason)
+            log.error("the engine is gone, starting another one in %g seconds: %s", pause, reason)
             await asyncio.to_thread(self._process.close)
             await asyncio.sleep(pause)
             if self.client.is_last:
-                break  # the server was told to stop meanwhile
+                break  # meanwhile the server was told to stop
             self._process = EngineProcess(self._settings, self._build)
         return self.client.failure
 
@@ -50,7 +50,7 @@ class Supervisor:
         self._process.close()
 
     async def _serve(self) -> bool:
-        """Wait for the engine's end. Return whether another one may fare better."""
+        """Wait for the engine's end. Return whether another engine may do better."""
         client = self.client
         async with connect(self._process, client):
             await client.settled.wait()

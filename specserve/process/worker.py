@@ -1,6 +1,6 @@
 """The engine's process: build the scheduler, then read messages, run iterations and send the results.
 
-It ends on SIGTERM, when its parent is gone, or, when something fails, with Broken as its last message.
+It ends on SIGTERM, when its parent is gone, or when something fails, with Broken as its last message.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 STATS_PERIOD = 1.0  # seconds
 LOG_PERIOD = 10.0  # seconds of work between lines of the log
-CHECK_PERIOD = 10.0  # seconds, at least, between looks at the books of an idle engine
+CHECK_PERIOD = 10.0  # least seconds between leak checks of an idle engine
 
 
 class Addresses(NamedTuple):
@@ -66,7 +66,7 @@ class Addresses(NamedTuple):
 
 
 class Engine(Protocol):
-    """What this process needs from a scheduler."""
+    """The interface that this process needs from a scheduler."""
 
     @property
     def info(self) -> dict[str, object]: ...
@@ -83,10 +83,8 @@ class Engine(Protocol):
 
 
 class Built(NamedTuple):
-    """A scheduler, the settings it resolved, and the reasons for the automatic choices.
-
-    ``engine.info`` holds ``context_length``, ``max_total_tokens`` and ``vocab_size``: the front needs them.
-    """
+    """A scheduler, its resolved settings, and the reasons for automatic choices. ``engine.info`` holds
+    ``context_length``, ``max_total_tokens`` and ``vocab_size``, which the front needs."""
 
     engine: Engine
     settings: Settings
@@ -105,7 +103,7 @@ def build_scheduler(settings: Settings) -> Built:
 
 
 def load_engine(config: EngineConfig) -> Scheduler:
-    """Load the model, and compile its kernels meanwhile."""
+    """Load the model, and compile its kernels at the same time."""
     from specserve.process.assemble import create_scheduler
 
     if config.device != "cuda" or config.attention_backend != "triton":
@@ -138,7 +136,7 @@ def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoRet
     try:
         code = _run(settings, build, inbox, outbox)
     finally:
-        # It ends already: an exit raised from here on would cut that.
+        # The process is ending: an exit raised from here on would interrupt that.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         context.destroy(linger=1000)
     sys.exit(code)
@@ -149,13 +147,13 @@ def _end_with_parent(addresses: Addresses) -> NoReturn:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    log.warning("the front is gone, the engine ends")
-    shutil.rmtree(addresses.directory, ignore_errors=True)  # the front can't any more
+    log.warning("the front process is gone, the engine stops")
+    shutil.rmtree(addresses.directory, ignore_errors=True)  # the front is no longer there to do it
     os._exit(0)
 
 
 def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
-    """Run the engine. Return the exit code."""
+    """Run the engine, and return the exit code."""
     phase.HEARS.set(lambda name: _send(outbox, [Starting(name)]))
     try:
         built = build(settings)
@@ -180,8 +178,8 @@ def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
 
 
 def keep_what_is_loaded() -> None:
-    """Exempt everything loaded so far from garbage collection. Scanning it would stall a serving process for tenths of
-    a second, again and again."""
+    """Exempt everything loaded so far from garbage collection, whose scans would repeatedly stall serving for tenths of
+    a second."""
     gc.collect()
     gc.freeze()
 
@@ -195,7 +193,7 @@ def ready_info(built: Built) -> dict[str, Any]:
 
 
 class Throughput:
-    """Log the throughput about every ten seconds of work."""
+    """Logs the throughput about every ten seconds of work."""
 
     def __init__(self) -> None:
         self._begin = 0.0
@@ -203,13 +201,13 @@ class Throughput:
 
     def look(self, stats: Stats, now: float) -> None:
         before = self._before
-        if before is None or not stats.running:  # idle time is nobody's
+        if before is None or not stats.running:  # idle time does not count
             self._begin, self._before = now, stats
         elif now - self._begin >= LOG_PERIOD:
             tokens = stats.generated_tokens - before.generated_tokens
             requests = stats.step_totals.requests - before.step_totals.requests
             log.info(
-                "%.0f tokens/s, %.2f per request and step; %d requests run, %d wait, %.0f%% of the KV pages are used",
+                "%.0f tokens/s, %.2f per request and step; %d requests running, %d waiting, %.0f%% of KV pages in use",
                 tokens / (now - self._begin),
                 tokens / max(requests, 1),
                 stats.running,
@@ -230,7 +228,7 @@ class _Loop:
         self._throughput = Throughput()
 
     def run(self) -> NoReturn:
-        """Never waits for messages while there is work."""
+        """Run iterations; wait for messages only when there is no work."""
         engine = self._engine
         while True:
             busy = engine.has_work or engine.work_ahead()
@@ -269,7 +267,7 @@ class _Loop:
             self._stats_at = now + STATS_PERIOD
 
     def _check_idle(self) -> None:
-        """Check for leaks, after the last messages, because this walks over all pages."""
+        """Check for leaks. After the last messages, because this walks over all pages."""
         now = time.monotonic()
         if now >= self._check_at and not self._engine.has_work:
             self._engine.check_idle()

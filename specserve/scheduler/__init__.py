@@ -1,1 +1,1 @@
-"""Admission, chunked prefill, the loop, preemption."""
+"""The scheduler: admission, chunked prefill, the main loop, preemption."""

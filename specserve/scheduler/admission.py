@@ -37,14 +37,16 @@ class Admission:
             param = "thinking_token_budget" if params.grammar is None else "grammar"
             raise FieldError(param, self._no_grammars)
         if params.thinking_token_budget is not None and params.thought is None:
-            raise FieldError("thinking_token_budget", "it is not known how the model writes its thoughts")
+            raise FieldError(
+                "thinking_token_budget", "not supported: the model's reasoning format is unknown"
+            )
         room = self._capacity.room
         limit = room if params.max_tokens is None else min(len(prompt) + params.max_tokens, room)
         eos = () if params.ignore_eos else self._eos_token_ids
         stop_ids = frozenset((*eos, *params.stop_token_ids))
         ends = params.thought.end if params.thinking_token_budget is not None and params.thought else ()
         if params.min_tokens and (met := stop_ids.intersection(ends)):
-            words = f"token {min(met)} ends the answer, and the thought where its budget does: it must be 0"
+            words = f"token {min(met)} ends both the answer and, at its budget, the thought: it must be 0"
             raise FieldError("min_tokens", f"{words}, found {params.min_tokens}")
         seed = self._seeds.randrange(MAX_SEED) if params.seed is None else params.seed
         return Request(

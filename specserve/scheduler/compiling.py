@@ -1,4 +1,4 @@
-"""Requests whose grammars are being compiled. They join the queue afterwards and delay nobody until then."""
+"""Requests whose grammars are being compiled. They join the queue afterwards and delay no other request until then."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ BATCH_BUCKETS = 11  # up to 1, 2, 4, .. 512 requests, and any number
 
 @dataclass(slots=True)
 class Counters:
-    """``steps``: target forwards that emitted tokens, each of a whole batch. ``accepted`` excludes bonus tokens.
-    ``violations``: leaks found while the engine was idle."""
+    """Totals since start. ``steps``: target forwards that emitted tokens, each for a whole batch. ``accepted`` excludes
+    bonus tokens. ``violations``: leaks found while the engine was idle."""
 
     steps: int = 0
     drafted: int = 0
@@ -56,13 +56,13 @@ class Counters:
 
 
 def shape_label(shape: StepShape) -> str:
-    """``off``, or draft levels, candidates a node and nodes a slot, the root included, rounded down."""
+    """Return ``off``, or draft levels, candidates a node and nodes a slot (root included, rounded down)."""
     return f"{shape.levels},{shape.branching},{shape.nodes // shape.slots}" if shape.levels else "off"
 
 
 @dataclass(slots=True)
 class StepCounters:
-    """Totals over steps: their shapes, what became of their drafts, and what plain decoding would have cost."""
+    """Totals over steps: their shapes, the results of their drafts, and what plain decoding would have cost."""
 
     shape: str | None = None
     requests: int = 0
@@ -73,7 +73,7 @@ class StepCounters:
     batches: list[int] = field(default_factory=lambda: [0] * BATCH_BUCKETS)
     deepest_tested: Counter[int] = field(default_factory=Counter)  # draft level, 0 for none
     deepest_accepted: Counter[int] = field(default_factory=Counter)
-    sources: list[int] = field(default_factory=list)  # three counts of each
+    sources: list[int] = field(default_factory=list)  # three counts for each source
 
     def ran(self, shape: StepShape, requests: int, seconds: float) -> None:
         """Count a step of this many requests."""
@@ -89,21 +89,21 @@ class StepCounters:
         self.deepest_accepted[accepted] += 1
 
     def told(self, counts: Sequence[int]) -> None:
-        """Count what a step reports for the sources of one request's tree: three counts for each source, none if there
-        is only one."""
+        """Add the counts of a request's sources: three for each source, none if there is only one."""
         if counts:
             self.sources = [a + b for a, b in zip(self.sources or [0] * len(counts), counts, strict=True)]
 
     def priced(
         self, cost: CostModel, shape: StepShape, plain: StepShape, kv_tokens: int, gained: float
     ) -> None:
-        """Count a step of ``gained`` tokens a request. ``plain``: the same batch without drafts, one token for each
-        request."""
+        """Count the costs of a step that gave ``gained`` tokens a request. ``plain``: the same batch without drafts,
+        which would give one."""
         self.predicted_seconds += cost.seconds(shape, kv_tokens)
         self.plain_seconds += cost.seconds(plain, kv_tokens) * gained
 
     def totals(self, drafter: str | None, names: Sequence[str], cost: CostModel | None) -> StepTotals:
-        """``names``: of the sources of its trees. ``cost`` None: no costs were measured, so their sums are left out."""
+        """Return the totals. ``names``: the sources of the trees. ``cost`` None: costs were not measured and are left
+        out."""
         counts = self.sources or [0] * (3 * len(names))
         return StepTotals(
             drafter=drafter,

@@ -23,8 +23,8 @@ class Memory:
         return -(-tokens // self.page_size)
 
     def take_prefix(self, request: Request, tokens: Sequence[int]) -> int:
-        """Give the request the cached pages of its tokens; they replace pages of its own. At least the last token is
-        left to compute. Return how many of its tokens are cached."""
+        """Give the request the cached pages of its tokens, in place of its own. At least the last token is left to
+        compute. Return how many tokens are cached."""
         if self.cache is None:
             return 0
         cached = self.cache.match(tokens[: len(tokens) - 1])
@@ -54,17 +54,16 @@ class Memory:
 
     @property
     def prospect(self) -> int:
-        """A bound on what a waiting request may get: a request that lacks n pages still lacks some until this has grown
-        by n.
+        """A bound for retrying a waiting request: one that lacks n pages still lacks some until this has grown by n.
 
-        What it lacks shrinks only when pages become available, or when pages of its own tokens, which it would share,
-        become both cached and in use; cached pages that are idle count as available already.
+        A shortage shrinks only when pages become available, or when pages of the request's own tokens, which it would
+        share, become both cached and in use. Idle cached pages already count as available.
         """
         return self.available + self.allocator.joined
 
     def prepare(self, needs: Iterable[tuple[Request, int]]) -> bool:
-        """Free pages for many requests in one eviction, each with the number of tokens it is to hold; ``grow`` follows.
-        Return False, and change nothing, if there are too few."""
+        """Free pages for many requests in one eviction; each is given with the number of tokens that ``grow`` will make
+        it hold. Return False, with nothing changed, if there are too few."""
         missing = sum(max(0, self.pages_for(tokens) - len(request.pages)) for request, tokens in needs)
         if missing > self.available:
             return False
@@ -92,8 +91,8 @@ class Memory:
         """Offer the request's computed whole pages to the prefix cache. If the cache already has some of them, the
         request takes those and frees its own. Return whether its pages changed.
 
-        Whoever uses a cached page therefore uses all pages before it, and eviction, which starts at the ends of the
-        tree, can reach every page that is not in use.
+        A request that uses a cached page thus also uses all cached pages before it, and eviction, which starts at the
+        tree's leaves, can reach every page that is not in use.
         """
         whole = request.computed // self.page_size
         if self.cache is None or whole == request.remembered:
@@ -108,7 +107,7 @@ class Memory:
         return cached != own
 
     def release(self, request: Request) -> None:
-        """Take all pages from the request; the cache keeps what it remembers."""
+        """Take all pages from the request; the cache keeps those it was offered."""
         self.allocator.release(request.pages)
         request.pages, request.remembered = [], 0
 
@@ -121,7 +120,7 @@ class Memory:
             found.append(f"{leaked} of {capacity} pages leaked")
         if self.cache is not None and not len(set(cached)) == len(cached) == self.cache.num_pages:
             found.append(
-                f"the prefix cache counts {self.cache.num_pages} pages and names {len(cached)}, "
+                f"the prefix cache counts {self.cache.num_pages} pages but lists {len(cached)}, "
                 f"{len(cached) - len(set(cached))} of them twice"
             )
         used = [page for page in cached if self.allocator.references(page) != 1]

@@ -1,4 +1,4 @@
-"""Observers of running requests. They are told when a text enters, grows and leaves, and when a launch was read."""
+"""Observers of running requests, called when a text enters, grows or leaves, and when a launch's results were read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from specserve.speculation.dynamic_map import LiveMap
 from specserve.speculation.earlier_answers import MOST_MATCHED, AnswerIndex
 from specserve.speculation.state import Told
 
-MOST_ADDED = 512  # tokens added to the index after a launch, plus twice as many as the launch gave
-MOST_WAIT = 3  # launches skipped at most for a text that keeps departing from what was told
+MOST_ADDED = 512  # most tokens indexed after a launch, plus twice as many as the launch gave
+MOST_WAIT = 3  # most launches skipped for a text that keeps diverging from its continuations
 
 
 class Observer(Protocol):
@@ -32,16 +32,16 @@ class Observer(Protocol):
         ...
 
     def collected(self, stepped: bool) -> None:
-        """The results of a step or a prefill were read. Nothing but the launches in flight was launched after it."""
+        """The results of a step or a prefill were read; only the launches in flight follow it."""
         ...
 
     def flushed(self) -> None:
-        """Forget what is kept of earlier requests. None are running."""
+        """Forget earlier requests; none are running."""
         ...
 
 
 class DynamicMapObserver:
-    """Make a dynamic token map follow the texts. The rows it wants are queued before the next launch."""
+    """Makes a dynamic token map follow the texts. New rows are queued before the next launch."""
 
     def __init__(self, live_map: LiveMap, runner: Runner) -> None:
         self._map = live_map
@@ -66,7 +66,7 @@ class DynamicMapObserver:
 
 @dataclass(slots=True)
 class _Followed:
-    """What the device was told about a text. ``vain``: how many times in a row the first told token was wrong;
+    """The continuation that the device has for a text. ``vain``: how many times in a row its first token was wrong;
     ``wait``: launches to skip because of that."""
 
     told: Told | None = None
@@ -74,7 +74,8 @@ class _Followed:
     wait: int = 0
 
     def agrees(self, base: int, output: Sequence[int]) -> bool:
-        """Return whether the text, which ends at ``base``, follows what was told and has not passed half of it."""
+        """Return whether the text, which ends at ``base``, follows the continuation and has used less than half of
+        it."""
         if (told := self.told) is None:
             return False
         since = output[len(output) - (base - told.base) :]
@@ -88,21 +89,22 @@ class _Followed:
 
 class Texts(Protocol):
     def find(self, tenant: str, text: Sequence[int], most: int) -> tuple[list[int], int]:
-        """Return up to ``most`` tokens that followed the longest match of the text's end in what the tenant may be
-        proposed, and how many tokens matched; none and 0 without one. At most 16 tokens of the text are of use."""
+        """Return up to ``most`` tokens that followed the longest match of the text's end among the tenant's texts, and
+        the match's length; nothing and 0 without a match. Only the last 16 tokens of the text are read."""
         ...
 
 
 class ContinuationObserver:
-    """Tell the device how running texts may continue: for each text the longest continuation in other texts. It is told
-    again when the text departs from it or has passed half of it, and less often if the text keeps departing at once."""
+    """Sends the device a continuation of each running text: what followed the longest match in other texts. A new one
+    is sent when the text diverges from it or has used half of it, and less often if the text keeps diverging at the
+    first token."""
 
     def __init__(self, texts: Texts, runner: Runner, longest: int) -> None:
         self._texts = texts
         self._runner = runner
         self._longest = longest
         self._followed: dict[int, _Followed] = {}  # by slot
-        self._grown: dict[int, Request] = {}  # by slot: their texts have grown
+        self._grown: dict[int, Request] = {}  # by slot: requests with new tokens
 
     def admitted(self, request: Request) -> None:
         pass
@@ -124,7 +126,7 @@ class ContinuationObserver:
         """Do nothing: it keeps no text of its own."""
 
     def _look(self, request: Request) -> Told | None:
-        """Return what to tell the device about a text; None if there is nothing new."""
+        """Return a new continuation for a text, or None."""
         base = len(request.prompt) + len(request.output) - 1
         followed = self._followed.setdefault(request.slot, _Followed())
         if followed.agrees(base, request.output):
@@ -139,8 +141,8 @@ class ContinuationObserver:
 
 
 class AnswersObserver(ContinuationObserver):
-    """Remember answers, and tell the device how texts continue in their tenant's answers. Long answers are added in
-    pieces, one after each launch."""
+    """Indexes answers, and sends continuations from the tenant's own answers. Long answers are added in pieces, one
+    after each launch."""
 
     def __init__(self, answers: AnswerIndex, runner: Runner, longest: int) -> None:
         super().__init__(answers, runner, longest)
@@ -153,13 +155,13 @@ class AnswersObserver(ContinuationObserver):
         self._emitted += len(tokens)
 
     def left(self, request: Request) -> None:
-        """Remember the text. A preempted request is remembered again when it ends."""
+        """Index the text. A preempted request is indexed again when it ends."""
         super().left(request)
         if request.output:
             self._adding.append(self._answers.adding(request.tenant, tuple(request.output)))
 
     def collected(self, stepped: bool) -> None:
-        tokens, self._emitted = MOST_ADDED + 2 * self._emitted, 0  # more than comes to it on average
+        tokens, self._emitted = MOST_ADDED + 2 * self._emitted, 0  # more than arrive on average
         while self._adding and tokens > 0:
             if added := next(self._adding[0], 0):
                 tokens -= added

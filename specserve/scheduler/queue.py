@@ -11,7 +11,7 @@ _RANK = attrgetter("rank")
 
 
 class Queue:
-    """Requests by rank, the lowest first, and by id. Adding and removing only move references."""
+    """Requests by id and by rank, lowest first. Adding and removing only move references."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Request] = {}

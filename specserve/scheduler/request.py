@@ -13,7 +13,7 @@ from specserve.speculation.control.acceptance import Skill
 @dataclass(slots=True, eq=False)
 class Request:
     """``limit``: most tokens, prompt included. ``stop_ids`` end it, after at least ``min_tokens`` output tokens.
-    ``tenant``: who asked, as in ``Submit``."""
+    ``tenant``: as in ``Submit``."""
 
     rid: str
     prompt: Sequence[int]
@@ -30,22 +30,21 @@ class Request:
     # While it has a slot; reset by preemption.
     slot: int = -1
     pages: list[int] = field(default_factory=list)
-    begun: bool = False  # the first of its prompt is launched, and its row on the device written
+    begun: bool = False  # its first chunk is launched, and its row on the device written
     context: Sequence[int] = ()  # tokens to prefill: prompt, and output so far after a preemption
-    prefilled: int = 0  # of those, launched or found in the cache
-    waits: int = 0  # launches that computed more of its prompt while it waited
+    prefilled: int = 0  # tokens of the context that are launched or cached
+    waits: int = 0  # launches that it waited for because they compute a part of its prompt
     remembered: int = 0  # whole pages offered to the prefix cache
     inflight: int = 0  # most tokens that launches not yet read may add to the cache
-    pending: int = 0  # launches not yet read that emit a token or more each
-    told: int = 0  # tokens of its output that what constrains it has been given
-    failures: int = 0  # launches of it alone, as small as can be, that ran out of the device's memory
+    pending: int = 0  # launches not yet read that emit at least one token each
+    told: int = 0  # output tokens that its constraint has consumed
+    failures: int = 0  # smallest possible launches of it alone that ran out of device memory
     # For the report.
-    predicted: set[int] = field(default_factory=set)  # indices of its prediction's tokens that were emitted
+    predicted: set[int] = field(default_factory=set)  # indices of emitted tokens in its prediction
     queued: float | None = None  # seconds before its first slot
     cached_tokens: int | None = None
-    scores: list[TokenLogprob] | None = (
-        None  # of the prompt's tokens but the first; None: not asked for, or told
-    )
+    # Of the prompt's tokens but the first; None: not requested, or sent already.
+    scores: list[TokenLogprob] | None = None
     usage: SpeculationUsage = field(default_factory=SpeculationUsage)
 
     @property
@@ -64,7 +63,7 @@ class Request:
 
     @property
     def room(self) -> int:
-        """Tokens that a step may give it beyond the first: the most draft levels that are of use."""
+        """Tokens that a step may give it beyond the first: the most draft levels that are useful."""
         return self.limit - len(self.prompt) - len(self.output) - self.pending - 1
 
     @property

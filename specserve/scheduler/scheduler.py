@@ -1,7 +1,7 @@
 """Continuous batching: admission, chunked prefill, steps, and what happens when pages run out.
 
-One iteration launches at most one prefill chunk and one step. With overlap, results of a launch are read while the
-next one runs: the host then works with bounds (``Request.inflight``) and learns real counts one launch later.
+One iteration launches at most one prefill chunk and one step. With overlap, a launch's results are read while the next
+one runs: the host works with upper bounds (``Request.inflight``) and learns real counts one launch later.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from specserve.scheduler.compiling import Compiling
 from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
-from specserve.scheduler.pressure import ATTEMPTS, Pressure
+from specserve.scheduler.oom_backoff import ATTEMPTS, OOMBackoff
+from specserve.scheduler.prefix_waiting import PrefixWaiting
 from specserve.scheduler.queue import Queue
 from specserve.scheduler.request import Request
-from specserve.scheduler.sharing import Sharing
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.shape import StepShape
@@ -42,12 +42,12 @@ log = logging.getLogger(__name__)
 
 Done = TypeVar("Done")
 
-FORCED = 0.1  # of tokens: waiting for the last step's takes about as much of a step's time
+FORCED = 0.1  # share of forced tokens above which a step waits for the last step's tokens, about what waiting costs
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the scheduler may launch at once."""
+    """Limits of what the scheduler launches at once."""
 
     max_running_requests: int
     chunked_prefill_size: int
@@ -72,7 +72,7 @@ class _InFlight:
 
 
 class Scheduler:
-    """Own all requests. ``policy`` chooses the shape of each step."""
+    """Owns all requests. ``policy`` chooses the shape of each step."""
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class Scheduler:
         self._inflight: deque[_InFlight] = deque()
         self._unread = 0  # launches that are read in the next iteration
         self._prefilled = False  # the last launch was of prompts
-        self._begun = 0  # requests whose prompts were done since the last step
+        self._begun = 0  # requests whose prompts were completed since the last step
         self._outbox: list[Tokens | Failed] = []
-        self._refused: Request | None = None  # it was too large when it was the queue's head,
-        self._enough = 0  # and is until the memory's prospect is this
-        self._pressure = Pressure(limits.max_running_requests, limits.chunked_prefill_size)
+        self._refused: Request | None = None  # the queue's head when it last did not fit
+        self._enough = 0  # ``Memory.prospect`` from which it may fit
+        self._backoff = OOMBackoff(limits.max_running_requests, limits.chunked_prefill_size)
         self._counters = Counters()
         self._step_counters = StepCounters()
 
@@ -159,7 +159,7 @@ class Scheduler:
         if sorted(self._free_slots) != list(range(slots)):
             problems.append(f"free slots are {sorted(self._free_slots)} of {slots}")
         for problem in problems:
-            log.error("the idle engine's books are wrong: %s", problem)
+            log.error("the idle engine leaks: %s", problem)
         self._counters.violations += len(problems)
 
     def work_ahead(self) -> bool:
@@ -211,14 +211,14 @@ class Scheduler:
     # Admission.
 
     def admit(self) -> None:
-        """Give slots and pages to waiting requests by rank, while both last."""
+        """Give slots and pages to waiting requests by rank, as long as both last."""
         while self.waiting and self._free_slots:
             request = self.waiting.head
             if self.running and self._refused is request and self.memory.prospect < self._enough:
-                return  # a look at a long prompt costs milliseconds
+                return  # matching a long prompt takes milliseconds
             context = request.tokens
             cached = self.memory.take_prefix(request, request.reusable)
-            # In addition to others, leave room for its first step, or it would be put back at once.
+            # Next to other requests, leave room for its first step, or it would be preempted at once.
             headroom = self.limits.headroom if self.running else 0
             tokens = len(context) + 1 + headroom
             if self.memory.grow(request, tokens) is None:
@@ -237,16 +237,16 @@ class Scheduler:
             self.running.append(request)
             self.running.sort(key=lambda r: r.rank)
 
-    def _begin(self, request: Request, sharing: Sharing) -> RowInit | None:
-        """Prepare a request for its first chunk, with what was computed of its prompt since it got its slot. Return
-        None if it should wait, because the launch computes so much of its prompt that waiting saves more than another
-        launch costs."""
+    def _begin(self, request: Request, waiting: PrefixWaiting) -> RowInit | None:
+        """Prepare a request for its first chunk, reusing what was computed of its prompt since it got its slot. Return
+        None if it should wait, because the launch already computes so much of its prompt that waiting saves more than
+        another launch costs."""
         request.prefilled = cached = self.memory.take_prefix(request, request.reusable)
-        if sharing.should_wait(request):
+        if waiting.should_wait(request):
             return None
         request.begun = True
         if request.scores is not None:
-            del request.scores[cached:]  # the others are computed again
+            del request.scores[cached:]  # later ones are computed again
         if request.cached_tokens is None:
             request.cached_tokens = cached
             self._counters.cached_tokens += cached
@@ -282,21 +282,21 @@ class Scheduler:
 
     def _launch_prefill(self) -> int:
         """Launch one chunk of prompt tokens. Return the number of launches."""
-        budget = self._pressure.chunk
+        budget = self._backoff.chunk
         if not all(request.prefilling for request in self.running):
             budget = min(budget, self.limits.max_prefill_tokens_per_step)
         rows: list[Row] = []
         requests: list[Request] = []
         begun: list[RowInit] = []
-        sharing = Sharing(self.memory, budget)
+        waiting = PrefixWaiting(self.memory, budget)
         for request in self.running:
-            if not request.prefilling or not budget or len(rows) == self._pressure.prompts:
+            if not request.prefilling or not budget or len(rows) == self._backoff.prompts:
                 continue
             if not request.begun:
-                if (row := self._begin(request, sharing)) is None:
+                if (row := self._begin(request, waiting)) is None:
                     continue
                 begun.append(row)
-            sharing.add(request)
+            waiting.add(request)
             end = min(request.prefilled + budget, len(request.context))
             tokens = request.context[request.prefilled : end]
             budget -= len(tokens)
@@ -329,7 +329,7 @@ class Scheduler:
         launches."""
         ready = self._ready()
         if self._inflight and self.limits.drafts and any(self._is_forced(r) for r in ready):
-            self._drain()  # what has to come next follows from all tokens before
+            self._drain()  # forced text depends on all earlier tokens
             ready = self._ready()
         if not ready:
             return 0
@@ -359,7 +359,7 @@ class Scheduler:
         return 1
 
     def _launch_ahead(self, rows: list[Row], shape: StepShape, requests: list[Request]) -> Launch | None:
-        """Launch a masked step whose target runs while the tokens before it are read."""
+        """Launch a masked step, and read the tokens before it while its target runs."""
 
         def begin() -> bool:
             self.runner.begin(Begin(rows, shape))
@@ -384,16 +384,16 @@ class Scheduler:
 
     def _ready(self) -> list[Request]:
         """Return the requests that a step may serve."""
-        return [r for r in self.running if not r.prefilling and r.wants_tokens][: self._pressure.requests]
+        return [r for r in self.running if not r.prefilling and r.wants_tokens][: self._backoff.requests]
 
     def _is_masked(self, request: Request, depth: int) -> bool:
-        """Return whether a node of its next tree, of so many levels, may constrain what follows."""
+        """Return whether the host may have to restrict the tokens after a node of its next tree of this depth."""
         if (slack := self.runner.masks.slack(request.slot)) == inf:
             return False
         return slack <= len(request.untold) + request.inflight + request.pending + depth
 
     def _is_forced(self, request: Request) -> bool:
-        """Return whether so much of its text is forced by a grammar that drafts are worth waiting for it."""
+        """Return whether a grammar forces so much of its text that a step should wait to draft it."""
         if request.params.grammar is None or not request.skill.cap:
             return False
         return self.runner.masks.slack(request.slot) == 0 and request.skill.floor >= FORCED
@@ -413,7 +413,7 @@ class Scheduler:
             if self._reserve(ready, shape):
                 return ready, batch, shape
             if self._inflight:
-                # Results may end requests, and none is put back before its tokens are known.
+                # Results may end requests, and a request is preempted only when its tokens are known.
                 self._drain()
                 ready = [r for r in ready if r.slot >= 0]
             elif len(self.running) > 1:
@@ -446,17 +446,17 @@ class Scheduler:
         try:
             return launch()
         except OutOfMemoryError as error:
-            words = str(error)  # the error itself holds on to all that the launch had made
+            words = str(error)  # the error itself would keep the launch's tensors alive
         self._shrink(requests, chunk, words)
         return None
 
     def _shrink(self, requests: list[Request], chunk: int, error: str) -> None:
         """Handle a launch that ran out of device memory. The state of its requests is uncertain, so they return to the
-        queue with the tokens they have, and the next launches are smaller. A request that fails alone repeatedly, where
+        queue with the tokens they have, and the next launches are smaller. A request that repeatedly fails alone, where
         no launch can be smaller, is answered with the error."""
-        log.error("the device's memory is too small for a launch of %d requests: %s", len(requests), error)
+        log.error("out of device memory in a launch of %d requests: %s", len(requests), error)
         self._drain()
-        smaller = self._pressure.fall(len(requests), chunk)
+        smaller = self._backoff.fall(len(requests), chunk)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         for request in sorted((r for r in requests if r.slot >= 0), key=lambda r: r.rank, reverse=True):
@@ -465,7 +465,7 @@ class Scheduler:
                 self.preempt(request, remember=False)
                 continue
             self._vacate(request, remember=False)
-            words = f"the device's memory is too small for this request: {error}"
+            words = f"out of device memory: {error}"
             self._outbox.append(Failed(request.rid, words, fault="server"))
 
     def _vacate(self, request: Request, remember: bool = True) -> None:
@@ -491,7 +491,7 @@ class Scheduler:
     def _collect(self, item: _InFlight) -> None:
         """Wait for a launch and hand out its tokens."""
         found = item.launch.read()
-        self._pressure.worked()
+        self._backoff.worked()
         live, before, stopped = sum(r.slot >= 0 for r in item.requests), self._counters.generated_tokens, 0
         for request, emitted in zip(item.requests, found, strict=True):
             if request.slot < 0:
@@ -522,7 +522,7 @@ class Scheduler:
                 kept=kept,
                 stopped=stopped,
             )
-            # Of requests that had all ended, plain decoding would have run a step in vain, too.
+            # If all requests had ended, plain decoding would also have run a useless step.
             gained = kept / live if live else 1.0
             self._observe(item.launch.seconds, item.shape, item.batch, given, gained, item.masked)
         for observer in self._observers:
@@ -531,7 +531,7 @@ class Scheduler:
     def _observe(
         self, seconds: float, shape: StepShape, batch: Batch, given: Given, gained: float, masked: bool
     ) -> None:
-        """Count a step of ``gained`` tokens a request, and tell the policy. The time of a ``masked`` step says
+        """Count a step of ``gained`` tokens a request, and report it to the policy. The time of a ``masked`` step says
         nothing about its shape, because the host worked in it."""
         requests, cost = len(given.emitted), self.policy.cost
         self._step_counters.ran(shape, requests, seconds)
@@ -587,7 +587,7 @@ class Scheduler:
         have = len(request.prompt) + len(request.output)
         for index, token in enumerate(tokens):
             if have + index >= request.limit:
-                return tokens[:index], "length", False  # none was asked for
+                return tokens[:index], "length", False  # the request has no room for it
             if token in request.stop_ids:
                 return tokens[: index + 1], "stop", True
             if have + index + 1 >= request.limit:

@@ -1,1 +1,1 @@
-"""The product: draft, select, verify, accept, commit, as functions over device tensors."""
+"""The speculative step: draft, select, verify, accept and commit, as functions over device tensors."""

@@ -1,6 +1,7 @@
-"""Commit: make the accepted path the request's past, in the target's cache, the drafter's and the state.
+"""Commit: write the accepted path to the target's cache, the drafter's cache and the request state.
 
-Runs the same after every step, drafted or not, so drafters are never stale and speculation can start at any step.
+It runs in the same way after every step, drafted or not, so drafters stay current and speculation can start at any
+step.
 
 Shapes: B slots, S draft levels.
 """
@@ -14,8 +15,8 @@ from specserve.speculation.context import Context, TargetStates, View
 
 
 def commit(context: Context, view: View, accepted: Accepted, states: TargetStates, in_place: bool) -> None:
-    """``in_place``: accepted nodes lie at their final slots already, as those of chains do. What lies beyond the
-    accepted path goes to the dummy page."""
+    """Commit one step. ``in_place``: the accepted nodes are already at their final slots, as in chains. Entries after
+    the accepted path go to the dummy page."""
     if not in_place:
         for group in context.pool.target_groups:
             move_kv(group, accepted)
@@ -28,8 +29,8 @@ def commit(context: Context, view: View, accepted: Accepted, states: TargetState
 def follow(
     context: Context, view: View, length_B: Tensor, token_BS: Tensor, count_B: Tensor
 ) -> Tensor | None:
-    """Move the place in each predicted text to after what was emitted from position ``length_B + 1`` on. Return what of
-    that was predicted, as ``follow_prediction`` says it; None if no request has one."""
+    """Move each slot's position in its predicted text past the ``count_B`` tokens emitted from position ``length_B +
+    1`` on. Return what ``follow_prediction`` reports, or None if no request has a prediction."""
     prediction, slots = view.prediction(context), context.state.slots
     if prediction is None:
         return None

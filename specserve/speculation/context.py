@@ -1,4 +1,4 @@
-"""What a step works with: the models, the pool, the state, one batch's view of them; and what a drafter is.
+"""The inputs of a step (models, pool, state, and one batch's view of them) and the drafter interface.
 
 Shapes: B slots of the batch, T target tokens, M pages a slot, H hidden size, S draft levels, V vocabulary.
 """
@@ -32,20 +32,20 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DrafterNeeds:
-    """What a drafter reads besides the texts. ``feature_size`` 0: nothing of it survives a step in the state."""
+    """The inputs of a drafter besides the tokens. ``feature_size`` 0: the state keeps no feature between steps."""
 
-    taps: tuple[int, ...] = ()  # boundaries of the target's residual stream
-    last_layer: bool = False  # what the target's last layer gives of every token, in prefill as well
+    taps: tuple[int, ...] = ()  # layer boundaries at which it reads the target's residual stream
+    last_layer: bool = False  # the target's last layer for every token, in prefill too
     feature_size: int = 0  # numbers kept for each slot, and for each page's last token
-    tokens_on_host: bool = False  # each step's tokens before the next one, which rules out overlap
-    continuation: int = 0  # most tokens of earlier answers that the host says a text goes on with
-    reaches: bool = False  # for each slot, how far its own cache goes
-    sources: tuple[str, ...] = ()  # whose candidates are told apart, and measured, in one tree
+    tokens_on_host: bool = False  # each step's tokens before the next step, which rules out overlap
+    continuation: int = 0  # longest continuation, in tokens, that the host looks up for a slot
+    reaches: bool = False  # the length of its own cache, for each slot
+    sources: tuple[str, ...] = ()  # drafters that share a tree and are measured separately
 
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """What a forward of the target leaves to a drafter: states after the final norm, and those at its taps."""
+    """The target's hidden states that a drafter may read: after the final norm, and at its taps."""
 
     hidden_TH: Tensor
     tapped: Sequence[Tensor]
@@ -53,9 +53,9 @@ class TargetStates:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """A prefill's tokens, packed by request, and where their cache entries lie. Where a run is final, a token follows
-    it; the next token's position is ``end_B`` in any case. ``last_BH``: the target's state after its final norm at each
-    run's last token. ``plan``: attention of the runs, for any model's layers."""
+    """A prefill's tokens, packed by request, and the places of their cache entries. A token has been chosen after each
+    final run; ``end_B`` is the position after the run in any case. ``last_BH``: the target's state after its final norm
+    at each run's last token. ``plan``: the attention plan of the runs, usable by any model's layers."""
 
     token_T: Tensor
     position_T: Tensor
@@ -63,14 +63,14 @@ class PromptTokens:
     offset_T: Tensor
     q_start: Tensor  # [B + 1]
     end_B: Tensor
-    next_B: Tensor  # the token that follows, of no meaning where not final
+    next_B: Tensor  # the token that follows; undefined where the run is not final
     final_B: Tensor  # bool
     last_BH: Tensor
     plan: Plan
 
 
 class Drafter(Protocol):
-    """Proposes continuations. Whatever it proposes, the text stays the same."""
+    """Proposes continuations. No proposal can change the text."""
 
     name: str
     needs: DrafterNeeds
@@ -78,41 +78,40 @@ class Drafter(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it can propose."""
+        """Number of tokens that it can propose."""
         ...
 
     @property
     def live_map(self) -> LiveMap | None:
-        """What chooses among them while serving; None: they stay."""
+        """The dynamic token map that changes these tokens while serving; None: they are fixed."""
         ...
 
     def scratch(self, shape: StepShape) -> int:
-        """Positions from the root's on that proposing may write in a slot: at most ``shape.reserve``."""
+        """Return how many positions of a slot, from the root's on, proposing may write: at most ``shape.reserve``."""
         ...
 
-    def pick(self, rows_R: Tensor) -> None:
-        """Draft by these rows of its head from the next step on, those that ``live_map`` chose: int64 on the device.
-        Changes tensors in place and waits for nothing."""
+    def set_rows(self, rows_R: Tensor) -> None:
+        """Score only these rows of its head from the next step on: int64 on the device, chosen by ``live_map``. Changes
+        tensors in place and does not synchronize."""
         ...
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
-        """Learn the prompts' tokens and the one that follows each."""
+        """Process the prompts' tokens and the token chosen after each prompt."""
         ...
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
-        """Return candidates of at most ``shape.depth`` levels for every slot, in shapes fixed by ``shape``."""
+        """Return candidates of at most ``shape.depth`` levels for every slot, with tensor shapes fixed by ``shape``."""
         ...
 
     def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
-        """Learn the emitted tokens, after steps without drafts as well, so that drafting can resume at any step.
-
-        Returns the features ``[T, feature size]`` of which the state keeps the last, or None."""
+        """Process the emitted tokens, also after steps without drafts, so that drafting can resume at any step. Return
+        the features ``[T, feature size]`` of which the state keeps the last accepted one, or None."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Everything that outlives a step."""
+    """Everything that lives longer than a step."""
 
     target: Target
     drafter: Drafter
@@ -120,13 +119,13 @@ class Context:
     attention: AttentionBackend
     state: DecodeState
     vocab_size: int
-    fingerprint: str | None = None  # of all that texts depend on next to the requests
+    fingerprint: str | None = None  # hash of everything besides the request that the text depends on
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The batch's slots, gathered. ``prefix_B``: lengths with the root. ``max_length`` bounds every length and is known
-    to the host. ``logits_XV``: where the target's logits go, None for a place of their own."""
+    """The batch's slots, gathered. ``prefix_B``: lengths including the root. ``max_length``: an upper bound of every
+    length, known to the host. ``logits_XV``: the buffer for the target's logits, None to allocate one."""
 
     slots: Slots
     prefix_B: Tensor
@@ -149,10 +148,10 @@ class View:
         return cls(slots, prefix_B, max_length, needs, logits_XV)
 
     def prediction(self, context: Context) -> Prediction | None:
-        """The predicted texts, None if no request has one."""
+        """Return the predicted texts, None if no request has one."""
         return context.state.prediction if self.needs.prediction else None
 
     def sampling(self, context: Context, levels: int) -> Sampling:
-        """Open the sampler of a step of ``levels`` draft levels."""
+        """Return the sampler of a step of ``levels`` draft levels."""
         slots = self.slots
         return open_sampling(context.state, slots.rows_B, slots.length_B, ahead=levels + 1, needs=self.needs)

@@ -1,9 +1,9 @@
-"""REST's datastores: token sequences with a suffix array, in which the longest match of a text's end is found.
+"""REST's datastores: token sequences with a suffix array for finding the longest match of a text's end.
 
-He et al. 2023, arXiv 2311.08252. A file is chunks, each: bytes of the tokens that follow (uint32), the tokens, bytes of
-the suffix array (uint32), the array: the places of all suffixes in their order (int32). Tokens are uint16 as published,
-or int32, as the authors' reader for larger vocabularies has them; the array's entries are int32 in both, so lengths
-tell. All numbers are little-endian. Files are mapped: what is read of them is the system's to keep or to drop.
+He et al. 2023, arXiv 2311.08252. A file is a sequence of chunks: size of the tokens in bytes (uint32), tokens, size of
+the suffix array in bytes (uint32), suffix array (int32: the start of every suffix, in order). Tokens are uint16 in the
+published files and int32 in the authors' reader for larger vocabularies; the two sizes tell which. All numbers are
+little-endian. Files are memory-mapped, so the operating system decides what stays in memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pathlib import Path
 
 from specserve.speculation.earlier_answers import most_common
 
-LEAST_MATCHED, MOST_MATCHED = 2, 16  # tokens that are compared
-MOST_PLACES = 16  # that are looked at
-MOST_KEPT = 2**14  # suffixes of a chunk, whose beginnings take 3 MiB
+LEAST_MATCHED, MOST_MATCHED = 2, 16  # shortest and longest match, in tokens
+MOST_PLACES = 16  # matches that vote on the continuation
+MOST_KEPT = 2**14  # suffixes of a chunk whose first tokens are kept in memory (3 MiB)
 
 
 class Chunk:
-    """``tokens`` and the places where their suffixes begin, in order. What a search compares first is kept: the
-    beginnings of ``MOST_KEPT`` suffixes, evenly spaced."""
+    """``tokens`` and the sorted start positions of their suffixes. The first tokens of up to ``MOST_KEPT`` evenly
+    spaced suffixes stay in memory, where each binary search begins."""
 
     def __init__(self, tokens: memoryview, suffixes: memoryview) -> None:
         self.tokens = tokens
@@ -36,21 +36,21 @@ class Chunk:
         self.kept = [self._begin(place) for place in places]
 
     def first(self, tokens: list[int]) -> int | None:
-        """The first suffix that begins with these tokens."""
+        """Return the index of the first suffix that begins with these tokens, or None."""
         low, high = self._range(bisect_left(self.kept, tokens))
         found = bisect_left(self.suffixes, tokens, low, high, key=self._begin)
         there = found < len(self.suffixes) and self._begin(self.suffixes[found])[: len(tokens)] == tokens
         return found if there else None
 
     def last(self, tokens: list[int]) -> int:
-        """The last suffix that begins with these tokens, of which there are some."""
+        """Return the index of the last suffix that begins with these tokens; at least one must."""
         size = len(tokens)
         low, high = self._range(bisect_right(self.kept, tokens, key=lambda begin: begin[:size]))
         return bisect_right(self.suffixes, tokens, low, high, key=lambda at: self._begin(at)[:size]) - 1
 
     def check(self, vocab_size: int) -> None:
-        """Raise ValueError for an array that is not of these tokens, or tokens that are not of the vocabulary, by those
-        that are kept: all of a large file would take minutes."""
+        """Raise ValueError if the suffix array is not sorted or token ids are outside the vocabulary. Only the kept
+        suffixes are checked: all of a large file would take minutes."""
         if self.kept != sorted(self.kept):
             raise ValueError("its suffix array is not in order")
         most, least = max(map(max, self.kept)), min(map(min, self.kept))
@@ -58,7 +58,7 @@ class Chunk:
             raise ValueError(f"it has token ids from {least} to {most}, the model has {vocab_size}")
 
     def _range(self, kept: int) -> tuple[int, int]:
-        """Where a search goes on whose place among those kept is this."""
+        """Return the range of the suffix array in which to search, given the position among the kept suffixes."""
         return max(kept - 1, 0) * self._step, min(kept * self._step, len(self.suffixes))
 
     def _begin(self, place: int) -> list[int]:
@@ -67,10 +67,10 @@ class Chunk:
 
 
 class Datastore:
-    """Says what followed, in a file, the tokens that a text ends with. It is the same for all tenants."""
+    """Looks up in a file how a text may continue. All tenants share it."""
 
     def __init__(self, path: Path, vocab_size: int) -> None:
-        """Map a file. Raises ValueError for one that is no datastore, or not of this vocabulary."""
+        """Map a file. Raises ValueError for one that is no datastore or is not of this vocabulary."""
         self._vocab_size = vocab_size
         try:
             self.chunks = _chunks(path)
@@ -85,9 +85,9 @@ class Datastore:
         self.token_bytes = self.chunks[0].tokens.itemsize
 
     def find(self, tenant: str, text: Sequence[int], most: int) -> tuple[list[int], int]:
-        """Return up to ``most`` tokens that followed the longest match of the text's end, and how many tokens matched;
-        none and 0 without one of at least ``LEAST_MATCHED``. Of several places, spread evenly over all in their order,
-        at each token what most of them go on with."""
+        """Return up to ``most`` tokens that followed the longest match of the text's end, and the match's length;
+        nothing and 0 if no match has ``LEAST_MATCHED`` tokens. Matches in several places, sampled evenly, vote on each
+        token."""
         end, longest, found = list(text[-MOST_MATCHED:]), LEAST_MATCHED, list[tuple[Chunk, int]]()
         for chunk in self.chunks:
             matched, first = _longest(chunk, end, longest)
@@ -107,8 +107,8 @@ class Datastore:
 
 
 def _longest(chunk: Chunk, end: list[int], least: int) -> tuple[int, int]:
-    """How many of the last tokens stand in a chunk, at least so many, else 0, and the first place. Where n do, fewer
-    do, too."""
+    """Return how many of the last tokens occur in a chunk, 0 if fewer than ``least``, and the first place. Bisects the
+    length: where n tokens occur, any fewer do too."""
     low, high, matched, found = least, len(end), 0, 0
     while low <= high:
         length = (low + high) // 2
@@ -120,7 +120,7 @@ def _longest(chunk: Chunk, end: list[int], least: int) -> tuple[int, int]:
 
 
 def write_chunk(tokens: bytes, suffixes: bytes) -> bytes:
-    """A chunk as it stands in a file."""
+    """Return a chunk in the file format."""
     return b"".join(struct.pack("<I", len(part)) + part for part in (tokens, suffixes))
 
 
@@ -133,16 +133,16 @@ def _chunks(path: Path) -> list[Chunk]:
         suffixes, at = _part(data, at)
         if not len(tokens) or len(suffixes) % 4 or len(suffixes) not in (len(tokens), 2 * len(tokens)):
             raise ValueError(
-                f"a chunk's suffix array of {len(suffixes)} bytes does not fit {len(tokens)} bytes of tokens"
+                f"a chunk's suffix array of {len(suffixes)} bytes does not fit its {len(tokens)} bytes of tokens"
             )
         found.append(Chunk(tokens.cast("i" if len(tokens) == len(suffixes) else "H"), suffixes.cast("i")))
     return found
 
 
 def _part(data: memoryview, at: int) -> tuple[memoryview, int]:
-    """What lies at ``at`` after its length, and where the next part begins."""
+    """Return the length-prefixed part at ``at``, and where the next one begins."""
     start = at + 4
     end = start + (int.from_bytes(data[at:start], "little") if start <= len(data) else len(data))
     if end > len(data):
-        raise ValueError(f"it ends within a chunk: {end} bytes are said, {len(data)} are there")
+        raise ValueError(f"it ends within a chunk: expected {end} bytes, found {len(data)}")
     return data[start:end], end

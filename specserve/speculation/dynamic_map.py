@@ -1,9 +1,8 @@
-"""A token map that follows the text: which tokens a draft may guess, by what runs now and what was generated lately.
+"""A dynamic token map: the tokens that a draft may propose, chosen from running and recently generated text.
 
 Texts repeat themselves, so the tokens of running requests, prompts included, come before those that are frequent in
-general. The host counts; the device is told other rows between steps (``Drafter.pick``). A map only limits guesses, so
-none of this changes a text. Shapes: V target vocabulary, O rows of the head that the draft scores by, R rows that it
-reads.
+general. The host counts tokens and sends the device new rows between steps (``Drafter.set_rows``). A map only limits
+proposals, so it cannot change a text. Shapes: V target vocabulary, O rows of the draft's head, R rows that it reads.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
-HALF_LIFE = 8  # tokens of output for each row of the map, after which a count is worth half
-GAIN = 0.001  # of what is counted, by which another map must hold more
+HALF_LIFE = 8  # output tokens per row of the map after which a count's weight has halved
+GAIN = 0.001  # share of the counted text by which a new map must cover more
 LEAST_ROWS = 1024
 
 Ints = NDArray[np.int64]
@@ -27,8 +26,8 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class MapPlan:
-    """``size`` rows (None: ``default_size``), looked at every ``interval`` steps. ``start``: ids by falling frequency,
-    for the time before there is text; ``kept``: ids that never leave, like those that end answers."""
+    """A map of ``size`` rows (None: ``default_size``), reviewed every ``interval`` steps. ``start``: ids by falling
+    frequency, used before there is text. ``kept``: ids that are always in the map, like the stop tokens."""
 
     size: int | None
     interval: int
@@ -37,13 +36,13 @@ class MapPlan:
 
 
 def default_size(rows: int) -> int:
-    """A quarter of what a draft scores, where that is enough to be worth guessing from."""
+    """Return a quarter of the rows that a draft scores, at least ``LEAST_ROWS``."""
     return min(rows, max(LEAST_ROWS, rows // 4))
 
 
 class LiveMap:
-    """Counts text and says which rows hold most of it. ``rows_R`` are those that the draft reads now, ascending.
-    ``refreshes``: how often they were exchanged."""
+    """Counts tokens and chooses the rows that cover most of the text. ``rows_R``: the rows that the draft reads now,
+    ascending. ``refreshes``: how often they were replaced."""
 
     def __init__(self, plan: MapPlan, ids_O: Ints, vocab_size: int) -> None:
         """``ids_O``: the target id of each row. Raises ValueError naming the setting that does not fit."""
@@ -63,25 +62,25 @@ class LiveMap:
 
     @property
     def coverage(self) -> float | None:
-        """The share of what was lately said that the map of that moment held; None before the first look."""
+        """The share of recent output that the map of that time covered; None before the first review."""
         return self._held / self._said if self._said else None
 
     def enter(self, tokens: Sequence[int]) -> None:
-        """A request with this text runs from now on."""
+        """Count the text of a request that starts running."""
         np.add.at(self.running_V, np.array(tokens, np.int64), 1)
         self._entered = True
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """What a running request said."""
+        """Count tokens that a running request generated."""
         self._fresh += tokens
 
     def leave(self, tokens: Sequence[int]) -> None:
-        """A request of which this is the whole text, what was observed included, runs no more."""
+        """Remove a request that stops running. ``tokens``: its whole text, observed tokens included."""
         np.subtract.at(self.running_V, np.array(tokens, np.int64), 1)
 
     def look(self, stepped: bool) -> Ints | None:
-        """After a launch, ``stepped`` if that was a step. Returns the rows to read from now on, when it is time to look
-        and they are worth an exchange."""
+        """Review the map after a launch; ``stepped`` if that was a step. Return the new rows if a review is due and
+        they cover enough more text, else None."""
         self._steps += stepped
         if self._steps < (self._interval // 4 if self._entered else self._interval):
             return None
@@ -98,7 +97,7 @@ class LiveMap:
         return best_R
 
     def _count(self) -> None:
-        """Add what was said since the last look, and forget as much as that is long."""
+        """Add the output since the last review, and decay the older counts by its length."""
         fresh, self._fresh = np.array(self._fresh, np.int64), []
         if not len(fresh):
             return
@@ -110,15 +109,15 @@ class LiveMap:
         self.running_V += fresh_V
 
     def _shares(self) -> Floats:
-        """Two distributions added: the output, forgotten in time, and the different tokens of what runs, all alike: few
-        in a small batch, so that each weighs much."""
+        """Return the sum of two distributions: decayed output counts, and a uniform one over the distinct tokens of
+        running requests. In a small batch these are few, so each weighs a lot."""
         running_V = self.running_V > 0
         history_V = self._history_V / max(self._history_V.sum(), 1)
         return np.asarray(history_V + running_V / max(running_V.sum(), 1))
 
     def _best(self, shares_V: Floats) -> Ints:
-        """The R rows of most weight, ascending: rows that lie near each other are read together. Those of tokens that
-        are not counted fill up what is left."""
+        """Return the R rows of most weight, ascending, so that neighbouring rows are read together. Tokens without
+        counts fill the rest."""
         share_O = np.where(self._kept_O, np.inf, shares_V[self._ids_O])
         counted = np.flatnonzero(share_O)
         if len(counted) > self.size:
@@ -140,8 +139,8 @@ def _checked_size(plan: MapPlan, ids_O: Ints) -> int:
 
 
 def _first(start: Sequence[int], ids_O: Ints, vocab_size: int) -> Ints:
-    """Rows in the order in which they are taken before they were counted: by the place in ``start``, then by id, which
-    is the order in which BPE merged."""
+    """Return the rows in the order in which uncounted tokens are taken: by their place in ``start``, then by id, which
+    is the order of BPE merges."""
     place_V = len(start) + np.arange(vocab_size)
     place_V[np.array(start, np.int64)] = np.arange(len(start))
     return np.argsort(place_V[ids_O])

@@ -1,11 +1,11 @@
-"""Earlier answers: what followed, in those, the tokens that a text ends with.
+"""An index of earlier answers: finds what followed the tokens that a text ends with.
 
-As in suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) the longest match counts, and at each token what most
-places went on with. Places are found by their last three tokens, the latest first, through chains as a compressor keeps
-them (RFC 1951, section 4): memory is a fixed number of bytes a token, and what is old gives way to what is new. Answers
-of one tenant are of no use to another: a chain is entered by tenant and tokens, and each place says whose it is.
+As in suffix decoding (Oliaro et al. 2024, arXiv 2411.04975), the longest match wins, and its places vote on each next
+token. Places are found by their last three tokens, the latest first, through hash chains like a compressor's (RFC 1951,
+section 4): memory is a fixed number of bytes a token, and new tokens overwrite the oldest. Tenants don't see each
+other's answers: chains are hashed by tenant and tokens, and each place stores its owner.
 
-The host does all of this, between launches.
+All of this runs on the host, between launches.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 KEY = 3  # tokens that must match
-MOST_MATCHED = 16  # that are compared
-MOST_PLACES = 16  # that are looked at
-MOST_TENANTS = 4096  # that are told apart at a time
-PIECE = 256  # tokens that are remembered at a time
-BYTES = 24  # a token: itself, whose it is, and two links
-_END = -1  # after each answer: matches nothing
+MOST_MATCHED = 16  # tokens compared
+MOST_PLACES = 16  # places examined in a chain
+MOST_TENANTS = 4096  # tenants indexed at the same time
+PIECE = 256  # tokens added at a time
+BYTES = 24  # memory of a token: its id, its owner and two links
+_END = -1  # follows each answer and matches nothing
 
 _Tokens = TypeVar("_Tokens", "array[int]", list[int])
 
 
 class AnswerIndex:
-    """Holds the latest ``capacity`` tokens of all answers. ``written`` counts all that were ever added; the token at
-    position p of these lies at p modulo the capacity."""
+    """Holds the latest ``capacity`` tokens of all answers in a ring buffer: the token at position p of the ``written``
+    tokens ever added is at p modulo ``capacity``."""
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0
@@ -37,19 +37,18 @@ class AnswerIndex:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all answers."""
         self.written = 0
         self._tokens, self._owners = (array("i", bytes(4 * self.capacity)) for _ in range(2))
         self._before, self._latest = (array("q", [-1]) * self.capacity for _ in range(2))
         self._tenants: dict[str, int] = {}
 
     def add(self, tenant: str, answer: Sequence[int]) -> None:
-        """Remember an answer, its end alone where it is longer than the capacity."""
+        """Add an answer; of one longer than the capacity, only its end."""
         for _ in self.adding(tenant, answer):
             pass
 
     def adding(self, tenant: str, answer: Sequence[int]) -> Iterator[int]:
-        """Remember an answer piece by piece, and yield each piece's number of tokens. Finish one answer before the
+        """Add an answer piece by piece, and yield the number of tokens of each piece. Finish one answer before the
         next."""
         owner, capacity = self._owner(tenant), self.capacity
         tokens = (*(answer[-(capacity - 1) :] if capacity > 1 else ()), _END)
@@ -67,8 +66,8 @@ class AnswerIndex:
 
     def find(self, tenant: str, text: Sequence[int], most: int) -> tuple[list[int], int]:
         """Return up to ``most`` tokens that followed the longest match of the text's end in the tenant's answers, and
-        how many tokens matched; none and 0 without one of at least ``KEY``. Of the text the last ``MOST_MATCHED``
-        tokens are of use."""
+        the match's length; nothing and 0 if no match has ``KEY`` tokens. Only the last ``MOST_MATCHED`` tokens of the
+        text are read."""
         owner, end = self._tenants.get(tenant), array("i", text[-MOST_MATCHED:])
         if owner is None or len(end) < KEY:
             return [], 0
@@ -88,7 +87,7 @@ class AnswerIndex:
         return (self._ahead(places, most), longest) if places else ([], 0)
 
     def _matched(self, position: int, end: array[int], matched: int, oldest: int) -> int:
-        """How many tokens up to a position are the last ones of ``end``, of which this many are known to be."""
+        """Return how many tokens up to a position equal the end of ``end``; the first ``matched`` are known to."""
         while matched < len(end) and position - matched >= oldest:
             if self._tokens[(position - matched) % self.capacity] != end[-1 - matched]:
                 break
@@ -96,12 +95,12 @@ class AnswerIndex:
         return matched
 
     def _ahead(self, places: list[int], most: int) -> list[int]:
-        """What most places go on with, of equally many the latest one's."""
+        """Return the continuation that most places agree on; ties go to the latest place."""
         found = [self._slice(place + 1, min(most, self.written - place - 1)) for place in places]
         return list(most_common(found))
 
     def _slice(self, start: int, count: int) -> array[int]:
-        """So many tokens from a position on, or, negative, before it."""
+        """Return ``count`` tokens from a position on, or, if negative, those before it."""
         if count < 0:
             start, count = start + count, -count
         place = start % self.capacity
@@ -114,14 +113,14 @@ class AnswerIndex:
     def _owner(self, tenant: str) -> int:
         if tenant not in self._tenants:
             if len(self._tenants) == MOST_TENANTS:
-                self._tenants.clear()  # numbers are never given again: what they had said is lost to all
+                self._tenants.clear()  # owner numbers are never reused: the old answers never match again
             self._tenants[tenant] = self._next_owner
             self._next_owner += 1
         return self._tenants[tenant]
 
 
 def most_common(left: list[_Tokens]) -> _Tokens:
-    """At each token what most of these sequences go on with, of equally many the first one's."""
+    """Return the sequence that most of these sequences agree on, token by token; ties go to the first one."""
     while (least := min(left)) != (greatest := max(left)):
         same = next(
             (i for i, pair in enumerate(zip(least, greatest, strict=False)) if pair[0] != pair[1]),

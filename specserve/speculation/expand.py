@@ -1,9 +1,9 @@
-"""Grow a pool of candidates from logits, level by level (EAGLE-2's expansion; a chain is one candidate a level).
+"""Grow a pool of candidates from logits, level by level (EAGLE-2's expansion; a chain has one candidate a level).
 
-Li et al. 2024, arXiv 2406.16858. Drafting is coupled to the sampler: candidates are ranked by the very scores, noise
-included, that the target's choice will be made with, so at temperature 0 this is EAGLE-2 and above it the drafts aim
-at the token that will actually be drawn. Where a request's text is predicted, the predicted token is a candidate like
-the draft's own, as likely as predictions have been right: the tree, its size and what follows are the same.
+Li et al. 2024, arXiv 2406.16858. Drafting is coupled to the sampler: candidates are ranked by the scores, noise
+included, that the target's choice will use. At temperature 0 this is EAGLE-2; above it, drafts aim at the token that
+will actually be drawn. A predicted token is one more candidate, with the probability at which predictions have been
+right; tree, size and later phases are the same.
 
 Shapes: B slots, N nodes of a level, S levels, Vd draft vocabulary.
 """
@@ -20,7 +20,7 @@ from specserve.speculation.sampler import Choices, Sampling, VocabMap
 from specserve.speculation.shape import StepShape
 
 Forward = Callable[[Level, int], Tensor]
-"""Logits ``[N, Vd]`` after each node of the level at a depth (the root's: 0), called once a level, in order."""
+"""Returns logits ``[N, Vd]`` after each node of the level at a depth (root: 0). Called once a level, in order."""
 
 
 def expand(
@@ -34,8 +34,9 @@ def expand(
 ) -> Pool:
     """Run ``forward`` for each level and return all candidates. ``vocab`` None: logits are over the target's ids.
 
-    ``rate``: log-probabilities ``[N]`` that the best candidate after each node is accepted. In chains they replace
-    those of the logits."""
+    ``rate`` returns log-probabilities ``[N]`` that the best candidate after each node is accepted. In chains they
+    replace those of the logits.
+    """
     prediction = view.prediction(context)
     score_dtype = context.state.sampling.temperature.dtype
     device = view.slots.rows_B.device
@@ -58,7 +59,7 @@ def expand_levels(
     vocab: VocabMap | None,
     logits_BSV: Tensor,
 ) -> Pool:
-    """Return the candidates of a drafter that gives the logits of all levels at once, whatever the path to a node."""
+    """Return the candidates of a drafter that scores all levels at once, independently of the path to a node."""
 
     def forward(level: Level, depth: int) -> Tensor:
         logits_BV = logits_BSV[:, depth]

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, chosen or of a prompt, under the raw logits, as OpenAI reports them.
+"""Log-probabilities of chosen tokens and prompt tokens under the raw logits, as OpenAI reports them.
 
 Shapes: N tokens, V vocabulary, H hidden size.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Logprobs = tuple[Tensor, Tensor, Tensor]
-SLICE = 2**24  # logits at once where there are many: 64 MB in float32
+SLICE = 2**24  # most logits computed at a time: 64 MB in float32
 
 
 def token_logprobs(logits_NV: Tensor, tokens_N: Tensor, alternatives: int) -> Logprobs:
@@ -29,7 +29,7 @@ def prompt_logprobs(
     alternatives: int,
     vocab_size: int,
 ) -> Logprobs:
-    """Of tokens that follow the hidden states: as ``token_logprobs``, with the logits of a part of them at a time."""
+    """Return ``token_logprobs`` of the tokens after the hidden states, computing part of the logits at a time."""
     rows = max(1, SLICE // vocab_size)
     parts = [
         token_logprobs(head(hidden), tokens, alternatives)

@@ -1,10 +1,10 @@
-"""Prefill: run chunks of prompts through the target, fill both caches, choose the first token where a prompt ends.
+"""Prefill: run prompt chunks through the target, fill both caches, and choose the first token where a prompt ends.
 
 The last layer is computed only for each chunk's final token, unless the drafter reads it or prompt logprobs are
 requested.
 
-Shapes: B requests, T packed prompt tokens, X all of them or the last of each request, N scored ones, H feature size,
-V vocabulary, W words of 32 tokens each.
+Shapes: B requests, T packed prompt tokens, X all of them or the last of each request, N scored ones, H feature size, V
+vocabulary, W words of 32 tokens each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specserve.speculation.sampler import Choices, hold, open_sampling
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Prompt tokens whose log-probabilities are asked for: each follows the packed token at ``index_N``."""
+    """Prompt tokens whose log-probabilities are requested: each follows the packed token at ``index_N``."""
 
     index_N: Tensor
     token_N: Tensor
@@ -36,12 +36,12 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class PromptChunks:
-    """Tokens to prefill, packed by request, each run starting at its slot's ``length``. The last runs may be empty,
-    where their requests are of no interest.
+    """Tokens to prefill, packed by request; each run starts at its slot's ``length``. The last runs may be empty
+    padding.
 
-    ``final_B``: the run reaches the end of what is known of the request, so a token is chosen after it. No run has more
-    than ``longest`` tokens. ``spans``: first position and number of tokens of each run, None in a captured launch,
-    where the host does not know them.
+    ``final_B``: the run reaches the end of the request's known tokens, so a token is chosen after it. ``longest``: an
+    upper bound of a run's tokens. ``spans``: first position and number of tokens of each run; None in a captured
+    launch, where the host does not know them.
     """
 
     token_T: Tensor
@@ -56,8 +56,8 @@ class PromptChunks:
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
-    """``token_B`` is meaningful where ``final_B`` is set; ``logits_BV`` are raw, after each run's last token;
-    ``scores`` are those of ``PromptChunks.scored``, ``predicted_B2`` is as in a step's result."""
+    """``token_B`` is valid where ``final_B`` is set. ``logits_BV``: raw logits after each run's last token. ``scores``:
+    those of ``PromptChunks.scored``. ``predicted_B2``: as in ``StepResult``."""
 
     token_B: Tensor
     final_B: Tensor
@@ -67,7 +67,7 @@ class PrefillResult:
 
 
 def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult:
-    """Advance every request's length by its run. ``view.max_length`` bounds the lengths after it."""
+    """Advance every request's length by its run. ``view.max_length`` bounds the new lengths."""
     slots, drafter = view.slots, context.drafter
     index_T = torch.arange(len(chunks.token_T), device=chunks.token_T.device)
     local_T = index_T - chunks.q_start[chunks.slot_T]
@@ -99,7 +99,9 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     drafter.prefill(context, view, prompts, TargetStates(hidden_XH, tapped))
     table = context.state.slots
     table.tokens[slots.rows_B[chunks.slot_T], position_T] = chunks.token_T.int()
-    table.tokens[slots.rows_B, end_B] = token_B.int()  # where a run is not final, the next one overwrites it
+    table.tokens[slots.rows_B, end_B] = (
+        token_B.int()
+    )  # after a run that is not final, the next run overwrites it
     table.root[slots.rows_B] = token_B
     table.length[slots.rows_B] = end_B
     predicted_B2 = follow(context, view, end_B - 1, token_B[:, None], chunks.final_B.long())
@@ -108,7 +110,7 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
 
 
 def _plan(context: Context, view: View, chunks: PromptChunks, position_T: Tensor, local_T: Tensor) -> Plan:
-    """Attention of the runs. Short ones of a captured launch are chains of nodes, each a tree's only path."""
+    """Plan the attention of the runs. Short runs of a captured launch are planned as chains of nodes."""
     if chunks.spans is not None or chunks.longest > MAX_NODES:
         return context.attention.plan_prefill(
             Chunks(
@@ -137,7 +139,7 @@ def _plan(context: Context, view: View, chunks: PromptChunks, position_T: Tensor
 
 
 def _score(context: Context, hidden_TH: Tensor, scored: Scored) -> Logprobs:
-    """Log-probabilities of the prompt's own tokens."""
+    """Return the log-probabilities of the prompt's own tokens."""
     hidden_NH = hidden_TH[scored.index_N]
     vocabulary = context.vocab_size
     return prompt_logprobs(
@@ -146,7 +148,7 @@ def _score(context: Context, hidden_TH: Tensor, scored: Scored) -> Logprobs:
 
 
 def _first_tokens(context: Context, view: View, logits_BV: Tensor, end_B: Tensor, final_B: Tensor) -> Tensor:
-    """The token at position ``end`` of each request, by the same rule as every other token."""
+    """Choose the token at position ``end`` of each request, by the same rule as every other token."""
     sampling = open_sampling(context.state, view.slots.rows_B, end_B - 1, ahead=1, needs=view.needs)
     token_B = sampling.choose(logits_BV, Choices.after_prompts(view.slots.rows_B, end_B - 1))
     if view.needs.penalties:

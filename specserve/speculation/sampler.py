@@ -1,10 +1,10 @@
-"""The sampler: position-keyed, so that no drafter can change a token.
+"""The sampler: keyed by position, so that no drafter can change a token.
 
 The token at absolute position p of a request is ``argmax(l' + t * g(seed, choice, p, token))``: l' the logits after
-penalties, bias and truncation, t the temperature, g Gumbel noise. Drafting runs the same rule over the draft's
-logits, with the noise of the target's ids.
+penalties, bias and truncation, t the temperature, g Gumbel noise. Drafting applies the same rule to the draft's logits,
+with the noise of the corresponding target ids.
 
-Shapes: B slots of a batch, N rows (nodes or prompts' ends), V vocabulary of the logits (the draft's when a map is
+Shapes: B slots of a batch, N rows (nodes or ends of prompts), V vocabulary of the logits (the draft's when a map is
 given), A path tokens, C candidates a row, D positions ahead, W words of 32 tokens each.
 """
 
@@ -22,7 +22,8 @@ from specserve.speculation.state import DecodeState, Needs, SamplingState
 
 @dataclass(frozen=True, slots=True)
 class VocabMap:
-    """A draft vocabulary: ``ids`` [Vd] target ids; ``inverse`` [V + 1] draft ids, Vd for tokens outside and holes."""
+    """A draft vocabulary: ``ids`` [Vd] target ids; ``inverse`` [V + 1] draft ids, Vd for the pad id and tokens outside
+    it."""
 
     ids: Tensor
     inverse: Tensor
@@ -34,16 +35,17 @@ class VocabMap:
         return cls(ids, inverse)
 
     def exchange(self, ids: Tensor) -> None:
-        """Other target ids, as many, int64 on the same device; in place, for captured steps read both tables by
-        their addresses."""
+        """Replace the target ids by as many others, int64 on the same device. In place, because captured steps read
+        both tables by address."""
         self.ids.copy_(ids)
         self.inverse.fill_(len(ids)).scatter_(0, ids, torch.arange(len(ids), device=ids.device))
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The nodes after which N tokens are chosen: state row, own position (the token's is one further), the tokens
-    after the root on the path to the node (V for holes), and the slot (None: equally many nodes a slot, in order)."""
+    """The nodes after which N tokens are chosen: state row, the node's position (its token goes one further), the
+    tokens after the root on the path to the node (V: padding), and the slot (None: equally many nodes a slot, in
+    order)."""
 
     rows_N: Tensor
     position_N: Tensor
@@ -64,30 +66,28 @@ class Choices:
 
 
 def hold(logits_NV: Tensor, words_NW: Tensor) -> Tensor:
-    """Return the logits with minus infinity where a token may not be chosen. ``words_NW``, int32: a bit for each token,
-    the lowest bit first, set if it may."""
+    """Return the logits with minus infinity for forbidden tokens. ``words_NW``, int32: one bit for each token, lowest
+    bit first, set if the token is allowed."""
     bits_8 = 1 << torch.arange(8, dtype=torch.uint8, device=words_NW.device)
     held_NV = ((words_NW.view(torch.uint8)[:, :, None] & bits_8) == 0).flatten(1)[:, : logits_NV.shape[1]]
     return logits_NV.masked_fill(held_NV, -torch.inf)
 
 
 class Sampling(Protocol):
-    """The sampler of one launch."""
-
     def choose(self, logits_NV: Tensor, choices: Choices) -> Tensor:
-        """The target's token after each node; ties go to the lowest id."""
+        """Return the target's token after each node; ties go to the lowest id."""
         ...
 
     def candidates(
         self, logits_NV: Tensor, choices: Choices, vocab: VocabMap | None, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Each node's ``count`` best drafts: target token ids ``[N, C]``, best first, and the log-softmax of the
-        scores that the target's choice will be made with."""
+        """Return each node's ``count`` best drafts: target token ids ``[N, C]``, best first, and the log-softmax of the
+        scores that the target's choice will use."""
         ...
 
 
 def open_sampling(state: DecodeState, rows_B: Tensor, length_B: Tensor, ahead: int, needs: Needs) -> Sampling:
-    """The sampler of a launch that chooses tokens at positions ``length + 1`` .. ``length + ahead``."""
+    """Return the sampler of a launch that chooses tokens at positions ``length + 1`` .. ``length + ahead``."""
     table = state.sampling
     if runs_triton([table.temperature]):
         return TritonSampling(table)
@@ -96,7 +96,7 @@ def open_sampling(state: DecodeState, rows_B: Tensor, length_B: Tensor, ahead: i
 
 @dataclass(frozen=True, slots=True)
 class TritonSampling:
-    """Fused kernels that read each row's features on the device, so that one graph serves every mixture."""
+    """Fused kernels that read each row's parameters on the device, so that one graph serves any mix of requests."""
 
     table: SamplingState
 
@@ -174,7 +174,7 @@ def score(
     needs: Needs,
     vocab: VocabMap | None = None,
 ) -> Tensor:
-    """The scores whose argmax is the token: ``l' + t * g``, in the sampler's dtype."""
+    """Return the scores whose argmax is the token: ``l' + t * g``, in the sampler's dtype."""
     logits_NV, rows_N = logits_NV.to(table.temperature.dtype), choices.rows_N
     if needs.penalties:
         counts_NV, in_prompt_NV = _history(choices, table, vocab)
@@ -201,7 +201,8 @@ def score(
 
 
 def _history(choices: Choices, table: SamplingState, vocab: VocabMap | None) -> tuple[Tensor, Tensor]:
-    """Occurrences in the output up to each row, path included, and presence in the prompt: ``[N, V]`` each."""
+    """Return how often each token occurs in the output before each row, path included, and whether it is in the prompt:
+    ``[N, V]`` each."""
     counts_NV, in_prompt_NV = table.counts[choices.rows_N], table.in_prompt[choices.rows_N]
     if choices.path_NA.shape[1]:
         padded = torch.nn.functional.pad(counts_NV, (0, 1))
@@ -213,5 +214,5 @@ def _history(choices: Choices, table: SamplingState, vocab: VocabMap | None) -> 
 
 
 def best(scores_NV: Tensor) -> Tensor:
-    """The token of each row; ties go to the lowest id."""
+    """Return the best token of each row; ties go to the lowest id."""
     return scores_NV.argmax(dim=-1)

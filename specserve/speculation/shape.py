@@ -9,9 +9,10 @@ from specserve_kernels import MAX_NODES, tree_pool_size
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step is captured for. ``nodes``: of the whole batch, roots included. ``levels`` 0 is plain decoding: a
-    tree of one node a slot. ``copied``: levels of copied text next to a model's, 0 where there is no such drafter.
-    ``block``: positions that a drafter's block takes, whatever the levels; 0: it drafts level by level."""
+    """The sizes that a step is captured for. ``nodes``: those of the whole batch, roots included. ``levels`` 0: plain
+    decoding, a tree of one node a slot. ``copied``: levels of copied text next to a model's drafts, 0 without a merged
+    drafter. ``block``: positions of a block drafter's block, whatever the levels; 0 for drafters that work level by
+    level."""
 
     slots: int
     nodes: int
@@ -36,7 +37,7 @@ class StepShape:
 
     @property
     def max_nodes(self) -> int:
-        """Most nodes one slot can get, its root included."""
+        """Most nodes that one slot can get, its root included."""
         return min(MAX_NODES, self.nodes - self.slots + 1, self.pool_size + 1)
 
     @property

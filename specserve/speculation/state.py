@@ -1,7 +1,7 @@
-"""The device state of running requests, one row a slot, and its gathered view for one batch.
+"""The device state of running requests: tables with one row a slot.
 
-Shapes: R rows (slots and a dummy one for padding, the last), B slots of a batch, H feature size, M pages a slot,
-V vocabulary, E bias entries.
+Shapes: R rows (slots, and last a dummy row for padding), B slots of a batch, H feature size, M pages a slot, V
+vocabulary, E bias entries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specserve.core import MAX_BIAS, SamplingParams
 
 @dataclass(slots=True)
 class SamplingState:
-    """How a request's tokens are chosen. Floats are in the sampler's dtype."""
+    """Each request's sampling parameters and token counts. Floats are in the sampler's dtype."""
 
     temperature: Tensor  # [R]
     top_k: Tensor  # [R] int64, 0: off
@@ -31,7 +31,7 @@ class SamplingState:
     presence: Tensor  # [R]
     seed: Tensor  # [R] int64
     choice: Tensor  # [R] int64
-    bias_ids: Tensor  # [R, E] int64, holes hold V
+    bias_ids: Tensor  # [R, E] int64, V: unused entry
     bias_values: Tensor  # [R, E]
     bias_until: Tensor  # [R, E] int64, first position at which the entry no longer counts
     bias_count: Tensor  # [R] int64, entries in use
@@ -41,10 +41,8 @@ class SamplingState:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What some request of the batch asks for, known to the host, so that a CPU skips the rest.
-
-    A captured graph does all and reads the rows.
-    """
+    """The sampling features that some request of the batch uses. The host knows them, so a CPU skips the rest; a
+    captured graph computes all features and reads the rows."""
 
     noise: bool = True
     penalties: bool = True
@@ -68,7 +66,8 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class RowInit:
-    """What the scheduler knows of a request that takes a slot. ``banned_ids``: impossible before ``banned_until``."""
+    """The scheduler's data of a request that takes a slot. ``banned_ids`` can't be chosen before position
+    ``banned_until``."""
 
     slot: int
     pages: Sequence[int]
@@ -86,8 +85,8 @@ class RowInit:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the host says of a text: it goes on with ``tokens`` after position ``base``, because ``matched`` tokens up
-    to there are found elsewhere."""
+    """A continuation that the host looked up: ``tokens`` follow position ``base``, because the ``matched`` tokens up to
+    there occur elsewhere."""
 
     slot: int
     base: int
@@ -96,14 +95,12 @@ class Told:
 
 
 class DecodeState:
-    """Owns the tables. ``admit``, ``set_pages`` and ``set_continuations`` are the host's only writes; steps and prefill
-    make the others. What ``admit`` writes of every request lies in two tensors of rows side by side, so that few
-    launches write it.
+    """Owns the tables. The host writes only through ``admit`` and the ``set_*`` methods; steps and prefill do all other
+    writes. The scalars that ``admit`` writes for every request share two tensors, so that few launches write them.
 
-    ``positions``: of one slot, whole pages. ``prediction_size``: tokens of the longest predicted text, 0 where nothing
-    is drafted: then there is no table. ``sources``: drafters whose claims are measured, 0: there is no table of these.
-    ``continuation_size``: most tokens that the host says a text goes on with, 0: nor of these. ``reaches``: a drafter
-    keeps in ``reached`` how far its own cache goes.
+    ``positions``: of one slot, whole pages. ``prediction_size``: tokens of the longest predicted text. ``sources``:
+    drafters that are measured separately. ``continuation_size``: longest continuation from the host, in tokens. Where
+    one of these is 0, its table does not exist. ``reaches``: the drafter keeps its own cache's length in ``reached``.
     """
 
     def __init__(
@@ -168,7 +165,7 @@ class DecodeState:
             Continuations.empty(rows, continuation_size, device) if continuation_size else None
         )
         self.reached = integers() if reaches else None
-        # The dummy row attends to its own position 1: a draft row must see an entry, and slot 0 has none.
+        # The dummy row attends to its own position 1: a draft row must see an entry, and position 0 has none.
         self.slots.length[self.dummy] = 1
 
     def admit(self, rows: Sequence[RowInit], page_feature: Tensor) -> None:
@@ -197,7 +194,7 @@ class DecodeState:
             feature_NH = torch.where(page_N[:, None] > 0, page_feature[page_N], 0)
             self.slots.feature.index_copy_(0, slots_N, feature_NH)
         else:
-            self.slots.feature.index_fill_(0, slots_N, 0)  # read, though of no use, and must be finite
+            self.slots.feature.index_fill_(0, slots_N, 0)  # unused, but read: it must be finite
         self.sampling.bias_ids.index_fill_(0, slots_N, self.sampling.counts.shape[1])
         if self.prediction is not None:
             self.prediction.length_R.index_copy_(0, slots_N, predicted_N)
@@ -209,7 +206,7 @@ class DecodeState:
             self._admit_rest(row, bias, text)
 
     def _admit_rest(self, row: RowInit, bias: _Bias, predicted: Sequence[int]) -> None:
-        """What few requests have."""
+        """Write what only some requests have."""
         params, slot, sampling = row.params, row.slot, self.sampling
         if row.cached:  # prefill writes the rest of the text
             known = [*row.prompt, *row.output][: row.cached]
@@ -230,7 +227,7 @@ class DecodeState:
             in_prompt.index_fill_(0, self._integers(row.prompt), True)
 
     def _admit_prediction(self, prediction: Prediction, row: RowInit, given: Sequence[int]) -> None:
-        """Its place is found as a step would find it that had emitted all the output."""
+        """Write a predicted text, with the position in it that steps would have reached after all the output so far."""
         host = Prediction.empty(1, len(given), torch.device("cpu"))
         host.tokens_RP[0] = torch.tensor(given, dtype=torch.int32)
         host.length_R.fill_(len(given))
@@ -248,7 +245,7 @@ class DecodeState:
         self.slots.pages[slot, start : start + len(pages)] = self._integers(pages)
 
     def set_continuations(self, told: Sequence[Told]) -> None:
-        """Write what texts go on with, of different slots."""
+        """Write the continuations of different slots."""
         table = self.continuations
         assert table is not None
         numbers = [[each.slot, len(each.tokens), each.base, each.matched] for each in told]
@@ -258,8 +255,8 @@ class DecodeState:
         table.write(slots_N[:, 0], given_N3, token_NP)
 
     def set_predictions(self, due: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Write the text that has to follow in some slots as their predicted text. It goes before any draft, like a
-        prediction that was always right."""
+        """Write forced text as the predicted text of some slots. It goes before any draft, like a prediction that was
+        always right."""
         table = self.prediction
         assert table is not None
         longest = max(len(tokens) for _, tokens in due)
@@ -281,21 +278,21 @@ class DecodeState:
 
 
 _FOREVER = 2**62
-_ALIGNED = 16  # entries
+_ALIGNED = 16  # rows are padded to a multiple of this
 
 
-_Bias = list[tuple[int, float, int]]  # tokens, what is added, and until when
+_Bias = list[tuple[int, float, int]]  # token, value to add, first position without it
 
 
 def _integers_of(row: RowInit, bias: _Bias) -> tuple[int, ...]:
-    """In the order of their table."""
+    """Return a row's integers in the order of their table."""
     params = row.params
     root, top_k = 0, max(params.top_k, 0)
     return root, row.cached, row.limit, draft_cap(params), top_k, row.seed, row.choice, len(bias)
 
 
 def _floats_of(params: SamplingParams) -> tuple[float, ...]:
-    """In the order of their table."""
+    """Return a row's floats in the order of their table."""
     return (
         0.0 if params.greedy else params.temperature,
         params.top_p,
@@ -307,7 +304,7 @@ def _floats_of(params: SamplingParams) -> tuple[float, ...]:
 
 
 def _bias_of(row: RowInit) -> _Bias:
-    """Entries of one token add up, so a ban (-inf) hides a bias next to it until the ban ends."""
+    """Return a row's bias entries. Those of one token add up, so a ban (-inf) hides the token's bias until it ends."""
     biases = [(token, bias, _FOREVER) for token, bias in (row.params.logit_bias or {}).items()]
     return biases + [(token, -torch.inf, row.banned_until) for token in row.banned_ids]
 
@@ -321,17 +318,17 @@ def _prediction_of(row: RowInit) -> Sequence[int]:
 def to_device(
     values: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Copy numbers to the device without waiting for what is queued there: from pinned memory."""
+    """Copy numbers to the device through pinned memory, without waiting for queued work."""
     if not values:
         return torch.empty(0, dtype=dtype, device=device)
-    # By way of an array in a quarter of the time that a tensor of a list takes.
+    # An array converts in a quarter of the time that torch.tensor(list) takes.
     kind, wide = ("d", torch.float64) if dtype.is_floating_point else ("q", torch.int64)
     host = torch.frombuffer(array(kind, values), dtype=wide).to(dtype)
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 def draft_cap(params: SamplingParams) -> int:
-    """Most nodes that may be drafted for a request in one step."""
+    """Return the most nodes that may be drafted for a request in one step."""
     speculation = params.speculation
     if not speculation.enabled:
         return 0

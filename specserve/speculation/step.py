@@ -1,8 +1,8 @@
 """The step: draft, select, verify, accept, commit. Plain decoding is the same path with trees of one node.
 
 What may enter this file: calls on device tensors in shapes fixed by ``StepShape``. No host read, no data-dependent
-shape, no branch on a request's features or a drafter's name; the whole of ``step`` is what a CUDA graph captures, or
-its three parts, where the host has work between them.
+shape, no branch on a request's features or a drafter's name. A CUDA graph captures the whole of ``step``, or each of
+its three parts where the host works between them.
 
 Shapes: T packed nodes (roots included), V vocabulary, W words of 32 tokens each.
 """
@@ -26,7 +26,7 @@ from specserve.speculation.shape import StepShape
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """The trees, and the sampler that is to choose after their nodes."""
+    """The trees, and the sampler that chooses the tokens after their nodes."""
 
     view: View
     shape: StepShape
@@ -36,7 +36,7 @@ class Drafted:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What the target says of the trees' nodes."""
+    """The target's logits and states at the trees' nodes."""
 
     drafted: Drafted
     logits_TV: Tensor
@@ -45,10 +45,10 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``accepted.packed_BX`` are the step's tokens; ``logits_TV`` the target's raw logits at every node;
-    ``predicted_B2``, None if no request has a predicted text: the index there of the token that was expected, and how
-    many of the step's tokens were what it says from there on; ``sources_BX``, None unless the trees have several
-    sources: three counts of each, as ``observe_source`` gives them."""
+    """``accepted.packed_BX``: the step's tokens. ``logits_TV``: the target's raw logits at every node.
+    ``predicted_B2``, None if no request has a predicted text: the index in it of the token that was expected, and how
+    many of the step's tokens match it from there on. ``sources_BX``, None unless the trees have several sources: three
+    counts for each, as ``observe_source`` returns them."""
 
     accepted: Accepted
     logits_TV: Tensor
@@ -62,7 +62,7 @@ def step(context: Context, view: View, shape: StepShape) -> StepResult:
 
 
 def draft(context: Context, view: View, shape: StepShape) -> Drafted:
-    """Run the step's first part: draft, and select what is worth verifying."""
+    """Run the step's first part: draft, and select the nodes to verify."""
     sampling = view.sampling(context, shape.depth)
     return Drafted(view, shape, sampling, plant(context, view, shape, sampling))
 
@@ -89,7 +89,8 @@ def verify(context: Context, drafted: Drafted) -> Verified:
 
 
 def settle(context: Context, verified: Verified, words_TW: Tensor | None = None) -> StepResult:
-    """Run the third part: choose, accept, commit. ``words_TW``: masks of what may follow the nodes, as in ``hold``."""
+    """Run the third part: choose, accept, commit. ``words_TW``: masks of the tokens allowed after each node, as in
+    ``hold``."""
     view, tree = verified.drafted.view, verified.drafted.tree
     logits_TV = verified.logits_TV if words_TW is None else hold(verified.logits_TV, words_TW)
     chosen_T = verified.drafted.sampling.choose(logits_TV, Choices.after_nodes(tree))
@@ -100,7 +101,7 @@ def settle(context: Context, verified: Verified, words_TW: Tensor | None = None)
 
 
 def observe(context: Context, view: View, tree: Tree, accepted: Accepted) -> Tensor | None:
-    """Hold what each source of the trees proposed against what was emitted."""
+    """Compare the proposals of each of the trees' sources with the emitted tokens."""
     sources = context.state.sources
     if sources is None or not tree.parts:
         return None
@@ -110,7 +111,7 @@ def observe(context: Context, view: View, tree: Tree, accepted: Accepted) -> Ten
 
 
 def plant(context: Context, view: View, shape: StepShape, sampling: Sampling) -> Tree:
-    """Draft, and select what is worth verifying: one budget for the whole batch."""
+    """Draft, and select the nodes to verify, from one budget for the whole batch."""
     if not shape.levels:
         return single_nodes(view.slots)
     pool = context.drafter.propose(context, view, shape, sampling)

@@ -236,8 +236,8 @@ class TestEngineDeath:
             begun = time.monotonic()
             assert server.finish() == 1
             assert time.monotonic() - begun > 3 * PAUSE
-        told = [line for line in server.lines if "another one is started" in line]
-        pauses = re.findall(r"another one is started in (\S+) seconds", "".join(told))
+        told = [line for line in server.lines if "starting another one" in line]
+        pauses = re.findall(r"starting another one in (\S+) seconds", "".join(told))
         assert [float(pause) for pause in pauses] == [0, PAUSE, 2 * PAUSE]
         assert ["FileExistsError" in line for line in told] == [False, True, True]
 
@@ -245,7 +245,7 @@ class TestEngineDeath:
         with running("build_slow", model) as server:
             server.wait_ready()
             os.kill(server.engine_pid(), signal.SIGKILL)
-            wait(lambda: any("another one is started" in line for line in server.lines), 5)
+            wait(lambda: any("starting another one" in line for line in server.lines), 5)
             assert server.stop() == 0
 
     @pytest.mark.parametrize(("build", "code"), [("build_wrong", 2), ("build_crash", 1)])

@@ -25,5 +25,7 @@ def test_a_line_for_ten_seconds_of_work(caplog: pytest.LogCaptureFixture) -> Non
     assert not caplog.messages
     log.look(stats(1000, 400), 110.0)
     log.look(stats(1100, 450), 111.0)
-    expected = "100 tokens/s, 2.50 per request and step; 2 requests run, 1 wait, 75% of the KV pages are used"
+    expected = (
+        "100 tokens/s, 2.50 per request and step; 2 requests running, 1 waiting, 75% of KV pages in use"
+    )
     assert caplog.messages == [expected]

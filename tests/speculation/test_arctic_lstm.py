@@ -79,11 +79,11 @@ def test_a_draft_that_fits_is_accepted(agreeing: Checkpoints) -> None:
         ),
         (
             lambda s, c: c.update(proj_dim="24.48"),
-            r"proj_dim must be 24, as its tensors have it, found '24\.48'",
+            r"proj_dim must be 24, as in its tensors, found '24\.48'",
         ),
         (
             lambda s, c: c.update(tie_weights=False),
-            r"tie_weights must be true, as it is for all LSTMs, found False",
+            r"tie_weights must be true for an LSTM, found False",
         ),
         (lambda s, c: c.pop("n_predict"), r"n_predict"),
         (

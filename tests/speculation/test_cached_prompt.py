@@ -12,8 +12,8 @@ import pytest
 from specserve.core import SamplingParams
 from specserve.engine.commands import Prefill
 from specserve.engine.runner import Launch
+from specserve.scheduler.prefix_waiting import LAUNCH, MOST_WAITS
 from specserve.scheduler.scheduler import Scheduler
-from specserve.scheduler.sharing import LAUNCH, MOST_WAITS
 from tests.engines import (
     Answer,
     Checkpoints,

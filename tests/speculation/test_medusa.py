@@ -128,10 +128,10 @@ def test_what_is_noted(agreeing: Checkpoints, tmp_path: Path, caplog: pytest.Log
     with caplog.at_level("INFO", "specserve"):
         scheduler_of("MEDUSA", agreeing.target, draft, (2, 1, 3))
     for words in (
-        "draft of 5 heads of 1 blocks, which score by rows of their own",
+        "draft of 5 heads of 1 blocks, which score by their own output heads",
         "medusa_num_heads is 2 in its config; its tensors say 5",
         f"made for {agreeing.target} (base_model_name_or_path)",
-        "medusa_choices is not read: each step's trees are cut from the scores",
+        "medusa_choices is not used: each step's trees are selected by",
         "no parameter reads 5.surplus",
     ):
         assert words in caplog.text

@@ -122,7 +122,7 @@ def test_what_is_noted(agreeing: Checkpoints, tmp_path: Path, caplog: pytest.Log
     for words in (
         "draft of 4 levels of 24 channels, which share their weights; its input is normed",
         "inner_dim is 4096 in its config; its tensors say 24",
-        "top_k_tokens_per_head is not read: each step's trees are cut from the scores",
+        "top_k_tokens_per_head is not used: each step's trees are selected by",
         "no parameter reads speculator.surplus",
     ):
         assert words in caplog.text
@@ -145,11 +145,11 @@ Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
         ),
         (
             lambda s, c: s.pop("speculator.head.3.weight"),
-            r"n_predict must be 3, as many as its files have heads, found 4",
+            r"n_predict must be 3, the number of heads in its files, found 4",
         ),
         (
             lambda s, c: c.pop("n_predict"),
-            r"n_predict must be 4, as many as its files have heads, found None",
+            r"n_predict must be 4, the number of heads in its files, found None",
         ),
         (
             lambda s, c: c.update(n_predict="4"),

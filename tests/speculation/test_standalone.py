@@ -175,7 +175,9 @@ def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"{name} has another tokenizer than the target: .*{words}"):
             shared_tokens(ours, made(name, model={"vocab": vocabulary}), 4, 4)
     nothing = made("nothing")
-    assert shared_tokens(ours, nothing, 4, 4)[1].startswith("the vocabularies are of one size; no tokenizers")
+    assert shared_tokens(ours, nothing, 4, 4)[1].startswith(
+        "the vocabularies have the same size; no tokenizers"
+    )
     with pytest.raises(
         ValueError, match=r"has a vocabulary of 5 tokens, the target one of 4, and .*nothing has no"
     ):
@@ -200,7 +202,7 @@ def test_settings_that_do_not_fit(agreeing: Checkpoints, tmp_path: Path) -> None
         resolve_engine(Settings(**given, speculative_token_map="dynamic"))
     override = {"speculative_draft_config_override": '{"rope_theta": 5}'}
     with pytest.raises(
-        ValueError, match="rope_theta: fields of heads; STANDALONE reads its draft as a model"
+        ValueError, match="rope_theta: fields of draft heads, but the draft of STANDALONE is a whole model"
     ):
         scheduler_of(METHOD, agreeing.target, agreeing.target, (2, 1, 3), **override)
     with pytest.raises(ValueError, match="has a vocabulary of 48 tokens, the target one of 64"):

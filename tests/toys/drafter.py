@@ -33,7 +33,7 @@ class CopyDrafter:
     def scratch(self, shape: StepShape) -> int:
         return 0
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         raise AssertionError("it has no rows")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:

@@ -1,4 +1,4 @@
-"""Properties of the device (multiprocessors, shared memory of a program, compute capability) and arrival counters for
+"""Device properties (multiprocessors, shared memory of a program, compute capability), and arrival counters for
 programs that share work."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triton.runtime import driver
 
 HOPPER = 9  # its major capability
 _TICKETS = 1 << 16
-_ALIGNED = 16  # bytes, of a row that the copy engine reads and of where it begins
+_ALIGNED = 16  # bytes: alignment of rows that the copy engine reads
 
 
 class Limits(NamedTuple):
@@ -34,7 +34,7 @@ _assumed = [Gpu((HOPPER, 0), H200)]
 
 
 def assume(gpu: Gpu) -> None:
-    """Treat ``meta`` tensors as on this GPU from now on; by default they are as on an H200."""
+    """Treat ``meta`` tensors as on this GPU from now on; by default they are treated as on an H200."""
     _assumed[0] = gpu
 
 
@@ -54,14 +54,12 @@ def limits_of(device: torch.device) -> Limits:
 
 @cache
 def _limits(index: int) -> Limits:
-    found: Any = driver.active.utils.get_device_properties(
-        index
-    )  # what Triton itself checks launches against
+    found: Any = driver.active.utils.get_device_properties(index)  # the limits that Triton itself checks
     return Limits(found["multiprocessor_count"], found["max_shared_mem"])
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability; elsewhere as ``limits_of``."""
+    """Return the compute capability; without a GPU that of an H200."""
     return _capability(device) if device.type == "cuda" else _assumed[0].capability
 
 
@@ -71,7 +69,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def copies(x_RI: Tensor) -> bool:
-    """Return whether the copy engine (TMA) can read its rows."""
+    """Return whether the copy engine (TMA) can read a tensor's rows."""
     size = x_RI.element_size()
     return x_RI.stride(1) == 1 and (x_RI.stride(0) * size) % _ALIGNED == 0 and x_RI.data_ptr() % _ALIGNED == 0
 
@@ -80,10 +78,10 @@ _shared_tickets: dict[torch.device, list[Tensor]] = {}
 
 
 def tickets(count: int, device: torch.device) -> Tensor:
-    """Return at least ``count`` zeros, which every launch resets to zero. Launches that share them run one after
-    another.
+    """Return at least ``count`` arrival counters, which are zero before and after every launch. Launches that share
+    them run one after another.
 
-    They are made on the first call, and again when a call asks for more. The smaller ones stay, because graphs were
+    They are made on the first call, and again when a call asks for more. Smaller ones are kept, because graphs were
     captured with their addresses. During the capture of a CUDA graph such a call gets its own, zeroed whenever the
     graph runs.
     """

@@ -25,4 +25,4 @@ FP8 = tl.constexpr(
     cvt.rn.bf16x2.f32 $1, f3, f2;
     }"""
 )
-"""Converts the four numbers of a register to two registers."""
+"""Converts the four numbers of one register to two registers."""

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 
 _CAPABILITY = 90
-INTERPRETED = knobs.runtime.interpret  # as kernels were when they were declared
+INTERPRETED = knobs.runtime.interpret  # at the time when kernels are declared
 
 
 def overlap() -> dict[str, Any]:
@@ -44,28 +44,29 @@ def overlap_on(_device: int) -> dict[str, Any]:
 
 @triton.jit
 def wait_for_inputs(OVERLAP: tl.constexpr):
-    """Wait until everything that earlier launches wrote can be read."""
+    """Wait until all writes of earlier launches are visible."""
     if OVERLAP:
         gdc_wait()
 
 
 @triton.jit
 def let_next_begin(OVERLAP: tl.constexpr):
-    """Let the next launch's programs start where there is room, and wait, once all programs have come here or ended.
-    Never call it before ``wait_for_inputs``, or the launch after the next would be let in as well."""
+    """Let the next launch's programs start where there is room, and wait, once all programs have called this or ended.
+    Must not be called before ``wait_for_inputs``, or the launch after the next would be let in too."""
     if OVERLAP:
         gdc_launch_dependents()
 
 
 @triton.jit
 def load_settled(pointers, mask, other):
-    """Load data written at least two launches ago, which is safe before the wait: the previous launch had waited for it
-    before it let this one in. Bypasses L1, which other programs' stores don't update."""
+    """Load data written at least two launches ago, which is safe before the wait: the previous launch waited for it
+    before it let this one in. Bypasses L1, which is not coherent with other programs' stores."""
     return tl.load(pointers, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit
 def take_turn(OVERLAP: tl.constexpr):
-    """Do both, if no launch of many programs follows, which would take room from the running ones."""
+    """Wait for inputs, then let the next launch begin. Only for a kernel before a launch of few programs: many programs
+    would take room from the running ones."""
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP)

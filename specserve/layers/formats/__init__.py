@@ -14,14 +14,12 @@ register("compressed-tensors", compressed_tensors.read)
 register("awq", awq.read)
 register("gptq", gptq.read)
 
-_TABLES = "its numbers are looked up in tables, which no kernel here does"
-_OWN = "its tensors have names and an order of its own, which no reader here has"
-_ODD = "no kernel here multiplies numbers of its kind"
-_ROTATED = "it turns inputs before they are multiplied, which no kernel here does"
+_TABLES = "its weights are codebook indices, which no kernel here supports"
+_OWN = "its tensors have their own names and layout, which no reader here supports"
+_ODD = "no kernel here supports its number format"
+_ROTATED = "it rotates activations, which no kernel here supports"
 _EXPORT = "write the same model with auto-round's --format auto_gptq or auto_awq"
-_ROUND = (
-    "serve the checkpoint that it was made from, with --quantization fp8, int8 or int4 if it is to be small"
-)
+_ROUND = "serve the checkpoint that it was made from, with --quantization fp8, int8 or int4 to save memory"
 REFUSED = {
     "aqlm": (_TABLES, _ROUND),
     "auto-round": (_OWN, _EXPORT),
@@ -31,7 +29,7 @@ REFUSED = {
     "exl2": (_OWN, _ROUND),
     "exl3": (_ODD, _ROUND),
     "fp_quant": (_ROTATED, _ROUND),
-    "gguf": ("it is another kind of file", _ROUND),
+    "gguf": ("GGUF files are not read", _ROUND),
     "higgs": (_TABLES, _ROUND),
     "hqq": (_OWN, _ROUND),
     "intel/auto-round": (_OWN, _EXPORT),
@@ -45,7 +43,7 @@ REFUSED = {
     "torchao": (_OWN, _ROUND),
     "vptq": (_TABLES, _ROUND),
 }
-"""Known methods that are not served, why, and what to do instead."""
+"""Known methods that are not supported: the reason, and what to do instead."""
 
 
 def read_format(quantization_config: object, names: Collection[str]) -> WeightFormat:

@@ -39,7 +39,7 @@ _LAYOUTS = ("gemm", "GEMM")
 
 @dataclass(frozen=True, slots=True)
 class AwqLayout:
-    """``group``: inputs that share a scale, 0: all."""
+    """``group``: inputs that share a scale; 0: all."""
 
     group: int
 
@@ -61,7 +61,7 @@ class AwqLayout:
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """The numbers ``[..., O]``."""
+    """Return the unpacked numbers ``[..., O]`` in order."""
     evens_and_odds: Tensor = unpack_words(words, 4).unflatten(-1, (-1, 2, 4))
     return evens_and_odds.transpose(-1, -2).flatten(-3)
 

@@ -103,7 +103,7 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
             raise ValueError(
                 f"quantization_config: actorder is group, but the files have no {module}.weight_g_idx"
             )
-    # zero points of symmetric weights are 0; shapes are the other tensors'
+    # Zero points of symmetric weights are 0, and shapes are known from the other tensors.
     unread = (*ACTIVATION_SCALES, *KV_SCALES, "weight_zero_point", "weight_shape")
     return stored_weights("compressed-tensors", layouts, unread)
 
@@ -134,7 +134,7 @@ def _layout(weights: Mapping[str, Any], kept_as: str) -> Layout:
         kept_as == "pack-quantized" and kind in (("int", 4), ("int", 8)) and strategy in ("group", "channel")
     )
     if not symmetric and not (in_words and kind[1] == 4):
-        raise ValueError("symmetric must be true but for pack-quantized weights of 4 bits")
+        raise ValueError("symmetric must be true, except for 4-bit pack-quantized weights")
     if in_words:
         ordered = weights.get("actorder") in (True, "group")
         return PackQuantizedLayout(
@@ -180,7 +180,7 @@ def _layout_of(module: str, groups: Collection[_Group]) -> Layout:
 
 
 def _rank(module: str, target: str) -> int | None:
-    """Return how a target matches a module: 0 by its name, 1 by a pattern, 2 by its class, None not at all."""
+    """Return how a target matches a module: 0 by name, 1 by a pattern, 2 by class, None if not at all."""
     if target == module:
         return 0
     if target.startswith("re:"):

@@ -29,12 +29,12 @@ from specserve.layers.formats.stored import (
 
 ACTIVATION_SCALES = ("input_scale", "activation_scale", "input_scale_ub", "input_zero_point", "output_scale")
 KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale")
-BLOCK_INPUTS = (32, 64, 128, 256, 512)  # that the kernels take
+BLOCK_INPUTS = (32, 64, 128, 256, 512)  # numbers of inputs that the kernels support
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Layout:
-    """``scale``: its name. ``block``: outputs and inputs that share one; 0: all of them."""
+    """``scale``: the tensor's name. ``block``: outputs and inputs that share a scale; 0: all of them."""
 
     scale: str
     block: tuple[int, int]
@@ -62,7 +62,7 @@ PER_TENSOR, PER_OUTPUT = (0, 0), (1, 0)
 
 
 def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
-    """``quant_method: fp8``."""
+    """Read ``quant_method: fp8``."""
     one_of(config, "activation_scheme", ("static", "dynamic"))
     one_of(config, "fmt", ("e4m3",))
     block = PER_TENSOR
@@ -73,7 +73,7 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
 
 
 def read_fbgemm(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
-    """``quant_method: fbgemm_fp8``."""
+    """Read ``quant_method: fbgemm_fp8``."""
     return _read(config, names, Fp8Layout("weight_scale", PER_OUTPUT), "fbgemm_fp8")
 
 
@@ -96,7 +96,7 @@ def block_of(given: object, field: str) -> tuple[int, int]:
     fits = isinstance(given, list) and len(given) == 2 and all(type(each) is int for each in given)
     if not fits or given[0] < 1 or given[1] not in BLOCK_INPUTS:  # type: ignore[index]
         raise ValueError(
-            f"quantization_config: {field} must be a block's outputs and inputs, of which these are "
+            f"quantization_config: {field} must be a block's outputs and inputs, with inputs one of "
             f"{', '.join(map(str, BLOCK_INPUTS))}, found {given!r}"
         )
     return given[0], given[1]  # type: ignore[index]

@@ -41,8 +41,8 @@ _LESS = {"gptq": 1, "gptq_v2": 0}
 
 @dataclass(frozen=True, slots=True)
 class GptqLayout:
-    """``less``: how much too low the file's zero points are, None if the configuration does not say. ``indexed``: it
-    has a ``g_idx``. ``biased``: it has a bias, which older tools always write, as zeros if the model has none."""
+    """``less``: what is missing from the file's zero points, None if the configuration does not say. ``indexed``: it
+    has a ``g_idx``. ``biased``: it has a bias; older tools always write one, zeros if the model has none."""
 
     bits: int
     group: int
@@ -75,19 +75,20 @@ class GptqLayout:
         return numbers_of(values_OI, scale_OG, zero_OG, self.bits, self.group, index_I)
 
     def _zeros(self, stored_OG: Tensor) -> Tensor | None:
-        """None of symmetric weights. Raises ValueError where theirs are not half of their range."""
+        """Return the zero points, None for symmetric weights. Raises ValueError if theirs are not half of their
+        range."""
         if not self.symmetric:
             less = 1 if self.less is None else self.less
             return torch.bitwise_and(stored_OG + less, 2**self.bits - 1)
         accepted = [2 ** (self.bits - 1) - less for less in _LESS.values() if self.less in (None, less)]
         if not stored_OG.is_meta and not any((stored_OG == each).all() for each in accepted):
             words = " or ".join(map(str, accepted))
-            raise ValueError(f"qzeros must hold {words} alone, since sym is true, found others")
+            raise ValueError(f"qzeros must all be {words}, because sym is true, found others")
         return None
 
 
 def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
-    """``quant_method: gptq``."""
+    """Read ``quant_method: gptq``."""
     for field in ("checkpoint_format", "format"):
         one_of(config, field, tuple(_LESS))
     one_of(config, "is_marlin_format", (False,))
@@ -100,7 +101,7 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
 
 
 def _layout(config: Mapping[str, Any], module: str, names: Collection[str]) -> GptqLayout:
-    """Raise ValueError naming the field that no kernel serves."""
+    """Return a module's layout. Raises ValueError naming a field that no kernel supports."""
     fields = {**config, **(_overrides(config, full_name(module)) or {})}
     bits, symmetric = bits_of(fields, "bits", (4, 8)), one_of(fields, "sym", (True, False)) is True
     if bits == 8 and not symmetric:

@@ -1,4 +1,4 @@
-"""FP8 weights as stored by NVIDIA's ModelOpt: one scale for each tensor, of weights and of inputs.
+"""FP8 weights as stored by NVIDIA's ModelOpt: one scale for each weight tensor and one for its activations.
 
 Its configuration is ``hf_quant_config.json``, in newer checkpoints ``quantization_config`` as well.
 """
@@ -22,7 +22,7 @@ from specserve.layers.formats.stored import (
 
 
 def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
-    """``quant_method: modelopt``."""
+    """Read ``quant_method: modelopt``."""
     nested = config.get("quantization")
     fields = nested if isinstance(nested, Mapping) else config
     if fields.get("quant_algo") is None:

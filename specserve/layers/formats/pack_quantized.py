@@ -1,8 +1,9 @@
 """4-bit and 8-bit weights as stored by compressed-tensors' ``pack-quantized``; ``compressed_tensors`` uses it.
 
-``weight_packed`` int32 ``[O, I / 8]`` packs eight inputs (four in 8 bits), ``weight_zero_point`` int32 ``[O / 8, G]``,
-rounded up, eight outputs, of asymmetric weights alone; ``weight_scale`` ``[O, G]``; ``weight_g_idx`` int32 ``[I]``,
-which may be absent, is the group of each input. A weight is ``(q - zero) * scale``. ``weight_shape`` repeats O and I.
+``weight_packed`` int32 ``[O, I / 8]`` packs eight inputs (four in 8 bits). ``weight_zero_point`` int32 ``[O / 8, G]``,
+rounded up and only for asymmetric weights, packs eight outputs. ``weight_scale`` ``[O, G]``. ``weight_g_idx`` int32
+``[I]``, which may be absent, is the group of each input. A weight is ``(q - zero) * scale``. ``weight_shape`` repeats O
+and I.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from specserve.layers.formats.words import float32, int32, numbers_of, packed_si
 
 @dataclass(frozen=True, slots=True)
 class PackQuantizedLayout:
-    """``group``: inputs that share a scale, 0: all. ``indexed``: the file has a ``weight_g_idx``."""
+    """``group``: inputs that share a scale; 0: all. ``indexed``: the file has a ``weight_g_idx``."""
 
     bits: int
     group: int

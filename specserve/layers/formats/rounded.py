@@ -1,9 +1,9 @@
 """Quantize 16-bit weights to 8 or 4 bits at load: ``--quantization``.
 
-In 8 bits each output has a scale that maps its largest number to the format's largest. In 4 bits each group of 128
-inputs of an output has a scale that maps its largest number to -8, the format's largest. Of all scales without a zero
-point this one loses least: 10.3% of the size of normally distributed weights, where mapping to 7 loses 11.7%. The head
-is not quantized, as in nearly all published checkpoints.
+In 8 bits each output has a scale that maps its largest weight to the format's largest number. In 4 bits each group of
+128 inputs of an output has a scale that maps its largest weight to -8, the format's largest number. Of all scales
+without a zero point this one has the least error: 10.3% for normally distributed weights, against 11.7% for mapping to
+7. The head is not quantized, as in nearly all published checkpoints.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from specserve.layers.formats.stored import StoredProjection
 from specserve.layers.linear import PLAIN
 from specserve.layers.weights import Projection, WeightFormat
 
-SYMMETRIC_ZERO = 8  # of 4 bits without a zero point
+SYMMETRIC_ZERO = 8  # the 4-bit value that means 0 without a zero point
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 GROUP = 128  # inputs that share a scale in 4 bits
-_SLICE = 1 << 24  # numbers that are rounded at a time: their float32 copies are small next to the weight
+_SLICE = 1 << 24  # weights quantized at a time, which bounds the float32 copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RoundedLayout:
         return Numbers(torch.cat(values).view(DTYPES[self.kind]), torch.cat(scales), None, GROUP)
 
     def _round_to_8(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-        """The bytes, and the scales ``[O, 1]``."""
+        """Return the bytes, and the scales ``[O, 1]``."""
         wide_OI = weight_OI.float()
         largest_O1 = wide_OI.abs().amax(1, keepdim=True)
         scale_O1 = torch.where(largest_O1 > 0, largest_O1 / LARGEST[self.kind], 1.0)
@@ -60,7 +60,7 @@ class RoundedLayout:
 
 
 def _round_to_4(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return numbers from 0 on, with 8 for zero, and the signed scales ``[O, G]``."""
+    """Return numbers from 0 on, with 8 as the zero, and the signed scales ``[O, G]``."""
     inputs = weight_OI.shape[1]
     wide_OGI = pad(weight_OI.float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
     largest_OG1 = wide_OGI.gather(2, wide_OGI.abs().argmax(2, keepdim=True))
@@ -72,7 +72,7 @@ def _round_to_4(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeights(WeightFormat):
-    """``kind``: of ``DTYPES``."""
+    """``kind``: a key of ``DTYPES``."""
 
     kind: str
 

@@ -1,9 +1,9 @@
-"""Projections that keep the weight quantized as in the file, and the format that describes them.
+"""Projections that keep their weight quantized as in the file, and the format that describes them.
 
-On a GPU in 16 or 32 bits the kernel multiplies the quantized weight with unquantized inputs: ``weight_only_linear``. On
-a CPU, and in float64, the weight is dequantized to the model's dtype at load, which saves no memory.
+On a GPU in 16 or 32 bits, the kernel ``weight_only_linear`` multiplies the quantized weight by unquantized activations.
+On a CPU, and in float64, the weight is dequantized to the model's dtype at load, which saves no memory.
 
-Shapes: T tokens, I inputs, O outputs, G groups of inputs, R picked outputs.
+Shapes: T tokens, I inputs, O outputs, G groups of inputs, R selected outputs.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from specserve.layers.linear import PLAIN, Linear, pick_rows
 from specserve.layers.weights import Projection, WeightFormat
 
 FP8 = torch.float8_e4m3fn
-FP8_CAPABILITY = (8, 9)  # of the first GPUs that turn FP8 into other numbers by themselves
+FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 conversion in hardware
 
 
 class Layout(Protocol):
-    """How a file stores the weight of one projection. Immutable, equal where it means the same."""
+    """The storage layout of one projection's weight in a file. Immutable; equal if it means the same."""
 
     @property
     def words(self) -> str:
-        """Its name in logs."""
+        """Its description in logs."""
         ...
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, Tensor]:
-        """Return what a file holds, empty, by the last part of its names. Raises ValueError for a shape that it can't
-        have."""
+        """Return a file's tensors, empty, by the last part of their names. Raises ValueError for an impossible
+        shape."""
         ...
 
     def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
-        """Return what the tensors mean. Raises ValueError for what they can't hold."""
+        """Return the weight that the tensors encode. Raises ValueError for values that they can't have."""
         ...
 
 
 class StoredProjection(Projection):
-    """A projection in one layout. After loading it has either ``plain``, or ``apart``, or ``values``, ``scale``,
-    ``zero`` and ``order``."""
+    """A projection in one layout. After loading it has either ``plain`` (dequantized), ``apart`` (its parts
+    separately), or ``values``, ``scale``, ``zero`` and ``order``."""
 
     values: Tensor
     scale: Tensor
@@ -109,7 +109,7 @@ class StoredProjection(Projection):
         self._step, self._rows = packed.step, packed.rows
 
     def _each_part(self) -> Joined:
-        """By itself: parts of different orders have no inputs in common."""
+        """Load each part separately: parts with different orders have no inputs in common."""
         pieces = []
         for (name, outputs), files in zip(self.parts.items(), self._files, strict=True):
             with torch.device("meta"):
@@ -129,7 +129,7 @@ class StoredProjection(Projection):
         if (instead := self._instead) is not None:
             found: Tensor = instead(x_TI, gated, out)
             return found
-        assert isinstance(x_TI, Tensor), "its inputs are not rounded"
+        assert isinstance(x_TI, Tensor), "its activations are not quantized"
         found = weight_only_linear(x_TI, self.packed, self.bias_O, gated)
         return found if out is None else out.copy_(found)
 
@@ -141,19 +141,19 @@ class StoredProjection(Projection):
 
 
 def check_capability(tensors: Collection[Tensor]) -> None:
-    """Raise ValueError if the GPU has no such numbers."""
+    """Raise ValueError if the GPU does not support a tensor's dtype."""
     if any(each.dtype == FP8 and each.is_cuda for each in tensors):
         found = torch.cuda.get_device_capability()
         if found < FP8_CAPABILITY:
             raise ValueError(
                 "FP8 weights need a GPU of compute capability 8.9 or more, this one has "
-                f"{'.'.join(map(str, found))}: accepted are checkpoints in int8, in 4 bits and in 16"
+                f"{'.'.join(map(str, found))}: accepted are checkpoints in int8, 4 bits or 16 bits"
             )
 
 
 def fuse(parts: Sequence[Numbers]) -> Numbers:
-    """Stack weights of one layout and order, each with its scales. A scale of several outputs is repeated for each of
-    them if a part ends within."""
+    """Stack weights of one layout and order with their scales. If a part ends inside a block of outputs, scales are
+    repeated for each output."""
     rows = parts[0].rows
     if any(len(part.values_OI) % rows for part in parts[:-1]):
         parts, rows = [_each_output(part) for part in parts], 1
@@ -211,8 +211,8 @@ class Joined(Projection):
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights(WeightFormat):
-    """``layouts``: of the quantized modules, by their names without ``model.``, in order; all others are plain.
-    ``unread``: see ``WeightFormat``; what else ``dialect`` writes."""
+    """``layouts``: those of the quantized modules by name without ``model.``, in order; all other modules are plain.
+    ``unread``: tensors that ``dialect`` writes and nothing reads, as in ``WeightFormat``."""
 
     dialect: str
     layouts: tuple[tuple[str, Layout], ...]
@@ -224,7 +224,7 @@ class StoredWeights(WeightFormat):
         return f"{self.dialect}: {', '.join(kinds)}"
 
     def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
-        """Return one projection if all parts are stored alike and together, otherwise one for each part."""
+        """Return one projection if all parts are stored in the same way, otherwise one for each part."""
         layouts = dict(self.layouts)
         found = [layouts.get(f"{name}.{part}" if name else part) for part in parts]
 
@@ -240,7 +240,7 @@ class StoredWeights(WeightFormat):
 
 
 def stored_weights(dialect: str, layouts: Mapping[str, Layout], unread: Sequence[str]) -> StoredWeights:
-    """Raise ValueError where nothing is stored so."""
+    """Return the format. Raises ValueError if no module is quantized."""
     if not layouts:
         raise ValueError(f"quantization_config says {dialect}, but the files hold no weight with scales")
     return StoredWeights(dialect, tuple(sorted(layouts.items(), key=lambda item: item[0])), tuple(unread))
@@ -276,7 +276,7 @@ def matches(pattern: str, module: str) -> bool:
     try:
         return re.match(pattern, module) is not None
     except re.error as error:
-        raise ValueError(f"quantization_config: {pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"quantization_config: {pattern!r} is not a regular expression: {error}") from None
 
 
 def full_name(module: str) -> str:
@@ -288,4 +288,4 @@ def check_left_out(modules: Collection[str], field: str, leaves_out: Callable[[s
     """Raise ValueError for a module that ``field`` excludes although its tensors are quantized."""
     for module in modules:
         if leaves_out(full_name(module)):
-            raise ValueError(f"{field} leaves out {full_name(module)}, which the files hold quantized")
+            raise ValueError(f"{field} excludes {full_name(module)}, which the files hold quantized")

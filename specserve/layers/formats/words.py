@@ -47,7 +47,7 @@ def float32(*shape: int) -> Tensor:
 
 
 def packed_size(count: int, bits: int, of: str) -> int:
-    """Return how many words ``count`` numbers fill. Raises ValueError if they do not fill whole words."""
+    """Return how many words ``count`` numbers fill. Raises ValueError if the last word is not full."""
     each = 32 // bits
     if count % each:
         raise ValueError(f"weights of {bits} bits need a multiple of {each} {of}, found {count}")
@@ -69,9 +69,9 @@ def numbers_of(
     index_I: Tensor | None = None,
     scales_in: torch.dtype = torch.float16,
 ) -> Numbers:
-    """Of unsigned ``values_OI`` whose zero is half of their range, if not ``zero_OG``. ``index_I``: the group of each
-    input; None, or all below 0: they lie side by side. ``scales_in``: 16 bits that files have scales in. Raises
-    ValueError for groups of other sizes."""
+    """Return the weight of unsigned ``values_OI``; without ``zero_OG``, the zero is half of the range. ``index_I``: the
+    group of each input; None, or all negative: groups are contiguous. ``scales_in``: the preferred 16-bit dtype of
+    scales. Raises ValueError for groups of unequal sizes."""
     order_I = None if index_I is None else _order(index_I, group or len(index_I))
     if order_I is not None:
         values_OI = values_OI[:, order_I.long()]
@@ -80,7 +80,7 @@ def numbers_of(
 
 
 def _order(index_I: Tensor, group: int) -> Tensor | None:
-    """Return the inputs sorted by group, None if they already are. On ``meta`` they are assumed to be."""
+    """Return the inputs sorted by group, None if they already are. On ``meta`` they are assumed to be sorted."""
     side_by_side_I = torch.arange(len(index_I), dtype=index_I.dtype, device=index_I.device) // group
     if index_I.is_meta or torch.equal(index_I, side_by_side_I) or (index_I < 0).all():
         return None
@@ -91,7 +91,7 @@ def _order(index_I: Tensor, group: int) -> Tensor | None:
 
 
 def _narrow(scale_OG: Tensor, first: torch.dtype) -> Tensor:
-    """Return scales in 16 bits if that is exact, preferring ``first``."""
+    """Return the scales in 16 bits if that is exact, preferably in ``first``."""
     for dtype in (first, torch.float16, torch.bfloat16):
         narrow_OG = scale_OG.to(dtype)
         if scale_OG.is_meta or torch.equal(narrow_OG.float(), scale_OG):

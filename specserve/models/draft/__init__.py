@@ -1,1 +1,1 @@
-"""Draft heads, one file each, shared by serving and training."""
+"""Draft heads and readers of their checkpoints, one file for each kind, shared by serving and training."""

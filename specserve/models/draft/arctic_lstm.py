@@ -1,9 +1,9 @@
 """Snowflake's Arctic LSTM speculator: an MLP speculator whose state passes through the gates of an LSTM.
 
-Tensors as Snowflake's trainer writes them: ``forget_proj.0.weight`` (from the target's state) and ``.1.weight`` (from
-its own), the same of ``input_proj``, ``output_proj`` and ``cell_proj``; ``forget_emb.0.weight``, which the other
-gates share where ``tie_lstm_embs`` is true, ``cell_ln.0``, ``state_ln.0`` and ``head.0.weight``. What is shared is
-stored again under each name. All levels but the first have the same weights.
+Tensors as Snowflake's trainer writes them: ``forget_proj.0.weight`` (of the target's state) and ``.1.weight`` (of its
+own), likewise for ``input_proj``, ``output_proj`` and ``cell_proj``; ``forget_emb.0.weight``, which the other gates
+share if ``tie_lstm_embs`` is true; ``cell_ln.0``, ``state_ln.0`` and ``head.0.weight``. Shared tensors are stored again
+under each name. All levels but the first have the same weights.
 
 Shapes: N nodes of a level, X rows of states, H the target's hidden size, I inner size, V vocabulary.
 """
@@ -36,7 +36,7 @@ _DIMS = ("inner_dim", "emb_dim", "proj_dim")
 
 @dataclass(frozen=True, slots=True)
 class ArcticSource:
-    """A checkpoint of ``levels`` levels and ``inner`` channels. ``tied``: one embedding for all gates."""
+    """A checkpoint of ``levels`` levels and ``inner`` channels. ``tied``: all gates share one embedding."""
 
     path: Path
     files: TensorFiles
@@ -47,14 +47,14 @@ class ArcticSource:
     notes: list[str] = field(default_factory=list)
 
     def stored(self, name: str) -> str:
-        """The file's name of a parameter."""
+        """Return the file's name of a parameter."""
         kind, *rest = name.split(".")
         if kind == "emb":
             return f"{GATES[int(rest[0])]}_emb.0.weight"
         return f"{rest[0]}_proj.{rest[1]}.weight" if kind == "proj" else name
 
     def note_unread(self, parameters: list[str]) -> None:
-        """Raise ValueError where what is shared is stored in two versions, and note what nothing reads."""
+        """Raise ValueError if copies of a shared tensor differ, and note tensors that nothing reads."""
         copies = {f"head.{i}.weight": "head.0.weight" for i in range(1, self.levels)}
         if self.tied:
             copies |= {f"{gate}_emb.0.weight": "forget_emb.0.weight" for gate in GATES[1:]}
@@ -62,7 +62,7 @@ class ArcticSource:
             if not torch.equal(self.files[name], self.files[copies[name]]):
                 raise ValueError(
                     f"{self.files.file(name)}: tensor {name} differs from {copies[name]}, expected the same: "
-                    "tie_weights and tie_lstm_embs say that they are shared"
+                    "tie_weights or tie_lstm_embs is true"
                 )
         known = {*copies, *map(self.stored, parameters)}
         if unread := [name for name in self.files.names() if name not in known]:
@@ -71,13 +71,13 @@ class ArcticSource:
 
 
 def open_arctic(path: Path) -> ArcticSource:
-    """Read a directory. Raises ValueError naming file, tensor or field where it holds no such speculator."""
+    """Read a directory. Raises ValueError naming the file, tensor or field if it holds no such speculator."""
     files, file = TensorFiles(path), path / "config.json"
     config = read_json(file)
     if config.get("method") != "sum_lstm":
         raise ValueError(
-            f"{file}: method must be sum_lstm, found {config.get('method')!r}: speculators without gates, in IBM's "
-            "names, are for --speculative-algorithm MLP_SPECULATOR"
+            f"{file}: method must be sum_lstm, found {config.get('method')!r}: for speculators without gates, with "
+            "IBM's names, use --speculative-algorithm MLP_SPECULATOR"
         )
     first = "forget_proj.0.weight"
     if first not in files:
@@ -86,15 +86,13 @@ def open_arctic(path: Path) -> ArcticSource:
     check(config, file, COUNT, "n_predict")
     check(config, file, TRUTH, "tie_weights", "tie_lstm_embs", "scale_input", optional=True)
     if config.get("tie_weights") is not True:
-        raise ValueError(
-            f"{file}: tie_weights must be true, as it is for all LSTMs, found {config.get('tie_weights')}"
-        )
+        raise ValueError(f"{file}: tie_weights must be true for an LSTM, found {config.get('tie_weights')}")
     inner = files[first].shape[0]
     for name in _DIMS:
         if name in config and str(config[name]) != str(inner):
             raise ValueError(
-                f"{file}: {name} must be {inner}, as its tensors have it, found {config[name]!r}: projections of "
-                "several layers are not read"
+                f"{file}: {name} must be {inner}, as in its tensors, found {config[name]!r}: projections of several "
+                "layers are not supported"
             )
     tied, scale = config.get("tie_lstm_embs") is True, config.get("scale_input") is True
     note = f"draft of {config['n_predict']} levels of {inner} channels, an LSTM"
@@ -102,12 +100,12 @@ def open_arctic(path: Path) -> ArcticSource:
 
 
 def count_levels(path: Path) -> int:
-    """How many levels a checkpoint was trained to draft."""
+    """Return how many levels a checkpoint was trained to draft."""
     return open_arctic(path).levels
 
 
 class ArcticLSTM(nn.Module):
-    """Gates of ``proj(state) + w * embedding``; the cell is kept after the state, in the same rows."""
+    """Gates of ``proj(state) + w * embedding``. Rows hold the state, then the cell."""
 
     def __init__(self, source: ArcticSource, target: LlamaModel) -> None:
         super().__init__()
@@ -130,8 +128,8 @@ class ArcticLSTM(nn.Module):
         self._embedding_weight = ((1 - state_weight**2) * source.inner / 2) ** 0.5 / state_weight
 
     def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
-        """Return the states and cells ``[N, 2 I]`` after a level's tokens. ``states_XH``: the target's, after its final
-        norm, for level 0, else what the level before returned; ``source_N``: each token's row there."""
+        """Return the states and cells ``[N, 2 I]`` after a level's tokens. ``states_XH``: for level 0 the target's
+        after its final norm, otherwise the previous level's result; ``source_N``: each token's row there."""
         state_NH, cell_NI = states_XH[source_N], None
         if level:
             state_NH, cell_NI = state_NH.chunk(2, dim=1)
@@ -149,7 +147,7 @@ class ArcticLSTM(nn.Module):
         )
 
     def scores(self, level: int, states_NX: Tensor) -> Tensor:
-        """Return the scores ``[N, V]`` of what follows the level's tokens."""
+        """Return the scores ``[N, V]`` of the tokens after the level's tokens."""
         out: Tensor = self.head[0](states_NX[:, : self._inner].contiguous())
         return out
 
@@ -157,7 +155,7 @@ class ArcticLSTM(nn.Module):
 def load_arctic(
     path: Path, target: LlamaModel, dtype: torch.dtype, quantization: str, overrides: Mapping[str, Any]
 ) -> tuple[ArcticLSTM, list[str]]:
-    """As ``mlp_speculator.load_speculator``."""
+    """Load a speculator, as ``mlp_speculator.load_speculator`` does."""
     check_kind(overrides, "ARCTIC_LSTM")
     source = open_arctic(path)
     with building(dtype, target.device):

@@ -1,4 +1,4 @@
-"""The parts of draft heads of the EAGLE family."""
+"""The configuration of draft heads of the EAGLE family."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from specserve.layers.rotary import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """What a draft head is built from. ``taps`` are boundaries of the target's residual stream, in order; without any,
-    the head reads the state after the target's final norm.
-
-    The fields from ``fc_bias`` on are the ways in which published heads differ from the papers, whose values are the
-    defaults.
-    """
+    """The configuration of a draft head. ``taps``: boundaries of the target's residual stream, in order; without any,
+    the head reads the state after the target's final norm. The fields from ``fc_bias`` on are the ways in which
+    published heads differ from the papers, whose values are the defaults."""
 
     layer: LayerConfig
     rope: RopeConfig
@@ -31,9 +28,9 @@ class DraftConfig:
     feature_norm: bool = False
     input_norm: bool = False  # before the attention
     # EAGLE-3.
-    fuse: bool = True  # ``fc`` stands between the target's states and the features
-    joint_norm: bool = False  # of the target's states, concatenated
-    tap_norms: bool = False  # of each of the target's states
-    residual_normed: bool = False  # the residual stream begins with the normed feature
-    tied: bool = False  # the embedding scores, too
-    final_norm: bool | None = None  # a norm before the scores; None: as in the paper
+    fuse: bool = True  # ``fc`` maps the target's states to features
+    joint_norm: bool = False  # a norm over the target's concatenated states
+    tap_norms: bool = False  # a norm for each of the target's states
+    residual_normed: bool = False  # the residual stream begins with the normalized feature
+    tied: bool = False  # the embedding is also the output head
+    final_norm: bool | None = None  # a norm before the output head; None: as in the paper

@@ -1,10 +1,10 @@
 """Block drafts: a few layers that draft a whole block of tokens in one pass.
 
 DFlash: Chen et al. 2026, arXiv 2602.06036. A block is the root followed by mask tokens. Its tokens attend to each other
-in both directions, and to the text, for which every layer projects keys and values from ``hidden_norm(fc(states))`` of
-the target's states. Others add a head that corrects a slot's scores along each path: DSpark (arXiv 2607.05147) by the
-token before the slot, Domino (arXiv 2605.29707) by all tokens before it, DFlash2 by the token before and only for the
-most likely candidates. DSpark also has a confidence head, DFlash2 short convolutions along the block.
+in both directions, and to the text, whose keys and values every layer projects from ``hidden_norm(fc(states))`` of the
+target's states. Others add a head that corrects a slot's scores along each path: DSpark (arXiv 2607.05147) by the token
+before the slot, Domino (arXiv 2605.29707) by all tokens before it, DFlash2 by the token before it and only for the most
+likely candidates. DSpark also has a confidence head, and DFlash2 short convolutions along the block.
 
 Shapes: B slots, N tokens of all blocks or nodes of a level, T target tokens, H hidden size, R size of a correction's
 memory, Vd draft vocabulary.
@@ -32,13 +32,13 @@ CONFIDENCE = "confidence_head.proj"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """What a block draft is built from. ``taps``: boundaries of the target's residual stream, in the order in which
+    """The configuration of a block draft. ``taps``: boundaries of the target's residual stream, in the order in which
     ``fc`` reads them. ``after``: slot k scores the token after it; otherwise the token at it, and slot 0, the root,
     scores nothing. ``levels``: tokens that a block drafts. ``own_head``: it scores ``draft_vocab_size`` tokens with its
-    own rows. ``correction``: the head that corrects scores, None: none. ``rank``: its width. ``memory``: size of
-    Domino's state. ``candidates``: tokens that DFlash2 chooses from. ``confidence``: inputs of the confidence head, 0:
-    none; more than the hidden size if it also reads the Markov head's embedding of the token before. ``conv``: slots
-    that a convolution mixes and channels that share its weights, None: no convolutions."""
+    own head. ``correction``: the head that corrects scores, if any. ``rank``: its width. ``memory``: size of Domino's
+    state. ``candidates``: tokens that DFlash2 chooses from. ``confidence``: inputs of the confidence head, 0: none;
+    more than the hidden size if it also reads the Markov head's embedding of the token before. ``conv``: slots that a
+    convolution mixes and channels that share its weights; None: no convolutions."""
 
     layer: LayerConfig
     num_layers: int
@@ -59,7 +59,7 @@ class BlockConfig:
 
 
 class MarkovHead(nn.Module):
-    """Adds to a slot's scores what follows from the token before it: ``w2`` applied to its embedding ``w1``. The gated
+    """Adds a correction from the token before a slot to its scores: ``w2`` applied to its embedding ``w1``. The gated
     kind weights the embedding by the slot's state; the recurrent kind keeps a state along the path."""
 
     def __init__(self, kind: MarkovKind, rank: int, hidden: int, vocab: int, rows: int) -> None:
@@ -75,7 +75,7 @@ class MarkovHead(nn.Module):
     def forward(
         self, logits_NV: Tensor, tokens_N: Tensor, states_NH: Tensor, memory_NR: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``BlockHead.correct``."""
+        """Correct the scores, as ``BlockHead.correct``."""
         e_NR = self.markov_w1(tokens_N)
         if self._kind == "gated":
             e_NR = torch.sigmoid(self.gate_proj(torch.cat([states_NH, e_NR], 1))) * e_NR
@@ -108,8 +108,8 @@ class PrefixGRU(nn.Module):
 
 
 class DominoHead(nn.Module):
-    """Adds to a slot's scores what follows from all tokens before it, from the second level on. ``embed`` is the
-    target's, held in a tuple: used, but not registered."""
+    """Adds a correction from all tokens before a slot to its scores, from the second level on. ``embed`` is the
+    target's, held in a tuple so that it is not registered."""
 
     def __init__(self, embed: nn.Embedding, rank: int, memory: int, rows: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class DominoHead(nn.Module):
     def forward(
         self, logits_NV: Tensor, tokens_N: Tensor, states_NH: Tensor, memory_NR: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """As ``BlockHead.correct``."""
+        """Correct the scores, as ``BlockHead.correct``."""
         after_NR = self.prefix_gru(self._embed[0](tokens_N), memory_NR)
         if memory_NR is not None:
             logits_NV = logits_NV + self.embed_proj(torch.cat([states_NH, after_NR], 1))
@@ -142,7 +142,7 @@ class CandidateSelector(nn.Module):
     def forward(
         self, logits_NV: Tensor, tokens_N: Tensor, states_NH: Tensor, memory_NR: Tensor | None
     ) -> tuple[Tensor, None]:
-        """As ``BlockHead.correct``."""
+        """Correct the scores, as ``BlockHead.correct``."""
         top = logits_NV.topk(min(self._count, logits_NV.shape[1]), dim=-1)
         key_NR = self.predecessor_codebook(tokens_N) * self.hidden_projection(states_NH)
         follows_NC = (self.successor_codebook(top.indices) @ key_NR[:, :, None])[:, :, 0]
@@ -151,8 +151,8 @@ class CandidateSelector(nn.Module):
 
 
 class BlockConv(nn.Module):
-    """Mixes each slot with the slots right before it in its block, before and after a sublayer. The sublayer's input
-    adds to the weights."""
+    """Mixes each slot with the slots right before it in its block, before and after a sublayer. The weights depend on
+    the sublayer's input."""
 
     def __init__(self, hidden: int, block: int, taps: int, group: int) -> None:
         super().__init__()
@@ -203,8 +203,8 @@ class ConvLayer(DecoderLayer):
 
 
 class BlockHead(nn.Module):
-    """Uses the target's embedding and, unless it has its own, the target's head; both are held in tuples and not
-    registered. Its layers run as pool layers from ``layer`` on."""
+    """A block draft. It uses the target's embedding and, without its own head, the target's; both are held in tuples so
+    that they are not registered. Its layers run as pool layers from ``layer`` on."""
 
     rope_P2D: Tensor
 
@@ -237,12 +237,12 @@ class BlockHead(nn.Module):
         self.register_buffer("rope_P2D", table, persistent=False)
 
     def past(self, tapped: Sequence[Tensor]) -> Tensor:
-        """Fuse the target's states at ``taps`` into what blocks attend to: ``[T, H]``."""
+        """Fuse the target's states at ``taps`` into the states that blocks attend to: ``[T, H]``."""
         out: Tensor = self.hidden_norm(self.fc(torch.cat(list(tapped), -1)))
         return out
 
     def project_kv(self, past_TH: Tensor) -> list[Tensor]:
-        """Return each layer's keys, not yet rotated, and values of the past: ``[T, 2 * kv heads, D]``."""
+        """Return each layer's keys and values of the text, not yet rotated: ``[T, 2 * kv heads, D]``."""
         attentions = (layer.self_attn for layer in self._decoders)
         return [attention.project_kv(past_TH) for attention in attentions]
 
@@ -270,8 +270,8 @@ class BlockHead(nn.Module):
     def correct(
         self, logits_NV: Tensor, tokens_N: Tensor, states_NH: Tensor, memory_NR: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Correct the scores of slots with these states by the tokens before them. Return the scores and the memory of
-        the path. ``memory_NR``: the memory before these tokens, None at the root."""
+        """Correct the scores of slots with these states by the tokens before them. Return the scores and the memory
+        after these tokens. ``memory_NR``: the memory before them, None at the root."""
         if self.config.correction is None:
             return logits_NV, None
         heads = {"domino": "domino", "selector": "candidate_selector"}
@@ -288,7 +288,7 @@ class BlockHead(nn.Module):
         return out[:, 0]
 
     def quantize(self, quantization: str) -> None:
-        """Round its weights to int8 or fp8, or leave them (none); the confidence head's are few."""
+        """Quantize its weights to int8 or fp8, or leave them (none). The confidence head is too small to quantize."""
         if quantization != "none":
             quantize_linears(self, QUANTIZED[quantization], (CONFIDENCE,))
 

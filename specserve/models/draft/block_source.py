@@ -1,7 +1,7 @@
 """Reads and loads published block drafts: DFlash, DFlash2, DSpark and Domino.
 
 The files of z-lab, DeepSpec, SpecForge and speculators differ in where fields are, in whether a slot scores the token
-at it or the token after it, and in how the target's layers are numbered. Each choice is noted with its reason.
+at it or the token after it, and in how they number the target's layers. Each choice is noted with its reason.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from specserve.models.tensor_files import TensorFiles
 
 log = logging.getLogger(__name__)
 
-_THETA = 1e6  # of published files without one, as other servers read them
-_CANDIDATES = 16  # of DFlash2's selector, where its config does not say
+_THETA = 1e6  # default of rope_theta, as in other servers
+_CANDIDATES = 16  # default number of candidates of DFlash2's selector
 _IDS = Values("a list of integers", lambda found: type(found) is list and {*map(type, found)} == {int})
-_COPIES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # the target's, or read apart
-# Drafts that are known and not supported, by what a name of theirs holds.
+_COPIES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # the target's, or read separately
+# Known drafts that are not supported, by a part of a tensor's name.
 _FOREIGN = {
     "logit_head.": "an early export (logit_head)",
     "aux_hidden_norms": "norms of the target's states (aux_hidden_norms)",
     "attention_sink_bias": "attention sinks",
-    "mask_embedding": "a mask embedding of its own",
+    "mask_embedding": "its own mask embedding",
     "feedforward_layernorm": "Gemma's layers",
 }
 _SELECTOR = "candidate_selector.hidden_projection.weight"
 _KINDS = {"markov_head.markov_w1.weight": "DSPARK", "prefix_gru.weight_ih_l0": "DOMINO", _SELECTOR: "DFLASH2"}
-_PLAIN: dict[str, Any] = {  # fields that ask for what is not supported, unless they have these values
+_PLAIN: dict[str, Any] = {  # the only supported values of these fields
     "use_aux_hidden_state": True,
     "use_swa": False,
     "causal": False,
@@ -86,14 +86,14 @@ class BlockSource:
         self.notes.append(f"draft {text}")
 
     def number(self, name: str) -> int:
-        """A positive integer of its config. Raises ValueError for anything else."""
+        """Return a positive integer of its config. Raises ValueError for anything else."""
         check(self.config, self.config_file, COUNT, name)
         found: int = self.config[name]
         return found
 
     @property
     def slots(self) -> tuple[bool, str]:
-        """Return whether slot k of a block scores the token after it, and the reason."""
+        """Whether slot k of a block scores the token after it, and the reason."""
         config = self.config
         for name in ("sample_from_anchor", "shift_label"):
             if isinstance(config.get(name), bool):
@@ -164,7 +164,8 @@ class BlockSource:
 
     @property
     def conv(self) -> tuple[int, int] | None:
-        """Slots that a convolution mixes, and channels that share weights. Raises ValueError for odd shapes."""
+        """Slots that a convolution mixes, and channels that share weights. Raises ValueError for inconsistent
+        shapes."""
         base, projection = (
             f"layers.0.attention_conv.{name}" for name in ("base_kernel", "kernel_projection.weight")
         )
@@ -179,7 +180,7 @@ class BlockSource:
         return taps, hidden * 2 * taps // rows
 
     def stored(self, name: str) -> str:
-        """The file's name of a parameter."""
+        """Return the file's name of a parameter."""
         name = name.removeprefix("domino.")
         bare = name.removesuffix(".weight")
         return bare if bare.endswith("_codebook") and bare in self.files else name
@@ -230,7 +231,7 @@ def default_ids(target_layers: int, count: int) -> list[int]:
 
 
 def read_block(source: BlockSource, target: ModelConfig, max_positions: int) -> BlockConfig:
-    """Return what a draft is built from. Raises ValueError for the first thing that does not fit."""
+    """Return a draft's configuration. Raises ValueError for the first thing that does not fit."""
     config, file = source.config, source.config_file
     for name, expected in {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}.items():
         if (found := config.get(name)) != expected:
@@ -293,10 +294,11 @@ def load_block(
     overrides: Mapping[str, Any],
 ) -> tuple[BlockHead, Tensor | None, list[str]]:
     """Load a draft for a target, to run as pool layers from ``layer`` on. Return it, the target ids that it scores
-    (None: all, in order) and notes on what was resolved.
+    (None: all, in order), and notes on the choices made.
 
     Raises ValueError naming the file, the tensor or field and what is expected if they don't fit, and for any of
-    ``overrides``, whose fields it does not have."""
+    ``overrides``, whose fields block drafts do not have.
+    """
     source, method = open_block(path), method_of(algorithm)
     check_kind(overrides, source.kind)
     if method is None or source.kind not in method.heads:
@@ -315,5 +317,5 @@ def load_block(
         source.note(f"tensors that are not read: {', '.join(unread)}")
         log.warning("%s: no parameter reads %s", path, ", ".join(unread))
     head.quantize(quantization)
-    pack_linears(head, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
+    pack_linears(head, keep=["qkv_proj"])  # ``project_kv`` reads its rows
     return head, ids, source.notes

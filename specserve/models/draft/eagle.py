@@ -1,7 +1,7 @@
 """The EAGLE draft head. EAGLE and EAGLE-2 share weights and differ only in the tree.
 
-Li et al. 2024, arXiv 2401.15077. Reads the target's hidden state after its final norm; no norm before the
-attention, none before the head; embedding and head are the target's. Some heads trained as in HASS (arXiv 2408.15766)
+Li et al. 2024, arXiv 2401.15077. It reads the target's hidden state after the final norm, has no norm before the
+attention or the output head, and uses the target's embedding and head. Some heads trained as in HASS (arXiv 2408.15766)
 have norms at these places, which the configuration names.
 """
 

@@ -1,8 +1,8 @@
 """The EAGLE-3 draft head. Li et al. 2025, arXiv 2503.01840.
 
-Fuses residual streams of the target, three in the paper, with ``fc``; attention reads [norm(embedding);
-norm(feature)]; a norm stands before the head only, and the state recycled between levels is the one before it. Other
-trainers' heads differ in where they norm, which the configuration says.
+``fc`` fuses residual streams of the target, three in the paper. Attention reads [norm(embedding); norm(feature)]. The
+only other norm is before the output head, and the state recycled between levels is the one before that norm. Heads of
+other trainers have other norms, as their configuration says.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from specserve.models.draft.head import LayerHead
 
 
 class Eagle3Head(LayerHead):
-    """One decoder layer with double input width, and a head of ``draft_vocab_size`` rows: ``lm_head`` if given, the
-    embedding if the configuration says ``tied``, otherwise its own."""
+    """One decoder layer with double input width, and an output head of ``draft_vocab_size`` rows: ``lm_head`` if given,
+    the embedding if the configuration says ``tied``, otherwise its own."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Fields of a draft's ``config.json``: their valid values, and which of them the user may replace."""
+"""Fields of a draft's ``config.json``: their valid values, and which of them the user may override."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ KINDS = ("EAGLE", "EAGLE3", "MTP")
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """``kinds``: the heads for which the flag accepts it. ``hint``: what the flag's errors add to the expected
-    values."""
+    """``kinds``: the heads for which the flag accepts it. ``hint``: added to the expected values in the flag's
+    errors."""
 
     values: Values
     kinds: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ def refuse_overrides(overrides: Mapping[str, Any], method: str) -> None:
     """Raise ValueError for any override of a draft that has no such fields."""
     if overrides:
         raise ValueError(
-            f"{FLAG}: {', '.join(overrides)}: fields of heads; {method} reads its draft as a model"
+            f"{FLAG}: {', '.join(overrides)}: fields of draft heads, but the draft of {method} is a whole model"
         )
 
 

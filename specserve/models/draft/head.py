@@ -1,6 +1,6 @@
-"""What the heads have in common: one decoder layer over pairs of a token and a feature.
+"""The base class of EAGLE-style heads: one decoder layer over pairs of a token and a feature.
 
-Shapes: N tokens to draft from, X rows of features, I width the attention reads, H draft hidden size, Vd vocabulary.
+Shapes: N tokens to draft from, X rows of features, I input width of attention, H draft hidden size, Vd vocabulary.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from specserve.models.draft.base import DraftConfig
 
 
 class LayerHead(nn.Module):
-    """A subclass builds the modules and defines what the attention reads (``_inputs``).
+    """A subclass builds the modules and defines the input of attention (``_inputs``).
 
-    ``norm`` is applied before the scores, unless the configuration says otherwise. The target's modules are held in
-    tuples: they are used, but not registered as the head's own.
+    ``norm`` is applied before the output head, unless the configuration says otherwise. The target's modules are held
+    in tuples so that they are not registered as the head's own.
     """
 
     norm: RMSNorm | None
-    lm_head: Projection  # the head's own, where ``_lm_head`` is None
+    lm_head: Projection  # its own, if ``_lm_head`` is None
     rope_P2D: Tensor
 
     def __init__(self, config: DraftConfig, embed: nn.Embedding) -> None:
@@ -39,7 +39,7 @@ class LayerHead(nn.Module):
         self._lm_head: tuple[nn.Module] | None = None
 
     def _add_layer(self, layer: int, max_positions: int) -> None:
-        """Add the decoder layer after its input, to run as pool layer ``layer``."""
+        """Add the decoder layer, without its input norm, to run as pool layer ``layer``."""
         config = self.config.layer
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -54,7 +54,7 @@ class LayerHead(nn.Module):
     def _inputs(
         self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None
     ) -> tuple[Tensor | Rounded, Tensor]:
-        """Return what the attention reads ``[N, I]``, and the residual stream that it adds to ``[N, H]``."""
+        """Return the input of attention ``[N, I]``, and the residual stream that it adds to ``[N, H]``."""
         raise NotImplementedError
 
     def _pairs(
@@ -65,7 +65,7 @@ class LayerHead(nn.Module):
         source_N: Tensor | None,
         norms: tuple[Tensor, Tensor, float] | None,
     ) -> tuple[Tensor | Rounded, Tensor]:
-        """Return ``pair_inputs``, quantized if ``reader`` multiplies them as integers."""
+        """Return ``pair_inputs``, quantized if ``reader`` multiplies integers."""
         quantizes = isinstance(reader, Projection) and reader.quantizes(len(tokens_N))
         whole_groups = features_XH.shape[-1] % GROUP == 0
         make = pair_inputs_rounded if quantizes and whole_groups else pair_inputs
@@ -79,7 +79,7 @@ class LayerHead(nn.Module):
         attend: Attend,
         source_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the MLP's output, and the residual stream before it is added."""
+        """Return the MLP's output, and the residual stream before that is added."""
         x_NI, residual_NH = self._inputs(tokens_N, features_XH, source_N)
         stream = self.self_attn(x_NI, residual_NH, Rope(self.rope_P2D, positions_N), attend)
         out: tuple[Tensor, Tensor] = self.mlp(
@@ -92,8 +92,8 @@ class LayerHead(nn.Module):
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the layer over each token and feature row ``source_N`` (None: its own). Return the state ``[N, H]`` that
-        is read by ``logits`` and recycled. Arguments as ``_layer``'s."""
+        """Run the layer over each token and feature row ``source_N`` (None: its own). Return the state ``[N, H]`` for
+        ``logits`` and the next level. Arguments as for ``_layer``."""
         mlp_NH, residual_NH = self._layer(*args, **kwargs)
         norm = self._final_norm
         if norm is not None and self.config.recycle_normed:
@@ -101,7 +101,7 @@ class LayerHead(nn.Module):
         return residual_NH + mlp_NH
 
     def draft(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return ``logits`` of the states, and the states. Arguments as ``_layer``'s."""
+        """Return the ``logits`` of the states, and the states. Arguments as for ``_layer``."""
         mlp_NH, residual_NH = self._layer(*args, **kwargs)
         norm = self._final_norm
         if norm is None:
@@ -114,7 +114,7 @@ class LayerHead(nn.Module):
         return self._scores(read_NH), states_NH
 
     def logits(self, states_NH: Tensor) -> Tensor:
-        """Return scores over the draft vocabulary ``[N, Vd]``."""
+        """Return the logits over the draft vocabulary ``[N, Vd]``."""
         norm = self._final_norm
         return self._scores(states_NH if norm is None or self.config.recycle_normed else norm(states_NH))
 
@@ -124,7 +124,7 @@ class LayerHead(nn.Module):
 
     @property
     def reader(self) -> nn.Module:
-        """The module that scores: the target's head, the embedding, or its own head."""
+        """The output head: the target's, the embedding, or its own."""
         return self.lm_head if self._lm_head is None else self._lm_head[0]
 
     def _scores(self, read_NH: Tensor | Rounded) -> Tensor:
@@ -132,8 +132,8 @@ class LayerHead(nn.Module):
         return out
 
     def quantize(self, quantization: str) -> None:
-        """Quantize its weights to int8 or fp8, or leave them (none). The module that scores is quantized only if it is
-        a head of its own that uses all its rows."""
+        """Quantize its weights to int8 or fp8, or leave them (none). The output head is quantized only if it is its own
+        and uses all rows."""
         if quantization != "none":
             leave = () if self._lm_head is None else ("lm_head",)
             quantize_linears(self, QUANTIZED[quantization], leave)

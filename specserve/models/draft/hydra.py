@@ -1,11 +1,13 @@
-"""Hydra++: heads as Medusa's that also read the tokens drafted so far, after a decoder layer over the target's states.
+"""Hydra++: heads like Medusa's that also read the tokens drafted so far, after a decoder layer over the target's
+states.
 
-Ankner et al. 2024, arXiv 2402.05109. Tensors as in ``hydra_lm_head.pt``: the layer and its norm under
-``prefix_embeding_layer``; of head ``i`` a block over [state; embeddings] and a projection of the same to the state's
-width (``hydra_mlp.i.1.linear``, ``.res_connection``), a block that runs several times, stored each time
-(``hydra_mlp.i.3.linear``, ``.5``, ...), and scores (``hydra_lm_head.i.1``). The layer has the target's geometry.
+Ankner et al. 2024, arXiv 2402.05109. Tensors as in ``hydra_lm_head.pt``: the layer and its norm are under
+``prefix_embeding_layer``. Head ``i`` has a block over [state; embeddings] and a projection of the same to the state's
+width (``hydra_mlp.i.1.linear``, ``.res_connection``), a block that runs several times and is stored each time
+(``hydra_mlp.i.3.linear``, ``.5``, ...), and an output head (``hydra_lm_head.i.1``). The layer has the target's
+geometry.
 
-Shapes: N nodes of a level, X rows of states, H hidden size, V vocabulary.
+Shapes: N nodes of a level, X rows of states, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ log = logging.getLogger(__name__)
 
 _LAYER = "prefix_embeding_layer."
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
-_UNUSED = (f"{_LAYER}embed_tokens.weight", "input_embed_fn.weight")  # the target's, or of no use
+_UNUSED = (f"{_LAYER}embed_tokens.weight", "input_embed_fn.weight")  # the target's, or unused
 
 
 @dataclass(frozen=True, slots=True)
 class HydraSource:
-    """A checkpoint of ``heads`` heads. ``blocks``: the numbers of each head's blocks, all but the first the same."""
+    """A checkpoint of ``heads`` heads. ``blocks``: the numbers of each head's blocks, all but the first equal."""
 
     path: Path
     files: TensorFiles
@@ -48,7 +50,7 @@ class HydraSource:
     notes: list[str] = field(default_factory=list)
 
     def stored(self, name: str) -> str:
-        """The file's name of a parameter."""
+        """Return the file's name of a parameter."""
         kind, *rest = name.split(".")
         if kind == "first":
             return f"hydra_mlp.{rest[0]}.{self.blocks[0]}.{'.'.join(rest[1:])}"
@@ -59,14 +61,14 @@ class HydraSource:
         return f"{_LAYER}{name}" if kind == "norm" else f"{_LAYER}layers.0.{name}"
 
     def check_rest(self, parameters: list[str]) -> None:
-        """Raise ValueError where a block's copies differ, and note what nothing reads."""
+        """Raise ValueError if copies of a block differ, and note tensors that nothing reads."""
         known = {*map(self.stored, parameters), *_UNUSED}
         for number in self.blocks[2:]:
             for name in (f"{i}.{{}}.linear.{part}" for i in range(self.heads) for part in ("weight", "bias")):
                 copy, first = (f"hydra_mlp.{name.format(each)}" for each in (number, self.blocks[1]))
                 if not torch.equal(self.files[copy], self.files[first]):
                     raise ValueError(
-                        f"{self.files.file(copy)}: tensor {copy} differs from {first}, expected one block"
+                        f"{self.files.file(copy)}: tensor {copy} differs from {first}, expected the same"
                     )
                 known.add(copy)
         if unread := [name for name in self.files.names() if name not in known]:
@@ -75,14 +77,14 @@ class HydraSource:
 
 
 def open_hydra(path: Path) -> HydraSource:
-    """Read a directory. Raises ValueError naming what is missing where it holds no Hydra++ heads."""
+    """Read a directory. Raises ValueError naming what is missing if it holds no Hydra++ heads."""
     files = TensorFiles(path)
     found = {(int(m[1]), int(m[2])) for m in map(_BLOCK.fullmatch, files.names()) if m}
     if not found or f"{_LAYER}norm.weight" not in files:
         missing = f"{_LAYER}norm.weight" if found else "hydra_mlp.0.1.linear.weight"
         raise ValueError(
             f"{path} holds no Hydra++ heads: it has no {missing} in {files.where}; Hydra heads without the layer over "
-            "the target's states are not read"
+            "the target's states are not supported"
         )
     heads, blocks = 1 + max(i for i, _ in found), tuple(sorted({number for _, number in found}))
     note = f"draft of {heads} heads of {len(blocks)} blocks after a layer over the target's states"
@@ -90,12 +92,12 @@ def open_hydra(path: Path) -> HydraSource:
 
 
 def count_heads(path: Path) -> int:
-    """How many levels a checkpoint drafts."""
+    """Return how many levels a checkpoint drafts."""
     return open_hydra(path).heads
 
 
 class FirstBlock(nn.Module):
-    """``project(x) + SiLU(linear(x))``, of several vectors one."""
+    """``project(x) + SiLU(linear(x))``: maps several concatenated vectors to one."""
 
     def __init__(self, inputs: int, size: int) -> None:
         super().__init__()
@@ -139,12 +141,13 @@ class HydraHeads(LayerHead):
         return self.input_layernorm(state_NH), state_NH
 
     def embed(self, tokens_N: Tensor) -> Tensor:
-        """The target's embeddings of tokens ``[N, H]``."""
+        """Return the target's embeddings of tokens ``[N, H]``."""
         out: Tensor = self._embed[0](tokens_N)
         return out
 
     def scores(self, level: int, path_NX: Tensor) -> Tensor:
-        """Scores ``[N, V]`` after a state of the layer and the embeddings of root and path, one after the other."""
+        """Return the scores ``[N, V]`` after a path: the layer's state and the embeddings of root and path,
+        concatenated."""
         x_NH = self.first[level](path_NX)
         for _ in range(self._repeats):
             x_NH = self.block[level](x_NH)
@@ -160,10 +163,8 @@ def load_hydra(
     dtype: torch.dtype,
     overrides: Mapping[str, Any],
 ) -> tuple[HydraHeads, list[str]]:
-    """Load heads for a target, and return them with what was resolved.
-
-    Raises ValueError naming the file, the tensor and what is expected, where they do not fit, and for any of
-    ``overrides``: they have none of these fields."""
+    """Load heads for a target, and return them with notes on the choices made. Raises ValueError naming the file, the
+    tensor and what is expected if they do not fit, and for any of ``overrides``, whose fields they do not have."""
     check_kind(overrides, "HYDRA")
     source = open_hydra(path)
     with building(dtype, target.device):

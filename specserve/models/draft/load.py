@@ -1,6 +1,7 @@
 """Load published draft heads: EAGLE (1 and 2), EAGLE-3 and MiMo's MTP.
 
-Whatever does not fit the target is a ValueError that names the file, the tensor or field, and what is expected.
+Anything that does not fit the target raises a ValueError that names the file, the tensor or field, and what is
+expected.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _HEADS: dict[str, Callable[..., Head]] = {"EAGLE": EagleHead, "EAGLE3": Eagle3He
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """``ids``, on the CPU, are the target ids of the draft vocabulary, None if it is the target's. ``notes`` say what
-    was resolved."""
+    """``ids``: the target ids of the draft vocabulary, on the CPU; None if it is the target's. ``notes``: the choices
+    made."""
 
     head: Head
     ids: Tensor | None

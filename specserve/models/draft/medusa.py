@@ -1,9 +1,9 @@
-"""Medusa: one head for each level, of residual blocks and a scoring layer, all from one state of the target.
+"""Medusa: one head for each level, of residual blocks and an output head, all reading one state of the target.
 
-Cai et al. 2024, arXiv 2401.10774. Two layouts are published. The original's heads are ``0.0.linear.*`` (head, block)
-and ``0.1.weight`` (the scores, after the blocks), in ``medusa_lm_head.pt`` or safetensors, alone or as
-``medusa_head.*`` in their target's checkpoint; "version 2" has no scores of its own. vLLM's are
-``blocks.0.layers.0.*`` and ``lm_heads.0.weight``.
+Cai et al. 2024, arXiv 2401.10774. There are two published layouts. The original names ``0.0.linear.*`` (head, block)
+and ``0.1.weight`` (the output head, after the blocks), in ``medusa_lm_head.pt`` or safetensors, alone or as
+``medusa_head.*`` in the target's checkpoint; its "version 2" has no output heads. vLLM's has ``blocks.0.layers.0.*``
+and ``lm_heads.0.weight``.
 
 Shapes: B slots, L levels, H hidden size, Vd draft vocabulary.
 """
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 
 class Layout(NamedTuple):
-    """The names in a file: of a block (the ``j``-th of head ``i``), of the scores after ``blocks`` of them, and of the
-    fields with the numbers of both."""
+    """Names in a file: the ``j``-th block of head ``i``, the output head after ``blocks`` of them, and the config
+    fields with the numbers of heads and blocks."""
 
     block: str
     scores: str
@@ -41,7 +41,7 @@ class Layout(NamedTuple):
     example: str
 
     def blocks(self, names: list[str], prefix: str) -> set[tuple[int, int]]:
-        """Head and number of each block among the tensors ``names``."""
+        """Return head and number of each block among the tensors ``names``."""
         pattern = re.escape(prefix + self.block).replace(r"\{i\}", r"(\d+)").replace(r"\{j\}", r"(\d+)")
         found = (re.fullmatch(pattern + r"\.weight", name) for name in names)
         return {(int(match[1]), int(match[2])) for match in found if match}
@@ -62,8 +62,8 @@ _MAP = "token_map"
 
 @dataclass(frozen=True, slots=True)
 class MedusaSource:
-    """A checkpoint of ``heads`` with ``blocks`` each. ``scorers``: how many have scores of their own; with 1 they share
-    one, with 0 they use the target's head. ``notes`` say what was found and why."""
+    """A checkpoint of ``heads`` with ``blocks`` each. ``scorers``: number of output heads; with 1 all heads share it,
+    with 0 they use the target's. ``notes``: what was found and why."""
 
     path: Path
     files: TensorFiles
@@ -88,7 +88,7 @@ class MedusaSource:
         return self.stored("heads.0.0.linear.bias") in self.files
 
     def rows(self, target_vocab: int) -> int:
-        """Tokens that are scored."""
+        """Return the number of tokens that are scored."""
         if not self.scorers:
             return target_vocab
         if _MAP in self.files:
@@ -115,7 +115,7 @@ class MedusaSource:
         return ids.long()
 
     def note_unread(self, parameters: list[str]) -> None:
-        """Note tensors that no parameter uses: the heads may differ from what they seem."""
+        """Note tensors that no parameter reads: the heads may differ from what they seem."""
         known = {_MAP, *map(self.stored, parameters)}
         unread = [n for n in self.files.names() if n.startswith(self.prefix) and n not in known]
         if unread:
@@ -155,7 +155,7 @@ def _source(
     note = source.notes.append
     whose = {0: "the target's head (its files have no scores)", 1: "one head for all"}
     note(
-        f"draft of {heads} heads of {blocks} blocks, which score by {whose.get(scorers, 'rows of their own')}"
+        f"draft of {heads} heads of {blocks} blocks, which score by {whose.get(scorers, 'their own output heads')}"
     )
     for name, counted in zip(layout.fields, (heads, blocks), strict=True):
         check(config, path / "config.json", COUNT, name, optional=True)
@@ -164,9 +164,7 @@ def _source(
     if base := config.get("base_model_name_or_path"):
         note(f"draft made for {base} (base_model_name_or_path)")
     if "medusa_choices" in config:
-        note(
-            "draft medusa_choices is not read: each step's trees are cut from the scores of its own candidates"
-        )
+        note("draft medusa_choices is not used: each step's trees are selected by the candidates' scores")
     return source
 
 
@@ -187,7 +185,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """``lm_heads``: one for each head, one for all, or none. Without one the target's is used; it is held in a tuple so
+    """``lm_heads``: one for each head, one for all, or none. Without any the target's is used; it is held in a tuple so
     that it is not registered."""
 
     def __init__(
@@ -202,8 +200,8 @@ class MedusaHeads(nn.Module):
         self._target_head = (target.lm_head,)
 
     def forward(self, hidden_BH: Tensor, levels: int) -> Tensor:
-        """Return the logits of the first ``levels`` heads ``[L, B, Vd]``: of the token after the one that the target
-        chose from ``hidden_BH``, of the next, and so on."""
+        """Return the logits of the first ``levels`` heads ``[L, B, Vd]``. Head 0 predicts the token after the one that
+        the target chose from ``hidden_BH``, head 1 the next, and so on."""
         logits_LBV = hidden_BH.new_empty(levels, len(hidden_BH), self.vocab_size)
         for level in range(levels):
             self.scores(level, hidden_BH, out=logits_LBV[level])
@@ -230,11 +228,11 @@ class MedusaHeads(nn.Module):
 def load_medusa(
     path: Path, target: LlamaModel, dtype: torch.dtype, quantization: str, overrides: Mapping[str, Any]
 ) -> tuple[MedusaHeads, Tensor | None, list[str]]:
-    """Load heads for a target. Return them with the target ids that they score (None: all, in order) and what was
-    resolved.
+    """Load heads for a target. Return them, the target ids that they score (None: all, in order), and notes on the
+    choices made.
 
-    Raises ValueError naming the file, the tensor and what is expected if they do not fit, and for any of ``overrides``:
-    they have no such fields.
+    Raises ValueError naming the file, the tensor and what is expected if they do not fit, and for any of ``overrides``,
+    whose fields they do not have.
     """
     check_kind(overrides, "MEDUSA")
     source = open_medusa(path)

@@ -1,9 +1,8 @@
-"""IBM's MLP speculator: a recurrent state with one layer for each level, from one state of the target and the tokens
-drafted so far.
+"""IBM's MLP speculator: a recurrent state with one layer for each level, over one target state and the drafted tokens.
 
 Wertheimer et al. 2024, arXiv 2404.19124. Tensors as the "accelerators" publish them: ``speculator.`` and ``emb``,
 ``proj``, ``ln`` or ``head`` with the level's number, or without that prefix. With ``tie_weights`` all levels share
-embedding, norm and head, and all but the first a projection; a file may hold what is shared once, or once a level.
+embedding, norm and head, and all but the first a projection; a file may store shared tensors once, or once a level.
 
 Shapes: N nodes of a level, X rows of states, H the target's hidden size, I inner size, V vocabulary.
 """
@@ -31,14 +30,14 @@ from specserve.models.tensor_files import TensorFiles
 
 log = logging.getLogger(__name__)
 
-EPS = 1e-6  # of its norms; no configuration has another
+EPS = 1e-6  # epsilon of its norms in all published configurations
 _PREFIXES = ("speculator.", "")
 _TENSOR = re.compile(r"(emb|proj|head|ln)\.(\d+)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculatorSource:
-    """A checkpoint of ``levels`` levels and ``inner`` channels. ``notes`` say what was found and why."""
+    """A checkpoint of ``levels`` levels and ``inner`` channels. ``notes``: what was found and why."""
 
     path: Path
     files: TensorFiles
@@ -59,8 +58,8 @@ class SpeculatorSource:
         return self.prefix + name
 
     def note_unread(self, parameters: list[str]) -> None:
-        """Note tensors that no parameter uses: the speculator may differ from what it seems. A file may store copies of
-        tied tensors; they must be equal."""
+        """Note tensors that no parameter reads: the speculator may differ from what it seems. A file may store copies
+        of tied tensors; raises ValueError if they differ."""
         known = {*map(self.stored, parameters)}
         unread = [n for n in self.files.names() if n not in known and not self._is_copy(n)]
         if unread:
@@ -99,11 +98,11 @@ def open_speculator(path: Path) -> SpeculatorSource:
     levels = config.get("n_predict")
     if levels is None or (heads != levels and not (tied and heads == 1)):
         words = (
-            f"n_predict must be {heads}, as many as its files have heads"
+            f"n_predict must be {heads}, the number of heads in its files"
             if heads
-            else "no head is in its files"
+            else "its files have no head"
         )
-        raise ValueError(f"{file}: {words}, found {levels}: the weights of embeddings follow from it")
+        raise ValueError(f"{file}: {words}, found {levels}: embeddings are weighted by it")
     source = SpeculatorSource(
         path, files, prefix, levels, files[f"{prefix}proj.0.weight"].shape[0], tied, scale
     )
@@ -125,7 +124,7 @@ def _note(source: SpeculatorSource, config: dict[str, Any]) -> None:
         source.notes.append(f"draft {found}")
     if "top_k_tokens_per_head" in config:
         source.notes.append(
-            "draft top_k_tokens_per_head is not read: each step's trees are cut from the scores of its own candidates"
+            "draft top_k_tokens_per_head is not used: each step's trees are selected by the candidates' scores"
         )
 
 
@@ -174,24 +173,21 @@ class MLPSpeculator(nn.Module):
         return nn.functional.gelu(norm(mixed_NI))
 
     def scores(self, level: int, states_NI: Tensor) -> Tensor:
-        """Return the scores ``[N, V]`` of what follows the level's tokens."""
+        """Return the scores ``[N, V]`` of the tokens after the level's tokens."""
         out: Tensor = at(self.head, level)(states_NI)
         return out
 
 
 def at(modules: nn.ModuleList, level: int) -> nn.Module:
-    """A level's own, or the one that the last levels share."""
+    """Return the level's own module, or the one that the last levels share."""
     return modules[min(level, len(modules) - 1)]
 
 
 def load_speculator(
     path: Path, target: LlamaModel, dtype: torch.dtype, quantization: str, overrides: Mapping[str, Any]
 ) -> tuple[MLPSpeculator, list[str]]:
-    """Load a speculator for a target, and return it with what was resolved.
-
-    Raises ValueError naming the file, the tensor and what is expected if they do not fit, and for any of ``overrides``:
-    it has no such fields.
-    """
+    """Load a speculator for a target, and return it with notes on the choices made. Raises ValueError naming the file,
+    the tensor and what is expected if they do not fit, and for any of ``overrides``, whose fields it does not have."""
     check_kind(overrides, "MLP_SPECULATOR")
     source = open_speculator(path)
     with building(dtype, target.device):

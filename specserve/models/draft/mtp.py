@@ -1,8 +1,8 @@
 """MiMo's multi-token-prediction head, which is part of its target's checkpoint. Xiaomi 2025, arXiv 2505.07608.
 
-``input_proj`` over [norm(feature); norm(embedding)], one decoder layer with the norms of the target's, a final norm,
-the target's head. Other engines zero the embedding next to the first feature; the published code does not, nor does
-this.
+``input_proj`` over [norm(feature); norm(embedding)], one decoder layer with the target's kinds of norms, a final norm,
+and the target's head. Other engines zero the embedding next to the first feature; the published code and this one do
+not.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from specserve.models.draft.head import LayerHead
 
 
 class MTPHead(LayerHead):
-    """Without ``taps`` the features are the target's states after its final norm, otherwise those at the one tap. Its
-    own final norm is called ``norm`` here and ``final_layernorm`` in files."""
+    """Without ``taps`` the features are the target's states after its final norm, otherwise those at the single tap.
+    The head's final norm is ``norm`` here and ``final_layernorm`` in files."""
 
     def __init__(
         self, config: DraftConfig, layer: int, max_positions: int, embed: nn.Embedding, lm_head: nn.Module

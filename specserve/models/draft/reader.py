@@ -1,7 +1,7 @@
-"""Read what a published head is: its tensors decide, the fields of its configuration fill in the rest.
+"""Read a published head: its tensors decide, and the fields of its configuration fill in the rest.
 
-Each kind of head is a class. It fills each field of ``DraftConfig`` by one of its ``parts`` or a property, which notes
-what was found and why, or raises ValueError naming the file, the tensor or field, and what is expected.
+Each kind of head is a class. It fills each field of ``DraftConfig`` from one of its ``parts`` or a property, which
+notes what was found and why, or raises ValueError naming the file, the tensor or field, and what is expected.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from specserve.models.tensor_files import TensorFiles
 
 
 class Part(NamedTuple):
-    """A part that a head has if one of ``fields`` says so or its file has one of ``tensors``.
-
-    ``speculators``: further fields that say so, in files of speculators; in others such tensors are leftovers of a
-    conversion.
-    """
+    """A part that a head has if one of ``fields`` says so or its file has one of ``tensors``. ``speculators``:
+    additional fields in files of speculators; in other files such tensors are leftovers of a conversion and don't
+    count."""
 
     tensors: tuple[str, ...]
     fields: tuple[str, ...] = ()
@@ -48,11 +46,11 @@ _FUSED = "norms the target's states before fc"
 
 
 class Reading:
-    """A head for ``target``, read from ``source``. ``ids`` are the target ids of the draft vocabulary, on the CPU;
-    None: it is the target's."""
+    """A head for ``target``, read from ``source``. ``ids``: the target ids of the draft vocabulary, on the CPU; None:
+    it is the target's."""
 
     kind: ClassVar[str]
-    input_factor: ClassVar[int] = 1  # what the attention reads, in hidden sizes
+    input_factor: ClassVar[int] = 1  # input width of attention, in hidden sizes
     parts: ClassVar[dict[str, Part]] = {}
     ids: Tensor | None = None
 
@@ -70,7 +68,7 @@ class Reading:
                     found[name] = getattr(self, name)
             except ValueError as error:
                 problems.append(str(error))
-        return found, list(dict.fromkeys(problems))  # what depends on another fails as that does
+        return found, list(dict.fromkeys(problems))  # dependent fields fail with the same error
 
     def config(self) -> DraftConfig:
         """Return the configuration. Raises ValueError with the first problem."""
@@ -102,7 +100,7 @@ class Reading:
 
     @property
     def target_vocab_size(self) -> int:
-        why = "; it was made for another tokenizer, its tokens mean other words"
+        why = "; it was made for another tokenizer, with other tokens"
         return self._fit("vocab_size", self.source.config.get("vocab_size"), self.target.vocab_size, why)
 
     @property
@@ -115,7 +113,7 @@ class Reading:
 
     @cached_property
     def layer(self) -> LayerConfig:
-        """Head size and key heads follow from the projections."""
+        """The layer's geometry. Head size and number of KV heads follow from the projections."""
         source = self.source
         fields = {**source.config, "num_key_value_heads": None, "head_dim": None}
         layer = layer_config(fields, source.config_file)
@@ -144,8 +142,8 @@ class Reading:
         return rope
 
     def rope_words(self, rope: RopeConfig) -> str:
-        """Use base 10000 if the config names none, and never the target's: published drafts were not trained with
-        it."""
+        """Describe the rotary embedding. Its base is 10000 if the config names none, never the target's, with which
+        published drafts were not trained."""
         source = self.source
         named = rope_fields(source.config).get("rope_theta") or source.config.get("rope_theta")
         why = source.says("rope_theta") if named else "its config has no rope_theta"
@@ -153,7 +151,8 @@ class Reading:
         return f"rotary base {rope.theta:g} ({why}), scaling {rope.kind}{scaled}"
 
     def _recycled(self, default: str, normed: bool) -> str:
-        """Whether a level's state goes to the next before (``pre``) or after (``post``) the norm before the scores."""
+        """Return whether the state passed to the next level is the one before (``pre``) or after (``post``) the norm
+        before the output head."""
         side: str = self.source.get("recycled_hidden") or default
         if side == "post" and not normed:
             raise ValueError(
@@ -176,7 +175,7 @@ class EagleReading(Reading):
 
     @property
     def target_hidden_size(self) -> int:
-        for name in ("skip_prenorm", "skip_output_norm"):  # of a conversion for vLLM
+        for name in ("skip_prenorm", "skip_output_norm"):  # fields of a conversion for vLLM
             if self.source.config.get(name) is False:
                 raise ValueError(f"{self.source.config_file}: {name} false is not supported")
         return super().target_hidden_size
@@ -188,7 +187,7 @@ class EagleReading(Reading):
         source, width = self.source, self.target.hidden_size
         own, wanted = "embed_tokens.weight" in source, source.get("use_own_embedding")
         if wanted and not own:
-            source.shape("embed_tokens.weight")  # says that there is none
+            source.shape("embed_tokens.weight")  # raises ValueError: there is none
         if self.layer.hidden_size != width and not own:
             why = ", whose embedding it reads: it has no tensor embed_tokens.weight of its own"
             self._fit("hidden_size", self.layer.hidden_size, width, why)
@@ -216,7 +215,7 @@ class EagleReading(Reading):
 
 
 class Eagle3Reading(EagleReading):
-    """EAGLE-3: states of the target and their fusion, and a draft vocabulary with its own rows."""
+    """EAGLE-3: fuses states of the target, and has a draft vocabulary with its own output head."""
 
     kind = "EAGLE3"
     input_factor = 2
@@ -228,7 +227,7 @@ class Eagle3Reading(EagleReading):
 
     @cached_property
     def taps(self) -> tuple[int, ...]:
-        """Boundaries of the target's residual stream; none where the head reads the state after the final norm."""
+        """Boundaries of the target's residual stream; none if the head reads the state after the final norm."""
         source, layers = self.source, self.target.num_layers
         if source.get("use_aux_hidden_state") is False:
             why = source.says("use_aux_hidden_state")
@@ -244,7 +243,8 @@ class Eagle3Reading(EagleReading):
         return tuple(taps)
 
     def _boundaries(self, given: list[int] | None) -> tuple[list[int], str]:
-        """Published lists come in two conventions that differ by one: inputs of layers, and outputs of layers."""
+        """Return the boundaries and the reason. Published lists have two conventions that differ by one: inputs or
+        outputs of layers."""
         layers = self.target.num_layers
         if given is None:
             return [2, layers // 2, layers - 3], "no list in its config: the default"
@@ -264,7 +264,7 @@ class Eagle3Reading(EagleReading):
 
     @cached_property
     def draft_vocab_size(self) -> int:
-        """Tokens that it can draft: the rows of its own head, or the target's vocabulary without one."""
+        """Number of tokens that it can draft: the rows of its own head, or the target's vocabulary."""
         source, own = self.source, "lm_head.weight" in self.source
         rows = source.matrix("lm_head.weight")[0] if own else self.target.vocab_size
         declared = source.config.get("draft_vocab_size")
@@ -281,13 +281,13 @@ class Eagle3Reading(EagleReading):
 
     @property
     def tied(self) -> bool:
-        """Whether the draft's embedding also scores; otherwise the target's head replaces a missing head."""
+        """Whether the draft's embedding is its output head; otherwise the target's replaces a missing head."""
         source = self.source
         if "lm_head.weight" in source:
             return False
         tied = bool(source.get("tie_word_embeddings"))
         if "d2t" in source.files or not (tied or self.layer.hidden_size == self.target.hidden_size):
-            source.shape("lm_head.weight")  # says that it is missing: nobody else has such rows
+            source.shape("lm_head.weight")  # raises ValueError: no other head has these rows
         whose = "its embedding" if tied else "the target's"
         source.note(f"head: {whose} (its file has no lm_head.weight)")
         return tied
@@ -318,14 +318,14 @@ class Eagle3Reading(EagleReading):
 
     @property
     def final_norm(self) -> bool:
-        """``norm_output`` false means no norm before the scores, in SpecForge's files."""
+        """Whether there is a norm before the output head: ``norm_output`` false means none in SpecForge's files."""
         normed = self.source.get("norm_before_head")
         given = self.source.from_speculators or self.source.get("norm_output") is not False
         return given if normed is None else bool(normed)
 
     @property
     def recycle_normed(self) -> bool:
-        """``norm_output`` true means that the state after the norm is recycled, in speculators' files."""
+        """Whether the state after the norm is recycled: ``norm_output`` true means that in speculators' files."""
         source, normed, given = self.source, self.final_norm, self.source.get("norm_output")
         recycled = self._recycled("post" if source.from_speculators and given else "pre", normed)
         trainer = "speculators" if source.from_speculators else "SpecForge"
@@ -354,7 +354,7 @@ class MTPReading(Reading):
 
     @property
     def _side(self) -> tuple[str, str]:
-        """Which side of the target's final norm it reads, and why."""
+        """The side of the target's final norm that it reads, and why."""
         given, config = self.source.get("mtp_hidden"), self.source.config
         if given is not None:
             return given, self.source.says("mtp_hidden")
@@ -364,8 +364,8 @@ class MTPReading(Reading):
 
 
 def read_ids(files: TensorFiles, rows: int, vocab: int, note: Callable[[str], None]) -> Tensor | None:
-    """Target ids of a draft vocabulary, from the offsets ``d2t``; checked against ``t2d`` where the file has it. None
-    where they are all of the target's."""
+    """Return the target ids of a draft vocabulary from the offsets ``d2t``, checked against ``t2d`` if the file has it;
+    None if it is the target's whole vocabulary."""
     if "d2t" not in files:
         if rows != vocab:
             needs = f"a draft vocabulary of {rows} tokens needs it, int64 [{rows}]"
@@ -380,7 +380,7 @@ def read_ids(files: TensorFiles, rows: int, vocab: int, note: Callable[[str], No
     if bool((ids.diff() <= 0).any()) or int(ids.min()) < 0 or int(ids.max()) >= vocab:
         wanted = f"strictly increasing target ids from 0 to {vocab - 1}"
         raise ValueError(f"{file}: tensor d2t must give {wanted}")
-    if rows < vocab and "t2d" in files:  # else t2d has nothing to say: EAGLE's own files leave it all false
+    if rows < vocab and "t2d" in files:  # otherwise t2d is unused, and all false in EAGLE's own files
         kept = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
         if not torch.equal(files["t2d"].bool(), kept):
             file = files.file("t2d")
@@ -408,7 +408,7 @@ def open_draft(path: Path, algorithm: str, overrides: Mapping[str, Any], target:
 
 
 def _eagle_kind(source: Source) -> str:
-    """EAGLE-3's attention reads twice the hidden size."""
+    """Return EAGLE or EAGLE3; EAGLE-3's attention reads twice the hidden size."""
     q_proj, fc = "self_attn.q_proj.weight", "fc.weight"
     columns = source.matrix(q_proj)[1]
     hidden = source.matrix(fc)[0] if fc in source else source.matrix("mlp.gate_proj.weight")[1]

@@ -1,7 +1,7 @@
 """A published draft with its tensors under this package's names, and one flat configuration.
 
 Dialects differ in names (``midlayer.``, ``model.layers.0.``, ``transformer.``, ``mtp_layers.0.``) and in where the
-configuration nests; what a head computes is decided elsewhere, from tensors first and fields second.
+configuration nests. What a head computes is decided elsewhere, by tensors first and fields second.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _OUTSIDE_LAYER = (
     "hidden_states_layernorm.",
 )
 _OLD_SPECULATORS = {"fc.": "fusion_fc.", "norm.": "pre_lm_head_layernorm."}
-_READ_APART = ("d2t", "t2d", "embed_tokens.weight")  # what becomes of the embedding has a note of its own
+_READ_APART = ("d2t", "t2d", "embed_tokens.weight")  # the embedding has its own note
 _NESTED = ("transformer_layer_config", "model")  # speculators; an old conversion for vLLM
-# Heads that are known and not supported, by a pattern that a name of theirs matches.
+# Known heads that are not supported, by a pattern of a tensor's name.
 _FOREIGN = {
     r"layers\.\d+\.(eh_proj|enorm)\.": "DeepSeek's or GLM's next-token-prediction layers (eh_proj)",
     r"mtp\.(layers|fc)\.": "multi-token-prediction layers of Qwen3-Next or MiMo-V2 (mtp.)",
@@ -44,7 +44,7 @@ _FOREIGN = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """``config`` is flat and includes the overrides. ``notes`` collects what was resolved and why."""
+    """``config`` is flat and includes the overrides. ``notes`` collects the choices made and their reasons."""
 
     path: Path
     files: TensorFiles
@@ -86,7 +86,7 @@ class Source:
         return tuple(self.files[self.stored(name)].shape)
 
     def matrix(self, name: str) -> tuple[int, int]:
-        """Return rows and columns. Raises ValueError naming file and tensor if it is no matrix."""
+        """Return rows and columns. Raises ValueError naming file and tensor if it is not a matrix."""
         shape = self.shape(name)
         if len(shape) != 2 or 0 in shape:
             raise ValueError(
@@ -107,16 +107,16 @@ class Source:
         return found
 
     def says(self, name: str) -> str:
-        """Return who set a field, for notes."""
+        """Return the source of a field's value, for notes."""
         return FLAG if name in self.overrides else f"its config's {name}"
 
     def note(self, text: str) -> None:
-        """Add a note once, however often its field is read."""
+        """Add a note, unless it is there already."""
         if (note := f"draft {text}") not in self.notes:
             self.notes.append(note)
 
     def note_unread(self, parameters: Iterable[str]) -> None:
-        """Note tensors that no parameter uses: the draft may differ from what it seems."""
+        """Note tensors that no parameter reads: the draft may differ from what it seems."""
         known = {*_READ_APART, *map(self.stored, parameters)}
         names = [name for name in self.files.names() if name.startswith("mtp_layers.") or not self.is_mtp]
         if unread := [n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq")]:

@@ -1,8 +1,8 @@
 """FR-Spec: a draft that uses only the rows of frequent tokens of the target's head.
 
-Zhao et al. 2025, arXiv 2502.14856. A map's file lists target token ids, the most frequent first. Only what the draft
-can guess is cut; the target verifies over its whole vocabulary. Shapes: N rows, H hidden size, O rows of a head, R ids
-kept.
+Zhao et al. 2025, arXiv 2502.14856. A map's file lists target token ids, the most frequent first. It limits only what
+the draft can guess; the target verifies over its whole vocabulary. Shapes: N rows, H hidden size, O rows of a head, R
+ids kept.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def _read(file: Path) -> Any:
         if file.suffix == ".txt":
             return [int(word) for word in file.read_text().split()]
         return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # the unpickler raises nearly everything, and advises to run the code
+    except Exception as error:  # the unpickler raises nearly everything, and suggests running the code
         tells = isinstance(error, OSError) or file.suffix in (".json", ".txt")
         why = " ".join(str(error).split()) if tells else "can't be read as plain data"
-        raise ValueError(f"{file} is no token map ({why}); {_EXPECTED}") from None
+        raise ValueError(f"{file} is not a token map ({why}); {_EXPECTED}") from None
 
 
 def _integers(file: Path, found: Any) -> list[int]:
@@ -79,7 +79,7 @@ class PickedRows(Protocol):
 
     def __call__(self, states_NH: Tensor) -> Tensor: ...
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         """Score by these rows from now on: int64 on the head's device, the same number as before."""
         ...
 
@@ -89,67 +89,63 @@ class IndexedHead(nn.Module):
 
     def __init__(self, lm_head: Projection, ids_R: Tensor) -> None:
         super().__init__()
-        self._lm_head = (lm_head,)  # in a tuple: used but not registered as a part of this module
+        self._lm_head = (lm_head,)  # in a tuple, so that it is not registered
         self.register_buffer("ids_R", ids_R.to(lm_head.device), persistent=False)
         self.ids_R: Tensor
 
     def forward(self, states_NH: Tensor) -> Tensor:
         return self._lm_head[0].outputs_at(self.ids_R, states_NH)
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         """Write to the same buffer, because captured steps read it by its address."""
         self.ids_R.copy_(rows_R)
 
 
 class CopiedRows(nn.Module):
-    """The rows ``ids_R`` of another module's head, copied and packed for a CPU; each ``pick`` copies others.
-
-    It keeps the head's plain weight, which the target drops once it is packed: rows of a packed weight can't be picked.
-    """
+    """The rows ``ids_R`` of another module's head, copied and packed for a CPU; each ``set_rows`` copies other rows. It
+    keeps the head's plain weight, which the target drops when it is packed: a packed weight's rows can't be read."""
 
     def __init__(self, lm_head: Projection, ids_R: Tensor) -> None:
         super().__init__()
         weight_OH, bias_O = lm_head.rows(None)
         self._plain = weight_OH.detach(), None if bias_O is None else bias_O.detach()
-        self.pick(ids_R)
+        self.set_rows(ids_R)
 
     def forward(self, states_NH: Tensor) -> Tensor:
         out: Tensor = self._rows[0](states_NH)
         return out
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         self._rows = (_packed(*pick_rows(*self._plain, rows_R)),)
 
 
 def truncate(head: LayerHead, lm_head: Projection, ids_R: Tensor) -> None:
-    """Make ``head`` score only the tokens ``ids_R``. Raises ValueError unless it scores by the target's ``lm_head``."""
+    """Make ``head`` score only the tokens ``ids_R``. Raises ValueError unless it uses the target's ``lm_head``."""
     if head._lm_head != (lm_head,):
         raise ValueError(
-            f"--speculative-token-map: this draft, an {type(head).__name__}, scores by rows of its own; "
-            "expected one that reads the target's head"
+            f"--speculative-token-map: this draft, an {type(head).__name__}, has its own output head; "
+            "expected one that uses the target's"
         )
     head._lm_head = (truncated_head(lm_head, ids_R),)
 
 
 def truncated_head(lm_head: Projection, ids_R: Tensor) -> nn.Module:
-    """Return the replacement of ``lm_head`` in a draft that knows only ``ids_R``.
+    """Return the replacement of ``lm_head`` in a draft that knows only ``ids_R``. ``lm_head`` must still be unpacked.
 
-    On a GPU no weight is copied. On a CPU the rows are: a multiplication there takes its weight packed in blocks of
-    neighbouring rows, so rows of the packed head can't be picked, and gathering them at every call would read and write
-    as much as the multiplication saves. ``lm_head`` must still have its plain weight.
+    On a GPU no weight is copied. On a CPU the rows are: multiplication there takes weights packed in blocks of
+    neighbouring rows, and gathering rows at every call would read and write as much as the smaller multiplication
+    saves.
     """
     return IndexedHead(lm_head, ids_R) if on_gpu(lm_head.device) else _packed(*lm_head.rows(ids_R))
 
 
 def score_by(head: LayerHead, rows_R: Tensor) -> PickedRows:
-    """Make ``head`` score by these rows of the module that it scored by. Return what exchanges the rows.
-
-    On a GPU only ids change from then on; on a CPU rows are copied, for the reason in ``truncated_head``.
-    """
+    """Make ``head`` score by these rows of its output head. Return the object that exchanges the rows. On a GPU this
+    only changes ids; on a CPU it copies rows, for the reason in ``truncated_head``."""
     assert isinstance(head.reader, Projection)
     picked = picked_rows(head.reader, rows_R)
     if head._lm_head is None and isinstance(picked, CopiedRows):
-        del head.lm_head  # its plain weight lives on in ``picked``; nothing reads it packed
+        del head.lm_head  # ``picked`` keeps its plain weight; the packed one is unused
     head._lm_head = (picked,)
     return picked
 

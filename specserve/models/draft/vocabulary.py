@@ -1,4 +1,5 @@
-"""Check that a draft model has the target's tokens: one tokenizer, though vocabularies may be padded differently."""
+"""Check that a draft model has the target's tokens: the same tokenizer, though vocabularies may be padded
+differently."""
 
 from __future__ import annotations
 
@@ -11,11 +12,9 @@ _SENTENCEPIECE = "tokenizer.model"
 
 
 def shared_tokens(target: Path, draft: Path, target_size: int, draft_size: int) -> tuple[int, str]:
-    """Return how many tokens, from id 0 on, both models have rows for, and how that was determined.
-
-    ``target``, ``draft``: directories with tokenizers; sizes are those of the models' vocabularies. Raises ValueError
-    naming the first token that differs, or what can't be compared.
-    """
+    """Return how many tokens, from id 0 on, both models have rows for, and how that was determined. ``target``,
+    ``draft``: directories with tokenizers. Raises ValueError naming the first token that differs, or what can't be
+    compared."""
     both = min(target_size, draft_size)
     ours, theirs = _tokens(target), _tokens(draft)
     if ours is not None and theirs is not None:
@@ -33,25 +32,25 @@ def shared_tokens(target: Path, draft: Path, target_size: int, draft_size: int) 
     if all(file.exists() for file in files):
         if files[0].read_bytes() != files[1].read_bytes():
             raise ValueError(f"{files[1]} differs from {files[0]}; expected the same tokenizer")
-        return both, f"both have one {_SENTENCEPIECE}"
+        return both, f"both have the same {_SENTENCEPIECE}"
     if target_size != draft_size:
         lacking = target if ours is None else draft
         raise ValueError(
             f"{draft} has a vocabulary of {draft_size} tokens, the target one of {target_size}, and {lacking} has no "
             "tokenizer.json to compare; expected the same size, or two tokenizers"
         )
-    return both, "the vocabularies are of one size; no tokenizers were compared"
+    return both, "the vocabularies have the same size; no tokenizers were compared"
 
 
 def _tokens(directory: Path) -> dict[str, int] | None:
-    """Return ids by token, None if there is no such file. Raises ValueError for one that can't be read."""
+    """Return ids by token, None if there is no such file. Raises ValueError for a file that can't be read."""
     file = directory / "tokenizer.json"
     if not file.exists():
         return None
     found = read_json(file)
     try:
         vocabulary: Any = found["model"]["vocab"]
-        if isinstance(vocabulary, list):  # a unigram model's: tokens and scores, in the order of their ids
+        if isinstance(vocabulary, list):  # unigram: tokens and scores in the order of ids
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
         ids = {token: int(number) for token, number in vocabulary.items()}
         return {**ids, **{each["content"]: int(each["id"]) for each in found.get("added_tokens") or ()}}

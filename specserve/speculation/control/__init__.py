@@ -1,1 +1,1 @@
-"""Chooses the shape of each step: what drafts gain and what steps cost."""
+"""The controller: chooses the shape of each step from expected tokens and expected time."""

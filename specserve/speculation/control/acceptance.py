@@ -1,8 +1,8 @@
-"""How many tokens a step will give: acceptance by level and request, estimated from what steps gave.
+"""Expected tokens of a step: acceptance by level and request, estimated from past steps.
 
-A level is *tested* when everything above it was accepted and it had a node; what lies below a rejected node was never
-tested and counts for nothing, or deep levels would look worse the worse the shallow ones are. Trees test chains, too,
-as far as they hold the best child of each node: how far a chain would have got is how far these were accepted.
+A level is *tested* when everything above it was accepted and it had a node. Levels after a rejected node were not
+tested and count for nothing; otherwise deep levels would look worse the worse the shallow ones are. Trees also test
+chains as far as they hold the best child of each node: a chain would have got as far as these were accepted.
 
 Shapes: R requests of a batch, S draft levels.
 """
@@ -20,84 +20,86 @@ from specserve.speculation.shape import StepShape
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Family = tuple[int, int, int]  # branching; nodes a slot for trees, 0 for chains; a model's levels beside text
+Family = tuple[
+    int, int, int
+]  # branching; nodes a slot (chains: 0); a model's levels next to copied text, else 0
 CHAIN: Family = (1, 0, 0)
 
 MAX_LEVELS = 64
-FORGET = 0.995  # of what is known of a level, at each step that tests it
-IDLE_FORGET = 0.999  # at each step that does not
-SKILL_FORGET = 0.97  # of a request's counts, at each of its steps
-SKILL_PRIOR = 2.0  # information, as of eight levels that were tested, that a request is like the others
-PRIOR_PREDICTED = 0.8  # belief that a predicted text is right,
-PRIOR_DUE = 0.3  # that a grammar forces the next token,
-PREDICTED_TESTS = 10.0  # and tests that it is worth
-OWN = 0.5  # of a request's shift that is not counted for what is usual: whole, nothing would say what that is
-FIRST_ODDS = 0.4  # of a chain's first level: a chance of 0.6
-CHAIN_PRIOR = 1.0  # information, as of four levels that were tested, that a level is like the one above it
-TREE_PRIOR = 4.0  # that a tree has what its width suggests
-FARTHEST = 2.0  # that a level moves at a step
-MOST = 0.995
+FORGET = 0.995  # decay of a level's evidence, at each step that tests it
+IDLE_FORGET = 0.999  # its decay at each step that does not
+SKILL_FORGET = 0.97  # decay of a request's counts, at each of its steps
+SKILL_PRIOR = 2.0  # prior information (eight tested levels) that a request is like the others
+PRIOR_PREDICTED = 0.8  # prior probability that a predicted text is right
+PRIOR_DUE = 0.3  # prior probability that a grammar forces the next token
+PREDICTED_TESTS = 10.0  # weight of these two priors, in tokens
+OWN = 0.5  # share of a request's own offset removed before the shared level is updated; 1 could not tell them apart
+FIRST_ODDS = 0.4  # prior log-odds of a chain's first level: a probability of 0.6
+CHAIN_PRIOR = 1.0  # prior information (four tested levels) that a level is like the one above it
+TREE_PRIOR = 4.0  # prior information that a tree gains what its width suggests
+FARTHEST = 2.0  # most that one step moves a level's log-odds
+MOST = 0.995  # upper limit of a probability
 
 
 @dataclass(slots=True)
 class Skill:
-    """How much better or worse than the others a request accepts. ``cap``: most nodes drafted for it in a step.
+    """A request's acceptance relative to the others. ``cap``: most nodes drafted for it in a step.
 
-    ``shift`` is added to the log-odds of every level, as in a test of items and persons (Rasch 1960): what is nearly
-    certain stays so, and a tree's second choices help a hard text more than an easy one. It is estimated by Newton's
-    method, a step at a time: ``surprise`` and ``information`` are sums over the levels that were tested.
+    ``shift`` is added to the log-odds of every level, as in the Rasch model (1960): a level that is nearly certain
+    stays so, and a tree's second choices help a hard text more than an easy one. It is estimated by Newton's method,
+    one iteration a step; ``residual`` and ``information`` are sums over tested levels.
 
-    ``predicted``: it has a predicted text, its own or what a grammar forces, on which its acceptance depends and not on
-    how good the draft is; of that are ``foretold`` tokens, of as many ``tokens`` as it could have foretold. Both begin
-    with a belief, which fades.
+    ``predicted``: the request has a predicted text, its own or forced by a grammar, which determines its acceptance
+    instead of the draft's quality. ``foretold`` of ``tokens`` tokens were predicted. Both start from a prior, which
+    decays.
     """
 
     cap: int
     predicted: bool = False
-    surprise: float = 0.0
+    residual: float = 0.0
     information: float = 0.0
     foretold: float = PREDICTED_TESTS * PRIOR_PREDICTED
     tokens: float = PREDICTED_TESTS
 
     @classmethod
     def of(cls, cap: int, params: SamplingParams) -> Skill:
-        """Return the skill of a new request."""
         if params.prediction or params.grammar is None:
             return cls(cap, predicted=bool(params.prediction))
         return cls(cap, predicted=True, foretold=PREDICTED_TESTS * PRIOR_DUE)
 
     @property
     def shift(self) -> float:
-        return self.surprise / (self.information + SKILL_PRIOR)
+        return self.residual / (self.information + SKILL_PRIOR)
 
     @property
     def floor(self) -> float:
-        """The chance that the predicted text is right about the next token; 0 without one."""
+        """The probability that the predicted text is right about the next token; 0 without one."""
         return self.foretold / self.tokens if self.predicted else 0.0
 
-    def observe(self, surprise: float, information: float) -> None:
-        """``surprise``: levels accepted less those expected of it, ``information``: the variance of these."""
-        self.surprise += surprise + information * self.shift
+    def observe(self, residual: float, information: float) -> None:
+        """Add evidence. ``residual``: accepted levels minus those expected; ``information``: the variance of that
+        number."""
+        self.residual += residual + information * self.shift
         self.information += information
 
     def follow(self, foretold: int, emitted: int) -> None:
-        """A step, drafted or not, of ``emitted`` tokens, of which the first ones were foretold."""
+        """Count a step, drafted or not, that emitted ``emitted`` tokens, the first ``foretold`` of them predicted."""
         self.foretold = SKILL_FORGET * self.foretold + foretold
         self.tokens = SKILL_FORGET * self.tokens + min(foretold + 1, emitted)
 
     def forget(self) -> None:
-        """A step passed; without new evidence a request becomes like the others again."""
-        self.surprise *= SKILL_FORGET
+        """Decay the evidence of earlier steps: without more of it a request becomes like the others again."""
+        self.residual *= SKILL_FORGET
         self.information *= SKILL_FORGET
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a step gave each request: tokens; nodes it was drafted besides its root; how far its tree held what a chain
-    would have drafted, the first choice of each node; and how many of these were accepted.
+    """A step's result for each request: tokens emitted; nodes drafted, without the root; how many first choices, as a
+    chain would draft them, its tree held; and how many of these were accepted.
 
-    ``guided``: the requests whose predicted text had a say in their drafts. ``kept``: tokens of all together, without
-    those after an end, which nobody gets; None: all that were emitted. ``stopped``: requests that a stop token ended.
+    ``guided``: requests whose predicted text took part in their drafts. ``kept``: tokens of all requests without those
+    after an end; None: all that were emitted. ``stopped``: requests that a stop token ended.
     """
 
     emitted: Sequence[int]
@@ -110,13 +112,13 @@ class Given:
 
     @property
     def tokens(self) -> int:
-        """Of use, of all requests together."""
+        """Useful tokens of all requests together."""
         return sum(self.emitted) if self.kept is None else self.kept
 
 
 @dataclass(frozen=True, slots=True)
 class _Tests:
-    """The levels of a step that were tested, with what result, and the chance that each had."""
+    """The levels that a step tested, whether each was accepted, and the probability that it would be."""
 
     met_RS: NDArray[np.bool_]
     hit_RS: NDArray[np.bool_]
@@ -130,11 +132,11 @@ class _Tests:
         return cls(met_RS, hit_RS, _chance(odds_S + shift_R[:, None]))
 
     def of_shift(self, odds_S: Floats, shift_R: Floats) -> _Tests:
-        """The same, had the requests been of these shifts."""
+        """Return the same tests with the probabilities of other shifts."""
         return replace(self, chance_RS=_chance(odds_S + shift_R[:, None]))
 
     @property
-    def surprise_RS(self) -> Floats:
+    def residual_RS(self) -> Floats:
         return np.asarray(self.hit_RS - self.met_RS * self.chance_RS)
 
     @property
@@ -144,36 +146,36 @@ class _Tests:
 
 @dataclass(slots=True)
 class _Learned:
-    """Log-odds of levels, estimated as a request's shift is, but from what the level above has instead of from 0;
-    ``prior``: the information that a level is like that one."""
+    """Log-odds of levels, estimated like a request's shift, but with the level above as the prior mean instead of 0.
+    ``prior``: the prior's information."""
 
     prior: float
-    surprise: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
+    residual: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
     information: Floats = field(default_factory=lambda: np.zeros(MAX_LEVELS))
-    seen: int = 0  # the step that tested it last
+    seen: int = 0  # the last step that tested it
 
     def at(self, levels: int, above: float, step: int) -> Floats:
-        """``above``: what stands above the first level."""
+        """Return the log-odds of the first ``levels`` levels. ``above``: the prior mean of the first one."""
         assert levels <= MAX_LEVELS
         kept = IDLE_FORGET ** (step - self.seen)
-        surprise, information = (kept * sums[:levels] for sums in (self.surprise, self.information))
+        residual, information = (kept * sums[:levels] for sums in (self.residual, self.information))
         found = np.empty(levels)
-        for level, (said, known) in enumerate(zip(surprise.tolist(), information.tolist(), strict=True)):
+        for level, (said, known) in enumerate(zip(residual.tolist(), information.tolist(), strict=True)):
             found[level] = above = (said + self.prior * above) / (known + self.prior)
         return found
 
-    def learn(self, believed_S: Floats, surprise_S: Floats, information_S: Floats, step: int) -> None:
-        """``believed_S``: what ``at`` said; levels accepted less those expected of them, and the variance of these.
-        Newton's method overshoots where many requests surprise a level that was nearly certain: see
-        ``FARTHEST``."""
+    def learn(self, believed_S: Floats, residual_S: Floats, information_S: Floats, step: int) -> None:
+        """Add a step's evidence: ``believed_S`` as ``at`` returned it, accepted levels minus those expected, and the
+        variance of that number. ``FARTHEST`` limits Newton's method, which overshoots where many requests contradict
+        near certainty."""
         kept_S = np.full(MAX_LEVELS, IDLE_FORGET ** (step - self.seen))
         levels = len(believed_S)
         kept_S[:levels] *= np.where(information_S > 0, FORGET / IDLE_FORGET, 1)
-        self.surprise *= kept_S
+        self.residual *= kept_S
         self.information *= kept_S
         self.information[:levels] += information_S
         most_S = FARTHEST * (self.information[:levels] + self.prior)
-        self.surprise[:levels] += surprise_S.clip(-most_S, most_S) + information_S * believed_S
+        self.residual[:levels] += residual_S.clip(-most_S, most_S) + information_S * believed_S
         self.seen = step
 
 
@@ -182,27 +184,28 @@ def _chance(odds: Floats) -> Floats:
 
 
 def family_of(shape: StepShape) -> Family:
-    """Shapes of one family share their estimates: all chains do, and trees of equal width and size; beside copied
-    text, where all are trees, those of as many levels."""
+    """Return the family of shapes that share estimates: all chains, and trees of equal width and nodes a slot. Next to
+    copied text, where all are trees, shapes must also have as many levels."""
     if shape.copied:
         return shape.branching, shape.nodes // shape.slots, shape.levels
     return CHAIN if shape.branching == 1 else (shape.branching, shape.nodes // shape.slots, 0)
 
 
 def _width_odds(family: Family) -> float:
-    """What K candidates have beyond one, as far as trees of the bundled drafts tell."""
+    """Return the log-odds that K candidates gain over one, fitted to trees of the bundled drafts."""
     return 0.4 + 0.2 * float(np.log2(family[0]))
 
 
 class Acceptance:
-    """Estimates for all families, as log-odds of each level that add up: a chain's, what a tree has beyond that, and
-    the request's own shift. So a text that grows easier under one shape is known to be easier for all of them.
+    """Estimates of all families, as a sum of log-odds for each level: the chain's, the tree's gain over it, and the
+    request's shift. A text that becomes easier under one shape thus becomes easier for all of them.
 
-    A tree is first taken for what its width suggests. What it is told then is how much better or worse than expected
-    it did than the chain inside it, for most of the luck is that of both.
+    A tree's gain starts from what its width suggests. It then learns from its residuals minus those of the chain inside
+    it, because most of the luck is common to both.
 
-    ``searches``: drafts are looked up in texts. Then a level that nothing was found for, with nodes to spare, counts as
-    rejected: a step of that shape gives no more."""
+    ``searches``: drafts are looked up in texts. A level without a draft although nodes were left then counts as
+    rejected, since a step of that shape gives no more.
+    """
 
     def __init__(self, searches: bool = False) -> None:
         self._searches = searches
@@ -211,7 +214,7 @@ class Acceptance:
         self._step = 0
 
     def levels(self, family: Family, levels: int) -> Floats:
-        """``P(level l is accepted | level l - 1 is)`` of an average request, for l = 1 .. ``levels``."""
+        """Return ``P(level l is accepted | level l - 1 is)`` of an average request, for l = 1 .. ``levels``."""
         return _chance(self._family_odds(family, levels))
 
     def _chain_odds(self, levels: int) -> Floats:
@@ -232,9 +235,9 @@ class Acceptance:
         floors: Floats | float = 0.0,
         ends: float = 0.0,
     ) -> float:
-        """Tokens that a step of ``shape`` gives a batch. Chains share a budget of nodes by select's own rule: the most
-        likely ones of all requests; of trees the estimates hold for the budget they were made with. ``ends``: the
-        chance that a token ends its request, so that nobody gets those after it."""
+        """Return the expected tokens of a step of ``shape`` for a batch. Chains share the budget of nodes by select's
+        own rule, the likeliest nodes of all requests; a tree's estimates already hold for its budget. ``ends``: the
+        probability that a token ends its request, which makes later tokens useless."""
         slots, budget = len(shifts), shape.nodes - shape.slots
         if not shape.levels or not budget:
             return float(slots)
@@ -250,7 +253,8 @@ class Acceptance:
         return slots + float(np.partition(kept_RS, -budget, axis=None)[-budget:].sum())
 
     def observe(self, shape: StepShape, skills: Sequence[Skill], given: Given) -> None:
-        """Requests that a predicted text guided are left out: what they accept is no merit of the draft's."""
+        """Learn from a step. Requests guided by a predicted text are left out: their acceptance says nothing about the
+        draft."""
         self._step += 1
         own = [index for index in range(len(skills)) if index not in given.guided]
         for index in own:
@@ -272,17 +276,17 @@ class Acceptance:
             chain = _Tests.of(chain_S, shift_R, np.array(given.firsts)[own], chains_R)
             self._learn_tree(family, tests, chain)
         usual = chain.of_shift(chain_S, OWN * shift_R)
-        self._chain.learn(chain_S, usual.surprise_RS.sum(0), usual.information_RS.sum(0), self._step)
-        learned = tests.surprise_RS.sum(1).tolist(), tests.information_RS.sum(1).tolist()
-        for index, surprise, information in zip(own, *learned, strict=True):
-            skills[index].observe(surprise, information)
+        self._chain.learn(chain_S, usual.residual_RS.sum(0), usual.information_RS.sum(0), self._step)
+        learned = tests.residual_RS.sum(1).tolist(), tests.information_RS.sum(1).tolist()
+        for index, residual, information in zip(own, *learned, strict=True):
+            skills[index].observe(residual, information)
 
     def _missing(self, shape: StepShape, caps_R: Ints, offered_R: Ints, given: Given) -> Ints:
-        """Return 1 for each request that had nodes for another level, and no draft."""
+        """Return 1 for each request that had nodes left for another level but no draft, else 0."""
         spare = self._searches and sum(given.drafted) < shape.nodes - shape.slots
         return np.asarray(spare & (offered_R < np.minimum(caps_R, shape.depth)), np.int64)
 
     def _learn_tree(self, family: Family, tests: _Tests, chain: _Tests) -> None:
-        tree, beyond_S = self._trees[family], (tests.surprise_RS - chain.surprise_RS).sum(0)
+        tree, beyond_S = self._trees[family], (tests.residual_RS - chain.residual_RS).sum(0)
         believed_S = tree.at(len(beyond_S), _width_odds(family), self._step)
         tree.learn(believed_S, beyond_S, tests.information_RS.sum(0), self._step)

@@ -1,9 +1,8 @@
-"""The controller: picks the shape of the next step, no drafting among its choices.
+"""The controller: picks the shape of the next step, plain decoding included.
 
-It maximizes expected tokens a second: what acceptance says a shape gives, over what the cost model says it takes. How
-many nodes each request gets is not its business: select shares them. The idea is goodput (Liu et al. 2024, arXiv
-2406.14066), over trees as well as chains, by request, and with the cost of what it does not know kept in bounds: a
-probe runs only when what probes may lose, a small part of the time that passed, covers it.
+It maximizes goodput (Liu et al. 2024, arXiv 2406.14066): expected tokens over expected seconds, here for trees as well
+as chains, and by request. Select, not the controller, shares the nodes among requests. Exploration is bounded: a probe
+runs only if its expected loss fits the allowance, a small share of the time that passed.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from specserve.speculation.control.acceptance import Acceptance, Floats, Given, 
 from specserve.speculation.control.cost import OUTLIER, CostModel
 from specserve.speculation.shape import StepShape
 
-STAY = 1.02  # another shape must promise this much more than the present one
-WORTH = 1.03  # and drafting this much more than none: what is not drafted can't be wrong
-HOLD = 8  # steps that a choice stands for while as many requests run: choosing takes time itself
-PROBE_SHARE = 0.005  # of all time may be lost by probing
-STALE_STEPS = 400  # a kind not run for so long is worth a probe
-STALE_NEAR = 50  # one that promises nearly the best, if there is something to learn from it
-NEAR = 0.9
-DOUBT = 0.04  # mean error of predicted times from which on they must be looked at again
-TURNOVER_FORGET = 0.99  # at each step
-FIRST_ALLOWANCE = 5  # steps' time that may be lost before any passed
+MIN_SWITCH_GAIN = 1.02  # switch shapes only for 2 % more expected tokens/s
+MIN_SPECULATION_GAIN = 1.03  # speculate only for 3 % more expected tokens/s than plain decoding
+HOLD = 8  # steps between choices while the number of requests is the same: choosing takes time
+PROBE_SHARE = 0.005  # share of all time that probes may lose
+STALE_STEPS = 400  # steps without a run after which a kind is worth a probe
+STALE_NEAR = 50  # the same for one whose rate is near the best, if there is something to learn from it
+NEAR = 0.9  # share of the best rate that counts as near
+DOUBT = 0.04  # mean relative error of predicted times above which more shapes are probed
+TURNOVER_FORGET = 0.99  # decay at each step
+FIRST_ALLOWANCE = 5  # initial allowance, in steps
 
 
-_Kind = tuple[int, int, int]  # levels, branching, and those copied
+_Kind = tuple[int, int, int]  # levels, branching, copied levels
 
 
 def _kind(shape: StepShape) -> _Kind:
@@ -39,9 +38,9 @@ def _kind(shape: StepShape) -> _Kind:
 
 @dataclass(slots=True)
 class Batch:
-    """What the controller knows of the next step: its requests, the tokens that each may get beyond one, those in their
-    caches together, and how many requests began since the step before. ``probed_at``: the best rate when a probe was
-    chosen for it."""
+    """The next step as the controller sees it: its requests, the tokens that each may still get beyond one, the tokens
+    in their caches together, and how many requests began since the last step. ``probed_at``: for a probe, the best rate
+    when it was chosen."""
 
     skills: Sequence[Skill]
     rooms: Sequence[int]
@@ -52,7 +51,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A choice for batches of this many requests, until a step."""
+    """The shape to use for batches of ``slots`` requests until step ``until``."""
 
     shape: StepShape
     slots: int
@@ -61,7 +60,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _PerToken:
-    """How often something happens for each token that steps give."""
+    """A decaying estimate of how many events there are for each token that steps give."""
 
     _count: float = 0.0
     _tokens: float = 1.0
@@ -77,22 +76,22 @@ class _PerToken:
 
 @dataclass(slots=True)
 class Controller:
-    """``candidates(slots)`` are the shapes that a batch of this many may have, plain decoding first."""
+    """``candidates(slots)`` returns the shapes that a batch of this size may have, plain decoding first."""
 
     candidates: Callable[[int], Sequence[StepShape]]
     cost: CostModel
     acceptance: Acceptance = field(default_factory=Acceptance)
     _turnover: _PerToken = field(default_factory=_PerToken)  # requests that begin
-    _ends: _PerToken = field(default_factory=_PerToken)  # those that stop
+    _ends: _PerToken = field(default_factory=_PerToken)  # requests that a stop token ends
     _present: _Kind | None = None
     _held: _Held | None = None
     allowance: float = 0.0
     _step: int = 0
-    _charged: int = 0  # the step up to which time was added to the allowance
+    _charged: int = 0  # the last step whose time was added to the allowance
     _last_run: dict[_Kind, int] = field(default_factory=dict)
 
     def choose(self, batch: Batch) -> StepShape:
-        """The shape of the next step."""
+        """Return the shape of the next step."""
         self._step += 1
         slots, held = len(batch.skills), self._held
         if held is not None and held.slots == slots and self._step < held.until:
@@ -102,7 +101,7 @@ class Controller:
         return shape
 
     def _decide(self, batch: Batch) -> tuple[StepShape, int]:
-        """A shape, and the step at which to think again."""
+        """Return a shape, and the step of the next decision."""
         shapes = self.candidates(len(batch.skills))
         caps = np.minimum([skill.cap for skill in batch.skills], batch.rooms)
         if len(shapes) == 1 or not caps.any():
@@ -112,7 +111,7 @@ class Controller:
         rates, seconds = self._rates(shapes, batch.kv_tokens, shifts, caps, floors)
         best = self._steady(shapes, rates)
         chosen = self._probe(shapes, rates, seconds, best, batch)
-        hold = min(HOLD, 1 + self._step // 16)  # at first every step teaches much
+        hold = min(HOLD, 1 + self._step // 16)  # the first steps teach the most
         until = self._step + (hold if chosen is None else 1)
         if chosen is None:
             chosen = best
@@ -128,8 +127,8 @@ class Controller:
         caps: Ints,
         floors: Floats,
     ) -> tuple[Floats, Floats]:
-        """Expected tokens a second of each shape, and seconds, its part in the launches of prompts included: where
-        requests end at every step, steps of more tokens need fewer of them."""
+        """Return each shape's expected tokens/s, and its seconds including its share of prompt launches: where requests
+        end at every step, steps that give more tokens need fewer of them."""
         ends = min(self._ends.value, 1.0)
         tokens = np.array([self.acceptance.expected(shape, shifts, caps, floors, ends) for shape in shapes])
         seconds = np.array([self.cost.seconds(shape, kv_tokens) for shape in shapes])
@@ -137,23 +136,23 @@ class Controller:
         return tokens / np.array(whole), np.array(whole)
 
     def _with_prompts(self, seconds: float, tokens: float) -> float:
-        """A step's time and its part in the launches of prompts that follow from the requests that it ends."""
+        """Return a step's time plus that of the prompt launches that follow from the requests it ends."""
         return seconds + self.cost.prompts * (1 - exp(-self._turnover.value * tokens))
 
     def _steady(self, shapes: Sequence[StepShape], rates: Floats) -> int:
-        """The best shape, or the kind that ran last while that is nearly as good."""
+        """Return the best shape, or the present kind while that is nearly as good."""
         best = int(rates.argmax())
-        if rates[best] < WORTH * rates[0]:
+        if rates[best] < MIN_SPECULATION_GAIN * rates[0]:
             return 0
         for index, shape in enumerate(shapes):
-            if _kind(shape) == self._present and rates[best] < STAY * rates[index]:
+            if _kind(shape) == self._present and rates[best] < MIN_SWITCH_GAIN * rates[index]:
                 return index
         return best
 
     def _probe(
         self, shapes: Sequence[StepShape], rates: Floats, seconds: Floats, best: int, batch: Batch
     ) -> int | None:
-        """A shape of a kind that was not run for long, if what it is expected to lose is covered."""
+        """Return a shape whose kind has not run for long, if the allowance covers its expected loss."""
         steps = PROBE_SHARE * (self._step - self._charged) if self._charged else FIRST_ALLOWANCE
         self._charged = self._step
         self.allowance += steps * seconds[best]
@@ -167,16 +166,15 @@ class Controller:
 
     def _is_stale(self, shape: StepShape, near: bool) -> bool:
         doubtful = self.cost.error > DOUBT
-        told = (
+        told = (  # trees that run also show how a chain would do
             self._present is not None and self._present[1] > 1 and shape.branching == 1 and not shape.copied
-        )  # by the trees that run
+        )
         worth = (near and (doubtful or not told)) if shape.levels else doubtful
         limit = STALE_NEAR if worth else STALE_STEPS
         return self._step - self._last_run.get(_kind(shape), -limit) >= limit
 
     def observe(self, shape: StepShape, batch: Batch, given: Given, seconds: float) -> None:
-        """What a step gave and took. A probe is charged with what it lost, whatever was expected of it, but not with
-        a pause, which would have come anyway."""
+        """Learn from a step. A probe is charged what it actually lost, without pauses, which would have come anyway."""
         tokens = given.tokens
         if batch.probed_at is not None:
             believed = min(seconds, OUTLIER * self.cost.seconds(shape, batch.kv_tokens))

@@ -1,9 +1,9 @@
 """DFlash, DFlash2, DSpark and Domino: all levels from one pass over a block of mask tokens.
 
-Chen et al. 2026, arXiv 2602.06036; see ``models.draft.block``. The pool's entry of a token is projected from the
-target's states at that token, so prefill and commit don't run the layers. A block's own entries lie at the positions
-after the text, and the next commit overwrites them. All slots are scored at once; except for DFlash, the scores are
-then corrected along the path to each node.
+Chen et al. 2026, arXiv 2602.06036; see ``models.draft.block``. A token's KV entry is projected from the target's states
+at that token, so prefill and commit don't run the layers. A block's own entries are written after the text, where the
+next commit overwrites them. All slots are scored at once; except for DFlash, the scores are then corrected along the
+path to each node.
 
 Shapes: B slots, K tokens of a block, L levels, N nodes of a level, T target tokens, H hidden size, V vocabulary.
 """
@@ -75,8 +75,8 @@ class BlockDrafter:
     def scratch(self, shape: StepShape) -> int:
         return self._head.config.block_size
 
-    def pick(self, rows_R: Tensor) -> None:
-        raise AssertionError("its rows stay")
+    def set_rows(self, rows_R: Tensor) -> None:
+        raise AssertionError("its rows are fixed")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Store the entries of the prompts' tokens."""

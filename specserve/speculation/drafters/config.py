@@ -1,4 +1,4 @@
-"""What a drafter is loaded from."""
+"""The settings that a drafter is loaded with."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from specserve.speculation.dynamic_map import MapPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig:
-    """``name``: the method's. ``path``: the checkpoint, for a method that has one. ``layer``: where its KV layers begin
-    in the pool. It drafts only the tokens that the file ``token_map`` lists, or those that a plan's live map chooses.
-    ``config_override``: a JSON object that goes before its config. ``quantization`` of its weights: none, int8 (with
-    what they multiply) or fp8. ``tokenizer``: the directory of the target's."""
+    """``name``: the method. ``path``: the checkpoint, if the method has one. ``layer``: the pool index of its first KV
+    layer. ``token_map``: a file of the only tokens to draft, or the plan of a dynamic map. ``config_override``: a JSON
+    object that overrides fields of its config. ``quantization`` of its weights: none, int8 (with int8 activations) or
+    fp8. ``tokenizer``: the directory of the target's tokenizer."""
 
     name: str
     path: Path
@@ -34,5 +34,5 @@ class DrafterConfig:
 
     @property
     def overrides(self) -> Mapping[str, Any]:
-        """The fields of ``config_override``. Raises ValueError for one that no draft has."""
+        """The fields of ``config_override``. Raises ValueError for a field that no draft has."""
         return parse_overrides(self.config_override)

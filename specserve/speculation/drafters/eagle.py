@@ -1,7 +1,7 @@
-"""EAGLE, EAGLE-2, EAGLE-3 and MiMo's MTP: one decoder layer that is run autoregressively over features.
+"""EAGLE, EAGLE-2, EAGLE-3 and MiMo's MTP: one decoder layer that runs autoregressively over features.
 
-Because the head has a single layer, its keys and values depend on the (feature, token) pair alone: storing an
-entry is fc, norms and two projections, and prefill needs no attention at all.
+The head has a single layer, so its keys and values depend on the (feature, token) pair alone: storing an entry takes
+fc, norms and two projections, and prefill needs no attention.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a head drafts. With a live map ``rows`` are the head's that are read, and ``ids_O`` what each of all its
-    rows stands for."""
+    """The tokens that a head drafts. With a dynamic map, ``rows`` are the head's rows that are read, and ``ids_O`` the
+    target ids of all its rows."""
 
     vocab: VocabMap | None
     live_map: LiveMap | None = None
     rows: PickedRows | None = None
     ids_O: Tensor | None = None
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         assert self.rows is not None and self.vocab is not None and self.ids_O is not None
-        self.rows.pick(rows_R)
+        self.rows.set_rows(rows_R)
         self.vocab.exchange(self.ids_O[rows_R])
 
 
 class EagleDrafter:
-    """Serves any ``LayerHead``; the heads differ, the drafting does not."""
+    """Drafts with any ``LayerHead``: heads differ, drafting does not."""
 
     def __init__(
         self, name: str, head: LayerHead, layer: int, dtype: torch.dtype, vocabulary: Vocabulary
@@ -64,7 +64,7 @@ class EagleDrafter:
         self.head = head
         self._layer = layer
         own, taps = head.config.layer, head.config.taps
-        last = not taps or taps[-1] == layer  # its own layer follows the target's
+        last = not taps or taps[-1] == layer  # the index of its own layer is the target's number of layers
         self.needs = DrafterNeeds(taps, last, own.hidden_size)
         self.kv: Sequence[KVSpec] = [HeadKV(own.num_kv_heads, own.head_dim, dtype)]
 
@@ -82,29 +82,29 @@ class EagleDrafter:
         )
         for note in loaded.notes:
             log.info("%s", note)
-        # First, as it may pick rows of the plain head.
+        # Before quantization: it may take rows of the unquantized head.
         vocabulary = _vocabulary(loaded, config.token_map, config.target)
         loaded.head.quantize(config.quantization)
-        pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
+        pack_linears(loaded.head, keep=["qkv_proj"])  # ``project_kv`` reads its rows
         return cls(config.name, loaded.head, config.layer, config.dtype, vocabulary)
 
     @property
     def vocab_size(self) -> int:
         return self.head.config.draft_vocab_size if self.vocab is None else len(self.vocab.ids)
 
-    def pick(self, rows_R: Tensor) -> None:
-        self.vocabulary.pick(rows_R)
+    def set_rows(self, rows_R: Tensor) -> None:
+        self.vocabulary.set_rows(rows_R)
 
     def scratch(self, shape: StepShape) -> int:
         """The root's entry, then those of each level but the last."""
         return 1 + max(shape.levels - 1, 0) * shape.branching
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
-        """Store the entries of the prompts' tokens and of the one that follows, each with the feature of the token
-        before it; a run's first takes the slot's. The token at position 0 has no entry."""
+        """Store the entries of the prompts' tokens and of the token that follows, each with the feature of the token
+        before it; a run's first token takes the slot's feature. The token at position 0 has no entry."""
         features_TH = self.head.fuse(states.hidden_TH, states.tapped)
         kept_RH, rows_B = context.state.slots.feature, view.slots.rows_B
-        before_XH = torch.nn.functional.pad(features_TH, (0, 0, 1, 0))  # a row more, for runs that are empty
+        before_XH = torch.nn.functional.pad(features_TH, (0, 0, 1, 0))  # the extra row serves empty runs
         before_XH[prompts.q_start[:-1]] = kept_RH[rows_B]
         page_T = torch.where(prompts.position_T > 0, prompts.page_T, 0)
         pool = context.pool
@@ -161,9 +161,7 @@ class EagleDrafter:
         where: tuple[Tensor, Tensor],
     ) -> None:
         """Write the final cache entries of (real feature, token) pairs at the tokens' ``(pages, offsets)``.
-
-        ``source_N`` None: each pair's feature is in its own row.
-        """
+        ``source_N`` None: each pair's feature is in its own row."""
         kv_N = self.head.project_kv(tokens_N, features_XH, source_N)
         store_projected(pool, self._layer, kv_N, Rope(self.head.rope_P2D, positions_N), *where)
 
@@ -176,7 +174,7 @@ def _vocabulary(loaded: LoadedDraft, token_map: Path | MapPlan | None, target: L
 
 
 def _follow(loaded: LoadedDraft, plan: MapPlan, target: LlamaModel) -> Vocabulary:
-    """Make the head draft what a live map says, among the tokens that it scores."""
+    """Make the head draft what a dynamic map chooses from the tokens that it scores."""
     size, device = target.config.vocab_size, target.device
     ids_O = torch.arange(size) if loaded.ids is None else loaded.ids
     live_map = LiveMap(plan, ids_O.numpy(), size)
@@ -188,8 +186,8 @@ def _follow(loaded: LoadedDraft, plan: MapPlan, target: LlamaModel) -> Vocabular
 
 
 def _truncate(head: LayerHead, token_map: Path, target: LlamaModel) -> Tensor:
-    """Make ``head`` draft the map's tokens alone. Their ids, ascending: in every order of the file the same are
-    drafted, and rows that lie near each other are read together."""
+    """Make ``head`` draft only the map's tokens, and return their ids in ascending order: the file's order does not
+    matter, and neighbouring rows are read together."""
     ids = read_named_map("--speculative-token-map", token_map, target.config.vocab_size)
     ids = ids.sort().values.to(target.device)
     truncate(head, target.lm_head, ids)

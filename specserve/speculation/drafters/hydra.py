@@ -1,7 +1,8 @@
-"""Hydra++: a decoder layer over the target's states, then heads that read what it gives and the path to a node.
+"""Hydra++: a decoder layer over the target's states, then heads that read its output and the path to a node.
 
-Ankner et al. 2024, arXiv 2402.05109. The layer's cache is EAGLE's: the entry of a token is of the state before it,
-which is the same layer one position further on. It runs once a step; each level is a head over the rows of its nodes.
+Ankner et al. 2024, arXiv 2402.05109. The layer's cache is EAGLE's: a token's entry holds the state of the token before
+it, which is the same layer shifted by one position. The layer runs once a step; each level is a head over the rows of
+its nodes.
 
 Shapes: N nodes of a level, X rows, H hidden size.
 """
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class HydraDrafter(EagleDrafter):
-    """Runs ``HydraHeads``, one a level."""
+    """Runs ``HydraHeads``, one for each level."""
 
     head: HydraHeads
 
@@ -42,11 +43,11 @@ class HydraDrafter(EagleDrafter):
         for note in notes:
             log.info("%s", note)
         heads.quantize(config.quantization)
-        pack_linears(heads, keep=["qkv_proj"])  # ``project_kv`` reads rows of it
+        pack_linears(heads, keep=["qkv_proj"])  # ``project_kv`` reads its rows
         return cls(config.name, heads, config.layer, config.dtype, Vocabulary(None))
 
     def scratch(self, shape: StepShape) -> int:
-        """The root's entry."""
+        """Return 1, for the root's entry."""
         return 1
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:

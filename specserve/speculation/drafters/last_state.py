@@ -1,8 +1,7 @@
-"""What drafters have in common that begin with one state of the target: of the token before the root, after the final
-norm.
+"""Base class of drafters that start from one target state: that of the token before the root, after the final norm.
 
-The feature that the state's table keeps of a slot is that state, from which the root was chosen. Nothing goes to the
-pool but the features of page ends, which are never read: a prompt's last token is always computed.
+The state table's feature of a slot is that state, from which the root was chosen. The pool gets only the features of
+page ends, which are never read: a prompt's last token is always computed.
 
 Shapes: B slots, T target tokens, H hidden size.
 """
@@ -20,7 +19,7 @@ from specserve.speculation.shape import StepShape
 
 
 class LastStateDrafter:
-    """A subclass loads heads and says what they propose."""
+    """A subclass loads heads and implements ``propose``."""
 
     kv: Sequence[KVSpec] = ()
     live_map = None
@@ -32,8 +31,8 @@ class LastStateDrafter:
     def scratch(self, shape: StepShape) -> int:
         return 0
 
-    def pick(self, rows_R: Tensor) -> None:
-        raise AssertionError("its rows stay")
+    def set_rows(self, rows_R: Tensor) -> None:
+        raise AssertionError("its rows are fixed")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         context.state.slots.feature[view.slots.rows_B] = prompts.last_BH

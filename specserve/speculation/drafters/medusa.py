@@ -1,8 +1,8 @@
 """Medusa: heads that guess all levels at once from the target's state before the root.
 
-Cai et al. 2024, arXiv 2401.10774. A level's guesses depend on the prefix alone, not on the path to a node, and nothing
-is kept but that one state: a step runs the heads once and reads no cache. The paper verifies a static tree of ranks;
-here trees are cut from scores, sums of the log-probabilities that the heads give, for the whole batch from one budget.
+Cai et al. 2024, arXiv 2401.10774. A level's guesses depend on the prefix alone, not on the path to a node, and that
+state is all it keeps: a step runs the heads once and reads no cache. The paper verifies a static tree of ranks; here
+the trees of the whole batch are selected from one budget by the sums of the heads' log-probabilities.
 
 Shapes: B slots, L levels, T target tokens, H hidden size, V vocabulary.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class MedusaDrafter(LastStateDrafter):
-    """Runs ``MedusaHeads``, one a level."""
+    """Runs ``MedusaHeads``, one for each level."""
 
     def __init__(self, name: str, heads: MedusaHeads, hidden_size: int, vocab: VocabMap | None) -> None:
         super().__init__(name, hidden_size)

@@ -1,9 +1,9 @@
-"""A model's drafts and copied text in one tree, which compete for the same nodes.
+"""A model's drafts and copied text in one tree, competing for the same nodes.
 
-Select takes what is likeliest of both. That is no worse than either alone, by as much as their probabilities are right:
-of all trees of as many nodes, it then has the most accepted tokens to be expected, and the trees of either source are
-among them. What each source claims is therefore held against each request's text at every step, and its
-log-probabilities are multiplied by what came of it: see ``specserve_kernels.reference.tree.sources``.
+Select takes the likeliest candidates of both. If their probabilities are right, that is at least as good as either
+alone: of all trees of that size, the selected one has the most expected accepted tokens. Each source's claims are
+therefore compared with each request's text at every step, and its log-probabilities are weighted accordingly: see
+``specserve_kernels.reference.tree.sources``.
 
 Shapes: B slots.
 """
@@ -25,7 +25,7 @@ from specserve.speculation.shape import StepShape
 
 
 class MergedDrafter:
-    """Runs ``model`` for the shape's levels and lets ``lookup``, which learns nothing, copy as far as it goes."""
+    """Runs ``model`` for the shape's levels and ``lookup``, which keeps no state, for the copied levels."""
 
     def __init__(self, name: str, model: Drafter, lookup: Drafter) -> None:
         self.name = name
@@ -53,8 +53,8 @@ class MergedDrafter:
     def scratch(self, shape: StepShape) -> int:
         return self._model.scratch(shape)
 
-    def pick(self, rows_R: Tensor) -> None:
-        self._model.pick(rows_R)
+    def set_rows(self, rows_R: Tensor) -> None:
+        self._model.set_rows(rows_R)
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         self._model.prefill(context, view, prompts, states)

@@ -1,8 +1,8 @@
-"""IBM's MLP speculator and Snowflake's Arctic LSTM: small recurrent networks that read the target's state before the
-root, then their own drafts.
+"""IBM's MLP speculator and Snowflake's Arctic LSTM: small recurrent networks over the target's state and their own
+drafts.
 
-Wertheimer et al. 2024, arXiv 2404.19124. A level is a few matrix products and has weights of its own, so there are as
-many levels as the checkpoint has. It keeps no cache.
+Wertheimer et al. 2024, arXiv 2404.19124. They start from the state before the root. A level is a few matrix products
+with weights of its own, so the checkpoint limits the number of levels. There is no cache.
 
 Shapes: N nodes of a level, X rows of states, H their size, V vocabulary.
 """
@@ -30,7 +30,7 @@ Reads = Callable[..., tuple[MLPSpeculator | ArcticLSTM, list[str]]]
 
 
 class MLPDrafter(LastStateDrafter):
-    """Runs an ``MLPSpeculator``, a layer a level."""
+    """Runs an ``MLPSpeculator``, one layer for each level."""
 
     reads: Reads = staticmethod(load_speculator)
 
@@ -64,6 +64,6 @@ class MLPDrafter(LastStateDrafter):
 
 
 class ArcticLSTMDrafter(MLPDrafter):
-    """Runs an ``ArcticLSTM``, as deep as it was trained to draft."""
+    """Runs an ``ArcticLSTM``, at most as deep as it was trained to draft."""
 
     reads: Reads = staticmethod(load_arctic)

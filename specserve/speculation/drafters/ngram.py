@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed, earlier in a request's own text, the tokens that it ends with.
+"""Prompt lookup: propose what followed the text's last tokens earlier in the same text.
 
-Saxena 2023, "Prompt lookup decoding". It has no weights and reads the state's texts on the device, in the step's graph.
-A chain is the best continuation, a tree several, which part at the root.
+Saxena 2023, "Prompt lookup decoding". It has no weights and reads the state's texts on the device, within the step's
+graph. A chain holds the best continuation, a tree several, which branch at the root.
 
 Shapes: B slots, K continuations, S levels.
 """
@@ -20,11 +20,11 @@ from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
-DOUBT = 0.5  # that a token is wrong after one that matched; after n a part of it, 1 / n
+DOUBT = 0.5  # probability that a token is wrong after a match of one token; divided by n after n
 
 
 class NgramDrafter:
-    """Proposes what followed the longest match of a text's end, of equal ones the latest."""
+    """Proposes what followed the longest match of the text's end; ties go to the latest match."""
 
     needs = DrafterNeeds()
     kv: Sequence[KVSpec] = ()
@@ -36,24 +36,24 @@ class NgramDrafter:
 
     @classmethod
     def load(cls, config: DrafterConfig) -> NgramDrafter:
-        """Return one for the target's vocabulary; there is nothing to read."""
+        """Return a drafter for the target's vocabulary; there are no files to read."""
         return cls(config.name, config.target.config.vocab_size)
 
     def scratch(self, shape: StepShape) -> int:
         return 0
 
-    def pick(self, rows_R: Tensor) -> None:
+    def set_rows(self, rows_R: Tensor) -> None:
         raise AssertionError("it has no rows")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
-        """The state's table has the text."""
+        """Do nothing: the state's table has the text."""
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
         return Pool.of_branches(*self.branches(context, view, shape.branching, shape.levels))
 
     def branches(self, context: Context, view: View, count: int, size: int) -> tuple[Tensor, Tensor]:
-        """Return tokens of the best continuations and their cumulative log-probabilities, ``[B, K, S]`` each: -inf is
-        none. They begin with different tokens, the best first."""
+        """Return the tokens of the best continuations and their cumulative log-probabilities, ``[B, K, S]`` each; -inf:
+        none. Their first tokens differ; the best comes first."""
         slots = view.slots
         rows_B, dtype = slots.rows_B, context.state.sampling.temperature.dtype
         text_RC = context.state.slots.tokens[:, : view.max_length + 1]
@@ -76,9 +76,9 @@ class NgramDrafter:
 
 
 def scores_of(matched_BKS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cumulative log-probabilities ``[B, K, S]``, -inf from where no token matches before on: a token is right more
-    often the longer the match before it, to which each token that was right adds one; a continuation begins only where
-    all better ones are wrong."""
+    """Return cumulative log-probabilities ``[B, K, S]``, -inf from the first token that has no match before it. A token
+    is right more often the longer the match before it, and each right token extends the match by one. A continuation
+    starts only where all better ones are wrong."""
     right_BKS = 1 - DOUBT / matched_BKS.clamp(min=1).to(dtype)
     wrong_BK = (1 - right_BKS[..., 0]).log().cumsum(1)
     logp_BKS = right_BKS.log().masked_fill(matched_BKS == 0, -torch.inf).cumsum(2)
@@ -87,7 +87,7 @@ def scores_of(matched_BKS: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def best_of(token_BXS: Tensor, score_BXS: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` best of several continuations, of equal ones the first."""
+    """Return the ``count`` best of several continuations; ties go to the first."""
     best_BK1 = score_BXS[:, :, 0].argsort(dim=1, descending=True, stable=True)[:, :count, None]
     return token_BXS.take_along_dim(best_BK1, 1), score_BXS.take_along_dim(best_BK1, 1)
 
@@ -95,7 +95,7 @@ def best_of(token_BXS: Tensor, score_BXS: Tensor, count: int) -> tuple[Tensor, T
 def _predicted(
     prediction: Prediction, rows_B: Tensor, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The predicted tokens ``[B, S]`` and their cumulative log-probabilities, -inf where nothing is predicted."""
+    """Return the predicted tokens ``[B, S]`` and their cumulative log-probabilities, -inf where there are none."""
     next_B1, length_B1 = prediction.next_R[rows_B][:, None], prediction.length_R[rows_B][:, None]
     ahead_S = torch.arange(size, device=rows_B.device)
     at_BS = next_B1 + ahead_S

@@ -1,8 +1,8 @@
-"""PARD: a model of its own that drafts all levels in one pass, trained to see mask tokens in place of its own guesses.
+"""PARD: a separate model that drafts all levels in one pass, trained to see mask tokens in place of its own guesses.
 
-An et al. 2025, arXiv 2504.18583. The pass takes what was emitted since the last one, the root its last token, and after
-that a mask token for each level but the first, at the positions that follow: the row of a level is that of the token
-before it. What the masks leave in the cache is written over by the next pass. All else is as in ``standalone``.
+An et al. 2025, arXiv 2504.18583. The pass takes the tokens emitted since the last one, ending with the root, and then a
+mask token for each level but the first, at the following positions. Each level's row is that of the token before it.
+The next pass overwrites the masks' cache entries. The rest is as in ``standalone``.
 
 Shapes: B slots, S levels, V vocabulary.
 """
@@ -36,7 +36,7 @@ class PardDrafter(StandaloneDrafter):
         return drafter
 
     def scratch(self, shape: StepShape) -> int:
-        """The root's entry, then one for each mask."""
+        """Return the number of entries: the root's, then one for each mask."""
         return max(shape.levels, 1)
 
     def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:

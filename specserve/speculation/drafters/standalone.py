@@ -1,9 +1,9 @@
-"""A model of its own as a draft: any target architecture with the target's tokens, run autoregressively.
+"""A separate model as the draft: any supported architecture with the target's tokens, run autoregressively.
 
-Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318. Its layers lie in the pool after the
-target's, an entry at the slot of its token. Prompts run through it after the target. A step that drafts begins with a
-pass over what was emitted since the last such step, the root its last token; so steps without drafts cost nothing, and
-after some of them a request proposes again once a few passes have caught up.
+Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318. Its layers follow the target's in the pool,
+and a token's entry is at the token's own slot. Prompts run through it after the target. A step that drafts starts with
+a pass over the tokens emitted since the last such step, ending with the root. Steps without drafts therefore cost
+nothing; after several of them, a request drafts again once a few passes have caught up.
 
 Shapes: B slots, W tokens of a slot that the first pass takes, N nodes of a level, V vocabulary.
 """
@@ -38,22 +38,22 @@ from specserve.speculation.shape import StepShape
 log = logging.getLogger(__name__)
 
 CATCH_UP, MOST_ROWS = 8, 128
-"""Tokens of a slot that the first pass takes at least, where these are no more of all slots."""
+"""The first pass takes up to CATCH_UP tokens of a slot, fewer where those of all slots would exceed MOST_ROWS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What the first pass runs: up to W tokens of each slot from where the draft's cache ends. ``root_B``: the row of
-    the slot's root; of slots that are not ``live_B``, whose roots are further away, the last one."""
+    """The first pass's input: up to W tokens of each slot, from the end of the draft's cache. ``live_B``: the window
+    reaches the slot's root; its row is ``root_B`` (elsewhere the window's last row)."""
 
     batch: TokenBatch
     root_B: Tensor
     live_B: Tensor
-    end_B: Tensor  # where the cache ends after it
+    end_B: Tensor  # where the cache ends after this pass
 
 
 class Vocabulary(NamedTuple):
-    """The tokens that both models have: the first ``size``; ``map`` None: all of the target's."""
+    """The tokens that both models have: the first ``size``. ``map`` None: all of the target's."""
 
     size: int
     map: VocabMap | None
@@ -88,11 +88,11 @@ class StandaloneDrafter:
         log.info("draft of %d layers and %d tokens: %s", model.config.num_layers, own, why)
         if cls is StandaloneDrafter and "pard_token" in read_json(config.path / "config.json"):
             log.info(
-                "draft was trained to draft all levels in one pass: --speculative-algorithm PARD does so"
+                "the draft was trained to draft all levels in one pass: use --speculative-algorithm PARD"
             )
         longest, _ = model.config.longest_context
         if longest < config.target.config.longest_context[0]:
-            log.info("draft was made for %d positions: after these it guesses worse", longest)
+            log.info("the draft was trained for %d positions: it guesses worse after these", longest)
         if config.quantization != "none":
             leave = ("lm_head",) if model.config.tie_word_embeddings else ()
             quantize_linears(model, QUANTIZED[config.quantization], leave)
@@ -102,14 +102,14 @@ class StandaloneDrafter:
         return cls(config.name, model, config.layer, config.dtype, vocab)
 
     def scratch(self, shape: StepShape) -> int:
-        """The root's entry, then those of each level but the last."""
+        """Return the number of entries: the root's, then those of each level but the last."""
         return 1 + max(shape.levels - 1, 0) * shape.branching
 
-    def pick(self, rows_R: Tensor) -> None:
-        raise AssertionError("its rows stay")
+    def set_rows(self, rows_R: Tensor) -> None:
+        raise AssertionError("its rows are fixed")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
-        """Run the prompts' tokens; the one that follows is a step's."""
+        """Run the prompts' tokens; the token that follows is left to the next step."""
         attend = self._attend(context, prompts.plan, prompts.page_T, prompts.offset_T)
         self._run(TokenBatch(prompts.token_T, prompts.position_T, attend, wanted_W=prompts.q_start[1:] - 1))
         self._reached(context)[view.slots.rows_B] = prompts.end_B
@@ -137,25 +137,25 @@ class StandaloneDrafter:
         )
 
     def _proposed(self, context: Context, view: View, window: Window, pool: Pool) -> Pool:
-        """Note how far the cache goes, and propose nothing where that is not up to the root."""
+        """Record the cache's new end, and propose nothing where it does not include the root."""
         self._reached(context)[view.slots.rows_B] = window.end_B
         return replace(pool, scores_BP=pool.scores_BP.masked_fill(~window.live_B[:, None], -torch.inf))
 
     def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
-        """The text's table has the emitted tokens, until the next step that drafts."""
+        """Do nothing: the state's table keeps the emitted tokens for the next step that drafts."""
         return None
 
     def _window(
         self, context: Context, view: View, shape: StepShape, masks: int = 0, mask_token: int = 0
     ) -> Window:
-        """``masks`` rows of ``mask_token`` follow each slot's tokens."""
+        """Return the first pass's window, with ``masks`` rows of ``mask_token`` after each slot's tokens."""
         slots, size = view.slots, max(shape.depth + 1, min(CATCH_UP, MOST_ROWS // shape.slots))
         reached_B = torch.minimum(self._reached(context)[slots.rows_B], slots.length_B)
         end_B = torch.minimum(reached_B + size, slots.length_B + 1)
         size += masks
         q_start = torch.nn.functional.pad((end_B + masks - reached_B).cumsum(0), (1, 0))
         index_T = torch.arange(shape.slots * size, device=q_start.device)
-        slot_T = torch.searchsorted(q_start[1:], index_T, right=True)  # of what is left over B
+        slot_T = torch.searchsorted(q_start[1:], index_T, right=True)  # B for unused rows
         there_T, own_T = slot_T < shape.slots, slot_T.clamp(max=shape.slots - 1)
         local_T = (index_T - q_start[slot_T]).where(there_T, 0)
         position_T = (reached_B[own_T] + local_T).where(there_T, 0)
@@ -185,14 +185,14 @@ class StandaloneDrafter:
         )
 
     def _run(self, batch: TokenBatch) -> Tensor:
-        """For tokens that it does not know it reads another: texts with these are guessed worse. The padding row's are
-        of no meaning."""
+        """Run the model. A token that it lacks is replaced by another, which makes guesses worse. Unused rows have no
+        meaning."""
         known_T = batch.tokens_T.clamp(0, self._model.config.vocab_size - 1)
         hidden_TH: Tensor = self._model(replace(batch, tokens_T=known_T))[0]
         return hidden_TH
 
     def _scores(self, hidden_NH: Tensor) -> Tensor:
-        """Of the tokens that the target has, too."""
+        """Return the logits of the tokens that the target has too."""
         logits_NV = self._model.logits(hidden_NH)
         return logits_NV[:, : self.vocab_size].contiguous()
 

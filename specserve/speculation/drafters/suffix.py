@@ -1,8 +1,8 @@
-"""Suffix decoding and REST: copied from the request's own text, and from earlier answers or from a file of texts.
+"""Suffix decoding and REST: text copied from the request itself, and from earlier answers or a file.
 
-Oliaro et al. 2024, arXiv 2411.04975; He et al. 2023, arXiv 2311.08252. The request's own text is looked up on the
-device, in the step. The others are the host's: it says, one step late, what a text goes on with, and a step takes from
-that what has not been emitted meanwhile, while what was emitted agrees.
+Oliaro et al. 2024, arXiv 2411.04975; He et al. 2023, arXiv 2311.08252. The request's own text is searched on the
+device, within the step. The host searches the other texts and sends a continuation one step late. A step uses the part
+of it that is not emitted yet, as long as the tokens emitted meanwhile agree with it.
 
 Shapes: B slots, K continuations, S levels.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 from specserve.speculation.context import Context, DrafterNeeds, View
 from specserve.speculation.drafters.ngram import NgramDrafter, best_of, scores_of
 
-LONGEST = 64  # tokens that the host hands over at a time
+LONGEST = 64  # most tokens of a continuation that the host sends
 
 
 class SuffixDrafter(NgramDrafter):
-    """Proposes the best of both, one continuation for each token that may come next."""
+    """Proposes the best continuations of both sources, at most one for each possible next token."""
 
     needs = DrafterNeeds(continuation=LONGEST)
 
@@ -31,7 +31,7 @@ class SuffixDrafter(NgramDrafter):
         text_RC = context.state.slots.tokens[:, : view.max_length + 1]
         told_BS, matched_BS = follow_continuation(table, text_RC, slots.rows_B, slots.length_B, size)
         told_B1S = scores_of(matched_BS[:, None], score_BKS.dtype)
-        # Of two that begin with the same token the better one stays.
+        # Where two begin with the same token, keep the better one.
         same_BK = (token_BKS[:, :, 0] == told_BS[:, :1]) & score_BKS[:, :, 0].isfinite()
         better_BK = told_B1S[:, :, 0] > score_BKS[:, :, 0]
         told_B1S = told_B1S.masked_fill((same_BK & ~better_BK).any(1)[:, None, None], -torch.inf)

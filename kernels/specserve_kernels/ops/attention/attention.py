@@ -6,17 +6,17 @@ group. ``splits`` defines the order of the sums. A unit is one split if all prog
 otherwise it is all near splits, or all positions, whichever takes less time. A program takes a few neighbouring units.
 Lengths are read on the device, so one CUDA graph serves all of them.
 
-The keys of a chain lie at their positions. In a tree, what all nodes of a slot see ends with the last whole sixteen
-before them; ``paths`` gathers the rest, which is each node's path. What a draft's node sees is masked: it needs no
-order.
+The keys of a chain are at their positions. In a tree, the keys that all nodes of a slot see end with the last whole
+sixteen before the nodes; ``paths`` gathers the rest, which is each node's path. A draft node's keys are masked: their
+order does not matter.
 
-Merging the units needs no second kernel. A program stores its sums and takes a ticket; whoever takes the last ticket
-merges. The ticket is an atomic of device scope with acquire and release, and barriers order it after the stores of the
-program's other threads and before their loads, so every sum is visible to the last program. That program resets the
-ticket to 0: launches on one stream share their tickets.
+Merging the units needs no second kernel. A program stores its sums and increments the tile's arrival counter
+(*ticket*); the last program to arrive merges. The counter is an atomic of device scope with acquire and release, and
+barriers order it after the stores of the program's other threads and before their loads, so every sum is visible to the
+last program. That program resets the counter to 0: launches on one stream share their counters.
 
-Shapes: B slots, T packed nodes, K frontier nodes a slot, A scratch entries a frontier node sees, M pages a slot, Hq
-query heads, Hk key heads, D head size. In kernels: R rows of a tile, N positions of a block, C columns of paths, S
+Shapes: B slots, T packed nodes, K frontier nodes a slot, A scratch entries that a frontier node sees, M pages a slot,
+Hq query heads, Hk key heads, D head size. In kernels: R rows of a tile, N positions of a block, C columns of paths, S
 slots with room.
 """
 
@@ -48,27 +48,27 @@ from specserve_kernels.types import KVScales
 
 HEAD_DIMS = (32, 64, 128, 256)
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
-_COLUMNS = 32  # of paths that are gathered at a time
+_COLUMNS = 32  # columns of paths gathered at a time
 
 
 @triton.jit
 def _unit_of(position, fine, apart, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """The unit that holds a position."""
+    """Return the unit that holds a position."""
     near = tl.where(position < FAR, position // NEAR, FAR // NEAR - 1 + position // FAR)
     return tl.where(apart, tl.where(fine, near, position // FAR), 0)
 
 
 @triton.jit
 def _begin_of(unit, fine, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """The first position of a unit."""
+    """Return the first position of a unit."""
     near = tl.where(unit < FAR // NEAR, unit * NEAR, (unit - (FAR // NEAR - 1)) * FAR)
     return tl.where(fine, near, unit * FAR)
 
 
 @triton.jit
 def _units(tiles_S, last_S, workers, most, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """Return the units, as ``_unit_of`` takes them: those that take least time and can all be stored. Storing and
-    merging one takes as long as a quarter of ``FAR``."""
+    """Return the fastest division into units that can all be stored, as ``_unit_of`` takes it. Storing and merging a
+    unit takes as long as a quarter of ``FAR``."""
     near = tl.sum(tiles_S * (_unit_of(last_S, True, True, NEAR, FAR) + 1), 0)
     far = tl.sum(tiles_S * (_unit_of(last_S, False, True, NEAR, FAR) + 1), 0)
     longest = tl.max(tl.where(tiles_S > 0, last_S + 1, 0), 0)
@@ -83,8 +83,8 @@ def _work(
     length_B, q_start, slots, nodes, entries,
     TAIL: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Return for each slot its tiles of rows, where the positions that rows may share end, and the last position of a
-    path."""
+    """Return for each slot its number of row tiles, the end of the positions that its rows may share, and the last
+    position of a path."""
     slot_S = tl.arange(0, SLOTS)
     there_S = slot_S < slots
     length_S = load_settled(length_B + slot_S, there_S, 0).to(tl.int32)
@@ -107,7 +107,7 @@ def _work(
 
 @triton.jit
 def _at(slot, values_S):
-    """The slot's value."""
+    """Return the slot's value."""
     return tl.sum(tl.where(tl.arange(0, values_S.shape[0]) == slot, values_S, 0), 0)
 
 
@@ -121,7 +121,7 @@ def _rows_of(start, first, count, head, GROUP: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def _store_sums(acc, stats, which, live_R, top_R, sum_R, acc_RD):
-    """Store what ``_load_sums`` loads."""
+    """Store the sums that ``_load_sums`` loads."""
     R: tl.constexpr = acc_RD.shape[0]
     D: tl.constexpr = acc_RD.shape[1]
     at_R = stats + which.to(tl.int64) * (2 * R) + tl.arange(0, R)
@@ -133,7 +133,7 @@ def _store_sums(acc, stats, which, live_R, top_R, sum_R, acc_RD):
 
 @triton.jit
 def _load_sums(acc, stats, which, row_X, there_X, R: tl.constexpr, D: tl.constexpr):
-    """Load the sums of rows ``row_X`` of a tile, bypassing L1, which other programs' stores don't update."""
+    """Load the sums of rows ``row_X`` of a tile, bypassing L1, which is not coherent with other programs' stores."""
     at_X = stats + which.to(tl.int64) * (2 * R) + row_X
     top_X = tl.load(at_X, mask=there_X, other=float("-inf"), cache_modifier=".cg")
     sum_X = tl.load(at_X + R, mask=there_X, other=0.0, cache_modifier=".cg")
@@ -145,8 +145,8 @@ def _load_sums(acc, stats, which, row_X, there_X, R: tl.constexpr, D: tl.constex
 def _merge_stored(
     acc, stats, its, apart, units, row_X, live_X, R: tl.constexpr, D: tl.constexpr, MERGED: tl.constexpr
 ):  # fmt: skip
-    """Sums and weighted values of some rows of a tile, of all its units in order, which stand ``apart`` entries apart.
-    ``MERGED``: loaded at a time."""
+    """Merge the stored sums and weighted values of some rows of a tile, over all its units in order, which are
+    ``apart`` entries apart. ``MERGED``: units loaded at a time."""
     top_X, sum_XX, acc_XD = nothing_seen(row_X.shape[0], D)
     sum_X, unit_X = row_sums(sum_XX), tl.zeros_like(row_X)
     for unit in range(0, units, MERGED):
@@ -176,7 +176,7 @@ def _fold_listed(
     q_RD, top_R, sum_RX, acc_RD, node_R, live_R, length, nodes, seen, entries, at_head, value, table, scale,
     page_stride, HEADS: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Apply the online softmax to the cache entries from ``length`` on of which each row sees its ``entries``."""
+    """Apply the online softmax to the cache entries from ``length`` on, of which each row sees its ``entries``."""
     R: tl.constexpr = q_RD.shape[0]
     begin = 0
     while begin < nodes * entries:
@@ -203,23 +203,23 @@ def _attend_kernel(
     pages_BM,
     length_B,
     q_start,  # [B + 1], of a chain or tree
-    seen,  # if "listed" [T, A] positions in the cache from length on; of a tree positions of Paths, as the next two
+    seen,  # if "listed": [T, A] positions in the cache from length on; for a tree Paths.position_BCPA
     mask_T,
     pack_TC,
     out,  # [T, Hq, D]
     acc,  # [most, HEADS, R, D] float32, and stats [most, HEADS, 2, R]: maxima in base 2, sums, of each unit of a tile
     stats,
-    tickets,  # zeros, of each tile: how many programs have stored their sums
+    tickets,  # arrival counters, zeros: for each tile, how many programs have stored their sums
     scale,
-    value_scale,  # factor of an FP8 cache's values; None: the cache has q's type
+    value_scale,  # scale of an FP8 cache's values; None: the cache has q's dtype
     q_stride,
     table_stride,
     page_stride,
     kv_stride,
     slots,
     total,  # T
-    nodes,  # a slot; its most in a chain or tree
-    entries,  # A: the last position of a path is length + A - 1, that of all tokens where there is one only
+    nodes,  # of a slot; the most in a chain or tree
+    entries,  # A: the last position of a path is length + A - 1
     most,  # units that can be stored
     TAIL: tl.constexpr,
     KV_START: tl.constexpr,
@@ -242,7 +242,7 @@ def _attend_kernel(
     head, worker, workers = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.num_programs(0) // HEADS
     tiles_S, end_S, last_S = _work(length_B, q_start, slots, nodes, entries, TAIL, GROUP, R, SLOTS, ALIGNED)
     fine, apart = _units(tiles_S, last_S, workers, most, NEAR, FAR)
-    stored_S = _unit_of(last_S, fine, apart, NEAR, FAR) + 1  # paths may go on in a unit after a tile's last
+    stored_S = _unit_of(last_S, fine, apart, NEAR, FAR) + 1  # paths may extend into the next unit
     units_S = _unit_of(end_S, fine, apart, NEAR, FAR) + 1 if TAIL == "tree" else stored_S
     work_S = tiles_S * units_S
     done_S, entry_S = tl.cumsum(work_S, 0), tl.cumsum(tiles_S * stored_S, 0)
@@ -270,7 +270,7 @@ def _attend_kernel(
         node_R, head_R, live_R = _rows_of(tile * R, first, count, head, GROUP, R)
         q_at_RD = q + (node_R * q_stride + head_R * D)[:, None] + column_D[None, :]
         q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
-        nearest = visible_end  # where some row's keys end
+        nearest = visible_end  # the first end of some row's keys
         end_R = tl.zeros([R], tl.int32) + visible_end
         if TAIL == "chain":
             end_R = length + (tile * R + tl.arange(0, R)) // GROUP + 1
@@ -305,7 +305,7 @@ def _attend_kernel(
                     scale, page_stride, HEADS, PAGE, C,
                 )  # fmt: skip
         if TAIL == "tree":  # noqa: SIM102
-            if unit + 1 == units:  # the last one that all share goes on with each row's path
+            if unit + 1 == units:  # the last shared unit continues with each row's path
                 base = visible_end
                 while base < length + entries:
                     if (base > visible_end) & (base % split_size(base, NEAR, FAR) == 0):
@@ -343,7 +343,7 @@ def _attend_kernel(
                     _store_rows(out, acc_XD, sum_X, value_scale, node_X, head_X, live_X, HEADS * GROUP)
                     row += MERGED_ROWS
         at += 1
-    if (TAIL == "chain") | (TAIL == "tree"):  # nodes of no slot: nobody reads their output, but it is finite
+    if (TAIL == "chain") | (TAIL == "tree"):  # unused nodes get finite outputs, which are not read
         spare = tl.load(q_start + slots).to(tl.int32) + worker
         while spare < total:
             for i in range(GROUP):
@@ -353,7 +353,7 @@ def _attend_kernel(
 
 
 class Workspace:
-    """Where the units of one model pass store their sums: made at its first layer, reused by all others of equal
+    """Buffers for the units' sums in one model pass: made at its first layer, reused by all other layers of equal
     shape."""
 
     __slots__ = ("_made",)
@@ -364,8 +364,8 @@ class Workspace:
     def of(
         self, q_TND: Tensor, cache: Tensor, slots: int, nodes: int, positions: int, tree: bool
     ) -> tuple[LaunchPlan, tuple[Tensor, ...]]:
-        """Return how to launch, where sums go, and tickets. ``positions``: of a slot's table; ``tree``: paths are
-        gathered."""
+        """Return the launch plan, the buffers of sums, and arrival counters. ``positions``: of a slot's table;
+        ``tree``: paths are gathered."""
         key = (*q_TND.shape, cache.shape[3])
         if key not in self._made:
             self._made[key] = self._make(q_TND, cache.shape[3], slots, nodes, positions, tree)
@@ -407,12 +407,12 @@ def attend_nodes(
     """Tree attention: a node of slot b sees positions below ``length_B[b]`` and its path. Keys and values of the nodes
     are already stored, node i's at ``length_B[b] + i``.
 
-    ``q_TND`` ``[T, Hq, D]``, rows may lie further apart than ``Hq * D``; ``cache`` ``[pages, (k, v), page size, Hk,
-    D]``, the last three contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``.
-    ``q_start`` ``[B + 1]``: where each slot's nodes begin, at most ``max_nodes`` (64) a slot, none only where T is more
-    than B; what lies beyond the last gets zeros. ``paths``: from ``list_paths``, of as many nodes; None: each slot's
-    nodes are a chain. Index tensors are int64 or int32; ``length_B`` and ``q_start`` are not from the launch right
-    before this one: see ``overlap``. Returns ``[T, Hq, D]``, contiguous.
+    ``q_TND`` ``[T, Hq, D]``, rows may be strided; ``cache`` ``[pages, (k, v), page size, Hk, D]``, the last three
+    contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``. ``q_start`` ``[B + 1]``:
+    the start of each slot's nodes, at most ``max_nodes`` (64) a slot, none only if T is more than B; unused nodes get
+    zeros. ``paths``: from ``list_paths``, for as many nodes; None: each slot's nodes are a chain. Index tensors are
+    int64 or int32; ``length_B`` and ``q_start`` must not come from the launch right before this one: see ``pdl``.
+    Returns ``[T, Hq, D]``, contiguous.
     """
     if len(q_TND) == len(length_B):
         return _launch(q_TND, cache, pages_BM, length_B, workspace, nodes=1, tail="none", scales=scales)
@@ -443,7 +443,7 @@ def attend_frontier(
     scales: KVScales | None = None,
 ) -> Tensor:
     """Draft attention: row k of slot b, at ``b * K + k``, sees ``kv_start <= position < prefix_B[b]`` and the positions
-    listed in ``scratch_BKA[b, k]``, those of its path in order, from ``prefix_B[b]`` on; with K = 1 all from there on.
+    in ``scratch_BKA[b, k]``, which list its path in order, from ``prefix_B[b]`` on; with K = 1 they are consecutive.
 
     Tensors as in ``attend_nodes``. Rows that see nothing get zeros.
     """

@@ -1,4 +1,4 @@
-"""Triton device functions that load keys and values of a paged cache: the pages of a block, a block, chosen columns.
+"""Triton device functions that load keys and values of a paged cache: pages of a block, a block, selected columns.
 
 Shapes: N positions of a block, C columns, M pages of a slot, D head size, R rows of a tile.
 """
@@ -18,7 +18,7 @@ LOG2_E = math.log2(math.e)
 
 
 def scales_of(size: int, scales: KVScales | None) -> tuple[float, float | None]:
-    """Return the factor of scores, to base 2, and that of values, None for no factor."""
+    """Return the scale of scores, for base 2, and that of values, None if there is none."""
     score = LOG2_E / math.sqrt(size)
     return (score, None) if scales is None else (score * scales.key, scales.value)
 
@@ -26,8 +26,8 @@ def scales_of(size: int, scales: KVScales | None) -> tuple[float, float | None]:
 @triton.jit
 def load_pages(table, first, last, N: tl.constexpr, PAGE: tl.constexpr):
     """Load the pages of a block of N positions from ``first``, a multiple of N: one number each, or, if there are more
-    than four, one tensor with each position's page, ``([N],)``. After the ``last`` page it is that one. ``table``: at
-    the slot, ``[M]``.
+    than four, one tensor with each position's page, ``([N],)``. After the ``last`` page, it is repeated. ``table``: the
+    slot's, ``[M]``.
 
     A loop that loads them one block ahead, uncast, keeps them in registers. If they were cast here, Triton would
     pipeline them like keys, through shared memory, which costs more.
@@ -43,7 +43,7 @@ def load_pages(table, first, last, N: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def as_computed(stored, dtype: tl.constexpr):
-    """Convert what the cache holds to the type of the queries.
+    """Convert the cache's numbers to the dtype of the queries.
 
     The conversion is marked as having side effects, which it does not have. Otherwise Triton sees that the inputs of
     the tensor cores were loaded in 8 bits and reorders them, which changes the order of sums.
@@ -86,7 +86,7 @@ def fold_columns(
     q_RD, at_C, visible_RC, there_C, at_head, value, table, scale, top_R, sum_RX, acc_RD, page_stride,
     HEADS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Do one step of the online softmax over keys and values at the cache's positions ``at_C``, those that exist."""
+    """Do one step of the online softmax over keys and values at the cache's positions ``at_C`` that exist."""
     D: tl.constexpr = acc_RD.shape[1]
     page_C = tl.load(table + at_C // PAGE, mask=there_C, other=0).to(tl.int64)
     row_C = page_C * page_stride + at_C % PAGE * (HEADS * D)

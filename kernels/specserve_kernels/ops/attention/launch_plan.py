@@ -7,13 +7,13 @@ from typing import NamedTuple
 from specserve_kernels.ops.attention.splits import FAR, NEAR
 from specserve_kernels.ops.device import H200
 
-_RESERVED = 1024  # bytes of shared memory that each program takes in addition to its own
-_STORED = 64 << 20  # bytes of sums
+_RESERVED = 1024  # bytes of shared memory that the driver reserves for each program
+_STORED = 64 << 20  # most bytes of stored sums
 
 
 class LaunchPlan(NamedTuple):
     """A slot's rows are divided into at most ``tiles`` of ``rows``, positions into blocks of ``block``. Each key head
-    has ``workers`` programs, and room for the sums of ``most`` units, of which ``merged`` are loaded at a time. While a
+    has ``workers`` programs, and room for the sums of ``most`` units, which are loaded ``merged`` at a time. While a
     program computes, all but one of its ``stages`` blocks of keys and values are in flight."""
 
     rows: int
@@ -39,9 +39,9 @@ class LaunchPlan(NamedTuple):
         wide: bool = False,
         tree: bool = False,
     ) -> LaunchPlan:
-        """``row_bytes``: of one key. ``positions``: the most of a slot. ``wide``: float32. ``tree``: paths are
-        gathered. Measured on an H100 by ``kernels/bench/attention.py --sweep``. A multiprocessor has room for two
-        programs of 64 rows."""
+        """Choose the plan. ``row_bytes``: of one key. ``positions``: the most of a slot. ``wide``: float32. ``tree``:
+        paths are gathered. Measured on an H100 by ``kernels/bench/attention.py --sweep``. A multiprocessor has room for
+        two programs of 64 rows."""
         need = group * nodes
         units = min(-(-positions // NEAR), FAR // NEAR + -(-positions // FAR)) + 1
         few = slots * -(-need // 16) * 5 * kv_heads <= 3 * processors

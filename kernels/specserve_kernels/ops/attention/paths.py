@@ -1,9 +1,9 @@
 """Pack the keys of each tree node's path into blocks of sixteen for tensor cores.
 
 ``splits`` requires that a token's keys are added sixteen positions at a time, and tree nodes of one depth stand for the
-same position. So the keys that a node sees within one sixteen are gathered from wherever they lie in the cache. Nodes
-share the gathered keys: a *pack* has up to sixteen keys, enough for all of its nodes, and each node gives weight zero
-to the keys that it does not see.
+same position. So the keys that a node sees within one sixteen are gathered from their places in the cache. Nodes share
+the gathered keys: a *pack* has up to sixteen keys, enough for all of its nodes, and each node gives weight zero to the
+keys that it does not see.
 
 Shapes: B slots, T packed nodes, C sixteens, P packs of a sixteen, A keys of a pack. In kernels: L lanes.
 """
@@ -27,13 +27,13 @@ class Paths(NamedTuple):
 
     position_BCPA: Tensor  # int32: a pack's keys in the cache, -1 after the last
     mask_T: Tensor  # int64 ancestor bits
-    pack_TC: Tensor  # int32: which pack holds the node's keys, -1 where it has none
-    entries: int  # nodes of the longest path, at most
+    pack_TC: Tensor  # int32: the pack that holds the node's keys, -1 if it has none
+    entries: int  # most nodes of a path
 
 
 @triton.jit
 def _ones(bits_L):
-    """Count the bits that are 1."""
+    """Return the number of bits that are 1."""
     bits_L = bits_L - ((bits_L >> 1) & 0x5555555555555555)
     bits_L = (bits_L & 0x3333333333333333) + ((bits_L >> 2) & 0x3333333333333333)
     bits_L = (bits_L + (bits_L >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -76,8 +76,8 @@ def _list_paths_kernel(
 
 
 def list_paths(mask_T: Tensor, q_start: Tensor, length_B: Tensor, levels: int, max_nodes: int) -> Paths:
-    """For ``attend_nodes``. ``mask_T``: int64, bit i: a node sees its slot's node i, which comes after its own
-    ancestors; ``levels``: the most depth. Other tensors as there."""
+    """Return the paths for ``attend_nodes``. ``mask_T``: int64, bit i: a node sees its slot's node i, which comes after
+    its own ancestors; ``levels``: the largest depth. Other tensors as there."""
     slots, sixteens = len(length_B), -(-(ALIGNED + levels) // ALIGNED)
     pack_TC = length_B.new_empty((len(mask_T), sixteens), dtype=torch.int32)
     position_BCPA = length_B.new_empty((slots, sixteens, max_nodes, ALIGNED), dtype=torch.int32)
@@ -95,7 +95,7 @@ def fold_paths(
     at_head, value, table, scale, page_stride, HEADS: tl.constexpr, PAGE: tl.constexpr, C: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Apply the online softmax to one sixteen, where each row's node sees its own path. ``C``: columns at a time."""
+    """Apply the online softmax to one sixteen, in which each row's node sees its own path. ``C``: columns at a time."""
     column_C = tl.arange(0, C)
     mask_R = tl.load(mask_T + node_R, mask=live_R, other=0).to(tl.int64)
     pack_R = tl.load(pack_TC + node_R * sixteens + sixteen, mask=live_R, other=-1)

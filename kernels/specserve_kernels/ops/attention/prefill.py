@@ -4,7 +4,7 @@ FlashAttention (Dao et al. 2022, arXiv 2205.14135; the loop order of FlashAttent
 serves a tile of one request's tokens and one query head. ``splits`` defines the order of the sums. Blocks before the
 tile are fully visible and need no mask.
 
-A chunk's own keys and values also lie next to its queries, one row for each token. On Hopper the copy engine (TMA)
+A chunk's own keys and values are also next to its queries, one row for each token. On Hopper the copy engine (TMA)
 reads them from there through descriptors, and pages are read only for what came before the chunk.
 
 Shapes: B requests, T packed tokens, M pages a request, Hq query heads, Hk key heads, D head size. In kernels: R rows of
@@ -25,7 +25,7 @@ from specserve_kernels.ops.attention.splits import FAR, NEAR, fold, merge, nothi
 from specserve_kernels.ops.device import HOPPER, capability_of, copies, limits_of
 from specserve_kernels.types import KVScales
 
-_MOST_ROW_BYTES = 256  # of a head that is read by descriptors
+_MOST_ROW_BYTES = 256  # largest row of a head that is read by descriptors
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _fold_block(
     if MASKED:
         position_N = base + tl.arange(0, N)
         score_RN = tl.where(position_N[None, :] <= position_R[:, None], score_RN, float("-inf"))
-        v_ND = tl.where((position_N < end)[:, None], v_ND, 0.0)  # what stands after it may not be finite
+        v_ND = tl.where((position_N < end)[:, None], v_ND, 0.0)  # later values may not be finite
     top_R, sum_RX, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_RX, acc_RD)
     return all_, top_R, sum_RX, acc_RD
 
@@ -55,7 +55,7 @@ def _fold_pages(
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
     NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Fold blocks of pages."""
+    """Fold the blocks that are read from pages."""
     offset_N = tl.arange(0, N)
     for block in tl.range(begin, stop, num_stages=2):
         position_N = block * N + offset_N
@@ -191,13 +191,13 @@ class Tile(NamedTuple):
 
 
 def _tile_of_own(wide: bool) -> Tile:
-    """Return the tile for keys of the chunk that are read by descriptors. ``wide``: float32."""
+    """Return the tile for the chunk's own keys, read by descriptors. ``wide``: float32."""
     return Tile(32, 32, 4, 2) if wide else Tile(64, 64, 4, 3)
 
 
 def choose_tile(row_bytes: int, wide: bool, shared_bytes: int) -> Tile:
-    """Return the tile for keys that all come from pages; a smaller one if shared memory can't hold the queries and two
-    blocks of keys and values."""
+    """Return the tile for keys that are all read from pages; a smaller one if shared memory can't hold the queries and
+    two blocks of keys and values."""
     if wide:
         rows, block = 32, max(16, min(32, 8192 // row_bytes))
     else:
@@ -220,11 +220,11 @@ def attend_chunks(
 ) -> Tensor:
     """Causal attention: token t sees positions up to its own, ``positions_T[t]``, consecutive within a request.
 
-    ``q_TND`` ``[T, Hq, D]``, rows may lie further apart than ``Hq * D``; ``cache`` ``[pages, (k, v), page size, Hk,
-    D]``, the last three contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``.
-    ``q_start`` ``[B + 1]`` covers all T tokens, at most ``max_tokens`` a request, maybe none. Index tensors are int64
-    or int32. ``kv_TND`` ``[T, 2 * Hk, D]``: the numbers that the cache holds of the tokens themselves, keys, then
-    values. ``prefix``: some request begins after position 0. Returns ``[T, Hq, D]``, contiguous.
+    ``q_TND`` ``[T, Hq, D]``, rows may be strided; ``cache`` ``[pages, (k, v), page size, Hk, D]``, the last three
+    contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``. ``q_start`` ``[B + 1]``
+    covers all T tokens, at most ``max_tokens`` a request, possibly none. Index tensors are int64 or int32. ``kv_TND``
+    ``[T, 2 * Hk, D]``: the tokens' own keys and then values, as the cache holds them. ``prefix``: some request begins
+    after position 0. Returns ``[T, Hq, D]``, contiguous.
     """
     (_, heads, size), kv_heads = q_TND.shape, cache.shape[3]
     wide = q_TND.element_size() == 4
@@ -269,6 +269,6 @@ def attend_chunks(
 
 
 def _by_descriptors(q_TND: Tensor, kv_TND: Tensor) -> bool:
-    """Return whether own keys are read by descriptors: only where that was measured."""
+    """Return whether own keys are read by descriptors, which was measured only on Hopper."""
     hopper = capability_of(q_TND.device)[0] == HOPPER
     return hopper and copies(q_TND.flatten(1)) and copies(kv_TND.flatten(1))

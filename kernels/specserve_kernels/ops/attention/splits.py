@@ -28,13 +28,13 @@ _ONES = tl.constexpr(8)
 
 @triton.jit
 def split_size(position, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """Return the positions of the split that ``position`` is in."""
+    """Return the number of positions of the split that ``position`` is in."""
     return tl.where(position < FAR, NEAR, FAR)
 
 
 @triton.jit
 def nothing_seen(R: tl.constexpr, D: tl.constexpr):
-    """Return the state before any key: maxima in base 2 ``[R]``, sums ``[R, X]``, equal in each row, and weighted
+    """Return the state before any key: maxima in base 2 ``[R]``, sums ``[R, X]``, equal within a row, and weighted
     values ``[R, D]``."""
     none_R = tl.full([R], float("-inf"), tl.float32)
     return none_R, tl.zeros([R, _ONES], tl.float32), tl.zeros([R, D], tl.float32)
@@ -42,7 +42,7 @@ def nothing_seen(R: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def power(exponent_R):
-    """Return 2 to the power of whole numbers of at most 0, exactly; 0 for -127 and less."""
+    """Return 2 to the power of integers up to 0, exactly; 0 for -127 and less."""
     return ((tl.maximum(exponent_R, -127.0) + 127.0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
@@ -73,5 +73,5 @@ def merge(top_R, sum_R, acc_RD, its_top_R, its_sum_R, its_acc_RD):
     new_R = tl.maximum(top_R, its_top_R)
     base_R = tl.where(new_R == float("-inf"), 0.0, new_R)
     earlier_R, later_R = power(top_R - base_R), power(its_top_R - base_R)
-    sum_R = sum_R * earlier_R + its_sum_R * later_R  # powers of two: the sum alone is rounded
+    sum_R = sum_R * earlier_R + its_sum_R * later_R  # factors are powers of two: only the sum is rounded
     return new_R, sum_R, acc_RD * earlier_R[:, None] + its_acc_RD * later_R[:, None]

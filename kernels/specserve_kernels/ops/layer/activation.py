@@ -16,7 +16,7 @@ def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
     tokens, width = gate_up_T2I.shape
     inner = width // 2
     out_TI = gate_up_T2I.new_empty((tokens, inner))
-    # On one axis: the others end at 65535.
+    # A one-dimensional grid: the other axes are limited to 65535.
     _silu_and_mul_kernel[(tokens * -(-inner // BLOCK),)](
         gate_up_T2I, out_TI, gate_up_T2I.stride(0), I=inner, BLOCK=BLOCK, num_warps=WARPS, **overlap()
     )
@@ -43,6 +43,6 @@ def _silu_and_mul_kernel(
 
 @triton.jit
 def gate_by_silu(gate, up):
-    """``silu(gate) * up``, rounded before the product, as in the reference."""
+    """Return ``silu(gate) * up``, rounded before the product, as in the reference."""
     wide = gate.to(tl.float32)
     return (wide / (1 + tl.exp(-wide))).to(gate.dtype) * up

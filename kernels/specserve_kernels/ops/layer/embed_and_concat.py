@@ -20,10 +20,8 @@ def pair_inputs(
     source_N: Tensor | None,
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> tuple[Tensor, Tensor]:
-    """As the reference; without ``source_N`` the features returned are the ones given, not a copy.
-
-    Feature rows may be further apart than H. Tokens and sources are within their tables: nothing checks it.
-    """
+    """Same as the reference, except that without ``source_N`` it returns the given features, not a copy. Feature rows
+    may be strided. Tokens and sources must be within their tables; this is not checked."""
     pair_N2H = embedding_VH.new_empty((len(tokens_N), 2 * embedding_VH.shape[1]))
     return pair_N2H, _pair_inputs(tokens_N, embedding_VH, features_XH, source_N, norms, pair_N2H, pair_N2H)
 
@@ -35,7 +33,7 @@ def pair_inputs_rounded(
     source_N: Tensor | None,
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> tuple[Rounded, Tensor]:
-    """As the reference, and as ``pair_inputs``."""
+    """Same as the reference, with the exceptions of ``pair_inputs``."""
     out = empty_rounded(len(tokens_N), 2 * embedding_VH.shape[1], embedding_VH)
     written = out.values_TI, out.unit_GT
     return out, _pair_inputs(tokens_N, embedding_VH, features_XH, source_N, norms, *written)
@@ -103,7 +101,7 @@ def _pair_inputs_kernel(
     OVERLAP: tl.constexpr,
 ):
     take_turn(OVERLAP)
-    # Even programs write the embeddings' halves, odd ones the features'.
+    # Even programs write the halves with embeddings, odd ones those with features.
     n = (tl.program_id(0) // 2).to(tl.int64)
     h = tl.arange(0, BLOCK)
     mask = h < H
@@ -127,7 +125,7 @@ def _pair_inputs_kernel(
 
 @triton.jit
 def _store_half(x, pair_ptr, unit_ptr, n, half: tl.constexpr, pairs, H: tl.constexpr, GROUP: tl.constexpr):
-    """One half of a pair's row."""
+    """Store one half of a pair's row."""
     if GROUP:
         unit_ptrs = unit_ptr + half * (H // GROUP) * pairs + n
         store_rounded(x, pair_ptr + n * (2 * H) + half * H, unit_ptrs, pairs, H)

@@ -1,7 +1,7 @@
 """Root-mean-square norms on a GPU, one program a row. Shapes: T tokens, H channels, V vocabulary.
 
 The number of warps depends on H alone, and with it the order of the sum: a row's result does not depend on the batch.
-Rows may be further apart than they are wide; their elements lie side by side.
+Rows may be strided; their elements are contiguous.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specserve_kernels.ops.linear.quantize import empty_rounded, store_rounded
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.reference.linear.quantize import GROUP, Rounded
 
-PER_WARP = 512  # elements of a row that a warp holds: two 16-byte loads a thread in 16 bits
+PER_WARP = 512  # elements of a row that a warp holds: in 16 bits, two 16-byte loads for each thread
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -90,7 +90,7 @@ def _add_rms_norm(
 
 
 def row_launch(width: int) -> tuple[int, int]:
-    """Return the block that holds a row, and its warps."""
+    """Return the block size that holds a row, and its number of warps."""
     block: int = 1 << (width - 1).bit_length()
     return block, min(max(block // PER_WARP, 1), 16)
 

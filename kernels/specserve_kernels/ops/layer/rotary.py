@@ -25,10 +25,9 @@ def rotary_store_kv(
     keys: bool = True,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """As the reference. Tokens may be further apart than N * D; everything else is contiguous. Tokens that share a slot
-    (the dummy page's) leave any one's values there. Positions, pages and offsets are not from the launch right before
-    this one: see ``overlap``. Nothing checks that positions lie in the table.
-    """
+    """Same as the reference. Tokens may be strided; everything else is contiguous. Of tokens that share a slot (on the
+    dummy page) any one's values remain. Positions, pages and offsets must not come from the launch right before this
+    one: see ``pdl``. Positions must be within the table; this is not checked."""
     assert qkv_TND.stride(1) == qkv_TND.shape[2]
     assert cache.is_contiguous()
     assert rope_P2D.is_contiguous()
@@ -67,7 +66,7 @@ def _rotary_store_kv_kernel(
     page_ptr,  # [T]
     offset_ptr,  # [T]
     stride,
-    by_key,  # factors of what an FP8 cache stores; None: the cache has qkv's type
+    by_key,  # factors of keys and values that an FP8 cache stores; None: the cache has qkv's dtype
     by_value,
     Q: tl.constexpr,
     K: tl.constexpr,

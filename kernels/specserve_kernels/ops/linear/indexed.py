@@ -1,7 +1,7 @@
-"""A projection that uses some rows of a weight without copying them. Shapes: T tokens, O rows of the weight, I inputs,
-R rows picked.
+"""A projection that uses selected rows of a weight without copying them. Shapes: T tokens, O rows of the weight, I
+inputs, R selected rows.
 
-It serves a draft's truncated head: token ids pick rows of the target's head, so a change of the vocabulary copies ids
+It serves a draft's truncated head: token ids select rows of the target's head, so changing the vocabulary copies ids
 and no weights. Each row is contiguous (8 KB for 4096 inputs of 16 bits) and a program reads whole rows, so scattered
 rows cost about as much as neighbouring ones: see ``kernels/bench/indexed_linear.py``.
 """
@@ -19,7 +19,7 @@ from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
 
 
 class Pipeline(NamedTuple):
-    """A program's tokens, rows, inputs a step, steps in flight, and warps."""
+    """A program's tokens, rows, inputs of a step, steps in flight, and warps."""
 
     tokens: int
     rows: int
@@ -29,8 +29,8 @@ class Pipeline(NamedTuple):
 
 
 def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
-    """``x @ weight[ids].T``, summed in float32, float32 inputs without rounding. An id outside 0 .. O - 1 reads
-    outside the weight."""
+    """Return ``x @ weight[ids].T``, summed in float32, float32 inputs without rounding. Ids must be in 0 .. O - 1:
+    others read outside the weight."""
     tokens, inputs = x_TI.shape
     rows = len(ids_R)
     out_TR = x_TI.new_empty((tokens, rows))
@@ -57,7 +57,7 @@ def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
 
 def pipeline(rows: int, tokens: int, element_size: int, shared_bytes: int = H200.shared_bytes) -> Pipeline:
     """Choose the launch for this many rows and tokens: the measured pipelines of ``ops/linear.py`` for a weight with as
-    many outputs. Up to 64 tokens the weight is read once and its bytes decide; beyond that, the products do. float32
+    many outputs. Up to 64 tokens the weight is read once and memory is the limit; beyond that, compute is. float32
     takes half the step, which is as many bytes. With less shared memory, there are fewer stages."""
     if tokens <= 16:
         chosen = Pipeline(16, 32, 128, 5 if rows <= 264 * 32 else 3, 4)
@@ -88,12 +88,12 @@ def _indexed_linear_kernel(
     BLOCK_I: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    # Programs of the same rows follow each other: the second finds them in the L2.
+    # Programs of the same rows are consecutive: the second one reads them from L2.
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     i = tl.arange(0, BLOCK_I)
-    # Programs at the end compute row 0 where they have none; it is not stored.
-    wait_for_inputs(OVERLAP)  # for the ids, too: they may change between steps
+    # The last programs compute row 0 in place of missing rows and don't store it.
+    wait_for_inputs(OVERLAP)  # for ids too, because they may change between steps
     ids = tl.load(ids_ptr + r, mask=r < rows, other=0).to(tl.int64)
     x_ptrs = x_ptr + t.to(tl.int64)[:, None] * x_stride + i[None, :]
     weight_ptrs = weight_ptr + ids[None, :] * weight_stride + i[:, None]

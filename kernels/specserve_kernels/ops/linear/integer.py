@@ -1,7 +1,7 @@
-"""A projection of few tokens with int8 weight and int8 inputs, by the kernel of ``quantized_linear``.
+"""A projection of few tokens with int8 weights and activations, by the kernel of ``quantized_linear``.
 
-Nothing is converted: integers go to the tensor cores as they lie in memory. Inputs that are not quantized yet are
-quantized by a launch of their own.
+Nothing is converted: integers go to the tensor cores as they are in memory. Activations that are not quantized yet are
+quantized by a separate launch.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import Pipeline, multiply
 from specserve_kernels.reference.linear.quantize import GROUP, Rounded
 
-_PROGRAMS = {32: 3, 64: 2}  # a multiprocessor, by a program's tokens, if sharing tiles can make as many
+_PROGRAMS = {32: 3, 64: 2}  # wanted programs per multiprocessor, by a program's tokens
 _LEAST_GROUPS, _MOST_PARTS = 4, 4
-_STAGES, _LEAST_STAGES = 5, 3  # where tiles are shared, and where they are not
+_STAGES, _LEAST_STAGES = 5, 3  # with and without split-K
 _MOST_TOKENS = 64  # of a program
 _WARPS = 4
-_SCALE_BYTES = 4  # next to each row of a group: its unit or factor
+_SCALE_BYTES = 4  # the scale of each row of a group
 
 
 def integer_linear(
@@ -29,7 +29,7 @@ def integer_linear(
     bias_O: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """As the reference; rows of x may be further apart than I."""
+    """Same as the reference. Rows of x may be strided."""
     x = round_inputs(x_TI) if isinstance(x_TI, Tensor) else x_TI
     tokens, inputs = x.values_TI.shape
     block = pipeline(len(weight_OI), inputs, tokens, limits_of(weight_OI.device))
@@ -37,8 +37,9 @@ def integer_linear(
 
 
 def pipeline(outputs: int, inputs: int, tokens: int, limits: Limits = H200) -> Pipeline:
-    """Chosen by a sweep over the layers of Llama-3.1-8B's draft on an H200. Programs that share tiles have as many
-    stages as let all of them run at once, but three if there is room. With less shared memory, there are fewer."""
+    """Choose the launch, from a sweep over the layers of Llama-3.1-8B's draft on an H200. With split-K there are as
+    many stages as let all programs run at once, and at least three if there is room. With less shared memory, there are
+    fewer."""
     columns = min(max(8, triton.next_power_of_2(tokens)), _MOST_TOKENS)
     rows = 64 if tokens <= 16 else 128
     tiles = max(1, triton.cdiv(outputs, rows) * triton.cdiv(tokens, columns))

@@ -1,6 +1,6 @@
 """A projection of few tokens that reads the weight once. Shapes: T tokens, O outputs, I inputs.
 
-``linear`` chooses between three kernels: this one for up to 16 tokens, ``turned_linear`` for up to 128 where it is
+``linear`` chooses between three kernels: this one for up to 16 tokens, ``swap_ab_linear`` for up to 128 where it is
 faster, otherwise cuBLAS.
 
 On an H200 the kernel alone takes 4 to 17% less time than cuBLAS for 4096 outputs (o, down, a draft's fc), where there
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from specserve_kernels.ops.device import Limits, limits_of
 from specserve_kernels.ops.layer.activation import gate_by_silu, silu_and_mul
-from specserve_kernels.ops.linear import swap_ab as turned_linear
+from specserve_kernels.ops.linear import swap_ab
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.reference.linear.linear import check_place
 
 _FEW_TOKENS = 16
-_MOST_OUTPUTS = 1 << 16  # not a target's head
-_OUTPUTS = 32  # a program's, where the multiprocessors have one or two each
+_MOST_OUTPUTS = 1 << 16  # excludes a target's head
+_OUTPUTS = 32  # outputs of a program, if multiprocessors have one or two programs each
 
 
 def linear(
@@ -34,12 +34,12 @@ def linear(
     gated: bool = False,
     out_TO: Tensor | None = None,
 ) -> Tensor:
-    """As the reference; 16-bit numbers are summed in float32. Rows of x may be further apart than I."""
+    """Same as the reference; 16-bit numbers are summed in float32. Rows of x may be strided."""
     if out_TO is not None:
         check_place(out_TO, x_TI, weight_OI, bias_O, gated)
     plain = bias_O is None and x_TI.dim() == 2 and x_TI.dtype in (torch.bfloat16, torch.float16)
-    if plain and turned_linear.serves(x_TI, weight_OI, gated):
-        return turned_linear.turned_linear(x_TI, weight_OI, gated, out_TO)
+    if plain and swap_ab.serves(x_TI, weight_OI, gated):
+        return swap_ab.swap_ab_linear(x_TI, weight_OI, gated, out_TO)
     if out_TO is not None:
         return torch.mm(x_TI, weight_OI.t(), out=out_TO)
     if plain and serves(x_TI.shape[0], weight_OI.shape[0], limits_of(x_TI.device)):
@@ -89,17 +89,15 @@ def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
 
 def pipeline(outputs: int, limits: Limits) -> tuple[int, int, int] | None:
     """Return the outputs of a program, the inputs of a step, and the stages, chosen by a sweep over the layers of
-    Llama-3.1-8B on an H200. With less shared memory, there are fewer stages; None if even two are too many.
-
-    A multiprocessor with few programs needs more of the weight in flight in each.
-    """
+    Llama-3.1-8B on an H200. With less shared memory, there are fewer stages; None if not even two fit. A multiprocessor
+    with few programs needs more of the weight in flight in each."""
     if outputs <= limits.processors * _OUTPUTS:
         block, step, most = _OUTPUTS, 512, 4
     elif outputs <= 2 * limits.processors * _OUTPUTS:
         block, step, most = _OUTPUTS, 128, 5
     else:
         block, step, most = _OUTPUTS, 128, 3
-    one = (_FEW_TOKENS + block) * step * 2  # bytes of a stage, of which the last is not held
+    one = (_FEW_TOKENS + block) * step * 2  # bytes of a stage; the last one is not held
     stages = min(most, limits.shared_bytes // one + 1)
     return (block, step, stages) if stages > 1 else None
 
@@ -136,7 +134,7 @@ def _linear_kernel(
 
 @triton.jit
 def outputs_of(block, O: tl.constexpr, BLOCK_O: tl.constexpr, GATED: tl.constexpr):
-    """Return the weight rows of a block, and which of them exist. If gated, those of a gate and its channel
+    """Return the weight rows of a block, and which of them exist. If gated, rows of the gate and of its channel
     alternate."""
     j = tl.arange(0, BLOCK_O)
     if GATED:

@@ -1,4 +1,4 @@
-"""Quantize a projection's inputs to int8, in the launch that writes them or in a launch of its own.
+"""Quantize a projection's activations to int8, in the launch that writes them or in a separate one.
 
 Shapes: T tokens, I inputs, G groups of inputs.
 """
@@ -13,14 +13,14 @@ from torch import Tensor
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.reference.linear.quantize import GROUP, LARGEST, LEAST_UNIT, Rounded
 
-_GROUPS = 8  # a program: what four warps hold in loads of 16 bytes a thread
+_GROUPS = 8  # groups of a program: four warps with loads of 16 bytes for each thread
 _SIZE = tl.constexpr(GROUP)
 _UNIT = tl.constexpr(1 / LARGEST)
 _LEAST = tl.constexpr(LEAST_UNIT)
 
 
 def round_inputs(x_TI: Tensor) -> Rounded:
-    """As the reference; rows of x may be further apart than I."""
+    """Same as the reference. Rows of x may be strided."""
     tokens, inputs = x_TI.shape
     out = empty_rounded(tokens, inputs, x_TI)
     _round_kernel[(tokens, triton.cdiv(len(out.unit_GT), _GROUPS))](
@@ -38,7 +38,7 @@ def round_inputs(x_TI: Tensor) -> Rounded:
 
 
 def empty_rounded(tokens: int, inputs: int, like: Tensor) -> Rounded:
-    """On the device of ``like``, whose numbers it is to hold."""
+    """Return uninitialized quantized activations with the device and dtype of ``like``."""
     values_TI = like.new_empty((tokens, inputs), dtype=torch.int8)
     unit_GT = like.new_empty((triton.cdiv(inputs, GROUP), tokens), dtype=torch.float32)
     return Rounded(values_TI, unit_GT, like.dtype)
@@ -66,11 +66,11 @@ def _round_kernel(
 
 @triton.jit
 def store_rounded(x, values_ptr, unit_ptr, unit_stride, width):
-    """Round whole groups, zeros from ``width`` on, which are not stored. Units are ``unit_stride`` apart."""
+    """Quantize whole groups and store them up to ``width``, after which x is zero. Scales are ``unit_stride`` apart."""
     GROUPS: tl.constexpr = x.shape[0] // _SIZE
     x = tl.reshape(x.to(tl.float32), (GROUPS, _SIZE))
     unit = tl.maximum(tl.max(tl.abs(x), 1) * _UNIT, _LEAST)
-    # A float32 so large that its last bit is 1: the sum's last bits are the rounded number.
+    # Added to a float32 so large that its last bit is 1: the sum's last bits are the rounded number.
     number = (x * (1 / unit)[:, None] + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     g = tl.arange(0, GROUPS)
     i = g[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]

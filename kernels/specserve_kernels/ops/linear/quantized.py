@@ -1,14 +1,14 @@
-"""A projection with an 8-bit weight that is read once. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
+"""A projection with 8-bit weights that are read once. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
 
-A draft's levels read its weights for a few tokens, so their cost is bytes first, and then instructions for each number
-of the weight. Quantized inputs (``integer_linear``) are multiplied as they are. For other inputs the weight is
-converted on its way to the tensor cores. int8 becomes the inputs' type; this serves inputs wider than 16 bits and
-tensor cores older than Ampere's, on which Triton multiplies no int8. FP8 becomes float16, and so do bfloat16 inputs,
-clamped to its range, because the processor converts two FP8 numbers to float16 with one instruction and has none for
-bfloat16. A step of a program is one group, so the scales of weight and inputs are applied to sums. Outputs are the rows
-of the tensor cores' product, of which Hopper needs at least 64; tokens are the columns, of which 8 are enough.
+A draft's levels read its weights for a few tokens, so their cost is bytes first, and then instructions for each weight.
+Quantized activations (``integer_linear``) are multiplied as they are. For others the weight is converted on its way to
+the tensor cores. int8 becomes the activations' dtype; this serves activations wider than 16 bits and tensor cores older
+than Ampere's, on which Triton multiplies no int8. FP8 becomes float16, and so do bfloat16 activations, clamped to its
+range, because the processor converts two FP8 numbers to float16 with one instruction and has none for bfloat16. A step
+of a program is one group, so the scales of weight and activations are applied to sums. Outputs are the rows of the
+tensor cores' product, of which Hopper needs at least 64; tokens are the columns, of which 8 are enough.
 
-With few outputs there are few programs, and too little of the weight is in flight to keep the memory busy. Then several
+With few outputs there are few programs, and too little of the weight is in flight to saturate memory. Then several
 programs share the inputs of a tile: see ``split_k``.
 """
 
@@ -23,14 +23,14 @@ from torch import Tensor
 
 from specserve_kernels.ops.device import H200, Limits, limits_of, tickets
 from specserve_kernels.ops.linear.linear import outputs_of, store_outputs
-from specserve_kernels.ops.linear.split_k import add_up, hand_in
+from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
 from specserve_kernels.reference.linear.quantize import GROUP
 
-_MANY_OUTPUTS = 16384  # from this many on, tiles fill an H200 without sharing their inputs
-_PROGRAMS = {16: 6, 32: 3}  # a multiprocessor, up to this many tokens, if sharing tiles can make as many
+_MANY_OUTPUTS = 16384  # from this many on, tiles fill an H200 without split-K
+_PROGRAMS = {16: 6, 32: 3}  # wanted programs per multiprocessor, up to this many tokens
 _LEAST_GROUPS, _MOST_PARTS = 4, 8
-_LEAST_STAGES = 3  # two loads on their way while one is multiplied
+_LEAST_STAGES = 3  # two loads in flight while one is multiplied
 
 
 class Pipeline(NamedTuple):
@@ -46,7 +46,7 @@ class Pipeline(NamedTuple):
 def quantized_linear(
     x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """As the reference; rows of x may be further apart than I."""
+    """Same as the reference. Rows of x may be strided."""
     (tokens, inputs), size = x_TI.shape, x_TI.element_size()
     converted = size > 2 or weight_OI.dtype == torch.int8
     block = pipeline(len(weight_OI), inputs, tokens, size, limits_of(x_TI.device), converted)
@@ -62,8 +62,8 @@ def multiply(
     gated: bool,
     block: Pipeline,
 ) -> Tensor:
-    """Compute the product in ``dtype``. ``unit_GT``: scales of quantized inputs, None for others. ``weight``: numbers
-    and scales."""
+    """Compute the product in ``dtype``. ``unit_GT``: scales of quantized activations, None for others. ``weight``:
+    numbers and scales."""
     (tokens, inputs), (weight_OI, factor_OG) = x_TI.shape, weight
     outputs = len(weight_OI)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs), dtype=dtype)
@@ -108,9 +108,9 @@ def pipeline(
     limits: Limits = H200,
     converted: bool = False,
 ) -> Pipeline:
-    """Choose the launch for such a weight and this many tokens: up to 32 tokens the weight is read once, and its bytes
-    decide. With less shared memory, there are fewer outputs and stages. ``converted``: the weight is also held in the
-    inputs' type."""
+    """Choose the launch for such a weight and this many tokens. Up to 32 tokens the weight is read once, and memory is
+    the limit. With less shared memory, there are fewer outputs and stages. ``converted``: the weight is also held in
+    the activations' dtype."""
     chosen = _pipeline(outputs, tokens, input_bytes)
     while (stages := _stages(chosen, input_bytes, limits, converted)) < _LEAST_STAGES and chosen.outputs > 32:
         chosen = chosen._replace(outputs=chosen.outputs // 2, warps=4)
@@ -124,7 +124,7 @@ def pipeline(
 
 
 def _stages(block: Pipeline, input_bytes: int, limits: Limits, converted: bool) -> int:
-    """As many as fit next to the bytes of the inputs. Hopper holds each of them, earlier processors one less."""
+    """Return as many stages as fit in shared memory. Hopper holds each of them, earlier processors one less."""
     stage = (block.tokens * input_bytes + block.outputs) * GROUP
     beside = 2 * block.tokens * GROUP + (block.outputs * GROUP * input_bytes if converted else 0)
     return (limits.shared_bytes - beside) // stage
@@ -167,7 +167,7 @@ def _quantized_linear_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    # Programs of the same outputs follow each other: the second finds the weight in the L2.
+    # Programs of the same outputs are consecutive: the second one reads the weight from L2.
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     o, inside_o = outputs_of(tl.program_id(1), O, BLOCK_O, GATED)
     i = tl.arange(0, GROUP)
@@ -177,12 +177,12 @@ def _quantized_linear_kernel(
     sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     share: tl.constexpr = (groups + PARTS - 1) // PARTS
     begin = tl.program_id(2) * share
-    # After a gate stands the next projection, whose many programs would take the running ones' room, or, where inputs
-    # are rounded, what rounds them for it.
+    # A gate is followed by the next projection, whose many programs would take the running ones' room. With quantized
+    # activations it is followed by the small launch that quantizes its output.
     LATE: tl.constexpr = GATED and not ROUNDED
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP and not LATE)
-    # Told of its stages here, the loop has units and factors on their way early, too, and not the operands alone.
+    # With its stages given here, the loop also prefetches scales, not only operands.
     for group in tl.range(begin, tl.minimum(begin + share, groups), num_stages=STAGES):
         inside = group * GROUP + i < I
         x = tl.load(x_ptrs + group * GROUP, mask=(t < tokens)[None, :] & inside[:, None], other=0)
@@ -196,9 +196,9 @@ def _quantized_linear_kernel(
     let_next_begin(OVERLAP and LATE)
     if PARTS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        if hand_in(sums, part_ptr, tickets_ptr, tile, tl.program_id(2), PARTS):
+        if store_partial(sums, part_ptr, tickets_ptr, tile, tl.program_id(2), PARTS):
             return
-        sums = add_up(part_ptr, tickets_ptr, tile, BLOCK_O, BLOCK_T, PARTS)
+        sums = reduce_partials(part_ptr, tickets_ptr, tile, BLOCK_O, BLOCK_T, PARTS)
     if BIAS:
         sums += tl.load(bias_ptr + o, mask=inside_o, other=0).to(tl.float32)[:, None]
     store_outputs(tl.trans(sums), out_ptr, tl.program_id(1), t, tokens, O, GATED)
@@ -206,8 +206,7 @@ def _quantized_linear_kernel(
 
 @triton.jit
 def _converted_dot(weight, x):
-    """Return ``weight [O, I] @ x [I, T]`` in float32, with the weight converted to a type that the inputs can be
-    multiplied in."""
+    """Return ``weight [O, I] @ x [I, T]`` in float32, with the weight converted to a dtype that can be multiplied."""
     if x.dtype == tl.float32 or weight.dtype == tl.int8:
         return tl.dot(weight.to(x.dtype), x, input_precision="ieee")
     else:

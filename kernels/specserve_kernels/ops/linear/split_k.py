@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 @triton.jit
-def hand_in(sums, part_ptr, tickets_ptr, tile, number, PARTS: tl.constexpr):
+def store_partial(sums, part_ptr, tickets_ptr, tile, number, PARTS: tl.constexpr):
     """Store the partial sums ``[R, C]`` of program ``number``. Return whether others are still missing."""
     R: tl.constexpr = sums.shape[0]
     C: tl.constexpr = sums.shape[1]
@@ -22,16 +22,16 @@ def hand_in(sums, part_ptr, tickets_ptr, tile, number, PARTS: tl.constexpr):
 
 
 @triton.jit
-def add_up(part_ptr, tickets_ptr, tile, R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
+def reduce_partials(part_ptr, tickets_ptr, tile, R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
     """Return the sum ``[R, C]`` of all partial sums, for the last program."""
     tl.store(tickets_ptr + tile, 0)
     sums = tl.zeros((R, C), tl.float32)
-    for part in tl.static_range(PARTS):  # past the first cache, which other programs' stores don't update
+    for part in tl.static_range(PARTS):  # bypassing L1, which is not coherent with other programs' stores
         sums += tl.load(_parts(part_ptr, tile, PARTS, R, C) + part * (C * R), cache_modifier=".cg")
     return sums
 
 
 @triton.jit
 def _parts(part_ptr, tile, PARTS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Return where the tile's first partial sums are."""
+    """Return pointers to the tile's first partial sums."""
     return part_ptr + tile * (PARTS * C * R) + (tl.arange(0, R)[:, None] * C + tl.arange(0, C)[None, :])

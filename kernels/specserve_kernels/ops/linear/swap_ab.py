@@ -28,10 +28,10 @@ from specserve_kernels.ops.device import HOPPER, Limits, capability_of, copies, 
 from specserve_kernels.ops.layer.activation import gate_by_silu
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
 
-MANY_OUTPUTS = 16384  # from this many on, tiles are wide and their inputs are not shared
-_FULL = 0.7  # of the multiprocessors' places that programs take, in all the waves that they need
-_LONE = 64  # tokens, up to which a program is alone on its multiprocessor
-_HALF_EMPTY = 96  # tokens, up to which a tile of 128 takes as long as cuBLAS's
+MANY_OUTPUTS = 16384  # from this many on, tiles are wide
+_FULL = 0.7  # least share of the multiprocessors that programs occupy, over all waves
+_LONE = 64  # most tokens for which a program has its multiprocessor to itself
+_HALF_EMPTY = 96  # most tokens for which a tile of 128 takes as long as cuBLAS
 
 
 class Pipeline(NamedTuple):
@@ -69,17 +69,17 @@ def _fills(block: Pipeline, outputs: int, limits: Limits) -> bool:
     return programs >= _FULL * places * triton.cdiv(programs, places)
 
 
-def turned_linear(
+def swap_ab_linear(
     x_TI: Tensor, weight_OI: Tensor, gated: bool = False, out_TO: Tensor | None = None
 ) -> Tensor:
-    """As the reference, summed in float32. At most 128 tokens, 16 bits, rows of whole 16 bytes. ``out_TO``: contiguous,
-    where it goes."""
+    """Same as the reference, summed in float32. At most 128 tokens, 16 bits, rows of whole 16 bytes. ``out_TO``: a
+    contiguous output."""
     tokens, (outputs, inputs) = len(x_TI), weight_OI.shape
     width = outputs // 2 if gated else outputs
     block = pipeline(outputs, inputs, tokens, gated, limits_of(x_TI.device))
     rows = block.outputs // 2 if gated else block.outputs
     out_TO = x_TI.new_empty((tokens, width)) if out_TO is None else out_TO
-    _turned_linear_kernel[(triton.cdiv(width, rows),)](
+    _swap_ab_kernel[(triton.cdiv(width, rows),)](
         TensorDescriptor.from_tensor(x_TI, [block.tokens, block.inputs]),
         TensorDescriptor.from_tensor(weight_OI, [rows, block.inputs]),
         out_TO,
@@ -99,8 +99,8 @@ def turned_linear(
 
 
 def pipeline(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits) -> Pipeline:
-    """From a sweep over the layers of Llama-3.1-8B on an H200, but for gates of few outputs. With less shared memory,
-    fewer stages. A gate's two products share a program's outputs."""
+    """Choose the launch, from a sweep over the layers of Llama-3.1-8B on an H200, except for gates of few outputs. With
+    less shared memory, there are fewer stages. A gate's two products share a program's outputs."""
     columns = max(16, triton.next_power_of_2(tokens))
     if tokens > _LONE:
         chosen = Pipeline(columns, 128, 64, 3, 4)
@@ -115,7 +115,7 @@ def pipeline(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _turned_linear_kernel(
+def _swap_ab_kernel(
     x_desc,  # [T, I]
     weight_desc,  # [O, I]
     out_ptr,  # [T, O], half as wide if GATED

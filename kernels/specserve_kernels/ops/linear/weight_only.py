@@ -1,9 +1,9 @@
-"""A projection with an 8-bit or 4-bit weight and unquantized inputs.
+"""A projection with 8-bit or 4-bit weights and unquantized activations.
 
-Shapes: T tokens, O outputs, I inputs, P inputs in whole steps, G groups of inputs, S scales of a group.
+Shapes: T tokens, O outputs, I inputs, P inputs padded to whole steps, G groups of inputs, S scales of a group.
 
 Outputs are the rows of the tensor cores' product, tokens the columns. A thread reads its numbers of a step at once, in
-the order of ``Packed``, converts them exactly to the inputs' type, and passes them to the tensor cores from its
+the order of ``Packed``, converts them exactly to the activations' dtype, and passes them to the tensor cores from its
 registers. Hopper has no instruction for the conversion to bfloat16. Two FP8 numbers become float16, then float32, then
 bfloat16. Integers become the low bits of a bfloat16 of value 128, from which 128 (and the sign, or a zero point of 8)
 is subtracted.
@@ -11,8 +11,8 @@ is subtracted.
 The order of sums is the same for any number of tokens. Inputs are divided into ``ranges``; their number depends only on
 the weight's shape. Within a range inputs are added in order, 16 at a time, and then the ranges' sums in order. Where
 groups of inputs have scales, a group is summed from zero, and its sum times the scale is added with one rounding. For
-few tokens, programs share the ranges of a tile (``split_k``), which keeps the memory busy when there are few outputs;
-for many tokens each program takes all ranges.
+few tokens, programs share the ranges of a tile (``split_k``), which saturates memory when there are few outputs; for
+many tokens each program takes all ranges.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch import Tensor
 from specserve_kernels.ops.device import Limits, limits_of, tickets
 from specserve_kernels.ops.fp8 import FP8
 from specserve_kernels.ops.linear.linear import outputs_of, store_outputs
-from specserve_kernels.ops.linear.split_k import add_up, hand_in
+from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
 from specserve_kernels.reference.linear.weight_only import SYMMETRIC_ZERO, Packed
 
-_ROWS = 64  # of the least tile that Hopper's tensor cores take
-_PROGRAMS = 512  # that a weight is cut for, whatever the device: ranges decide the bits
+_ROWS = 64  # rows of the smallest tile of Hopper's tensor cores
+_PROGRAMS = 512  # wanted programs, on any device: ranges determine the bits of the result
 _LEAST_STEPS, _MOST_RANGES = 4, 4
 _MOST_TOKENS = 128  # of a program
-_BESIDE = 1024  # bytes of shared memory that are not a stage's
+_BESIDE = 1024  # bytes of shared memory outside the stages
 _ZERO = tl.constexpr(SYMMETRIC_ZERO)
 
 
@@ -52,8 +52,8 @@ class Pipeline(NamedTuple):
 def weight_only_linear(
     x_TI: Tensor, weight: Packed, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """As the reference; rows of x may be further apart than I. If a weight has its own order of inputs, they are first
-    copied into that order."""
+    """Same as the reference. Rows of x may be strided. If a weight has its own order of inputs, x is first copied into
+    that order."""
     if weight.order_I is not None:
         x_TI = x_TI.index_select(1, weight.order_I)
     (tokens, inputs), outputs = x_TI.shape, len(weight.values)
@@ -97,8 +97,8 @@ def weight_only_linear(
 
 
 def ranges(outputs: int, inputs: int, step: int) -> int:
-    """Return into how many ranges inputs are divided: by the weight's shape alone, for all numbers of tokens and all
-    devices."""
+    """Return the number of ranges that inputs are divided into. It depends on the weight's shape alone, not on tokens
+    or device."""
     most = min(_MOST_RANGES, triton.cdiv(inputs, step) // _LEAST_STEPS)
     cut = 1
     while 2 * cut <= most and 2 * cut * triton.cdiv(outputs, _ROWS) <= _PROGRAMS:
@@ -113,7 +113,7 @@ def pipeline(weight: Packed, tokens: int, input_bytes: int, limits: Limits) -> P
     chosen = _pipeline(tokens, input_bytes)
     tiles = triton.cdiv(outputs, chosen.outputs) * triton.cdiv(tokens, chosen.tokens)
     parts = cut if tiles < limits.processors else 1
-    if chosen.tokens == _MOST_TOKENS and parts == 1:  # registers hold one to three sums of each output
+    if chosen.tokens == _MOST_TOKENS and parts == 1:  # registers hold one to three sums for each output
         if cut == 1 and not weight.grouped:
             chosen = chosen._replace(tokens=2 * _MOST_TOKENS)
         elif cut > 1 and weight.grouped:
@@ -163,7 +163,7 @@ def _weight_only_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    # Programs of the same outputs follow each other: the second finds the weight in the L2.
+    # Programs of the same outputs are consecutive: the second one reads the weight from L2.
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     o, inside_o = outputs_of(tl.program_id(1), O, BLOCK_O, GATED)
     steps: tl.constexpr = (I + STEP - 1) // STEP
@@ -174,7 +174,7 @@ def _weight_only_kernel(
     scale_ptrs, zero_ptrs = scale_ptr + o // ROWS, zero_ptr + o
     share: tl.constexpr = (steps + RANGES - 1) // RANGES
     wait_for_inputs(OVERLAP)
-    let_next_begin(OVERLAP and not GATED)  # after a gate many programs are launched, which would take room
+    let_next_begin(OVERLAP and not GATED)  # the many programs after a gate would take room
     total = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     for number in tl.range(RANGES // PARTS, num_stages=1):
         begin = (number if PARTS == 1 else tl.program_id(2)) * share
@@ -197,9 +197,9 @@ def _weight_only_kernel(
     let_next_begin(OVERLAP and GATED)
     if PARTS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        if hand_in(total, part_ptr, tickets_ptr, tile, tl.program_id(2), PARTS):
+        if store_partial(total, part_ptr, tickets_ptr, tile, tl.program_id(2), PARTS):
             return
-        total = add_up(part_ptr, tickets_ptr, tile, BLOCK_O, BLOCK_T, PARTS)
+        total = reduce_partials(part_ptr, tickets_ptr, tile, BLOCK_O, BLOCK_T, PARTS)
     bias = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     if BIAS:
         bias += tl.load(bias_ptr + o, mask=inside_o, other=0).to(tl.float32)[:, None]
@@ -218,8 +218,8 @@ def _add_scaled(product, scale, sums):
 
 @triton.jit
 def _ordered(values, dtype: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr):
-    """A step's numbers ``[O, STEP]`` in ``dtype``, in the order of the inputs, which moves none between threads: see
-    ``Packed``."""
+    """Return a step's numbers ``[O, STEP]`` in ``dtype``, in the order of the inputs, without moving any between
+    threads: see ``Packed``."""
     O: tl.constexpr = values.shape[0]
     if BITS == 8:
         SIXTEENS: tl.constexpr = values.shape[1] // 16
@@ -244,7 +244,7 @@ def _converted(values, dtype: tl.constexpr):
 
 @triton.jit
 def _converted_nibbles(values, dtype: tl.constexpr, ZEROS: tl.constexpr):
-    """Of the lower and the upper halves of bytes, less 8 if there are no zero points."""
+    """Return the low and high halves of bytes in ``dtype``, minus 8 if there are no zero points."""
     if dtype == tl.bfloat16:
         code: tl.constexpr = _INT4 if ZEROS else _INT4_LESS_8
         return tl.inline_asm_elementwise(
@@ -255,7 +255,7 @@ def _converted_nibbles(values, dtype: tl.constexpr, ZEROS: tl.constexpr):
         return (values & 15).to(dtype) - ZERO, (values >> 4).to(dtype) - ZERO
 
 
-# Bytes 0 and 1, 2 and 3 to the lower bytes of 16 bits. 0x4300 is 128, whose last bits are ones; with the sign's bit
+# Move bytes 0 and 1, 2 and 3 to the low bytes of 16 bits. 0x4300 is 128, whose last bits are ones; with the sign bit
 # 256; 0xc300 is -128.
 _INT8 = tl.constexpr(
     """{

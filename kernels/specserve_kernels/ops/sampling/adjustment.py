@@ -21,7 +21,7 @@ _BIAS_CHUNK = tl.constexpr(64)
 
 @triton.jit
 def without_nan(x):
-    return tl.maximum(x, float("-inf"))  # the larger of the two that is a number
+    return tl.maximum(x, float("-inf"))  # the maximum ignores NaN
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def _tokens(column, valid, ids, HAS_MAP: tl.constexpr):
 
 @triton.jit
 def _penalized(x, token, valid, penalty, history):
-    """As ``reference.penalize``."""
+    """Apply penalties as ``reference.penalize`` does."""
     repetition, frequency, presence = penalty
     counts, in_prompt, path, path_size = history
     count = tl.load(counts + token, mask=valid, other=0)
@@ -122,7 +122,8 @@ def _penalized(x, token, valid, penalty, history):
 
 @triton.jit
 def _biased(x, column, start, bias, lists, inverse, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr):
-    """As ``reference.add_bias``: lists are read by chunks, entries in this block are added one by one."""
+    """Add biases as ``reference.add_bias`` does: lists are read in chunks, entries in this block are added one by
+    one."""
     bias_count, at = bias
     ids, values, until = lists
     total = tl.zeros_like(x)
@@ -160,7 +161,7 @@ def adjusted(
     HAS_MAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Logits after penalties and bias, none of them NaN; a row that has neither pays for neither."""
+    """Return logits after penalties and bias, none of them NaN. Rows without either skip the work."""
     if (penalty[0] != 1) | (penalty[1] != 0) | (penalty[2] != 0):
         x = _penalized(x, _tokens(column, valid, ids, HAS_MAP), valid, penalty, history)
     if bias[0] > 0:
@@ -172,7 +173,7 @@ def adjusted(
 def block_of(
     block, logits, size, penalty, history, bias, lists, ids, inverse, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A block's adjusted logits, their columns, which of these exist, and the first."""
+    """Return a block's adjusted logits, their columns, which of these exist, and the first column."""
     start = block * BLOCK
     column = start + tl.arange(0, BLOCK)
     valid = column < size
@@ -189,5 +190,5 @@ def perturbed(x, column, valid, start, temperature, noise, ids, HAS_MAP: tl.cons
         else:
             word = words_in_order(start, noise[0], noise[1], noise[2], BLOCK)
         y = x + temperature * gumbel(word)
-        x = tl.where(y == y, y, x)  # noise that overflows does not move an infinite logit
+        x = tl.where(y == y, y, x)  # overflowing noise does not change an infinite logit
     return x

@@ -18,7 +18,7 @@ _LARGEST = tl.constexpr(1 - 2.0**-24)  # the largest words round to 1 in float32
 
 @triton.jit
 def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Ten rounds on uint32 counter words c0..c3 with key words k0, k1. Returns four uint32 blocks."""
+    """Run ten rounds on uint32 counter words c0..c3 with key words k0, k1. Returns four uint32 blocks."""
     for _ in tl.static_range(10):
         high_0 = tl.umulhi(c0, _MULTIPLIER_0)
         high_1 = tl.umulhi(c2, _MULTIPLIER_1)
@@ -32,7 +32,8 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def token_words(group, position, choice, seed):
-    """The four words of tokens ``4 * group .. 4 * group + 3``. Integers of any type, seed int64; group a block."""
+    """Return the four words of tokens ``4 * group .. 4 * group + 3``. Integers of any type, seed int64; group is a
+    block."""
     return philox4x32(
         group.to(tl.uint32),
         position.to(tl.uint32),
@@ -45,7 +46,8 @@ def token_words(group, position, choice, seed):
 
 @triton.jit
 def words_in_order(start, position, choice, seed, SIZE: tl.constexpr):
-    """Words of tokens ``start .. start + SIZE - 1``, both multiples of 4: one call of Philox for four tokens."""
+    """Return the words of tokens ``start .. start + SIZE - 1``, both multiples of 4: one call of Philox for four
+    tokens."""
     group = start // 4 + tl.arange(0, SIZE // 4)
     w0, w1, w2, w3 = token_words(group, position, choice, seed)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
@@ -53,7 +55,7 @@ def words_in_order(start, position, choice, seed, SIZE: tl.constexpr):
 
 @triton.jit
 def words_of(token, position, choice, seed):
-    """Words of tokens in any order: one call of Philox a token."""
+    """Return the words of tokens in any order: one call of Philox for each token."""
     w0, w1, w2, w3 = token_words(token // 4, position, choice, seed)
     word = token % 4
     return tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
@@ -61,10 +63,10 @@ def words_of(token, position, choice, seed):
 
 @triton.jit
 def gumbel(word):
-    """Standard Gumbel noise, float32, of uint32 words: ``-log(-log1p(-u))`` with ``u = (word + 0.5) / 2^32``.
+    """Return standard Gumbel noise, float32, from uint32 words: ``-log(-log1p(-u))`` with ``u = (word + 0.5) / 2^32``.
 
-    Triton has no log1p everywhere. With w = 1 - u rounded, 1 - w is exact and ``log(w) * u / (1 - w)`` corrects
-    log(w) for what the rounding lost (Kahan; HP-15C Advanced Functions Handbook, 1982): as good as the logarithm.
+    Triton lacks log1p on some backends. With w = 1 - u rounded, 1 - w is exact and ``log(w) * u / (1 - w)`` corrects
+    log(w) for the rounding error (Kahan; HP-15C Advanced Functions Handbook, 1982): as accurate as the logarithm.
     """
     u = tl.minimum((word.to(tl.float32) + 0.5) * 2.0**-32, _LARGEST)
     w = 1.0 - u

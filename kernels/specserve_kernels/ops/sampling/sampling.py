@@ -47,17 +47,17 @@ from specserve_kernels.ops.sampling.adjustment import (
 )
 from specserve_kernels.ops.sampling.truncation import STATS, summarize, threshold
 
-BLOCK = 2048  # of the vocabulary a program scans; a multiple of 4
+BLOCK = 2048  # tokens that a program scans; a multiple of 4
 COLLECTED = 4096  # undecided tokens that the last bisection holds in registers
 SCAN_WARPS = 4
 ABSENT = tl.constexpr(-(2**31))  # below every key
-FIRST = tl.constexpr(LOWEST.value << 32)  # the least packed score
-SCAN_REGISTERS: int | None = 80  # most registers a thread of the scan may take: more programs at a time
+FIRST = tl.constexpr(LOWEST.value << 32)  # the lowest packed score
+SCAN_REGISTERS: int | None = 80  # most registers of a scan's thread: a limit lets more programs run at a time
 FINISH_WARPS = 8
 
 
 class SamplingTable(Protocol):
-    """How each row's tokens are chosen; floats are float32. ``specserve.speculation.state.SamplingState`` is one."""
+    """Each row's sampling parameters; floats are float32. ``specserve.speculation.state.SamplingState`` is one."""
 
     temperature: Tensor  # [R], 0: greedy
     top_k: Tensor  # [R] int64, 0 or less: off
@@ -68,7 +68,7 @@ class SamplingTable(Protocol):
     presence: Tensor  # [R], 0: off
     seed: Tensor  # [R] int64
     choice: Tensor  # [R] int64
-    bias_ids: Tensor  # [R, E] int64 target ids, holes hold V
+    bias_ids: Tensor  # [R, E] int64 target ids, V: unused entry
     bias_values: Tensor  # [R, E]
     bias_until: Tensor  # [R, E] int64, first position at which the entry no longer counts
     bias_count: Tensor  # [R] int64, entries in use, the first ones
@@ -79,15 +79,14 @@ class SamplingTable(Protocol):
 def choose_tokens(
     logits_NV: Tensor, rows_N: Tensor, position_N: Tensor, path_NA: Tensor | None, table: SamplingTable
 ) -> Tensor:
-    """The token of each node: argmax of penalised, biased, truncated and perturbed logits. Returns ``[N]`` int64.
+    """Return the token of each node, ``[N]`` int64: argmax of penalised, biased, truncated and perturbed logits.
 
     ``logits_NV`` bf16, fp16 or float32; ``rows_N`` int64, the table's row of each node; ``position_N`` int64, the
-    node's own position, one before that of the token chosen; ``path_NA`` int64, tokens that count as output too, V
-    marks a hole; None: none. Rows and the table's numbers are not from the launch right before this one: see
-    ``overlap``.
+    node's own position, one before that of the chosen token; ``path_NA`` int64, tokens that count as output too, padded
+    with V; None: none. Rows and the table's numbers must not come from the launch right before this one: see ``pdl``.
 
     Raises:
-        ValueError: logits or a table that are not of these types, or an input that is not contiguous.
+        ValueError: logits or table of other types, or an input that is not contiguous.
     """
     tokens_N = torch.empty_like(rows_N)
     _launch(logits_NV, rows_N, position_N, path_NA, table, None, 1, tokens_N, None)
@@ -104,15 +103,15 @@ def draft_candidates(
     ids_V: Tensor | None = None,
     inverse_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The best C = ``branching`` tokens of each node by perturbed score, ties to the lowest id of the logits.
+    """Return the best C = ``branching`` tokens of each node by perturbed score, ties to the lowest id of the logits.
 
-    As for ``choose_tokens``, over the draft's logits. With a map, column j stands for target token ``ids_V[j]``
-    (int64); ``inverse_V`` int64, one entry longer than the target's vocabulary, gives the column of a token and V
-    for those that have none. Returns target tokens ``[N, C]`` int64 in falling order, and their log-softmax of the
+    Arguments as in ``choose_tokens``, with the draft's logits. With a map, column j stands for target token
+    ``ids_V[j]`` (int64); ``inverse_V`` int64, one entry longer than the target's vocabulary, gives the column of a
+    token, V for tokens without one. Returns target tokens ``[N, C]`` int64, best first, and the log-softmax of the
     truncated and perturbed scores ``[N, C]`` float32. Tokens that were cut off have -inf and come last.
 
     Raises:
-        ValueError: as for ``choose_tokens``; ids without inverse; a branching that is not from 1 to 64 and V.
+        ValueError: as ``choose_tokens``; ids without inverse; a branching that is not from 1 to 64 and V.
     """
     if not 1 <= branching <= min(64, logits_NV.shape[1]):
         raise ValueError(f"branching must be from 1 to min(64, {logits_NV.shape[1]}), not {branching}")
@@ -196,7 +195,7 @@ def _pointers(table: SamplingTable) -> tuple[Tensor, ...]:
 def _emit_first(y, column, keys):
     """Write the block's best score, and return it."""
     top = tl.max(y, 0)
-    first = pack(top, tl.min(tl.where(y == top, column, 2**31 - 1), 0), True)  # absent columns are the last
+    first = pack(top, tl.min(tl.where(y == top, column, 2**31 - 1), 0), True)  # missing columns come last
     tl.store(keys, first)
     return first
 
@@ -220,11 +219,12 @@ def _emit_candidates(
 
 @triton.jit
 def _best(key, column, branching, ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """The packed best of int32 keys ``[B]`` and their columns, all different, in no order, and how many are better than
-    each. The first ``branching`` of each row are looked for, then they are compared with each other. Rows of chunks
-    that one warp holds need no meeting of warps: 16 bytes a thread of what was loaded, or one number."""
+    """Return the packed best of int32 keys ``[B]`` and their columns, all different and unordered, and how many are
+    better than each. The first ``branching`` of each row are found, then they are compared with each other. Rows are
+    chunks that one warp holds (16 bytes of loads for each thread, or one number), so that warps need no
+    synchronization."""
     key_RB, column_RB = _by_row(key, ROWS, CHUNK), _by_row(column, ROWS, CHUNK)
-    # As wide as a warp, so that it is laid out as keys are.
+    # As wide as a warp, for the same layout as keys.
     WIDE: tl.constexpr = max(WIDTH, 32)
     best_RL = tl.full([key_RB.shape[0], WIDE], NOTHING, tl.int64)
     for c in range(branching):
@@ -241,7 +241,7 @@ def _best(key, column, branching, ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDTH
 
 @triton.jit
 def _rank(best, ROWS: tl.constexpr):
-    """How many are better than each: of all at once, or of row after row, where registers would not do for that."""
+    """Return how many are better than each: all at once, or row by row if registers don't suffice."""
     if best.shape[0] < 128:
         return tl.sum((best[:, None] > best[None, :]).to(tl.int32), 0)
     else:
@@ -255,7 +255,7 @@ def _rank(best, ROWS: tl.constexpr):
 
 @triton.jit
 def _by_row(x, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """``[ROWS, B / ROWS]``: each ROWS-th chunk is of the same row."""
+    """Reshape to ``[ROWS, B / ROWS]``: every ROWS-th chunk belongs to the same row."""
     B: tl.constexpr = x.shape[0]
     if B % (ROWS * CHUNK) == 0:
         x = tl.permute(tl.reshape(x, [B // (ROWS * CHUNK), ROWS, CHUNK]), (1, 0, 2))
@@ -283,7 +283,7 @@ def _scan(
         let_next_begin(OVERLAP)
     bias_at, noise_at = placed(position + n, bias, noise)
     x = tl.load(logits + n.to(tl.int64) * size + column, mask=valid, other=float("-inf"))
-    # Here logits are asked for before the table's numbers, which are still on their way, are looked at.
+    # Logits are requested before the table's numbers, which are still in flight, are used.
     if DRAFT == 0:
         let_next_begin(OVERLAP)
     x = x.to(tl.float32)
@@ -299,13 +299,13 @@ def _scan(
             s = scaled(x, temperature)
             summarize(s, cut, stats)
         if DRAFT:
-            if truncates == 0:  # one that truncates needs its threshold first
+            if truncates == 0:  # truncating rows need their threshold first
                 y = perturbed(x, column, valid, start, temperature, noise_at, ids, HAS_MAP, BLOCK)
                 _emit_candidates(y, column, valid, stats, keys, branching, logits, WIDTH, WARPS)
         else:
             y = perturbed(x, column, valid, start, temperature, noise_at, ids, HAS_MAP, BLOCK)
             first = _emit_first(y, column, keys)
-            if truncates:  # the winner may turn out to be cut off: finish looks at its logit
+            if truncates:  # the winner may be cut off: ``finish`` checks its logit
                 winner = tl.max(tl.where(column == packed_column(first), x, float("-inf")), 0)
                 tl.store(stats + 2, scaled(winner, temperature))
 
@@ -315,7 +315,8 @@ def _survivor(
     floor, top, order_b, index, blocks, stats, keys, temperature, noise, logits, size, penalty, history, bias, lists,
     ids, inverse, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best packed score that is kept. A block is looked at again only if its best was cut and might still win."""
+    """Return the best packed score that is kept. A block is read again only if its best was cut and it might still
+    win."""
     here = index < blocks
     packed_b = tl.load(keys + index, mask=here, other=NOTHING)
     kept_b = here & (order_of(tl.load(stats + index * STATS + 2, mask=here, other=float("-inf"))) >= floor)
@@ -340,7 +341,7 @@ def _emit_kept(
     floor, blocks, stats, keys, branching, temperature, noise, logits, size, penalty, history, bias, lists,
     ids, inverse, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """What the scan writes for rows that don't truncate, with the threshold now known."""
+    """Write what the scan writes for rows that don't truncate, now that the threshold is known."""
     for block in range(blocks):
         x, column, valid, start = block_of(
             block, logits, size, penalty, history, bias, lists, ids, inverse, HAS_MAP, BLOCK
@@ -360,8 +361,8 @@ def _merge(
     n, blocks, index, stats, keys, size, branching, ids, tokens, values,
     HAS_MAP: tl.constexpr, DRAFT: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's best candidates of all blocks' and, for drafts, their log-softmax: -inf for all where the best
-    score is not finite, so that nothing is drafted."""
+    """Write a row's best candidates of all blocks and, for drafts, their log-softmax: -inf for all if the best score is
+    not finite, so that nothing is drafted."""
     slot = tl.arange(0, BLOCKS * WIDTH)
     packed = tl.load(keys + slot, mask=slot < blocks * branching, other=NOTHING)
     best = tl.max(packed, 0)

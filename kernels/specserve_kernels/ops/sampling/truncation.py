@@ -20,20 +20,20 @@ STATS = tl.constexpr(
     24
 )  # a block's: scaled max, sum, scaled winner, perturbed max and sum, -, edges from 8 on
 _EDGES = tl.constexpr(16)
-_FAR = tl.constexpr(1e6)  # beyond it float32 can't count edges
+_FAR = tl.constexpr(1e6)  # above it float32 can't count edges
 _ROUNDS = tl.constexpr(18)  # a bracket of less than 2**33 keys, quartered 17 times, is empty
 
 
 @triton.jit
 def _mass(s, top):
-    """``exp(s - top)``, 0 at -inf, for s up to the top, which may be infinite."""
+    """Return ``exp(s - top)``, 0 at -inf, for s up to the top, which may be infinite."""
     return tl.where(s > float("-inf"), tl.where(s == top, 1.0, tl.exp(s - top)), 0.0)
 
 
 @triton.jit
 def summarize(s, cut, stats):
-    """Write of a block's scaled logits: maximum, sum of exponentials, and how much lies above each edge. The first
-    edge is the integer below the maximum (rounded up), each next is 1 lower."""
+    """Write the maximum of a block's scaled logits, their sum of exponentials, and the mass above each edge. The first
+    edge is the integer below the maximum (rounded up), each next one is 1 lower."""
     top = tl.max(s, 0)
     e = _mass(s, top)
     tl.store(stats, top)
@@ -46,10 +46,10 @@ def summarize(s, cut, stats):
 
 @triton.jit
 def _bracket(stats, top_b, top, here, index, target, by_mass, BLOCK: tl.constexpr):
-    """Keys (cut, kept) that a threshold lies between, from what the scan found above its edges.
+    """Return the keys (cut, kept) that a threshold lies between, from the mass above the scan's edges.
 
-    With A(v) the weight strictly above v, v is kept where A(v) < target. A block's edges below its last one hold at
-    least what the last one does and at most all.
+    With A(v) the weight strictly above v, v is kept where A(v) < target. Below a block's last edge, its weight is at
+    least that at the last edge and at most all of it.
     """
     i = tl.arange(0, _EDGES)
     edge = tl.ceil(top) - 1.0 - i
@@ -76,8 +76,9 @@ def _collect(
     ids, inverse,
     HAS_MAP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, COLLECTED: tl.constexpr,
 ):  # fmt: skip
-    """One pass over the blocks that reach above ``cut``: how many keys lie strictly between ``cut`` and ``kept``
-    (the first of them go to ``collected``), weight and mass from ``kept`` up, and the weight above each quarter."""
+    """Make one pass over the blocks that reach above ``cut``. Return how many keys lie strictly between ``cut`` and
+    ``kept`` (the first of them go to ``collected``), weight and mass from ``kept`` up, and the weight above each
+    quarter."""
     low, middle, high = _quarters(cut, kept)
     above_low = tl.zeros([BLOCK], tl.float32)
     above_middle = tl.zeros([BLOCK], tl.float32)
@@ -112,14 +113,14 @@ def _collect(
 
 @triton.jit
 def _quarters(cut, kept):
-    """Three keys that part a bracket."""
+    """Return the three keys that divide a bracket into quarters."""
     width = kept - cut
     return cut + width // 4, cut + width // 2, cut + (width * 3) // 4
 
 
 @triton.jit
 def _narrowed(cut, kept, pivot, above, target):
-    """The bracket after comparing at one pivot, which becomes one of its ends."""
+    """Return the bracket after comparing at one pivot, which becomes one of its ends."""
     keeps = above < target
     return tl.where(keeps, cut, tl.maximum(cut, pivot)), tl.where(keeps, tl.minimum(kept, pivot), kept)
 
@@ -130,7 +131,7 @@ def _search(
     lists, ids, inverse,
     HAS_MAP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, COLLECTED: tl.constexpr,
 ):  # fmt: skip
-    """The lowest key that is kept, and the mass from it up. ``cut`` is known to be cut, ``kept`` to be kept."""
+    """Return the lowest key that is kept, and the mass from it up. ``cut`` is known to be cut, ``kept`` to be kept."""
     count = tl.min(index, 0) + COLLECTED + 1
     weight_kept = top * 0.0
     mass_kept = top * 0.0
@@ -146,7 +147,7 @@ def _search(
             cut, kept = _narrowed(cut, kept, low, above[0], target)
             cut, kept = _narrowed(cut, kept, middle, above[1], target)
             cut, kept = _narrowed(cut, kept, high, above[2], target)
-    tl.debug_barrier()  # what other threads collected
+    tl.debug_barrier()  # all threads have written ``collected``
     slot = tl.arange(0, COLLECTED)
     has = slot < count
     key = tl.load(collected + slot, mask=has, other=LOWEST)
@@ -160,7 +161,7 @@ def _search(
             kept = middle
         else:
             cut = middle
-    tl.debug_barrier()  # collected is free again
+    tl.debug_barrier()  # all threads have read ``collected``
     return kept, mass_kept + tl.sum(tl.where(key >= kept, mass, 0.0), 0)
 
 
@@ -170,8 +171,8 @@ def threshold(
     ids, inverse,
     HAS_MAP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, COLLECTED: tl.constexpr,
 ):  # fmt: skip
-    """The key that a scaled logit must reach to pass top-k, then top-p, then min-p. As ``reference.truncate``. The
-    best of the row always does, and where all are -inf, all do."""
+    """Return the key that a scaled logit must reach to pass top-k, then top-p, then min-p, as ``reference.truncate``.
+    The row's best always does, and if all are -inf, all do."""
     top_k, top_p, min_p = cut
     here = index < blocks
     best = tl.max(top_b, 0)

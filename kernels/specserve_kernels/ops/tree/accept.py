@@ -102,7 +102,7 @@ def _accept_kernel(
     mask = tl.load(mask_ptr + t, mask=inside, other=0)
     wanted = tl.load(chosen_ptr + parent, mask=inside, other=-2)
     agrees = ((token == wanted) | (local == 0)) & inside
-    # Bits differ, so that their sum, bit 63 wrapping included, is their union.
+    # All bits differ, so their sum, with bit 63 wrapping, is their union.
     bits = tl.sum(agrees.to(tl.int64) << local.to(tl.int64), axis=0)
     accepted = inside & ((mask & bits) == mask)
     count = tl.sum(accepted.to(tl.int32), axis=0)
@@ -111,7 +111,7 @@ def _accept_kernel(
     first_bits = tl.sum(is_first.to(tl.int64) << local.to(tl.int64), axis=0)
     chain = inside & ((mask & first_bits) == mask)
     followed = chain & accepted
-    # One accepted node a depth: siblings carry different tokens.
+    # At most one accepted node for each depth: siblings carry different tokens.
     s = tl.arange(0, SP)
     hit = accepted[:, None] & (depth[:, None] == s[None, :])
     way = tl.sum(tl.where(hit, local[:, None], 0), axis=0)

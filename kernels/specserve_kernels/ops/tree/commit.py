@@ -109,7 +109,7 @@ def _move_kernel(
     base = group_ptr + layer * layer_stride + (block % PARTS).to(tl.int64) * part_stride + x[None, :]
     mask = moves[:, None] & (x < width)[None, :]
     value = tl.load(base + (source_page * page_stride + source_offset * offset_stride)[:, None], mask=mask)
-    # One node's target may be another's source: all warps have read before any writes.
+    # One node's target may be another's source: all warps must read before any writes.
     tl.debug_barrier()
     tl.store(base + (page * page_stride + offset * offset_stride)[:, None], value, mask=mask)
 

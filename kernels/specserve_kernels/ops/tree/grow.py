@@ -1,7 +1,6 @@
 """Grow one level of a draft on a GPU, in one launch. Shapes as in ``types``; J = W * K candidates a slot.
 
-A score that is NaN counts as -inf, so that scores and indices order all candidates and each node of the next level is
-written.
+A NaN score counts as -inf, so that scores and indices order all candidates and each node of the next level is written.
 
 ``do_not_specialize=range(n)``, here and in the neighbouring files, covers all n arguments before the constants, so that
 no value or alignment causes another variant to be compiled.
@@ -149,8 +148,8 @@ def _root_kernel(
 
 @triton.jit
 def store_all(ptr, stride, at, values, mask):
-    """Rows of a table, each at the same places. One pointer: Triton makes variants by the alignment of tuples' members,
-    whatever is said of specializing, and that of rows changes with their length."""
+    """Store rows of a table, each at the same places. It takes one pointer because Triton specializes tuples' members
+    by alignment regardless of ``do_not_specialize``, and the alignment of rows changes with their length."""
     for i in tl.static_range(len(values)):
         tl.store(ptr + i * stride + at, values[i], mask=mask)
 
@@ -166,8 +165,8 @@ def _forced_candidate(
     KP: tl.constexpr,
     AP: tl.constexpr,
 ):
-    """The token that a prediction says next, and which of the slot's candidates it takes: itself, or the last of the
-    node that lies on the prediction; -1 where none does."""
+    """Return the token that a prediction expects next, and which of the slot's candidates it replaces: the same token,
+    or else the last candidate of the node on the prediction; -1 if there is no such node."""
     w = tl.arange(0, KP)
     a = tl.arange(0, AP)
     above = (w < width)[:, None] & (a < depth)[None, :]
@@ -288,7 +287,7 @@ def _grow_kernel(
 
 @triton.jit
 def _rank_by_counting(score, above_ptr, logp_ptr, count, forced, trust, K: tl.constexpr, CHUNK: tl.constexpr):
-    """How many others of the slot's candidates come first: by score, then by index."""
+    """Return how many of the slot's other candidates come first: by score, then by index."""
     j = tl.arange(0, score.shape[0])
     rank = tl.zeros(score.shape, tl.int32)
     for start in range(0, count, CHUNK):
@@ -305,8 +304,8 @@ def _rank_by_counting(score, above_ptr, logp_ptr, count, forced, trust, K: tl.co
 
 @triton.jit
 def _rank_by_turns(score, live, K: tl.constexpr):
-    """The same of the first K, K of all others: K times the best of what is left, by order-preserving bits of the score
-    above the falling index."""
+    """Return the same for the first K, and K for all others: find the best of the remaining ones K times, by
+    order-preserving bits of the score above the falling index."""
     key = order_of(score).to(tl.int64) * 8192 + (8191 - tl.arange(0, score.shape[0]))
     key = tl.where(live, key, -(1 << 62))
     rank = tl.full(score.shape, K, tl.int32)

@@ -1,4 +1,4 @@
-"""Lookup on a GPU: one launch for each step, one program for each slot. Its time is that of reading the text once for
+"""Lookup on a GPU: one launch for each step, one program for each slot. It takes as long as reading the text once for
 each continuation. Shapes as in ``reference/tree/lookup.py``."""
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _lookup_kernel(
                     same = same & (next_ != tl.sum(tl.where(number_K == before, taken_K, 0), 0))
                 matched = same.to(tl.int64)
                 for back in tl.static_range(1, MOST):
-                    inside = same & (i >= back)  # and so is the text's own
+                    inside = same & (i >= back)  # then the text's own token exists too
                     own = tl.load(text + length - back, mask=length >= back, other=-2)
                     same = inside & (tl.load(text + i - back, mask=inside, other=-1) == own)
                     matched += same.to(tl.int64)

@@ -69,7 +69,7 @@ def _merge_kernel(
         twin = tl.min(tl.where(above > float("-inf"), p, PP), axis=0)
         twin = tl.where(score > float("-inf"), twin, PP)
         best = tl.max(tl.where(p == twin, above, float("-inf")), axis=0)
-        # All warps have read what is written here.
+        # All warps must have read before this is written.
         tl.debug_barrier()
         tl.store(parents + entry, node.to(tl.int64))
         tl.store(scores + twin, tl.maximum(best, score), mask=twin < PP)

@@ -86,7 +86,7 @@ def _follow_kernel(
         table, emitted = predicted_ptr + row * size, token_ptr + b * token_stride
         s = tl.arange(0, SP)
         token = tl.load(emitted + s, mask=s < count, other=-1)
-        end = tl.where(place >= 0, length, place)  # a text that departed has nothing ahead
+        end = tl.where(place >= 0, length, place)  # a text that left its prediction has nothing ahead
         inside = (s < count) & (place + s < end)
         wanted = tl.load(table + place + s, mask=inside, other=-2)
         followed = tl.min(tl.where((s < count) & (token != wanted), s, count), axis=0)
@@ -116,7 +116,7 @@ def _follow_kernel(
         if tested > 0:
             right_of_late = FORGET * right_of_late + followed.to(tl.float32)
             tested_of_late = FORGET * tested_of_late + tested.to(tl.float32)
-        # All warps have read what is written here.
+        # All warps must have read before this is written.
         tl.debug_barrier()
         tl.store(next_ptr + row, moved)
         tl.store(counts_ptr + 2 * row, right_of_late)

@@ -1,7 +1,7 @@
 """Select on a GPU: the first launch cuts each slot's pool to its cap, the second shares the budget and packs the trees.
 
 Scores are compared as integers of the same order, and the threshold is found by bisection with counts. Shapes as in
-``tree``; C: the most candidates a slot can keep.
+``tree``; C: the most candidates that a slot can keep.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NODE = (
     "page_T",
     "offset_T",
 )
-"""What the second launch writes of every node, in this order."""
+"""The fields that the second launch writes for every node, in order."""
 
 
 def select_tree(
@@ -176,7 +176,7 @@ def _cap_kernel(
     size,  # P
     depths_stride,
     kept_size,  # C
-    most,  # a slot never gets more
+    most,  # candidates of a slot
     PP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -214,7 +214,7 @@ def _cap_kernel(
 
 @triton.jit
 def _count_from(key_ptr, head, count, bound, BLOCK: tl.constexpr):
-    """How many of ``count`` keys are at least ``bound``; ``head`` holds the first BLOCK of them."""
+    """Return how many of ``count`` keys are at least ``bound``; ``head`` holds the first BLOCK of them."""
     found = (head >= bound).to(tl.int32)
     for start in range(BLOCK, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -253,7 +253,7 @@ def _pack_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Program b packs slot b, program B what is left over. Each finds the batch's threshold for itself."""
+    """Pack slot b in program b, and unused nodes in program B. Each program finds the batch's threshold itself."""
     take_turn(OVERLAP)
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -283,7 +283,8 @@ def _pack_kernel(
 
 @triton.jit
 def _threshold(key_ptr, head, count, budget, BLOCK: tl.constexpr):
-    """Of ``count`` keys the least that ``budget`` allows, and how many of those equal to it: the first are taken."""
+    """Return the lowest of ``count`` keys that ``budget`` allows, and how many of the keys equal to it are taken, the
+    first ones."""
     alive = (head > _DEAD).to(tl.int32)
     lowest = tl.where(head > _DEAD, head, 2**31 - 1)
     highest = head
@@ -309,7 +310,7 @@ def _threshold(key_ptr, head, count, budget, BLOCK: tl.constexpr):
 
 @triton.jit
 def _taken_before(key_ptr, head, count, bound, BLOCK: tl.constexpr):
-    """Of the first ``count`` keys how many are above the bound, and how many equal to it."""
+    """Return how many of the first ``count`` keys are above the bound, and how many equal it."""
     i = tl.arange(0, BLOCK)
     above = ((head > bound) & (i < count)).to(tl.int32)
     tied = ((head == bound) & (i < count)).to(tl.int32)
@@ -335,7 +336,7 @@ def _pack_slot(
     CP: tl.constexpr,
     AP: tl.constexpr,
 ):
-    """Lane 0 is the root, lane c the slot's kept candidate c - 1."""
+    """Pack one slot: lane 0 is the root, lane c the slot's kept candidate c - 1."""
     tokens_ptr, parents_ptr, depths_ptr, local_of_ptr = own
     key_ptr, index_ptr, kept_size = kept
     root_token, row, length = root
@@ -400,7 +401,7 @@ def _fill_up(
     CP: tl.constexpr,
     AP: tl.constexpr,
 ):
-    """What is left over: anything valid that is nobody's, and writes to page 0."""
+    """Fill unused nodes with valid values that belong to no slot and write to page 0."""
     token, row, length = last
     c, s = tl.arange(0, CP), tl.arange(0, AP)
     zero = tl.zeros((CP,), tl.int64)

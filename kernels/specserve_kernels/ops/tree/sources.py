@@ -75,7 +75,7 @@ def _observe_kernel(
     parent = tl.load(parents_ptr + b * parents_stride + p, mask=live, other=-2).to(tl.int32)
     token = tl.load(tokens + p, mask=live, other=-1)
     tested, right, held = count * 0, count * 0, count * 0
-    surprise, before = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
+    residual, before = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
     at = tl.load(rows_ptr + b) * width + number
     weight = tl.load(weight_ptr + at)
     node, on_path = tl.full((), -1, tl.int32), tl.full((), -1, tl.int32)
@@ -86,7 +86,7 @@ def _observe_kernel(
         walks = walks & (node < PP) & (depth < count)
         score = tl.load(scores + node, mask=walks, other=0.0)
         hit = walks & (tl.load(tokens + node, mask=walks, other=-1) == said)
-        surprise += tl.where(walks, tl.exp(weight * (score - before)), 0.0) - hit.to(tl.float32)
+        residual += tl.where(walks, tl.exp(weight * (score - before)), 0.0) - hit.to(tl.float32)
         before = score
         tested += walks.to(tl.int64)
         walks = hit
@@ -94,8 +94,8 @@ def _observe_kernel(
         on_path = tl.min(tl.where((parent == on_path) & (token == said), p, PP), axis=0)
         holds = holds & (on_path < PP) & (depth < count - 1)
         held += holds.to(tl.int64)
-    learned = weight * tl.exp(LEARN * surprise)
-    # All warps have read what is written here.
+    learned = weight * tl.exp(LEARN * residual)
+    # All warps must have read before this is written.
     tl.debug_barrier()
     tl.store(weight_ptr + at, tl.minimum(tl.maximum(learned, 1 / MOST), MOST))
     tl.store(found_ptr + 3 * b, tested)

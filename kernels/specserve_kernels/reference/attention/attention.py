@@ -16,7 +16,8 @@ PACK_ROWS = 256  # up to here, packing a group's query heads into one tile beats
 
 
 def group_bias(bias_BNL: Tensor, group: int) -> Tensor:
-    """The bias as ``paged_attention`` wants it for ``group`` query heads a key head; make it once for many layers."""
+    """Return the bias as ``paged_attention`` takes it for ``group`` query heads a key head. Make it once for many
+    layers."""
     if group * bias_BNL.shape[1] > PACK_ROWS:
         return bias_BNL[:, None]
     return bias_BNL[:, None].repeat_interleave(group, dim=2)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 
 def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
-    """SwiGLU of a fused projection: ``silu(gate) * up``, gate in the first half of the last dimension."""
+    """Return SwiGLU of a fused projection: ``silu(gate) * up``, with the gate in the first half of the last
+    dimension."""
     gate, up = gate_up_T2I.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -22,7 +22,7 @@ def pair_inputs(
     """Return ``[embedding of the token; feature]`` ``[N, 2H]`` and the features alone ``[N, H]``.
 
     ``source_N``: the feature row of each pair, None for its own. ``norms``: weights of the embedding's and the
-    feature's norms in the pair, and their epsilon; None leaves both as they are.
+    feature's norms in the pair, and their epsilon; None: no norms.
     """
     features_NH = features_XH if source_N is None else features_XH[source_N]
     embedded_NH = torch.nn.functional.embedding(tokens_N, embedding_VH)
@@ -40,6 +40,6 @@ def pair_inputs_rounded(
     source_N: Tensor | None,
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> tuple[Rounded, Tensor]:
-    """``pair_inputs`` with the pairs as ``round_inputs`` rounds them. H is a multiple of 128."""
+    """Return ``pair_inputs`` with the pairs quantized by ``round_inputs``. H must be a multiple of 128."""
     pair_N2H, features_NH = pair_inputs(tokens_N, embedding_VH, features_XH, source_N, norms)
     return round_inputs(pair_N2H), features_NH

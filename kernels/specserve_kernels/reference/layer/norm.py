@@ -10,10 +10,8 @@ from specserve_kernels.reference.linear.quantize import Rounded, round_inputs
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32 for 16-bit inputs.
-
-    Returns a new tensor of x's shape and dtype.
-    """
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in float32 for 16-bit inputs: a new tensor
+    of x's shape and dtype."""
     if x_TH.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x_TH, weight_H.shape, weight_H, eps)
     return F.rms_norm(x_TH.float(), weight_H.shape, None, eps).to(x_TH.dtype) * weight_H
@@ -22,16 +20,14 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 def embed_rms_norm(
     tokens_T: Tensor, embedding_VH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(rms_norm(embedding[tokens]), embedding[tokens])``, of the embedding's dtype. Tokens are within it."""
+    """Return ``(rms_norm(embedding[tokens]), embedding[tokens])`` in the embedding's dtype. Tokens must be within
+    it."""
     embedded_TH = F.embedding(tokens_T, embedding_VH)
     return rms_norm(embedded_TH, weight_H, eps), embedded_TH
 
 
 def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add x to the residual stream and norm the sum.
-
-    Returns ``(rms_norm(x + residual), x + residual)``; neither input is changed.
-    """
+    """Return ``(rms_norm(x + residual), x + residual)``; neither input is changed."""
     residual_TH = x_TH + residual_TH
     return rms_norm(residual_TH, weight_H, eps), residual_TH
 
@@ -39,6 +35,6 @@ def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
 def add_rms_norm_rounded(
     x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
 ) -> tuple[Rounded, Tensor]:
-    """``add_rms_norm`` with the norm as ``round_inputs`` rounds it."""
+    """Return ``add_rms_norm`` with the norm quantized by ``round_inputs``."""
     normed_TH, total_TH = add_rms_norm(x_TH, residual_TH, weight_H, eps)
     return round_inputs(normed_TH), total_TH

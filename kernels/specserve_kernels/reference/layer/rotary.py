@@ -44,14 +44,13 @@ def rotary_store_kv(
     keys: bool = True,
     scales: KVScales | None = None,
 ) -> Tensor:
-    """Rotate q and k inside the packed heads ``[q..., k..., v...]`` and store k and v in the cache. Unless ``keys``,
-    nobody reads k and v there, and they may stay as they were.
+    """Rotate q and k inside the packed heads ``[q..., k..., v...]`` and store k and v in the cache. Unless ``keys``, k
+    and v in ``qkv_TND`` are not read afterwards and may stay unchanged.
 
     A cache of float8_e4m3fn stores k and v divided by ``scales``, saturated at its largest number. The stored numbers
-    are also written back to ``qkv_TND``, so that its readers see what readers of the cache see.
-
-    ``rope_P2D`` is a rotary table, of which each token reads the row of its position (int64).
-    ``qkv_TND`` is changed in place. Returns the rotated queries, a view ``[T, q heads, D]``.
+    are also written back to ``qkv_TND``, so that its readers see what readers of the cache see. ``rope_P2D``: a rotary
+    table, of which each token reads the row of its position (int64). ``qkv_TND`` is changed in place. Returns the
+    rotated queries, a view ``[T, q heads, D]``.
     """
     qk_TND = qkv_TND[:, :-num_kv_heads]
     qk_TND.copy_(apply_rotary(qk_TND, rope_P2D[position_T]))

@@ -1,4 +1,4 @@
-"""A projection with some rows of a weight. Shapes: T tokens, O rows of the weight, I inputs, R rows picked."""
+"""A projection with selected rows of a weight. Shapes: T tokens, O rows of the weight, I inputs, R selected rows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from torch import Tensor
 
 
 def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
-    """``x @ weight[ids].T``, ``[T, R]``. ``ids`` int64, each from 0 to O - 1, in any order; repeated ones give
-    repeated columns. Rows of x may be further apart than I."""
+    """Return ``x @ weight[ids].T``, ``[T, R]``. ``ids``: int64 from 0 to O - 1, in any order; repeated ids give
+    repeated columns. Rows of x may be strided."""
     return x_TI @ weight_OI[ids_R].T

@@ -1,4 +1,4 @@
-"""A projection with int8 weight and int8 inputs. Shapes: T tokens, O outputs, I inputs, G groups of inputs."""
+"""A projection with int8 weights and int8 activations. Shapes: T tokens, O outputs, I inputs, G groups of inputs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def integer_linear(
     bias_O: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """As ``quantized_linear`` by a weight in int8, of inputs as ``round_inputs`` rounds them, if they are not yet."""
+    """Return ``quantized_linear`` of int8 weights and activations, which are quantized by ``round_inputs`` first if
+    needed."""
     x = round_inputs(x_TI) if isinstance(x_TI, Tensor) else x_TI
     return quantized_linear(x.plain_TI, weight_OI, factor_OG, bias_O, gated).to(x.dtype)

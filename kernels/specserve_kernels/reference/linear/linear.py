@@ -15,8 +15,8 @@ def linear(
     gated: bool = False,
     out_TO: Tensor | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias``, and ``silu_and_mul`` of that if it is gated: half as wide. ``out_TO``: contiguous, where
-    it goes that has neither bias nor gate; ValueError for another."""
+    """Return ``x @ weight.T + bias``, and if ``gated`` its ``silu_and_mul``, which is half as wide. ``out_TO``: a
+    contiguous output for a projection without bias and gate; raises ValueError for any other."""
     if out_TO is not None:
         check_place(out_TO, x_TI, weight_OI, bias_O, gated)
         return torch.mm(x_TI, weight_OI.t(), out=out_TO)
@@ -25,7 +25,9 @@ def linear(
 
 
 def check_place(out_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, gated: bool) -> None:
-    """Raise ValueError for an ``out_TO`` that ``linear`` does not write to."""
+    """Raise ValueError for an ``out_TO`` that ``linear`` can't write to."""
     shape = len(x_TI), len(weight_OI)
     if bias_O is not None or gated or out_TO.shape != shape or not out_TO.is_contiguous():
-        raise ValueError(f"out_TO: without bias and gate, contiguous, {shape}, not {tuple(out_TO.shape)}")
+        raise ValueError(
+            f"out_TO: expected contiguous {shape}, no bias, no gate, found {tuple(out_TO.shape)}"
+        )

@@ -1,10 +1,10 @@
-"""A projection with an 8-bit weight. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
+"""A projection with 8-bit weights. Shapes: T tokens, O outputs, I inputs, G groups of inputs.
 
 Each row of the weight is stored as int8 or float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433) in groups of 128
-inputs, each with a scale that maps its largest number to the format's largest. Groups matter because a head that reads
-an embedding next to a feature has rows of two very different magnitudes. Precision is lost only at load: for normally
-distributed numbers, 0.7% (int8) or 2.6% (FP8) of the root mean square. If inputs are quantized too, each token's in the
-same groups, integers are multiplied by integers: see ``integer_linear``.
+inputs, each with a scale that maps its largest weight to the format's largest number. Groups matter because a head that
+reads an embedding next to a feature has rows of two very different magnitudes. For normally distributed weights the
+error is 0.7% (int8) or 2.6% (FP8) of the root mean square. If activations are quantized too, in the same groups of each
+token, integers are multiplied by integers: see ``integer_linear``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from specserve_kernels.reference.layer.activation import silu_and_mul
 from specserve_kernels.reference.linear.quantize import GROUP
 
-SLICE = 1 << 24  # numbers that are rounded at a time: their float32 copies are small next to the weight
+SLICE = 1 << 24  # weights quantized at a time, which bounds the float32 copies
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
 
 
@@ -38,15 +38,15 @@ def _quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight_OI: Tensor, factor_OG: Tensor) -> Tensor:
-    """Return the values that a quantized weight stands for, float32 ``[O, I]``."""
+    """Return the dequantized weight, float32 ``[O, I]``."""
     return weight_OI.float() * factor_OG.repeat_interleave(GROUP, 1)[:, : weight_OI.shape[1]]
 
 
 def quantized_linear(
     x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """``x @ dequantize(weight, factor).T + bias``, summed in float32 at least, in the type of x; and
-    ``silu_and_mul`` of that if it is gated: half as wide."""
+    """Return ``x @ dequantize(weight, factor).T + bias`` in x's dtype, summed in float32 at least, and if ``gated`` its
+    ``silu_and_mul``, which is half as wide."""
     wide = torch.promote_types(x_TI.dtype, torch.float32)
     out_TO = x_TI.to(wide) @ dequantize(weight_OI, factor_OG).to(wide).T
     out_TO = (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)

@@ -1,14 +1,13 @@
-"""A projection with an 8-bit or 4-bit weight and unquantized inputs.
+"""A projection with 8-bit or 4-bit weights and unquantized activations.
 
-Shapes: T tokens, O outputs, I inputs, P inputs in whole steps, G groups of inputs, S scales of a group, R picked rows.
-
-A weight holds the numbers of the checkpoint: int8, float8_e4m3fn, or 4 bits from which a zero point is subtracted (8 if
-the file has none). A scale, in float32 or in the file's type, applies to one output or to several consecutive ones, and
-to a group of inputs or to all. Nothing is rounded again.
+Shapes: T tokens, O outputs, I inputs, P inputs padded to whole steps, G groups of inputs, S scales of a group, R
+selected rows. A weight holds the numbers of the checkpoint: int8, float8_e4m3fn, or 4 bits minus a zero point (8 if the
+file has none). A scale, in float32 or in the file's dtype, applies to one output or to several consecutive ones, and to
+a group of inputs or to all. Nothing is rounded again.
 
 ``Packed`` is the same weight in the order in which tensor cores take it. A step of inputs (a group, or 128 of them) is
-divided into sixteens, these into halves, these into four pairs. One thread's pairs of all halves and sixteens lie next
-to each other, so that it reads them at once. In 4 bits, the numbers of a first half are the low bits of their bytes.
+divided into sixteens, these into halves, these into four pairs. One thread's pairs of all halves and sixteens are
+contiguous, so that it reads them at once. In 4 bits, the numbers of a first half are the low bits of their bytes.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ STEP = 128  # most inputs of a step
 LEAST_GROUP = 32  # inputs: two sixteens
 SYMMETRIC_ZERO = 8
 NIBBLES = torch.uint8
-"""The type of a weight of 4 bits: of its numbers, one a byte, and of its bytes, two numbers each."""
+"""The dtype of 4-bit weights, both with one number a byte and packed with two."""
 
 
 class Numbers(NamedTuple):
-    """A weight as it is computed with: ``(values - zero) * scale``.
+    """A weight's numbers and their meaning: ``(values - zero) * scale``.
 
-    ``values_OI``: int8, float8_e4m3fn, or uint8 from 0 to 15. ``scale_SG``: of ``rows`` outputs each, and of ``group``
-    inputs each, of which the last may be fewer; a single group is all inputs. ``zero_OG``: uint8, for 4 bits alone.
-    ``order_I``: int32, the input that each column of values belongs to, where groups are of inputs here and there.
+    ``values_OI``: int8, float8_e4m3fn, or uint8 from 0 to 15. ``scale_SG``: each applies to ``rows`` outputs and
+    ``group`` inputs; the last group may be smaller, and a single group covers all inputs. ``zero_OG``: uint8, only in 4
+    bits. ``order_I``: int32, the input that each column of values belongs to, if groups are not contiguous.
     """
 
     values_OI: Tensor
@@ -46,10 +45,8 @@ class Numbers(NamedTuple):
 
 class Packed(NamedTuple):
     """``Numbers`` as kernels read them. ``values``: int8 or float8_e4m3fn ``[O, P]``, uint8 ``[O, P / 2]``.
-
-    ``scale_GS`` and ``zero_GO``: of every ``step`` inputs, or of all where there is one; ``rows`` outputs share a
-    scale. ``order_I`` as in ``Numbers``.
-    """
+    ``scale_GS`` and ``zero_GO``: for every ``step`` inputs, or one for all; ``rows`` outputs share a scale. ``order_I``
+    as in ``Numbers``."""
 
     values: Tensor
     scale_GS: Tensor
@@ -65,17 +62,17 @@ class Packed(NamedTuple):
 
     @property
     def grouped(self) -> bool:
-        """Whether groups of inputs have scales or zeros of their own."""
+        """Whether groups of inputs have different scales or zeros."""
         return len(self.scale_GS) > 1
 
 
 def pack(numbers: Numbers) -> Packed:
-    """Order a weight for the kernels. Raises ValueError for groups that they can't take."""
+    """Order a weight for the kernels. Raises ValueError for groups that they don't support."""
     values_OI, scale_SG, zero_OG, group, rows, order_I = numbers
     inputs, many = values_OI.shape[1], scale_SG.shape[1]
     step = STEP if many == 1 else min(group, STEP)
     if many > 1 and (group % step or step not in (LEAST_GROUP, 2 * LEAST_GROUP, STEP)):
-        raise ValueError(f"groups of {group} inputs; accepted are 32, 64, multiples of 128, one of all")
+        raise ValueError(f"groups of {group} inputs; accepted are 32, 64, multiples of 128, and all inputs")
     if many == 1 and zero_OG is not None:
         scale_SG, zero_OG = (each.expand(-1, -(-inputs // step)) for each in (scale_SG, zero_OG))
     elif many > 1 and group > step:
@@ -91,8 +88,8 @@ def _each(given_OG: Tensor, times: int, count: int) -> Tensor:
 
 
 def _ordered(values_OI: Tensor, step: int) -> Tensor:
-    """From outputs, steps, sixteens, halves, pairs, numbers of a pair to outputs, steps, pairs, sixteens, halves,
-    numbers; in 4 bits halves come last, and share bytes."""
+    """Reorder outputs, steps, sixteens, halves, pairs, numbers of a pair to outputs, steps, pairs, sixteens, halves,
+    numbers; in 4 bits halves come last and share bytes."""
     plain = values_OI.view(torch.uint8)
     parts = pad(plain, (0, -plain.shape[1] % step)).view(len(plain), -1, step // 16, 2, 4, 2)
     if values_OI.dtype != NIBBLES:
@@ -102,7 +99,7 @@ def _ordered(values_OI: Tensor, step: int) -> Tensor:
 
 
 def unpack(packed: Packed) -> Tensor:
-    """The values ``[O, I]`` as ``Numbers`` has them: int8, float8_e4m3fn, or uint8 from 0 to 15."""
+    """Return the values ``[O, I]`` as in ``Numbers``: int8, float8_e4m3fn, or uint8 from 0 to 15."""
     plain, step = packed.values.view(torch.uint8), packed.step
     if packed.bits == 8:
         parts = plain.view(len(plain), -1, 4, step // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
@@ -113,7 +110,8 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def dequantize_packed(packed: Packed, dtype: torch.dtype, ids_R: Tensor | None = None) -> Tensor:
-    """The weight ``[O, I]``, or its rows ``[R, I]``, in ``dtype``: computed in float32 at least and rounded once."""
+    """Return the weight ``[O, I]``, or its rows ``[R, I]``, in ``dtype``: computed in float32 at least and rounded
+    once."""
     wide = torch.promote_types(dtype, torch.float32)
     row_O = torch.arange(len(packed.values), device=packed.values.device) if ids_R is None else ids_R
     picked = packed.values.view(torch.uint8)[row_O].view(packed.values.dtype)
@@ -136,8 +134,8 @@ def dequantize_packed(packed: Packed, dtype: torch.dtype, ids_R: Tensor | None =
 def weight_only_linear(
     x_TI: Tensor, weight: Packed, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """``x @ weight.T + bias`` in the type of x, summed in float32 at least; and ``silu_and_mul`` of that if it is
-    gated: half as wide. Rows of x may be further apart than I."""
+    """Return ``x @ weight.T + bias`` in x's dtype, summed in float32 at least, and if ``gated`` its ``silu_and_mul``,
+    which is half as wide. Rows of x may be strided."""
     wide = torch.promote_types(x_TI.dtype, torch.float32)
     out_TO = x_TI.to(wide) @ dequantize_packed(weight, wide).T
     out_TO = (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)

@@ -19,10 +19,8 @@ _MASK = 0xFFFFFFFF
 def philox4x32(
     c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Ten rounds on counter words c0..c3 with key words k0, k1 (int64 tensors of 32-bit values that broadcast).
-
-    Returns four int64 tensors of 32-bit values.
-    """
+    """Run ten rounds on counter words c0..c3 with key words k0, k1 (int64 tensors of 32-bit values that broadcast).
+    Returns four int64 tensors of 32-bit values."""
     for _ in range(10):
         p0, p1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0, c1, c2, c3 = (
@@ -38,11 +36,10 @@ def philox4x32(
 def gumbel_noise(
     seed_B: Tensor, choice_B: Tensor, position_BD: Tensor, vocab_size: int, dtype: torch.dtype
 ) -> Tensor:
-    """Standard Gumbel noise ``[B, D, V]`` of every token at every position of every request.
+    """Return standard Gumbel noise ``[B, D, V]`` of every token at every position of every request.
 
-    Key: the 64-bit seed (int64). Counter: (token // 4, position, choice, 0); a token takes word ``token % 4``.
-    With ``u = (word + 0.5) / 2^32`` the noise is ``-log(-log1p(-u))``: small u, where floats are dense, is the
-    tail that wins.
+    Key: the 64-bit seed (int64). Counter: (token // 4, position, choice, 0); a token takes word ``token % 4``. With ``u
+    = (word + 0.5) / 2^32`` the noise is ``-log(-log1p(-u))``: small u, where floats are dense, is the tail that wins.
     """
     blocks = torch.arange((vocab_size + 3) // 4, device=seed_B.device)
     words = philox4x32(

@@ -17,7 +17,7 @@ def penalize(
     frequency_N: Tensor,
     presence_N: Tensor,
 ) -> Tensor:
-    """Apply the repetition penalty to tokens seen in prompt or output, then frequency and presence penalties to output
+    """Apply the repetition penalty to tokens in prompt or output, then frequency and presence penalties by output
     counts.
 
     ``counts_NV`` int: occurrences in the output up to the row; ``seen_NV`` bool: in the prompt or the output.
@@ -32,10 +32,8 @@ def penalize(
 def add_bias(
     logits_NV: Tensor, ids_NE: Tensor, values_NE: Tensor, until_NE: Tensor, position_N: Tensor
 ) -> Tensor:
-    """Add sparse biases to the named tokens, while the position being chosen is before ``until``.
-
-    An id of V or more is padding: it adds nothing. Entries of one token add up.
-    """
+    """Add sparse biases to tokens while the position being chosen is before ``until``. Ids of V or more are padding.
+    Entries of one token add up."""
     size = logits_NV.shape[-1]
     values_NE = torch.where(position_N[:, None] < until_NE, values_NE, 0).to(logits_NV.dtype)
     bias_NV = logits_NV.new_zeros(len(logits_NV), size + 1)
@@ -48,9 +46,9 @@ def truncate(
 ) -> Tensor:
     """Set to -inf what top-k, top-p and min-p (in this order, on logits / temperature) cut off.
 
-    Defined by thresholds, so that ties are kept or cut together: top-k keeps what reaches the k-th largest value (k of
-    0 or less: all); top-p keeps what has less than p of the probability strictly above it; min-p keeps ``p >= min_p *
-    max p``. Rows at temperature 0 stay as they are.
+    They are defined by thresholds, so that ties are kept or cut together: top-k keeps values that reach the k-th
+    largest (k of 0 or less: all); top-p keeps tokens with less than p of the probability strictly above them; min-p
+    keeps ``p >= min_p * max p``. Rows at temperature 0 stay as they are.
     """
     sampled_N1 = temperature_N[:, None] > 0
     scaled_NV = logits_NV / torch.where(sampled_N1, temperature_N[:, None], 1)
@@ -61,7 +59,7 @@ def truncate(
     kept_NV = sorted_NV.masked_fill(sorted_NV < floor_N1, -torch.inf).softmax(-1)
     above_NV = torch.nn.functional.pad(kept_NV.cumsum(-1), (1, -1))
     kept_N1 = ((above_NV < top_p_N[:, None]) | (top_p_N[:, None] >= 1)).sum(-1, keepdim=True)
-    kept_N1 = kept_N1.clamp(min=1)  # a top_p so small that it is 0 here still keeps the best
+    kept_N1 = kept_N1.clamp(min=1)  # a top_p that underflows to 0 still keeps the best
     floor_N1 = torch.maximum(floor_N1, sorted_NV.gather(1, kept_N1 - 1))
     floor_N1 = torch.maximum(floor_N1, sorted_NV[:, :1] + min_p_N[:, None].log())
     return logits_NV.masked_fill((scaled_NV < floor_N1) & sampled_N1, -torch.inf)

@@ -63,11 +63,8 @@ def first_choices(tree: Tree, path_BS: Tensor, live_BS: Tensor) -> tuple[Tensor,
 
 
 def accept_walk(tree: Tree, chosen_T: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-    """Follow, from each root, the child that carries the token chosen at its parent.
-
-    Return ``path`` ``[B, S + 1]``, packed indices of the accepted nodes by depth (0 beyond the end), and their number
-    ``[B]``, the root included.
-    """
+    """Follow, from each root, the child that carries the token chosen at its parent. Return ``path`` ``[B, S + 1]``,
+    packed indices of the accepted nodes by depth (0 after the end), and their number ``[B]``, the root included."""
     slot_T, levels, device = tree.slot_T, tree.levels, chosen_T.device
     agrees_T = (tree.token_T == chosen_T[tree.parent_T]) | (tree.local_T == 0)
     bits = torch.zeros(slots + 1, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Commit: what the accepted path leaves in the caches and the state. Shapes as in ``types``; L layers of a group, V
+"""Commit: write the accepted path to the caches and the state. Shapes as in ``types``; L layers of a group, V
 vocabulary."""
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ def advance(
     page_feature_PH: Tensor,
     counts_RV: Tensor | None,
 ) -> None:
-    """Move the state past the emitted tokens: text, root, length, feature, the features of page ends, and the counts of
-    emitted tokens. The last state row is padding's: its length stays.
-
-    ``features_TH`` None: no drafter reads them; ``counts_RV`` None: no request has penalties.
-    """
+    """Advance the state past the emitted tokens: text, root, length, feature, the features of page ends, and token
+    counts. The last state row is padding's: its length stays. ``features_TH`` None: no drafter reads them;
+    ``counts_RV`` None: no request has penalties."""
     rows_B, dummy = slots.rows_B, len(tables.root) - 1
     last_B1 = accepted.count_B[:, None] - 1
     if features_TH is not None:
@@ -51,7 +49,7 @@ def advance(
 
 
 def _write_tokens(tokens_RC: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor, live: Tensor) -> None:
-    """Write tokens into their requests' texts, where ``live``; others go to position 0 of padding's row."""
+    """Write tokens into their requests' texts where ``live``; the others go to position 0 of padding's row."""
     rows, positions = rows.where(live, len(tokens_RC) - 1), positions.where(live, 0)
     tokens_RC[rows, positions] = tokens.to(tokens_RC.dtype)
 
@@ -59,7 +57,7 @@ def _write_tokens(tokens_RC: Tensor, rows: Tensor, positions: Tensor, tokens: Te
 def store_page_features(
     features_NH: Tensor, page_N: Tensor, offset_N: Tensor, page_feature_PH: Tensor, page_size: int
 ) -> None:
-    """Keep the features of tokens that end a page, from which drafting resumes after a prefix hit."""
+    """Store the features of tokens that end a page, from which drafting resumes after a prefix hit."""
     ends_N = offset_N == page_size - 1
     page_feature_PH[page_N.where(ends_N, 0)] = features_NH
 

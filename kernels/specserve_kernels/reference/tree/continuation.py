@@ -1,4 +1,4 @@
-"""Continuations: the position of a text within the continuation that the host proposed for it.
+"""Continuations: each text's position within the continuation that the host proposed for it.
 
 The host is at least one step late, so the tokens emitted meanwhile are compared with its proposal. Shapes as in
 ``types``; S tokens are wanted, P is the longest proposal.
@@ -15,11 +15,9 @@ from specserve_kernels.types import Continuations
 def follow_continuation(
     table: Continuations, tokens_RC: Tensor, rows_B: Tensor, length_B: Tensor, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the next S tokens of each text ``[B, S]``, and how many tokens before each of them matched ``[B, S]``.
-
-    The count includes tokens of the continuation. It is 0 where there is no token, also when the text, which ends with
-    position ``length_B``, has departed from the continuation.
-    """
+    """Return the next S tokens of each text ``[B, S]``, and how many tokens before each of them matched ``[B, S]``. The
+    count includes tokens of the continuation. It is 0 where there is no token, also for a text, ending with position
+    ``length_B``, that has left the continuation."""
     index_P = torch.arange(table.size, device=rows_B.device)
     base_B, count_B = table.base_R[rows_B], table.length_R[rows_B]
     at_B, said_BP = length_B - base_B, table.tokens_RP[rows_B]

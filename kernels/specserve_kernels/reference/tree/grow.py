@@ -1,4 +1,4 @@
-"""Grow one level of a draft: all candidates go to the pools, the best of them become the next frontier.
+"""Grow one level of a draft: all candidates go to the pools, and the best of them become the next frontier.
 
 EAGLE-2's expansion (Li et al. 2024, arXiv 2406.16858). Shapes as in ``types``; C = K candidates a node.
 """
@@ -14,8 +14,7 @@ from specserve_kernels.types import Level, Pool, Prediction, Slots, tree_pool_si
 
 
 def root_level(slots: Slots, pool: Pool) -> Level:
-    """Return the root's level. It is drafted from the state's features; its cache entry is final and lies at its own
-    slot."""
+    """Return the root's level. It is drafted from the state's features; its cache entry is final, at its own slot."""
     page_B, offset_B = address(slots.pages_BM, slots.length_B, slots.page_size)
     root_B1 = slots.root_B[:, None]
     return Level(
@@ -40,13 +39,13 @@ def grow_level(
     slots: Slots,
     prediction: Prediction | None = None,
 ) -> Level | None:
-    """Record a level's candidates in a pool ``of_tree`` and return the next level: the best K of all of a slot's
-    candidates, by score, equal ones by pool index. None after the last level.
+    """Write a level's candidates to a pool ``of_tree`` and return the next level: the best K of all of a slot's
+    candidates by score, ties by pool index. None after the last level.
 
-    ``token_NC``, ``logp_NC``: each node's candidates, best first; ``prediction``: what is predicted of the texts, as
-    ``force_predicted`` puts it among them. At depth d (the root's level: 0) the next level's node k writes its cache
-    entry to position ``length + 1 + d * K + k``, after those of the levels before; ``source_N`` are rows of this one.
-    On a GPU lengths are not from the launch right before this one: see ``ops/pdl.py``.
+    ``token_NC``, ``logp_NC``: each node's candidates, best first. ``prediction``: predicted texts, whose tokens
+    ``force_predicted`` puts among them. At depth d (root: 0) the next level's node k writes its cache entry to position
+    ``length + 1 + d * K + k``, after those of earlier levels; ``source_N`` are rows of this level. On a GPU lengths
+    must not come from the launch right before this one: see ``ops/pdl.py``.
     """
     batch, width = level.score_BW.shape
     k, depth, length_B = token_NC.shape[1], level.path_NA.shape[1], slots.length_B

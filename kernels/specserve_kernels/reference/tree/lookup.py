@@ -1,4 +1,4 @@
-"""Lookup: find what followed the latest tokens of a text where they occurred earlier (Saxena 2023, "Prompt lookup
+"""Prompt lookup: find what followed a text's last tokens where they occurred earlier (Saxena 2023, "Prompt lookup
 decoding").
 
 Shapes as in ``types``; K continuations of S tokens each, C = the table's columns that are read.
@@ -9,19 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MOST_MATCHED = 16  # tokens that are compared
+MOST_MATCHED = 16  # longest match, in tokens
 
 
 def find_continuations(
     tokens_RC: Tensor, rows_B: Tensor, length_B: Tensor, taken_B: Tensor, count: int, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` best continuations of each text ``[B, K, S]`` and how many tokens matched ``[B, K]``, 0 if
-    there are no more.
+    """Return the ``count`` best continuations of each text ``[B, K, S]`` and how many tokens matched ``[B, K]``, 0:
+    none.
 
     A text ends with position ``length_B``. A continuation begins after an earlier place where the preceding tokens
-    equal the end of the text. The best has the longest match, up to ``MOST_MATCHED``; among equals, the latest place
-    wins. Their first tokens differ from each other and from ``taken_B``. A continuation that reaches the text's end
-    goes on with its own tokens, as a repeating text does.
+    equal the end of the text. The best has the longest match, up to ``MOST_MATCHED``; ties go to the latest place.
+    First tokens differ from each other and from ``taken_B``. A continuation that reaches the text's end repeats from
+    its own start, as a repeating text does.
     """
     columns, device = tokens_RC.shape[1], tokens_RC.device
     index_C = torch.arange(columns, device=device)

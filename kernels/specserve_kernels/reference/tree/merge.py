@@ -1,5 +1,5 @@
-"""Merge: the candidates of two drafters in one pool, where they compete for one budget. Shapes as in ``types``; P of
-the first pool, Q of the second."""
+"""Merge: the candidates of two drafters in one pool, competing for one budget. Shapes as in ``types``; P entries of the
+first pool, Q of the second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def merge_pools(first: Pool, second: Pool) -> Pool:
     """Return a pool of the entries of ``first``, then those of ``second``.
 
     A path that both propose keeps its entry in ``first``, with the better of the two scores. The entry in ``second``
-    dies, and its children become children of the other. On a GPU ``second`` must come from ``of_branches``.
+    gets score -inf, and its children move to the other. On a GPU ``second`` must come from ``of_branches``.
     """
     size, levels = first.scores_BP.shape[1], max(first.levels, second.levels)
     theirs_BQP = (_paths(second, levels)[:, :, None] == _paths(first, levels)[:, None]).all(-1)
@@ -37,7 +37,7 @@ def merge_pools(first: Pool, second: Pool) -> Pool:
 
 
 def _paths(pool: Pool, levels: int) -> Tensor:
-    """Return the tokens from each entry up to the root ``[B, P, levels]``, -1 beyond it."""
+    """Return the tokens from each entry up to the root ``[B, P, levels]``, padded with -1."""
     slots, size = pool.scores_BP.shape
     index_BP, columns = torch.arange(size, device=pool.scores_BP.device).expand(slots, -1), []
     for _ in range(levels):

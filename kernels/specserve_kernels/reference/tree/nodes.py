@@ -28,13 +28,13 @@ def tree_masks(parent_T: Tensor, local_T: Tensor, levels: int) -> tuple[Tensor, 
 
 
 def chain_masks(local_T: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``tree_masks`` if every node's parent is the node before it: no walk is needed."""
+    """Return ``tree_masks`` of nodes whose parent is the node before them, which needs no walk."""
     return local_T, (torch.full_like(local_T, 2) << local_T) - 1
 
 
 def path_tokens(token_T: Tensor, parent_T: Tensor, local_T: Tensor, levels: int, pad_id: int) -> Tensor:
-    """Return the tokens on the path to each node, with the node and without the root: ``[T, levels]``, ``pad_id`` past
-    the root."""
+    """Return the tokens on the path to each node, with the node and without the root: ``[T, levels]``, padded with
+    ``pad_id``."""
     columns, node_T = [], torch.arange(len(token_T), device=token_T.device)
     for _ in range(levels):
         columns.append(token_T[node_T].masked_fill(local_T[node_T] == 0, pad_id))

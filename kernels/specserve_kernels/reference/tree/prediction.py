@@ -1,7 +1,6 @@
-"""Predicted text: how far a request has followed it, and which of its tokens the draft takes next.
+"""Predicted text: how far a request has followed it, and which of its tokens is drafted next.
 
-Shapes as in ``types``; P tokens that a prediction may have, N latest tokens of a text, C = K candidates
-a node.
+Shapes as in ``types``; P tokens that a prediction may have, N latest tokens of a text, C = K candidates a node.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from torch import Tensor
 
 from specserve_kernels.types import RECENT, Level, Prediction
 
-MIN_MATCH = 2  # a shorter one says nothing
-FORGET = 0.8  # of what a prediction was right about, at each step
-PRIOR = 2.0  # tokens' worth of belief that it is right,
-BELIEF = 0.9  # so often
-CERTAIN = 0.9  # from here on it goes before everything that a draft says, however sure that is of itself
+MIN_MATCH = 2  # shortest match by which a text is found in its prediction again
+FORGET = 0.8  # decay of the counts at each step that tests the prediction
+PRIOR = 2.0  # weight of the prior probability, in tokens
+BELIEF = 0.9  # prior probability that a predicted token is right
+CERTAIN = 0.9  # probability from which on the prediction goes before any draft
 
 
 def force_predicted(
     level: Level, token_NC: Tensor, logp_NC: Tensor, prediction: Prediction
 ) -> tuple[Tensor, Tensor]:
-    """Return candidates in which each node on its request's prediction has the predicted token, with the chance that
-    predictions have been right recently. It replaces the node's own equal candidate, or else the last, weakest one. A
-    likelier candidate stays.
+    """Return candidates in which each node on its request's prediction has the predicted token, with the probability at
+    which predictions have recently been right. It replaces the node's own equal candidate, or else the last, weakest
+    one, unless that is likelier.
 
     Returns new tensors. A slot has at most one such node at a depth, since siblings carry different tokens.
     """
@@ -55,14 +54,13 @@ def follow_prediction(
     token_BS: Tensor,
     count_B: Tensor,
 ) -> Tensor:
-    """Move each request's place in its prediction to after the ``count_B`` tokens of ``token_BS`` that were emitted.
+    """Move each request's place in its prediction past the ``count_B`` tokens of ``token_BS`` that were emitted.
+    ``tokens_RC``: the texts, which already hold these tokens after position ``length_B``.
 
-    ``tokens_RC``: the texts, which hold these tokens already, after position ``length_B``. A text that
-    departs is found again after the longest match of its last two to four tokens: the first one at or after where it
-    departed, or else the first of all; until there is one, nothing is predicted. Return ``[B, 2]``:
-    the index of the token that was expected, and how many tokens, from there on, were the emitted ones.
-
-    Reads lengths on the host: all its tensors are integers, so on a GPU the kernel runs whatever the dtype is.
+    A text that leaves its prediction is found in it again by the longest match of its last two to four tokens: the
+    first such place at or after where it left, or else the first of all. Until there is one, nothing is predicted.
+    Return ``[B, 2]``: the index of the token that was expected, and how many tokens from there on equal the emitted
+    ones. Reads lengths on the host: all its tensors are integers, so on a GPU the kernel runs whatever the dtype is.
     """
     next_B, size_B = prediction.next_R[rows_B], prediction.length_R[rows_B]
     longest = max(int(size_B.max()), 1)
@@ -87,7 +85,7 @@ def follow_prediction(
 
 
 def _learn(prediction: Prediction, rows_B: Tensor, right_B: Tensor, tested_B: Tensor) -> None:
-    """Learn that, of this many predicted tokens that the text reached, this many were right."""
+    """Count that ``right_B`` of ``tested_B`` predicted tokens were right, and update the probability."""
     before_B2, found_B2 = prediction.counts_R2[rows_B], torch.stack([right_B, tested_B], dim=1).float()
     counts_B2 = torch.where(tested_B[:, None] > 0, FORGET * before_B2 + found_B2, before_B2)
     prediction.counts_R2[rows_B] = counts_B2

@@ -1,4 +1,4 @@
-"""Select: which candidates are verified, packed by slot, with one budget for the whole batch. Shapes as in
+"""Select the candidates to verify, with one budget for the whole batch, and pack them by slot. Shapes as in
 ``types``."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def select_tree(
     """Select the batch's trees from its pools: the ``total - B`` best candidates that are allowed.
 
     Emitting n tokens takes n - 1 accepted nodes, and a request already holds length + 1 tokens, so nodes deeper than
-    ``limit - length - 2`` are of no use. No request gets more candidates than its ``draft_cap`` or ``max_nodes - 1``.
-    ``pad_id`` stands in ``path_TA`` where there is no token.
+    ``limit - length - 2`` are useless. No request gets more candidates than its ``draft_cap`` or ``max_nodes - 1``.
+    ``path_TA`` is padded with ``pad_id``.
     """
     batch, size = pool.scores_BP.shape
     rows_B, root_B, length_B = slots.rows_B, slots.root_B, slots.length_B
@@ -27,7 +27,7 @@ def select_tree(
     slot_T, pool_T, local_T, q_start = select_nodes(scores_BP, tables.draft_cap[rows_B], total, max_nodes)
     index_T = torch.arange(total, device=device)
     source_T = slot_T * (size + 1) + pool_T + 1
-    # Column 0 is the root, row B what is left over.
+    # Column 0: roots; row B: unused nodes.
     token_T = _with_roots(pool.tokens_BP, root_B[:, None])[source_T]
     if pool.is_chain:
         parent_T = index_T - (local_T > 0).long()
@@ -87,12 +87,10 @@ def select_nodes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Choose the ``total - B`` best live candidates of all pools together and pack them after their roots.
 
-    ``scores_BP``: cumulative log-probabilities that fall along every path, -inf for what must not be verified. Equal
-    scores go to the lower pool index, so parents come with their children. ``cap_B`` bounds the candidates of a slot;
-    so does ``max_nodes - 1``.
-
-    Returns ``slot_T`` (B for left-over nodes), ``pool_T`` (pool index, -1 for roots and left-overs), ``local_T`` and
-    ``q_start`` ``[B + 1]``.
+    ``scores_BP``: cumulative log-probabilities that fall along every path, -inf for candidates that must not be
+    verified. Ties go to the lower pool index, so parents come with their children. A slot gets at most ``cap_B``
+    candidates and ``max_nodes - 1``. Returns ``slot_T`` (B for unused nodes), ``pool_T`` (pool index, -1 for roots and
+    unused nodes), ``local_T`` and ``q_start`` ``[B + 1]``.
     """
     slots, size = scores_BP.shape
     device = scores_BP.device
@@ -116,7 +114,8 @@ def select_nodes(
 
 
 def _with_roots(table_BP: Tensor, roots_B1: Tensor) -> Tensor:
-    """A flat table of B + 1 rows and P + 1 columns: roots, pool entries, and a last row like the first root."""
+    """Return a flat table of B + 1 rows and P + 1 columns: roots, pool entries, and a last row filled with the first
+    root."""
     rows = torch.cat([roots_B1, table_BP], dim=1)
     left_over = roots_B1[:1].expand(1, rows.shape[1])
     return torch.cat([rows, left_over]).flatten()

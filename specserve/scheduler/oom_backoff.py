@@ -1,18 +1,18 @@
-"""Lower limits for a while after the device ran out of memory."""
+"""Reduced launch sizes for a while after the device ran out of memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-ATTEMPTS = 5  # launches as small as can be that a request may fail alone
+ATTEMPTS = 5  # smallest possible launches that a request may fail alone
 LEAST_CHUNK = 16  # prompt tokens
-CALM = 16  # launches that worked, after which limits rise
+CALM = 16  # successful launches after which limits rise
 
 
 @dataclass(slots=True)
-class Pressure:
-    """What one launch may hold now: a step ``requests``; a prefill ``chunk`` tokens of ``prompts`` requests. The limits
-    are halved when memory runs out, and rise again while launches work."""
+class OOMBackoff:
+    """The limits of one launch: ``requests`` of a step; ``chunk`` tokens and ``prompts`` requests of a prefill. They
+    are halved when memory runs out, and rise again while launches succeed."""
 
     most_requests: int
     most_chunk: int
@@ -26,8 +26,8 @@ class Pressure:
         self.chunk = self.most_chunk
 
     def fall(self, requests: int, chunk: int) -> bool:
-        """Lower the limits after a step of this many requests was too large, or, if ``chunk`` is not 0, a prefill of
-        this many tokens. Return whether the next launch can be smaller."""
+        """Lower the limits after a step of this many requests ran out of memory, or, if ``chunk`` is not 0, a prefill
+        of this many tokens. Return whether the next launch can be smaller."""
         self._worked = 0
         if not chunk:
             self.requests = max(1, requests // 2)

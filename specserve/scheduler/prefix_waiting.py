@@ -5,18 +5,15 @@ from __future__ import annotations
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.request import Request
 
-# Prompt tokens that a GPU computes while it reads the weights once, about: what one more launch costs.
+# The cost of one more launch: about as many prompt tokens as a GPU computes while it reads the weights once.
 LAUNCH = 256
 MOST_WAITS = 2  # launches that one request waits for
 
 
-class Sharing:
-    """The prompts of one launch of at most ``chunk`` tokens. The launch may compute the same tokens for several
-    prompts, but fewer than another launch would cost; a prompt that would exceed this waits.
-
-    If a launch has room left, all its prompts end with it, so the next launch finds in the cache what others waited
-    for.
-    """
+class PrefixWaiting:
+    """The prompts of one launch of at most ``chunk`` tokens. A launch may compute the same tokens for several prompts
+    as long as these are fewer than another launch would cost; a prompt that would exceed this waits. If a launch has
+    room left, all its prompts end with it, so the next launch finds in the cache what others waited for."""
 
     def __init__(self, memory: Memory, chunk: int) -> None:
         self._memory = memory
@@ -29,8 +26,8 @@ class Sharing:
         self._requests.append(request)
 
     def should_wait(self, request: Request) -> bool:
-        """Return whether the request, which has its cached prefix, should wait for this launch instead of joining it. A
-        scored request never waits: it has to compute its tokens itself."""
+        """Return whether the request, which already has its cached prefix, should wait for this launch instead of
+        joining it. A request for prompt log-probabilities never waits: it has to compute its tokens itself."""
         if request.scores is not None or request.waits == MOST_WAITS:
             return False
         shared = max((self._memory.shared(request, other) for other in self._requests), default=0)
