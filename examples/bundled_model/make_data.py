@@ -12,7 +12,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,14 @@ TOKENIZER_CHARACTERS = 12_000_000
 BATCH = 20_000
 
 
-def pack(documents: Sequence[tuple[list[int], list[int]]], name: str) -> Arrays:
+def pack(documents: Iterable[tuple[list[int], list[int]]], name: str) -> Arrays:
     """The documents' (tokens, mask) one after the other."""
-    lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.int64)
-    starts = np.cumsum(lengths) - lengths
+    pairs = [(np.array(tokens, np.uint16), np.array(mask, np.uint8)) for tokens, mask in documents]
+    lengths = np.array([len(tokens) for tokens, _ in pairs], dtype=np.int64)
     return {
-        f"{name}_tokens": np.concatenate([np.array(tokens, dtype=np.uint16) for tokens, _ in documents]),
-        f"{name}_mask": np.concatenate([np.array(mask, dtype=np.uint8) for _, mask in documents]),
-        f"{name}_starts": starts,
+        f"{name}_tokens": np.concatenate([tokens for tokens, _ in pairs]),
+        f"{name}_mask": np.concatenate([mask for _, mask in pairs]),
+        f"{name}_starts": np.cumsum(lengths) - lengths,
     }
 
 
@@ -47,7 +47,12 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 def pack_dialogues(tokenizer: Tokenizer, items: Sequence[Dialogue]) -> Arrays:
     """Dialogues as the chat template writes them, with mask 1 on the assistant's content and `<|end|>`."""
-    documents: list[tuple[list[int], list[int]]] = []
+    return pack(_encode_dialogues(tokenizer, items), "dialogue")
+
+
+def _encode_dialogues(
+    tokenizer: Tokenizer, items: Sequence[Dialogue]
+) -> Iterator[tuple[list[int], list[int]]]:
     for first in range(0, len(items), BATCH):
         batch = items[first : first + BATCH]
         chats = [vocabulary.turns(item["messages"], item.get("tools", ())) for item in batch]
@@ -59,8 +64,7 @@ def pack_dialogues(tokenizer: Tokenizer, items: Sequence[Dialogue]) -> Arrays:
                 content = ids[text]
                 tokens += [role, *content, vocabulary.END]
                 mask += [0, *[int(role == vocabulary.ASSISTANT)] * (len(content) + 1)]
-            documents.append((tokens, mask))
-    return pack(documents, "dialogue")
+            yield tokens, mask
 
 
 def pack_texts(tokenizer: Tokenizer, items: Sequence[Module]) -> Arrays:
