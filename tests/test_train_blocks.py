@@ -98,7 +98,12 @@ def test_what_is_trained_is_what_the_file_drafts(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "more"), [("DFLASH", ["--anchors", "12"]), ("MEDUSA", ["--medusa-heads", "3"])]
+    ("algorithm", "more"),
+    [
+        ("DFLASH", ["--anchors", "12"]),
+        ("MEDUSA", ["--medusa-heads", "3"]),
+        ("MEDUSA", ["--medusa-heads", "3", "--medusa-layers", "2", "--medusa-scores", "target"]),
+    ],
 )
 def test_from_texts_to_a_served_draft(
     algorithm: str, more: list[str], agreeing: Checkpoints, tmp_path: Path
@@ -159,6 +164,10 @@ def test_the_written_names(agreeing: Checkpoints, tmp_path: Path) -> None:
         for i in range(2)
         for name, shape in {"0.linear.weight": (32, 32), "0.linear.bias": (32,), "1.weight": (64, 32)}.items()
     }
+    scored = arguments("MEDUSA", agreeing.target, tmp_path / "no_scores", "--medusa-scores", "target")
+    write_draft(scored, make_trainer(scored, target, documents), target)
+    without = load_file(tmp_path / "no_scores" / "medusa_lm_head.safetensors")
+    assert {name.split(".", 1)[1] for name in without} == {"0.linear.weight", "0.linear.bias"}
     names = found["model.safetensors"]
     assert names["fc.weight"] == (32, 64)
     assert names["layers.1.self_attn.q_norm.weight"] == (8,)

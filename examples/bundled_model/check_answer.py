@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,14 @@ from typing import Any
 from .generators.lists import CAPITALS, NAMES, bare
 
 QUESTIONS = Path(__file__).with_name("questions.jsonl")
+STRUCTURED = Path(__file__).with_name("structured_questions.jsonl")
 _MARKER = re.compile(r"^\s*(?:\d+[.)]|[-*])\s*")
 
 
 @cache
-def load_questions() -> tuple[dict[str, Any], ...]:
-    """The rows of `questions.jsonl`."""
-    return tuple(json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines())
+def load_questions(path: Path = QUESTIONS) -> tuple[dict[str, Any], ...]:
+    """The rows of `questions.jsonl`, or of another such file."""
+    return tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
 
 
 def list_items(answer: str) -> list[str]:
@@ -60,3 +61,39 @@ def check_answer(row: Mapping[str, Any], answer: str) -> bool:
     if any(re.search(pattern, answer, flags) for pattern in row.get("reject", ())):
         return False
     return any(re.search(pattern, answer, flags) for pattern in row["accept"])
+
+
+def canonical(value: object) -> object:
+    """The value such that equal JSON is equal: 20 is 20.0, but true is not 1."""
+    if isinstance(value, dict):
+        return {key: canonical(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [canonical(part) for part in value]
+    return (isinstance(value, bool), value)
+
+
+def parsed(text: str) -> object:
+    """The canonical JSON value of a text, None if it is none."""
+    try:
+        return canonical(json.loads(text))
+    except ValueError:
+        return None
+
+
+def check_calls(row: Mapping[str, Any], calls: Sequence[tuple[str, str]]) -> bool:
+    """True if the calls, names with the text of their arguments, are those of the row, in its order."""
+    wanted = [(call["name"], canonical(call["arguments"])) for call in row["calls"]]
+    return [(name, parsed(arguments)) for name, arguments in calls] == wanted
+
+
+def check_json(row: Mapping[str, Any], answer: str) -> bool:
+    """True if the whole answer is the row's JSON value, or as many different ones of its rows as it wants."""
+    found = parsed(answer)
+    if "value" in row:
+        return found == canonical(row["value"])
+    known = [canonical(item) for item in row["rows"]]
+    return (
+        isinstance(found, list)
+        and len(found) == row["count"]
+        and all(item in known and found.count(item) == 1 for item in found)
+    )

@@ -4,12 +4,36 @@ A dialogue depends on its seed string alone, so any number of processes makes th
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
 
-from .generators import arithmetic, chains, countries, culture, lists, nature, rewriting, writing
+from .generators import (
+    arithmetic,
+    chains,
+    countries,
+    culture,
+    json_answers,
+    lists,
+    nature,
+    rewriting,
+    tools,
+    writing,
+)
 from .generators.common import Message, Sampler, Turn
 
-Dialogue = dict[str, list[Message]]
+Dialogue = dict[str, Any]
+"""`messages`, and `tools` if there are any."""
 CHUNK = 1000
+
+
+class Shares(NamedTuple):
+    """Which shares of the dialogues offer tools and have answers in JSON."""
+
+    tools: float = 0.15
+    json: float = 0.10
+
+
 SYSTEM_MESSAGES = (
     "You are a helpful assistant.",
     "You are a helpful assistant.",
@@ -59,8 +83,40 @@ def brief(sampler: Sampler) -> list[Message]:
     return messages
 
 
-def dialogue(sampler: Sampler) -> Dialogue:
-    """A chain or one to four unrelated turns, with a system message in a quarter of the cases."""
+def usual(sampler: Sampler) -> Turn:
+    """A question of any kind without tools and JSON."""
+    turn: Turn = sampler.pick(SINGLE)(sampler)
+    return turn
+
+
+def with_tools(sampler: Sampler) -> Dialogue:
+    """A dialogue with tools, with a system message in a quarter of the cases."""
+    messages, offered = tools.dialogue(sampler, usual)
+    if sampler.chance(0.25):
+        messages.insert(0, {"role": "system", "content": sampler.pick(SYSTEM_MESSAGES)})
+    return {"messages": messages, "tools": offered}
+
+
+def with_json(sampler: Sampler) -> Dialogue:
+    """One or two questions with answers in JSON. What a system turn demands holds for one question only."""
+    cases = [json_answers.ask_any(sampler)]
+    if not cases[0].system and sampler.chance(0.25):
+        cases += [case for case in (json_answers.ask_any(sampler),) if not case.system]
+    system = cases[0].system or (sampler.pick(SYSTEM_MESSAGES) if sampler.chance(0.2) else "")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for case in cases:
+        messages.append({"role": "user", "content": case.question})
+        messages.append({"role": "assistant", "content": case.answer})
+    return {"messages": messages}
+
+
+def dialogue(sampler: Sampler, shares: Shares) -> Dialogue:
+    """Tools, JSON, a chain, or one to four unrelated turns, with a system message in a quarter of the cases."""
+    kind = sampler.rng.random()
+    if kind < shares.tools:
+        return with_tools(sampler)
+    if kind < shares.tools + shares.json:
+        return with_json(sampler)
     if sampler.chance(0.03):
         return {"messages": brief(sampler)}
     if sampler.chance(0.14):
@@ -76,13 +132,28 @@ def dialogue(sampler: Sampler) -> Dialogue:
     return {"messages": messages}
 
 
-def chunk(seed: int, index: int, size: int = CHUNK, *, heldout: bool = False) -> list[Dialogue]:
-    """The dialogues of one chunk; the training and the held-out part never share a seed."""
+def chunk(index: int, seed: int, count: int, heldout: bool, shares: Shares) -> list[Dialogue]:
+    """The dialogues of one chunk of `count`; the training and the held-out part never share a seed."""
     part = "heldout" if heldout else "train"
-    return [dialogue(Sampler(f"{part}-{seed}-{index}-{i}", heldout)) for i in range(size)]
+    size = min(CHUNK, count - index * CHUNK)
+    return [dialogue(Sampler(f"{part}-{seed}-{index}-{i}", heldout), shares) for i in range(size)]
 
 
-def dialogues(count: int, seed: int = 0, *, heldout: bool = False) -> Iterator[Dialogue]:
-    """`count` dialogues in order."""
-    for index in range(0, count, CHUNK):
-        yield from chunk(seed, index // CHUNK, min(CHUNK, count - index), heldout=heldout)
+def dialogues(
+    count: int,
+    seed: int = 0,
+    *,
+    heldout: bool = False,
+    shares: Shares = Shares(),
+    processes: int = 1,
+) -> Iterator[Dialogue]:
+    """`count` dialogues in order, which the number of processes does not change."""
+    make = partial(chunk, seed=seed, count=count, heldout=heldout, shares=shares)
+    chunks = range(-(-count // CHUNK))
+    if processes == 1:
+        for index in chunks:
+            yield from make(index)
+        return
+    with ProcessPoolExecutor(processes) as pool:
+        for made in pool.map(make, chunks):
+            yield from made

@@ -1,6 +1,7 @@
 """Makes everything that the bundled model is trained and tested on.
 
     python -m examples.bundled_model.make_data --output DIR [--dialogues 400000] [--seed 0]
+        [--tool-share 0.15] [--json-share 0.10] [--processes 1]
 
 `train.npz` and `heldout.npz` hold, for `dialogue` and `text`, the packed `_tokens` (uint16), the `_mask`
 (uint8, 1 where a trainer of the draft takes the loss: the assistant's tokens, or the whole text) and the
@@ -11,17 +12,15 @@ import argparse
 import json
 import platform
 import time
-import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 from tokenizers import Tokenizer
 
 from . import tokenizer as vocabulary
-from .dialogues import Dialogue, dialogues
+from .dialogues import Dialogue, Shares, dialogues
 from .stdlib_text import Module, modules
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -30,14 +29,14 @@ TOKENIZER_CHARACTERS = 12_000_000
 BATCH = 20_000
 
 
-def pack(documents: Sequence[tuple[list[int], list[int]]], name: str) -> Arrays:
+def pack(documents: Iterable[tuple[list[int], list[int]]], name: str) -> Arrays:
     """The documents' (tokens, mask) one after the other."""
-    lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.int64)
-    starts = np.cumsum(lengths) - lengths
+    pairs = [(np.array(tokens, np.uint16), np.array(mask, np.uint8)) for tokens, mask in documents]
+    lengths = np.array([len(tokens) for tokens, _ in pairs], dtype=np.int64)
     return {
-        f"{name}_tokens": np.concatenate([np.array(tokens, dtype=np.uint16) for tokens, _ in documents]),
-        f"{name}_mask": np.concatenate([np.array(mask, dtype=np.uint8) for _, mask in documents]),
-        f"{name}_starts": starts,
+        f"{name}_tokens": np.concatenate([tokens for tokens, _ in pairs]),
+        f"{name}_mask": np.concatenate([mask for _, mask in pairs]),
+        f"{name}_starts": np.cumsum(lengths) - lengths,
     }
 
 
@@ -48,19 +47,24 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 def pack_dialogues(tokenizer: Tokenizer, items: Sequence[Dialogue]) -> Arrays:
     """Dialogues as the chat template writes them, with mask 1 on the assistant's content and `<|end|>`."""
-    documents: list[tuple[list[int], list[int]]] = []
+    return pack(_encode_dialogues(tokenizer, items), "dialogue")
+
+
+def _encode_dialogues(
+    tokenizer: Tokenizer, items: Sequence[Dialogue]
+) -> Iterator[tuple[list[int], list[int]]]:
     for first in range(0, len(items), BATCH):
         batch = items[first : first + BATCH]
-        contents = list({message["content"]: None for item in batch for message in item["messages"]})
-        ids = dict(zip(contents, encode_texts(tokenizer, contents), strict=True))
-        for item in batch:
+        chats = [vocabulary.turns(item["messages"], item.get("tools", ())) for item in batch]
+        texts = list({text: None for chat in chats for _, text in chat})
+        ids = dict(zip(texts, encode_texts(tokenizer, texts), strict=True))
+        for chat in chats:
             tokens, mask = [vocabulary.BEGIN], [0]
-            for message in item["messages"]:
-                content = ids[message["content"]]
-                tokens += [vocabulary.ROLES[message["role"]], *content, vocabulary.END]
-                mask += [0, *[int(message["role"] == "assistant")] * (len(content) + 1)]
-            documents.append((tokens, mask))
-    return pack(documents, "dialogue")
+            for role, text in chat:
+                content = ids[text]
+                tokens += [role, *content, vocabulary.END]
+                mask += [0, *[int(role == vocabulary.ASSISTANT)] * (len(content) + 1)]
+            yield tokens, mask
 
 
 def pack_texts(tokenizer: Tokenizer, items: Sequence[Module]) -> Arrays:
@@ -68,14 +72,6 @@ def pack_texts(tokenizer: Tokenizer, items: Sequence[Module]) -> Arrays:
     ids = encode_texts(tokenizer, [item.text for item in items])
     documents = [[vocabulary.BEGIN, *tokens, vocabulary.END] for tokens in ids]
     return pack([(tokens, [1] * len(tokens)) for tokens in documents], "text")
-
-
-def save_arrays(path: Path, arrays: Arrays) -> None:
-    """An .npz that `numpy.load` reads, compressed better than numpy does it itself."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                npy.write_array(file, array, allow_pickle=False)
 
 
 def write_lines(path: Path, items: Iterable[object]) -> None:
@@ -92,32 +88,32 @@ def tokenizer_texts(train: Sequence[Dialogue], code: Sequence[Module]) -> Iterab
     yield from (module.text for module in code[::step])
     left = TOKENIZER_CHARACTERS
     for item in train:
-        for message in item["messages"]:
-            left -= len(message["content"])
-            yield message["content"]
+        for _, text in vocabulary.turns(item["messages"], item.get("tools", ())):
+            left -= len(text)
+            yield text
         if left < 0:
             return
 
 
-def make(output: Path, count: int, seed: int) -> dict[str, Any]:
+def make(output: Path, count: int, seed: int, shares: Shares, processes: int) -> dict[str, Any]:
     """Writes all files and returns their sizes, which it also writes to `manifest.json`."""
     output.mkdir(parents=True, exist_ok=True)
     library = list(modules())
     text = {"train": [m for m in library if not m.held_out], "heldout": [m for m in library if m.held_out]}
     chats = {
-        "train": list(dialogues(count, seed)),
-        "heldout": list(dialogues(HELD_OUT_DIALOGUES, seed, heldout=True)),
+        "train": list(dialogues(count, seed, shares=shares, processes=processes)),
+        "heldout": list(dialogues(HELD_OUT_DIALOGUES, seed, heldout=True, shares=shares)),
     }
     names = {"train": ("conversations.jsonl", "text.jsonl")}
     names["heldout"] = ("heldout_conversations.jsonl", "heldout_text.jsonl")
     tokenizer = vocabulary.train(tokenizer_texts(chats["train"], text["train"]))
     vocabulary.save(tokenizer, output / "tokenizer")
-    manifest: dict[str, Any] = {"seed": seed, "python": platform.python_version()}
+    manifest: dict[str, Any] = {"seed": seed, "shares": shares._asdict(), "python": platform.python_version()}
     for part, (chat_file, text_file) in names.items():
         write_lines(output / chat_file, chats[part])
         write_lines(output / text_file, (module._asdict() for module in text[part]))
         arrays = pack_dialogues(tokenizer, chats[part]) | pack_texts(tokenizer, text[part])
-        save_arrays(output / f"{part}.npz", arrays)
+        np.savez_compressed(output / f"{part}.npz", **arrays)
         manifest[part] = {
             "dialogues": len(chats[part]),
             "modules": len(text[part]),
@@ -125,7 +121,11 @@ def make(output: Path, count: int, seed: int) -> dict[str, Any]:
             "answer_tokens": int(arrays["dialogue_mask"].sum()),
             "text_tokens": len(arrays["text_tokens"]),
             "text_characters": sum(len(module.text) for module in text[part]),
-            "dialogue_characters": sum(len(m["content"]) for item in chats[part] for m in item["messages"]),
+            "dialogue_characters": sum(
+                len(text)
+                for item in chats[part]
+                for _, text in vocabulary.turns(item["messages"], item.get("tools", ()))
+            ),
             "npz_bytes": (output / f"{part}.npz").stat().st_size,
         }
     (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -138,9 +138,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--dialogues", type=int, default=400_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tool-share", type=float, default=Shares().tools, help="of the dialogues")
+    parser.add_argument("--json-share", type=float, default=Shares().json, help="of the dialogues")
+    parser.add_argument("--processes", type=int, default=1, help="that make dialogues; the data are the same")
     arguments = parser.parse_args()
     start = time.monotonic()
-    manifest = make(arguments.output, arguments.dialogues, arguments.seed)
+    shares = Shares(arguments.tool_share, arguments.json_share)
+    manifest = make(arguments.output, arguments.dialogues, arguments.seed, shares, arguments.processes)
     print(json.dumps(manifest, indent=2))
     print(f"{time.monotonic() - start:.0f} s")
 

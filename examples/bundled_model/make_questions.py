@@ -1,14 +1,16 @@
-"""Makes `questions.jsonl`: 100 questions whose phrasing or operands, though not facts, are held out.
+"""Makes `questions.jsonl`, 100 questions whose phrasing or operands, though not facts, are held out, and
+`structured_questions.jsonl`, 40 for tools and 20 for answers in JSON, whose values and every second tool are, too.
 
 python -m examples.bundled_model.make_questions
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from .check_answer import QUESTIONS
-from .generators import arithmetic, countries, culture, lists, nature, rewriting, writing
+from .check_answer import QUESTIONS, STRUCTURED
+from .facts import tools as known_tools
+from .generators import arithmetic, countries, culture, json_answers, lists, nature, rewriting, tools, writing
 from .generators.common import Kind, Row, Sampler, Turn
 from .make_data import write_lines
 
@@ -159,5 +161,66 @@ def questions() -> list[Question]:
     return [question for part in parts for question in part(sampler)]
 
 
+def tool_questions(sampler: Sampler) -> Iterator[Question]:
+    """One question for each held-out tool and 12 for others, 6 for two calls, 4 for a tool that is not there, and 4 for
+    none."""
+    needed = [*known_tools(True), *sampler.rng.sample(known_tools(False), 12)]
+    for tool in needed:
+        offers = tools.choose(sampler, (tool,))
+        asked = tools.request(sampler, next(each for each in offers if each.tool is tool))
+        yield tool_question("call", offers, tools.ask(sampler, asked), [asked.call])
+    for _ in range(6):
+        both = [tools.some_tool(sampler) for _ in range(2)]
+        offers = tools.choose(sampler, both[: 1 + (both[0] != both[1])])
+        first, second = (
+            tools.request(sampler, next(each for each in offers if each.tool is tool), order=True)
+            for tool in both
+        )
+        yield tool_question(
+            "calls", offers, tools.ask_both(sampler, first, second), [first.call, second.call]
+        )
+    for _ in range(4):
+        offers = tools.choose(sampler)
+        yield tool_question("no tool", offers, tools.missing(sampler, offers).question, [])
+    for kind in (countries.CAPITAL, nature.SYMBOL, culture.OPPOSITE, writing.TOPIC):
+        yield tool_question("no tool", tools.choose(sampler), kind.ask(sampler).question, [])
+
+
+def tool_question(kind: str, offers: list[tools.Offer], text: str, calls: list[tools.Call]) -> Question:
+    """A row of a tool question."""
+    messages = [{"role": "user", "content": text}]
+    return {"kind": kind, "messages": messages, "tools": [each.spec for each in offers], "calls": calls}
+
+
+JSON_CASES: tuple[tuple[Callable[[Sampler], json_answers.Case], int], ...] = (
+    (json_answers.record, 4),
+    (json_answers.listing, 3),
+    (json_answers.extraction, 4),
+    (json_answers.lines, 2),
+    (json_answers.fact_by_schema, 2),
+    (json_answers.record_by_schema, 2),
+    (json_answers.story_by_schema, 3),
+)
+
+
+def json_questions(sampler: Sampler) -> Iterator[Question]:
+    """Questions whose answer is one JSON value, or a list of objects of a table."""
+    for make, count in JSON_CASES:
+        for _ in range(count):
+            case = make(sampler)
+            messages = [{"role": "system", "content": case.system}] if case.system else []
+            messages.append({"role": "user", "content": case.question})
+            expected = {"rows": case.rows, "count": len(case.value)} if case.rows else {"value": case.value}
+            kind = "json list" if case.rows else "json"
+            yield {"kind": kind, "messages": messages, "schema": case.schema, **expected}
+
+
+def structured_questions() -> list[Question]:
+    """The 60 questions."""
+    sampler = Sampler("structured questions", heldout=True)
+    return [*tool_questions(sampler), *json_questions(sampler)]
+
+
 if __name__ == "__main__":
     write_lines(QUESTIONS, questions())
+    write_lines(STRUCTURED, structured_questions())

@@ -1,5 +1,6 @@
 """The tables of facts: tab-separated files, one row a fact, `-` where the answer is unknown or disputed."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -56,6 +57,30 @@ class PythonFact(NamedTuple):
     result: str
 
 
+class Parameter(NamedTuple):
+    """A parameter of a tool: its names, of which questions have the first in braces, the kind of its values (see
+    `generators/values.py`), the clause that adds it to a question if it is optional, and what it means."""
+
+    names: tuple[str, ...]
+    kind: str
+    clause: str
+    about: str
+    optional: bool
+
+
+class Tool(NamedTuple):
+    """An invented function. `train` and `heldout` are phrasings: a question, or what completes "Please ...".
+    `results` are the kinds of its results, `summary` is a sentence about arguments and results."""
+
+    names: tuple[str, ...]
+    about: str
+    parameters: tuple[Parameter, ...]
+    train: tuple[str, ...]
+    heldout: tuple[str, ...]
+    results: dict[str, str]
+    summary: str
+
+
 class Task(NamedTuple):
     """A small programming task: "Write a function that {task}."."""
 
@@ -90,6 +115,39 @@ def python_tasks() -> tuple[Task, ...]:
     return tuple(tasks)
 
 
+def _tool(block: str) -> Tool:
+    head, *lines = block.strip().splitlines()
+    names, about = head.split(" | ")
+    marked = {mark: tuple(line[2:] for line in lines if line[:2] == f"{mark} ") for mark in "+-><"}
+    return Tool(
+        tuple(names.split(", ")),
+        about,
+        tuple(_parameter(line) for line in lines if line[0] not in "+-><"),
+        marked["+"],
+        marked["-"],
+        dict(part.split(": ", 1) for part in marked[">"][0].split("; ")),
+        marked["<"][0],
+    )
+
+
+def _parameter(line: str) -> Parameter:
+    found = re.fullmatch(r"(\S+): ([^\[|]+?)(?: \[(.+?)\])?(?: \| (.+))?", line)
+    if found is None:
+        raise ValueError(f"tools.md: no parameter: {line}")
+    names, kind, clause, about = found.groups(default="")
+    return Parameter(tuple(names.replace("?", "").split("/")), kind, clause, about, "?" in names)
+
+
+@cache
+def tools(heldout: bool) -> tuple[Tool, ...]:
+    """The tools of `tools.md`: blocks after `# ` train, those after `## ` are held out. In a block the names and what
+    the tool does, a line a parameter, and marked lines: `+` training phrasings, `-` held-out ones, `>` results, `<` the
+    summary."""
+    blocks = ("\n" + (FOLDER / "tools.md").read_text(encoding="utf-8")).split("\n#")[1:]
+    return tuple(_tool(block.lstrip("#")) for block in blocks if block.startswith("#") == heldout)
+
+
+CATEGORIES = {name: tuple(items.split(",")) for name, items in rows("categories")}
 COUNTRIES = tuple(Country(*row) for row in rows("countries"))
 ELEMENTS = tuple(Element(*row) for row in rows("elements"))
 ANIMALS = tuple(Animal(*row) for row in rows("animals"))

@@ -2,9 +2,9 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Row = Mapping[str, str]
 T = TypeVar("T")
 NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

@@ -3,7 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ..facts import ANIMALS, COLOURS, COUNTRIES, DAYS, ELEMENTS, MONTHS, PLANETS, PYTHON_FACTS, rows
+from ..facts import (
+    ANIMALS,
+    CATEGORIES,
+    COLOURS,
+    COUNTRIES,
+    DAYS,
+    ELEMENTS,
+    MONTHS,
+    PLANETS,
+    PYTHON_FACTS,
+    rows,
+)
 from .common import NUMBER_WORDS, Sampler, Turn, capitalized, join
 
 Item = tuple[str, str]
@@ -59,7 +70,6 @@ PAIRS = (
     ),
     Pairs("planets and what kind of planet they are", tuple((p.name, p.kind) for p in PLANETS)),
 )
-CATEGORIES = {name: tuple(items.split(",")) for name, items in rows("categories")}
 NAMES: dict[str, tuple[str, ...]] = {
     **CATEGORIES,
     "countries": tuple(bare(c.name) for c in COUNTRIES),

@@ -62,6 +62,7 @@ FIXED = [
     "markov_head",
     "medusa_heads",
     "medusa_layers",
+    "medusa_scores",
 ]
 
 Trainer = EagleTrainer | Eagle3Trainer | BlockTrainer | MedusaTrainer
@@ -104,9 +105,9 @@ def make_trainer(args: argparse.Namespace, target: LlamaModel, train: Mapping[st
         draft = make_eagle(target, options, positions)
         return EagleTrainer(target, draft, levels, args.ttt_decay, args.feature_weight, args.ce_weight)
     if args.algorithm == "MEDUSA":
-        return MedusaTrainer(
-            target, make_medusa(target, args.medusa_heads, args.medusa_layers), args.ttt_decay
-        )
+        scorers = args.medusa_heads if args.medusa_scores == "own" else 0
+        heads = make_medusa(target, args.medusa_heads, args.medusa_layers, scorers)
+        return MedusaTrainer(target, heads, args.ttt_decay)
     if args.algorithm in ("DFLASH", "DSPARK"):
         return _block_trainer(args, target, options, list(train.values()))
     vocab = target.config.vocab_size

@@ -32,6 +32,7 @@ _TAKEN_BY = {
     "markov_head": ("DSPARK",),
     "medusa_heads": ("MEDUSA",),
     "medusa_layers": ("MEDUSA",),
+    "medusa_scores": ("MEDUSA",),
 }
 """Options that only some algorithms take."""
 
@@ -136,6 +137,12 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
     _add_blocks(group)
     group.add_argument("--medusa-heads", type=positive, default=5)
     group.add_argument("--medusa-layers", type=positive, default=1, help="residual blocks per head")
+    group.add_argument(
+        "--medusa-scores",
+        choices=("own", "target"),
+        default="own",
+        help="a copy of the target's head for each head, or the target's own for all (far smaller files)",
+    )
 
 
 def _add_blocks(group: argparse._ArgumentGroup) -> None:

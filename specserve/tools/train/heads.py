@@ -123,11 +123,12 @@ def make_block(
 
 
 @torch.no_grad()
-def make_medusa(target: LlamaModel, heads: int, blocks: int) -> MedusaHeads:
-    """Return Medusa heads on the target's device, in float32, that start with the target's own predictions."""
+def make_medusa(target: LlamaModel, heads: int, blocks: int, scorers: int) -> MedusaHeads:
+    """Return Medusa heads on the target's device, in float32, that start with the target's own predictions.
+    ``scorers``: as many as heads, or 0, where all use the target's head."""
     vocab = target.config.vocab_size
     with target.device:
-        made = MedusaHeads(target, heads, blocks, bias=True, scorers=heads, rows=vocab)
+        made = MedusaHeads(target, heads, blocks, bias=True, scorers=scorers, rows=vocab)
     for block in made.heads.parameters():
         block.zero_()
     for scorer in made.lm_heads:

@@ -1,0 +1,359 @@
+"""Values of arguments and fields: how a question says them and what JSON has. Some are held out: training never has
+them, as chosen by a hash."""
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ..facts import ANIMALS, CATEGORIES, COUNTRIES, MONTHS
+from .common import NUMBER_WORDS, Sampler, capitalized, join
+
+Schema = dict[str, Any]
+
+
+class Value(NamedTuple):
+    """The text of a question and the JSON value."""
+
+    text: str
+    json: Any
+
+
+def is_held_out(value: object) -> bool:
+    """True for 1 in 12 texts and numbers, small whole numbers and booleans apart."""
+    if isinstance(value, bool) or value is None or (isinstance(value, int) and value <= 30):
+        return False
+    return zlib.crc32(json.dumps(value, ensure_ascii=False).encode()) % 12 == 0
+
+
+_NAMES = (
+    *(
+        "Anna",
+        "Ben",
+        "Clara",
+        "David",
+        "Emma",
+        "Felix",
+        "Grace",
+        "Hugo",
+        "Ida",
+        "Jonas",
+        "Kate",
+        "Leo",
+        "Maria",
+    ),
+    *("Nina", "Oscar", "Paula", "Quentin", "Rosa", "Sam", "Tina", "Ulla", "Victor", "Wendy", "Yusuf", "Zoe"),
+)
+_CAPITALS = tuple(country.capital for country in COUNTRIES)
+_COUNTRIES = tuple(country.name.removeprefix("the ") for country in COUNTRIES)
+_ITEMS = tuple(item for name in ("fruits", "vegetables") for item in CATEGORIES[name])
+_THINGS = (
+    *(
+        "lamp",
+        "chair",
+        "table",
+        "jacket",
+        "backpack",
+        "bottle",
+        "kettle",
+        "clock",
+        "mirror",
+        "carpet",
+        "bicycle",
+    ),
+    *("keyboard", "camera", "blanket", "umbrella", "teapot", "ladder", "hammer", "helmet", "scarf", "guitar"),
+)
+_ADJECTIVES = (
+    *(
+        "red",
+        "blue",
+        "green",
+        "small",
+        "large",
+        "old",
+        "new",
+        "wooden",
+        "cheap",
+        "light",
+        "warm",
+        "round",
+        "soft",
+    ),
+    *("quiet", "silver", "golden", "black", "white", "long", "short", "first", "last", "second", "third"),
+)
+_NOUNS = (
+    *("garden", "river", "winter", "island", "mountain", "letter", "forest", "window", "journey", "storm"),
+    *("market", "summer", "bridge", "city", "harbour", "story", "song", "night", "castle", "road", "moon"),
+)
+_EVENTS = (
+    *("meeting", "lunch", "dinner", "birthday", "lesson", "interview", "concert", "party", "exam", "talk"),
+    *("invoice", "holiday", "wedding", "training", "report", "repair", "picnic", "visit", "review", "match"),
+)
+_VERBS = ("buy", "clean", "repair", "sell", "paint", "find", "return", "wash", "check", "bring back", "pack")
+_SUBJECTS = ("I", "We", "The children", "My friends", "The neighbours", "The printer", "The bus", "The team")
+_ACTS = (
+    *("will be late", "will come", "can start", "cannot come", "will be ready", "will stop", "had to wait"),
+    *(
+        "will need help",
+        "was too slow",
+        "broke down",
+        "will leave",
+        "will be at home",
+        "could not open the door",
+    ),
+)
+_WHEN = (
+    "today",
+    "tomorrow",
+    "at noon",
+    "in the evening",
+    "next week",
+    "after lunch",
+    "on Monday",
+    "again",
+    "soon",
+)
+_ROOMS = (
+    "kitchen",
+    "bathroom",
+    "bedroom",
+    "hall",
+    "office",
+    "cellar",
+    "attic",
+    "garage",
+    "library",
+    "studio",
+)
+_STARTS = (
+    "b",
+    "br",
+    "d",
+    "dr",
+    "f",
+    "g",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "r",
+    "s",
+    "st",
+    "t",
+    "tr",
+    "v",
+    "w",
+    "z",
+    "h",
+)
+_VOWELS = ("a", "e", "i", "o", "u")
+_ENDS = ("l", "n", "r", "s", "x", "m", "k", "t", "")
+_ENDINGS = ("txt", "md", "py", "json", "csv", "pdf", "png", "jpg")
+_DOMAINS = ("com", "org", "net", "example", "info")
+
+
+def invented(sampler: Sampler) -> str:
+    """A word of two or three syllables that means nothing."""
+    count = 2 if sampler.chance(0.7) else 3
+    syllables = [sampler.pick(_STARTS) + sampler.pick(_VOWELS) for _ in range(count)]
+    return "".join(syllables) + sampler.pick(_ENDS)
+
+
+def _digits(sampler: Sampler, count: int) -> str:
+    return "".join(sampler.pick("0123456789") for _ in range(count))
+
+
+def _word(sampler: Sampler) -> str:
+    return sampler.pick(_NOUNS) if sampler.chance(0.4) else invented(sampler)
+
+
+def _name(sampler: Sampler) -> str:
+    return sampler.pick(_NAMES) if sampler.chance(0.4) else capitalized(invented(sampler))
+
+
+def _person(sampler: Sampler) -> str:
+    return _name(sampler) + (" " + capitalized(invented(sampler)) if sampler.chance(0.25) else "")
+
+
+def _place(sampler: Sampler) -> str:
+    return sampler.pick(_CAPITALS) if sampler.chance(0.4) else capitalized(invented(sampler))
+
+
+def _code(sampler: Sampler) -> str:
+    letters = "".join(sampler.pick("ABCDEFGHJKLMNPRSTUVWXYZ") for _ in range(sampler.rng.randint(1, 3)))
+    return letters + sampler.pick(("-", "", "-")) + _digits(sampler, sampler.rng.randint(3, 5))
+
+
+def _message(sampler: Sampler) -> str:
+    subject = sampler.pick(_SUBJECTS) if sampler.chance(0.5) else _name(sampler)
+    return f"{subject} {sampler.pick(_ACTS)} {sampler.pick(_WHEN)}"
+
+
+def _query(sampler: Sampler) -> str:
+    what = f"{sampler.pick(_ADJECTIVES)} {sampler.pick(_THINGS)}" if sampler.chance(0.5) else _word(sampler)
+    return what + (f" in {_place(sampler)}" if sampler.chance(0.4) else "")
+
+
+def _file(sampler: Sampler) -> str:
+    folder = _word(sampler) + "/" if sampler.chance(0.3) else ""
+    number = f"_{sampler.rng.randint(1, 99)}" if sampler.chance(0.4) else ""
+    return f"{folder}{_word(sampler)}{number}.{sampler.pick(_ENDINGS)}"
+
+
+def _condition(sampler: Sampler) -> str:
+    return f"{_word(sampler)} {sampler.pick(('>', '<', '='))} {sampler.rng.randint(0, 99)}"
+
+
+_TEXTS: dict[str, Callable[[Sampler], str]] = {
+    "word": _word,
+    "person": _person,
+    "place": _place,
+    "code": _code,
+    "message": _message,
+    "query": _query,
+    "file": _file,
+    "condition": _condition,
+    "country": lambda s: s.pick(_COUNTRIES),
+    "animal": lambda s: s.pick(ANIMALS).name,
+    "room": lambda s: s.pick(_ROOMS) if s.chance(0.6) else f"{s.pick(_ADJECTIVES)} {s.pick(_ROOMS)}",
+    "item": lambda s: s.pick(_ITEMS) if s.chance(0.6) else f"{s.pick(_ADJECTIVES)} {s.pick(_THINGS)}",
+    "product": lambda s: f"{s.pick(_ADJECTIVES)} {s.pick(_THINGS)}",
+    "title": lambda s: f"The {capitalized(s.pick(_ADJECTIVES))} {capitalized(_word(s))}",
+    "event": lambda s: f"{s.pick(_ADJECTIVES)} {s.pick(_EVENTS)}",
+    "task": lambda s: f"{s.pick(_VERBS)} the {s.pick(_ADJECTIVES)} {s.pick(_THINGS)}",
+    "street": lambda s: f"{capitalized(_word(s))} {s.pick(('Street', 'Road', 'Lane'))}",
+    "ticker": lambda s: "".join(s.pick("ABCDEFGHIKLMNOPRSTUVX") for _ in range(s.rng.randint(3, 4))),
+    "phone": lambda s: f"0{_digits(s, 3)} {_digits(s, s.rng.randint(4, 6))}",
+    "email": lambda s: f"{_name(s).lower()}@{_word(s)}.{s.pick(_DOMAINS)}",
+    "url": lambda s: f"https://{_word(s)}.{s.pick(_DOMAINS)}/{_word(s)}",
+    "host": lambda s: f"{_word(s)}-{s.rng.randint(1, 99)}",
+}
+
+
+def _date(sampler: Sampler) -> Value:
+    year, month, day = sampler.rng.randint(2024, 2031), sampler.rng.randint(1, 12), sampler.rng.randint(1, 28)
+    name = MONTHS[month - 1]
+    iso = f"{year}-{month:02}-{day:02}"
+    return Value(sampler.pick((f"{day} {name} {year}", f"{name} {day}, {year}", iso)), iso)
+
+
+def _time(sampler: Sampler) -> Value:
+    hour, minute = sampler.rng.randint(0, 23), sampler.pick((0, 0, 15, 30, sampler.rng.randint(1, 59)))
+    exact = f"{hour:02}:{minute:02}"
+    if not 1 <= hour <= 11 and hour < 13:
+        return Value(exact, exact)
+    half = f"{hour % 12} {'am' if hour < 12 else 'pm'}"
+    short = half if minute == 0 else half.replace(" ", f":{minute:02} ")
+    return Value(sampler.pick((exact, short)), exact)
+
+
+def _minutes(sampler: Sampler) -> Value:
+    words = {15: "a quarter of an hour", 30: "half an hour", 60: "an hour", 90: "an hour and a half"}
+    hours, minutes = sampler.rng.randint(2, 9), sampler.rng.randint(2, 59)
+    choice = sampler.rng.random()
+    if choice < 0.5:
+        return Value(f"{minutes} minutes", minutes)
+    if choice < 0.7:
+        return Value(f"{hours} hours", 60 * hours)
+    if choice < 0.85:
+        return Value(f"{hours} hours and {minutes} minutes", 60 * hours + minutes)
+    found = sampler.pick(tuple(words))
+    return Value(words[found], found)
+
+
+def _percent(sampler: Sampler) -> Value:
+    found = sampler.rng.randint(1, 99)
+    return Value(sampler.pick((f"{found}%", f"{found} percent")), found)
+
+
+def _number(sampler: Sampler, low: str, high: str) -> Value:
+    found = sampler.rng.randint(round(10 * float(low)), 10 * int(high)) / 10
+    value = int(found) if found == int(found) or (found > 20 and sampler.chance(0.4)) else found
+    return Value(str(value), value)
+
+
+def _int(sampler: Sampler, low: str, high: str) -> Value:
+    found = sampler.rng.randint(int(low), int(high))
+    word = found < len(NUMBER_WORDS) and sampler.chance(0.25)
+    return Value(NUMBER_WORDS[found] if word else str(found), found)
+
+
+_COMPUTED: dict[str, tuple[Schema, Callable[..., Value]]] = {
+    "date": ({"type": "string", "format": "date"}, _date),
+    "time": ({"type": "string"}, _time),
+    "minutes": ({"type": "integer"}, _minutes),
+    "percent": ({"type": "integer", "minimum": 0, "maximum": 100}, _percent),
+    "number": ({"type": "number"}, _number),
+    "int": ({"type": "integer"}, _int),
+}
+_OBJECTS: dict[str, tuple[dict[str, str], str]] = {
+    "address": ({"street": "street", "number": "int 1 150", "city": "place"}, "{number} {street} in {city}"),
+    "contact": ({"name": "person", "phone": "phone"}, "{name} with the number {phone}"),
+    "person_age": ({"name": "person", "age": "int 6 99"}, "{name} (aged {age})"),
+    "position": ({"latitude": "number 0 80", "longitude": "number 0 170"}, "({latitude}, {longitude})"),
+    "size": ({"width": "int 100 1900", "height": "int 100 1200"}, "{width} by {height} pixels"),
+    "dish_order": ({"dish": "item", "count": "int 2 9"}, "{count} portions of {dish}"),
+}
+
+
+def options(kinds: Sequence[str]) -> list[Value]:
+    """The values of an enumeration, `json=text` or both alike."""
+    pairs = [option.split("=") for option in kinds]
+    return [Value(pair[-1], pair[0]) for pair in pairs]
+
+
+def draw(sampler: Sampler, kind: str) -> Value:
+    """A value of a kind as `tools.md` names it: of the sampler's part, never held out for training, held out for the
+    other wherever possible."""
+    name, _, rest = kind.partition(" ")
+    if name == "enum":
+        return sampler.pick(options(rest.split("/")))
+    if name == "bool":
+        text = sampler.pick(rest.split("/"))
+        return Value(text, text == rest.split("/")[0])
+    if name == "list":
+        drawn = [draw(sampler, rest) for _ in range(sampler.pick((1, 2, 2, 3, 3, 4)))]
+        parts = list({part.text: part for part in drawn}.values())
+        return Value(join([part.text for part in parts]), [part.json for part in parts])
+    if name in _OBJECTS:
+        kinds, text = _OBJECTS[name]
+        found = {key: draw(sampler, part) for key, part in kinds.items()}
+        fields = {key: str(part.json) for key, part in found.items()}
+        return Value(text.format_map(fields), {key: part.json for key, part in found.items()})
+    for _ in range(400):
+        if name in _COMPUTED:
+            value = _COMPUTED[name][1](sampler, *rest.split())
+        else:
+            text = _TEXTS[name](sampler)
+            value = Value(text, text)
+        if is_held_out(value.json) == sampler.heldout:
+            break
+    return value
+
+
+def schema(kind: str) -> Schema:
+    """The JSON schema of a kind."""
+    name, _, rest = kind.partition(" ")
+    if name == "enum":
+        return {"type": "string", "enum": [option.json for option in options(rest.split("/"))]}
+    if name == "bool":
+        return {"type": "boolean"}
+    if name == "list":
+        return {"type": "array", "items": schema(rest)}
+    if name in _OBJECTS:
+        kinds = _OBJECTS[name][0]
+        return object_schema({key: schema(part) for key, part in kinds.items()}, list(kinds))
+    return dict(_COMPUTED[name][0]) if name in _COMPUTED else {"type": "string"}
+
+
+def object_schema(properties: Schema, required: Sequence[str]) -> Schema:
+    """The schema of an object."""
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def plain(value: object) -> str:
+    """A JSON value as a sentence has it."""
+    if isinstance(value, dict):
+        return plain(list(value.values()))
+    return join([plain(part) for part in value]) if isinstance(value, list) else str(value)
