@@ -169,7 +169,7 @@ def drafter_of(scheduler: Scheduler) -> EagleDrafter:
 def check_guesses(scheduler: Scheduler) -> Iterator[list[int]]:
     """Every step guesses tokens of the map of its moment alone. The sizes of the maps' changes."""
     drafter, changes = drafter_of(scheduler), []
-    pick = drafter.pick
+    set_rows = drafter.set_rows
     assert drafter.live_map is not None
     assert drafter.vocab is not None
 
@@ -186,10 +186,10 @@ def check_guesses(scheduler: Scheduler) -> Iterator[list[int]]:
     def noted(rows: Tensor) -> None:
         assert drafter.vocab is not None
         before = set(drafter.vocab.ids.tolist())
-        pick(rows)
+        set_rows(rows)
         changes.append(len(set(drafter.vocab.ids.tolist()) - before))
 
-    with patch("specserve.speculation.step.select_tree", checked), patch.object(drafter, "pick", noted):
+    with patch("specserve.speculation.step.select_tree", checked), patch.object(drafter, "set_rows", noted):
         yield changes
 
 

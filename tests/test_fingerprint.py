@@ -45,6 +45,10 @@ def test_it_follows_each_weight(config: EngineConfig) -> None:
             row = swapped.state_dict()[name].view(-1, tensor.shape[-1])[0]
             row.copy_(row.flip(0))
             assert fingerprint(swapped, config) != found, name
+        if tensor.ndim > 1:
+            moved = model()
+            moved.state_dict()[name].copy_(tensor.flip(0))
+            assert fingerprint(moved, config) != found, name
 
 
 def test_it_follows_what_rounds(config: EngineConfig) -> None:

@@ -134,7 +134,9 @@ def test_ids_that_are_none(ids: object, words: str, tmp_path: Path) -> None:
 )
 def test_files_that_are_no_maps(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{name} is no token map .*expected a list of token ids") as error:
+    with pytest.raises(
+        ValueError, match=rf"{name} is not a token map .*expected a list of token ids"
+    ) as error:
         read_token_map(tmp_path / name, VOCAB)
     assert "\n" not in str(error.value)
 
@@ -146,7 +148,7 @@ def test_code_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"gone\.pt is no token map"):
+    with pytest.raises(ValueError, match=r"gone\.pt is not a token map"):
         read_token_map(tmp_path / "gone.pt", VOCAB)
 
 
@@ -177,7 +179,7 @@ def test_the_flag(agreeing: Checkpoints, kept_file: Path) -> None:
 def test_a_head_with_rows_of_its_own_is_refused(agreeing: Checkpoints, kept_file: Path) -> None:
     """A method that runs heads of several kinds."""
     with pytest.raises(
-        ValueError, match=r"--speculative-token-map: .*an Eagle3Head, scores by rows of its own"
+        ValueError, match=r"--speculative-token-map: .*an Eagle3Head, has its own output head"
     ):
         make_scheduler(
             agreeing.target,
@@ -204,7 +206,7 @@ def test_a_file_that_is_no_map_is_told_by_its_flag(
     file.write_text("root:x:0:0\n")
     given = {name: str(file) if value == "NONE" else value for name, value in settings.items()}
     with pytest.raises(
-        ValueError, match=rf"^{flag}: .*passwd is no token map \(can't be read as plain data\)"
+        ValueError, match=rf"^{flag}: .*passwd is not a token map \(can't be read as plain data\)"
     ):
         agreeing.scheduler("EAGLE", (3, 1, 4), **given)
 

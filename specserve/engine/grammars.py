@@ -105,24 +105,25 @@ class Grammars:
 
     def fill(
         self, trees: Sequence[tuple[int, Sequence[Look]]], words_TW: Tensor
-    ) -> list[GrammarError | None]:
+    ) -> list[dict[int, GrammarError]]:
         """Write the masks of some trees' nodes into their rows of ``words_TW``; other rows keep theirs. ``trees``: each
-        root's row, and the result of ``after_nodes``. Return, for each tree, the error that ends its answer, or
-        None."""
+        root's row, and the result of ``after_nodes``. Return, for each tree, the errors by node: an answer that gets
+        to such a node ends there."""
         words, jobs = words_TW.numpy().view(np.uint32), []
         for first, looks in trees:
             for node, look in enumerate(looks, first):
                 if isinstance(look, int):
                     words[node] = 0
                     words[node, look // 32] = 1 << look % 32
-                elif look is not None:
+                elif look is not None and not look.is_error():
                     jobs.append((look, node))
         if jobs:
             self._executor.unsafe_compute_mask_ptr(jobs, words_TW.data_ptr(), 4 * self.words, len(words_TW))
         for matcher, node in jobs:
-            if matcher.is_error():  # the answer fails if it reaches this node
+            if matcher.is_error():
                 words_TW[node] = -1
-        return [_error_of(looks[0]) for _, looks in trees]
+        errors = [[(node, _error_of(look)) for node, look in enumerate(looks)] for _, looks in trees]
+        return [{node: error for node, error in found if error is not None} for found in errors]
 
     def constraint(self, params: SamplingParams, output: Sequence[int]) -> Constraint:
         """Return what constrains an answer so far: a grammar, a thinking budget, or both. Raises GrammarError."""
@@ -194,11 +195,15 @@ class Matcher:
 
     def after_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[Look]:
         """Return a matcher for each node of a tree whose root is the answer's last token, None for a node whose token
-        is not allowed there, since it is never accepted. ``parents``: indices of earlier nodes."""
+        is not allowed there, since it is never accepted. A matcher that can't follow its node, because it is too
+        ambiguous or has too many states, is in error. ``parents``: indices of earlier nodes."""
         at: list[Look] = [self._matcher]
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
-            copy = None if at[parent] is None else at[parent].deep_copy()
-            at.append(copy if copy is not None and copy.try_consume_tokens([token]) == 1 else None)
+            if (copy := at[parent]) is not None:
+                copy = copy.deep_copy()
+                if copy.try_consume_tokens([token]) != 1 and not copy.is_error():
+                    copy = None
+            at.append(copy)
         return at
 
 
@@ -238,7 +243,10 @@ class Constraint:
         if self._thinking is None:
             return found
         due = forced(self._thinking, tokens, parents)
-        return [look if token is None else token for look, token in zip(found, due, strict=True)]
+        return [
+            look if token is None or _error_of(look) is not None else token
+            for look, token in zip(found, due, strict=True)
+        ]
 
 
 def _error_of(look: Look) -> GrammarError | None:

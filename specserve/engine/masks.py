@@ -6,9 +6,10 @@ Shapes: B prompts, T packed nodes, W words of 32 tokens each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
+from typing import NamedTuple
 
 import torch
 from specserve_kernels import Tree
@@ -41,6 +42,18 @@ class NodesOnHost:
             self._event.synchronize()
         tokens, parents, starts = self._packed.split(self._sizes)
         return tokens.tolist(), parents.tolist(), starts.tolist()
+
+
+Ends = Mapping[int, Sequence[tuple[list[int], str]]]
+"""By the row's index the paths, without the root, to the nodes that its grammar can't follow, ancestors first, and why.
+An answer that gets to such a node fails there, and tokens chosen after it are void."""
+
+
+class Masked(NamedTuple):
+    """Masks ``words_TW`` of the tokens after each node, and where answers fail."""
+
+    words_TW: Tensor
+    ends: Ends
 
 
 class Masks:
@@ -106,10 +119,10 @@ class Masks:
         if not any(held):
             return None
         tokens, parents = [row.tokens[-1] for row in rows], [*range(len(rows))]
-        return self._look(rows, held, tokens, parents, [*range(len(rows) + 1)], pinned=False)
+        return self._look(rows, held, tokens, parents, [*range(len(rows) + 1)], pinned=False).words_TW
 
-    def after_nodes(self, rows: Sequence[Row], nodes: NodesOnHost, pinned: bool) -> Tensor:
-        """Return masks ``[T, W]`` of the tokens after each node, with all bits set where the row is not masked."""
+    def after_nodes(self, rows: Sequence[Row], nodes: NodesOnHost, pinned: bool) -> Masked:
+        """Return the masks of a step's nodes, with all bits set where the row is not masked."""
         return self._look(rows, [row.masked for row in rows], *nodes.read(), pinned)
 
     def _look(
@@ -120,21 +133,25 @@ class Masks:
         parents: Sequence[int],
         starts: Sequence[int],
         pinned: bool,
-    ) -> Tensor:
+    ) -> Masked:
         assert self.grammars is not None
         words_TW = torch.full((len(tokens), self.grammars.words), -1, dtype=torch.int32, pin_memory=pinned)
-        trees: list[tuple[Row, range]] = []
-        looks = []
-        for row, is_held, begin, end in zip(rows, held, starts, starts[1:], strict=False):
-            if is_held and (constraint := self._constraints.get(row.slot)) is not None:
+        held_rows: list[int] = []
+        looks, ends = [], {}
+        for index, (row, begin, end) in enumerate(zip(rows, starts, starts[1:], strict=False)):
+            if held[index] and (constraint := self._constraints.get(row.slot)) is not None:
                 own = [parent - begin for parent in parents[begin:end]]
                 looks.append((begin, constraint.after_nodes(tokens[begin:end], own)))
-                trees.append((row, range(begin, end)))
-        for (row, _), error in zip(trees, self.grammars.fill(looks, words_TW), strict=True):
-            with self._failing(row.slot, row.params):
-                if error is not None:
-                    raise error
-        return words_TW
+                held_rows.append(index)
+        for index, errors in zip(held_rows, self.grammars.fill(looks, words_TW), strict=True):
+            with self._failing(rows[index].slot, rows[index].params):
+                if 0 in errors:
+                    raise errors[0]
+            first = starts[index]
+            ends[index] = [
+                (_path(first + node, first, tokens, parents), str(errors[node])) for node in errors
+            ]
+        return Masked(words_TW, ends)
 
     @contextmanager
     def _failing(self, slot: int, params: SamplingParams) -> Iterator[None]:
@@ -146,3 +163,12 @@ class Masks:
             self._failed[slot] = str(error)
             if self.grammars is not None and params.grammar is not None:
                 self.grammars.forget(params.grammar)
+
+
+def _path(node: int, root: int, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Return the tokens on the way from a tree's root, without its own, to a node."""
+    path = []
+    while node != root:
+        path.append(tokens[node])
+        node = parents[node]
+    return path[::-1]

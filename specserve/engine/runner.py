@@ -28,7 +28,7 @@ from specserve.engine.commands import (
     Step,
 )
 from specserve.engine.graphs import PartedGraph, PromptGraph, StepGraph
-from specserve.engine.masks import Masks, NodesOnHost
+from specserve.engine.masks import Ends, Masks, NodesOnHost
 from specserve.engine.prompts import PromptSize, Run, size_for
 from specserve.speculation.context import Context, View
 from specserve.speculation.logprobs import Logprobs, token_logprobs
@@ -37,6 +37,7 @@ from specserve.speculation.shape import StepShape
 from specserve.speculation.state import Needs, to_device
 from specserve.speculation.step import StepResult, draft, settle, step, verify
 
+NO_ENDS: Ends = {}
 MOST_DUE = 64  # most tokens of forced text
 # (first position, tokens) of warm-up prompts. Projections use other kernels above 64 and above 96 tokens, and cuBLAS
 # others for many tokens; attention has one kernel with a prefix and one without.
@@ -55,6 +56,7 @@ class Emitted:
     scores: list[TokenLogprob]  # of the row's scored prompt tokens
     predicted: range = range(0)  # the part of the request's prediction that its first tokens match
     sources: Sequence[int] = ()  # for each source: tokens tested, right and accepted
+    error: str | None = None  # why its grammar can't follow it after these tokens
 
 
 class Stopwatch:
@@ -92,11 +94,13 @@ class Launch:
         predicted_B2: Tensor | None = None,
         scores: Logprobs | None = None,
         sources_BX: Tensor | None = None,
+        ends: Ends = NO_ENDS,
     ) -> None:
         """``packed`` ``[B, S + 4]``: tokens, -1 after the last one, then nodes drafted, first choices, and accepted
         first choices. ``predicted_B2``: as in ``StepResult``, None without predictions. ``scores``: of the scored
-        prompt tokens, by row. ``sources_BX``: as in ``StepResult``."""
+        prompt tokens, by row. ``sources_BX``: as in ``StepResult``. ``ends``: see ``Ends``."""
         self._rows = rows
+        self._ends = ends
         self._stopwatch = stopwatch
         self._packed = to_host(packed)
         self._logprobs, self._scores = _on_host(logprobs), _on_host(scores)
@@ -121,9 +125,11 @@ class Launch:
         predicted = nothing if self._predicted is None else self._predicted.tolist()
         sources = [()] * len(self._rows) if self._sources is None else self._sources.tolist()
         entries = zip(self._rows, self._packed.tolist(), predicted, sources, strict=True)
-        for row, entry, (first, count), told in entries:
+        for index, (row, entry, (first, count), told) in enumerate(entries):
             *chosen, drafted, chain, firsts = entry
             tokens = [token for token in chosen if token >= 0]
+            ends = ((path, why) for path, why in self._ends.get(index, ()) if tokens[: len(path)] == path)
+            tokens, error = next(ends, (tokens, None))
             logprobs = None
             if row.params.logprobs is not None:
                 logprobs = _row_logprobs(self._logprobs, row.params.logprobs, tokens, reported)
@@ -133,7 +139,7 @@ class Launch:
                 scores = _row_logprobs(self._scores, row.params.prompt_logprobs or 0, row.scored, scored)
                 scored += len(row.scored)
             foretold = range(first, first + count)
-            out.append(Emitted(tokens, drafted, chain, firsts, logprobs, scores, foretold, told))
+            out.append(Emitted(tokens, drafted, chain, firsts, logprobs, scores, foretold, told, error))
         return out
 
 
@@ -170,7 +176,6 @@ def to_host(tensor: Tensor) -> Tensor:
 class _Begun:
     """A masked step whose target is running. ``finish`` takes the masks, in pinned memory if ``pinned``."""
 
-    shape: StepShape
     nodes: NodesOnHost
     finish: Callable[[Tensor], StepResult]
     stopwatch: Stopwatch
@@ -287,7 +292,7 @@ class Runner:
     @torch.inference_mode()
     def step(self, command: Step) -> Launch:
         rows, shape = command.rows, command.shape
-        self._tell(rows, shape)
+        self._tell(rows)
         if any(row.masked for row in rows):
             self.begin(Begin(rows, shape))
             return self._finish(rows)
@@ -314,40 +319,46 @@ class Runner:
             drafted = draft(self.context, self._view(rows, self._tensor(slots)), shape)
             nodes = NodesOnHost(drafted.tree)
             finish = partial(settle, self.context, verify(self.context, drafted))
-        self._begun = _Begun(shape, nodes, finish, stopwatch, pinned=graph is not None and nodes.on_gpu)
+        self._begun = _Begun(nodes, finish, stopwatch, pinned=graph is not None and nodes.on_gpu)
 
     @torch.inference_mode()
     def settle(self, command: Settle) -> Launch:
         """Fill the masks of the step that was begun, and queue the rest of it."""
         assert self._begun is not None
-        self._tell(command.rows, self._begun.shape)
+        self._tell(command.rows)
         return self._finish(command.rows)
 
     def _finish(self, rows: Sequence[Row]) -> Launch:
         begun, self._begun = self._begun, None
         assert begun is not None
-        words_TW = self.masks.after_nodes(rows, begun.nodes, begun.pinned)
+        words_TW, ends = self.masks.after_nodes(rows, begun.nodes, begun.pinned)
         if not begun.pinned:
             words_TW = words_TW.to(self.context.state.device)
-        return self._stepped(rows, begun.finish(words_TW), begun.stopwatch)
+        return self._stepped(rows, begun.finish(words_TW), begun.stopwatch, ends)
 
     def _slots(self, rows: Sequence[Row], shape: StepShape) -> list[int]:
         return [*(row.slot for row in rows), *[self.context.state.dummy] * (shape.slots - len(rows))]
 
-    def _stepped(self, rows: Sequence[Row], result: StepResult, stopwatch: Stopwatch) -> Launch:
+    def _stepped(
+        self,
+        rows: Sequence[Row],
+        result: StepResult,
+        stopwatch: Stopwatch,
+        ends: Ends = NO_ENDS,
+    ) -> Launch:
         stopwatch.stop()
         accepted = result.accepted
         logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS, accepted.path_BS)
         packed, predicted_B2 = accepted.packed_BX[: len(rows)], _asked(rows, result.predicted_B2)
         told = None if result.sources_BX is None else result.sources_BX[: len(rows)]
-        return Launch(packed, logprobs, rows, stopwatch, predicted_B2, sources_BX=told)
+        return Launch(packed, logprobs, rows, stopwatch, predicted_B2, sources_BX=told, ends=ends)
 
-    def _tell(self, rows: Sequence[Row], shape: StepShape) -> None:
+    def _tell(self, rows: Sequence[Row]) -> None:
         """Advance constraints by the emitted tokens, and make the text that has to come next the predicted text of
         constrained requests. A step already begun follows it too, so that the next one proposes the rest."""
         self.masks.tell(rows)
         state = self.context.state
-        if shape.depth and state.prediction is not None:
+        if state.prediction is not None:
             most = min(MOST_DUE, state.prediction.tokens_RP.shape[1])
             if due := self.masks.due(rows, most):
                 state.set_predictions(due)

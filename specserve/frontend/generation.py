@@ -139,10 +139,11 @@ class Generation:
             self._inbox.close()
 
     async def _get(self) -> Tokens:
+        """Return the next message. A failure of an answer that a stop string has ended meanwhile is skipped."""
         assert self._inbox is not None
-        message = await self._inbox.get()
-        if isinstance(message, Failed):
-            raise RequestFailed(message)
+        while isinstance(message := await self._inbox.get(), Failed):
+            if self._outputs[self._rids[message.rid]].answer.finish_reason is None:
+                raise RequestFailed(message)
         return message
 
     def _measure(self, index: int, delta: Delta, queued: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +13,23 @@ from specserve.config.engine import EngineConfig
 from specserve.version import __version__
 
 _WORD = 8  # bytes
+_ROWS = 4096  # at a time
 
 
 def fingerprint(
     model: nn.Module, config: EngineConfig, kv_scales: Sequence[tuple[float, float] | None] = ()
 ) -> str:
-    """Hash the target's configuration, loaded weights and KV scales, the dtypes, the kernels' versions and the GPU's
-    name. The draft is not included: it only proposes."""
+    """Hash the target's configuration, loaded weights and KV scales, the dtypes, the versions of kernels and grammars,
+    and the GPU's name. The draft is not included: it only proposes."""
     found = hashlib.sha256()
-    what = [__version__, torch.__version__, config.device, config.dtype, config.attention_backend]
+    what = [
+        __version__,
+        torch.__version__,
+        config.device,
+        config.dtype,
+        config.attention_backend,
+        _llguidance(),
+    ]
     if config.device == "cuda":
         import triton
 
@@ -36,12 +45,21 @@ def fingerprint(
     return "fp_" + found.hexdigest()[:16]
 
 
+def _llguidance() -> str:
+    try:
+        return version("llguidance")
+    except PackageNotFoundError:
+        return "none"
+
+
 def _sums(tensor: Tensor) -> Tensor:
-    """Return wrap-around sums of a tensor's bytes, eight at a time, over all but its last dimension. This is as fast as
-    reading memory."""
+    """Return wrap-around sums of a tensor's bytes, eight at a time, over all but its last dimension. Each row has a
+    factor of its own, so that rows can't change places."""
     if tensor.numel() == 0:
         return torch.zeros(1, dtype=torch.int64)
     rows = tensor.contiguous().view(-1, tensor.shape[-1] if tensor.ndim else 1)
-    if rows.shape[1] * rows.element_size() % _WORD:
-        return rows.view(torch.uint8).sum(0)
-    return rows.view(torch.int64).sum(0)
+    whole = rows.shape[1] * rows.element_size() % _WORD == 0
+    words = rows.view(torch.int64 if whole else torch.uint8)
+    factors = torch.arange(1, 2 * len(rows), 2, device=rows.device)[:, None]
+    chunks = zip(words.split(_ROWS), factors.split(_ROWS), strict=True)
+    return torch.stack([(chunk * factor).sum(0) for chunk, factor in chunks]).sum(0)

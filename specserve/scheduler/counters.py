@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 
 from specserve.messages import CostTotals, LevelTotals, ShapeTotals, SourceTotals, Stats, StepTotals
+from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
 
@@ -94,12 +95,12 @@ class StepCounters:
             self.sources = [a + b for a, b in zip(self.sources or [0] * len(counts), counts, strict=True)]
 
     def priced(
-        self, cost: CostModel, shape: StepShape, plain: StepShape, kv_tokens: int, gained: float
+        self, cost: CostModel, shape: StepShape, plain: StepShape, batch: Batch, gained: float
     ) -> None:
         """Count the costs of a step that gave ``gained`` tokens a request. ``plain``: the same batch without drafts,
         which would give one."""
-        self.predicted_seconds += cost.seconds(shape, kv_tokens)
-        self.plain_seconds += cost.seconds(plain, kv_tokens) * gained
+        self.predicted_seconds += cost.seconds(shape, batch.kv_tokens, batch.masked)
+        self.plain_seconds += cost.seconds(plain, batch.kv_tokens, batch.masked) * gained
 
     def totals(self, drafter: str | None, names: Sequence[str], cost: CostModel | None) -> StepTotals:
         """Return the totals. ``names``: the sources of the trees. ``cost`` None: costs were not measured and are left

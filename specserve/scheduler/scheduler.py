@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 Done = TypeVar("Done")
 
-FORCED = 0.1  # share of forced tokens above which a step waits for the last step's tokens, about what waiting costs
+FORCED = 0.1  # forced share of a batch's tokens above which a step waits for the last one's, about what waiting costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,6 @@ class _InFlight:
     requests: list[Request]
     shape: StepShape | None = None  # None: a prefill
     batch: Batch | None = None  # what its shape was chosen for
-    masked: bool = False  # the host filled masks in it
 
     @property
     def adds(self) -> int:
@@ -328,7 +327,7 @@ class Scheduler:
         """Launch a step of all requests that have computed their prompts and may need more tokens. Return the number of
         launches."""
         ready = self._ready()
-        if self._inflight and self.limits.drafts and any(self._is_forced(r) for r in ready):
+        if self._inflight and self.limits.drafts and self._are_forced(ready):
             self._drain()  # forced text depends on all earlier tokens
             ready = self._ready()
         if not ready:
@@ -347,7 +346,8 @@ class Scheduler:
             launch = self._attempt(lambda: self.runner.step(Step(rows, shape)), ready, 0)
         if launch is None:
             return 0
-        item = _InFlight(launch, ready, shape, batch, any(masked))
+        batch.masked = any(masked)
+        item = _InFlight(launch, ready, shape, batch)
         self._inflight.append(item)
         for request in [r for r in ready if r.slot >= 0]:
             request.told = len(request.output)
@@ -378,9 +378,11 @@ class Scheduler:
         """End the requests whose grammars can't follow their answers any further."""
         failed = self.runner.masks.take_failed()
         for request in [r for r in requests if r.slot in failed]:
-            reason = failed[request.slot]
-            self._vacate(request)
-            self._outbox.append(Failed(request.rid, f"the grammar can't follow the answer: {reason}"))
+            self._end_unfollowed(request, failed[request.slot])
+
+    def _end_unfollowed(self, request: Request, reason: str) -> None:
+        self._vacate(request)
+        self._outbox.append(Failed(request.rid, f"the grammar can't follow the answer: {reason}"))
 
     def _ready(self) -> list[Request]:
         """Return the requests that a step may serve."""
@@ -392,11 +394,11 @@ class Scheduler:
             return False
         return slack <= len(request.untold) + request.inflight + request.pending + depth
 
-    def _is_forced(self, request: Request) -> bool:
-        """Return whether a grammar forces so much of its text that a step should wait to draft it."""
-        if request.params.grammar is None or not request.skill.cap:
-            return False
-        return self.runner.masks.slack(request.slot) == 0 and request.skill.floor >= FORCED
+    def _are_forced(self, requests: Sequence[Request]) -> bool:
+        """Return whether grammars force so much of the batch's text that the step should wait to draft it."""
+        slack = self.runner.masks.slack
+        held = [r for r in requests if r.params.grammar is not None and r.skill.cap and not slack(r.slot)]
+        return sum(r.skill.floor for r in held) > FORCED * len(requests)
 
     def _bound(self, request: Request) -> int:
         """Return the most tokens that the request's cache may hold once everything in flight has run."""
@@ -406,7 +408,8 @@ class Scheduler:
         """Find pages for the next step: evict, then preempt the request ranked last, then give up drafting."""
         while True:
             computed = sum(r.computed for r in ready)
-            batch = Batch([r.skill for r in ready], [r.room for r in ready], computed, self._begun)
+            masked = any(self._is_masked(r, 0) for r in ready)
+            batch = Batch([r.skill for r in ready], [r.room for r in ready], computed, self._begun, masked)
             if not ready:
                 return [], batch, self.policy.plain(0)
             shape = self.policy.choose(batch)
@@ -507,6 +510,8 @@ class Scheduler:
                 if request.skill.predicted:
                     request.skill.follow(len(emitted.predicted), len(emitted.tokens))
                 stopped += self._extend(request, emitted, item.shape is not None) == "stop"
+            if emitted.error is not None and request.slot >= 0:
+                self._end_unfollowed(request, emitted.error)
         if item.shape is not None and item.batch is not None:
             kept = self._counters.generated_tokens - before
             given = Given(
@@ -524,20 +529,16 @@ class Scheduler:
             )
             # If all requests had ended, plain decoding would also have run a useless step.
             gained = kept / live if live else 1.0
-            self._observe(item.launch.seconds, item.shape, item.batch, given, gained, item.masked)
+            self._observe(item.launch.seconds, item.shape, item.batch, given, gained)
         for observer in self._observers:
             observer.collected(stepped=item.shape is not None)
 
-    def _observe(
-        self, seconds: float, shape: StepShape, batch: Batch, given: Given, gained: float, masked: bool
-    ) -> None:
-        """Count a step of ``gained`` tokens a request, and report it to the policy. The time of a ``masked`` step says
-        nothing about its shape, because the host worked in it."""
+    def _observe(self, seconds: float, shape: StepShape, batch: Batch, given: Given, gained: float) -> None:
+        """Count a step of ``gained`` tokens a request, and report it to the policy."""
         requests, cost = len(given.emitted), self.policy.cost
         self._step_counters.ran(shape, requests, seconds)
         if cost is not None:
-            self._step_counters.priced(cost, shape, self.policy.plain(requests), batch.kv_tokens, gained)
-            seconds = cost.seconds(shape, batch.kv_tokens) if masked else seconds
+            self._step_counters.priced(cost, shape, self.policy.plain(requests), batch, gained)
         self.policy.observe(shape, batch, given, seconds)
 
     def _count(self, request: Request, emitted: Emitted, shape: StepShape) -> None:

@@ -230,6 +230,22 @@ def test_a_prompt_is_scored_once(serve: Serve, monkeypatch: pytest.MonkeyPatch, 
         ]
 
 
+def test_a_choice_that_a_stop_string_ended_can_not_fail(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine may report a failure before it learns of the end."""
+    client, engine = serve("abcd", stride=2)
+    step = engine.run_once
+
+    def failing() -> list[Tokens | Failed]:
+        return [each for message in step() for each in (message, Failed(message.rid, "late"))]
+
+    monkeypatch.setattr(engine, "run_once", failing)
+    choices = post(client, prompt="x", n=2, stop="b").json()["choices"]
+    assert [(choice["text"], choice["finish_reason"]) for choice in choices] == [("a", "stop")] * 2
+    assert post(client, prompt="x", n=2, stop="d").status_code == 400
+
+
 def test_echo_without_a_tokenizer(serve: Serve) -> None:
     client, _ = serve("xy", skip_tokenizer_init=True)
     choice = post(client, prompt=[1, 2], echo=True, logprobs=0).json()["choices"][0]

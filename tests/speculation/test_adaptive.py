@@ -40,6 +40,7 @@ class Device:
     begun: int = 0
     room: int = FREE
     stops: bool = False
+    masks: float = 0.0  # seconds of the host for a node, 0: steps are not masked
     noise: float = 0.02
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
@@ -47,11 +48,12 @@ class Device:
         """Tokens a second over ``steps``."""
         caps = self.caps or [FREE] * len(self.accepts)
         skills = [Skill(cap) for cap in caps]
-        batch, tokens, clock = Batch(skills, [self.room] * len(skills), self.kv_tokens, self.begun), 0, 0.0
+        rooms, tokens, clock = [self.room] * len(skills), 0, 0.0
+        batch = Batch(skills, rooms, self.kv_tokens, self.begun, bool(self.masks))
         for _ in range(steps):
             shape = choose(batch)
             given = self._step(shape, caps)
-            took = seconds(shape) + KV_SECONDS * self.kv_tokens
+            took = seconds(shape) + KV_SECONDS * self.kv_tokens + self.masks * shape.nodes
             tokens, clock = tokens + given.tokens, clock + took
             observe(shape, batch, given, took * (1 + self.noise * self.generator.standard_normal()))
         return tokens / clock
@@ -379,6 +381,26 @@ def test_a_pause_is_no_loss_of_the_probe_that_it_meets(pause: float) -> None:
     assert mode(levels[400:]) > 0
 
 
+@pytest.mark.parametrize("slots", [1, 16])
+def test_masks_that_cost_more_than_drafts_gain(slots: int) -> None:
+    """Each node costs the host as much as a plain step. Steps without masks are drafted as before."""
+    found, free = controller(), Device([0.8] * slots)
+    held = Device([0.8] * slots, masks=seconds(StepShape.plain(slots)))
+    free.run(found.choose, found.observe, 200)
+    held.run(found.choose, found.observe, 200)
+    off = held.run(lambda _: StepShape.plain(slots), ignore, 100)
+    assert held.run(found.choose, found.observe, 300) >= 0.97 * off
+    shapes = Counter[StepShape]()
+
+    def choose(batch: Batch) -> StepShape:
+        shapes[shape := found.choose(batch)] += 1
+        return shape
+
+    rate = free.run(choose, found.observe, 100)
+    assert shapes[StepShape.plain(slots)] <= 5
+    assert rate >= 1.2 * free.run(lambda _: StepShape.plain(slots), ignore, 100)
+
+
 def test_a_budget_goes_where_it_is_likely_to_pay() -> None:
     """With 4 nodes for two requests, an easy one's deep nodes beat a hard one's first."""
     acceptance = Acceptance()
@@ -404,6 +426,16 @@ def test_costs_are_refreshed_and_outliers_count_little() -> None:
         2.0 < cost.seconds(other, 1000) < 3.0
     )  # the machine became slower, and a part of that is the shape's own
     assert cost.error < 0.05
+
+
+def test_masked_steps_are_learned_apart() -> None:
+    shape, other = StepShape.plain(4), StepShape(4, 16, 3, 1)
+    cost = CostModel({shape: 1.0, other: 2.0})
+    for _ in range(300):
+        cost.observe(other, 0, 8.0, masked=True)
+    assert (cost.seconds(shape, 0), cost.seconds(other, 0), cost.error) == (1.0, 2.0, 0.0)
+    assert cost.seconds(other, 0, masked=True) == pytest.approx(8.0, rel=0.01)
+    assert cost.seconds(shape, 0, masked=True) == pytest.approx(1.0 + 6.0 * 4 / 16, rel=0.01)
 
 
 def test_a_tree_is_no_better_for_the_easy_texts_that_it_was_run_for() -> None:

@@ -230,6 +230,12 @@ class ResponsesRequest(Strict):
     def _check(self) -> ResponsesRequest:
         if self.stream_options is not None and not self.stream:
             raise fault("stream", "only with stream: true", "stream_options")
+        kinds = {tool.name: tool.tool.type for tool in self.offered()}
+        for path, tool in (
+            self.tool_choice.chosen().items() if isinstance(self.tool_choice, ToolChoice) else ()
+        ):
+            if kinds.get(str(tool.name), tool.type) != tool.type:
+                raise fault("kind", f"{tool.name} is a {kinds[str(tool.name)]} tool", f"{path}.type")
         return self
 
     def offered(self) -> list[Offered]:

@@ -141,6 +141,12 @@ class ToolChoice(Strict):
         check_kind(self, self.type, needed, ("type",))
         return self
 
+    def chosen(self) -> dict[str, AllowedTool | ToolChoice]:
+        """Return the chosen tools by their paths in the request."""
+        if self.type != "allowed_tools":
+            return {"tool_choice": self}
+        return {f"tool_choice.tools.{index}": tool for index, tool in enumerate(self.tools or ())}
+
     def names(self) -> dict[str, str]:
         """Return the caller's paths of the allowed tools, by their paths in the chat."""
         path = "tool_choice.allowed_tools.tools.{}.function"

@@ -39,13 +39,14 @@ def _kind(shape: StepShape) -> _Kind:
 @dataclass(slots=True)
 class Batch:
     """The next step as the controller sees it: its requests, the tokens that each may still get beyond one, the tokens
-    in their caches together, and how many requests began since the last step. ``probed_at``: for a probe, the best rate
-    when it was chosen."""
+    in their caches together, and how many requests began since the last step. ``masked``: the host restricts the tokens
+    after its nodes. ``probed_at``: for a probe, the best rate when it was chosen."""
 
     skills: Sequence[Skill]
     rooms: Sequence[int]
     kv_tokens: int
     begun: int = 0
+    masked: bool = False
     probed_at: float | None = None
 
 
@@ -55,6 +56,7 @@ class _Held:
 
     shape: StepShape
     slots: int
+    masked: bool
     until: int
 
 
@@ -93,11 +95,11 @@ class Controller:
     def choose(self, batch: Batch) -> StepShape:
         """Return the shape of the next step."""
         self._step += 1
-        slots, held = len(batch.skills), self._held
-        if held is not None and held.slots == slots and self._step < held.until:
+        kind, held = (len(batch.skills), batch.masked), self._held
+        if held is not None and (held.slots, held.masked) == kind and self._step < held.until:
             return held.shape
         shape, until = self._decide(batch)
-        self._held = _Held(shape, slots, until)
+        self._held = _Held(shape, *kind, until)
         return shape
 
     def _decide(self, batch: Batch) -> tuple[StepShape, int]:
@@ -108,7 +110,7 @@ class Controller:
             return shapes[0], self._step + 1
         shifts = np.array([skill.shift for skill in batch.skills])
         floors = np.array([skill.floor for skill in batch.skills])
-        rates, seconds = self._rates(shapes, batch.kv_tokens, shifts, caps, floors)
+        rates, seconds = self._rates(shapes, batch, shifts, caps, floors)
         best = self._steady(shapes, rates)
         chosen = self._probe(shapes, rates, seconds, best, batch)
         hold = min(HOLD, 1 + self._step // 16)  # the first steps teach the most
@@ -122,7 +124,7 @@ class Controller:
     def _rates(
         self,
         shapes: Sequence[StepShape],
-        kv_tokens: int,
+        batch: Batch,
         shifts: Floats,
         caps: Ints,
         floors: Floats,
@@ -131,7 +133,7 @@ class Controller:
         end at every step, steps that give more tokens need fewer of them."""
         ends = min(self._ends.value, 1.0)
         tokens = np.array([self.acceptance.expected(shape, shifts, caps, floors, ends) for shape in shapes])
-        seconds = np.array([self.cost.seconds(shape, kv_tokens) for shape in shapes])
+        seconds = np.array([self.cost.seconds(shape, batch.kv_tokens, batch.masked) for shape in shapes])
         whole = [self._with_prompts(*each) for each in zip(seconds, tokens, strict=True)]
         return tokens / np.array(whole), np.array(whole)
 
@@ -177,9 +179,9 @@ class Controller:
         """Learn from a step. A probe is charged what it actually lost, without pauses, which would have come anyway."""
         tokens = given.tokens
         if batch.probed_at is not None:
-            believed = min(seconds, OUTLIER * self.cost.seconds(shape, batch.kv_tokens))
+            believed = min(seconds, OUTLIER * self.cost.seconds(shape, batch.kv_tokens, batch.masked))
             self.allowance -= self._with_prompts(believed, tokens) - tokens / batch.probed_at
         self.acceptance.observe(shape, batch.skills, given)
         self._turnover.observe(batch.begun, tokens)
         self._ends.observe(given.stopped, tokens)
-        self.cost.observe(shape, batch.kv_tokens, seconds)
+        self.cost.observe(shape, batch.kv_tokens, seconds, batch.masked)

@@ -3,7 +3,8 @@ steps.
 
 The table is measured at start, on an idle machine with an empty cache. Three factors adapt it to load: one for all
 shapes (the machine), one for a draft (its levels, branching and copied levels), and one for the shape alone. Each step
-updates all three, so the cost of a shape that has not run for long follows those that do.
+updates all three, so the cost of a shape that has not run for long follows those that do. A masked step, for whose
+nodes the host fills masks, takes a time for each node on top, which is learned from masked steps alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from specserve.speculation.shape import StepShape
 LEARN = 0.08  # learning rate of the factors; higher in the first steps
 ERROR_LEARN = 0.1  # learning rate of the mean error
 OUTLIER = 1.5  # longer steps count as this many times the expected time: a pause says nothing about the shape
+MASKED_OUTLIER = 8.0  # the same for masked steps, whose grammars may be of any kind
 
 Key = tuple[int, ...]
 
@@ -30,17 +32,23 @@ class CostModel:
     slope: float = 0.0
     slopes: dict[StepShape, float] = field(default_factory=dict)
     prompts: float = 0.0
+    masks: float = 0.0  # seconds a node of masked steps, as far as the target's work does not hide them
     error: float = 0.0  # moving mean of the relative error
     _factors: dict[Key, float] = field(default_factory=dict)
     _seen: dict[Key, int] = field(default_factory=dict)
 
-    def seconds(self, shape: StepShape, kv_tokens: int) -> float:
+    def seconds(self, shape: StepShape, kv_tokens: int, masked: bool = False) -> float:
         """Return the expected seconds. Raises KeyError for a shape that was never measured."""
         measured = self.table[shape] + self.slopes.get(shape, self.slope) * kv_tokens
-        return measured * exp(sum(self._factors.get(key, 0.0) for key in _keys(shape)))
+        factor = exp(sum(self._factors.get(key, 0.0) for key in _keys(shape)))
+        return measured * factor + masked * self.masks * shape.nodes
 
-    def observe(self, shape: StepShape, kv_tokens: int, seconds: float) -> None:
-        expected = self.seconds(shape, kv_tokens)
+    def observe(self, shape: StepShape, kv_tokens: int, seconds: float, masked: bool = False) -> None:
+        expected = self.seconds(shape, kv_tokens, masked)
+        if masked:
+            excess = min(seconds, MASKED_OUTLIER * expected) - self.seconds(shape, kv_tokens)
+            self.masks += LEARN * (max(excess, 0.0) / shape.nodes - self.masks)
+            return
         residual = min(max(seconds / expected, 1 / OUTLIER), OUTLIER) - 1  # linear, not log: learns the mean
         self.error += ERROR_LEARN * (abs(residual) - self.error)
         keys = _keys(shape)
