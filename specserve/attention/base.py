@@ -1,6 +1,7 @@
 """What an attention backend is asked to do.
 
-Each pass over the model makes one plan; every layer then runs it. Shapes: B requests, T packed tokens or nodes,
+Each pass over the model makes one plan; every layer then runs it. Nothing sees positions before ``kv_start``; what is
+computed for these positions is finite and of no meaning. Shapes: B requests, T packed tokens or nodes,
 K frontier nodes a request, A scratch entries a frontier node sees, M pages a request, N heads, D head size.
 """
 
@@ -28,6 +29,7 @@ class Chunks:
     max_kv: int  # positions of one request, chunk included, known to the host
     # first position and tokens of each request; None: the host doesn't know them
     spans: Sequence[tuple[int, int]] | None
+    kv_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Nodes:
     levels: int | None  # most depth; None: every slot's nodes are a chain
     max_nodes: int
     max_kv: int  # bound on length + max_nodes, known to the host
+    kv_start: int = 0  # where there are only chains
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """FlashInfer's paged prefill; verify and draft are Triton's.
 
 FlashInfer plans on the host from each request's lengths, which prefill knows exactly, unless it is captured: Triton's
-serves there, too. A step's lengths live on the device, and its tree masks and ``kv_start`` have no counterpart there,
+serves there, too, and where position 0 is not to be seen. A step's lengths live on the device, and its tree masks and ``kv_start`` have no counterpart there,
 so it never joins a step (docs/decisions/0008-attention-backends.md).
 """
 
@@ -98,7 +98,7 @@ class FlashInferAttention:
         return reasons
 
     def plan_prefill(self, chunks: Chunks) -> Plan:
-        if chunks.spans is None:
+        if chunks.spans is None or chunks.kv_start:
             return self._triton.plan_prefill(chunks)
         if self._workspace is None:
             device = chunks.pages_BM.device
