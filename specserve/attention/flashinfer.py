@@ -1,8 +1,8 @@
 """FlashInfer's paged prefill; verify and draft are Triton's.
 
 FlashInfer plans on the host from each request's lengths, which prefill knows exactly, unless it is captured: Triton's
-serves there, too, and where position 0 is not to be seen. A step's lengths live on the device, and its tree masks and ``kv_start`` have no counterpart there,
-so it never joins a step (docs/decisions/0008-attention-backends.md).
+serves there, too. A step's lengths live on the device, and its tree masks and ``kv_start`` have no counterpart there,
+so it never joins a step, nor prompts with a ``kv_start`` (docs/decisions/0008-attention-backends.md).
 """
 
 from __future__ import annotations

@@ -37,6 +37,8 @@ class DrafterNeeds:
     taps: tuple[int, ...] = ()  # boundaries of the target's residual stream
     last_layer: bool = False  # what the target's last layer gives of every token, in prefill as well
     feature_size: int = 0  # numbers kept for each slot, and for each page's last token
+    token_feature_size: int = 0  # numbers kept for each token of the pool
+    kv_start: int = 0  # first position that has an entry of its layers, for those that run prompts
     tokens_on_host: bool = False  # each step's tokens before the next one, which rules out overlap
     continuation: int = 0  # most tokens of earlier answers that the host says a text goes on with
     reaches: bool = False  # for each slot, how far its own cache goes
@@ -55,7 +57,7 @@ class TargetStates:
 class PromptTokens:
     """A prefill's tokens, packed by request, and where their cache entries lie. Where a run is final, a token follows
     it; the next token's position is ``end_B`` in any case. ``last_BH``: the target's state after its final norm at each
-    run's last token. ``plan``: attention of the runs, for any model's layers."""
+    run's last token. ``plan``: attention of the runs, for the drafter's layers."""
 
     token_T: Tensor
     position_T: Tensor

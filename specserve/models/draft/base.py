@@ -37,3 +37,7 @@ class DraftConfig:
     residual_normed: bool = False  # the residual stream begins with the normed feature
     tied: bool = False  # the embedding scores, too
     final_norm: bool | None = None  # a norm before the scores; None: as in the paper
+    # P-EAGLE.
+    num_layers: int = 1
+    mask_id: int = 0
+    mask_shape: tuple[int, ...] = ()  # of ``mask_hidden``

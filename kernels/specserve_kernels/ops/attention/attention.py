@@ -417,7 +417,15 @@ def attend_nodes(
     """
     if len(q_TND) == len(length_B):
         return _launch(
-            q_TND, cache, pages_BM, length_B, workspace, nodes=1, tail="none", kv_start=kv_start, scales=scales
+            q_TND,
+            cache,
+            pages_BM,
+            length_B,
+            workspace,
+            nodes=1,
+            tail="none",
+            kv_start=kv_start,
+            scales=scales,
         )
     assert not kv_start or paths is None
     tail, entries, *listed = ("chain", 1) if paths is None else ("tree", paths.entries, *paths[:3])
