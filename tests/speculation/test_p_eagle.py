@@ -271,6 +271,10 @@ NAMES = "mask_token_id, pard_token, ptd_token_id"
         ({"ptd_token_id": None}, f"{NAMES}: one must be the id of the mask token"),
         ({"ptd_token_id": 64}, "ptd_token_id 64 is none of the target's 64 tokens"),
         ({"pard_token": "61"}, "pard_token must be a token id, found '61'"),
+        (
+            {"speculators_config": {"proposal_methods": [{"speculative_tokens": 0}]}},
+            r"config\.json: speculative_tokens must be a positive integer, found 0",
+        ),
         ({"vocab_size": 70}, "vocab_size 70 does not fit the target's 64"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3]}},
@@ -281,7 +285,7 @@ NAMES = "mask_token_id, pard_token, ptd_token_id"
             "layer_types has sliding_attention with a window of 16 tokens, but a slot has",
         ),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_what_does_not_fit(
     fields: dict[str, Any], words: str, random_models: Checkpoints, tmp_path: Path

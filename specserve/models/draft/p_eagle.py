@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specserve.layers.batch import Attend
 from specserve.layers.decoder import DecoderLayer
 from specserve.layers.rotary import Rope
-from specserve.models.config import COUNT, check, read_json
+from specserve.models.config import COUNT, OBJECT, check, read_json
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.eagle3 import Eagle3Head
 
@@ -68,8 +68,11 @@ class PEagleHead(Eagle3Head):
 
 def count_levels(path: Path) -> int:
     """How many levels are drafted at most: as many as it was trained for, where its config says so. Raises ValueError
-    naming the field that has no such number."""
+    naming the field if that is no such number."""
     file = path / "config.json"
-    methods = (read_json(file).get("speculators_config") or {}).get("proposal_methods") or [{}]
-    check(methods[0], file, COUNT, "speculative_tokens", optional=True)
-    return min(methods[0].get("speculative_tokens") or MOST_LEVELS, MOST_LEVELS)
+    config = read_json(file)
+    check(config, file, OBJECT, "speculators_config", optional=True)
+    methods = (config.get("speculators_config") or {}).get("proposal_methods")
+    said = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], dict) else {}
+    check(said, file, COUNT, "speculative_tokens", optional=True)
+    return min(said.get("speculative_tokens") or MOST_LEVELS, MOST_LEVELS)
