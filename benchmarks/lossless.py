@@ -79,6 +79,8 @@ SPECULATION: dict[str, tuple[str, int, int, int] | None] = {
     "STANDALONE tree": ("STANDALONE", 3, 3, 12),
     "PARD chain": ("PARD", 6, 1, 7),
     "PARD tree": ("PARD", 4, 3, 12),
+    "P_EAGLE chain": ("P_EAGLE", 6, 1, 7),
+    "P_EAGLE tree": ("P_EAGLE", 4, 3, 12),
     "NGRAM chain": ("NGRAM", 8, 1, 9),
     "NGRAM tree": ("NGRAM", 6, 3, 16),
     "SUFFIX chain": ("SUFFIX", 8, 1, 9),

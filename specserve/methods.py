@@ -194,6 +194,18 @@ register(
         count_levels="specserve.models.draft.pard:count_levels",
     )
 )
+register(
+    replace(
+        _EAGLE_HEAD,
+        name="P_EAGLE",
+        load="specserve.speculation.drafters.p_eagle:PEagleDrafter.load",
+        heads=("P_EAGLE",),
+        bundled=None,
+        map_refusal=_FIXED_VOCABULARY,
+        live_map=False,
+        count_levels="specserve.models.draft.p_eagle:count_levels",
+    )
+)
 register(Method("NGRAM", "specserve.speculation.drafters.ngram:NgramDrafter.load", copies="all"))
 register(
     Method("SUFFIX", "specserve.speculation.drafters.suffix:SuffixDrafter.load", copies="all", recalls=True)
@@ -233,5 +245,6 @@ for _lookup in ("NGRAM", "SUFFIX", "REST"):
         "DFLASH2",
         "STANDALONE",
         "PARD",
+        "P_EAGLE",
     ):
         register(_merged(METHODS[_model], METHODS[_lookup]))

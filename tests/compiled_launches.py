@@ -332,7 +332,9 @@ def launch_attention(
         rotary_store_kv(qkv_TND, torch.zeros(9, 2, size, dtype=dtype), *where, scales=scales)
     for paths in (None, list_paths(per_node_T, q_start.clone(), length_B.clone(), 4, nodes)):
         attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), scales)
+    attend_nodes(*shared, length_B, q_start, None, nodes, Workspace(), scales, kv_start=1)
     attend_chunks(*shared, q_start, per_node_T, nodes, scales=scales)
+    attend_chunks(*shared, q_start, per_node_T, nodes, kv_TND, True, scales, kv_start=1)
     for prefix, tokens in ((False, nodes), (True, nodes), (True, 65)):  # and where tiles are larger
         attend_chunks(*shared, q_start, per_node_T, tokens, kv_TND, prefix, scales)
     if nodes > 1:

@@ -15,6 +15,7 @@ from tests.reference.hydra import make_hydra
 from tests.reference.medusa import make_medusa
 from tests.reference.mlp_speculator import make_mlp_speculator
 from tests.reference.models import make_llama
+from tests.reference.p_eagle import make_p_eagle
 from tests.reference.standalone import first_layer, make_pard
 
 
@@ -37,6 +38,7 @@ def _agreeing(path: Path, target: Path, rank: int, **heads: int) -> Checkpoints:
         "ARCTIC_LSTM": make_arctic_lstm(path / "arctic_lstm", target, agree=True),
         "STANDALONE": first_layer(path / "standalone", target),
         "PARD": make_pard(path / "pard", path / "standalone", mask=63),
+        "P_EAGLE": make_p_eagle(path / "p_eagle", target, layers=2, agree=True),
     }
     return Checkpoints(target, eagle, eagle3, others)
 

@@ -27,6 +27,7 @@ from specserve.speculation.context import Context
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.drafters.eagle import EagleDrafter
+from specserve.speculation.drafters.p_eagle import PEagleDrafter
 from specserve.speculation.shape import StepShape
 
 Shape = tuple[int, int, int]  # steps, topk, verified tokens
@@ -82,7 +83,7 @@ def context_of(scheduler: Scheduler) -> Context:
 
 def head_of(scheduler: Scheduler) -> LayerHead:
     drafter = context_of(scheduler).drafter
-    assert isinstance(drafter, EagleDrafter)
+    assert isinstance(drafter, EagleDrafter | PEagleDrafter)
     head = drafter.head
     assert isinstance(head, LayerHead)
     return head

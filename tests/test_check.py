@@ -30,6 +30,7 @@ from tests.reference import llama
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.medusa import make_medusa
 from tests.reference.models import load_checkpoint, make_llama, make_mimo
+from tests.reference.p_eagle import make_p_eagle
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ["--dtype", "float64", "--device", "cpu", "--max-tokens", "24"]
@@ -43,7 +44,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     )
     byte_tokenizer().save_pretrained(target)
     eagle = make_eagle(path / "eagle", target, agree=True)
-    return Checkpoints(target, eagle, make_eagle3(path / "eagle3", target, agree=True, draft_vocab=40))
+    eagle3 = make_eagle3(path / "eagle3", target, agree=True, draft_vocab=40)
+    return Checkpoints(target, eagle, eagle3, {"P_EAGLE": make_p_eagle(path / "p_eagle", target)})
 
 
 def edit(directory: Path, copy: Path, **fields: Any) -> Path:
@@ -269,13 +271,13 @@ def test_a_target_with_problems(
     assert any("served as float16: values over 65504" in remark for remark in report["remarks"])
 
 
-@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE", "EAGLE3", "MTP"])
+@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE", "EAGLE3", "MTP", "P_EAGLE"])
 def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, algorithm: str) -> None:
     """MTP's draft lies in the model's own files."""
     target = make_mimo(tmp_path, vocab=VOCAB) if algorithm == "MTP" else pair.target
     given = {"model_path": str(target), "dtype": "float64", "device": "cpu", "skip_tokenizer_init": True}
     given["kv_cache_dtype"] = "fp8" if algorithm == "EAGLE3" else "auto"
-    if algorithm.startswith("EAGLE"):
+    if "EAGLE" in algorithm:
         given["speculative_draft_model_path"] = str(pair.draft(algorithm))
     settings, _ = resolve_paths(make_settings(speculative_algorithm=algorithm, **given))
     built = build_scheduler(settings)
@@ -307,6 +309,18 @@ def test_expected_memory_is_what_is_loaded(pair: Checkpoints, tmp_path: Path, al
         layer.out_features * (layer.in_features + 4 * ceil(layer.in_features / 128)) for layer in layers
     ]
     assert int8 - none == fp8 - none == sum(copies) > 0
+
+
+def test_a_draft_of_several_layers(
+    pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What does not fit is told before anything is loaded."""
+    code, report = check(capsys, pair.target, pair.others["P_EAGLE"], "--no-run", algorithm="P_EAGLE")
+    assert (code, report["problems"]) == (0, [])
+    draft = edit(pair.others["P_EAGLE"], tmp_path / "draft", ptd_token_id=VOCAB)
+    code, report = check(capsys, pair.target, draft, "--no-run", algorithm="P_EAGLE")
+    assert code == 2
+    assert any(f"ptd_token_id {VOCAB} is none of the target's" in problem for problem in report["problems"])
 
 
 def test_a_model_that_does_not_fit(

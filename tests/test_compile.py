@@ -21,6 +21,7 @@ from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.medusa import make_medusa
 from tests.reference.mlp_speculator import make_mlp_speculator
 from tests.reference.models import make_llama, make_mimo
+from tests.reference.p_eagle import make_p_eagle
 from tests.reference.quantized import quantize
 from tests.reference.standalone import first_layer
 
@@ -109,6 +110,7 @@ MAKES: dict[str, Callable[[Path, Path], Path]] = {
     "MLP_SPECULATOR": make_mlp_speculator,
     "DSPARK": partial(make_block, dialect="DeepSpec", markov_kind="rnn", confident=True),
     "STANDALONE": first_layer,
+    "P_EAGLE": partial(make_p_eagle, head_dim=64),
 }
 
 
@@ -132,6 +134,7 @@ def drafted(path: Path, kind: str) -> list[str]:
         ("EAGLE", ["--quantization", "fp8"], "_weight_only_kernel"),
         ("MiMo", ["--disable-cuda-graph"], "_grow_kernel"),
         ("DSPARK", [], "_quantized_linear_kernel"),
+        ("P_EAGLE", [], "_pair_inputs_kernel"),
         ("SUFFIX", [], "_continuation_kernel"),
         ("MEDUSA", ["--speculative-draft-quantization", "int8"], "_round_kernel"),
     ],

@@ -165,7 +165,7 @@ def test_an_override_of_another_kind_of_head(target: Path, tmp_path: Path) -> No
         load(target, draft, "EAGLE", recycled_hidden="post")
     with pytest.raises(ValueError, match="has no tensor embed_tokens"):
         load(target, save(tmp_path / "3", eagle3(target)), "EAGLE3", use_own_embedding=True)
-    assert all(set(field.kinds) <= {"EAGLE", "EAGLE3", "MTP"} for field in FIELDS.values())
+    assert all(set(field.kinds) <= {"EAGLE", "EAGLE3", "MTP", "P_EAGLE"} for field in FIELDS.values())
 
 
 def test_an_alias_is_the_same_method() -> None:

@@ -65,7 +65,9 @@ def answers(scheduler: Scheduler) -> list[Answer]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "shape"), [("EAGLE", (3, 1, 4)), ("EAGLE3", (3, 2, 7))], ids=["eagle", "eagle3"]
+    ("algorithm", "shape"),
+    [("EAGLE", (3, 1, 4)), ("EAGLE3", (3, 2, 7)), ("P_EAGLE", (3, 2, 7))],
+    ids=["eagle", "eagle3", "p_eagle"],
 )
 @pytest.mark.parametrize(
     "sizes",

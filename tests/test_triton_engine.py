@@ -88,6 +88,7 @@ def with_predictions(found: list[Answer]) -> list[SamplingParams]:
         ("EAGLE", (2, 1, 3), "fp8"),
         ("EAGLE3", (3, 2, 6), "auto"),
         ("DSPARK", (3, 2, 6), "fp8"),
+        ("P_EAGLE", (3, 2, 6), "fp8"),
         ("SUFFIX", (3, 2, 6), "fp8"),
     ],
 )

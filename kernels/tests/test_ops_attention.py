@@ -88,9 +88,16 @@ class Case:
         return self.cache[page_T, :, chunks.positions_T % self.page_size]
 
     def check(
-        self, method: str, request: object, rows: int, live: int | None = None, own: bool = False
+        self,
+        method: str,
+        request: object,
+        rows: int,
+        live: int | None = None,
+        own: bool = False,
+        skip: Tensor | None = None,
     ) -> None:
-        """``live``: the rows whose output means something; ``own``: keys and values of chunks stand next to queries."""
+        """``live``: the rows whose output means something, but for ``skip``; ``own``: keys and values of chunks stand
+        next to queries."""
         qkv_TND = self.normal(rows, self.heads + 2 * self.kv_heads, self.head_dim)
         q_TND, kv_TND = qkv_TND.split([self.heads, 2 * self.kv_heads], 1)
         if own:
@@ -108,6 +115,8 @@ class Case:
         assert found.dtype == self.dtype
         assert found.isfinite().all()
         tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[self.dtype]
+        if skip is not None:
+            found, right = found[~skip], right[~skip]
         torch.testing.assert_close(found[:live].double(), right[:live], atol=tolerance, rtol=tolerance)
 
 
@@ -220,13 +229,14 @@ def chunks(case: Case, before: list[int], counts: list[int]) -> Chunks:
     )
 
 
-def test_flashinfer_leaves_captured_prompts_to_triton() -> None:
-    """Their lengths are not known to the host, which would have to plan."""
-    captured = replace(chunks(Case((2, 1, 64), 16, CPU, torch.float32), [0, 9], [20, 3]), spans=None)
-    found, triton = (
-        ATTENTION[name](16, torch.bfloat16).plan_prefill(captured) for name in ("flashinfer", "triton")
-    )
-    assert type(found) is type(triton)
+def test_flashinfer_leaves_prompts_to_triton() -> None:
+    """Captured ones, whose lengths the host, which would have to plan, does not know; and what skips position 0."""
+    prompts = chunks(Case((2, 1, 64), 16, CPU, torch.float32), [0, 9], [20, 3])
+    for left in (replace(prompts, spans=None), replace(prompts, kv_start=1)):
+        found, triton = (
+            ATTENTION[name](16, torch.bfloat16).plan_prefill(left) for name in ("flashinfer", "triton")
+        )
+        assert type(found) is type(triton)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
@@ -325,6 +335,22 @@ class TestShapes:
         case.check("plan_prefill", chunks(case, [7, 130], [200, 70]), rows=270)
         case.check("plan_prefill", chunks(case, [7, 130], [200, 70]), rows=270, own=True)
         case.check("plan_prefill", chunks(case, [0, 0, 0], [65, 200, 64]), rows=329, own=True)
+
+    @pytest.mark.parametrize("page_size", [1, 16])
+    def test_position_0_stays_unseen(
+        self, page_size: int, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By chains, single tokens and chunks, whose own keys may be read from next to the queries."""
+        if device == CPU:
+            monkeypatch.setattr(prefill, "_by_descriptors", lambda *_: True)
+        case = Case((4, 1, 64), page_size, device, dtype)
+        chains = chain(tree(case, [37, 1, 16], [5, 1, 3], max_nodes=6, spare=2))
+        case.check("plan_verify", replace(chains, kv_start=1), rows=11, live=9)
+        case.check("plan_verify", replace(tree(case, [31, 1], [1, 1], max_nodes=1), kv_start=1), rows=2)
+        for before, counts in (([30, 17, 1], [9, 1, 70]), ([90, 0], [20, 90]), ([0, 0], [0, 37])):
+            request = replace(chunks(case, before, counts), kv_start=1)
+            for own in (False, True):
+                case.check("plan_prefill", request, sum(counts), own=own, skip=request.positions_T == 0)
 
     def test_others_numbers_stay_away(self, device: torch.device, dtype: torch.dtype) -> None:
         """Whatever stands after a request's own keys and values."""

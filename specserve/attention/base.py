@@ -1,7 +1,8 @@
 """The interface of attention backends.
 
-Each pass over the model makes one plan, which every layer runs. Shapes: B requests, T packed tokens or nodes, K
-frontier nodes a request, A scratch entries that a frontier node sees, M pages a request, N heads, D head size.
+Each pass over the model makes one plan, which every layer runs. No token sees positions before ``kv_start``; results at
+these positions are finite and have no meaning. Shapes: B requests, T packed tokens or nodes, K frontier nodes a
+request, A scratch entries that a frontier node sees, M pages a request, N heads, D head size.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Chunks:
     max_kv: int  # positions of one request, chunk included, known to the host
     # first position and tokens of each request; None: the host doesn't know them
     spans: Sequence[tuple[int, int]] | None
+    kv_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Nodes:
     levels: int | None  # largest depth; None: every slot's nodes are a chain
     max_nodes: int
     max_kv: int  # bound on length + max_nodes, known to the host
+    kv_start: int = 0  # where there are only chains
 
 
 @dataclass(frozen=True, slots=True)

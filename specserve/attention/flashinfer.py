@@ -2,7 +2,8 @@
 
 FlashInfer plans on the host from each request's lengths. Prefill knows these exactly unless it is captured, where
 Triton is used too. A step's lengths are on the device, and FlashInfer has no counterpart of its tree masks and
-``kv_start``, so it takes no part in steps (docs/decisions/0008-attention-backends.md).
+``kv_start``, so it takes no part in steps, nor in prompts with a ``kv_start``
+(docs/decisions/0008-attention-backends.md).
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class FlashInferAttention:
         return reasons
 
     def plan_prefill(self, chunks: Chunks) -> Plan:
-        if chunks.spans is None:
+        if chunks.spans is None or chunks.kv_start:
             return self._triton.plan_prefill(chunks)
         if self._workspace is None:
             device = chunks.pages_BM.device

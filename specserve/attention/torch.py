@@ -62,7 +62,7 @@ class TorchAttention:
                 chunks.q_start, chunks.slot_T, chunks.max_tokens, len(chunks.slot_T)
             )
             positions_BN = chunks.positions_T[gather_BN]
-        visible_BNL = position_L <= positions_BN[..., None]
+        visible_BNL = _from(chunks.kv_start, position_L, position_L <= positions_BN[..., None])
         return _Plan(pages_BM, visible_to_bias(visible_BNL, self.dtype), gather_BN, scatter_T)
 
     def plan_verify(self, nodes: Nodes) -> _Plan:
@@ -77,6 +77,7 @@ class TorchAttention:
         offset_B1L = position_L - nodes.length_B[:, None, None]
         ancestor_BNL = (mask_BN[..., None] >> offset_B1L.clamp(0, 63)) & 1 > 0
         visible_BNL = (offset_B1L < 0) | (ancestor_BNL & (offset_B1L < 64))
+        visible_BNL = _from(nodes.kv_start, position_L, visible_BNL)
         return _Plan(pages_BM, visible_to_bias(visible_BNL, self.dtype), gather_BN, scatter_T)
 
     def plan_draft(self, frontier: Frontier) -> _Plan:
@@ -91,6 +92,14 @@ class TorchAttention:
         pages = -(-max_kv // self.page_size)
         assert pages <= pages_BM.shape[1], "the page table is too narrow for this step"
         return pages_BM[:, :pages], torch.arange(pages * self.page_size, device=pages_BM.device)
+
+
+def _from(kv_start: int, position_L: Tensor, visible_BNL: Tensor) -> Tensor:
+    """Hide positions before ``kv_start``. What then sees nothing sees everything, so that its softmax is finite."""
+    if not kv_start:
+        return visible_BNL
+    visible_BNL = visible_BNL & (position_L >= kv_start)
+    return visible_BNL | ~visible_BNL.any(-1, keepdim=True)
 
 
 def _padding(q_start: Tensor, slot_T: Tensor, width: int, total: int) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class _Prefill:
     ) -> Tensor:
         c = self.chunks
         where = c.pages_BM, c.q_start, c.positions_T, c.max_tokens
-        return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix, scales)
+        return attend_chunks(q_TND, cache, *where, kv_TND, self.prefix, scales, c.kv_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _Verify:
     ) -> Tensor:
         n = self.nodes
         tree = n.q_start, self.paths, n.max_nodes
-        return attend_nodes(q_TND, cache, n.pages_BM, n.length_B, *tree, self.workspace, scales)
+        return attend_nodes(q_TND, cache, n.pages_BM, n.length_B, *tree, self.workspace, scales, n.kv_start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,19 +19,22 @@ from specserve.kv.spec import KVSpec
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """``feature_size`` 0: no drafter needs the features of page ends. Features have the model's ``dtype``."""
+    """``feature_size`` 0: no drafter needs the features of page ends. ``token_feature_size`` 0: nor those of all
+    tokens. Features have the model's ``dtype``."""
 
     target: Sequence[KVSpec]
     draft: Sequence[KVSpec]
     feature_size: int
     page_size: int
     dtype: torch.dtype
+    token_feature_size: int = 0
 
     @property
     def page_bytes(self) -> int:
-        """Memory of one page: all layers, and the feature of its last token."""
+        """Memory of one page: all layers, and the features of its last token and of all its tokens."""
         token_bytes = sum(spec.token_bytes for spec in (*self.target, *self.draft))
-        return token_bytes * self.page_size + self.feature_size * self.dtype.itemsize
+        features = self.feature_size + self.token_feature_size * self.page_size
+        return token_bytes * self.page_size + features * self.dtype.itemsize
 
 
 class KVPool:
@@ -40,6 +43,8 @@ class KVPool:
     ``layers[i]``: layer i's entries ``[pages, parts, page size, ...]``; ``scales[i]``: their FP8 scales.
     ``target_groups``: the target's memory as ``[layers, pages, parts, page size, ...]``. ``page_feature``: ``[pages,
     feature size]``, the feature of each page's last token, from which drafting resumes after a prefix hit.
+    ``token_feature``: ``[pages, page size, token feature size]``, the feature of each token, which a draft's layers
+    read later.
     """
 
     def __init__(self, config: PoolConfig, num_pages: int, device: torch.device) -> None:
@@ -56,3 +61,6 @@ class KVPool:
         self.layers: list[Tensor] = [layer for group in groups for layer in group.unbind(0)]
         self.scales = [spec.scales for spec in (*config.target, *config.draft)]
         self.page_feature = torch.zeros(num_pages, config.feature_size, dtype=config.dtype, device=device)
+        self.token_feature = torch.zeros(
+            num_pages, config.page_size, config.token_feature_size, dtype=config.dtype, device=device
+        )

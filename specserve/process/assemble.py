@@ -274,6 +274,7 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
         feature_size=drafter.needs.feature_size,
         page_size=config.page_size,
         dtype=dtype,
+        token_feature_size=drafter.needs.token_feature_size,
     )
     pages = pool_pages(pool_config, config.max_total_tokens, config.mem_fraction_static, device)
     phase.enter("making the KV pool")

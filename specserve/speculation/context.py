@@ -37,6 +37,8 @@ class DrafterNeeds:
     taps: tuple[int, ...] = ()  # layer boundaries at which it reads the target's residual stream
     last_layer: bool = False  # the target's last layer for every token, in prefill too
     feature_size: int = 0  # numbers kept for each slot, and for each page's last token
+    token_feature_size: int = 0  # numbers kept for each token of the pool
+    kv_start: int = 0  # first position with an entry of its layers, if these run prompts
     tokens_on_host: bool = False  # each step's tokens before the next step, which rules out overlap
     continuation: int = 0  # longest continuation, in tokens, that the host looks up for a slot
     reaches: bool = False  # the length of its own cache, for each slot
@@ -55,7 +57,7 @@ class TargetStates:
 class PromptTokens:
     """A prefill's tokens, packed by request, and the places of their cache entries. A token has been chosen after each
     final run; ``end_B`` is the position after the run in any case. ``last_BH``: the target's state after its final norm
-    at each run's last token. ``plan``: the attention plan of the runs, usable by any model's layers."""
+    at each run's last token. ``plan``: the attention plan of the runs, for the drafter's layers."""
 
     token_T: Tensor
     position_T: Tensor

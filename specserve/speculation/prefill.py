@@ -84,6 +84,7 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     logits_BV = context.target.logits(last_BH)
     choosable_BV = logits_BV if chunks.words_BW is None else hold(logits_BV, chunks.words_BW)
     token_B = _first_tokens(context, view, choosable_BV, end_B, chunks.final_B)
+    kv_start = drafter.needs.kv_start
     prompts = PromptTokens(
         token_T=chunks.token_T,
         position_T=position_T,
@@ -94,7 +95,7 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
         next_B=token_B,
         final_B=chunks.final_B,
         last_BH=last_BH,
-        plan=plan,
+        plan=_plan(context, view, chunks, position_T, local_T, kv_start) if kv_start else plan,
     )
     drafter.prefill(context, view, prompts, TargetStates(hidden_XH, tapped))
     table = context.state.slots
@@ -109,7 +110,14 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
     return PrefillResult(token_B, chunks.final_B, logits_BV, scores, predicted_B2)
 
 
-def _plan(context: Context, view: View, chunks: PromptChunks, position_T: Tensor, local_T: Tensor) -> Plan:
+def _plan(
+    context: Context,
+    view: View,
+    chunks: PromptChunks,
+    position_T: Tensor,
+    local_T: Tensor,
+    kv_start: int = 0,
+) -> Plan:
     """Plan the attention of the runs. Short runs of a captured launch are planned as chains of nodes."""
     if chunks.spans is not None or chunks.longest > MAX_NODES:
         return context.attention.plan_prefill(
@@ -121,6 +129,7 @@ def _plan(context: Context, view: View, chunks: PromptChunks, position_T: Tensor
                 max_tokens=chunks.longest,
                 max_kv=view.max_length,
                 spans=chunks.spans,
+                kv_start=kv_start,
             )
         )
     return context.attention.plan_verify(
@@ -134,6 +143,7 @@ def _plan(context: Context, view: View, chunks: PromptChunks, position_T: Tensor
             levels=None,
             max_nodes=min(len(chunks.token_T), chunks.longest),
             max_kv=view.max_length,
+            kv_start=kv_start,
         )
     )
 

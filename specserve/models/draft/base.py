@@ -34,3 +34,7 @@ class DraftConfig:
     residual_normed: bool = False  # the residual stream begins with the normalized feature
     tied: bool = False  # the embedding is also the output head
     final_norm: bool | None = None  # a norm before the output head; None: as in the paper
+    # P-EAGLE.
+    num_layers: int = 1
+    mask_id: int = 0
+    mask_shape: tuple[int, ...] = ()  # of ``mask_hidden``

@@ -241,7 +241,7 @@ def read_block(source: BlockSource, target: ModelConfig, max_positions: int) -> 
         raise ValueError(
             f"{file}: mask_token_id must be a token id from 0 to {target.vocab_size - 1}, found {mask!r}"
         )
-    _check_window(source, max_positions)
+    check_window(config, file, max_positions)
     (after, why), own_head = source.slots, "d2t" in source.files
     where = "after" if after else "at"
     source.note(f"{source.kind}, blocks of {size} (mask token {mask}), {source.levels} levels")
@@ -273,12 +273,12 @@ def read_block(source: BlockSource, target: ModelConfig, max_positions: int) -> 
     )
 
 
-def _check_window(source: BlockSource, max_positions: int) -> None:
+def check_window(config: Mapping[str, Any], file: Path, max_positions: int) -> None:
     """Raise ValueError for a sliding window shorter than a slot: layers attend to the whole text."""
-    window = source.config.get("sliding_window")
-    if "sliding_attention" in (source.config.get("layer_types") or ()) and max_positions > (window or 0):
+    window = config.get("sliding_window")
+    if "sliding_attention" in (config.get("layer_types") or ()) and max_positions > (window or 0):
         raise ValueError(
-            f"{source.config_file}: layer_types has sliding_attention with a window of {window} tokens, but a slot "
+            f"{file}: layer_types has sliding_attention with a window of {window} tokens, but a slot "
             f"has {max_positions} positions; expected a smaller --context-length"
         )
 

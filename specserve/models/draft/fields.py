@@ -11,7 +11,9 @@ from specserve.models.config import COUNT, NUMBER, OBJECT, TRUTH, Values
 
 FLAG = "--speculative-draft-config-override"
 LIST = "eagle_aux_hidden_state_layer_ids"
-KINDS = ("EAGLE", "EAGLE3", "MTP")
+KINDS = ("EAGLE", "EAGLE3", "MTP", "P_EAGLE")
+_AUTOREGRESSIVE = ("EAGLE", "EAGLE3", "MTP")
+_FUSED = ("EAGLE3", "P_EAGLE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +29,27 @@ class Field:
 _LIST = Values(
     "a list of integers", lambda found: found and type(found) is list and {*map(type, found)} == {int}
 )
+_ID = Values("a token id", lambda found: type(found) is int and found >= 0)
 _SIDE = Values("pre or post", lambda found: found in ("pre", "post"))
 
 FIELDS: dict[str, Field] = {
     "rope_theta": Field(NUMBER, KINDS),
     "rope_scaling": Field(OBJECT.or_null, KINDS),
-    LIST: Field(_LIST, ("EAGLE3",), ", the layers whose input is read"),
-    "use_aux_hidden_state": Field(TRUTH, ("EAGLE3",)),
-    "use_own_embedding": Field(TRUTH, ("EAGLE", "EAGLE3")),
-    "norm_before_residual": Field(TRUTH, ("EAGLE3",)),
-    "norm_before_head": Field(TRUTH, ("EAGLE3",)),
-    "recycled_hidden": Field(_SIDE, KINDS),
+    LIST: Field(_LIST, _FUSED, ", the layers whose input is read"),
+    "use_aux_hidden_state": Field(TRUTH, _FUSED),
+    "use_own_embedding": Field(TRUTH, ("EAGLE", *_FUSED)),
+    "norm_before_residual": Field(TRUTH, _FUSED),
+    "norm_before_head": Field(TRUTH, _FUSED),
+    "recycled_hidden": Field(_SIDE, _AUTOREGRESSIVE),
+    "mask_token_id": Field(_ID, ("P_EAGLE",)),
     "mtp_hidden": Field(_SIDE, ("MTP",)),
     "num_attention_heads": Field(COUNT, KINDS),
     "vocab_size": Field(COUNT, KINDS),
-    "target_hidden_size": Field(COUNT, ("EAGLE3",)),
+    "target_hidden_size": Field(COUNT, _FUSED),
     "rms_norm_eps": Field(NUMBER, KINDS),
 }
 FIELDS |= dict.fromkeys(("add_para_norm", "embed_requires_grad", "fc_norm", "layernorms"), Field(TRUTH))
+FIELDS |= dict.fromkeys(("pard_token", "ptd_token_id"), Field(_ID))
 FIELDS |= dict.fromkeys(("norm_before_fc", "norm_output", "tie_word_embeddings"), Field(TRUTH))
 
 

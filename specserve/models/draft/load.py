@@ -1,4 +1,4 @@
-"""Load published draft heads: EAGLE (1 and 2), EAGLE-3 and MiMo's MTP.
+"""Load published draft heads: EAGLE (1 and 2), EAGLE-3, P-EAGLE and MiMo's MTP.
 
 Anything that does not fit the target raises a ValueError that names the file, the tensor or field, and what is
 expected.
@@ -15,14 +15,21 @@ import torch
 from torch import Tensor
 
 from specserve.models.checkpoint import building, file_tensors, load_parameters
+from specserve.models.draft.block_source import check_window
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
 from specserve.models.draft.mtp import MTPHead
-from specserve.models.draft.reader import open_draft
+from specserve.models.draft.p_eagle import PEagleHead
+from specserve.models.draft.reader import Eagle3Reading, open_draft
 from specserve.models.llama import LlamaModel
 
 Head = EagleHead | Eagle3Head | MTPHead
-_HEADS: dict[str, Callable[..., Head]] = {"EAGLE": EagleHead, "EAGLE3": Eagle3Head, "MTP": MTPHead}
+_HEADS: dict[str, Callable[..., Head]] = {
+    "EAGLE": EagleHead,
+    "EAGLE3": Eagle3Head,
+    "MTP": MTPHead,
+    "P_EAGLE": PEagleHead,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,9 @@ def load_draft(
     config."""
     reading = open_draft(path, algorithm, overrides or {}, target.config)
     source, config = reading.source, reading.config()
-    own = reading.kind == "EAGLE3" and (config.tied or "lm_head.weight" in source)
+    if reading.kind == "P_EAGLE":
+        check_window(source.config, source.config_file, max_positions)
+    own = isinstance(reading, Eagle3Reading) and (config.tied or "lm_head.weight" in source)
     lm_head = None if own else target.lm_head
     with building(dtype, target.device):
         head = _HEADS[reading.kind](config, layer, max_positions, target.embed_tokens, lm_head)

@@ -7,6 +7,7 @@ notes what was found and why, or raises ValueError naming the file, the tensor o
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from specserve.layers.rotary import RopeConfig, rope_fields
 from specserve.methods import method_of, names_where
 from specserve.models.config import ModelConfig, layer_config, rope_config
 from specserve.models.draft.base import DraftConfig
-from specserve.models.draft.fields import LIST, check_kind
+from specserve.models.draft.fields import FLAG, LIST, check_kind
 from specserve.models.draft.source import Source, open_source
 from specserve.models.tensor_files import TensorFiles
 
@@ -165,6 +166,7 @@ class EagleReading(Reading):
     """EAGLE and EAGLE-2."""
 
     kind = "EAGLE"
+    trains_embedding: ClassVar[bool] = False
     parts: ClassVar[dict[str, Part]] = {
         "fc_bias": Part(("fc.bias",)),
         "embedding_norm": Part(("embedding_layernorm.weight",), ("add_para_norm",), ("layernorms",)),
@@ -199,6 +201,8 @@ class EagleReading(Reading):
             taken, why = wanted, source.says("use_own_embedding")
         elif source.get("embed_requires_grad"):
             taken, why = True, f"{source.says('embed_requires_grad')}: it was trained"
+        elif self.trains_embedding:
+            taken, why = True, f"{self.kind} trains it"
         else:
             taken, why = False, "its file's has the same shape; use_own_embedding takes that"
         whose = "its own" if taken else "the target's"
@@ -335,6 +339,45 @@ class Eagle3Reading(EagleReading):
         return recycled == "post"
 
 
+class PEagleReading(Eagle3Reading):
+    """P-EAGLE: EAGLE-3 with more layers and what rows of unknown tokens read."""
+
+    kind = "P_EAGLE"
+    trains_embedding = True
+    recycle_normed = False  # no state is recycled
+
+    @property
+    def num_layers(self) -> int:
+        count = self.source.layer_count
+        self.source.note(f"has {count} layers, and drafts all levels in one pass")
+        return count
+
+    @property
+    def mask_id(self) -> int:
+        source, names = self.source, ("mask_token_id", "pard_token", "ptd_token_id")
+        name = next((name for name in names if source.get(name) is not None), None)
+        if name is None:
+            raise ValueError(
+                f"{source.config_file}: {', '.join(names)}: one must be the id of the mask token that it was trained "
+                f"with; {FLAG} takes a mask_token_id"
+            )
+        token, size = source.get(name), self.target.vocab_size
+        if token >= size:
+            raise ValueError(f"{source.config_file}: {name} {token} is none of the target's {size} tokens")
+        source.note(f"reads token {token} as its mask ({source.says(name)})")
+        return int(token)
+
+    @property
+    def mask_shape(self) -> tuple[int, ...]:
+        shape, width = self.source.shape("mask_hidden"), max(1, len(self.taps)) * self.target_hidden_size
+        if math.prod(shape) != width:
+            raise ValueError(
+                f"{self.source.file('mask_hidden')}: tensor mask_hidden has shape {list(shape)}, expected {width} "
+                "numbers: those of the target's states"
+            )
+        return shape
+
+
 class MTPReading(Reading):
     """MiMo's next-token-prediction layer, part of its target's checkpoint."""
 
@@ -389,7 +432,9 @@ def read_ids(files: TensorFiles, rows: int, vocab: int, note: Callable[[str], No
     return None if rows == vocab else ids
 
 
-_READINGS: dict[str, type[Reading]] = {r.kind: r for r in (EagleReading, Eagle3Reading, MTPReading)}
+_READINGS: dict[str, type[Reading]] = {
+    r.kind: r for r in (EagleReading, Eagle3Reading, PEagleReading, MTPReading)
+}
 
 
 def open_draft(path: Path, algorithm: str, overrides: Mapping[str, Any], target: ModelConfig) -> Reading:
@@ -401,8 +446,9 @@ def open_draft(path: Path, algorithm: str, overrides: Mapping[str, Any], target:
     kind, method = "MTP" if source.is_mtp else _eagle_kind(source), method_of(algorithm)
     if method is None or kind not in method.heads:
         fitting = " or ".join(names_where(lambda method: kind in method.heads))
+        article = "a" if kind == "P_EAGLE" else "an"
         raise ValueError(
-            f"{path} holds an {kind} head; --speculative-algorithm is {algorithm}, expected {fitting}"
+            f"{path} holds {article} {kind} head; --speculative-algorithm is {algorithm}, expected {fitting}"
         )
     return _READINGS[kind](source, target)
 
@@ -417,4 +463,6 @@ def _eagle_kind(source: Source) -> str:
             f"{source.file(q_proj)}: tensor {source.stored(q_proj)} has {columns} columns, expected {hidden} (EAGLE) "
             f"or {2 * hidden} (EAGLE-3)"
         )
+    if source.is_p_eagle:
+        return "P_EAGLE"
     return "EAGLE3" if columns == 2 * hidden else "EAGLE"

@@ -29,6 +29,8 @@ _OUTSIDE_LAYER = (
     "fc_norm.",
     "embedding_layernorm.",
     "hidden_states_layernorm.",
+    "layers.",
+    "mask_hidden",
 )
 _OLD_SPECULATORS = {"fc.": "fusion_fc.", "norm.": "pre_lm_head_layernorm."}
 _READ_APART = ("d2t", "t2d", "embed_tokens.weight")  # the embedding has its own note
@@ -61,8 +63,19 @@ class Source:
         return any(name.startswith("mtp_layers.") for name in self.files.names())
 
     @property
+    def is_p_eagle(self) -> bool:
+        return "mask_hidden" in self.files
+
+    @property
     def from_speculators(self) -> bool:
         return "speculators_model_type" in self.config
+
+    @property
+    def layer_count(self) -> int:
+        """Its layers, from the first to the last that the file has."""
+        layers = "mtp_layers" if self.is_mtp else "layers"
+        found = (re.match(rf"{layers}\.(\d+)\.", name) for name in self.files.names())
+        return 1 + max((int(match[1]) for match in found if match), default=0)
 
     def stored(self, name: str) -> str:
         """Return the file's name of a head's parameter."""
@@ -150,12 +163,13 @@ def _refuse_foreign(source: Source) -> None:
     for pattern, what in _FOREIGN.items():
         if not source.is_mtp and any(re.match(pattern, name) for name in names):
             raise ValueError(f"{source.path}: {what} in a draft: not supported")
-    found = {int(match[1]) for name in names if (match := re.match(rf"{layers}\.(\d+)\.", name))}
-    if found - {0}:
+    count = source.layer_count
+    if count > 1 and not source.is_p_eagle:
         raise ValueError(
-            f"{source.path} holds {layers}.0 to {layers}.{max(found)}: a draft of one layer, or a target with one "
-            "mtp_layers.0, is expected"
+            f"{source.path} holds {layers}.0 to {layers}.{count - 1}: a draft of one layer, one of P-EAGLE "
+            "(mask_hidden), or a target with one mtp_layers.0, is expected"
         )
     declared = source.config.get("num_hidden_layers")
-    if not source.is_mtp and declared not in (None, 1):
-        source.note(f"has one layer: its tensors say so, num_hidden_layers is {declared!r}")
+    if not source.is_mtp and declared not in (None, count):
+        has = "one layer" if count == 1 else f"{count} layers"
+        source.note(f"has {has}: its tensors say so, num_hidden_layers is {declared!r}")

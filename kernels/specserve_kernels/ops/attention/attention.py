@@ -403,9 +403,10 @@ def attend_nodes(
     max_nodes: int,
     workspace: Workspace,
     scales: KVScales | None = None,
+    kv_start: int = 0,
 ) -> Tensor:
-    """Tree attention: a node of slot b sees positions below ``length_B[b]`` and its path. Keys and values of the nodes
-    are already stored, node i's at ``length_B[b] + i``.
+    """Tree attention: a node of slot b sees positions from ``kv_start`` to below ``length_B[b]`` and its path. Keys and
+    values of the nodes are already stored, node i's at ``length_B[b] + i``. With a ``kv_start`` there are only chains.
 
     ``q_TND`` ``[T, Hq, D]``, rows may be strided; ``cache`` ``[pages, (k, v), page size, Hk, D]``, the last three
     contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``. ``q_start`` ``[B + 1]``:
@@ -415,7 +416,18 @@ def attend_nodes(
     Returns ``[T, Hq, D]``, contiguous.
     """
     if len(q_TND) == len(length_B):
-        return _launch(q_TND, cache, pages_BM, length_B, workspace, nodes=1, tail="none", scales=scales)
+        return _launch(
+            q_TND,
+            cache,
+            pages_BM,
+            length_B,
+            workspace,
+            nodes=1,
+            tail="none",
+            kv_start=kv_start,
+            scales=scales,
+        )
+    assert not kv_start or paths is None
     tail, entries, *listed = ("chain", 1) if paths is None else ("tree", paths.entries, *paths[:3])
     return _launch(
         q_TND,
@@ -428,6 +440,7 @@ def attend_nodes(
         nodes=max_nodes,
         tail=tail,
         entries=entries,
+        kv_start=kv_start,
         scales=scales,
     )
 

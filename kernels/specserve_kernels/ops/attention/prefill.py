@@ -31,10 +31,10 @@ _MOST_ROW_BYTES = 256  # largest row of a head that is read by descriptors
 @triton.jit
 def _fold_block(
     q_RD, k_ND, v_ND, base, end, position_R, scale, all_, top_R, sum_RX, acc_RD,
-    MASKED: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+    MASKED: tl.constexpr, KV_START: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Do one step of the online softmax. Before a split's first block, merge the previous split into those before it.
-    If ``MASKED``, a row sees positions up to its own."""
+    If ``MASKED``, a row sees positions up to its own, from ``KV_START`` on if that is not after it."""
     N: tl.constexpr = k_ND.shape[0]
     D: tl.constexpr = k_ND.shape[1]
     if base % split_size(base, NEAR, FAR) == 0:
@@ -43,7 +43,10 @@ def _fold_block(
     score_RN = tl.dot(q_RD, tl.trans(k_ND), input_precision="ieee")
     if MASKED:
         position_N = base + tl.arange(0, N)
-        score_RN = tl.where(position_N[None, :] <= position_R[:, None], score_RN, float("-inf"))
+        visible_RN = position_N[None, :] <= position_R[:, None]
+        if KV_START:
+            visible_RN &= (position_N >= KV_START)[None, :] | (position_R < KV_START)[:, None]
+        score_RN = tl.where(visible_RN, score_RN, float("-inf"))
         v_ND = tl.where((position_N < end)[:, None], v_ND, 0.0)  # later values may not be finite
     top_R, sum_RX, acc_RD = fold(score_RN, v_ND, scale, top_R, sum_RX, acc_RD)
     return all_, top_R, sum_RX, acc_RD
@@ -53,7 +56,7 @@ def _fold_block(
 def _fold_pages(
     q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, begin, stop, end, position_R, page_stride, kv_stride,
     HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr,
-    NEAR: tl.constexpr, FAR: tl.constexpr,
+    KV_START: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Fold the blocks that are read from pages."""
     offset_N = tl.arange(0, N)
@@ -74,7 +77,8 @@ def _fold_pages(
             q_RD.dtype,
         )
         all_, top_R, sum_RX, acc_RD = _fold_block(
-            q_RD, k_ND, v_ND, block * N, end, position_R, scale, all_, top_R, sum_RX, acc_RD, MASKED, NEAR, FAR,
+            q_RD, k_ND, v_ND, block * N, end, position_R, scale, all_, top_R, sum_RX, acc_RD, MASKED, KV_START, NEAR,
+            FAR,
         )  # fmt: skip
     return all_, top_R, sum_RX, acc_RD
 
@@ -82,14 +86,15 @@ def _fold_pages(
 @triton.jit
 def _fold_own(
     q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, begin, stop, end, position_R,
-    N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, NEAR: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr, MASKED: tl.constexpr, KV_START: tl.constexpr, NEAR: tl.constexpr,
     FAR: tl.constexpr,
 ):  # fmt: skip
     """Fold blocks of the chunk itself. ``row``: the row that position 0 would have if it were in the chunk."""
     for block in tl.range(begin, stop, num_stages=STAGES):
         k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
         all_, top_R, sum_RX, acc_RD = _fold_block(
-            q_RD, k_ND, v_ND, block * N, end, position_R, scale, all_, top_R, sum_RX, acc_RD, MASKED, NEAR, FAR,
+            q_RD, k_ND, v_ND, block * N, end, position_R, scale, all_, top_R, sum_RX, acc_RD, MASKED, KV_START, NEAR,
+            FAR,
         )  # fmt: skip
     return all_, top_R, sum_RX, acc_RD
 
@@ -121,6 +126,7 @@ def _prefill_kernel(
     STAGES: tl.constexpr,
     OWN: tl.constexpr,  # the tokens' own keys and values come from kv_desc
     PAGED: tl.constexpr,  # some keys come from pages
+    KV_START: tl.constexpr,  # only positions before it see these; at most N
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
 ):
@@ -146,6 +152,8 @@ def _prefill_kernel(
     position_R = start + local_R
     end = start + tl.minimum(tile * R + R, count)
     whole, stop = (start + tile * R + 1) // N, tl.cdiv(end, N)  # blocks that all rows see; that some see
+    hidden: tl.constexpr = 1 if KV_START else 0  # blocks with positions that are not to be seen
+    whole = tl.maximum(whole, hidden)
     top_R, sum_RX, acc_RD = nothing_seen(R, D)
     all_ = (top_R, row_sums(sum_RX), acc_RD)
     own = 0
@@ -153,25 +161,36 @@ def _prefill_kernel(
         own = tl.minimum(tl.cdiv(start, N), stop) if OWN else stop
         at_head = cache + (head // GROUP) * D
         table = pages_BM + slot.to(tl.int64) * table_stride
+        if KV_START:
+            all_, top_R, sum_RX, acc_RD = _fold_pages(
+                q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, 0, tl.minimum(hidden, own), end, position_R,
+                page_stride, kv_stride, HEADS, D, PAGE, N, True, KV_START, NEAR, FAR,
+            )  # fmt: skip
         all_, top_R, sum_RX, acc_RD = _fold_pages(
-            q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, 0, tl.minimum(whole, own), end, position_R,
-            page_stride, kv_stride, HEADS, D, PAGE, N, False, NEAR, FAR,
+            q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, hidden, tl.minimum(whole, own), end, position_R,
+            page_stride, kv_stride, HEADS, D, PAGE, N, False, KV_START, NEAR, FAR,
         )  # fmt: skip
         all_, top_R, sum_RX, acc_RD = _fold_pages(
             q_RD, all_, top_R, sum_RX, acc_RD, scale, at_head, table, tl.minimum(whole, own), own, end, position_R,
-            page_stride, kv_stride, HEADS, D, PAGE, N, True, NEAR, FAR,
+            page_stride, kv_stride, HEADS, D, PAGE, N, True, KV_START, NEAR, FAR,
         )  # fmt: skip
     if OWN:
         row, k_at = first.to(tl.int32) - start, (head // GROUP) * D
         v_at = HEADS * D + k_at
+        if KV_START:
+            all_, top_R, sum_RX, acc_RD = _fold_own(
+                q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, own, hidden, end, position_R,
+                N, 1, True, KV_START, NEAR, FAR,
+            )  # fmt: skip
+            own = tl.maximum(own, hidden)
         whole = tl.maximum(whole, own)
         all_, top_R, sum_RX, acc_RD = _fold_own(
             q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, own, whole, end, position_R,
-            N, STAGES, False, NEAR, FAR,
+            N, STAGES, False, KV_START, NEAR, FAR,
         )  # fmt: skip
         all_, top_R, sum_RX, acc_RD = _fold_own(
             q_RD, all_, top_R, sum_RX, acc_RD, scale, kv_desc, row, k_at, v_at, whole, stop, end, position_R,
-            N, 1, True, NEAR, FAR,
+            N, 1, True, KV_START, NEAR, FAR,
         )  # fmt: skip
     top_R, sum_R, acc_RD = merge(all_[0], all_[1], all_[2], top_R, row_sums(sum_RX), acc_RD)
     result_RD = acc_RD / sum_R[:, None]
@@ -217,14 +236,16 @@ def attend_chunks(
     kv_TND: Tensor | None = None,
     prefix: bool = True,
     scales: KVScales | None = None,
+    kv_start: int = 0,
 ) -> Tensor:
-    """Causal attention: token t sees positions up to its own, ``positions_T[t]``, consecutive within a request.
+    """Causal attention: token t sees positions from ``kv_start`` (at most 16) up to its own, ``positions_T[t]``,
+    consecutive within a request.
 
     ``q_TND`` ``[T, Hq, D]``, rows may be strided; ``cache`` ``[pages, (k, v), page size, Hk, D]``, the last three
     contiguous; both float16, bfloat16 or float32, or the cache float8_e4m3fn with ``scales``. ``q_start`` ``[B + 1]``
     covers all T tokens, at most ``max_tokens`` a request, possibly none. Index tensors are int64 or int32. ``kv_TND``
     ``[T, 2 * Hk, D]``: the tokens' own keys and then values, as the cache holds them. ``prefix``: some request begins
-    after position 0. Returns ``[T, Hq, D]``, contiguous.
+    after position 0. Returns ``[T, Hq, D]``, contiguous, without meaning for tokens before ``kv_start``.
     """
     (_, heads, size), kv_heads = q_TND.shape, cache.shape[3]
     wide = q_TND.element_size() == 4
@@ -261,6 +282,7 @@ def attend_chunks(
         STAGES=tile.stages,
         OWN=kv is not None,
         PAGED=kv is None or prefix,
+        KV_START=kv_start,
         NEAR=NEAR,
         FAR=FAR,
         num_warps=tile.warps,

@@ -1,0 +1,130 @@
+"""P-EAGLE: EAGLE-3 with more layers, which drafts all levels in one pass. See ``models.draft.p_eagle``.
+
+As in EAGLE, an entry is at the slot of its token and is made of the token and the target's feature of the token
+before it; position 0 has none. After the first layer an entry depends on all entries before it, so it can't be
+projected from that pair alone. Commit therefore only stores the features of the accepted tokens, in the pool, next to
+their entries. The layers run when a step drafts (``catch_up``), over the tokens emitted meanwhile and the masks. A
+plain step costs no more than ``fc``, and a step that drafts has one pass.
+
+The last tokens before a request ended or was preempted have no entries, but may be in the prefix cache. Prefill
+therefore also runs the layers over the last tokens before each run. In a text that was decoded plainly, more tokens
+lack entries; requests that continue it guess worse.
+
+Shapes: B slots, T target tokens or rows of a pass, X rows of features, H draft hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from specserve_kernels import Accepted, Pool, address
+from torch import Tensor
+
+from specserve.kv.pool import KVPool
+from specserve.kv.spec import HeadKV, KVSpec
+from specserve.layers.linear import pack_linears
+from specserve.models.draft.load import load_draft
+from specserve.models.draft.p_eagle import MOST_LEVELS, PEagleHead
+from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.drafters.catch_up import CatchUpDrafter, Rows, Window
+from specserve.speculation.drafters.config import DrafterConfig
+from specserve.speculation.sampler import Sampling, VocabMap
+from specserve.speculation.shape import StepShape
+
+log = logging.getLogger(__name__)
+
+
+class PEagleDrafter(CatchUpDrafter):
+    """Runs a ``PEagleHead`` as pool layers from ``layer`` on."""
+
+    def __init__(
+        self, name: str, head: PEagleHead, layer: int, dtype: torch.dtype, vocab: VocabMap | None
+    ) -> None:
+        self.name = name
+        own, taps = head.config.layer, head.config.taps
+        self.needs = DrafterNeeds(
+            taps,
+            last_layer=not taps
+            or taps[-1] == layer,  # the index of its first layer is the target's number of layers
+            reaches=True,
+            token_feature_size=own.hidden_size,
+            kv_start=1,
+        )
+        entry = HeadKV(own.num_kv_heads, own.head_dim, dtype)
+        self.kv: Sequence[KVSpec] = [entry] * head.config.num_layers
+        self.vocab_size = head.config.draft_vocab_size
+        self.head = head
+        self._mask_1H = head.mask_feature()
+        self._layer = layer
+        self._vocab = vocab
+
+    @classmethod
+    def load(cls, config: DrafterConfig) -> PEagleDrafter:
+        """Load the head. Raises ValueError for one that does not fit."""
+        target = config.target
+        loaded = load_draft(
+            config.path, config.name, target, 0, config.max_positions, config.dtype, config.overrides
+        )
+        for note in loaded.notes:
+            log.info("%s", note)
+        head, ids = loaded.head, loaded.ids
+        assert isinstance(head, PEagleHead)
+        head.quantize(config.quantization)
+        pack_linears(head)
+        vocab = None if ids is None else VocabMap.of(ids.to(target.device), target.config.vocab_size)
+        return cls(config.name, head, config.layer, config.dtype, vocab)
+
+    def scratch(self, shape: StepShape) -> int:
+        """Return the number of entries: the root's, then one for each mask."""
+        return max(shape.levels, 1)
+
+    def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
+        """Store the entries of the prompts' tokens, and again those of the last tokens before them. The token that
+        follows is left to the next step."""
+        slots, pool = view.slots, context.pool
+        begin_B, end_B = (slots.length_B - MOST_LEVELS).clamp(min=1), slots.length_B.clamp(min=1)
+        self._run(context, view, self._rows(context, view, begin_B, end_B, MOST_LEVELS, view.max_length))
+        features_TH = self.head.fuse(states.hidden_TH, states.tapped)
+        pool.token_feature[prompts.page_T, prompts.offset_T] = features_TH
+        before_XH = torch.nn.functional.pad(features_TH, (0, 0, 1, 0))  # the extra row serves empty runs
+        before_XH[prompts.q_start[:-1]] = _features_before(pool, slots.pages_BM, slots.length_B)
+        attend = self._attend(context, prompts.plan, prompts.page_T, prompts.offset_T)
+        self.head(prompts.token_T, before_XH[:-1], prompts.position_T, attend)
+        self._reached(context)[slots.rows_B] = prompts.end_B
+
+    def propose(self, context: Context, view: View, shape: StepShape, sampling: Sampling) -> Pool:
+        return self._propose_levels(context, view, shape, sampling, self.head.config.mask_id)
+
+    def commit(self, context: Context, accepted: Accepted, states: TargetStates) -> Tensor | None:
+        """Store the features of the accepted nodes, including the root."""
+        path_N = accepted.path_BS.flatten()
+        tapped = [state_TH[path_N] for state_TH in states.tapped]
+        features_NH = self.head.fuse(states.hidden_TH[path_N], tapped)
+        context.pool.token_feature[accepted.page_BS.flatten(), accepted.offset_BS.flatten()] = features_NH
+        return None
+
+    def _run_window(self, context: Context, view: View, window: Window) -> Tensor:
+        return self._run(context, view, window.rows, window.end_B)
+
+    def _run(self, context: Context, view: View, rows: Rows, end_B: Tensor | None = None) -> Tensor:
+        """Run the layers and return the rows' states. Rows from ``end_B`` on are masks."""
+        batch, slot_T = rows.batch, rows.slot_T
+        features_TH = _features_before(context.pool, view.slots.pages_BM[slot_T], batch.positions_T)
+        if end_B is not None:
+            known_T = batch.positions_T < end_B[slot_T]
+            features_TH = features_TH.where(known_T[:, None], self._mask_1H)
+        # The dummy row may hold any token.
+        token_T = batch.tokens_T.clamp(0, self.head.config.target_vocab_size - 1)
+        states_TH: Tensor = self.head(token_T, features_TH, batch.positions_T, batch.attend)
+        return states_TH
+
+    def _scores(self, hidden_NH: Tensor) -> Tensor:
+        return self.head.logits(hidden_NH)
+
+
+def _features_before(pool: KVPool, pages_XM: Tensor, position_X: Tensor) -> Tensor:
+    """Return the features ``[X, H]`` of the tokens before these positions; at position 0 they have no meaning."""
+    page_X, offset_X = address(pages_XM, (position_X - 1).clamp(min=0), pool.page_size)
+    return pool.token_feature[page_X, offset_X]
