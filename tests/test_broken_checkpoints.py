@@ -354,7 +354,8 @@ CASES = {
     "mtp: a target without the layer": Case(
         mimo,
         tensors(lambda state: [state.pop(name) for name in list(state) if "mtp_layers" in name]),
-        " holds layers.0 to layers.2: a draft of one layer, or a target with one mtp_layers.0, is expected",
+        " holds layers.0 to layers.2: a draft of one layer, one with mask_hidden (P-EAGLE), or a target "
+        "with one mtp_layers.0, is expected",
     ),
 }  # fmt: skip
 

@@ -342,7 +342,7 @@ class TestShapes:
     ) -> None:
         """By chains, single tokens and chunks, whose own keys may be read from next to the queries."""
         if device == CPU:
-            monkeypatch.setattr(prefill, "_by_descriptors", lambda *_: True)
+            monkeypatch.setattr(prefill, "by_descriptors", lambda *_: True)
         case = Case((4, 1, 64), page_size, device, dtype)
         chains = chain(tree(case, [37, 1, 16], [5, 1, 3], max_nodes=6, spare=2))
         case.check("plan_verify", replace(chains, kv_start=1), rows=11, live=9)

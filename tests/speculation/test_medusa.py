@@ -199,7 +199,9 @@ def test_settings_that_do_not_fit(agreeing: Checkpoints) -> None:
             Settings(**given, **draft, speculative_token_map=str(agreeing.others["MEDUSA"] / "config.json"))
         )
     override = {"speculative_draft_config_override": '{"rope_theta": 5}'}
-    with pytest.raises(ValueError, match="rope_theta is a field of EAGLE and EAGLE3 and MTP heads"):
+    with pytest.raises(
+        ValueError, match="rope_theta is a field of EAGLE and EAGLE3 and MTP and P_EAGLE heads"
+    ):
         scheduler_of("MEDUSA", agreeing.target, agreeing.others["MEDUSA"], (2, 1, 3), **override)
 
 

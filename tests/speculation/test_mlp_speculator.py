@@ -190,7 +190,9 @@ def test_settings_that_do_not_fit(agreeing: Checkpoints) -> None:
         ):
             resolve_engine(Settings(**given, speculative_token_map=value))
     override = {"speculative_draft_config_override": json.dumps({"rope_theta": 5})}
-    with pytest.raises(ValueError, match="rope_theta is a field of EAGLE and EAGLE3 and MTP heads"):
+    with pytest.raises(
+        ValueError, match="rope_theta is a field of EAGLE and EAGLE3 and MTP and P_EAGLE heads"
+    ):
         scheduler_of(METHOD, agreeing.target, agreeing.others[METHOD], (2, 1, 3), **override)
 
 

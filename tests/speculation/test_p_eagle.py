@@ -228,7 +228,7 @@ def test_after_a_preemption(page_size: int, random_models: Checkpoints, random_d
         while len(client.answers["0"].tokens) < 15:
             client.iterate()
         (request,) = requests_of(scheduler)
-        scheduler._preempt(request)  # what memory that is short does
+        scheduler.preempt(request)  # what memory that is short does
         before = len(seen)
         answer = client.run()["0"]
     assert answer.tokens == text[len(PROMPT) :]
@@ -242,7 +242,7 @@ def test_after_plain_steps(random_models: Checkpoints, random_draft: Path) -> No
     text = [*PROMPT, *answer_one(make_scheduler(random_models.target), PROMPT, params).tokens]
     scheduler = scheduler_after(random_models, random_draft)
     plain, drafted = StepShape.plain(1), StepShape(1, 7, 6, 1)
-    scheduler._policy = SwitchingShapes([plain])  # type: ignore[assignment]
+    scheduler.policy = SwitchingShapes([plain])  # type: ignore[assignment]
     shapes = iter([drafted, plain, drafted, *[plain] * 20, *[drafted] * 60])
     with right(text) as seen, patch.object(SwitchingShapes, "choose", lambda self, batch: next(shapes)):
         answer = answer_one(scheduler, PROMPT, params)
@@ -315,10 +315,10 @@ def test_other_drafts_are_named(agreeing: Checkpoints, random_models: Checkpoint
     draft = make_p_eagle(tmp_path / "draft", target)
     with pytest.raises(ValueError, match=r"holds a P_EAGLE head; .* is EAGLE3, expected P_EAGLE"):
         scheduler_of("EAGLE3", target, draft, (1, 1, 2))
-    with pytest.raises(ValueError, match=r"--speculative-num-steps: .* gives 18 levels at most, found 19"):
+    with pytest.raises(ValueError, match=r"--speculative-num-steps: .* has at most 18 levels, found 19"):
         scheduler_of(METHOD, target, draft, (19, 1, 20))
     trained = make_p_eagle(tmp_path / "trained", target, dialect="speculators", depths=4)
-    with pytest.raises(ValueError, match=r"gives 4 levels at most, found 5"):
+    with pytest.raises(ValueError, match=r"has at most 4 levels, found 5"):
         scheduler_of(METHOD, target, trained, (5, 1, 6))
     state = load_file(draft / "model.safetensors")
     save_file(state | {"mask_hidden": torch.ones(1, 95)}, draft / "model.safetensors")

@@ -166,8 +166,8 @@ def _refuse_foreign(source: Source) -> None:
     count = source.layer_count
     if count > 1 and not source.is_p_eagle:
         raise ValueError(
-            f"{source.path} holds {layers}.0 to {layers}.{count - 1}: a draft of one layer, one of P-EAGLE "
-            "(mask_hidden), or a target with one mtp_layers.0, is expected"
+            f"{source.path} holds {layers}.0 to {layers}.{count - 1}: a draft of one layer, one with mask_hidden "
+            "(P-EAGLE), or a target with one mtp_layers.0, is expected"
         )
     declared = source.config.get("num_hidden_layers")
     if not source.is_mtp and declared not in (None, count):

@@ -252,7 +252,7 @@ def attend_chunks(
     row_bytes = size * q_TND.element_size()
     q: Any = q_TND
     kv: Any = None
-    if kv_TND is not None and row_bytes <= _MOST_ROW_BYTES and _by_descriptors(q_TND, kv_TND):
+    if kv_TND is not None and row_bytes <= _MOST_ROW_BYTES and by_descriptors(q_TND, kv_TND):
         tile = _tile_of_own(wide)
         q = TensorDescriptor.from_tensor(q_TND.flatten(1), [tile.rows, size])
         kv = TensorDescriptor.from_tensor(kv_TND.flatten(1), [tile.block, size])
@@ -290,7 +290,7 @@ def attend_chunks(
     return out
 
 
-def _by_descriptors(q_TND: Tensor, kv_TND: Tensor) -> bool:
+def by_descriptors(q_TND: Tensor, kv_TND: Tensor) -> bool:
     """Return whether own keys are read by descriptors, which was measured only on Hopper."""
     hopper = capability_of(q_TND.device)[0] == HOPPER
     return hopper and copies(q_TND.flatten(1)) and copies(kv_TND.flatten(1))
