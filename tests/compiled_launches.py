@@ -332,9 +332,10 @@ def launch_attention(
         rotary_store_kv(qkv_TND, torch.zeros(9, 2, size, dtype=dtype), *where, scales=scales)
     for paths in (None, list_paths(per_node_T, q_start.clone(), length_B.clone(), 4, nodes)):
         attend_nodes(*shared, length_B, q_start, paths, nodes, Workspace(), scales)
-    attend_nodes(*shared, length_B, q_start, None, nodes, Workspace(), scales, kv_start=1)
     attend_chunks(*shared, q_start, per_node_T, nodes, scales=scales)
-    attend_chunks(*shared, q_start, per_node_T, nodes, kv_TND, True, scales, kv_start=1)
+    if scales is None:
+        attend_nodes(*shared, length_B, q_start, None, nodes, Workspace(), kv_start=1)
+        attend_chunks(*shared, q_start, per_node_T, nodes, kv_TND, True, kv_start=1)
     for prefix, tokens in ((False, nodes), (True, nodes), (True, 65)):  # and where tiles are larger
         attend_chunks(*shared, q_start, per_node_T, tokens, kv_TND, prefix, scales)
     if nodes > 1:
@@ -402,32 +403,33 @@ def main() -> None:
         launch_drafted(checkpoints, "NGRAM", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "SUFFIX", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "EAGLE3+NGRAM", {1: [PLAIN], 4: [PLAIN]})
-        launch_drafted(checkpoints, "EAGLE3", dict.fromkeys((1, 2, 4, 8, 10, 16, 20), both))
+        launch_drafted(checkpoints, "EAGLE3", dict.fromkeys((1, 2, 8, 20), both))
         for algorithm in ("EAGLE", "EAGLE3"):
             launch_drafted(checkpoints, algorithm, {1: [PLAIN], 8: [PLAIN]}, integers=True)
         compiler.whole = True
         launch_attention(128, 20, 16)
-        launch_attention(128, 1, 8)
         launch_attention(128, 20, 16, scales=KVScales())
         launch_norms()
         launch_linears(8)
-        launch_linears(200)
-        for tokens in (8, 32, 64, 128):
-            launch_wide(tokens)
+        launch_wide(8)
+        launch_wide(128)
         launch_weight_only(8, gated=False)
-        launch_weight_only(200, gated=True)
         compiler.whole = False
+        launch_attention(128, 1, 8)
         launch_attention(128, 400, 1)
         launch_attention(256, 20, 16)
         launch_attention(64, 20, 16)
         launch_attention(128, 20, 16, torch.float32)
         launch_attention(128, 1, 8, scales=KVScales())
         launch_attention(64, 20, 16, scales=KVScales())
-        for tokens in (32, 64):
+        for tokens in (32, 64, 200):
             launch_linears(tokens)
+        for tokens in (32, 64):
+            launch_wide(tokens)
         launch_linears(8, torch.float32)
         launch_weight_only(8, False, torch.float32)
-        launch_weight_only(64, gated=True)
+        for tokens in (64, 200):
+            launch_weight_only(tokens, gated=True)
     for compiled in compiler.found.values():
         print(json.dumps(asdict(compiled)))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -41,6 +43,13 @@ def _agreeing(path: Path, target: Path, rank: int, **heads: int) -> Checkpoints:
         "P_EAGLE": make_p_eagle(path / "p_eagle", target, layers=2, agree=True),
     }
     return Checkpoints(target, eagle, eagle3, others)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def steps_are_measured_once() -> Iterator[None]:
+    """At an engine's start: few tests need good measurements."""
+    with patch("specserve.engine.profile.EAGER_REPEATS", 1):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ print(json.dumps([found[True], found[False]]))
 
 
 NOTES = """
-import collections, sys
+import collections, json, sys
 from dataclasses import replace
 from triton import knobs
 from triton.runtime import driver
@@ -61,14 +61,15 @@ from specserve.config import load_settings
 from specserve.process import compile
 from specserve.process.assemble import resolve_engine
 
-_, _, config = resolve_engine(replace(load_settings(sys.argv[1:], {}), device="cuda"), has_gpu=True)
-found = collections.Counter()
-knobs.runtime.jit_cache_hook = lambda fn, **_: found.update([fn.name]) is None
 driver.set_active(compile.Driver((9, 0)))
-compile.launch_all(config)
-print(*found)
+for flags in json.loads(sys.argv[1]):
+    _, _, config = resolve_engine(replace(load_settings(flags, {}), device="cuda"), has_gpu=True)
+    found = collections.Counter()
+    knobs.runtime.jit_cache_hook = lambda fn, **_: found.update([fn.name]) is None
+    compile.launch_all(config)
+    print(*found)
 """
-"""Launches, compiles nothing, and says which kernels were asked for."""
+"""Launches for each list of flags, compiles nothing, and prints which kernels were asked for, a line each."""
 
 
 def python(cache: Path, *command: str) -> str:
@@ -95,6 +96,7 @@ def test_what_is_launched_was_compiled(tmp_path: Path) -> None:
     ]
     flags += ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1"]
     flags += ["--speculative-num-draft-tokens", "3", "--skip-tokenizer-init", "--context-length", "64"]
+    flags += ["--speculative-draft-quantization", "none"]  # its kernels have thirteen variants
     cache = tmp_path / "cache"
     said = python(cache, "-m", "specserve.compile", "--gpu", "h200", "--processes", "2", *flags)
     (listed,) = cache.glob("specserve-*.json")
@@ -115,11 +117,13 @@ MAKES: dict[str, Callable[[Path, Path], Path]] = {
 
 
 def drafted(path: Path, kind: str) -> list[str]:
-    """Flags of a pair."""
+    """Flags of a target, and of a draft for it."""
     if kind == "MiMo":
         target = make_mimo(path / "target", vocab=512, hidden=256, heads=4, kv_heads=2)
         return ["--model-path", str(target), "--speculative-algorithm", "NEXTN"]
     target = make_llama(path / "target", vocab=2048, hidden=256, heads=4, kv_heads=2)
+    if kind == "of 4 bits":
+        return ["--model-path", str(quantize(target, path / "quantized", "gptq act order"))]
     if kind not in MAKES:
         return ["--model-path", str(target), "--speculative-algorithm", kind]
     draft = MAKES[kind](path / "draft", target)
@@ -128,28 +132,21 @@ def drafted(path: Path, kind: str) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "more", "kernel"),
-    [
+def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
+    pairs = [
         ("EAGLE", ["--quantization", "fp8"], "_weight_only_kernel"),
         ("MiMo", ["--disable-cuda-graph"], "_grow_kernel"),
         ("DSPARK", [], "_quantized_linear_kernel"),
-        ("P_EAGLE", [], "_pair_inputs_kernel"),
         ("SUFFIX", [], "_continuation_kernel"),
         ("MEDUSA", ["--speculative-draft-quantization", "int8"], "_round_kernel"),
-    ],
-)
-def test_the_dry_run_of_other_drafts(kind: str, more: list[str], kernel: str, tmp_path: Path) -> None:
-    flags = ["--dtype", "bfloat16", "--max-running-requests", "2", "--skip-tokenizer-init"]
-    found = python(tmp_path, "-c", NOTES, *drafted(tmp_path, kind), *flags, *more).split()
-    assert {"_attend_kernel", "_prefill_kernel", kernel} <= set(found)
-
-
-def test_the_dry_run_of_a_checkpoint_of_4_bits(tmp_path: Path) -> None:
-    model, *flags = drafted(tmp_path, "EAGLE")
-    flags[0] = str(quantize(Path(flags[0]), tmp_path / "quantized", "gptq act order"))
-    flags += ["--dtype", "bfloat16", "--max-running-requests", "2", "--skip-tokenizer-init"]
-    assert "_weight_only_kernel" in python(tmp_path, "-c", NOTES, model, *flags).split()
+        ("P_EAGLE", [], "_pair_inputs_kernel"),
+        ("of 4 bits", [], "_weight_only_kernel"),
+    ]
+    shared = ["--dtype", "bfloat16", "--max-running-requests", "2", "--skip-tokenizer-init"]
+    flags = [[*drafted(tmp_path / kind, kind), *shared, *more] for kind, more, _ in pairs]
+    found = python(tmp_path, "-c", NOTES, json.dumps(flags)).splitlines()
+    for (kind, _, kernel), line in zip(pairs, found, strict=True):
+        assert {"_attend_kernel", "_prefill_kernel", kernel} <= set(line.split()), kind
 
 
 def test_a_kernel_that_comes_late_is_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""A thousand requests of all kinds through one small pool leave nothing behind."""
+"""Hundreds of requests of all kinds through one small pool leave nothing behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specserve.core import SamplingParams, Speculation
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import Checkpoints, Client, make_scheduler
 
-REQUESTS = 1000
+REQUESTS = 600
 SLOTS = 8
 
 

@@ -67,7 +67,7 @@ def is_valid(kind: str, text: str) -> bool:
 def requests() -> list[tuple[str, str, SamplingParams]]:
     """Kind, prompt and parameters; every fifth is free."""
     made = []
-    for index in range(20):
+    for index in range(15):
         kind = "free" if index % 5 == 4 else [*GRAMMARS][index % 4]
         params = SamplingParams(
             temperature=[0.0, 0.8, 1.3][index % 3],
@@ -102,7 +102,7 @@ def test_every_answer_that_ends_is_valid(plain: list[tuple[str, str | None]]) ->
         if kind != "free" and reason == "stop":
             assert is_valid(kind, text), (kind, text)
             ended += 1
-    assert ended >= 12
+    assert ended >= 9
 
 
 @pytest.mark.parametrize(
