@@ -436,7 +436,7 @@ class Settings:
         None,
         "File of texts that REST proposes from, the same for all API keys: one that `python -m specserve.datastore` or "
         "REST's own tools wrote with this model's tokenizer, or `org/name/file` of the hub. It is mapped, not read "
-        "into memory.",
+        "into memory: replace it by renaming a new file over it, since one that shrinks in place ends the engine.",
         group=SPECULATION,
     )
     speculative_draft_config_override: str | None = setting(
