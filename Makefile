@@ -1,11 +1,11 @@
 # Everything a checkout needs, on a machine that has python3.11 or newer and pip.
 #   make serve ARGS="--port 8000"     make test ARGS="-k lossless"     make check     make docs
-# JOBS=1 runs the tests one after the other; 3 suit two cores, since some tests wait. PYTHON=python3.12 picks the interpreter when the virtual environment is first made; `make clean` removes it.
+# JOBS=1 runs the tests one after the other. PYTHON=python3.12 picks the interpreter when the virtual environment is first made; `make clean` removes it.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 2
 
 python := $(VENV)/bin/python
 serve_ready := $(VENV)/.serve-ready
