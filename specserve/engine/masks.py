@@ -144,13 +144,13 @@ class Masks:
                 looks.append((begin, constraint.after_nodes(tokens[begin:end], own)))
                 held_rows.append(index)
         for index, errors in zip(held_rows, self.grammars.fill(looks, words_TW), strict=True):
-            with self._failing(rows[index].slot, rows[index].params):
+            row, first = rows[index], starts[index]
+            with self._failing(row.slot, row.params):
                 if 0 in errors:
                     raise errors[0]
-            first = starts[index]
-            ends[index] = [
-                (_path(first + node, first, tokens, parents), str(errors[node])) for node in errors
-            ]
+            if errors and row.params.grammar is not None:
+                self.grammars.forget(row.params.grammar)
+            ends[index] = [(_path(first + node, first, tokens, parents), str(errors[node])) for node in errors]
         return Masked(words_TW, ends)
 
     @contextmanager

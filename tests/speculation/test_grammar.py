@@ -306,8 +306,10 @@ def test_drafts_do_not_move_the_token_that_a_grammar_fails_at(
         )  # fmt: skip
         scheduler = create_scheduler(resolve_engine(settings)[2])
         for limit in (60, 4):  # and where it ends before
-            answer = answer_one(scheduler, [70], msgspec.structs.replace(params, max_tokens=limit))
+            with patch.object(Grammars, "forget", autospec=True, side_effect=Grammars.forget) as forgotten:
+                answer = answer_one(scheduler, [70], msgspec.structs.replace(params, max_tokens=limit))
             found.append((answer.tokens, answer.finish_reason, answer.refused))
+            assert forgotten.called or limit == 4, "what it filled up would be full for the next answer"
         scheduler.check_idle()
         assert scheduler.stats().violations == 0
     failed, ended = found[:2]
