@@ -150,7 +150,9 @@ class Masks:
                     raise errors[0]
             if errors and row.params.grammar is not None:
                 self.grammars.forget(row.params.grammar)
-            ends[index] = [(_path(first + node, first, tokens, parents), str(errors[node])) for node in errors]
+            ends[index] = [
+                (_path(first + node, first, tokens, parents), str(errors[node])) for node in errors
+            ]
         return Masked(words_TW, ends)
 
     @contextmanager

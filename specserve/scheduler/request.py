@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.speculation.control.acceptance import Skill
+from specserve.speculation.state import RowInit
 
 
 @dataclass(slots=True, eq=False)
@@ -85,3 +86,21 @@ class Request:
         """Tokens that are certainly in the cache, by the results read so far."""
         known = len(self.prompt) + len(self.output) - 1
         return self.prefilled if self.prefilling or known < len(self.context) else known
+
+
+def row_init(request: Request, cached: int, page_size: int) -> RowInit:
+    """Return what the device is told of a request that takes a slot with ``cached`` tokens of its prefix."""
+    return RowInit(
+        slot=request.slot,
+        pages=request.pages,
+        params=request.params,
+        seed=request.seed,
+        choice=request.choice,
+        prompt=request.prompt,
+        output=request.output,
+        limit=request.limit,
+        banned_ids=sorted(request.stop_ids) if request.params.min_tokens else (),
+        banned_until=len(request.prompt) + request.params.min_tokens,
+        cached=cached,
+        last_cached_page=request.pages[cached // page_size - 1] if cached else 0,
+    )

@@ -1,7 +1,8 @@
 """Continuous batching: admission, chunked prefill, steps, and what happens when pages run out.
 
 One iteration launches at most one prefill chunk and one step. With overlap, a launch's results are read while the next
-one runs: the host works with upper bounds (``Request.inflight``) and learns real counts one launch later.
+one runs: the host works with upper bounds (``Request.inflight``) and learns real counts one launch later. Without, an
+iteration launches one of the two.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from specserve.scheduler.observers import Observer
 from specserve.scheduler.oom_backoff import ATTEMPTS, OOMBackoff
 from specserve.scheduler.prefix_waiting import PrefixWaiting
 from specserve.scheduler.queue import Queue
-from specserve.scheduler.request import Request
+from specserve.scheduler.request import Request, row_init
+from specserve.scheduler.results import given_by, message_of, until_end
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.shape import StepShape
@@ -251,20 +253,7 @@ class Scheduler:
             self._counters.cached_tokens += cached
             self._counters.prompt_tokens += len(request.prompt)
         request.told = len(request.output)
-        return RowInit(
-            slot=request.slot,
-            pages=request.pages,
-            params=request.params,
-            seed=request.seed,
-            choice=request.choice,
-            prompt=request.prompt,
-            output=request.output,
-            limit=request.limit,
-            banned_ids=sorted(request.stop_ids) if request.params.min_tokens else (),
-            banned_until=len(request.prompt) + request.params.min_tokens,
-            cached=cached,
-            last_cached_page=request.pages[cached // self.memory.page_size - 1] if cached else 0,
-        )
+        return row_init(request, cached, self.memory.page_size)
 
     # Launches.
 
@@ -514,19 +503,7 @@ class Scheduler:
                 self._end_unfollowed(request, emitted.error)
         if item.shape is not None and item.batch is not None:
             kept = self._counters.generated_tokens - before
-            given = Given(
-                emitted=[len(each.tokens) for each in found],
-                drafted=[each.drafted for each in found],
-                chains=[each.chain for each in found],
-                firsts=[each.firsts for each in found],
-                guided={
-                    i
-                    for i, r in enumerate(item.requests)
-                    if r.skill.predicted and found[i].predicted.start >= 0
-                },
-                kept=kept,
-                stopped=stopped,
-            )
+            given = given_by(item.requests, found, kept, stopped)
             # If all requests had ended, plain decoding would also have run a useless step.
             gained = kept / live if live else 1.0
             self._observe(item.launch.seconds, item.shape, item.batch, given, gained)
@@ -552,7 +529,7 @@ class Scheduler:
 
     def _extend(self, request: Request, emitted: Emitted, from_step: bool) -> FinishReason | None:
         """Append tokens up to the request's end and tell the front. Return why it ends, if it does."""
-        kept, reason, stopped = self._until_end(request, emitted.tokens)
+        kept, reason, stopped = until_end(request, emitted.tokens)
         request.output += kept
         self._counters.generated_tokens += len(kept)
         if emitted.predicted and request.params.prediction:
@@ -566,31 +543,6 @@ class Scheduler:
             self._vacate(request)
         for observer in self._observers:
             observer.emitted(request, kept)
-        self._outbox.append(
-            Tokens(
-                rid=request.rid,
-                token_ids=kept,
-                runs=[len(kept)] if kept else [],
-                finish_reason=reason,
-                stop_token=stopped,
-                logprobs=None if emitted.logprobs is None else emitted.logprobs[: len(kept)],
-                prompt_logprobs=request.scores,
-                cached_tokens=request.cached_tokens or 0,
-                speculation=request.usage,
-                queued=request.queued or 0.0,
-            )
-        )
+        self._outbox.append(message_of(request, emitted, kept, reason, stopped))
         request.scores = None
         return reason
-
-    def _until_end(self, request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, bool]:
-        """Return the tokens up to the end of the request, why it ends there, and whether on a stop token."""
-        have = len(request.prompt) + len(request.output)
-        for index, token in enumerate(tokens):
-            if have + index >= request.limit:
-                return tokens[:index], "length", False  # the request has no room for it
-            if token in request.stop_ids:
-                return tokens[: index + 1], "stop", True
-            if have + index + 1 >= request.limit:
-                return tokens[: index + 1], "length", False
-        return tokens, None, False
