@@ -47,11 +47,11 @@ def weights_kept() -> Iterator[None]:
     load: Callable[..., Any] = specserve.process.assemble.load_target
     loaded: dict[Any, Any] = {}
 
-    def keep(path: Path, dtype: Any, device: Any, max_positions: int) -> Any:
+    def keep(path: Path, dtype: Any, device: Any, max_positions: int, config: Any) -> Any:
         key = path, dtype, device
         if key not in loaded:
             positions = max(max_positions + SPARE_POSITIONS, LONGEST)
-            loaded[key] = load(path, dtype, device, max_positions=positions)
+            loaded[key] = load(path, dtype, device, positions, config)
         return loaded[key]
 
     with patch.object(specserve.process.assemble, "load_target", keep):

@@ -72,7 +72,7 @@ FORMATS: dict[str, Callable[[int, int], Numbers]] = {
 
 
 def size(weight: Packed) -> int:
-    return sum(part.nbytes for part in (weight.values, weight.scale_GS, weight.zero_GO) if part is not None)
+    return sum(part.nbytes for part in (weight.values, weight.scale_WSN, weight.zero_WON) if part is not None)
 
 
 def project(x: Tensor, weight: Packed, gated: bool) -> Tensor:
@@ -96,7 +96,7 @@ def microseconds(calls: list[Callable[[], object]]) -> float:
 
 def pipelines(weight: Packed, tokens: int) -> Iterator[tuple[Pipeline, int]]:
     """Pipelines and numbers of ranges; programs share all ranges of a tile, or none."""
-    columns = min(max(8, 1 << (tokens - 1).bit_length()), 256)
+    columns = min(max(16, 1 << (tokens - 1).bit_length()), 256)
     widths = sorted({columns, min(columns, 128), min(columns, 64)})
     for width, outputs, stages, cut, warps in product(widths, OUTPUTS, STAGES, RANGES, (4, 8)):
         if (warps == 8 and outputs == 64) or cut > -(-weight.inputs // weight.step) // 4:

@@ -103,7 +103,7 @@ class StoredProjection(Projection):
         if not on_gpu(packed.values.device) or self._dtype == torch.float64:
             self.plain = Linear.of(dequantize_packed(packed, self._dtype), bias_O)
             return
-        held = {"values": packed.values, "scale": packed.scale_GS, "zero": packed.zero_GO}
+        held = {"values": packed.values, "scale": packed.scale_WSN, "zero": packed.zero_WON}
         for name, each in {**held, "order": packed.order_I, "bias_O": bias_O}.items():
             self.register_buffer(name, each, persistent=False)
         self._step, self._rows = packed.step, packed.rows

@@ -119,9 +119,15 @@ def _rotary_store_kv_kernel(
 
 @triton.jit
 def _rounded(x, by):
-    """Round to FP8 and saturate. NaN stays NaN."""
+    """Return the nearest number of FP8 as float32, saturated. NaN stays NaN.
+
+    Not by a cast to FP8 and back: ptxas 12.8 can read the register before the cast has written it.
+    """
     scaled = tl.clamp(x.to(tl.float32) * by, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return scaled.to(tl.float8e4nv)
+    exponent = scaled.to(tl.int32, bitcast=True) & 0x7F800000
+    spacing = tl.maximum(exponent - (3 << 23), (127 - 9) << 23).to(tl.float32, bitcast=True)
+    magic = spacing * 12582912.0  # 1.5 * 2**23: a sum with it is rounded to multiples of the spacing
+    return (scaled + magic) - magic
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """A projection with 8-bit or 4-bit weights and unquantized activations.
 
-Shapes: T tokens, O outputs, I inputs, P inputs padded to whole steps, G groups of inputs, S scales of a group.
+Shapes: T tokens, O outputs, I inputs, P inputs padded to whole steps, W words with the scales or zeros of
+several groups of inputs, S scales of a group.
 
 Outputs are the rows of the tensor cores' product, tokens the columns. A thread reads its numbers of a step at once, in
 the order of ``Packed``, converts them exactly to the activations' dtype, and passes them to the tensor cores from its
@@ -66,8 +67,8 @@ def weight_only_linear(
     _weight_only_kernel[(*tiles, block.parts)](
         x_TI,
         weight.values,
-        weight.scale_GS,
-        weight.scale_GS if weight.zero_GO is None else weight.zero_GO,
+        _words(weight.scale_WSN) if weight.grouped else weight.scale_WSN,
+        x_TI if weight.zero_WON is None else _words(weight.zero_WON),
         x_TI if bias_O is None else bias_O,
         out_TO,
         part,
@@ -76,11 +77,12 @@ def weight_only_linear(
         x_TI.stride(0),
         O=outputs,
         I=inputs,
-        SCALES=weight.scale_GS.shape[1],
+        SCALES=weight.scale_WSN.shape[1],
         ROWS=weight.rows,
         BITS=weight.bits,
+        SCALE=getattr(tl, str(weight.scale_WSN.dtype).removeprefix("torch.")),
         GROUPED=weight.grouped,
-        ZEROS=weight.zero_GO is not None,
+        ZEROS=weight.zero_WON is not None,
         BIAS=bias_O is not None,
         GATED=gated,
         RANGES=cut,
@@ -94,6 +96,10 @@ def weight_only_linear(
         **overlap(),
     )
     return out_TO
+
+
+def _words(each_WON: Tensor) -> Tensor:
+    return each_WON.view(torch.int32)
 
 
 def ranges(outputs: int, inputs: int, step: int) -> int:
@@ -118,6 +124,8 @@ def pipeline(weight: Packed, tokens: int, input_bytes: int, limits: Limits) -> P
             chosen = chosen._replace(tokens=2 * _MOST_TOKENS)
         elif cut > 1 and weight.grouped:
             chosen = chosen._replace(tokens=_MOST_TOKENS // 2)
+    if parts == 1 or weight.bits == 8:  # more stages would leave fewer programs resident
+        chosen = chosen._replace(stages=min(chosen.stages, 4))
     stage = weight.step * (chosen.tokens * input_bytes + chosen.outputs * weight.bits // 8)
     room = (limits.shared_bytes - _BESIDE) // stage
     return chosen._replace(stages=max(1, min(chosen.stages, room)), parts=parts)
@@ -126,20 +134,21 @@ def pipeline(weight: Packed, tokens: int, input_bytes: int, limits: Limits) -> P
 def _pipeline(tokens: int, input_bytes: int) -> Pipeline:
     if input_bytes > 2:
         return Pipeline(16 if tokens <= 16 else 32, _ROWS, 3, 4)
-    columns = min(max(8, triton.next_power_of_2(tokens)), _MOST_TOKENS)
-    if tokens <= 16:
-        return Pipeline(columns, _ROWS, 6, 4)
+    if tokens <= 16:  # with fewer columns Triton takes the slower instructions of Ampere
+        return Pipeline(16, _ROWS, 6, 4)
     if tokens <= 64:
-        return Pipeline(columns, 2 * _ROWS, 4, 4)
-    return Pipeline(columns, 2 * _ROWS, 4, 8)
+        return Pipeline(triton.next_power_of_2(tokens), 2 * _ROWS, 4, 4)
+    if tokens <= 128:
+        return Pipeline(64, 2 * _ROWS, 3, 8)
+    return Pipeline(_MOST_TOKENS, 2 * _ROWS, 4, 8)
 
 
 @triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
 def _weight_only_kernel(
     x_ptr,  # [T, I]
     values_ptr,  # [O, P], in 4 bits [O, P / 2]
-    scale_ptr,  # [G, S], or [1, S]
-    zero_ptr,  # [G, O] uint8, if ZEROS
+    scale_ptr,  # int32 [W, S] if GROUPED, or SCALE [S]
+    zero_ptr,  # int32 [W, O], if ZEROS
     bias_ptr,  # [O], if BIAS
     out_ptr,  # [T, O], half as wide if GATED
     part_ptr,  # [tiles, PARTS, BLOCK_O, BLOCK_T] float32, if PARTS > 1
@@ -151,6 +160,7 @@ def _weight_only_kernel(
     SCALES: tl.constexpr,
     ROWS: tl.constexpr,
     BITS: tl.constexpr,
+    SCALE: tl.constexpr,
     GROUPED: tl.constexpr,
     ZEROS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -185,10 +195,10 @@ def _weight_only_kernel(
             values = tl.load(values_ptrs + step * BYTES, mask=inside_o[:, None], other=0.0)
             weight = _ordered(values, x.dtype, BITS, ZEROS)
             if ZEROS:
-                zero = tl.load(zero_ptrs + step * O, mask=inside_o, other=0)
+                zero = _of_group(zero_ptrs, step, O, inside_o, tl.uint8)
                 weight -= zero.to(weight.dtype)[:, None]
             if GROUPED:
-                scale = tl.load(scale_ptrs + step * SCALES, mask=inside_o, other=0)
+                scale = _of_group(scale_ptrs, step, SCALES, inside_o, SCALE)
                 product = tl.dot(weight, x, input_precision="ieee")
                 sums = _add_scaled(product, scale, sums)
             else:
@@ -208,6 +218,15 @@ def _weight_only_kernel(
     else:
         total = _add_scaled(total, tl.load(scale_ptrs, mask=inside_o, other=0), bias)
     store_outputs(tl.trans(total), out_ptr, tl.program_id(1), t, tokens, O, GATED)
+
+
+@triton.jit
+def _of_group(ptrs, group, each: tl.constexpr, inside_o, dtype: tl.constexpr):
+    """Load the numbers of a group from words of 32 bits with one, two or four groups."""
+    BITS: tl.constexpr = dtype.primitive_bitwidth
+    GROUPS: tl.constexpr = 32 // BITS
+    word = tl.load(ptrs + group // GROUPS * each, mask=inside_o, other=0) >> (group % GROUPS * BITS)
+    return word.to(tl.core.get_int_dtype(BITS, signed=False)).to(dtype, bitcast=True)
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """A projection with 8-bit or 4-bit weights and unquantized activations.
 
-Shapes: T tokens, O outputs, I inputs, P inputs padded to whole steps, G groups of inputs, S scales of a group, R
-selected rows. A weight holds the numbers of the checkpoint: int8, float8_e4m3fn, or 4 bits minus a zero point (8 if the
-file has none). A scale, in float32 or in the file's dtype, applies to one output or to several consecutive ones, and to
-a group of inputs or to all. Nothing is rounded again.
+Shapes: T tokens, O outputs, I inputs, P inputs padded to whole steps, G groups of inputs, S scales of a group, W words
+of 4 bytes, each with the numbers of N groups, R selected rows. A weight holds the numbers of the checkpoint: int8,
+float8_e4m3fn, or 4 bits minus a zero point (8 if the file has none). A scale, in float32 or in the file's dtype, is for
+one output or several consecutive ones, and for a group of inputs or all. Nothing is rounded again.
 
 ``Packed`` is the same weight in the order in which tensor cores take it. A step of inputs (a group, or 128 of them) is
 divided into sixteens, these into halves, these into four pairs. One thread's pairs of all halves and sixteens are
@@ -45,12 +45,12 @@ class Numbers(NamedTuple):
 
 class Packed(NamedTuple):
     """``Numbers`` as kernels read them. ``values``: int8 or float8_e4m3fn ``[O, P]``, uint8 ``[O, P / 2]``.
-    ``scale_GS`` and ``zero_GO``: for every ``step`` inputs, or one for all; ``rows`` outputs share a scale. ``order_I``
-    as in ``Numbers``."""
+    ``scale_WSN`` and ``zero_WON``: for every ``step`` inputs, or one for all (``[1, S, 1]``); ``rows`` outputs share a
+    scale. ``order_I`` as in ``Numbers``."""
 
     values: Tensor
-    scale_GS: Tensor
-    zero_GO: Tensor | None
+    scale_WSN: Tensor
+    zero_WON: Tensor | None
     inputs: int
     step: int
     rows: int
@@ -63,7 +63,8 @@ class Packed(NamedTuple):
     @property
     def grouped(self) -> bool:
         """Whether groups of inputs have different scales or zeros."""
-        return len(self.scale_GS) > 1
+        words, _, many = self.scale_WSN.shape
+        return words * many > 1
 
 
 def pack(numbers: Numbers) -> Packed:
@@ -79,8 +80,16 @@ def pack(numbers: Numbers) -> Packed:
         scale_SG = _each(scale_SG, group // step, -(-inputs // step))
         zero_OG = None if zero_OG is None else _each(zero_OG, group // step, -(-inputs // step))
     values = _ordered(values_OI, step)
-    zero_GO = None if zero_OG is None else zero_OG.T.contiguous()
-    return Packed(values, scale_SG.T.contiguous(), zero_GO, inputs, step, rows, order_I)
+    zero_WON = None if zero_OG is None else _in_words(zero_OG)
+    scale_WSN = _in_words(scale_SG) if scale_SG.shape[1] > 1 else scale_SG[None].contiguous()
+    return Packed(values, scale_WSN, zero_WON, inputs, step, rows, order_I)
+
+
+def _in_words(each_OG: Tensor) -> Tensor:
+    """Put the numbers of consecutive groups next to each other: loads of less than 4 bytes are not prefetched."""
+    many = 4 // each_OG.element_size()
+    padded_OG = pad(each_OG, (0, -each_OG.shape[1] % many))
+    return padded_OG.view(len(each_OG), -1, many).transpose(0, 1).contiguous()
 
 
 def _each(given_OG: Tensor, times: int, count: int) -> Tensor:
@@ -117,15 +126,15 @@ def dequantize_packed(packed: Packed, dtype: torch.dtype, ids_R: Tensor | None =
     picked = packed.values.view(torch.uint8)[row_O].view(packed.values.dtype)
     plain_OI = unpack(packed._replace(values=picked)).to(wide)
 
-    def spread(each_GO: Tensor) -> Tensor:
-        each_OG = each_GO.T.to(wide)
-        return each_OG if len(each_GO) == 1 else _each(each_OG, packed.step, packed.inputs)
+    def spread(each_WON: Tensor) -> Tensor:
+        each_OG = each_WON.transpose(0, 1).flatten(1).to(wide)
+        return _each(each_OG, packed.step, packed.inputs) if packed.grouped else each_OG[:, :1]
 
-    if packed.zero_GO is not None:
-        plain_OI = plain_OI - spread(packed.zero_GO[:, row_O])
+    if packed.zero_WON is not None:
+        plain_OI = plain_OI - spread(packed.zero_WON[:, row_O])
     elif packed.bits == 4:
         plain_OI = plain_OI - SYMMETRIC_ZERO
-    plain_OI = (plain_OI * spread(packed.scale_GS[:, row_O // packed.rows])).to(dtype)
+    plain_OI = (plain_OI * spread(packed.scale_WSN[:, row_O // packed.rows])).to(dtype)
     if packed.order_I is None:
         return plain_OI
     return torch.empty_like(plain_OI).index_copy_(1, packed.order_I.long(), plain_OI)
