@@ -26,7 +26,7 @@ from specserve import LLM
 from specserve.layers import linear
 from specserve.layers.formats.rounded import RoundedLayout
 from specserve.llm import RequestOutput
-from specserve.speculation.step import plant
+from specserve.speculation.step import draft_tree
 
 SHAPES = [
     ("EAGLE3", (5, 1, 6)),
@@ -42,9 +42,9 @@ def drafting(coupled: bool) -> Iterator[None]:
     """Uncoupled: candidates are the draft's most likely tokens, as the peers draft, whatever the sampler's noise."""
 
     def without_noise(context: Any, view: Any, shape: Any, sampling: Any) -> Any:
-        return plant(context, view, shape, sampling if coupled else replace(sampling, noise_BDV=None))
+        return draft_tree(context, view, shape, sampling if coupled else replace(sampling, noise_BDV=None))
 
-    with patch("specserve.speculation.step.plant", without_noise):
+    with patch("specserve.speculation.step.draft_tree", without_noise):
         yield
 
 

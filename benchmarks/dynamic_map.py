@@ -137,13 +137,13 @@ class Bench:
         with open_llm(self.args, **settings) as llm:
             scheduler = llm.engine
             assert isinstance(scheduler, Scheduler)
-            assert scheduler.runner.context.drafter.live_map is not None
+            assert scheduler.runner.context.drafter.dynamic_map is not None
             before, _ = measure(llm, self._traffic[domain])
             figures, _ = measure(llm, self.prompts[domain])
-            figures["refreshes"] = scheduler.runner.context.drafter.live_map.refreshes
+            figures["refreshes"] = scheduler.runner.context.drafter.dynamic_map.refreshes
             figures["while_adapting"] = before
             return self._with_share(
-                figures, domain, scheduler.runner.context.drafter.live_map.coverage or 0.0
+                figures, domain, scheduler.runner.context.drafter.dynamic_map.coverage or 0.0
             )
 
     def _with_share(self, figures: dict[str, Any], domain: str, share: float) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from specserve.speculation.control.acceptance import Skill
 from specserve.speculation.datastore import Datastore
 from specserve.speculation.drafters.suffix import LONGEST
 from specserve.speculation.earlier_answers import AnswerIndex
-from specserve.speculation.state import DecodeState, Told
+from specserve.speculation.state import Continuation, DecodeState
 from specserve.tools.datastore.__main__ import write_datastore
 
 STEPS, LENGTH, LONG = 80, 300, 30_000
@@ -39,20 +39,20 @@ class Device:
     def __init__(self, slots: int) -> None:
         kinds = torch.float32, torch.float32, torch.device("cpu")
         self.state = DecodeState(slots, 1024, 16, 1, 2, *kinds, continuation_size=LONGEST)
-        self.told = 0
-        self.last: dict[int, Told] = {}
+        self.sent = 0
+        self.last: dict[int, Continuation] = {}
 
     def set_continuations(self, command: SetContinuations) -> None:
-        self.told += len(command.told)
-        self.last |= {each.slot: each for each in command.told}
-        self.state.set_continuations(command.told)
+        self.sent += len(command.continuations)
+        self.last |= {each.slot: each for each in command.continuations}
+        self.state.set_continuations(command.continuations)
 
     def right(self, slot: int, text: list[int], new: list[int]) -> int:
-        """How many of the next tokens of a text the device was told of."""
-        if (told := self.last.get(slot)) is None:
+        """How many of the next tokens of a text the device was sent."""
+        if (sent := self.last.get(slot)) is None:
             return 0
-        since = text[told.base + 1 :]
-        ahead = told.tokens[len(since) :] if since == told.tokens[: len(since)] else []
+        since = text[sent.base + 1 :]
+        ahead = sent.tokens[len(since) :] if since == sent.tokens[: len(since)] else []
         return next(
             (i for i, (a, b) in enumerate(zip(ahead, new, strict=False)) if a != b), min(len(ahead), len(new))
         )
@@ -121,7 +121,7 @@ def measure(requests: int, tokens: int, share: float, rest: bool) -> None:
     print(
         f"share {share:.1f}  remember {1e6 * adding:.2f} us/token  follow {1e6 * sum(times) / count:.2f} us/token, "
         f"{1e3 * statistics.median(times):.2f} ms/step, at most {1e3 * max(times):.1f}  "
-        f"told {device.told / count:.3f} and right {right / count:.4f} a token"
+        f"sent {device.sent / count:.3f} and right {right / count:.4f} a token"
     )
 
 

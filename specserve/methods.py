@@ -41,7 +41,7 @@ class Method:
 
     ``load``: the function that makes the drafter, or its ``module:name``; see ``speculation.drafters``. ``heads``: the
     kinds of draft head that it runs, empty: it has no checkpoint. ``bundled``: the folder of the bundled model's draft.
-    ``map_refusal``: why it takes no ``--speculative-token-map`` file, None: it takes one. ``live_map``: it takes a
+    ``map_refusal``: why it takes no ``--speculative-token-map`` file, None: it takes one. ``dynamic_map``: it takes a
     dynamic token map. ``fixed_shape``: steps, topk and tokens, if the name implies them. ``copies``: which drafts are
     copied from a text. ``recalls``: earlier answers are among these texts. ``reads_datastore``: a datastore file is.
     ``count_levels``: returns the maximum number of draft levels of a checkpoint's directory, None: any number.
@@ -54,7 +54,7 @@ class Method:
     heads: tuple[str, ...] = ()
     bundled: str | None = None
     map_refusal: str | None = "its drafts don't come from the target's head"
-    live_map: bool = False
+    dynamic_map: bool = False
     fixed_shape: tuple[int, int, int] | None = None
     copies: Copies = "none"
     recalls: bool = False
@@ -122,7 +122,7 @@ _OWN_VOCABULARY = (
 )
 _FIXED_VOCABULARY = "its heads were trained for the tokens that they score"
 _EAGLE_HEAD = Method(
-    "EAGLE", _EAGLE, heads=("EAGLE", "MTP"), bundled="eagle", map_refusal=None, live_map=True
+    "EAGLE", _EAGLE, heads=("EAGLE", "MTP"), bundled="eagle", map_refusal=None, dynamic_map=True
 )
 register(_EAGLE_HEAD)
 register(
@@ -202,7 +202,7 @@ register(
         heads=("P_EAGLE",),
         bundled=None,
         map_refusal=_FIXED_VOCABULARY,
-        live_map=False,
+        dynamic_map=False,
         count_levels="specserve.models.draft.p_eagle:count_levels",
     )
 )

@@ -354,11 +354,11 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
             if tokens <= 64:
                 swap_ab_linear(x_TI, torch.zeros(4096, 4096, dtype=dtype), gated)
     for rounded in (torch.int8, torch.float8_e4m3fn):
-        factor_OG = torch.zeros(32, 4096).T
+        scale_OG = torch.zeros(32, 4096).T
         bias_O = torch.zeros(4096, dtype=dtype) if tokens <= 32 else None
         multiply = integer_linear if rounded == torch.int8 and dtype.itemsize == 2 else quantized_linear
         for gated in (False, True):
-            multiply(x_TI, torch.zeros(4096, 4096, dtype=rounded), factor_OG, bias_O, gated)
+            multiply(x_TI, torch.zeros(4096, 4096, dtype=rounded), scale_OG, bias_O, gated)
 
 
 def launch_weight_only(tokens: int, gated: bool, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -387,9 +387,9 @@ def launch_norms() -> None:
 
 def launch_wide(tokens: int) -> None:
     """Gates as wide as Llama-3.1-8B's: a draft's in int8, and the target's."""
-    weight_OI, factor_OG = torch.zeros(28672, 4096, dtype=torch.int8), torch.zeros(32, 28672).T
+    weight_OI, scale_OG = torch.zeros(28672, 4096, dtype=torch.int8), torch.zeros(32, 28672).T
     x_TI = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
-    integer_linear(round_inputs(x_TI), weight_OI, factor_OG, None, True)
+    integer_linear(round_inputs(x_TI), weight_OI, scale_OG, None, True)
     swap_ab_linear(x_TI, torch.zeros(28672, 4096, dtype=torch.bfloat16), gated=True)
 
 

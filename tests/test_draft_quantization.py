@@ -139,7 +139,7 @@ def test_what_a_gpu_holds(dtype: torch.dtype, error: float) -> None:
     torch.testing.assert_close(quantized.outputs_from(8, x), quantized(x)[:, 8:])
     assert {name: tensor.dtype for name, tensor in quantized.named_buffers()} == {
         "weight_OI": dtype,
-        "factor_OG": torch.float32,
+        "scale_OG": torch.float32,
     }
 
 

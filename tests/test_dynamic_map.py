@@ -24,7 +24,7 @@ from specserve.models.read_config import load_model_config
 from specserve.models.special_tokens import special_tokens
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.drafters.eagle import EagleDrafter
-from specserve.speculation.dynamic_map import LiveMap, MapPlan, default_size
+from specserve.speculation.dynamic_map import DynamicMap, MapPlan, default_size
 from specserve.speculation.sampler import VocabMap
 from tests.engines import Checkpoints, answer_all, answer_one, context_of, make_scheduler
 from tests.test_token_map import PROMPT, VOCAB, save, work
@@ -43,8 +43,8 @@ def plan(size: int | None = SIZE, interval: int = 1, **given: Any) -> MapPlan:
     return MapPlan(size, interval, **given)
 
 
-def live(plan: MapPlan, rows: int = VOCAB) -> LiveMap:
-    return LiveMap(plan, np.arange(rows), VOCAB)
+def live(plan: MapPlan, rows: int = VOCAB) -> DynamicMap:
+    return DynamicMap(plan, np.arange(rows), VOCAB)
 
 
 # What is chosen.
@@ -105,7 +105,7 @@ def test_little_gain_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_of_a_draft_vocabulary() -> None:
     """Row i of the head stands for token 2 * i; odd ones have no row."""
-    found = LiveMap(plan(size=3, kept=[1, 2]), np.arange(0, VOCAB, 2), VOCAB)
+    found = DynamicMap(plan(size=3, kept=[1, 2]), np.arange(0, VOCAB, 2), VOCAB)
     assert found.rows_R.tolist() == [0, 1, 2]
     found.observe([40, 40, 41, 41, 41])
     assert found.look(stepped=True) is not None
@@ -170,16 +170,16 @@ def check_guesses(scheduler: Scheduler) -> Iterator[list[int]]:
     """Every step guesses tokens of the map of its moment alone. The sizes of the maps' changes."""
     drafter, changes = drafter_of(scheduler), []
     set_rows = drafter.set_rows
-    assert drafter.live_map is not None
+    assert drafter.dynamic_map is not None
     assert drafter.vocab is not None
 
     def checked(pool: Pool, *args: Any, **kwargs: Any) -> Tree:
-        assert drafter.live_map is not None
+        assert drafter.dynamic_map is not None
         assert drafter.vocab is not None
         known = set(drafter.vocab.ids.tolist())
         ids_O = drafter.vocabulary.ids_O
         assert ids_O is not None
-        assert known == set(ids_O[torch.from_numpy(drafter.live_map.rows_R)].tolist())
+        assert known == set(ids_O[torch.from_numpy(drafter.dynamic_map.rows_R)].tolist())
         assert set(pool.tokens_BP[pool.scores_BP > -torch.inf].tolist()) <= known
         return select_tree(pool, *args, **kwargs)
 
@@ -206,10 +206,10 @@ def test_lossless_while_the_map_changes(
     with check_guesses(scheduler) as changes:
         found = answer_all(scheduler, work())
     assert [answer.tokens for answer in found] == [answer.tokens for answer in plain]
-    assert drafter_of(scheduler).live_map is not None
-    assert drafter_of(scheduler).live_map.refreshes == len(changes) >= 3
+    assert drafter_of(scheduler).dynamic_map is not None
+    assert drafter_of(scheduler).dynamic_map.refreshes == len(changes) >= 3
     assert all(changes)
-    assert drafter_of(scheduler).live_map.coverage is not None
+    assert drafter_of(scheduler).dynamic_map.coverage is not None
     assert sum(answer.usage.accepted for answer in found) > 20
     assert drafter_of(scheduler).vocab_size == SIZE
 
@@ -230,8 +230,8 @@ def test_a_map_of_all_is_no_map(agreeing: Checkpoints) -> None:
         scheduler = agreeing.scheduler(algorithm, TREE, **(DYNAMIC | {"speculative_token_map_size": None}))
         found = answer_all(scheduler, work())
         assert [answer.runs for answer in found] == [answer.runs for answer in full]
-        assert drafter_of(scheduler).live_map is not None
-        assert drafter_of(scheduler).live_map.refreshes == 0
+        assert drafter_of(scheduler).dynamic_map is not None
+        assert drafter_of(scheduler).dynamic_map.refreshes == 0
 
 
 def test_other_methods_and_float32(agreeing: Checkpoints) -> None:
@@ -265,8 +265,8 @@ def test_ended_by_the_client(agreeing: Checkpoints) -> None:
     scheduler.abort("a")
     client.submit("b", PROMPT, SamplingParams(temperature=0, max_tokens=20))
     tokens = client.run()["b"].tokens
-    assert drafter_of(scheduler).live_map is not None
-    assert not drafter_of(scheduler).live_map.running_V.any()
+    assert drafter_of(scheduler).dynamic_map is not None
+    assert not drafter_of(scheduler).dynamic_map.running_V.any()
     plain = make_scheduler(agreeing.target)
     assert tokens == answer_one(plain, PROMPT, SamplingParams(temperature=0, max_tokens=20)).tokens
 
@@ -374,16 +374,16 @@ def test_captured_steps_read_the_map_of_their_moment(tmp_path: Path) -> None:
         with engine((algorithm, 5, 2, 12), max_running_requests=8, **settings) as llm:
             scheduler = llm.engine
             assert isinstance(scheduler, Scheduler)
-            assert drafter_of(scheduler).live_map is not None
+            assert drafter_of(scheduler).dynamic_map is not None
             drafter = drafter_of(scheduler)
             assert isinstance(drafter.vocabulary.rows, IndexedHead)
             assert drafter.vocab is not None
             tables = (drafter.vocab.ids, drafter.vocab.inverse, drafter.vocabulary.rows.ids_R)
             addresses = [table.data_ptr() for table in tables]
             assert_same(texts(llm, items), expected, items)
-            assert drafter_of(scheduler).live_map.refreshes > 3
+            assert drafter_of(scheduler).dynamic_map.refreshes > 3
             assert [table.data_ptr() for table in tables] == addresses
             ids_O = drafter.vocabulary.ids_O
             assert ids_O is not None
-            rows = torch.from_numpy(drafter_of(scheduler).live_map.rows_R).to(ids_O.device)
+            rows = torch.from_numpy(drafter_of(scheduler).dynamic_map.rows_R).to(ids_O.device)
             assert torch.equal(drafter.vocab.ids, ids_O[rows])

@@ -28,10 +28,10 @@ def kind(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-def check(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
+def check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, gated: bool = False) -> None:
     """Gated, two sums are rounded ahead of their product: each may be rounded the other way."""
-    found = ops.quantized_linear(x, weight, factor, bias, gated)
-    expected = reference.quantized_linear(x, weight, factor, bias, gated)
+    found = ops.quantized_linear(x, weight, scale, bias, gated)
+    expected = reference.quantized_linear(x, weight, scale, bias, gated)
     assert found.dtype == x.dtype
     tolerance = (1 + (gated and x.dtype != torch.float32)) * TOLERANCE[x.dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -39,14 +39,14 @@ def check(x: Tensor, weight: Tensor, factor: Tensor, bias: Tensor | None = None,
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 16, 17, 32, 33, 64, 65, 200])
 def test_any_number_of_tokens(draw: Draw, kind: torch.dtype, tokens: int) -> None:
-    weight, factor = quantize(draw(67, 200) / 200**0.5, kind)
-    check(draw(tokens, 208)[:, :200], weight, factor)
+    weight, scale = quantize(draw(67, 200) / 200**0.5, kind)
+    check(draw(tokens, 208)[:, :200], weight, scale)
 
 
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (7, 33), (20, 100)])
 def test_gated(draw: Draw, kind: torch.dtype, tokens: int, inner: int) -> None:
-    weight, factor = quantize(2 * draw(2 * inner, 300) / 300**0.5, kind)
-    check(draw(tokens, 300), weight, factor, draw(2 * inner), gated=True)
+    weight, scale = quantize(2 * draw(2 * inner, 300) / 300**0.5, kind)
+    check(draw(tokens, 300), weight, scale, draw(2 * inner), gated=True)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (33, 520), (4300, 64), (128, 1024)])
@@ -57,8 +57,8 @@ def test_any_weight(draw: Draw, kind: torch.dtype, outputs: int, inputs: int) ->
         * torch.logspace(-4, 0, outputs, device=draw(1).device).to(draw(1).dtype)[:, None]
     )
     weight[outputs // 2] = 0
-    values, factor = quantize(weight, kind)
-    check(draw(3, inputs) / inputs**0.5, values, factor, draw(outputs))
+    values, scale = quantize(weight, kind)
+    check(draw(3, inputs) / inputs**0.5, values, scale, draw(outputs))
 
 
 def test_weights_are_rounded_in_slices(
@@ -75,13 +75,13 @@ def test_weights_are_rounded_in_slices(
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 def test_shared_tiles(draw: Draw, kind: torch.dtype, parts: int, kept: str) -> None:
     """Also where the last program has fewer groups, or none."""
-    weight, factor = quantize(draw(70, 7 * 128 + 24) / 30, kind)
+    weight, scale = quantize(draw(70, 7 * 128 + 24) / 30, kind)
     if kept == "rows":
-        factor = factor.contiguous()
+        scale = scale.contiguous()
     chosen = ops.Pipeline(16, 32, 3, 4, parts)
     with patch.object(ops, "pipeline", return_value=chosen):
         for tokens in (1, 20):
-            check(draw(tokens, 7 * 128 + 24), weight, factor, draw(70))
+            check(draw(tokens, 7 * 128 + 24), weight, scale, draw(70))
     assert not tickets(64, weight.device).any()
 
 
@@ -122,8 +122,8 @@ def test_less_shared_memory_makes_smaller_blocks() -> None:
 
 def test_fp8_rounds_to_three_bits(draw: Draw) -> None:
     weight = draw(40, 128).float() * torch.logspace(-6, 3, 40, device=draw(1).device)[:, None]
-    values, factor = quantize(weight, torch.float8_e4m3fn)
-    found = dequantize(values, factor)
+    values, scale = quantize(weight, torch.float8_e4m3fn)
+    found = dequantize(values, scale)
     largest = weight.abs().amax(1, keepdim=True)
     assert torch.allclose(found.abs().amax(1, keepdim=True), largest, rtol=1e-6)
     # half of the last of three bits; below the smallest normal number, half of the smallest step there is
@@ -136,13 +136,13 @@ def test_fp8_rounds_to_three_bits(draw: Draw) -> None:
 def test_int8_rounds_to_the_nearest_of_255(draw: Draw) -> None:
     """Each group of 128 inputs by its own largest."""
     weight = draw(40, 300).float() * torch.logspace(-6, 3, 300, device=draw(1).device)
-    values, factor = quantize(weight, torch.int8)
-    assert factor.shape == (40, 3)
+    values, scale = quantize(weight, torch.int8)
+    assert scale.shape == (40, 3)
     for group in range(3):
         inside = slice(128 * group, 128 * group + 128)
         assert (values[:, inside].abs().amax(1) == 127).all()
-        error = dequantize(values, factor)[:, inside] - weight[:, inside]
-        assert (error.abs() <= factor[:, group, None] * 0.5001).all()
+        error = dequantize(values, scale)[:, inside] - weight[:, inside]
+        assert (error.abs() <= scale[:, group, None] * 0.5001).all()
 
 
 @pytest.mark.parametrize(
@@ -158,20 +158,20 @@ def test_int8_rounds_to_the_nearest_of_255(draw: Draw) -> None:
 def test_a_weight_in_the_inputs_type_has_room(
     draw: Draw, dtype: torch.dtype, kind: torch.dtype, converted: bool
 ) -> None:
-    weight, factor = quantize(draw(40, 200).float() / 14, kind)
+    weight, scale = quantize(draw(40, 200).float() / 14, kind)
     x = draw(9, 200).to(dtype)
     with patch.object(ops, "pipeline", wraps=ops.pipeline) as cut:
-        found = ops.quantized_linear(x, weight, factor)
+        found = ops.quantized_linear(x, weight, scale)
     assert cut.call_args.args[-1] == converted
-    torch.testing.assert_close(found, reference.quantized_linear(x, weight, factor), atol=0.004, rtol=0.004)
+    torch.testing.assert_close(found, reference.quantized_linear(x, weight, scale), atol=0.004, rtol=0.004)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_inputs_beyond_float16_are_clamped() -> None:
     """A draft guesses wrong then, but there is no infinity to spread."""
-    weight, factor = quantize(torch.eye(64, device="cuda", dtype=torch.bfloat16), torch.float8_e4m3fn)
+    weight, scale = quantize(torch.eye(64, device="cuda", dtype=torch.bfloat16), torch.float8_e4m3fn)
     x = torch.full((2, 64), 1e30, device="cuda", dtype=torch.bfloat16)
-    found = ops.quantized_linear(x, weight, factor)
+    found = ops.quantized_linear(x, weight, scale)
     assert found.isfinite().all()
     assert torch.allclose(found.float(), torch.tensor(65504.0, device="cuda"), rtol=1e-2)

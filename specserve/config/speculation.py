@@ -66,8 +66,8 @@ def resolve_token_map(settings: Settings, _: ModelConfig, notes: list[str]) -> S
     if method is None:
         return settings
     if given == DYNAMIC:
-        if not method.live_map:
-            raise ValueError(_map_refused(settings, method, lambda each: each.live_map))
+        if not method.dynamic_map:
+            raise ValueError(_map_refused(settings, method, lambda each: each.dynamic_map))
         if settings.speculative_token_map_interval is not None:
             return settings
         return settings.choose("speculative_token_map_interval", INTERVAL, "none was given", notes)

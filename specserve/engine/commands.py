@@ -12,7 +12,7 @@ import msgspec
 
 from specserve.core import SamplingParams
 from specserve.speculation.shape import StepShape
-from specserve.speculation.state import RowInit, Told
+from specserve.speculation.state import Continuation, RowInit
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class SetDraftRows(msgspec.Struct, tag=True, frozen=True):
 class SetContinuations(msgspec.Struct, tag=True, frozen=True):
     """Replace the continuations of some slots' texts."""
 
-    told: Sequence[Told]
+    continuations: Sequence[Continuation]
 
 
 Command = Admit | SetPages | Prefill | Step | Begin | Settle | SetDraftRows | SetContinuations

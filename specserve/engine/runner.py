@@ -125,7 +125,7 @@ class Launch:
         predicted = nothing if self._predicted is None else self._predicted.tolist()
         sources = [()] * len(self._rows) if self._sources is None else self._sources.tolist()
         entries = zip(self._rows, self._packed.tolist(), predicted, sources, strict=True)
-        for index, (row, entry, (first, count), told) in enumerate(entries):
+        for index, (row, entry, (first, count), counts) in enumerate(entries):
             *chosen, drafted, chain, firsts = entry
             tokens = [token for token in chosen if token >= 0]
             ends = ((path, why) for path, why in self._ends.get(index, ()) if tokens[: len(path)] == path)
@@ -139,7 +139,7 @@ class Launch:
                 scores = _row_logprobs(self._scores, row.params.prompt_logprobs or 0, row.scored, scored)
                 scored += len(row.scored)
             foretold = range(first, first + count)
-            out.append(Emitted(tokens, drafted, chain, firsts, logprobs, scores, foretold, told, error))
+            out.append(Emitted(tokens, drafted, chain, firsts, logprobs, scores, foretold, counts, error))
         return out
 
 
@@ -350,8 +350,8 @@ class Runner:
         accepted = result.accepted
         logprobs = self._logprobs(rows, result.logits_TV, accepted.token_BS, accepted.path_BS)
         packed, predicted_B2 = accepted.packed_BX[: len(rows)], _asked(rows, result.predicted_B2)
-        told = None if result.sources_BX is None else result.sources_BX[: len(rows)]
-        return Launch(packed, logprobs, rows, stopwatch, predicted_B2, sources_BX=told, ends=ends)
+        sources_BX = None if result.sources_BX is None else result.sources_BX[: len(rows)]
+        return Launch(packed, logprobs, rows, stopwatch, predicted_B2, sources_BX=sources_BX, ends=ends)
 
     def _tell(self, rows: Sequence[Row]) -> None:
         """Advance constraints by the emitted tokens, and make the text that has to come next the predicted text of
@@ -372,7 +372,7 @@ class Runner:
     @torch.inference_mode()
     def set_continuations(self, command: SetContinuations) -> None:
         """Copy continuations, as ``set_draft_rows`` does."""
-        self.context.state.set_continuations(command.told)
+        self.context.state.set_continuations(command.continuations)
 
     def _view(self, rows: Sequence[Row], rows_B: Tensor) -> View:
         needs = Needs.of([row.params for row in rows])

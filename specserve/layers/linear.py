@@ -135,14 +135,14 @@ class QuantizedLinear(Projection):
     inputs."""
 
     weight_OI: Tensor
-    factor_OG: Tensor
+    scale_OG: Tensor
 
     def __init__(self, plain: Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self._plain = plain
-        weight_OI, factor_OG = quantize(plain.weight.detach(), dtype)
+        weight_OI, scale_OG = quantize(plain.weight.detach(), dtype)
         self.register_buffer("weight_OI", weight_OI, persistent=False)
-        self.register_buffer("factor_OG", factor_OG, persistent=False)
+        self.register_buffer("scale_OG", scale_OG, persistent=False)
         self._integers = dtype == torch.int8 and multiplies_integers(plain.weight)
         self._few = FEW_TOKENS if self._integers else FEW_CONVERTED
 
@@ -168,7 +168,7 @@ class QuantizedLinear(Projection):
 
     def _multiply(self, start: int, x_TI: Tensor | Rounded, gated: bool) -> Tensor:
         plain_OI, bias_O = self.rows_from(start)
-        rows = self.weight_OI[start:], self.factor_OG[start:]
+        rows = self.weight_OI[start:], self.scale_OG[start:]
         if isinstance(x_TI, Tensor):
             if len(x_TI) > self._few:
                 return linear(x_TI, plain_OI, bias_O, gated)

@@ -175,8 +175,8 @@ def assemble(
 def _observers(config: EngineConfig, runner: Runner) -> list[Observer]:
     """Return the observers through which the drafter follows the texts."""
     drafter, found = runner.context.drafter, list[Observer]()
-    if drafter.live_map is not None:
-        found.append(DynamicMapObserver(drafter.live_map, runner))
+    if drafter.dynamic_map is not None:
+        found.append(DynamicMapObserver(drafter.dynamic_map, runner))
     longest = drafter.needs.continuation
     if longest and config.draft is not None and config.draft.datastore is not None:
         store = Datastore(config.draft.datastore, config.model.vocab_size)

@@ -89,7 +89,7 @@ class StepCounters:
         self.deepest_tested[min(accepted + 1, nodes, shape.depth)] += 1
         self.deepest_accepted[accepted] += 1
 
-    def told(self, counts: Sequence[int]) -> None:
+    def add_sources(self, counts: Sequence[int]) -> None:
         """Add the counts of a request's sources: three for each source, none if there is only one."""
         if counts:
             self.sources = [a + b for a, b in zip(self.sources or [0] * len(counts), counts, strict=True)]

@@ -10,9 +10,9 @@ from typing import Protocol
 from specserve.engine.commands import SetContinuations, SetDraftRows
 from specserve.engine.runner import Runner
 from specserve.scheduler.request import Request
-from specserve.speculation.dynamic_map import LiveMap
+from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.earlier_answers import MOST_MATCHED, AnswerIndex
-from specserve.speculation.state import Told
+from specserve.speculation.state import Continuation
 
 MOST_ADDED = 512  # most tokens indexed after a launch, plus twice as many as the launch gave
 MOST_WAIT = 3  # most launches skipped for a text that keeps diverging from its continuations
@@ -43,8 +43,8 @@ class Observer(Protocol):
 class DynamicMapObserver:
     """Makes a dynamic token map follow the texts. New rows are queued before the next launch."""
 
-    def __init__(self, live_map: LiveMap, runner: Runner) -> None:
-        self._map = live_map
+    def __init__(self, dynamic_map: DynamicMap, runner: Runner) -> None:
+        self._map = dynamic_map
         self._runner = runner
 
     def admitted(self, request: Request) -> None:
@@ -69,20 +69,20 @@ class _Followed:
     """The continuation that the device has for a text. ``vain``: how many times in a row its first token was wrong;
     ``wait``: launches to skip because of that."""
 
-    told: Told | None = None
+    continuation: Continuation | None = None
     vain: int = 0
     wait: int = 0
 
     def agrees(self, base: int, output: Sequence[int]) -> bool:
         """Return whether the text, which ends at ``base``, follows the continuation and has used less than half of
         it."""
-        if (told := self.told) is None:
+        if (continuation := self.continuation) is None:
             return False
-        since = output[len(output) - (base - told.base) :]
-        if since == told.tokens[: len(since)]:
+        since = output[len(output) - (base - continuation.base) :]
+        if since == continuation.tokens[: len(since)]:
             self.vain = 0
-            return 2 * len(since) < len(told.tokens)
-        self.told, self.vain = None, 0 if since[0] == told.tokens[0] else self.vain + 1
+            return 2 * len(since) < len(continuation.tokens)
+        self.continuation, self.vain = None, 0 if since[0] == continuation.tokens[0] else self.vain + 1
         self.wait = min(2 ** max(self.vain - 1, 0) - 1, MOST_WAIT)
         return False
 
@@ -119,13 +119,13 @@ class ContinuationObserver:
 
     def collected(self, stepped: bool) -> None:
         grown, self._grown = self._grown, {}
-        if told := [each for each in map(self._look, grown.values()) if each is not None]:
-            self._runner.set_continuations(SetContinuations(told))
+        if continuations := [each for each in map(self._look, grown.values()) if each is not None]:
+            self._runner.set_continuations(SetContinuations(continuations))
 
     def flushed(self) -> None:
         """Do nothing: it keeps no text of its own."""
 
-    def _look(self, request: Request) -> Told | None:
+    def _look(self, request: Request) -> Continuation | None:
         """Return a new continuation for a text, or None."""
         base = len(request.prompt) + len(request.output) - 1
         followed = self._followed.setdefault(request.slot, _Followed())
@@ -136,8 +136,8 @@ class ContinuationObserver:
             return None
         tail = [*request.prompt[-MOST_MATCHED:], *request.output[-MOST_MATCHED:]]
         tokens, matched = self._texts.find(request.tenant, tail, self._longest)
-        followed.told = Told(request.slot, base, matched, tokens) if tokens else None
-        return followed.told
+        followed.continuation = Continuation(request.slot, base, matched, tokens) if tokens else None
+        return followed.continuation
 
 
 class AnswersObserver(ContinuationObserver):

@@ -38,7 +38,7 @@ class Request:
     remembered: int = 0  # whole pages offered to the prefix cache
     inflight: int = 0  # most tokens that launches not yet read may add to the cache
     pending: int = 0  # launches not yet read that emit at least one token each
-    told: int = 0  # output tokens that its constraint has consumed
+    consumed: int = 0  # output tokens that its constraint has consumed
     failures: int = 0  # smallest possible launches of it alone that ran out of device memory
     # For the report.
     predicted: set[int] = field(default_factory=set)  # indices of emitted tokens in its prediction
@@ -72,9 +72,9 @@ class Request:
         return [*self.prompt, *self.output]
 
     @property
-    def untold(self) -> Sequence[int]:
+    def unconsumed(self) -> Sequence[int]:
         """Tokens that its constraint has not seen yet; none if it is not constrained."""
-        return self.output[self.told :] if self.params.constrained else ()
+        return self.output[self.consumed :] if self.params.constrained else ()
 
     @property
     def reusable(self) -> Sequence[int]:

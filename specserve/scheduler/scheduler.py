@@ -252,7 +252,7 @@ class Scheduler:
             request.cached_tokens = cached
             self._counters.cached_tokens += cached
             self._counters.prompt_tokens += len(request.prompt)
-        request.told = len(request.output)
+        request.consumed = len(request.output)
         return row_init(request, cached, self.memory.page_size)
 
     # Launches.
@@ -326,7 +326,7 @@ class Scheduler:
             return 0
         masked = [self._is_masked(r, shape.depth) for r in ready]
         rows = [
-            Row(r.slot, r.params, self._bound(r), r.untold, masked=each)
+            Row(r.slot, r.params, self._bound(r), r.unconsumed, masked=each)
             for r, each in zip(ready, masked, strict=True)
         ]
         if self._inflight and any(masked):
@@ -339,7 +339,7 @@ class Scheduler:
         item = _InFlight(launch, ready, shape, batch)
         self._inflight.append(item)
         for request in [r for r in ready if r.slot >= 0]:
-            request.told = len(request.output)
+            request.consumed = len(request.output)
             request.inflight += item.adds
             request.pending += 1
         self._end_failed(ready)
@@ -358,7 +358,7 @@ class Scheduler:
             return None
         self._drain()  # may end some of the requests
         known = [
-            replace(row, tokens=r.untold) if r.slot >= 0 else replace(row, tokens=(), masked=False)
+            replace(row, tokens=r.unconsumed) if r.slot >= 0 else replace(row, tokens=(), masked=False)
             for row, r in zip(rows, requests, strict=True)
         ]
         return self._attempt(lambda: self.runner.settle(Settle(known)), requests, 0)
@@ -381,7 +381,7 @@ class Scheduler:
         """Return whether the host may have to restrict the tokens after a node of its next tree of this depth."""
         if (slack := self.runner.masks.slack(request.slot)) == inf:
             return False
-        return slack <= len(request.untold) + request.inflight + request.pending + depth
+        return slack <= len(request.unconsumed) + request.inflight + request.pending + depth
 
     def _are_forced(self, requests: Sequence[Request]) -> bool:
         """Return whether grammars force so much of the batch's text that the step should wait to draft it."""
@@ -525,7 +525,7 @@ class Scheduler:
         )
         self._counters.drafted += emitted.drafted
         self._step_counters.drafted(shape, emitted.drafted, len(emitted.tokens) - 1)
-        self._step_counters.told(emitted.sources)
+        self._step_counters.add_sources(emitted.sources)
 
     def _extend(self, request: Request, emitted: Emitted, from_step: bool) -> FinishReason | None:
         """Append tokens up to the request's end and tell the front. Return why it ends, if it does."""

@@ -16,7 +16,7 @@ from specserve.attention.base import AttentionBackend, Plan
 from specserve.kv.pool import KVPool
 from specserve.kv.spec import KVSpec
 from specserve.layers.batch import TokenBatch
-from specserve.speculation.dynamic_map import LiveMap
+from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.sampler import Sampling, open_sampling
 from specserve.speculation.shape import StepShape
 from specserve.speculation.state import DecodeState, Needs
@@ -84,7 +84,7 @@ class Drafter(Protocol):
         ...
 
     @property
-    def live_map(self) -> LiveMap | None:
+    def dynamic_map(self) -> DynamicMap | None:
         """The dynamic token map that changes these tokens while serving; None: they are fixed."""
         ...
 
@@ -93,8 +93,8 @@ class Drafter(Protocol):
         ...
 
     def set_rows(self, rows_R: Tensor) -> None:
-        """Score only these rows of its head from the next step on: int64 on the device, chosen by ``live_map``. Changes
-        tensors in place and does not synchronize."""
+        """Score only these rows of its head from the next step on: int64 on the device, chosen by ``dynamic_map``.
+        Changes tensors in place and does not synchronize."""
         ...
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:

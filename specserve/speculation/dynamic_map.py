@@ -40,7 +40,7 @@ def default_size(rows: int) -> int:
     return min(rows, max(LEAST_ROWS, rows // 4))
 
 
-class LiveMap:
+class DynamicMap:
     """Counts tokens and chooses the rows that cover most of the text. ``rows_R``: the rows that the draft reads now,
     ascending. ``refreshes``: how often they were replaced."""
 

@@ -84,7 +84,7 @@ class RowInit:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Continuation:
     """A continuation that the host looked up: ``tokens`` follow position ``base``, because the ``matched`` tokens up to
     there occur elsewhere."""
 
@@ -244,13 +244,15 @@ class DecodeState:
         """Write part of a slot's page table, from entry ``start`` on."""
         self.slots.pages[slot, start : start + len(pages)] = self._integers(pages)
 
-    def set_continuations(self, told: Sequence[Told]) -> None:
+    def set_continuations(self, continuations: Sequence[Continuation]) -> None:
         """Write the continuations of different slots."""
         table = self.continuations
         assert table is not None
-        numbers = [[each.slot, len(each.tokens), each.base, each.matched] for each in told]
-        tokens = [[*each.tokens, *[0] * (table.size - len(each.tokens))] for each in told]
-        packed_NX = self._integers([*chain.from_iterable(map(chain, numbers, tokens))]).view(len(told), -1)
+        numbers = [[each.slot, len(each.tokens), each.base, each.matched] for each in continuations]
+        tokens = [[*each.tokens, *[0] * (table.size - len(each.tokens))] for each in continuations]
+        packed_NX = self._integers([*chain.from_iterable(map(chain, numbers, tokens))]).view(
+            len(continuations), -1
+        )
         slots_N, given_N3, token_NP = packed_NX.split([1, 3, table.size], dim=1)
         table.write(slots_N[:, 0], given_N3, token_NP)
 

@@ -64,7 +64,7 @@ def step(context: Context, view: View, shape: StepShape) -> StepResult:
 def draft(context: Context, view: View, shape: StepShape) -> Drafted:
     """Run the step's first part: draft, and select the nodes to verify."""
     sampling = view.sampling(context, shape.depth)
-    return Drafted(view, shape, sampling, plant(context, view, shape, sampling))
+    return Drafted(view, shape, sampling, draft_tree(context, view, shape, sampling))
 
 
 def verify(context: Context, drafted: Drafted) -> Verified:
@@ -110,7 +110,7 @@ def observe(context: Context, view: View, tree: Tree, accepted: Accepted) -> Ten
     return torch.cat(found, dim=1)
 
 
-def plant(context: Context, view: View, shape: StepShape, sampling: Sampling) -> Tree:
+def draft_tree(context: Context, view: View, shape: StepShape, sampling: Sampling) -> Tree:
     """Draft, and select the nodes to verify, from one budget for the whole batch."""
     if not shape.levels:
         return single_nodes(view.slots)

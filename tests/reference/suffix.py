@@ -15,11 +15,11 @@ class Branch(NamedTuple):
     matched: int
 
 
-class Told(NamedTuple):
+class Continuation(NamedTuple):
     base: int
     tokens: list[int]
     matched: int
-    vain: int = 0  # times in a row that none of what was told was right
+    vain: int = 0  # times in a row that none of its tokens was right
     wait: int = 0  # looks to leave out for that
 
 
@@ -54,23 +54,29 @@ def recall(answers: Sequence[Sequence[int]], text: Sequence[int]) -> tuple[list[
     return tokens, longest
 
 
-def renew(told: Told | None, answers: Sequence[Sequence[int]], text: Sequence[int]) -> Told | None:
+def renew(
+    continuation: Continuation | None, answers: Sequence[Sequence[int]], text: Sequence[int]
+) -> Continuation | None:
     """What the host has said of a text once it knows this much of it."""
     base, vain, wait = len(text) - 1, 0, 0
-    if told is not None:
-        since = list(text[told.base + 1 :])
-        vain, wait = told.vain, told.wait
-        if told.tokens and since == told.tokens[: len(since)]:
+    if continuation is not None:
+        since = list(text[continuation.base + 1 :])
+        vain, wait = continuation.vain, continuation.wait
+        if continuation.tokens and since == continuation.tokens[: len(since)]:
             vain = 0
-            if 2 * len(since) < len(told.tokens):
-                return told._replace(vain=0)
-        elif told.tokens:
-            vain = 0 if since[0] == told.tokens[0] else vain + 1
+            if 2 * len(since) < len(continuation.tokens):
+                return continuation._replace(vain=0)
+        elif continuation.tokens:
+            vain = 0 if since[0] == continuation.tokens[0] else vain + 1
             wait = {0: 0, 1: 0, 2: 1}.get(vain, 3)
         if wait:
-            return Told(base, [], 0, vain, wait - 1)
+            return Continuation(base, [], 0, vain, wait - 1)
     tokens, matched = recall(answers, text)
-    return Told(base, tokens, matched, vain) if tokens else told and Told(base, [], 0, vain)
+    return (
+        Continuation(base, tokens, matched, vain)
+        if tokens
+        else continuation and Continuation(base, [], 0, vain)
+    )
 
 
 def own(text: Sequence[int], count: int, size: int) -> list[Branch]:
@@ -91,13 +97,16 @@ def own(text: Sequence[int], count: int, size: int) -> list[Branch]:
     return branches
 
 
-def branches(text: Sequence[int], told: Told | None, count: int, size: int) -> list[Branch]:
+def branches(text: Sequence[int], continuation: Continuation | None, count: int, size: int) -> list[Branch]:
     """The best of both, the likeliest first; of two that begin alike the likelier, if equally likely the text's own."""
     found = own(text, count, size)
-    if told is not None and list(text[told.base + 1 :]) == told.tokens[: len(text) - 1 - told.base]:
-        at = len(text) - 1 - told.base
-        if ahead := told.tokens[at : at + size]:
-            matched = told.matched + at
+    if (
+        continuation is not None
+        and list(text[continuation.base + 1 :]) == continuation.tokens[: len(text) - 1 - continuation.base]
+    ):
+        at = len(text) - 1 - continuation.base
+        if ahead := continuation.tokens[at : at + size]:
+            matched = continuation.matched + at
             other = Branch(ahead, math.log(1 - DOUBT / matched), matched)
             same = [branch for branch in found if branch.tokens[0] == ahead[0]]
             if all(branch.score < other.score for branch in same):

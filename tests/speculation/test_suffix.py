@@ -70,19 +70,19 @@ def test_drafts_are_those_of_the_slow_reading(shape: Shape, overlap: str, agreei
         with record_drafts() as drafts:
             answer = answer_one(scheduler, prompt, params)
         ends = [len(prompt) + sum(answer.runs[: i + 1]) for i in range(len(answer.runs))]
-        text, told, known = [*prompt, *answer.tokens], None, 0
+        text, continuation, known = [*prompt, *answer.tokens], None, 0
         for number, (end, found) in enumerate(zip(ends, drafts, strict=False)):
             late = 1 if overlap == "on" else 0
             while number and known <= number - late:
-                told = renew(told, answers, text[: ends[known]])
+                continuation = renew(continuation, answers, text[: ends[known]])
                 known += 1
             if overlap == "on" and number < 2:
-                told, known = None, 0
-            expected = branches(text[:end], told, shape[1], shape[0])
+                continuation, known = None, 0
+            expected = branches(text[:end], continuation, shape[1], shape[0])
             got = drafted_branches(found, shape)
             assert [each.tokens for each in got] == [each.tokens for each in expected], (seed, number)
             assert [each.score for each in got] == pytest.approx([each.score for each in expected])
-            recalled += told is not None and bool(expected)
+            recalled += continuation is not None and bool(expected)
         answers.append(answer.tokens)
     assert recalled > 20
 

@@ -25,7 +25,7 @@ class CopyDrafter:
     name = "COPY"
     needs = DrafterNeeds()
     kv: Sequence[KVSpec] = ()
-    live_map = None
+    dynamic_map = None
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class BlockDrafter:
     """Runs a ``BlockHead`` as pool layers from ``layer`` on."""
 
-    live_map = None
+    dynamic_map = None
 
     def __init__(
         self, name: str, head: BlockHead, layer: int, dtype: torch.dtype, vocab: VocabMap | None

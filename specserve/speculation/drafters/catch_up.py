@@ -51,7 +51,7 @@ class Window:
 class CatchUpDrafter:
     """A drafter whose layers are the pool's from ``_layer`` on. Subclasses run them."""
 
-    live_map = None
+    dynamic_map = None
     needs: DrafterNeeds
     _layer: int
     _vocab: VocabMap | None

@@ -27,7 +27,7 @@ from specserve.models.draft.token_map import PickedRows, read_named_map, score_b
 from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.config import DrafterConfig
-from specserve.speculation.dynamic_map import LiveMap, MapPlan
+from specserve.speculation.dynamic_map import DynamicMap, MapPlan
 from specserve.speculation.expand import expand
 from specserve.speculation.sampler import Sampling, VocabMap
 from specserve.speculation.shape import StepShape
@@ -41,7 +41,7 @@ class Vocabulary:
     target ids of all its rows."""
 
     vocab: VocabMap | None
-    live_map: LiveMap | None = None
+    dynamic_map: DynamicMap | None = None
     rows: PickedRows | None = None
     ids_O: Tensor | None = None
 
@@ -59,7 +59,7 @@ class EagleDrafter:
     ) -> None:
         self.name = name
         self.vocab = vocabulary.vocab
-        self.live_map = vocabulary.live_map
+        self.dynamic_map = vocabulary.dynamic_map
         self.vocabulary = vocabulary
         self.head = head
         self._layer = layer
@@ -177,12 +177,12 @@ def _follow(loaded: LoadedDraft, plan: MapPlan, target: LlamaModel) -> Vocabular
     """Make the head draft what a dynamic map chooses from the tokens that it scores."""
     size, device = target.config.vocab_size, target.device
     ids_O = torch.arange(size) if loaded.ids is None else loaded.ids
-    live_map = LiveMap(plan, ids_O.numpy(), size)
+    dynamic_map = DynamicMap(plan, ids_O.numpy(), size)
     ids_O = ids_O.to(device)
-    rows_R = torch.from_numpy(live_map.rows_R).to(device)
+    rows_R = torch.from_numpy(dynamic_map.rows_R).to(device)
     rows = score_by(loaded.head, rows_R)
     log.info("the draft reads %d of its %d rows, chosen by a live map", len(rows_R), len(ids_O))
-    return Vocabulary(VocabMap.of(ids_O[rows_R], size), live_map, rows, ids_O)
+    return Vocabulary(VocabMap.of(ids_O[rows_R], size), dynamic_map, rows, ids_O)
 
 
 def _truncate(head: LayerHead, token_map: Path, target: LlamaModel) -> Tensor:

@@ -22,7 +22,7 @@ class LastStateDrafter:
     """A subclass loads heads and implements ``propose``."""
 
     kv: Sequence[KVSpec] = ()
-    live_map = None
+    dynamic_map = None
 
     def __init__(self, name: str, hidden_size: int) -> None:
         self.name = name

@@ -19,7 +19,7 @@ from specserve.methods import parts_of
 from specserve.speculation.context import Context, Drafter, PromptTokens, TargetStates, View
 from specserve.speculation.drafters import load_drafter
 from specserve.speculation.drafters.config import DrafterConfig
-from specserve.speculation.dynamic_map import LiveMap
+from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
@@ -47,8 +47,8 @@ class MergedDrafter:
         return self._model.vocab_size
 
     @property
-    def live_map(self) -> LiveMap | None:
-        return self._model.live_map
+    def dynamic_map(self) -> DynamicMap | None:
+        return self._model.dynamic_map
 
     def scratch(self, shape: StepShape) -> int:
         return self._model.scratch(shape)

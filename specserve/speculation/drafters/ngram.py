@@ -28,7 +28,7 @@ class NgramDrafter:
 
     needs = DrafterNeeds()
     kv: Sequence[KVSpec] = ()
-    live_map = None
+    dynamic_map = None
 
     def __init__(self, name: str, vocab_size: int) -> None:
         self.name = name

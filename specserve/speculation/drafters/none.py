@@ -20,7 +20,7 @@ class NoDrafter:
     needs = DrafterNeeds()
     kv: Sequence[KVSpec] = ()
     vocab_size = 0
-    live_map = None
+    dynamic_map = None
 
     def scratch(self, shape: StepShape) -> int:
         return 0

@@ -25,7 +25,7 @@ _SCALE_BYTES = 4  # the scale of each row of a group
 def integer_linear(
     x_TI: Tensor | Rounded,
     weight_OI: Tensor,
-    factor_OG: Tensor,
+    scale_OG: Tensor,
     bias_O: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
@@ -33,7 +33,7 @@ def integer_linear(
     x = round_inputs(x_TI) if isinstance(x_TI, Tensor) else x_TI
     tokens, inputs = x.values_TI.shape
     block = pipeline(len(weight_OI), inputs, tokens, limits_of(weight_OI.device))
-    return multiply(x.values_TI, x.unit_GT, x.dtype, (weight_OI, factor_OG), bias_O, gated, block)
+    return multiply(x.values_TI, x.unit_GT, x.dtype, (weight_OI, scale_OG), bias_O, gated, block)
 
 
 def pipeline(outputs: int, inputs: int, tokens: int, limits: Limits = H200) -> Pipeline:

@@ -44,13 +44,13 @@ class Pipeline(NamedTuple):
 
 
 def quantized_linear(
-    x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
+    x_TI: Tensor, weight_OI: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """Same as the reference. Rows of x may be strided."""
     (tokens, inputs), size = x_TI.shape, x_TI.element_size()
     converted = size > 2 or weight_OI.dtype == torch.int8
     block = pipeline(len(weight_OI), inputs, tokens, size, limits_of(x_TI.device), converted)
-    return multiply(x_TI, None, x_TI.dtype, (weight_OI, factor_OG), bias_O, gated, block)
+    return multiply(x_TI, None, x_TI.dtype, (weight_OI, scale_OG), bias_O, gated, block)
 
 
 def multiply(
@@ -64,7 +64,7 @@ def multiply(
 ) -> Tensor:
     """Compute the product in ``dtype``. ``unit_GT``: scales of quantized activations, None for others. ``weight``:
     numbers and scales."""
-    (tokens, inputs), (weight_OI, factor_OG) = x_TI.shape, weight
+    (tokens, inputs), (weight_OI, scale_OG) = x_TI.shape, weight
     outputs = len(weight_OI)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs), dtype=dtype)
     tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
@@ -72,17 +72,17 @@ def multiply(
     part = x_TI.new_empty(tiles[0] * tiles[1] * block.parts * tile if shared else 0, dtype=torch.float32)
     _quantized_linear_kernel[(*tiles, block.parts)](
         x_TI,
-        factor_OG if unit_GT is None else unit_GT,
+        scale_OG if unit_GT is None else unit_GT,
         weight_OI,
-        factor_OG,
-        bias_O if bias_O is not None else factor_OG,
+        scale_OG,
+        bias_O if bias_O is not None else scale_OG,
         out_TO,
         part,
         tickets(tiles[0] * tiles[1], x_TI.device) if shared else part,
         tokens,
         x_TI.stride(0),
-        factor_OG.stride(0),
-        factor_OG.stride(1),
+        scale_OG.stride(0),
+        scale_OG.stride(1),
         O=outputs,
         I=inputs,
         BIAS=bias_O is not None,
@@ -146,14 +146,14 @@ def _quantized_linear_kernel(
     x_ptr,  # [T, I], int8 if ROUNDED
     unit_ptr,  # [G, T] float32, if ROUNDED
     weight_ptr,  # [O, I]
-    factor_ptr,  # [O, G]
+    scale_ptr,  # [O, G]
     bias_ptr,  # [O], if BIAS
     out_ptr,  # [T, O], half as wide if GATED
     part_ptr,  # [tiles, PARTS, BLOCK_O, BLOCK_T] float32, if PARTS > 1
     tickets_ptr,  # [tiles] int32, 0, if PARTS > 1
     tokens,
     stride,
-    factor_stride,
+    scale_stride,
     group_stride,
     O: tl.constexpr,
     I: tl.constexpr,
@@ -187,12 +187,12 @@ def _quantized_linear_kernel(
         inside = group * GROUP + i < I
         x = tl.load(x_ptrs + group * GROUP, mask=(t < tokens)[None, :] & inside[:, None], other=0)
         weight = tl.load(weight_ptrs + group * GROUP, mask=inside_o[:, None] & inside[None, :], other=0.0)
-        factor = tl.load(factor_ptr + o * factor_stride + group * group_stride, mask=inside_o, other=0)
+        scale = tl.load(scale_ptr + o * scale_stride + group * group_stride, mask=inside_o, other=0)
         if ROUNDED:
             unit = tl.load(unit_ptr + group * tokens + t, mask=t < tokens, other=0)
-            sums += tl.dot(weight, x).to(tl.float32) * (factor[:, None] * unit[None, :])
+            sums += tl.dot(weight, x).to(tl.float32) * (scale[:, None] * unit[None, :])
         else:
-            sums += _converted_dot(weight, x) * factor[:, None]
+            sums += _converted_dot(weight, x) * scale[:, None]
     let_next_begin(OVERLAP and LATE)
     if PARTS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)

@@ -11,11 +11,11 @@ from specserve_kernels.reference.linear.quantized import quantized_linear
 def integer_linear(
     x_TI: Tensor | Rounded,
     weight_OI: Tensor,
-    factor_OG: Tensor,
+    scale_OG: Tensor,
     bias_O: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
     """Return ``quantized_linear`` of int8 weights and activations, which are quantized by ``round_inputs`` first if
     needed."""
     x = round_inputs(x_TI) if isinstance(x_TI, Tensor) else x_TI
-    return quantized_linear(x.plain_TI, weight_OI, factor_OG, bias_O, gated).to(x.dtype)
+    return quantized_linear(x.plain_TI, weight_OI, scale_OG, bias_O, gated).to(x.dtype)

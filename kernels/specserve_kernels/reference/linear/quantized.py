@@ -24,30 +24,30 @@ def quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the weight in ``dtype`` (int8 or float8_e4m3fn) ``[O, I]``, and its scales, float32 ``[O, G]``, with those
     of a group contiguous, as kernels read them."""
     rows = max(1, SLICE // weight_OI.shape[1])
-    values, factors = zip(*(_quantize(part, dtype) for part in weight_OI.split(rows)), strict=True)
-    return torch.cat(values), torch.cat(factors).T.contiguous().T
+    values, scales = zip(*(_quantize(part, dtype) for part in weight_OI.split(rows)), strict=True)
+    return torch.cat(values), torch.cat(scales).T.contiguous().T
 
 
 def _quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     outputs, inputs = weight_OI.shape
     groups_OGI = pad(weight_OI.float(), (0, -inputs % GROUP)).view(outputs, -1, GROUP)
     largest_OG = groups_OGI.abs().amax(2)
-    factor_OG = torch.where(largest_OG > 0, largest_OG / LARGEST[dtype], 1.0)
-    scaled_OI = (groups_OGI / factor_OG[:, :, None]).flatten(1)[:, :inputs]
-    return (scaled_OI.round() if dtype == torch.int8 else scaled_OI).to(dtype), factor_OG
+    scale_OG = torch.where(largest_OG > 0, largest_OG / LARGEST[dtype], 1.0)
+    scaled_OI = (groups_OGI / scale_OG[:, :, None]).flatten(1)[:, :inputs]
+    return (scaled_OI.round() if dtype == torch.int8 else scaled_OI).to(dtype), scale_OG
 
 
-def dequantize(weight_OI: Tensor, factor_OG: Tensor) -> Tensor:
+def dequantize(weight_OI: Tensor, scale_OG: Tensor) -> Tensor:
     """Return the dequantized weight, float32 ``[O, I]``."""
-    return weight_OI.float() * factor_OG.repeat_interleave(GROUP, 1)[:, : weight_OI.shape[1]]
+    return weight_OI.float() * scale_OG.repeat_interleave(GROUP, 1)[:, : weight_OI.shape[1]]
 
 
 def quantized_linear(
-    x_TI: Tensor, weight_OI: Tensor, factor_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
+    x_TI: Tensor, weight_OI: Tensor, scale_OG: Tensor, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
-    """Return ``x @ dequantize(weight, factor).T + bias`` in x's dtype, summed in float32 at least, and if ``gated`` its
+    """Return ``x @ dequantize(weight, scale).T + bias`` in x's dtype, summed in float32 at least, and if ``gated`` its
     ``silu_and_mul``, which is half as wide."""
     wide = torch.promote_types(x_TI.dtype, torch.float32)
-    out_TO = x_TI.to(wide) @ dequantize(weight_OI, factor_OG).to(wide).T
+    out_TO = x_TI.to(wide) @ dequantize(weight_OI, scale_OG).to(wide).T
     out_TO = (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)
     return silu_and_mul(out_TO) if gated else out_TO
