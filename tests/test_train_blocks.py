@@ -1,4 +1,4 @@
-"""DFLASH, DSPARK and MEDUSA: the written file drafts what was trained, and a server loads it."""
+"""DFLASH, DSPARK, MEDUSA and MLP_SPECULATOR: the written file drafts what was trained, and a server loads it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.speculation.oracle import SAMPLING
 from tests.train_models import tiny_batch, tiny_documents
 
 BLOCKS = ["--block-size", "4", "--draft-layers", "2", "--aux-layers", "1", "3"]
-SMALL = {"DFLASH": BLOCKS, "DSPARK": [*BLOCKS, "--markov-rank", "8"], "MEDUSA": []}
+SMALL = {"DFLASH": BLOCKS, "DSPARK": [*BLOCKS, "--markov-rank", "8"], "MEDUSA": [], "MLP_SPECULATOR": []}
 KINDS = {
     "DFLASH": [],
     "DSPARK": ["--ce-weight", "0.5"],
@@ -103,6 +103,7 @@ def test_what_is_trained_is_what_the_file_drafts(
         ("DFLASH", ["--anchors", "12"]),
         ("MEDUSA", ["--medusa-heads", "3"]),
         ("MEDUSA", ["--medusa-heads", "3", "--medusa-layers", "2", "--medusa-scores", "target"]),
+        ("MLP_SPECULATOR", ["--mlp-levels", "3"]),
     ],
 )
 def test_from_texts_to_a_served_draft(
@@ -150,7 +151,7 @@ def test_from_conversations_to_a_served_draft(tmp_path: Path) -> None:
 
 
 def test_the_written_names(agreeing: Checkpoints, tmp_path: Path) -> None:
-    """Medusa's are the authors', blocks z-lab's and SpecForge's."""
+    """Medusa's are the authors', MLP speculators' IBM's, blocks z-lab's and SpecForge's."""
     documents = {"data": tiny_documents(vocab=60)}
     target = load_target(agreeing.target, torch.float32, torch.device("cpu"), 24)
     found = {}
@@ -168,6 +169,17 @@ def test_the_written_names(agreeing: Checkpoints, tmp_path: Path) -> None:
     write_draft(scored, make_trainer(scored, target, documents), target)
     without = load_file(tmp_path / "no_scores" / "medusa_lm_head.safetensors")
     assert {name.split(".", 1)[1] for name in without} == {"0.linear.weight", "0.linear.bias"}
+    mlp = arguments("MLP_SPECULATOR", agreeing.target, tmp_path / "mlp", "--mlp-inner", "24")
+    write_draft(mlp, make_trainer(mlp, target, documents), target)
+    stored = load_file(tmp_path / "mlp" / "model.safetensors")
+    assert {name.removeprefix("speculator."): tuple(each.shape) for name, each in stored.items()} == {
+        "emb.0.weight": (64, 24),
+        "proj.0.weight": (24, 32),
+        "proj.1.weight": (24, 24),
+        "ln.0.weight": (24,),
+        "ln.0.bias": (24,),
+        "head.0.weight": (64, 24),
+    }
     names = found["model.safetensors"]
     assert names["fc.weight"] == (32, 64)
     assert names["layers.1.self_attn.q_norm.weight"] == (8,)

@@ -36,22 +36,29 @@ _TENSOR = re.compile(r"(emb|proj|head|ln)\.(\d+)\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculatorSource:
-    """A checkpoint of ``levels`` levels and ``inner`` channels. ``notes``: what was found and why."""
+class SpeculatorConfig:
+    """``levels`` levels of ``inner`` channels."""
 
-    path: Path
-    files: TensorFiles
-    prefix: str
     levels: int
     inner: int
     tied: bool
     scale_input: bool
-    notes: list[str] = field(default_factory=list)
 
     def count(self, kind: str) -> int:
         """Return the number of different modules of a kind: emb, proj, ln or head."""
         shared = 2 if kind == "proj" else 1
         return min(self.levels, shared) if self.tied else self.levels
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorSource:
+    """A checkpoint. ``notes``: what was found and why."""
+
+    path: Path
+    files: TensorFiles
+    prefix: str
+    config: SpeculatorConfig
+    notes: list[str] = field(default_factory=list)
 
     def stored(self, name: str) -> str:
         """Return the file's name of a parameter."""
@@ -68,9 +75,9 @@ class SpeculatorSource:
 
     def _is_copy(self, name: str) -> bool:
         match = _TENSOR.fullmatch(name.removeprefix(self.prefix))
-        if match is None or not self.tied or int(match[2]) >= self.levels:
+        if match is None or not self.config.tied or int(match[2]) >= self.config.levels:
             return False
-        first = self.stored(f"{match[1]}.{self.count(match[1]) - 1}.{match[3]}")
+        first = self.stored(f"{match[1]}.{self.config.count(match[1]) - 1}.{match[3]}")
         if not torch.equal(self.files[name], self.files[first]):
             raise ValueError(
                 f"{self.files.file(name)}: tensor {name} differs from {first}, expected the same: tie_weights is true"
@@ -103,9 +110,8 @@ def open_speculator(path: Path) -> SpeculatorSource:
             else "its files have no head"
         )
         raise ValueError(f"{file}: {words}, found {levels}: embeddings are weighted by it")
-    source = SpeculatorSource(
-        path, files, prefix, levels, files[f"{prefix}proj.0.weight"].shape[0], tied, scale
-    )
+    found = SpeculatorConfig(levels, files[f"{prefix}proj.0.weight"].shape[0], tied, scale)
+    source = SpeculatorSource(path, files, prefix, found)
     _note(source, config)
     return source
 
@@ -116,11 +122,12 @@ def _heads(names: list[str], prefix: str) -> list[int]:
 
 
 def _note(source: SpeculatorSource, config: dict[str, Any]) -> None:
-    shared = ", which share their weights" if source.tied else ""
-    scaled = "; its input is normed" if source.scale_input else ""
-    source.notes.append(f"draft of {source.levels} levels of {source.inner} channels{shared}{scaled}")
-    if config.get("inner_dim") not in (None, 0, source.inner):
-        found = f"inner_dim is {config['inner_dim']!r} in its config; its tensors say {source.inner}"
+    read = source.config
+    shared = ", which share their weights" if read.tied else ""
+    scaled = "; its input is normed" if read.scale_input else ""
+    source.notes.append(f"draft of {read.levels} levels of {read.inner} channels{shared}{scaled}")
+    if config.get("inner_dim") not in (None, 0, read.inner):
+        found = f"inner_dim is {config['inner_dim']!r} in its config; its tensors say {read.inner}"
         source.notes.append(f"draft {found}")
     if "top_k_tokens_per_head" in config:
         source.notes.append(
@@ -130,7 +137,7 @@ def _note(source: SpeculatorSource, config: dict[str, Any]) -> None:
 
 def count_levels(path: Path) -> int:
     """Return how many levels a checkpoint drafts."""
-    return open_speculator(path).levels
+    return open_speculator(path).config.levels
 
 
 class ShiftedNorm(RMSNorm):
@@ -147,20 +154,21 @@ class ShiftedNorm(RMSNorm):
 class MLPSpeculator(nn.Module):
     """``state = GELU(norm(proj(state) + w * embedding))``; a head turns each level's state into scores."""
 
-    def __init__(self, source: SpeculatorSource, target: LlamaModel) -> None:
+    def __init__(self, config: SpeculatorConfig, target: LlamaModel) -> None:
         super().__init__()
-        hidden, self.vocab_size, inner = target.config.hidden_size, target.config.vocab_size, source.inner
-        self.emb = nn.ModuleList(nn.Embedding(self.vocab_size, inner) for _ in range(source.count("emb")))
+        hidden, self.vocab_size, inner = target.config.hidden_size, target.config.vocab_size, config.inner
+        self.config = config
+        self.emb = nn.ModuleList(nn.Embedding(self.vocab_size, inner) for _ in range(config.count("emb")))
         self.proj = nn.ModuleList(
-            Linear(inner if i else hidden, inner, bias=False) for i in range(source.count("proj"))
+            Linear(inner if i else hidden, inner, bias=False) for i in range(config.count("proj"))
         )
-        self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(source.count("ln")))
+        self.ln = nn.ModuleList(ShiftedNorm(inner) for _ in range(config.count("ln")))
         self.head = nn.ModuleList(
-            Linear(inner, self.vocab_size, bias=False) for _ in range(source.count("head"))
+            Linear(inner, self.vocab_size, bias=False) for _ in range(config.count("head"))
         )
-        state_weight = 0.5 ** (0.5 / source.levels)
+        state_weight = 0.5 ** (0.5 / config.levels)
         self._embedding_weight = ((1 - state_weight**2) * inner / 2) ** 0.5 / state_weight
-        self._scale_input = source.scale_input
+        self._scale_input = config.scale_input
 
     def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
         """Return the states ``[N, I]`` after a level's tokens. ``states_XH``: for level 0 the target's after its final
@@ -191,7 +199,7 @@ def load_speculator(
     check_kind(overrides, "MLP_SPECULATOR")
     source = open_speculator(path)
     with building(dtype, target.device):
-        speculator = MLPSpeculator(source, target)
+        speculator = MLPSpeculator(source.config, target)
     load_parameters(speculator, source.files, source.stored)
     source.note_unread(list(file_tensors(speculator)))
     if quantization != "none":

@@ -13,6 +13,10 @@ import torch
 from transformers import AutoTokenizer
 
 from specserve.models.checkpoint import DTYPES, file_tensors, load_target
+from specserve.models.draft.block import BlockHead
+from specserve.models.draft.eagle import EagleHead
+from specserve.models.draft.medusa import MedusaHeads
+from specserve.models.draft.mlp_speculator import MLPSpeculator
 from specserve.models.llama import LlamaModel
 from specserve.tools.train import export, report
 from specserve.tools.train.block import BlockTrainer
@@ -21,9 +25,16 @@ from specserve.tools.train.cli import parse_args
 from specserve.tools.train.data import load_sources
 from specserve.tools.train.eagle import EagleTrainer
 from specserve.tools.train.eagle3 import Eagle3Trainer
-from specserve.tools.train.heads import HeadOptions, make_block, make_eagle, make_eagle3, make_medusa
+from specserve.tools.train.heads import (
+    HeadOptions,
+    make_block,
+    make_eagle,
+    make_eagle3,
+    make_medusa,
+    make_mlp_speculator,
+)
+from specserve.tools.train.last_state import LastStateTrainer
 from specserve.tools.train.loop import Loop, LoopConfig
-from specserve.tools.train.medusa import MedusaTrainer
 from specserve.tools.train.optim import build_optimizers
 from specserve.tools.train.packing import Documents, Rows, RowSampler, pack
 from specserve.tools.train.vocab import draft_vocabulary, unused_token
@@ -63,9 +74,11 @@ FIXED = [
     "medusa_heads",
     "medusa_layers",
     "medusa_scores",
+    "mlp_levels",
+    "mlp_inner",
 ]
 
-Trainer = EagleTrainer | Eagle3Trainer | BlockTrainer | MedusaTrainer
+Trainer = EagleTrainer | Eagle3Trainer | BlockTrainer | LastStateTrainer
 
 
 def load_data(args: argparse.Namespace) -> tuple[dict[str, Documents], dict[str, Documents]]:
@@ -107,7 +120,10 @@ def make_trainer(args: argparse.Namespace, target: LlamaModel, train: Mapping[st
     if args.algorithm == "MEDUSA":
         scorers = args.medusa_heads if args.medusa_scores == "own" else 0
         heads = make_medusa(target, args.medusa_heads, args.medusa_layers, scorers)
-        return MedusaTrainer(target, heads, args.ttt_decay)
+        return LastStateTrainer(target, heads, args.ttt_decay)
+    if args.algorithm == "MLP_SPECULATOR":
+        speculator = make_mlp_speculator(target, args.mlp_levels, args.mlp_inner)
+        return LastStateTrainer(target, speculator, args.ttt_decay)
     if args.algorithm in ("DFLASH", "DSPARK"):
         return _block_trainer(args, target, options, list(train.values()))
     vocab = target.config.vocab_size
@@ -163,19 +179,23 @@ def loop_config(args: argparse.Namespace, rows: int, batch_rows: int, amp: bool)
 
 def write_draft(args: argparse.Namespace, trainer: Trainer, target: LlamaModel) -> None:
     """Export the draft in its published format."""
-    dtype = DTYPES[args.export_dtype]
-    if isinstance(trainer, MedusaTrainer):
-        export.write_medusa(trainer.draft, args.model_path, args.output, dtype, args.format)
+    dtype, draft = DTYPES[args.export_dtype], trainer.draft
+    if isinstance(draft, MedusaHeads):
+        export.write_medusa(draft, args.model_path, args.output, dtype, args.format)
         return
-    if isinstance(trainer, BlockTrainer):
-        tensors = file_tensors(trainer.draft)
-        config = export.block_config(trainer.draft.config, target.config, dtype)
-    elif isinstance(trainer, EagleTrainer):
-        tensors = export.eagle_tensors(trainer.draft, target)
-        config = export.eagle_config(trainer.draft.config, target.config, dtype)
+    if isinstance(draft, MLPSpeculator):
+        tensors = {f"speculator.{name}": tensor for name, tensor in file_tensors(draft).items()}
+        config = export.mlp_speculator_config(draft.config, target.config)
+    elif isinstance(draft, BlockHead):
+        tensors = file_tensors(draft)
+        config = export.block_config(draft.config, target.config, dtype)
+    elif isinstance(draft, EagleHead):
+        tensors = export.eagle_tensors(draft, target)
+        config = export.eagle_config(draft.config, target.config, dtype)
     else:
-        tensors = export.eagle3_tensors(trainer.draft, trainer.draft_ids)
-        config = export.eagle3_config(trainer.draft.config, target.config, dtype)
+        assert isinstance(trainer, Eagle3Trainer)
+        tensors = export.eagle3_tensors(draft, trainer.draft_ids)
+        config = export.eagle3_config(draft.config, target.config, dtype)
     export.write(tensors, config, args.output, dtype, args.format)
 
 

@@ -11,7 +11,7 @@ from specserve.models.checkpoint import DTYPES
 from specserve.tools.train.export import FORMATS
 from specserve.tools.train.optim import OPTIMIZERS, SCHEDULES
 
-ALGORITHMS = ("EAGLE", "EAGLE3", "DFLASH", "DSPARK", "MEDUSA")
+ALGORITHMS = ("EAGLE", "EAGLE3", "DFLASH", "DSPARK", "MEDUSA", "MLP_SPECULATOR")
 _BLOCKS = ("DFLASH", "DSPARK")
 _LAYERS = ("EAGLE", "EAGLE3", *_BLOCKS)
 _TAKEN_BY = {
@@ -33,6 +33,8 @@ _TAKEN_BY = {
     "medusa_heads": ("MEDUSA",),
     "medusa_layers": ("MEDUSA",),
     "medusa_scores": ("MEDUSA",),
+    "mlp_levels": ("MLP_SPECULATOR",),
+    "mlp_inner": ("MLP_SPECULATOR",),
 }
 """Options that only some algorithms take."""
 
@@ -143,6 +145,8 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
         default="own",
         help="a copy of the target's head for each head, or the target's own for all (far smaller files)",
     )
+    group.add_argument("--mlp-levels", type=positive, default=4, help="MLP_SPECULATOR: tokens that it drafts")
+    group.add_argument("--mlp-inner", type=positive, help="MLP_SPECULATOR: channels (default: the target's)")
 
 
 def _add_blocks(group: argparse._ArgumentGroup) -> None:

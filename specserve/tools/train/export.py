@@ -17,6 +17,7 @@ from specserve.models.draft.block import BlockConfig
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
 from specserve.models.draft.medusa import MedusaHeads
+from specserve.models.draft.mlp_speculator import SpeculatorConfig
 from specserve.models.llama import LlamaModel
 from specserve.tools.train.vocab import membership, offsets
 
@@ -115,6 +116,22 @@ def block_config(config: BlockConfig, target: ModelConfig, dtype: torch.dtype) -
             "block_size": config.block_size,
             **(dspark if config.correction else {}),
         },
+    }
+
+
+def mlp_speculator_config(config: SpeculatorConfig, target: ModelConfig) -> dict[str, Any]:
+    """Return the configuration under IBM's names."""
+    return {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": target.vocab_size,
+        "emb_dim": target.hidden_size,
+        "inner_dim": config.inner,
+        "n_predict": config.levels,
+        "tie_weights": config.tied,
+        "scale_input": config.scale_input,
+        "n_candidates": 1,
+        "top_k_tokens_per_head": [1] * config.levels,
     }
 
 

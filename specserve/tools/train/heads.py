@@ -15,6 +15,7 @@ from specserve.models.draft.block import BlockConfig, BlockHead, MarkovKind
 from specserve.models.draft.eagle import EagleHead
 from specserve.models.draft.eagle3 import Eagle3Head
 from specserve.models.draft.medusa import MedusaHeads
+from specserve.models.draft.mlp_speculator import MLPSpeculator, SpeculatorConfig
 from specserve.models.llama import LlamaModel
 from specserve.tools.train.target import check_block_taps, check_taps, default_block_taps, default_taps
 
@@ -134,4 +135,17 @@ def make_medusa(target: LlamaModel, heads: int, blocks: int, scorers: int) -> Me
     for scorer in made.lm_heads:
         assert isinstance(scorer, Linear)
         scorer.weight.copy_(target.lm_head.rows(None)[0])
+    return made
+
+
+@torch.no_grad()
+def make_mlp_speculator(target: LlamaModel, levels: int, inner: int | None) -> MLPSpeculator:
+    """Return a random MLP speculator on the target's device, in float32, whose levels share their weights.
+    ``inner``: its channels, None: the target's."""
+    inner = inner or target.config.hidden_size
+    with target.device:
+        made = MLPSpeculator(SpeculatorConfig(levels, inner, tied=True, scale_input=True), target)
+    for name, parameter in made.named_parameters():
+        if not name.startswith("ln."):
+            parameter.normal_(0, inner**-0.5)
     return made
