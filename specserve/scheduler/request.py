@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.speculation.control.acceptance import Skill
 from specserve.speculation.state import RowInit
@@ -47,6 +49,11 @@ class Request:
     # Of the prompt's tokens but the first; None: not requested, or sent already.
     scores: list[TokenLogprob] | None = None
     usage: SpeculationUsage = field(default_factory=SpeculationUsage)
+
+    def count(self, **more: int) -> None:
+        """Add to the report's numbers."""
+        sums = {name: getattr(self.usage, name) + number for name, number in more.items()}
+        self.usage = msgspec.structs.replace(self.usage, **sums)
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -12,10 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import TypeVar
 
-import msgspec
 import torch
 from torch import OutOfMemoryError
 
@@ -27,24 +25,22 @@ from specserve.engine.shapes import ShapePolicy
 from specserve.messages import Failed, FinishReason, Stats, Submit, Tokens
 from specserve.scheduler.admission import Admission
 from specserve.scheduler.compiling import Compiling
+from specserve.scheduler.constraints import Constraints
 from specserve.scheduler.counters import Counters, StepCounters
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.observers import Observer
 from specserve.scheduler.oom_backoff import ATTEMPTS, OOMBackoff
-from specserve.scheduler.prefix_waiting import PrefixWaiting
+from specserve.scheduler.prompt_chunk import PromptChunk
 from specserve.scheduler.queue import Queue
-from specserve.scheduler.request import Request, row_init
+from specserve.scheduler.request import Request
 from specserve.scheduler.results import given_by, message_of, until_end
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.shape import StepShape
-from specserve.speculation.state import RowInit
 
 log = logging.getLogger(__name__)
 
 Done = TypeVar("Done")
-
-FORCED = 0.1  # forced share of a batch's tokens above which a step waits for the last one's, about what waiting costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +100,7 @@ class Scheduler:
         self._refused: Request | None = None  # the queue's head when it last did not fit
         self._enough = 0  # ``Memory.prospect`` from which it may fit
         self._backoff = OOMBackoff(limits.max_running_requests, limits.chunked_prefill_size)
+        self._constraints = Constraints(runner.masks)
         self._counters = Counters()
         self._step_counters = StepCounters()
 
@@ -238,23 +235,6 @@ class Scheduler:
             self.running.append(request)
             self.running.sort(key=lambda r: r.rank)
 
-    def _begin(self, request: Request, waiting: PrefixWaiting) -> RowInit | None:
-        """Prepare a request for its first chunk, reusing what was computed of its prompt since it got its slot. Return
-        None if it should wait, because the launch already computes so much of its prompt that waiting saves more than
-        another launch costs."""
-        request.prefilled = cached = self.memory.take_prefix(request, request.reusable)
-        if waiting.should_wait(request):
-            return None
-        request.begun = True
-        if request.scores is not None:
-            del request.scores[cached:]  # later ones are computed again
-        if request.cached_tokens is None:
-            request.cached_tokens = cached
-            self._counters.cached_tokens += cached
-            self._counters.prompt_tokens += len(request.prompt)
-        request.consumed = len(request.output)
-        return row_init(request, cached, self.memory.page_size)
-
     # Launches.
 
     def _launch(self) -> int:
@@ -273,29 +253,12 @@ class Scheduler:
         budget = self._backoff.chunk
         if not all(request.prefilling for request in self.running):
             budget = min(budget, self.limits.max_prefill_tokens_per_step)
-        rows: list[Row] = []
-        requests: list[Request] = []
-        begun: list[RowInit] = []
-        waiting = PrefixWaiting(self.memory, budget)
+        chunk = PromptChunk(self.memory, self._counters, budget)
         for request in self.running:
-            if not request.prefilling or not budget or len(rows) == self._backoff.prompts:
-                continue
-            if not request.begun:
-                if (row := self._begin(request, waiting)) is None:
-                    continue
-                begun.append(row)
-            waiting.add(request)
-            end = min(request.prefilled + budget, len(request.context))
-            tokens = request.context[request.prefilled : end]
-            budget -= len(tokens)
-            request.prefilled = end
-            scored = () if request.scores is None else request.prompt[end - len(tokens) + 1 : end + 1]
-            rows.append(Row(request.slot, request.params, end, tokens, not request.prefilling, scored))
-            requests.append(request)
-        if not rows:
-            return 0
-        chunk = sum(len(row.tokens) for row in rows)
-        launch = self._attempt(lambda: self._prefill(begun, rows), requests, chunk)
+            if request.prefilling and chunk.room and len(chunk.rows) < self._backoff.prompts:
+                chunk.add(request)
+        requests = chunk.requests
+        launch = self._attempt(lambda: self._prefill(chunk), requests, chunk.tokens) if requests else None
         if launch is None:
             return 0
         self._inflight.append(_InFlight(launch, requests))
@@ -307,16 +270,16 @@ class Scheduler:
                 self.runner.set_pages(SetPages(request.slot, 0, request.pages))
         return 1
 
-    def _prefill(self, begun: list[RowInit], rows: list[Row]) -> Launch:
-        if begun:
-            self.runner.admit(Admit(begun))
-        return self.runner.prefill(Prefill(rows))
+    def _prefill(self, chunk: PromptChunk) -> Launch:
+        if chunk.begun:
+            self.runner.admit(Admit(chunk.begun))
+        return self.runner.prefill(Prefill(chunk.rows))
 
     def _launch_step(self) -> int:
         """Launch a step of all requests that have computed their prompts and may need more tokens. Return the number of
         launches."""
         ready = self._ready()
-        if self._inflight and self.limits.drafts and self._are_forced(ready):
+        if self._inflight and self.limits.drafts and self._constraints.force(ready):
             self._drain()  # forced text depends on all earlier tokens
             ready = self._ready()
         if not ready:
@@ -324,7 +287,7 @@ class Scheduler:
         ready, batch, shape = self._make_room(ready)
         if not ready:
             return 0
-        masked = [self._is_masked(r, shape.depth) for r in ready]
+        masked = [self._constraints.mask(r, shape.depth) for r in ready]
         rows = [
             Row(r.slot, r.params, self._bound(r), r.unconsumed, masked=each)
             for r, each in zip(ready, masked, strict=True)
@@ -377,18 +340,6 @@ class Scheduler:
         """Return the requests that a step may serve."""
         return [r for r in self.running if not r.prefilling and r.wants_tokens][: self._backoff.requests]
 
-    def _is_masked(self, request: Request, depth: int) -> bool:
-        """Return whether the host may have to restrict the tokens after a node of its next tree of this depth."""
-        if (slack := self.runner.masks.slack(request.slot)) == inf:
-            return False
-        return slack <= len(request.unconsumed) + request.inflight + request.pending + depth
-
-    def _are_forced(self, requests: Sequence[Request]) -> bool:
-        """Return whether grammars force so much of the batch's text that the step should wait to draft it."""
-        slack = self.runner.masks.slack
-        held = [r for r in requests if r.params.grammar is not None and r.skill.cap and not slack(r.slot)]
-        return sum(r.skill.floor for r in held) > FORCED * len(requests)
-
     def _bound(self, request: Request) -> int:
         """Return the most tokens that the request's cache may hold once everything in flight has run."""
         return request.computed + request.inflight
@@ -397,7 +348,7 @@ class Scheduler:
         """Find pages for the next step: evict, then preempt the request ranked last, then give up drafting."""
         while True:
             computed = sum(r.computed for r in ready)
-            masked = any(self._is_masked(r, 0) for r in ready)
+            masked = any(self._constraints.mask(r, 0) for r in ready)
             batch = Batch([r.skill for r in ready], [r.room for r in ready], computed, self._begun, masked)
             if not ready:
                 return [], batch, self.policy.plain(0)
@@ -519,10 +470,7 @@ class Scheduler:
         self.policy.observe(shape, batch, given, seconds)
 
     def _count(self, request: Request, emitted: Emitted, shape: StepShape) -> None:
-        usage = request.usage
-        request.usage = msgspec.structs.replace(
-            usage, steps=usage.steps + 1, drafted=usage.drafted + emitted.drafted
-        )
+        request.count(steps=1, drafted=emitted.drafted)
         self._counters.drafted += emitted.drafted
         self._step_counters.drafted(shape, emitted.drafted, len(emitted.tokens) - 1)
         self._step_counters.add_sources(emitted.sources)
@@ -533,12 +481,12 @@ class Scheduler:
         request.output += kept
         self._counters.generated_tokens += len(kept)
         if emitted.predicted and request.params.prediction:
+            known = len(request.predicted)
             request.predicted.update(emitted.predicted[: len(kept)])
-            request.usage = msgspec.structs.replace(request.usage, predicted=len(request.predicted))
+            request.count(predicted=len(request.predicted) - known)
         if from_step:
-            accepted = len(kept) - 1
-            self._counters.accepted += accepted
-            request.usage = msgspec.structs.replace(request.usage, accepted=request.usage.accepted + accepted)
+            self._counters.accepted += len(kept) - 1
+            request.count(accepted=len(kept) - 1)
         if reason is not None:
             self._vacate(request)
         for observer in self._observers:

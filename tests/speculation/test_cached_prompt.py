@@ -12,7 +12,7 @@ import pytest
 from specserve.core import SamplingParams
 from specserve.engine.commands import Prefill
 from specserve.engine.runner import Launch
-from specserve.scheduler.prefix_waiting import LAUNCH, MOST_WAITS
+from specserve.scheduler.prompt_chunk import LAUNCH, MOST_WAITS
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import (
     Answer,

@@ -122,7 +122,7 @@ def test_masked_steps_are_launched_ahead(
 ) -> None:
     """While the tokens before are on their way, in batches whose requests end and begin, and of which some are free;
     with drafts, where little of a text is forced."""
-    monkeypatch.setattr("specserve.scheduler.scheduler.FORCED", 2.0)
+    monkeypatch.setattr("specserve.scheduler.constraints.FORCED", 2.0)
     params = [*held()[:3], *FREE[3:]]
     found = []
     for overlap in ("off", "on"):

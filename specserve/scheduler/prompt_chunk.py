@@ -1,0 +1,78 @@
+"""The prompt tokens of one prefill launch, and which prompts wait until another has computed their common prefix."""
+
+from __future__ import annotations
+
+from specserve.engine.commands import Row
+from specserve.scheduler.counters import Counters
+from specserve.scheduler.memory import Memory
+from specserve.scheduler.request import Request, row_init
+from specserve.speculation.state import RowInit
+
+# The cost of one more launch: about as many prompt tokens as a GPU computes while it reads the weights once.
+LAUNCH = 256
+MOST_WAITS = 2  # launches that one request waits for
+
+
+class PromptChunk:
+    """A launch of at most ``room`` tokens: ``rows`` of ``requests``, of which ``begun`` are new on the device.
+
+    A launch may compute the same tokens for several prompts as long as these are fewer than another launch would cost;
+    a prompt that would exceed this waits. If a launch has room left, all its prompts end with it, so the next launch
+    finds in the cache what others waited for."""
+
+    def __init__(self, memory: Memory, counters: Counters, room: int) -> None:
+        self._memory = memory
+        self._counters = counters
+        self.room = room
+        self._most = min(LAUNCH, room)
+        self._again = 0  # tokens that the launch computes more than once
+        self.rows: list[Row] = []
+        self.requests: list[Request] = []
+        self.begun: list[RowInit] = []
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
+    def add(self, request: Request) -> None:
+        """Add as many of a request's prompt tokens as there is room for, unless it should wait."""
+        if not request.begun and not self._begin(request):
+            return
+        begin, end = request.prefilled, min(request.prefilled + self.room, len(request.context))
+        request.prefilled = end
+        self.room -= end - begin
+        tokens = request.context[begin:end]
+        scored = () if request.scores is None else request.prompt[begin + 1 : end + 1]
+        self.rows.append(Row(request.slot, request.params, end, tokens, not request.prefilling, scored))
+        self.requests.append(request)
+
+    def _begin(self, request: Request) -> bool:
+        """Prepare a request for its first chunk, reusing what was computed of its prompt since it got its slot. Return
+        False if it should wait."""
+        request.prefilled = cached = self._memory.take_prefix(request, request.reusable)
+        if self._should_wait(request):
+            return False
+        request.begun = True
+        if request.scores is not None:
+            del request.scores[cached:]  # later ones are computed again
+        if request.cached_tokens is None:
+            request.cached_tokens = cached
+            self._counters.cached_tokens += cached
+            self._counters.prompt_tokens += len(request.prompt)
+        request.consumed = len(request.output)
+        self.begun.append(row_init(request, cached, self._memory.page_size))
+        return True
+
+    def _should_wait(self, request: Request) -> bool:
+        """Return whether the launch already computes so much of a request's prompt that waiting for it saves more than
+        another launch costs. A request for prompt log-probabilities never waits: it has to compute its tokens
+        itself."""
+        if request.scores is not None or request.waits == MOST_WAITS:
+            return False
+        shared = max((self._memory.shared(request, other) for other in self.requests), default=0)
+        saved = max(0, shared - request.prefilled)
+        if not saved or self._again + saved < self._most:
+            self._again += saved
+            return False
+        request.waits += 1
+        return True
