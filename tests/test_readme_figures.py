@@ -71,3 +71,5 @@ def test_lossless() -> None:
     for dtype, words in (("float32", "in float32 {} of {} texts"), ("bfloat16", "in bfloat16 {} of {}")):
         found = figures(f"lossless_gpu_{dtype}")
         assert words.format(found["identical"], found["texts"]) in README  # type: ignore[call-overload]
+    found = figures("lossless_float64")
+    assert f"on a CPU, {found['identical']} of {found['texts']} texts" in README  # type: ignore[call-overload]
