@@ -27,6 +27,7 @@ from specserve_kernels import KVScales
 from specserve_kernels.ops.attention.attention import Workspace, attend_frontier, attend_nodes
 from specserve_kernels.ops.attention.paths import list_paths
 from specserve_kernels.ops.attention.prefill import attend_chunks
+from specserve_kernels.ops.device import Gpu, Limits, assume
 from specserve_kernels.ops.layer.embed_and_concat import pair_inputs_rounded
 from specserve_kernels.ops.layer.norm import add_rms_norm_rounded, rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
@@ -68,6 +69,7 @@ class Compiled:
 
     kernel: str
     variant: str
+    capability: int
     shared: int | None
     waits: bool | None
     copied: list[int]
@@ -79,8 +81,10 @@ class Compiled:
 class Device:
     """The part of Triton's driver that compiling needs."""
 
+    capability = 90
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -107,6 +111,7 @@ READ_EARLY = {
 
 SMALL = 1 << 20  # bytes, of which numbers that are read early take less
 
+ADA_SHARED = 101_376  # bytes of shared memory of a program, of compute capability 8.6 and 8.9
 WAIT = "griddepcontrol.wait"
 ACCESS = re.compile(
     r"\bld\.(?!global\.cg\.)[\w.:]*global|\b(st|atom|red|cp)\.[\w.:]*global"
@@ -163,7 +168,7 @@ class Compiler:
             specialized(arg, not param.do_not_specialize)
             for arg, param in zip(args, kernel.params, strict=False)
         ]
-        key = f"{name} {types} {variant}"
+        key = f"{name} {types} {variant} {Device.capability}"
         hasty = self._hasty(kernel, args)
         if key in self.found:
             if hasty:
@@ -182,7 +187,9 @@ class Compiler:
         except Exception as raised:  # whatever Triton may say: it is reported
             error = f"{type(raised).__name__}: {raised}"
         neighbours = tuple({int(found) for found in NEIGHBOURS.findall(self._ttgir)}) if shared else ()
-        self.found[key] = Compiled(name, variant, shared, waits, copied, error, hasty, neighbours)
+        self.found[key] = Compiled(
+            name, variant, Device.capability, shared, waits, copied, error, hasty, neighbours
+        )
 
     def _hasty(self, kernel: Any, args: tuple[Any, ...]) -> str | None:
         """What of all that this launch reads early was first given to the launch before, which therefore made it."""
@@ -430,6 +437,9 @@ def main() -> None:
         launch_weight_only(8, False, torch.float32)
         for tokens in (64, 200):
             launch_weight_only(tokens, gated=True)
+        Device.capability, compiler.whole = 89, True
+        assume(Gpu((8, 9), Limits(128, ADA_SHARED)))
+        launch_weight_only(64, gated=False)
     for compiled in compiler.found.values():
         print(json.dumps(asdict(compiled)))
 

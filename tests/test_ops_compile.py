@@ -22,14 +22,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.compiled_launches import Compiler, waits_first
+from tests.compiled_launches import ADA_SHARED, Compiler, waits_first
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import make_llama
 
 ROOT = Path(__file__).parent.parent
 OPS = ROOT / "kernels" / "specserve_kernels" / "ops"
 H200_SHARED = 232_448  # most bytes of shared memory of a program
-ADA_SHARED = 101_376  # of compute capability 8.6 and 8.9
 
 Compiled = dict[str, Any]
 
@@ -52,7 +51,7 @@ def _name(node: ast.expr) -> str:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+def everywhere(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
     path = tmp_path_factory.mktemp("compiled")
     target = make_llama(path / "target", vocab=4096, hidden=512, heads=4, kv_heads=1)  # heads of 128
     drafts = [
@@ -65,6 +64,18 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def compiled(everywhere: list[Compiled]) -> list[Compiled]:
+    """For an H200."""
+    return [each for each in everywhere if each["capability"] == 90]
+
+
+def test_quantized_weights_fit_smaller_gpus(everywhere: list[Compiled]) -> None:
+    sizes = [each["shared"] for each in everywhere if each["capability"] == 89]
+    assert len(sizes) == 5
+    assert max(sizes) <= ADA_SHARED
 
 
 @pytest.mark.parametrize("kernel", kernels())

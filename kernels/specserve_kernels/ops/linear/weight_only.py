@@ -36,7 +36,7 @@ _ROWS = 64  # rows of the smallest tile of Hopper's tensor cores
 _PROGRAMS = 512  # wanted programs, on any device: ranges determine the bits of the result
 _LEAST_STEPS, _MOST_RANGES = 4, 4
 _MOST_TOKENS = 128  # of a program
-_BESIDE = 1024  # bytes of shared memory outside the stages
+_BESIDE = 2048  # bytes of shared memory outside the stages, scales included
 _ZERO = tl.constexpr(SYMMETRIC_ZERO)
 
 
@@ -127,7 +127,10 @@ def pipeline(weight: Packed, tokens: int, input_bytes: int, limits: Limits) -> P
     if parts == 1 or weight.bits == 8:  # more stages would leave fewer programs resident
         chosen = chosen._replace(stages=min(chosen.stages, 4))
     stage = weight.step * (chosen.tokens * input_bytes + chosen.outputs * weight.bits // 8)
-    room = (limits.shared_bytes - _BESIDE) // stage
+    # Before Hopper one stage is in registers, and 4-bit weights take their new layout by shared memory.
+    converted = weight.step * chosen.outputs * input_bytes if weight.bits == 4 else 0
+    shared_bytes = limits.shared_bytes - _BESIDE
+    room = min(shared_bytes // stage, (shared_bytes - converted) // stage + 1)
     return chosen._replace(stages=max(1, min(chosen.stages, room)), parts=parts)
 
 
