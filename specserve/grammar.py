@@ -23,6 +23,20 @@ MISSING = "needs llguidance, which is not installed: pip install 'specserve[gram
 # Between JSON tokens: nothing, a space, or a newline with indentation. Some models never stop if more is allowed.
 _OPTIONS = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,8}))?", "lenient": False}
 _ONE_OF = "oneOf can't be enforced where its alternatives overlap; use anyOf"
+_EXACT = 1 << 53  # llguidance reads numbers as float64
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
+_DATA = ("enum", "const")
+_NOTES = ("default", "example", "examples")
+# Keywords at values that ask for nothing, which generators of schemas write, and formats that are only notes.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "propertyNames": (True, {}, {"type": "string"}),
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "not": (False,),
+    "dependentRequired": ({},),
+    "format": ("password", "binary", "path", "file-path", "directory-path"),
+}
 _STACK = 1 << 29  # bytes: llguidance recurses as deep as a grammar nests, which has up to ``MOST`` characters
 
 
@@ -30,14 +44,62 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> str:
     """Return a grammar of the JSON that a schema, or its text, accepts. Raises ValueError if it can't be enforced."""
     try:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
-        text = json.dumps({} if parsed is True else parsed)
+        json.dumps(parsed)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"is not JSON: {error}") from None
     if parsed is False:
         raise ValueError("false allows nothing")
     if isinstance(parsed, dict) and "x-guidance" in parsed:
         raise ValueError("x-guidance is not supported")
+    try:
+        text = json.dumps({} if parsed is True else _enforceable(parsed))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     return _checked("grammar_from_json_schema", text, overrides=_OPTIONS)
+
+
+def _enforceable(schema: Any) -> Any:
+    """Return a schema without keywords that ask for nothing. Raises ValueError for what llguidance would accept and not
+    enforce."""
+    if isinstance(schema, list):
+        return [_enforceable(each) for each in schema]
+    if not isinstance(schema, dict):
+        _check_exact(schema)
+        return schema
+    found = {}
+    for keyword, value in schema.items():
+        if keyword in _NOTES or any(value == each for each in _NEUTRAL.get(keyword, ())):
+            continue
+        if keyword in _DATA:
+            _check_exact(value)
+        elif keyword in _BY_NAME and isinstance(value, dict):
+            if keyword == "patternProperties":
+                for pattern in value:
+                    _check_pattern(pattern)
+            value = {name: _enforceable(each) for name, each in value.items()}
+        elif keyword == "pattern" and isinstance(value, str):
+            _check_pattern(value)
+        else:
+            value = _enforceable(value)
+        found[keyword] = value
+    return found
+
+
+def _check_exact(value: object) -> None:
+    """Raise ValueError for integers that would be rounded."""
+    if isinstance(value, int) and abs(value) > _EXACT:
+        raise ValueError(f"integers beyond 2^53 can't be enforced exactly, found {value}")
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_exact(each)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise ValueError for a class that excludes a quote or a backslash, which would still admit their escapes."""
+    for found in re.findall(r"\[\^((?:\\.|[^\]\\])*)\]", pattern):
+        if '"' in found or r"\\" in found:
+            raise ValueError(
+                f"pattern {pattern!r}: a class that excludes quotes or backslashes can't be enforced"
+            )
 
 
 def json_object() -> str:
