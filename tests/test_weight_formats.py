@@ -216,6 +216,22 @@ def test_a_mixed_recipe(plain: Path, tmp_path: Path, held: bool) -> None:
     )
 
 
+def test_groups_that_no_quantized_module_is_in(plain: Path, tmp_path: Path) -> None:
+    """One without weights, and one of a type that is refused where it matches."""
+    path = quantize(plain, tmp_path / "target", "W4A16")
+    expected, groups = logits_of(load(path)), packed_group(128)["config_groups"]
+    experts = {
+        "targets": ["re:.*experts"],
+        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        "format": "nvfp4-pack-quantized",
+    }
+    configure(path, config_groups={"kv": NO_WEIGHTS, "experts": experts, **groups})
+    assert torch.equal(logits_of(load(path)), expected)
+    configure(path, config_groups={"experts": {**experts, "targets": ["re:.*down_proj"]}, **groups})
+    with pytest.raises(ValueError, match=r"format must be float-quantized, .* found 'nvfp4-pack-quantized'"):
+        load_model_config(path)
+
+
 def test_zero_points_of_symmetric_gptq_tell_its_format(plain: Path, tmp_path: Path) -> None:
     """Where ``checkpoint_format`` is absent; the first format is meant by those that do not tell."""
     path = quantize(plain, tmp_path / "symmetric", "gptq")
@@ -444,6 +460,31 @@ def test_what_can_not_be_served_is_named(
     path = configure(quantize(plain, tmp_path / "target", dialect), **fields)
     with pytest.raises(ValueError, match=rf"config\.json: .*{words}"):
         load_model_config(path)
+
+
+NO_WEIGHTS = {"targets": ["LlamaAttention"], "weights": None, "input_activations": {"num_bits": 8}}
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields"),
+    [
+        ("compressed int8", {"config_groups": {}, "kv_cache_scheme": CACHE}),
+        ("compressed int8", {"config_groups": {"group_0": NO_WEIGHTS}, "format": "dense"}),
+        ("modelopt", {"quant_algo": None, "kv_cache_quant_algo": "FP8"}),
+        ("modelopt", {"quant_algo": None, "kv_cache_scheme": CACHE}),
+    ],
+)
+def test_a_quantized_cache_next_to_plain_weights(
+    plain: Path, tmp_path: Path, dialect: str, fields: dict[str, Any]
+) -> None:
+    path = quantize(plain, tmp_path / "target", dialect, lambda module: False)
+    model = load(configure(path, **fields))
+    assert torch.equal(logits_of(model), logits_of(load(plain)))
+    assert model.config.weights.words == ""
+    scaled_too = configure(quantize(plain, tmp_path / "scaled", dialect), **fields)
+    with pytest.raises(ValueError, match=r"quant_algo must be FP8|no group of config_groups has model\."):
+        load_model_config(scaled_too)
 
 
 def test_a_configuration_without_quantized_weights(plain: Path, tmp_path: Path) -> None:
