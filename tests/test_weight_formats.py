@@ -216,6 +216,22 @@ def test_a_mixed_recipe(plain: Path, tmp_path: Path, held: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("fmt", ["e4m3fn", "float8_e4m3fn"])
+def test_other_names_of_e4m3(plain: Path, tmp_path: Path, fmt: str) -> None:
+    path = quantize(plain, tmp_path / "target", "fp8 blocks")
+    expected = logits_of(load(path))
+    assert torch.equal(logits_of(load(configure(path, fmt=fmt))), expected)
+
+
+@pytest.mark.parametrize("dialect", ["compressed FP8 an output", "fbgemm"])
+def test_scales_of_outputs_in_one_dimension(plain: Path, tmp_path: Path, dialect: str, held: bool) -> None:
+    path = quantize(plain, tmp_path / "target", dialect)
+    expected, (state, config) = logits_of(load(path)), load_checkpoint(path)
+    flat = {name: each.flatten() for name, each in state.items() if name.endswith("weight_scale")}
+    save_checkpoint(path, {**state, **flat}, config, safetensors=True)
+    assert torch.equal(logits_of(load(path)), expected)
+
+
 def test_groups_that_no_quantized_module_is_in(plain: Path, tmp_path: Path) -> None:
     """One without weights, and one of a type that is refused where it matches."""
     path = quantize(plain, tmp_path / "target", "W4A16")
@@ -330,7 +346,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"weight_block_size must be a block's outputs .*found \[128\]",
     ),
     ("fp8 blocks", {"weight_block_size": [128, 100]}, r"one of 32, 64, 128, 256, 512, found \[128, 100\]"),
-    ("fp8 blocks", {"fmt": "e5m2"}, "fmt must be e4m3, found 'e5m2'"),
+    ("fp8 blocks", {"fmt": "e5m2"}, "fmt must be e4m3, e4m3fn, float8_e4m3fn, found 'e5m2'"),
     ("fp8 blocks", {"activation_scheme": "odd"}, "activation_scheme must be static, dynamic, found 'odd'"),
     ("fp8 blocks", {"modules_to_not_convert": "lm_head"}, "must be a list of names, found 'lm_head'"),
     (

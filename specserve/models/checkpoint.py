@@ -89,7 +89,8 @@ def _check_tensor(files: TensorFiles, name: str, target: Tensor) -> None:
         wanted = f"expected in {files.where}, of shape {list(target.shape)}"
         raise ValueError(f"{files.path} has no tensor {name}: {wanted}")
     found = files[name]
-    if found.shape != target.shape and not found.numel() == target.numel() == 1:
+    fits = found.shape == target.shape or (*found.shape, 1) == target.shape  # a scale an output as [O]
+    if not fits and not found.numel() == target.numel() == 1:
         shapes = f"{list(found.shape)}, expected {list(target.shape)}"
         raise ValueError(f"{files.file(name)}: tensor {name} has shape {shapes}")
     accepted = DTYPES.values() if target.dtype in DTYPES.values() else [target.dtype]
