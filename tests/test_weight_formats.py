@@ -249,19 +249,43 @@ def test_groups_that_no_quantized_module_is_in(plain: Path, tmp_path: Path) -> N
 
 
 def test_zero_points_of_symmetric_gptq_tell_its_format(plain: Path, tmp_path: Path) -> None:
-    """Where ``checkpoint_format`` is absent; the first format is meant by those that do not tell."""
+    """Where ``checkpoint_format`` is absent or wrong; the first format is meant by those that do not tell."""
     path = quantize(plain, tmp_path / "symmetric", "gptq")
     expected = logits_of(load(path))
     state, config = load_checkpoint(path)
     more = {name: each + 0x11111111 for name, each in state.items() if name.endswith("qzeros")}
     for zeros in ({}, more):
         save_checkpoint(path, {**state, **zeros}, config, safetensors=True)
+        assert torch.equal(logits_of(load(path)), expected)
         configure(path, checkpoint_format=None)
         assert torch.equal(logits_of(load(path)), expected)
     path = quantize(plain, tmp_path / "asymmetric", "gptq asymmetric")
     expected = logits_of(load(path))
     configure(path, checkpoint_format=None)
     assert torch.equal(logits_of(load(path)), expected)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields"), [("gptq", {}), ("gptq int8", {"sym": None}), ("gptq act order", {})]
+)
+def test_symmetric_gptq_without_what_it_does_not_need(
+    plain: Path, tmp_path: Path, dialect: str, fields: dict[str, Any], held: bool
+) -> None:
+    """``sym``, which is true if absent, and ``qzeros``. ``g_idx`` may have 64 bits."""
+    path = quantize(plain, tmp_path / "target", dialect)
+    expected, (state, config) = logits_of(load(path)), load_checkpoint(path)
+    assert torch.equal(logits_of(load(configure(path, **fields))), expected)
+    some = {
+        name: each.long() if name.endswith(".g_idx") else each
+        for name, each in state.items()
+        if not name.endswith(".qzeros")
+    }
+    save_checkpoint(path, some, config, safetensors=True)
+    assert torch.equal(logits_of(load(path)), expected)
+    with pytest.raises(
+        ValueError, match=r"no tensor layers.*qzeros: expected|sym must be True where bits is 8"
+    ):
+        load(configure(path, sym=False))
 
 
 def test_the_bias_that_a_gptq_file_has(plain: Path, tmp_path: Path, held: bool) -> None:
@@ -534,7 +558,7 @@ def test_tensors_that_do_not_fit_are_named(
         (
             "qzeros",
             lambda each: each + 1,
-            r"layers\.0\.mlp\.gate_up_proj: qzeros must all be 7, because sym is",
+            r"layers\.0\.mlp\.gate_up_proj: qzeros must all be 7 or 8, because sym is",
         ),
         ("g_idx", lambda each: each * 0, r"layers\.0\.mlp\.gate_up_proj: g_idx must put 64 inputs into each"),
         (

@@ -94,6 +94,7 @@ def _check_tensor(files: TensorFiles, name: str, target: Tensor) -> None:
         shapes = f"{list(found.shape)}, expected {list(target.shape)}"
         raise ValueError(f"{files.file(name)}: tensor {name} has shape {shapes}")
     accepted = DTYPES.values() if target.dtype in DTYPES.values() else [target.dtype]
+    accepted = [torch.int32, torch.int64] if name.endswith("g_idx") else accepted
     if found.dtype not in accepted:
         dtypes = f"{_name(found.dtype)}, expected {', '.join(map(_name, accepted))}"
         raise ValueError(f"{files.file(name)}: tensor {name} has dtype {dtypes}")
