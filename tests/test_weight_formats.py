@@ -232,6 +232,23 @@ def test_scales_of_outputs_in_one_dimension(plain: Path, tmp_path: Path, dialect
     assert torch.equal(logits_of(load(path)), expected)
 
 
+@pytest.mark.parametrize(
+    ("dialect", "preset"),
+    [
+        ("W8A16", "W8A16"),
+        ("W4A16", "w4a16"),
+        ("compressed int8", "W8A8"),
+        ("compressed FP8 a tensor", "FP8"),
+        ("compressed FP8 an output", "FP8_DYNAMIC"),
+        ("compressed FP8 blocks", "FP8_BLOCK"),
+    ],
+)
+def test_groups_that_are_presets(plain: Path, tmp_path: Path, dialect: str, preset: str) -> None:
+    path = quantize(plain, tmp_path / "target", dialect)
+    expected = load_model_config(path).weights
+    assert load_model_config(configure(path, config_groups={preset: ["Linear"]})).weights == expected
+
+
 def test_groups_that_no_quantized_module_is_in(plain: Path, tmp_path: Path) -> None:
     """One without weights, and one of a type that is refused where it matches."""
     path = quantize(plain, tmp_path / "target", "W4A16")
@@ -405,7 +422,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "compressed int8",
         {"config_groups": {"group_0": ["Linear"]}},
-        r"config_groups\.group_0 must be an object with targets",
+        r"config_groups\.group_0 must be an object with targets .*, or a list of targets named UNQUANTIZED, ",
     ),
     (
         "compressed int8",
@@ -469,6 +486,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("W4A16", packed_group(16), r"group_0\.weights: .*group_size must be 32, .* found 16"),
     ("W4A16", packed_group(64, actorder="group"), "actorder is group, but the files have no .*weight_g_idx"),
     ("W4A16", packed_group(64, actorder="odd"), "actorder must be True, False, group, .* found 'odd'"),
+    ("W4A16", {"format": None}, "group_0\\.weights: format must be pack-quantized .* found none"),
     ("W4A16", packed_group(64, num_bits=3), "type int of 3 bits by group is not supported; accepted are"),
     (
         "W8A16",

@@ -48,6 +48,20 @@ _FORMATS = (
 )
 _ORDERS = (True, False, "group", "dynamic", "weight", "static")
 _STATUS = ("compressed", "frozen")
+_INT8, _INT4, _FLOAT8 = {"strategy": "channel"}, {"num_bits": 4, "group_size": 128}, {"type": "float"}
+_PRESETS: dict[str, dict[str, Any] | None] = {
+    "UNQUANTIZED": None,
+    "W8A16": _INT8,
+    "W8A8": _INT8,
+    "INT8": _INT8,
+    "W4A16": _INT4,
+    "W4A8": _INT4,
+    "W4A16_ASYM": {**_INT4, "symmetric": False},
+    "FP8": {**_FLOAT8, "strategy": "tensor"},
+    "FP8_DYNAMIC": {**_FLOAT8, "strategy": "channel"},
+    "FP8_BLOCK": {**_FLOAT8, "strategy": "block", "block_structure": [128, 128]},
+}
+"""Weights of groups that are written as ``{preset: targets}``."""
 _BLOCK = re.compile(r"(\d+)x(\d+)")
 
 
@@ -124,9 +138,12 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
 
 def _group(config: Mapping[str, Any], name: str, fields: object) -> _Group:
     where = f"quantization_config: config_groups.{name}"
+    if name.upper() in _PRESETS and isinstance(fields, list):
+        fields = {"targets": fields, "weights": _PRESETS[name.upper()]}
     if not isinstance(fields, Mapping):
         raise ValueError(
-            f"{where} must be an object with targets and weights; names of presets are not read, found {fields!r}"
+            f"{where} must be an object with targets and weights, or a list of targets named {', '.join(_PRESETS)}, "
+            f"found {fields!r}"
         )
     kept_as = fields.get("format") or config.get("format")
     return _Group(where, texts(fields, "targets"), {**fields, "format": kept_as})
@@ -140,6 +157,8 @@ def _layout(weights: Mapping[str, Any], kept_as: str | None) -> Layout:
     in_words = (
         kept_as == "pack-quantized" and kind in (("int", 4), ("int", 8)) and strategy in ("group", "channel")
     )
+    if kept_as is None and kind[0] == "int" and (kind[1] == 4 or strategy == "group"):
+        raise ValueError("format must be pack-quantized for 4 bits and groups, found none")
     if not symmetric and not (in_words and kind[1] == 4):
         raise ValueError("symmetric must be true, except for 4-bit pack-quantized weights")
     if in_words:
