@@ -175,6 +175,15 @@ def test_a_quantized_head(plain: Path, tmp_path: Path, dialect: str, held: bool)
     assert torch.equal(logits_of(load(path)), logits_of(model))  # the embedding's numbers are others
 
 
+def test_a_quantized_head_that_does_not_fill_words_is_named(plain: Path, tmp_path: Path) -> None:
+    state, config = load_checkpoint(plain)
+    some = {name: each[:60] if name.startswith("lm_head") else each for name, each in state.items()}
+    short = save_checkpoint(tmp_path / "short", some, {**config, "vocab_size": 60}, safetensors=True)
+    path = quantize(short, tmp_path / "target", "gptq", projections=("lm_head",))
+    with pytest.raises(ValueError, match=r"/target: lm_head: weights of 4 bits need a multiple of 8 outputs"):
+        load(configure(path, lm_head=True))
+
+
 def test_modules_with_settings_of_their_own(plain: Path, tmp_path: Path, held: bool) -> None:
     """GPTQ's ``dynamic``: some in 8 bits, some left out."""
     some = quantize(

@@ -148,7 +148,10 @@ def load_target(
         config = replace(config, tie_word_embeddings=False)
     with building(dtype, device):
         positions = max_positions or config.max_position_embeddings
-        model = model_class(config.architecture, model_path)(config, positions)
+        try:
+            model = model_class(config.architecture, model_path)(config, positions)
+        except ValueError as error:
+            raise ValueError(f"{model_path}: {error}") from None
     known = {*file_tensors(model), "lm_head.weight"}
     load_parameters(model, files)
     _warn_of_unread(model, known, files)

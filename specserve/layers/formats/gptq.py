@@ -84,9 +84,8 @@ class GptqLayout:
         if not self.symmetric:
             less = 1 if self.less is None else self.less
             return torch.bitwise_and(stored_OG + less, 2**self.bits - 1)
-        accepted = [
-            2 ** (self.bits - 1) - less for less in _LESS.values()
-        ]  # some files have the other format's
+        # Either format's: sym decides, and some files have those of the format that they do not name.
+        accepted = [2 ** (self.bits - 1) - less for less in _LESS.values()]
         if not stored_OG.is_meta and not any((stored_OG == each).all() for each in accepted):
             words = " or ".join(map(str, accepted))
             raise ValueError(f"qzeros must all be {words}, because sym is true, found others")

@@ -232,7 +232,11 @@ class StoredWeights(WeightFormat):
         def make(layout: Layout | None, of: Mapping[str, int]) -> Projection:
             if layout is None:
                 return PLAIN.projection(name, inputs, of, bias)
-            return StoredProjection(layout, inputs, of, bias)
+            try:
+                return StoredProjection(layout, inputs, of, bias)
+            except ValueError as error:
+                modules = ", ".join(full_name(f"{name}.{part}" if name else part) for part in of)
+                raise ValueError(f"{modules}: {error}") from None
 
         if all(layout == found[0] for layout in found):
             return make(found[0], parts)
