@@ -175,6 +175,15 @@ def test_a_quantized_head(plain: Path, tmp_path: Path, dialect: str, held: bool)
     assert torch.equal(logits_of(load(path)), logits_of(model))  # the embedding's numbers are others
 
 
+def test_a_quantized_head_that_does_not_fill_words_is_named(plain: Path, tmp_path: Path) -> None:
+    state, config = load_checkpoint(plain)
+    some = {name: each[:60] if name.startswith("lm_head") else each for name, each in state.items()}
+    short = save_checkpoint(tmp_path / "short", some, {**config, "vocab_size": 60}, safetensors=True)
+    path = quantize(short, tmp_path / "target", "gptq", projections=("lm_head",))
+    with pytest.raises(ValueError, match=r"/target: lm_head: weights of 4 bits need a multiple of 8 outputs"):
+        load(configure(path, lm_head=True))
+
+
 def test_modules_with_settings_of_their_own(plain: Path, tmp_path: Path, held: bool) -> None:
     """GPTQ's ``dynamic``: some in 8 bits, some left out."""
     some = quantize(
@@ -216,20 +225,93 @@ def test_a_mixed_recipe(plain: Path, tmp_path: Path, held: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("fmt", ["e4m3fn", "float8_e4m3fn"])
+def test_other_names_of_e4m3(plain: Path, tmp_path: Path, fmt: str) -> None:
+    path = quantize(plain, tmp_path / "target", "fp8 blocks")
+    expected = logits_of(load(path))
+    assert torch.equal(logits_of(load(configure(path, fmt=fmt))), expected)
+
+
+@pytest.mark.parametrize("dialect", ["compressed FP8 an output", "fbgemm"])
+def test_scales_of_outputs_in_one_dimension(plain: Path, tmp_path: Path, dialect: str, held: bool) -> None:
+    path = quantize(plain, tmp_path / "target", dialect)
+    expected, (state, config) = logits_of(load(path)), load_checkpoint(path)
+    flat = {name: each.flatten() for name, each in state.items() if name.endswith("weight_scale")}
+    save_checkpoint(path, {**state, **flat}, config, safetensors=True)
+    assert torch.equal(logits_of(load(path)), expected)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "preset"),
+    [
+        ("W8A16", "W8A16"),
+        ("W4A16", "w4a16"),
+        ("compressed int8", "W8A8"),
+        ("compressed FP8 a tensor", "FP8"),
+        ("compressed FP8 an output", "FP8_DYNAMIC"),
+        ("compressed FP8 blocks", "FP8_BLOCK"),
+    ],
+)
+def test_groups_that_are_presets(plain: Path, tmp_path: Path, dialect: str, preset: str) -> None:
+    path = quantize(plain, tmp_path / "target", dialect)
+    expected = load_model_config(path).weights
+    assert load_model_config(configure(path, config_groups={preset: ["Linear"]})).weights == expected
+
+
+def test_groups_that_no_quantized_module_is_in(plain: Path, tmp_path: Path) -> None:
+    """One without weights, and one of a type that is refused where it matches."""
+    path = quantize(plain, tmp_path / "target", "W4A16")
+    expected, groups = logits_of(load(path)), packed_group(128)["config_groups"]
+    experts = {
+        "targets": ["re:.*experts"],
+        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+        "format": "nvfp4-pack-quantized",
+    }
+    configure(path, config_groups={"kv": NO_WEIGHTS, "experts": experts, **groups})
+    assert torch.equal(logits_of(load(path)), expected)
+    configure(path, config_groups={"experts": {**experts, "targets": ["re:.*down_proj"]}, **groups})
+    with pytest.raises(ValueError, match=r"format must be float-quantized, .* found 'nvfp4-pack-quantized'"):
+        load_model_config(path)
+
+
 def test_zero_points_of_symmetric_gptq_tell_its_format(plain: Path, tmp_path: Path) -> None:
-    """Where ``checkpoint_format`` is absent; the first format is meant by those that do not tell."""
+    """Where ``checkpoint_format`` is absent or wrong; the first format is meant by those that do not tell."""
     path = quantize(plain, tmp_path / "symmetric", "gptq")
     expected = logits_of(load(path))
     state, config = load_checkpoint(path)
     more = {name: each + 0x11111111 for name, each in state.items() if name.endswith("qzeros")}
     for zeros in ({}, more):
         save_checkpoint(path, {**state, **zeros}, config, safetensors=True)
+        assert torch.equal(logits_of(load(path)), expected)
         configure(path, checkpoint_format=None)
         assert torch.equal(logits_of(load(path)), expected)
     path = quantize(plain, tmp_path / "asymmetric", "gptq asymmetric")
     expected = logits_of(load(path))
     configure(path, checkpoint_format=None)
     assert torch.equal(logits_of(load(path)), expected)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields"), [("gptq", {}), ("gptq int8", {"sym": None}), ("gptq act order", {})]
+)
+def test_symmetric_gptq_without_what_it_does_not_need(
+    plain: Path, tmp_path: Path, dialect: str, fields: dict[str, Any], held: bool
+) -> None:
+    """``sym``, which is true if absent, and ``qzeros``. ``g_idx`` may have 64 bits."""
+    path = quantize(plain, tmp_path / "target", dialect)
+    expected, (state, config) = logits_of(load(path)), load_checkpoint(path)
+    assert torch.equal(logits_of(load(configure(path, **fields))), expected)
+    some = {
+        name: each.long() if name.endswith(".g_idx") else each
+        for name, each in state.items()
+        if not name.endswith(".qzeros")
+    }
+    save_checkpoint(path, some, config, safetensors=True)
+    assert torch.equal(logits_of(load(path)), expected)
+    with pytest.raises(
+        ValueError, match=r"no tensor layers.*qzeros: expected|sym must be True where bits is 8"
+    ):
+        load(configure(path, sym=False))
 
 
 def test_the_bias_that_a_gptq_file_has(plain: Path, tmp_path: Path, held: bool) -> None:
@@ -314,7 +396,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         r"weight_block_size must be a block's outputs .*found \[128\]",
     ),
     ("fp8 blocks", {"weight_block_size": [128, 100]}, r"one of 32, 64, 128, 256, 512, found \[128, 100\]"),
-    ("fp8 blocks", {"fmt": "e5m2"}, "fmt must be e4m3, found 'e5m2'"),
+    ("fp8 blocks", {"fmt": "e5m2"}, "fmt must be e4m3, e4m3fn, float8_e4m3fn, found 'e5m2'"),
     ("fp8 blocks", {"activation_scheme": "odd"}, "activation_scheme must be static, dynamic, found 'odd'"),
     ("fp8 blocks", {"modules_to_not_convert": "lm_head"}, "must be a list of names, found 'lm_head'"),
     (
@@ -349,7 +431,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "compressed int8",
         {"config_groups": {"group_0": ["Linear"]}},
-        r"config_groups\.group_0 must be an object with targets",
+        r"config_groups\.group_0 must be an object with targets .*, or a list of targets named UNQUANTIZED, ",
     ),
     (
         "compressed int8",
@@ -413,6 +495,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("W4A16", packed_group(16), r"group_0\.weights: .*group_size must be 32, .* found 16"),
     ("W4A16", packed_group(64, actorder="group"), "actorder is group, but the files have no .*weight_g_idx"),
     ("W4A16", packed_group(64, actorder="odd"), "actorder must be True, False, group, .* found 'odd'"),
+    ("W4A16", {"format": None}, "group_0\\.weights: format must be pack-quantized .* found none"),
     ("W4A16", packed_group(64, num_bits=3), "type int of 3 bits by group is not supported; accepted are"),
     (
         "W8A16",
@@ -446,6 +529,31 @@ def test_what_can_not_be_served_is_named(
         load_model_config(path)
 
 
+NO_WEIGHTS = {"targets": ["LlamaAttention"], "weights": None, "input_activations": {"num_bits": 8}}
+CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields"),
+    [
+        ("compressed int8", {"config_groups": {}, "kv_cache_scheme": CACHE}),
+        ("compressed int8", {"config_groups": {"group_0": NO_WEIGHTS}, "format": "dense"}),
+        ("modelopt", {"quant_algo": None, "kv_cache_quant_algo": "FP8"}),
+        ("modelopt", {"quant_algo": None, "kv_cache_scheme": CACHE}),
+    ],
+)
+def test_a_quantized_cache_next_to_plain_weights(
+    plain: Path, tmp_path: Path, dialect: str, fields: dict[str, Any]
+) -> None:
+    path = quantize(plain, tmp_path / "target", dialect, lambda module: False)
+    model = load(configure(path, **fields))
+    assert torch.equal(logits_of(model), logits_of(load(plain)))
+    assert model.config.weights.words == ""
+    scaled_too = configure(quantize(plain, tmp_path / "scaled", dialect), **fields)
+    with pytest.raises(ValueError, match=r"quant_algo must be FP8|no group of config_groups has model\."):
+        load_model_config(scaled_too)
+
+
 def test_a_configuration_without_quantized_weights(plain: Path, tmp_path: Path) -> None:
     path = quantize(plain, tmp_path / "target", "fp8 a tensor", lambda module: False)
     with pytest.raises(ValueError, match="says fp8, but the files hold no weight with scales"):
@@ -477,7 +585,7 @@ def test_tensors_that_do_not_fit_are_named(
         (
             "qzeros",
             lambda each: each + 1,
-            r"layers\.0\.mlp\.gate_up_proj: qzeros must all be 7, because sym is",
+            r"layers\.0\.mlp\.gate_up_proj: qzeros must all be 7 or 8, because sym is",
         ),
         ("g_idx", lambda each: each * 0, r"layers\.0\.mlp\.gate_up_proj: g_idx must put 64 inputs into each"),
         (

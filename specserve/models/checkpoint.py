@@ -89,10 +89,12 @@ def _check_tensor(files: TensorFiles, name: str, target: Tensor) -> None:
         wanted = f"expected in {files.where}, of shape {list(target.shape)}"
         raise ValueError(f"{files.path} has no tensor {name}: {wanted}")
     found = files[name]
-    if found.shape != target.shape and not found.numel() == target.numel() == 1:
+    fits = found.shape == target.shape or (*found.shape, 1) == target.shape  # a scale an output as [O]
+    if not fits and not found.numel() == target.numel() == 1:
         shapes = f"{list(found.shape)}, expected {list(target.shape)}"
         raise ValueError(f"{files.file(name)}: tensor {name} has shape {shapes}")
     accepted = DTYPES.values() if target.dtype in DTYPES.values() else [target.dtype]
+    accepted = [torch.int32, torch.int64] if name.endswith("g_idx") else accepted
     if found.dtype not in accepted:
         dtypes = f"{_name(found.dtype)}, expected {', '.join(map(_name, accepted))}"
         raise ValueError(f"{files.file(name)}: tensor {name} has dtype {dtypes}")
@@ -146,7 +148,10 @@ def load_target(
         config = replace(config, tie_word_embeddings=False)
     with building(dtype, device):
         positions = max_positions or config.max_position_embeddings
-        model = model_class(config.architecture, model_path)(config, positions)
+        try:
+            model = model_class(config.architecture, model_path)(config, positions)
+        except ValueError as error:
+            raise ValueError(f"{model_path}: {error}") from None
     known = {*file_tensors(model), "lm_head.weight"}
     load_parameters(model, files)
     _warn_of_unread(model, known, files)

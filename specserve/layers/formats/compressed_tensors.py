@@ -48,6 +48,20 @@ _FORMATS = (
 )
 _ORDERS = (True, False, "group", "dynamic", "weight", "static")
 _STATUS = ("compressed", "frozen")
+_INT8, _INT4, _FLOAT8 = {"strategy": "channel"}, {"num_bits": 4, "group_size": 128}, {"type": "float"}
+_PRESETS: dict[str, dict[str, Any] | None] = {
+    "UNQUANTIZED": None,
+    "W8A16": _INT8,
+    "W8A8": _INT8,
+    "INT8": _INT8,
+    "W4A16": _INT4,
+    "W4A8": _INT4,
+    "W4A16_ASYM": {**_INT4, "symmetric": False},
+    "FP8": {**_FLOAT8, "strategy": "tensor"},
+    "FP8_DYNAMIC": {**_FLOAT8, "strategy": "channel"},
+    "FP8_BLOCK": {**_FLOAT8, "strategy": "block", "block_structure": [128, 128]},
+}
+"""Weights of groups that are written as ``{preset: targets}``."""
 _BLOCK = re.compile(r"(\d+)x(\d+)")
 
 
@@ -72,8 +86,19 @@ class Int8Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
+    where: str
     targets: list[str]
-    layout: Layout
+    fields: Mapping[str, Any]
+
+    def layout(self) -> Layout:
+        """Return the layout of its weights. Raises ValueError for one that no kernel supports."""
+        kept_as, weights = one_of(self.fields, "format", _FORMATS), self.fields["weights"]
+        if not isinstance(weights, Mapping):
+            raise ValueError(f"{self.where}.weights must be an object, found {weights!r}")
+        try:
+            return _layout(weights, kept_as)
+        except ValueError as error:
+            raise ValueError(f"{self.where}.weights: {error}") from None
 
 
 def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
@@ -89,9 +114,10 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
         if config.get(field):
             raise ValueError(f"quantization_config: {field} must be empty: rotations are not applied")
     given = config.get("config_groups")
-    if not isinstance(given, Mapping) or not given:
+    if not isinstance(given, Mapping) or not (given or config.get("kv_cache_scheme")):
         raise ValueError(f"quantization_config: config_groups must be an object of groups, found {given!r}")
     groups = [_group(config, name, fields) for name, fields in given.items()]
+    groups = [group for group in groups if group.fields.get("weights") is not None]
     modules = modules_with(names, "weight_scale")
     left = texts(config, "ignore")
     check_left_out(modules, "ignore", lambda module: any(_rank(module, each) is not None for each in left))
@@ -105,27 +131,25 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
             )
     # Zero points of symmetric weights are 0, and shapes are known from the other tensors.
     unread = (*ACTIVATION_SCALES, *KV_SCALES, "weight_zero_point", "weight_shape")
+    if not groups:
+        return StoredWeights("compressed-tensors", (), unread)
     return stored_weights("compressed-tensors", layouts, unread)
 
 
 def _group(config: Mapping[str, Any], name: str, fields: object) -> _Group:
     where = f"quantization_config: config_groups.{name}"
+    if name.upper() in _PRESETS and isinstance(fields, list):
+        fields = {"targets": fields, "weights": _PRESETS[name.upper()]}
     if not isinstance(fields, Mapping):
         raise ValueError(
-            f"{where} must be an object with targets and weights; names of presets are not read, found {fields!r}"
+            f"{where} must be an object with targets and weights, or a list of targets named {', '.join(_PRESETS)}, "
+            f"found {fields!r}"
         )
-    one_of(fields, "format", _FORMATS)
-    weights = fields.get("weights")
-    if not isinstance(weights, Mapping):
-        raise ValueError(f"{where}.weights must be an object, found {weights!r}")
-    try:
-        layout = _layout(weights, str(fields.get("format") or config.get("format")))
-    except ValueError as error:
-        raise ValueError(f"{where}.weights: {error}") from None
-    return _Group(texts(fields, "targets"), layout)
+    kept_as = fields.get("format") or config.get("format")
+    return _Group(where, texts(fields, "targets"), {**fields, "format": kept_as})
 
 
-def _layout(weights: Mapping[str, Any], kept_as: str) -> Layout:
+def _layout(weights: Mapping[str, Any], kept_as: str | None) -> Layout:
     """Return the layout of a group's weights. Raises ValueError for numbers that no kernel supports."""
     kind = weights.get("type", "int"), weights.get("num_bits", 8)
     strategy, symmetric = _strategy(weights), weights.get("symmetric", True) is True
@@ -133,6 +157,8 @@ def _layout(weights: Mapping[str, Any], kept_as: str) -> Layout:
     in_words = (
         kept_as == "pack-quantized" and kind in (("int", 4), ("int", 8)) and strategy in ("group", "channel")
     )
+    if kept_as is None and kind[0] == "int" and (kind[1] == 4 or strategy == "group"):
+        raise ValueError("format must be pack-quantized for 4 bits and groups, found none")
     if not symmetric and not (in_words and kind[1] == 4):
         raise ValueError("symmetric must be true, except for 4-bit pack-quantized weights")
     if in_words:
@@ -169,14 +195,14 @@ def _block(given: object) -> tuple[int, int]:
 def _layout_of(module: str, groups: Collection[_Group]) -> Layout:
     """Return the layout of the group that matches a module best. Raises ValueError if none does."""
     ranked = [
-        (rank, group.layout)
+        (rank, group)
         for group in groups
         for target in group.targets
         if (rank := _rank(module, target)) is not None
     ]
     if not ranked:
         raise ValueError(f"no group of config_groups has {module}, which the files hold quantized")
-    return min(ranked, key=lambda item: item[0])[1]
+    return min(ranked, key=lambda item: item[0])[1].layout()
 
 
 def _rank(module: str, target: str) -> int | None:

@@ -64,7 +64,7 @@ PER_TENSOR, PER_OUTPUT = (0, 0), (1, 0)
 def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
     """Read ``quant_method: fp8``."""
     one_of(config, "activation_scheme", ("static", "dynamic"))
-    one_of(config, "fmt", ("e4m3",))
+    one_of(config, "fmt", ("e4m3", "e4m3fn", "float8_e4m3fn"))
     block = PER_TENSOR
     if (given := config.get("weight_block_size")) is not None:
         block = block_of(given, "weight_block_size")

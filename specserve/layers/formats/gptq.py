@@ -2,7 +2,8 @@
 
 ``qweight`` int32 ``[I / 8, O]`` packs eight inputs (four in 8 bits), ``qzeros`` int32 ``[G, O / 8]`` eight outputs,
 ``scales`` float16 ``[G, O]``, and ``g_idx`` int32 ``[I]``, which may be absent, is the group of each input. A weight is
-``(q - zero) * scale``; ``checkpoint_format: gptq``, the default, stores the zero less one, ``gptq_v2`` as it is.
+``(q - zero) * scale``; ``checkpoint_format: gptq``, the default, stores the zero less one, ``gptq_v2`` as it is. With
+``sym`` the zero is half of the range, and ``qzeros`` may be absent.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _LESS = {"gptq": 1, "gptq_v2": 0}
 @dataclass(frozen=True, slots=True)
 class GptqLayout:
     """``less``: what is missing from the file's zero points, None if the configuration does not say. ``indexed``: it
-    has a ``g_idx``. ``biased``: it has a bias; older tools always write one, zeros if the model has none."""
+    has a ``g_idx``. ``biased``: it has a bias; older tools always write one, zeros if the model has none. ``zeros``: it
+    has ``qzeros``, which symmetric weights do not need."""
 
     bits: int
     group: int
@@ -50,6 +52,7 @@ class GptqLayout:
     less: int | None
     indexed: bool
     biased: bool
+    zeros: bool = True
 
     @property
     def words(self) -> str:
@@ -59,9 +62,10 @@ class GptqLayout:
         groups = -(-inputs // (self.group or inputs))
         found = {
             "qweight": int32(packed_size(inputs, self.bits, "inputs"), outputs),
-            "qzeros": int32(groups, packed_size(outputs, self.bits, "outputs")),
             "scales": float32(groups, outputs),
         }
+        if self.zeros:
+            found["qzeros"] = int32(groups, packed_size(outputs, self.bits, "outputs"))
         if self.indexed:
             found["g_idx"] = int32(inputs)
         if self.biased:
@@ -70,7 +74,7 @@ class GptqLayout:
 
     def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
         values_OI = unpack_words(stored["qweight"].T, self.bits)
-        zero_OG = self._zeros(unpack_words(stored["qzeros"], self.bits).T)
+        zero_OG = self._zeros(unpack_words(stored["qzeros"], self.bits).T) if self.zeros else None
         scale_OG, index_I = stored["scales"].T, stored.get("g_idx")
         return numbers_of(values_OI, scale_OG, zero_OG, self.bits, self.group, index_I)
 
@@ -80,7 +84,8 @@ class GptqLayout:
         if not self.symmetric:
             less = 1 if self.less is None else self.less
             return torch.bitwise_and(stored_OG + less, 2**self.bits - 1)
-        accepted = [2 ** (self.bits - 1) - less for less in _LESS.values() if self.less in (None, less)]
+        # Either format's: sym decides, and some files have those of the format that they do not name.
+        accepted = [2 ** (self.bits - 1) - less for less in _LESS.values()]
         if not stored_OG.is_meta and not any((stored_OG == each).all() for each in accepted):
             words = " or ".join(map(str, accepted))
             raise ValueError(f"qzeros must all be {words}, because sym is true, found others")
@@ -103,7 +108,8 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
 def _layout(config: Mapping[str, Any], module: str, names: Collection[str]) -> GptqLayout:
     """Return a module's layout. Raises ValueError naming a field that no kernel supports."""
     fields = {**config, **(_overrides(config, full_name(module)) or {})}
-    bits, symmetric = bits_of(fields, "bits", (4, 8)), one_of(fields, "sym", (True, False)) is True
+    bits, sym = bits_of(fields, "bits", (4, 8)), one_of(fields, "sym", (True, False))
+    symmetric = sym is True or (sym is None and bits == 8)  # 4 bits without it: by the file's zero points
     if bits == 8 and not symmetric:
         raise ValueError("quantization_config: sym must be True where bits is 8")
     indexed = f"{module}.g_idx" in names
@@ -111,7 +117,8 @@ def _layout(config: Mapping[str, Any], module: str, names: Collection[str]) -> G
         raise ValueError(f"quantization_config: desc_act is True, but the files have no {module}.g_idx")
     kept_as = config.get("checkpoint_format") or config.get("format")
     less = _LESS[kept_as] if kept_as else None
-    return GptqLayout(bits, group_of(fields), symmetric, less, indexed, f"{module}.bias" in names)
+    zeros, biased = not symmetric or f"{module}.qzeros" in names, f"{module}.bias" in names
+    return GptqLayout(bits, group_of(fields), symmetric, less, indexed, biased, zeros)
 
 
 def _overrides(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:

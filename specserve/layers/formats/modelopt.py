@@ -25,7 +25,11 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
     """Read ``quant_method: modelopt``."""
     nested = config.get("quantization")
     fields = nested if isinstance(nested, Mapping) else config
+    unread = (*ACTIVATION_SCALES, *KV_SCALES)
     if fields.get("quant_algo") is None:
+        cache = fields.get("kv_cache_quant_algo") == "FP8" or fields.get("kv_cache_scheme")
+        if cache and not modules_with(names, "weight_scale"):
+            return StoredWeights("modelopt", (), unread)
         raise ValueError("quantization_config: quant_algo must be FP8, found none")
     one_of(fields, "quant_algo", ("FP8",))
     layouts: dict[str, Layout] = dict.fromkeys(
@@ -38,4 +42,4 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
             return named_by(module, left) or any(fnmatch(module, pattern) for pattern in left)
 
         check_left_out(layouts, field, leaves_out)
-    return stored_weights("modelopt", layouts, (*ACTIVATION_SCALES, *KV_SCALES))
+    return stored_weights("modelopt", layouts, unread)

@@ -211,8 +211,9 @@ class Joined(Projection):
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights(WeightFormat):
-    """``layouts``: those of the quantized modules by name without ``model.``, in order; all other modules are plain.
-    ``unread``: tensors that ``dialect`` writes and nothing reads, as in ``WeightFormat``."""
+    """``layouts``: those of the quantized modules by name without ``model.``, in order, none if only the KV cache is
+    quantized; all other modules are plain. ``unread``: tensors that ``dialect`` writes and nothing reads, as in
+    ``WeightFormat``."""
 
     dialect: str
     layouts: tuple[tuple[str, Layout], ...]
@@ -221,7 +222,7 @@ class StoredWeights(WeightFormat):
     @property
     def words(self) -> str:
         kinds = dict.fromkeys(layout.words for _, layout in self.layouts)
-        return f"{self.dialect}: {', '.join(kinds)}"
+        return f"{self.dialect}: {', '.join(kinds)}" if kinds else ""
 
     def projection(self, name: str, inputs: int, parts: Mapping[str, int], bias: bool) -> Projection:
         """Return one projection if all parts are stored in the same way, otherwise one for each part."""
@@ -231,7 +232,11 @@ class StoredWeights(WeightFormat):
         def make(layout: Layout | None, of: Mapping[str, int]) -> Projection:
             if layout is None:
                 return PLAIN.projection(name, inputs, of, bias)
-            return StoredProjection(layout, inputs, of, bias)
+            try:
+                return StoredProjection(layout, inputs, of, bias)
+            except ValueError as error:
+                modules = ", ".join(full_name(f"{name}.{part}" if name else part) for part in of)
+                raise ValueError(f"{modules}: {error}") from None
 
         if all(layout == found[0] for layout in found):
             return make(found[0], parts)
