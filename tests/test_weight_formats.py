@@ -785,7 +785,7 @@ def test_the_memory_that_weights_take(plain: Path, tmp_path: Path, device: str) 
 
 
 def test_the_memory_that_4_bits_take(plain: Path, tmp_path: Path) -> None:
-    """Half a byte a number, in steps of 64 inputs, two for a scale and one for a zero point."""
+    """Half a byte a number, in steps of 64 inputs, words of two groups' scales and of four groups' zero points."""
     given = make_settings(model_path=str(plain), device="cpu", dtype="float32", skip_tokenizer_init=True)
     path = quantize(plain, tmp_path / "target", "awq")
     before, found = (
@@ -795,5 +795,6 @@ def test_the_memory_that_4_bits_take(plain: Path, tmp_path: Path) -> None:
         for each in (plain, path)
     )
     outputs = {192: 384 + 192 + 640, 320: 192}
-    numbers, groups = sum(i * o for i, o in outputs.items()), sum(i // 64 * o for i, o in outputs.items())
-    assert before - found == 2 * (4 * numbers - numbers // 2 - 3 * groups)
+    numbers = sum(i * o for i, o in outputs.items())
+    words = sum((-(-i // 128) + -(-i // 256)) * o for i, o in outputs.items())
+    assert before - found == 2 * (4 * numbers - numbers // 2 - 4 * words)
