@@ -45,7 +45,9 @@ def read_object(given: str | dict[str, Any]) -> dict[str, Any] | None:
 
 
 def json_object(arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments as an object, because templates format them as JSON themselves."""
+    """Return the arguments as an object, because templates format them as JSON themselves; no text is no arguments."""
+    if arguments == "":
+        return {}
     if (found := read_object(arguments)) is None:
         raise PydanticCustomError("arguments", "must be an object or the text of a JSON object")
     return found
@@ -60,9 +62,13 @@ class Function(Strict):
     """The function's name."""
     arguments: Annotated[Text | dict[str, Any], AfterValidator(json_object)]
     """A JSON object, or its text."""
+    parsed_arguments: Any = None
+    """What OpenAI's client made of the arguments; not read."""
 
 
 class ToolCall(Strict):
+    index: int | None = None
+    """Its number in a stream; not read."""
     id: Text | None = None
     """The id by which a tool's message refers to this call."""
     type: Literal["function"] = "function"
@@ -170,18 +176,38 @@ def plain(messages: object) -> list[dict[str, Any]]:
         raise explain(error.errors(include_url=False)) from None
 
 
-def check_results(messages: Conversation) -> None:
-    """Raise FieldError unless the tool results come in the order of the preceding calls, one for each. Many templates
-    write no ids, so only the order tells which result belongs to which call."""
+def in_order(messages: Conversation) -> Conversation:
+    """Return the messages with tool results in the order of the preceding calls: many templates write no ids, so only
+    the order tells which result belongs to which call. Raises FieldError unless they are for the first calls, one for
+    each."""
+    found = list(messages)
     calls: list[Any] = []
-    given = 0
-    for index, message in enumerate(messages):
+    begin = 0
+    for index, message in enumerate([*found, {"role": ""}]):
         if message["role"] != "tool":
-            calls, given = _ids(message, index) if message.get("tool_calls") else [], 0
-        elif (found := message.get("tool_call_id")) is not None:
-            if given == len(calls) or found != calls[given]:
-                raise FieldError(f"messages.{index}.tool_call_id", _fault(found, calls, given))
-            given += 1
+            found[begin:index] = _by_call(found[begin:index], calls, begin)
+            calls, begin = _ids(message, index) if message.get("tool_calls") else [], index + 1
+    return found
+
+
+def _by_call(results: Conversation, calls: list[Any], begin: int) -> Conversation:
+    ids = [result.get("tool_call_id") for result in results]
+    for number, found in enumerate(ids):
+        if found is not None and (found not in calls or found in ids[:number]):
+            words = (
+                f"a second result of the call {found!r}"
+                if found in calls
+                else f"no call in the preceding assistant message has this id, found {found!r}"
+            )
+            raise FieldError(f"messages.{begin + number}.tool_call_id", words)
+    if None in ids:
+        return results
+    order = sorted(range(len(ids)), key=lambda number: calls.index(ids[number]))
+    for call, number in zip(calls, order, strict=False):
+        if ids[number] != call:
+            words = f"the call {call!r} before {ids[number]!r} has no result"
+            raise FieldError(f"messages.{begin + number}.tool_call_id", words)
+    return [results[number] for number in order]
 
 
 def _ids(message: Mapping[str, Any], index: int) -> list[Any]:
@@ -194,12 +220,3 @@ def _ids(message: Mapping[str, Any], index: int) -> list[Any]:
             raise FieldError(param, f"{found!r} is also the id of another call")
         seen.add(found)
     return ids
-
-
-def _fault(found: object, calls: list[Any], given: int) -> str:
-    """Return what is wrong with a result of the call ``found``, when ``given`` calls already have results."""
-    if found not in calls:
-        return f"no call in the preceding assistant message has this id, found {found!r}"
-    if found in calls[:given]:
-        return f"a second result of the call {found!r}"
-    return f"results must be in the order of their calls: expected {calls[given]!r}, found {found!r}"

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from specserve.core import FieldError
-from specserve.frontend.conversation import Conversation, check_results
+from specserve.frontend.conversation import Conversation, in_order
 from specserve.frontend.tools import Tool
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class ChatTemplate:
         ``enable_thinking``; FieldError for one that it does not read."""
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; use completions instead")
-        check_results(messages)
+        messages = in_order(messages)
         self._check_variables(variables or {})
         try:
             text = str(

@@ -296,7 +296,7 @@ HOW: dict[str, str] = {
     "messages[].content": "text or text parts",
     "messages[].name": "left out if the chat template does not write names, and the log says so once",
     "messages[].tool_calls": "if the chat template writes calls, and also any text next to them",
-    "messages[].tool_call_id": "names a call of the assistant's message before; in the order of the calls, each once",
+    "messages[].tool_call_id": "names a call of the assistant's message before; one result for each of the first calls",
     "prompt": "text, token ids, or a list of either",
     "max_tokens": "in completions 0 runs only the prompt",
     "max_completion_tokens": "the newer name of `max_tokens`; if both are given, they must be equal",
@@ -410,7 +410,7 @@ CASES: list[Case] = [
     Case(
         "messages[].tool_call_id",
         messages(ASKED, TWICE, {"role": "tool", "content": "x", "tool_call_id": "2"}),
-        refused="results must be in the order of their calls: expected '1', found '2'",
+        refused="the call '1' before '2' has no result",
         **CHAT_ONLY,
     ),
     Case("messages[].tool_call_id", user(tool_call_id="1"), refused="only in messages of the role tool", **CHAT_ONLY),

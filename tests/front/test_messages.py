@@ -149,6 +149,12 @@ def test_an_answer_goes_back_as_it_came(ask: Ask) -> None:
     )
     counted = {name: again[name] for name in ("model", "messages", "tools")}
     assert api.messages.count_tokens(**counted).input_tokens == len(engine.submitted[-1].token_ids)
+    *_, one, other = found.content
+    apart: Any = [{"role": "assistant", "content": part} for part in ("So:", [one], [other])]
+    api.messages.create(**{**again, "messages": [*ASKED, *apart, conversation[-1]]})
+    assert 'assistant:So:[add{"a": 1}][note{"input": "é"}];tool:3;' in prompt(engine), (
+        "turns in a row are one"
+    )
 
 
 def test_what_claude_code_sends(ask: Ask, caplog: pytest.LogCaptureFixture) -> None:

@@ -359,6 +359,18 @@ def test_no_ops(ask: Ask) -> None:
     assert (found.output_text, found.user) == ("Hi there!", "u")
 
 
+@pytest.mark.parametrize(
+    "fields", [{"user": "\ud83d"}, {"metadata": {"a": "\ud83d"}}, {"metadata": {"\ud83d": "a"}}]
+)
+def test_labels_that_no_answer_could_hold_are_refused(ask: Ask, fields: dict[str, Any]) -> None:
+    api, engine = ask()
+    body = json.dumps({"model": "tiny", "input": "hi", **fields})
+    answer = api.http.post(ROUTE, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith(next(iter(fields)))
+    assert not engine.submitted
+
+
 def test_every_field_of_the_client_is_known() -> None:
     names = set(response_create_params.ResponseCreateParamsStreaming.__annotations__)
     names |= set(response_create_params.ResponseCreateParamsBase.__annotations__)

@@ -55,6 +55,11 @@ def sent(serve: Serve, template: str | None, messages: list[Any], **fields: Any)
         ([{**ASKED, "name": "Ann"}], "user(Ann):1 + 2?;"),
         ([ASKED, CALLED, RESULT], 'user:1 + 2?;assistant:sum{"a": [1, 2]};tool:3;'),
         (
+            [ASKED, {**CALLED, "tool_calls": [{**CALL, "index": 0, "function": {
+                "name": "sum", "arguments": "", "parsed_arguments": None}}]}],
+            "user:1 + 2?;assistant:sum{};",
+        ),
+        (
             [ASKED, {**CALLED, "content": "so"}, RESULT, {"role": "assistant", "content": "3", "tool_calls": None}],
             'user:1 + 2?;assistant:sum{"a": [1, 2]}so;tool:3;assistant:3;',
         ),
@@ -71,14 +76,14 @@ def test_what_a_template_makes_of_a_text_is_its_own_way(serve: Serve) -> None:
         SYSTEM,
         ASKED,
         TWO,
+        {**RESULT, "tool_call_id": "8", "content": "4"},
         RESULT,
-        {**RESULT, "tool_call_id": "8"},
         thought,
         {**ASKED, "content": " "},
         {**ASKED, "content": " so\nthen "},
     ]
     call = '{"name": "sum", "arguments": {"a": [1, 2]}}'
-    expected = f'SYSTEM:be kind;USER:1 + 2?;ASSISTANT:{call}{call};TOOL:"3";TOOL:"3";ASSISTANT:3;USER:;USER:so\nthen;'
+    expected = f'SYSTEM:be kind;USER:1 + 2?;ASSISTANT:{call}{call};TOOL:"3";TOOL:"4";ASSISTANT:3;USER:;USER:so\nthen;'
     assert sent(serve, EITHER, messages) == expected
 
 
@@ -87,7 +92,7 @@ def test_what_a_template_makes_of_a_text_is_its_own_way(serve: Serve) -> None:
     [
         (USERS, [SYSTEM, ASKED], "messages.0.content: the model's chat template has no place for it (role system)"),
         (USERS, [ASKED, CALLED, RESULT], "messages.1.tool_calls.0.function.name: "),
-        (EITHER, [ASKED, TWO, {**RESULT, "tool_call_id": "8"}], "messages.2.tool_call_id: results must be in"),
+        (EITHER, [ASKED, TWO, {**RESULT, "tool_call_id": "8"}], "messages.2.tool_call_id: the call '7' before"),
         (EITHER, [ASKED, TWO, RESULT, RESULT], "messages.3.tool_call_id: a second result of the call '7'"),
         (EITHER, [ASKED, {**CALLED, "tool_calls": [CALL, CALL]}], "messages.1.tool_calls.1.id: '7' is"),
         (NO_TOOLS, [ASKED, CALLED, RESULT], "refuses the messages: no tools here"),

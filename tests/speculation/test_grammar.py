@@ -320,6 +320,20 @@ def test_drafts_do_not_move_the_token_that_a_grammar_fails_at(
     assert found == found[:2] * 5
 
 
+def test_keywords_that_ask_for_nothing() -> None:
+    """Names of properties are not keywords, and notes hold any number."""
+    asked = {"type": "object", "properties": {"uniqueItems": {"const": 2**53}}, "required": ["uniqueItems"]}
+    nothing = {
+        "propertyNames": {"type": "string"},
+        "unevaluatedProperties": True,
+        "not": False,
+        "default": 2**60,
+    }
+    assert grammar.json_schema({**asked, **nothing}) == grammar.json_schema(asked)
+    secret = {"type": "array", "items": {"type": "string", "format": "password"}, "uniqueItems": False}
+    assert grammar.json_schema(secret) == grammar.json_schema({"type": "array", "items": {"type": "string"}})
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -329,6 +343,10 @@ def test_drafts_do_not_move_the_token_that_a_grammar_fails_at(
         (lambda: grammar.json_schema('{}, "x": {}'), "is not JSON"),
         (lambda: grammar.json_schema({"x-guidance": {"item_separator": ";"}}), "x-guidance is not supported"),
         (lambda: grammar.json_schema("false"), "false allows nothing"),
+        (lambda: grammar.json_schema({"allOf": [{"enum": [{"a": 2**53 + 1}]}]}), "beyond 2^53"),
+        (lambda: grammar.json_schema({"type": "integer", "minimum": -(2**60)}), "beyond 2^53"),
+        (lambda: grammar.json_schema({"properties": {"pattern": {"pattern": '^[^a"]$'}}}), "excludes quotes"),
+        (lambda: grammar.json_schema({"patternProperties": {r"^[^\\]$": {}}}), "excludes quotes"),
         (lambda: grammar.lark('start: a\na[temperature=0.5]: "a"'), "can't set a temperature"),
         (lambda: grammar.regex("(a"), "invalid regex"),
         (lambda: grammar.lark('start: "a" | b'), 'unknown name: "b"'),

@@ -338,21 +338,27 @@ def _joined(texts: str | list[TextBlock]) -> str:
 
 def _add(chat: Translation, name: str, message: InputMessage) -> None:
     """Add a message to the chat; each tool result becomes a message of its own."""
+    last = chat.messages[-1] if chat.messages else {}
+    continues = message.role == last.get("role") == "assistant"  # consecutive turns are one
     if isinstance(message.content, str):
-        chat.add(message.role, name, content=message.content)
+        if continues:
+            last["content"] += message.content
+        else:
+            chat.add(message.role, name, content=message.content)
         return
-    path = ""  # of the message that the blocks are added to
+    begun = continues  # the message that the blocks are added to
     for index, block in enumerate(message.content):
         place = f"{name}.content.{index}"
         if block.type == "tool_result":
-            path = ""
+            begun = False
             answered = chat.add(
                 "tool", place, content=_joined(block.content or ""), tool_call_id=block.tool_use_id
             )
             chat.names[f"{answered}.tool_call_id"] = f"{place}.tool_use_id"
             continue
-        if not path:
-            path = chat.add(message.role, name, content="")
+        if not begun:
+            chat.add(message.role, name, content="")
+            begun = True
         last = chat.messages[-1]
         if block.type == "text":
             last["content"] += block.text
@@ -361,5 +367,5 @@ def _add(chat: Translation, name: str, message: InputMessage) -> None:
         else:
             called = {"name": block.name, "arguments": block.input}
             chat.call(place, "id", {"id": block.id, "function": called})
-    if not message.content:
+    if not message.content and not continues:
         chat.add(message.role, name, content="")

@@ -107,9 +107,9 @@ class InputItem(Strict):
 class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     """Plain text, any JSON object, or JSON that is valid under a schema."""
-    name: str | None = None
+    name: Text | None = None
     """A label that changes no answer."""
-    description: str | None = None
+    description: Text | None = None
     """A label that changes no answer."""
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     """The JSON schema; keywords that can't be enforced are refused."""
@@ -215,15 +215,15 @@ class ResponsesRequest(Strict):
         None
     )
     """Changes nothing: the answer has the reasoning as text, which can be sent back."""
-    user: str | None = None
+    user: Text | None = None
     """A label that changes no answer."""
-    safety_identifier: str | None = None
+    safety_identifier: Text | None = None
     """A label that changes no answer."""
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Text | None = None
     """A label that changes no answer; prompts share cached prefixes without it."""
-    metadata: dict[str, str] | None = None
+    metadata: dict[Text, Text] | None = None
     """Labels that change no answer."""
-    client_metadata: dict[str, str] | None = None
+    client_metadata: dict[Text, Text] | None = None
     """Labels that change no answer."""
 
     @model_validator(mode="after")
