@@ -41,6 +41,9 @@ def calls(*given: tuple[str, str]) -> Found:
 
 
 F_CALL = calls(("f", '{"a": [1, "}"]}'))
+RAW_ARGUMENTS = '{"a":\n\t"x = 1\n\ty\\n\\\\\n\\\n\x00\x1b\x7f"\n}'
+RAW = f'{{"name": "f", "arguments": {RAW_ARGUMENTS}}}'
+RAW_CALL = calls(("f", '{"a":\n\t"x = 1\\n\\ty\\n\\\\\\n\\\\\\n\\u0000\\u001b\x7f"\n}'))
 CITY_CALL = calls(("get_weather", '{"city": "Zürich \\"x\\" </tool_call>","n": 1.0}'))
 
 
@@ -115,10 +118,19 @@ HERMES: dict[str, Found] = {
         "<tool_call>" + "{" * 30 + '"a',
     ) if text},
     "": [],
+    # Control characters in strings are read as they are, and escaped.
+    f"<tool_call>{RAW}</tool_call>": RAW_CALL,
+    f"<tool_call>{RAW}": RAW_CALL,
+    f'<tool_call>{{"type": "function", {RAW[1:]}</tool_call>': RAW_CALL,
+    '<tool_call>{"name": "f", "arguments": {"a": "half\n': calls(("f", '{"a": "half\\n')),
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"x\ny\\nz\\"}"}</tool_call>': calls(
+        ("f", '{"a": "x\\ny\\nz"}')
+    ),
 }  # fmt: skip
 LLAMA = F.replace("arguments", "parameters")
 LLAMA_CITY = CITY.replace("arguments", "parameters")
 LLAMA3: dict[str, Found] = {
+    RAW.replace("arguments", "parameters"): RAW_CALL,
     LLAMA: F_CALL,
     f"<|python_tag|>{LLAMA}": F_CALL,
     f"<|python_tag|> {LLAMA}; {LLAMA_CITY}": [*F_CALL, *CITY_CALL],
@@ -138,6 +150,8 @@ LLAMA3: dict[str, Found] = {
     )},
 }  # fmt: skip
 MISTRAL: dict[str, Found] = {
+    f"[TOOL_CALLS] [{RAW}]": RAW_CALL,
+    f"[TOOL_CALLS]f[ARGS]{RAW_ARGUMENTS}": RAW_CALL,
     f"[TOOL_CALLS] [{F}]": F_CALL,
     f"[TOOL_CALLS][{F}, {CITY}]": [*F_CALL, *CITY_CALL],
     'So: [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get_weather[ARGS]{}': [
