@@ -119,6 +119,7 @@ def test_why_an_answer_ends(ask: Ask) -> None:
         ("abcd", {"max_tokens": 2}, ("max_tokens", None)),
         ("x" * 2000, {"max_tokens": 5000}, ("model_context_window_exceeded", None)),
         (f"{ADD}zz", {"stop_sequences": ["zz"], "tools": TOOLS}, ("tool_use", None)),
+        (ADD, {"stop_sequences": ["1"], "tools": TOOLS}, ("stop_sequence", "1")),
     ):
         api, _ = ask(text)
         found = api.messages.create(**{**GOOD, **fields})

@@ -182,6 +182,11 @@ class ObjectCallParser(CallParser):
         return self.after(text, at, final)
 
 
+def is_whole(arguments: str) -> bool:
+    """Return whether the object that begins the text ends in it."""
+    return Scanner().end(arguments) not in (None, BROKEN)
+
+
 def call_of(text: str, names: Collection[str]) -> list[Event]:
     """Return the call that an object describes: ``name`` with ``arguments``, ``parameters`` or neither, and optionally
     ``type`` function. Return nothing if it does not call one of ``names``."""

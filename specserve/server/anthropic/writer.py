@@ -64,8 +64,7 @@ class MessageWriter(Writer):
     def _stop(self) -> tuple[schema.StopReason, str | None]:
         """Return why the answer ended, with the stop string if one ended it."""
         (answer,), (job,) = self.generation.answers, self.generation.jobs
-        assert answer.finish_reason is not None, "the jobs have ended"
-        reason = finish_reason(answer.finish_reason, answer.events)
+        reason = finish_reason(answer)
         if reason == "length":
             cut = len(answer.token_ids) == job.params.max_tokens
             return "max_tokens" if cut else "model_context_window_exceeded", None
