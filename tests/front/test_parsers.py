@@ -91,9 +91,15 @@ HERMES: dict[str, Found] = {
     '<tool_call>{"name": "f", "arguments": {"a": (1)}}</tool_call>': [
         *calls(("f", '{"a": ')), Content("(1)}}</tool_call>"),
     ],
-    '<tool_call>{"name": "f", "arguments": {}, "more": 1}</tool_call>': [
-        *calls(("f", "{}")), Content(', "more": 1}</tool_call>'),
+    # What follows the arguments in the object is skipped.
+    '<tool_call>{"name": "f", "arguments": {}, "more": 1}</tool_call>': calls(("f", "{}")),
+    f'<tool_call>{F[:-1]}\n, "id": "}}\n",\n"more": [{{}}, null] }}\n</tool_call>\n<tool_call>{F}': F_CALL * 2,
+    '<tool_call>{"name": "f", "arguments": {}, "id": "half': calls(("f", "{}")),
+    '<tool_call>{"name": "f", "arguments": {}, ': [*calls(("f", "{}")), Content(", ")],
+    f'<tool_call>{{"name": "f", "arguments": {{}}, "id": and more<tool_call>{F}': [
+        *calls(("f", "{}")), Content(', "id": and more'), *F_CALL,
     ],
+    '<tool_call>{"name": "f", "arguments": null}</tool_call>': calls(("f", "{}")),
     f'<tool_call>{{"name": "f", "arguments": {{}}, <tool_call>{F}</tool_call>': [
         *calls(("f", "{}")), Content(","), *F_CALL,
     ],
@@ -139,6 +145,8 @@ LLAMA3: dict[str, Found] = {
     f"I will call it: {LLAMA}": [Content("I will call it:"), *F_CALL],
     '{"type": "function", "name": "f", "parameters": {}}': calls(("f", "{}")),
     F: F_CALL,
+    '{"name": "f", "parameters": null}': calls(("f", "{}")),
+    f'{LLAMA[:-1]}, "id": "1"}}; {LLAMA}': F_CALL * 2,
     '{"name": "f", "parameters": {': calls(("f", "{")),
     '{"name": "f", "parameters": {"a": 1}} ; ': [*calls(("f", '{"a": 1}')), Content(" ; ")],
     f"while (x) {{ y(); }} {LLAMA}": [Content("while (x) { y(); }"), *F_CALL],
@@ -157,6 +165,7 @@ MISTRAL: dict[str, Found] = {
     'So: [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get_weather[ARGS]{}': [
         Content("So:"), *calls(("f", '{"a": 1}'), ("get_weather", "{}")),
     ],
+    '[TOOL_CALLS][{"name": "f", "arguments": null}]': calls(("f", "{}")),
     "[TOOL_CALLS]f{}": calls(("f", "{}")),
     '[TOOL_CALLS]f[ARGS]{"a": "half': calls(("f", '{"a": "half')),
     **{text: content(text) for text in (

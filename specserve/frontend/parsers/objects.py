@@ -25,8 +25,9 @@ _LONGEST_HEAD = 2000  # characters
 
 
 class Scanner:
-    """Find the end of the object or list that begins at ``start``. Each character is read once; ``at`` is the first
-    unread one. ``controls``: strings may contain control characters, as models write them."""
+    """Find the end of the object or list that begins at ``start``, or, if its closing bracket is ``expected``, began
+    before. Each character is read once; ``at`` is the first unread one. ``controls``: strings may contain control
+    characters, as models write them."""
 
     controls: ClassVar[bool] = True
 
@@ -37,9 +38,9 @@ class Scanner:
     inside: ClassVar[Mapping[str, re.Pattern[str]]] = {'"': re.compile(r'["\\\x00-\x1f]')}
     """By quote: characters that end a string, escape, or are invalid in one in JSON."""
 
-    def __init__(self, start: int = 0) -> None:
+    def __init__(self, start: int = 0, expected: str = "") -> None:
         self.at = start
-        self._expected: list[str] = []
+        self._expected = list(expected)
         self._quote = ""
         self._ended = False
         self._escapes: list[tuple[int, str]] = []  # what JSON has in place of a control character
@@ -109,6 +110,7 @@ class ObjectCallParser(CallParser):
         self._framed = False  # the arguments of the current call are inside an object
         self._given = 0  # the arguments before it have been returned
         self._end: int | None = None  # where they end, or BROKEN
+        self._more: Scanner | None = None  # reads what follows them in the object
 
     @abstractmethod
     def start(self, text: str) -> tuple[int, bool | None]:
@@ -173,12 +175,21 @@ class ObjectCallParser(CallParser):
 
     def _closed(self, text: str, at: int, final: bool) -> int | None:
         """Return where a call ends whose arguments ended ``at``, None if that is undecided. The enclosing object's
-        brace may be missing."""
-        if self._framed:
-            brace = _space(text, at)
-            if brace == len(text) and not final:
+        brace may be missing; further members are skipped."""
+        if self._framed and self._more is None:
+            mark = _space(text, at)
+            key = _space(text, mark + 1) if text[mark : mark + 1] == "," else mark
+            if key == len(text) and not final:
                 return None
-            at = brace + 1 if text[brace : brace + 1] == "}" else at
+            if text[mark : mark + 1] == "}":
+                at = mark + 1
+            elif mark < key and text[key : key + 1] == '"':
+                self._more = self.scanner(key, "}")
+        if self._more is not None:
+            end = self._more.end(text)
+            if end is None:
+                return len(text) if final else None
+            at = at if end == BROKEN else end
         return self.after(text, at, final)
 
 
@@ -188,8 +199,8 @@ def is_whole(arguments: str) -> bool:
 
 
 def call_of(text: str, names: Collection[str]) -> list[Event]:
-    """Return the call that an object describes: ``name`` with ``arguments``, ``parameters`` or neither, and optionally
-    ``type`` function. Return nothing if it does not call one of ``names``."""
+    """Return the call that an object describes: ``name`` with ``arguments`` or ``parameters``, which may be null or
+    missing, and optionally ``type`` function. Return nothing if it does not call one of ``names``."""
     try:
         found = dict(members(text))
         if json.loads(found.pop("type", '"function"')) != "function":
@@ -197,8 +208,8 @@ def call_of(text: str, names: Collection[str]) -> list[Event]:
         name = json.loads(found.pop("name"))
     except (ValueError, KeyError, RecursionError):
         return []
-    given = found.pop("parameters" if "parameters" in found else "arguments", "{}")
-    return [] if found else named_call(name, given, names)
+    given = found.pop("parameters" if "parameters" in found else "arguments", "null")
+    return [] if found else named_call(name, "{}" if given == "null" else given, names)
 
 
 def named_call(name: object, arguments: str, names: Collection[str]) -> list[Event]:
