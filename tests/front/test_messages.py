@@ -129,6 +129,24 @@ def test_why_an_answer_ends(ask: Ask) -> None:
         assert (streamed.stop_reason, streamed.stop_sequence) == expected
 
 
+@pytest.mark.parametrize("given", ['{"a": 1,}', '{"a": "\\ud800"}', '{"a": NaN}', '{"a": "half'])
+def test_arguments_that_are_no_object(ask: Ask, given: str) -> None:
+    """They are not taken for an empty input, and the call is not reported as one to run."""
+    call = '<tool_call>{"name": "add", "arguments": ' + given
+    api, _ = ask(f"So:{ADD}{call}")
+    found = api.messages.create(**GOOD, tools=TOOLS)
+    read = given.partition("NaN")[0]
+    assert [block.type for block in found.content[:3]] == ["text", "tool_use", "text"]
+    assert (found.content[2].text, found.stop_reason) == (f"add{read}", "end_turn")
+    answer = post(api, tools=TOOLS, stream=True).text
+    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: ")]
+    pieces = [event["delta"] for event in events if event.get("index") == 2 and "delta" in event]
+    assert "".join(piece["partial_json"] for piece in pieces) == read
+    assert events[-2]["delta"]["stop_reason"] == "end_turn"
+    cut = api.messages.create(**{**GOOD, "max_tokens": len(f"So:{ADD}{call}".encode()) - 2}, tools=TOOLS)
+    assert (cut.content[2].type, cut.stop_reason) == ("text", "max_tokens")
+
+
 def test_an_answer_goes_back_as_it_came(ask: Ask) -> None:
     api, engine = ask(MANY, reasoning_parser="qwen3")
     found = api.messages.create(**GOOD, tools=TOOLS)
