@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from specserve.layers.formats.fp8 import KV_SCALES
 from specserve.layers.weights import Projection
 from specserve.models.config import ModelConfig, read_json
 from specserve.models.llama import LlamaModel
@@ -173,7 +174,7 @@ def _tied(config: ModelConfig, model_path: Path, files: TensorFiles) -> ModelCon
 
 def _warn_of_unread(model: LlamaModel, known: Collection[str], files: TensorFiles) -> None:
     """Warn of tensors that no parameter reads: the model may differ from what its config says."""
-    ends = tuple(f".{kind}" for kind in model.config.weights.unread)
+    ends = tuple(f".{kind}" for kind in (*model.config.weights.unread, *KV_SCALES))
     unread = [
         name
         for name in files.names()

@@ -11,11 +11,12 @@ from specserve.models.tensor_files import TensorFiles
 
 
 def _names(part: str) -> tuple[str, ...]:
-    """Return the names that ModelOpt, compressed-tensors and AutoFP8 use, and the name of one scale for keys and
+    """Return the names that ModelOpt, compressed-tensors, vLLM and AutoFP8 use, and the name of one scale for keys and
     values."""
     return (
         f"{part}_proj.{part}_scale",
         f"{part}_scale",
+        f"attn.{part}_scale",
         f"{part}_proj.output_scale",
         f"qkv_proj.{part}_scale",
         "kv_scale",

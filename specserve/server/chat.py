@@ -232,7 +232,7 @@ class _Writer(Writer):
     def _reason(self, answer: Answer) -> ChatReason:
         """Return the finish reason. As with OpenAI it is not ``tool_calls`` if the request named the function."""
         assert answer.finish_reason is not None, "the answer has ended"
-        return answer.finish_reason if self._named else finish_reason(answer.finish_reason, answer.events)
+        return answer.finish_reason if self._named else finish_reason(answer)
 
     def _pieces(self, index: int, deltas: Deltas, delta: Delta) -> Iterator[ChatChunkChoice]:
         """Yield the deltas of one engine message. The first one carries its logprobs, token ids and runs."""

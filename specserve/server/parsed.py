@@ -9,8 +9,9 @@ from typing import Literal
 
 from msgspec import UNSET
 
+from specserve.frontend.output import Answer
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged, parts
-from specserve.messages import FinishReason
+from specserve.frontend.parsers.objects import is_whole
 from specserve.server.schema import (
     AnswerMessage,
     CalledFunction,
@@ -33,10 +34,14 @@ def message(events: Sequence[Event], new_id: Callable[[], str]) -> AnswerMessage
     )
 
 
-def finish_reason(reason: FinishReason, events: Sequence[Event]) -> ChatReason:
-    """Return ``tool_calls`` for an answer that ended by itself after calls, otherwise the reason."""
-    called = any(isinstance(event, Call) for event in events)
-    return "tool_calls" if called and reason == "stop" else reason
+def finish_reason(answer: Answer) -> ChatReason:
+    """Return ``tool_calls`` for an answer with calls that ended by itself, or by a stop string after the arguments of
+    the last one, otherwise its reason."""
+    assert answer.finish_reason is not None, "the answer has ended"
+    calls = parts(answer.events).calls
+    if answer.finish_reason != "stop" or not calls:
+        return answer.finish_reason
+    return "stop" if answer.stop is not None and not is_whole(calls[-1][1]) else "tool_calls"
 
 
 class Deltas:

@@ -119,6 +119,7 @@ def test_why_an_answer_ends(ask: Ask) -> None:
         ("abcd", {"max_tokens": 2}, ("max_tokens", None)),
         ("x" * 2000, {"max_tokens": 5000}, ("model_context_window_exceeded", None)),
         (f"{ADD}zz", {"stop_sequences": ["zz"], "tools": TOOLS}, ("tool_use", None)),
+        (ADD, {"stop_sequences": ["1"], "tools": TOOLS}, ("stop_sequence", "1")),
     ):
         api, _ = ask(text)
         found = api.messages.create(**{**GOOD, **fields})
@@ -126,6 +127,24 @@ def test_why_an_answer_ends(ask: Ask) -> None:
         with api.messages.stream(**{**GOOD, **fields}) as stream:
             streamed = stream.get_final_message()
         assert (streamed.stop_reason, streamed.stop_sequence) == expected
+
+
+@pytest.mark.parametrize("given", ['{"a": 1,}', '{"a": "\\ud800"}', '{"a": NaN}', '{"a": "half'])
+def test_arguments_that_are_no_object(ask: Ask, given: str) -> None:
+    """They are not taken for an empty input, and the call is not reported as one to run."""
+    call = '<tool_call>{"name": "add", "arguments": ' + given
+    api, _ = ask(f"So:{ADD}{call}")
+    found = api.messages.create(**GOOD, tools=TOOLS)
+    read = given.partition("NaN")[0]
+    assert [block.type for block in found.content[:3]] == ["text", "tool_use", "text"]
+    assert (found.content[2].text, found.stop_reason) == (f"add{read}", "end_turn")
+    answer = post(api, tools=TOOLS, stream=True).text
+    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: ")]
+    pieces = [event["delta"] for event in events if event.get("index") == 2 and "delta" in event]
+    assert "".join(piece["partial_json"] for piece in pieces) == read
+    assert events[-2]["delta"]["stop_reason"] == "end_turn"
+    cut = api.messages.create(**{**GOOD, "max_tokens": len(f"So:{ADD}{call}".encode()) - 2}, tools=TOOLS)
+    assert (cut.content[2].type, cut.stop_reason) == ("text", "max_tokens")
 
 
 def test_an_answer_goes_back_as_it_came(ask: Ask) -> None:

@@ -41,6 +41,9 @@ def calls(*given: tuple[str, str]) -> Found:
 
 
 F_CALL = calls(("f", '{"a": [1, "}"]}'))
+RAW_ARGUMENTS = '{"a":\n\t"x = 1\n\ty\\n\\\\\n\\\n\x00\x1b\x7f"\n}'
+RAW = f'{{"name": "f", "arguments": {RAW_ARGUMENTS}}}'
+RAW_CALL = calls(("f", '{"a":\n\t"x = 1\\n\\ty\\n\\\\\\n\\\\\\n\\u0000\\u001b\x7f"\n}'))
 CITY_CALL = calls(("get_weather", '{"city": "Zürich \\"x\\" </tool_call>","n": 1.0}'))
 
 
@@ -88,9 +91,15 @@ HERMES: dict[str, Found] = {
     '<tool_call>{"name": "f", "arguments": {"a": (1)}}</tool_call>': [
         *calls(("f", '{"a": ')), Content("(1)}}</tool_call>"),
     ],
-    '<tool_call>{"name": "f", "arguments": {}, "more": 1}</tool_call>': [
-        *calls(("f", "{}")), Content(', "more": 1}</tool_call>'),
+    # What follows the arguments in the object is skipped.
+    '<tool_call>{"name": "f", "arguments": {}, "more": 1}</tool_call>': calls(("f", "{}")),
+    f'<tool_call>{F[:-1]}\n, "id": "}}\n",\n"more": [{{}}, null] }}\n</tool_call>\n<tool_call>{F}': F_CALL * 2,
+    '<tool_call>{"name": "f", "arguments": {}, "id": "half': calls(("f", "{}")),
+    '<tool_call>{"name": "f", "arguments": {}, ': [*calls(("f", "{}")), Content(", ")],
+    f'<tool_call>{{"name": "f", "arguments": {{}}, "id": and more<tool_call>{F}': [
+        *calls(("f", "{}")), Content(', "id": and more'), *F_CALL,
     ],
+    '<tool_call>{"name": "f", "arguments": null}</tool_call>': calls(("f", "{}")),
     f'<tool_call>{{"name": "f", "arguments": {{}}, <tool_call>{F}</tool_call>': [
         *calls(("f", "{}")), Content(","), *F_CALL,
     ],
@@ -115,10 +124,19 @@ HERMES: dict[str, Found] = {
         "<tool_call>" + "{" * 30 + '"a',
     ) if text},
     "": [],
+    # Control characters in strings are read as they are, and escaped.
+    f"<tool_call>{RAW}</tool_call>": RAW_CALL,
+    f"<tool_call>{RAW}": RAW_CALL,
+    f'<tool_call>{{"type": "function", {RAW[1:]}</tool_call>': RAW_CALL,
+    '<tool_call>{"name": "f", "arguments": {"a": "half\n': calls(("f", '{"a": "half\\n')),
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"x\ny\\nz\\"}"}</tool_call>': calls(
+        ("f", '{"a": "x\\ny\\nz"}')
+    ),
 }  # fmt: skip
 LLAMA = F.replace("arguments", "parameters")
 LLAMA_CITY = CITY.replace("arguments", "parameters")
 LLAMA3: dict[str, Found] = {
+    RAW.replace("arguments", "parameters"): RAW_CALL,
     LLAMA: F_CALL,
     f"<|python_tag|>{LLAMA}": F_CALL,
     f"<|python_tag|> {LLAMA}; {LLAMA_CITY}": [*F_CALL, *CITY_CALL],
@@ -127,6 +145,8 @@ LLAMA3: dict[str, Found] = {
     f"I will call it: {LLAMA}": [Content("I will call it:"), *F_CALL],
     '{"type": "function", "name": "f", "parameters": {}}': calls(("f", "{}")),
     F: F_CALL,
+    '{"name": "f", "parameters": null}': calls(("f", "{}")),
+    f'{LLAMA[:-1]}, "id": "1"}}; {LLAMA}': F_CALL * 2,
     '{"name": "f", "parameters": {': calls(("f", "{")),
     '{"name": "f", "parameters": {"a": 1}} ; ': [*calls(("f", '{"a": 1}')), Content(" ; ")],
     f"while (x) {{ y(); }} {LLAMA}": [Content("while (x) { y(); }"), *F_CALL],
@@ -138,11 +158,14 @@ LLAMA3: dict[str, Found] = {
     )},
 }  # fmt: skip
 MISTRAL: dict[str, Found] = {
+    f"[TOOL_CALLS] [{RAW}]": RAW_CALL,
+    f"[TOOL_CALLS]f[ARGS]{RAW_ARGUMENTS}": RAW_CALL,
     f"[TOOL_CALLS] [{F}]": F_CALL,
     f"[TOOL_CALLS][{F}, {CITY}]": [*F_CALL, *CITY_CALL],
     'So: [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get_weather[ARGS]{}': [
         Content("So:"), *calls(("f", '{"a": 1}'), ("get_weather", "{}")),
     ],
+    '[TOOL_CALLS][{"name": "f", "arguments": null}]': calls(("f", "{}")),
     "[TOOL_CALLS]f{}": calls(("f", "{}")),
     '[TOOL_CALLS]f[ARGS]{"a": "half': calls(("f", '{"a": "half')),
     **{text: content(text) for text in (
@@ -198,9 +221,22 @@ QWEN3_CODER: dict[str, Found] = {
     weather(("where", "[1]"), ("unit", "C"), ("days", "NaN"), ("exact", "1")): calls(
         ("get_weather", '{"where": "[1]", "unit": "C", "days": "NaN", "exact": "1"}')
     ),
-    weather(("city", "\n<parameter=days>\n</function>")): calls(
-        ("get_weather", r"""{"city": "\n<parameter=days>\n</function>"}""")
+    weather(("city", "\n<parameter=city>\n<parameter=x>\n</function>")): calls(
+        ("get_weather", r"""{"city": "\n<parameter=city>\n<parameter=x>\n</function>"}""")
     ),
+    # A mark that ends a parameter or the function may be missing.
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n<parameter=days>\n3</function></tool_call>": calls(
+        ("get_weather", '{"city": "Rome", "days": 3}')
+    ),
+    "<function=f><parameter=a>1<parameter=b>\n</function> \n": calls(("f", '{"a": "1", "b": ""}')),
+    "<function=f><parameter=a>1</function>\n</tool\n</parameter></function> so": [
+        *calls(("f", r"""{"a": "1</function>\n</tool"}""")), Content(" so"),
+    ],
+    "<tool_call>\n<function=f><parameter=a>1</parameter>\n</tool_call><tool_call><function=f></tool_call>": calls(
+        ("f", '{"a": "1"}'), ("f", "{}")
+    ),
+    weather(("days", "5.0"), ("most", "5.5")): calls(("get_weather", '{"days": 5.0, "most": 5.5}')),
+    weather(("days", "5.5")): calls(("get_weather", '{"days": "5.5"}')),
     **{text: content(text) for text in (
         "<tool_call>\n", "<tool_call>\n<func", "<function=", "<function=g>\n</function>", "<function=f>\n",
         "<function=f",
@@ -345,6 +381,9 @@ def test_what_is_no_head_is_read_whole() -> None:
         "<think>" * 5_000,
         "<function=f><parameter=" + "a" * 25_000,
         "<function=f><parameter=a>" + "</parameter" * 2_500,
+        "<function=f><parameter=a>" + "<parameter=" * 2_500,
+        "<function=f><parameter=a>" + "<parameter=a>" * 2_000,
+        "<function=f><parameter=a>" + "</function>x" * 2_000,
         "<function=f>" * 5_000,
         " " * 25_000,
     ],

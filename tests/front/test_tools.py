@@ -137,6 +137,20 @@ def test_several_choices_and_stop_strings(ask: Ask, streams: bool) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("stride", [1, 4, 200])
+def test_a_stop_string_within_arguments(ask: Ask, streams: bool, stride: int) -> None:
+    """It leaves the last call incomplete, so the calls are not reported as finished."""
+    text = f"<tool_call>{ADD}</tool_call>"
+    given = {"stride": stride}
+    (choice,) = ask(text, streams=streams, given=given, stop="é").choices
+    assert said(choice) == ("stop", None, [("add", ARGUMENTS[:-3])])
+    (choice,) = ask(text, streams=streams, given=given, stop="}<").choices
+    assert said(choice) == ("tool_calls", None, [("add", ARGUMENTS)])
+    (choice,) = ask(text + text.replace("é", "x"), streams=streams, given=given, stop="x").choices
+    assert said(choice) == ("stop", None, [("add", ARGUMENTS), ("add", ARGUMENTS[:-3])])
+
+
+@BOTH
 def test_logprobs_are_those_of_all_tokens(ask: Ask, streams: bool) -> None:
     answer = ask(TWO, streams=streams, logprobs=True)
     items = answer.choices[0].logprobs.content

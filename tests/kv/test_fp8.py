@@ -33,7 +33,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for layer, name, value in (
         (0, "k_proj.k_scale", 0.004),
         (0, "v_proj.v_scale", 0.01),
-        (1, "k_scale", 0.02),
+        (1, "attn.k_scale", 0.02),
         (2, "k_proj.output_scale", 0.3),
         (2, "v_scale", 0.05),
     ):

@@ -99,11 +99,12 @@ def test_the_target_itself_is_always_right(random_models: Checkpoints) -> None:
 
 @pytest.mark.parametrize("dialect", ["fp8 a tensor", "W4A16"])
 def test_a_checkpoint_of_few_bits(dialect: str, tmp_path: Path) -> None:
-    """As published, as a target's: that which drafts for itself is always right."""
+    """As published, as a target's: that which drafts for itself is always right. Its weights are not rounded again."""
     shape: dict[str, Any] = {"hidden": 128, "inner": 128, "heads": 4, "kv_heads": 2, "layers": 2}
     model = quantize(make_llama(tmp_path / "plain", **shape), tmp_path / "model", dialect)
     params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=21, ignore_eos=True)
-    answer = answer_one(scheduler_of(METHOD, model, model, (4, 1, 5)), PROMPT, params)
+    rounds = {"speculative_draft_quantization": "int8"}
+    answer = answer_one(scheduler_of(METHOD, model, model, (4, 1, 5), **rounds), PROMPT, params)
     assert set(answer.runs[1:-1]) == {5}
 
 

@@ -18,9 +18,9 @@ class HermesParser(ObjectCallParser):
         rest = text[len(OPEN) :].lstrip()
         return len(text) - len(rest), rest[0] == "{" if rest else None
 
-    def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
+    def whole(self, text: str, written: str, end: int, final: bool) -> Read | None:
         size = self.after(text, end, final)
-        return None if size is None else (size, call_of(text[start:end], self.functions))
+        return None if size is None else (size, call_of(written, self.functions))
 
     def after(self, text: str, at: int, final: bool) -> int | None:
         rest = text[at:].lstrip()

@@ -21,8 +21,8 @@ class Llama3JsonParser(ObjectCallParser):
         begins = None if not object_ else object_[0] == "{" and _may_be_call(object_[1:].lstrip())
         return len(text) - len(object_), begins
 
-    def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
-        size, calls = self.after(text, end, final), call_of(text[start:end], self.functions)
+    def whole(self, text: str, written: str, end: int, final: bool) -> Read | None:
+        size, calls = self.after(text, end, final), call_of(written, self.functions)
         return None if size is None else (size if calls else end, calls)
 
     def after(self, text: str, at: int, final: bool) -> int | None:

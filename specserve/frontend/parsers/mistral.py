@@ -42,8 +42,7 @@ class MistralParser(ObjectCallParser):
     def head(self, text: str, start: int) -> tuple[str, int, bool] | None:
         return None if text[start] == "[" else (self._name, start, False)
 
-    def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
-        written = text[start:end]
+    def whole(self, text: str, written: str, end: int, final: bool) -> Read | None:
         if written.startswith("["):
             return end, self._list(written)
         return end, named_call(self._name, written, self.functions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
+from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import ClassVar, NoReturn, TypeVar
 
@@ -24,21 +25,25 @@ _LONGEST_HEAD = 2000  # characters
 
 
 class Scanner:
-    """Find the end of the object or list that begins at ``start``. Each character is read once; ``at`` is the first
-    unread one."""
+    """Find the end of the object or list that begins at ``start``, or, if its closing bracket is ``expected``, began
+    before. Each character is read once; ``at`` is the first unread one. ``controls``: strings may contain control
+    characters, as models write them."""
+
+    controls: ClassVar[bool] = True
 
     closes: ClassVar[Mapping[str, str]] = {"{": "}", "[": "]"}
     outside = re.compile(
         r"[^ \t\n\r,:0-9.+\-Eaeflnrstu]"
     )  # quotes, brackets, and characters outside numbers and words
     inside: ClassVar[Mapping[str, re.Pattern[str]]] = {'"': re.compile(r'["\\\x00-\x1f]')}
-    """By quote: characters that end a string, escape, or are invalid in one."""
+    """By quote: characters that end a string, escape, or are invalid in one in JSON."""
 
-    def __init__(self, start: int = 0) -> None:
+    def __init__(self, start: int = 0, expected: str = "") -> None:
         self.at = start
-        self._expected: list[str] = []
+        self._expected = list(expected)
         self._quote = ""
         self._ended = False
+        self._escapes: list[tuple[int, str]] = []  # what JSON has in place of a control character
 
     def end(self, text: str) -> int | None:
         """Return where the object ends in the text, which may have grown since the last call. None: not yet. BROKEN: it
@@ -51,6 +56,10 @@ class Scanner:
                 if mark.end() == len(text):
                     return None  # the escaped character has not arrived
                 self.at += 1
+                if self.controls and text[self.at] < " ":
+                    self._escape(text, "\\")
+            elif self._quote and self.controls and mark.group() < " ":
+                self._escape(text)
             elif not self._fits(mark.group()):
                 return BROKEN
             self.at += 1
@@ -59,6 +68,18 @@ class Scanner:
                 return self.at
         self.at = len(text)
         return None
+
+    def written(self, text: str, start: int, end: int) -> str:
+        """Return the text from ``start`` to ``end``, with control characters in its strings as JSON escapes them."""
+        pieces = []
+        for at, escape in self._escapes[bisect(self._escapes, (start,)) : bisect(self._escapes, (end,))]:
+            pieces += [text[start:at], escape]
+            start = at + 1
+        return "".join([*pieces, text[start:end]])
+
+    def _escape(self, text: str, before: str = "") -> None:
+        """Note the escape of the character ``at``. A backslash ``before`` it is one that escapes nothing."""
+        self._escapes.append((self.at, before + json.dumps(text[self.at])[1:-1]))
 
     def _fits(self, found: str) -> bool:
         """Return whether a quote, a bracket or any other special character is valid at this place."""
@@ -89,6 +110,7 @@ class ObjectCallParser(CallParser):
         self._framed = False  # the arguments of the current call are inside an object
         self._given = 0  # the arguments before it have been returned
         self._end: int | None = None  # where they end, or BROKEN
+        self._more: Scanner | None = None  # reads what follows them in the object
 
     @abstractmethod
     def start(self, text: str) -> tuple[int, bool | None]:
@@ -110,8 +132,8 @@ class ObjectCallParser(CallParser):
         return at
 
     @abstractmethod
-    def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
-        """Return the result of ``read`` for a complete object."""
+    def whole(self, text: str, written: str, end: int, final: bool) -> Read | None:
+        """Return the result of ``read`` for a complete object, ``written`` as JSON."""
 
     def read(self, text: str, final: bool) -> Read | None:
         if self.begun:
@@ -133,7 +155,7 @@ class ObjectCallParser(CallParser):
             return self._scanner.at, []
         if end is None:
             return (len(text), []) if final else None
-        return self.whole(text, self._start, end, final)
+        return self.whole(text, self._scanner.written(text, self._start, end), end, final)
 
     def _go_on(self, text: str, final: bool) -> Read | None:
         """Return further arguments of the current call, and its end."""
@@ -142,7 +164,7 @@ class ObjectCallParser(CallParser):
             self._end = self._scanner.end(text)
         at = self._scanner.at if self._end == BROKEN else len(text) if self._end is None else self._end
         if self._given < at:
-            piece, self._given = text[self._given : at], at
+            piece, self._given = self._scanner.written(text, self._given, at), at
             return 0, [Arguments(piece)]
         whole = self._end is not None and self._end != BROKEN
         size = self._closed(text, at, final) if whole else at
@@ -153,18 +175,32 @@ class ObjectCallParser(CallParser):
 
     def _closed(self, text: str, at: int, final: bool) -> int | None:
         """Return where a call ends whose arguments ended ``at``, None if that is undecided. The enclosing object's
-        brace may be missing."""
-        if self._framed:
-            brace = _space(text, at)
-            if brace == len(text) and not final:
+        brace may be missing; further members are skipped."""
+        if self._framed and self._more is None:
+            mark = _space(text, at)
+            key = _space(text, mark + 1) if text[mark : mark + 1] == "," else mark
+            if key == len(text) and not final:
                 return None
-            at = brace + 1 if text[brace : brace + 1] == "}" else at
+            if text[mark : mark + 1] == "}":
+                at = mark + 1
+            elif mark < key and text[key : key + 1] == '"':
+                self._more = self.scanner(key, "}")
+        if self._more is not None:
+            end = self._more.end(text)
+            if end is None:
+                return len(text) if final else None
+            at = at if end == BROKEN else end
         return self.after(text, at, final)
 
 
+def is_whole(arguments: str) -> bool:
+    """Return whether the object that begins the text ends in it."""
+    return Scanner().end(arguments) not in (None, BROKEN)
+
+
 def call_of(text: str, names: Collection[str]) -> list[Event]:
-    """Return the call that an object describes: ``name`` with ``arguments``, ``parameters`` or neither, and optionally
-    ``type`` function. Return nothing if it does not call one of ``names``."""
+    """Return the call that an object describes: ``name`` with ``arguments`` or ``parameters``, which may be null or
+    missing, and optionally ``type`` function. Return nothing if it does not call one of ``names``."""
     try:
         found = dict(members(text))
         if json.loads(found.pop("type", '"function"')) != "function":
@@ -172,14 +208,18 @@ def call_of(text: str, names: Collection[str]) -> list[Event]:
         name = json.loads(found.pop("name"))
     except (ValueError, KeyError, RecursionError):
         return []
-    given = found.pop("parameters" if "parameters" in found else "arguments", "{}")
-    return [] if found else named_call(name, given, names)
+    given = found.pop("parameters" if "parameters" in found else "arguments", "null")
+    return [] if found else named_call(name, "{}" if given == "null" else given, names)
 
 
 def named_call(name: object, arguments: str, names: Collection[str]) -> list[Event]:
     """Return a call of one of ``names`` whose arguments are an object, or the text of one; otherwise nothing."""
     known = isinstance(name, str) and name in names
-    given = str(json.loads(arguments)) if arguments.startswith('"') else arguments
+    given = arguments
+    if arguments.startswith('"'):
+        given, scanner = str(json.loads(arguments)), Scanner()
+        scanner.end(given)
+        given = scanner.written(given, 0, len(given))
     return call(str(name), given) if known and read_object(given) is not None else []
 
 

@@ -20,6 +20,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class _Scanner(Scanner):
+    controls = False
     closes = {"{": "}", "[": "]", "(": ")"}  # noqa: RUF012 - declared by the base class
     outside = re.compile(r"[^\s\w,:.+\-=]")
     inside = {quote: re.compile(rf"[{quote}\\\x00-\x1f]") for quote in "\"'"}  # noqa: RUF012
@@ -42,9 +43,9 @@ class PythonicParser(ObjectCallParser):
     def head(self, text: str, start: int) -> None:
         """Return None, because arguments become JSON only when complete."""
 
-    def whole(self, text: str, start: int, end: int, final: bool) -> Read | None:
+    def whole(self, text: str, written: str, end: int, final: bool) -> Read | None:
         try:
-            found = [named_call(name, given, self.functions) for name, given in _calls(text[:end])]
+            found = [named_call(name, given, self.functions) for name, given in _calls(written)]
         except (ValueError, SyntaxError):
             return end, []
         return end, [event for calls in found for event in calls] if all(found) else []

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from specserve.frontend.conversation import read_object
 from specserve.frontend.generation import Job
+from specserve.frontend.parsers.base import parts
 from specserve.frontend.parsers.registry import FORMATS
 from specserve.server.anthropic import schema
 from specserve.server.call import Writer
@@ -62,14 +63,15 @@ class MessageWriter(Writer):
         return schema.BlockStop(index)
 
     def _stop(self) -> tuple[schema.StopReason, str | None]:
-        """Return why the answer ended, with the stop string if one ended it."""
+        """Return why the answer ended, with the stop string if one ended it. Not ``tool_use`` if the arguments of a
+        call are no JSON object."""
         (answer,), (job,) = self.generation.answers, self.generation.jobs
-        assert answer.finish_reason is not None, "the jobs have ended"
-        reason = finish_reason(answer.finish_reason, answer.events)
+        reason = finish_reason(answer)
         if reason == "length":
             cut = len(answer.token_ids) == job.params.max_tokens
             return "max_tokens" if cut else "model_context_window_exceeded", None
-        if reason == "tool_calls":
+        calls = parts(answer.events).calls
+        if reason == "tool_calls" and all(read_object(arguments) is not None for _, arguments in calls):
             return "tool_use", None
         return "end_turn" if answer.stop is None else "stop_sequence", answer.stop
 
@@ -98,9 +100,13 @@ _PIECES: dict[str, type[Any]] = {
 
 
 def _content(block: Block) -> schema.ContentBlock:
-    """Return a block's content so far. The input is empty if the arguments are cut off, and so not a JSON object."""
+    """Return a block's content so far. The input of a call is empty until it ends; then a call whose arguments are cut
+    off, or not a JSON object for another reason, is text."""
     if block.kind == "content":
         return schema.TextContent(block.text)
     if block.kind == "reasoning":
         return schema.ThinkingContent(block.text)
-    return schema.ToolUse(block.call_id, block.name, read_object(block.text) or {})
+    given = read_object(block.text)
+    if given is None and block.ended:
+        return schema.TextContent(f"{block.name}{block.text}")
+    return schema.ToolUse(block.call_id, block.name, given or {})
