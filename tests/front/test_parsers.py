@@ -221,9 +221,22 @@ QWEN3_CODER: dict[str, Found] = {
     weather(("where", "[1]"), ("unit", "C"), ("days", "NaN"), ("exact", "1")): calls(
         ("get_weather", '{"where": "[1]", "unit": "C", "days": "NaN", "exact": "1"}')
     ),
-    weather(("city", "\n<parameter=days>\n</function>")): calls(
-        ("get_weather", r"""{"city": "\n<parameter=days>\n</function>"}""")
+    weather(("city", "\n<parameter=city>\n<parameter=x>\n</function>")): calls(
+        ("get_weather", r"""{"city": "\n<parameter=city>\n<parameter=x>\n</function>"}""")
     ),
+    # A mark that ends a parameter or the function may be missing.
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n<parameter=days>\n3</function></tool_call>": calls(
+        ("get_weather", '{"city": "Rome", "days": 3}')
+    ),
+    "<function=f><parameter=a>1<parameter=b>\n</function> \n": calls(("f", '{"a": "1", "b": ""}')),
+    "<function=f><parameter=a>1</function>\n</tool\n</parameter></function> so": [
+        *calls(("f", r"""{"a": "1</function>\n</tool"}""")), Content(" so"),
+    ],
+    "<tool_call>\n<function=f><parameter=a>1</parameter>\n</tool_call><tool_call><function=f></tool_call>": calls(
+        ("f", '{"a": "1"}'), ("f", "{}")
+    ),
+    weather(("days", "5.0"), ("most", "5.5")): calls(("get_weather", '{"days": 5.0, "most": 5.5}')),
+    weather(("days", "5.5")): calls(("get_weather", '{"days": "5.5"}')),
     **{text: content(text) for text in (
         "<tool_call>\n", "<tool_call>\n<func", "<function=", "<function=g>\n</function>", "<function=f>\n",
         "<function=f",
@@ -368,6 +381,9 @@ def test_what_is_no_head_is_read_whole() -> None:
         "<think>" * 5_000,
         "<function=f><parameter=" + "a" * 25_000,
         "<function=f><parameter=a>" + "</parameter" * 2_500,
+        "<function=f><parameter=a>" + "<parameter=" * 2_500,
+        "<function=f><parameter=a>" + "<parameter=a>" * 2_000,
+        "<function=f><parameter=a>" + "</function>x" * 2_000,
         "<function=f>" * 5_000,
         " " * 25_000,
     ],

@@ -14,6 +14,8 @@ from specserve.frontend.parsers.base import CallParser, Functions, Read, Schema,
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
 _SPACE = re.compile(r"\s*")
+_MARK = re.compile(rf"{END_PARAMETER}|{END_FUNCTION}|{PARAMETER}([^<>\n]{{1,128}})>")
+_LONGEST_MARK = 160  # characters
 _KINDS: Mapping[type, tuple[str, ...]] = {
     bool: ("boolean",),
     int: ("integer", "number"),
@@ -32,7 +34,8 @@ _WORDS = {
 
 
 class Qwen3CoderParser(CallParser):
-    """Parse Qwen3-Coder calls. The outer marks may be missing; the closing one may have been a stop string."""
+    """Parse Qwen3-Coder calls. The outer marks and those that end a parameter or the function may be missing;
+    the last one may have been a stop string."""
 
     opens = (hermes.OPEN, FUNCTION)
 
@@ -50,6 +53,7 @@ class Qwen3CoderParser(CallParser):
         self._key = ""
 
     def read(self, text: str, final: bool) -> Read | None:
+        self._final = final
         while self._part != "end":
             read = {"head": self._head, "parameters": self._parameters, "value": self._value}[self._part]
             found = read(text)
@@ -76,9 +80,13 @@ class Qwen3CoderParser(CallParser):
         if text.startswith(END_FUNCTION, self._at):
             self._at, self._part = self._at + len(END_FUNCTION), "end"
             return True
+        if text.startswith(hermes.CLOSE, self._at):
+            self._part = "end"
+            return True
         if not text.startswith(PARAMETER, self._at):
             rest = text[self._at :]
-            return None if PARAMETER.startswith(rest) or END_FUNCTION.startswith(rest) else False
+            marks = (PARAMETER, END_FUNCTION, hermes.CLOSE)
+            return None if any(mark.startswith(rest) for mark in marks) else False
         end = text.find(">", self._at)
         key = text[self._at + len(PARAMETER) : end if end >= 0 else None]
         if "<" in key or "\n" in key or key in self._given:
@@ -90,14 +98,34 @@ class Qwen3CoderParser(CallParser):
         return True
 
     def _value(self, text: str) -> bool | None:
-        end = text.find(END_PARAMETER, self._seen)
-        if end < 0:
-            self._seen = max(self._at, len(text) - len(END_PARAMETER) + 1)
+        """Return whether the value ends; None if that is undecided."""
+        for mark in _MARK.finditer(text, self._seen):
+            ends = self._ends(text, mark)
+            if ends is None:
+                self._seen = mark.start()
+                return None
+            if ends:
+                value = text[self._at : mark.start()].removeprefix("\n").removesuffix("\n")
+                self._given[self._key] = _json(value, self._kinds_of(self._key))
+                self._at = mark.end() if mark.group() == END_PARAMETER else mark.start()
+                self._part = "parameters"
+                return True
+        self._seen = max(self._seen, len(text) - _LONGEST_MARK)
+        return None
+
+    def _ends(self, text: str, mark: re.Match[str]) -> bool | None:
+        """Return whether a mark ends the value; None if that is undecided. Without ``</parameter>`` a further parameter
+        of the function does, or the end of the function if the call ends with it; others are text."""
+        if mark.group() == END_PARAMETER:
+            return True
+        if key := mark[1]:
+            known = self.functions[self._name].get("properties")
+            is_known = key in known if isinstance(known, Mapping) and known else True
+            return is_known and key != self._key and key not in self._given
+        rest = text[self._space(text, mark.end()) :]
+        if not self._final and len(rest) < len(hermes.CLOSE) and hermes.CLOSE.startswith(rest):
             return None
-        value = text[self._at : end].removeprefix("\n").removesuffix("\n")
-        self._given[self._key] = _json(value, self._kinds_of(self._key))
-        self._at, self._part = end + len(END_PARAMETER), "parameters"
-        return True
+        return not rest or rest.startswith(hermes.CLOSE)
 
     def _kinds_of(self, key: str) -> set[str]:
         if (found := self._types.get((self._name, key))) is None:
@@ -171,7 +199,8 @@ def _json(value: str, kinds: set[str]) -> str:
             json.dumps(found, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             found = value
-        if not isinstance(found, str) and kinds.intersection(_KINDS[type(found)]):
+        integral = isinstance(found, float) and found.is_integer() and "integer" in kinds
+        if not isinstance(found, str) and (integral or kinds.intersection(_KINDS[type(found)])):
             return written
     return json.dumps(value, ensure_ascii=False)
 
