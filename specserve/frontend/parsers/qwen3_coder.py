@@ -35,7 +35,8 @@ _WORDS = {
 
 
 class Qwen3CoderParser(CallParser):
-    """Parse Qwen3-Coder calls. The outer marks may be missing; the closing one may have been a stop string."""
+    """Parse Qwen3-Coder calls. The outer marks and those that end a parameter or the function may be missing;
+    the last one may have been a stop string."""
 
     opens = (hermes.OPEN, FUNCTION)
 
