@@ -120,7 +120,8 @@ def _kind(schema: dict[str, Any]) -> str:
         return "object"
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
-    name = {"string": "text", "array": "list"}.get(schema["type"], schema["type"])
+    kind = schema.get("type", "any value")
+    name = {"string": "text", "array": "list"}.get(kind, kind)
     inner = schema.get("items", schema.get("additionalProperties"))
     bounds = [
         words.format(schema[key]) for key, words in _BOUNDS if abs(schema.get(key, MAX_COUNT)) < MAX_COUNT
