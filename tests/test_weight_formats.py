@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -655,8 +654,9 @@ def test_scales_of_activations_and_caches_are_passed_over(
 
 @pytest.mark.parametrize(("capability", "refused"), [((8, 6), True), ((8, 9), False), ((9, 0), False)])
 def test_fp8_needs_a_gpu_that_has_such_numbers(capability: tuple[int, int], refused: bool) -> None:
-    tensors: Any = [SimpleNamespace(dtype=torch.float8_e4m3fn, is_cuda=True)]
-    with patch.object(torch.cuda, "get_device_capability", return_value=capability):
+    """``meta`` is the GPU that kernels are compiled for."""
+    tensors = [torch.empty(2, dtype=torch.float8_e4m3fn, device="meta")]
+    with patch("specserve_kernels.ops.device.capability_of", return_value=capability):
         if refused:
             with pytest.raises(ValueError, match=r"FP8 weights need .* 8\.9 or more, this one has 8\.6"):
                 stored.check_capability(tensors)

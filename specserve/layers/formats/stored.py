@@ -141,13 +141,15 @@ class StoredProjection(Projection):
 
 
 def check_capability(tensors: Collection[Tensor]) -> None:
-    """Raise ValueError if the GPU does not support a tensor's dtype."""
-    if any(each.dtype == FP8 and each.is_cuda for each in tensors):
-        found = torch.cuda.get_device_capability()
+    """Raise ValueError if the GPU, or the one that kernels are compiled for, does not support a tensor's dtype."""
+    for device in {each.device for each in tensors if each.dtype == FP8 and on_gpu(each.device)}:
+        from specserve_kernels.ops.device import capability_of  # imports Triton, which a CPU does not need
+
+        found = capability_of(device)
         if found < FP8_CAPABILITY:
             raise ValueError(
                 "FP8 weights need a GPU of compute capability 8.9 or more, this one has "
-                f"{'.'.join(map(str, found))}: accepted are checkpoints in int8, 4 bits or 16 bits"
+                f"{'.'.join(map(str, found))}: accepted are int8, 4 bits and 16 bits"
             )
 
 
