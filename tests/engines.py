@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context
 from specserve.speculation.control.acceptance import Given
 from specserve.speculation.control.adaptive import Batch
+from specserve.speculation.control.cost import CostModel
 from specserve.speculation.drafters.eagle import EagleDrafter
 from specserve.speculation.drafters.p_eagle import PEagleDrafter
 from specserve.speculation.shape import StepShape
@@ -204,6 +205,26 @@ def assert_same_drafts(found: Sequence[Drafted], expected: Sequence[Drafted]) ->
         torch.testing.assert_close(
             ours.pool.scores_BP[live], theirs.pool.scores_BP[live], atol=1e-9, rtol=1e-9
         )
+
+
+@contextmanager
+def priced(cost: Callable[[StepShape], float], slope: float = 0.0) -> Iterator[None]:
+    """Controllers made here believe these costs of steps, and ``slope`` for each cached token, whatever steps take."""
+
+    def measure(_: Any, most: int, candidates: Callable[[int], Sequence[StepShape]]) -> CostModel:
+        shapes = [shape for slots in range(1, most + 1) for shape in candidates(slots)]
+        return CostModel({shape: cost(shape) for shape in shapes}, slope)
+
+    with (
+        patch("specserve.process.assemble.measure_eager", measure),
+        patch.object(CostModel, "observe", lambda *_: None),
+    ):
+        yield
+
+
+def by_levels(level: float) -> Callable[[StepShape], float]:
+    """Steps cost 1, and so much more for each draft level."""
+    return lambda shape: 1 + level * shape.levels
 
 
 class SwitchingShapes:

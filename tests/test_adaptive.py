@@ -17,9 +17,8 @@ from specserve.core import Speculation
 from specserve.engine.shapes import AdaptiveShapes, candidate_shapes
 from specserve.process import phase
 from specserve.speculation.control.adaptive import Batch
-from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
-from tests.engines import Checkpoints, check_switching
+from tests.engines import Checkpoints, by_levels, check_switching, priced
 
 PROMPTS = [[5, 6, 7, 300], [9, 1000, 4], [77, 12, 90, 90, 8]]
 PARAMS = [
@@ -48,16 +47,6 @@ def texts(**settings: Any) -> tuple[list[list[int]], Counter[int]]:
         return [output.token_ids for output in llm.generate(PROMPTS, PARAMS)], levels
 
 
-def priced(level: float) -> Any:
-    """Steps cost 1, and so much more for each draft level."""
-
-    def measure(_: Any, most: int, candidates: Any) -> CostModel:
-        shapes = [shape for slots in range(1, most + 1) for shape in candidates(slots)]
-        return CostModel({shape: 1 + level * shape.levels for shape in shapes})
-
-    return patch("specserve.process.assemble.measure_eager", measure)
-
-
 def drafted(models: Checkpoints) -> dict[str, Any]:
     """Settings of a small model whose draft is adaptive."""
     return {
@@ -72,7 +61,7 @@ def drafted(models: Checkpoints) -> dict[str, Any]:
 @pytest.mark.parametrize("level", [0.05, 50.0], ids=["cheap", "dear"])
 def test_the_text_of_plain_decoding(level: float) -> None:
     expected, _ = texts()
-    with priced(level), patch.object(CostModel, "observe", lambda *_: None):
+    with priced(by_levels(level)):
         found, levels = texts(speculative_algorithm="EAGLE3", speculative_adaptive=True)
     assert found == expected
     drafted = sum(levels.values()) - levels[0]
@@ -83,7 +72,7 @@ def test_nothing_is_drafted_where_a_request_has_one_token_left() -> None:
     prompts = [[5 + n, 6, 7] for n in range(8)]
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with (
-        priced(0.05),
+        priced(by_levels(0.05)),
         LLM(skip_tokenizer_init=True, max_running_requests=2, speculative_algorithm="EAGLE3") as llm,
     ):
         assert {len(output.token_ids) for output in llm.generate(prompts, params)} == {2}
@@ -95,7 +84,7 @@ def test_what_a_step_gives_does_not_depend_on_the_shapes_before(agreeing: Checkp
     shapes = [shape for shape in candidate_shapes(1) if shape.levels < 6]
     prompts = [[5, 6, 7, 30], [30, 20, 4, 9], [12, 13, 14, 15, 40]]
     settings = drafted(agreeing) | {"dtype": "float64", "max_running_requests": 1}
-    with priced(1.0), LLM(speculative_adaptive=True, **settings) as llm:
+    with priced(by_levels(1.0)), LLM(speculative_adaptive=True, **settings) as llm:
         assert check_switching(llm, prompts, shapes, 40) > 25
 
 

@@ -16,9 +16,8 @@ from specserve.engine.runner import Emitted
 from specserve.messages import LevelTotals
 from specserve.scheduler.counters import StepCounters
 from specserve.scheduler.scheduler import Scheduler
-from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
-from tests.engines import Checkpoints, Client, Drafted, Shape, make_scheduler, record_drafts
+from tests.engines import Checkpoints, Client, Drafted, Shape, make_scheduler, priced, record_drafts
 
 ABORTED = {4: "2", 12: "5"}  # rid by iteration
 
@@ -157,16 +156,9 @@ def test_counts_are_a_recount(shape: Shape, overlap: str, agreeing: Checkpoints)
     assert sum(level.accepted for level in totals.levels) >= scheduler.stats().accepted > 0
 
 
-def priced(_: Any, most: int, candidates: Any) -> CostModel:
-    """A step costs 1, a little for each node and level, and for its context."""
-    shapes = [shape for slots in range(1, most + 1) for shape in candidates(slots)]
-    return CostModel({s: 1 + 0.02 * s.nodes + 0.1 * s.levels for s in shapes}, slope=1e-3)
-
-
 def test_with_the_controller(agreeing: Checkpoints) -> None:
     with (
-        patch("specserve.process.assemble.measure_eager", priced),
-        patch.object(CostModel, "observe", lambda *_: None),
+        priced(lambda shape: 1 + 0.02 * shape.nodes + 0.1 * shape.levels, slope=1e-3),
         record_steps() as recorded,
     ):
         scheduler = make_scheduler(

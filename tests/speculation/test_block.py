@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -13,8 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from specserve.engine.shapes import candidate_shapes
 from specserve.methods import Drafts
-from specserve.speculation.control.cost import CostModel
-from tests.engines import Checkpoints, Shape, answer_all, answer_one, make_scheduler, record_drafts
+from tests.engines import (
+    Checkpoints,
+    Shape,
+    answer_all,
+    answer_one,
+    by_levels,
+    make_scheduler,
+    priced,
+    record_drafts,
+)
 from tests.reference import block
 from tests.reference.block import make_block, set_fields
 from tests.speculation.methods import (
@@ -26,7 +33,6 @@ from tests.speculation.methods import (
     scheduler_of,
 )
 from tests.speculation.oracle import SAMPLING
-from tests.test_adaptive import priced
 
 CHAIN, TREE = (4, 1, 5), (3, 3, 9)
 DSPARK = {"markov_kind": "vanilla"}
@@ -152,7 +158,7 @@ def test_a_cached_prompt_drafts_as_a_computed_one(random_models: Checkpoints, tm
 def test_the_controller_drafts_within_a_block(agreeing: Checkpoints) -> None:
     draft = str(agreeing.others["DSPARK"])
     params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=60)
-    with torch.inference_mode(), priced(0.1), patch.object(CostModel, "observe", lambda *_: None):
+    with torch.inference_mode(), priced(by_levels(0.1)):
         scheduler = make_scheduler(
             agreeing.target, speculative_algorithm="DSPARK", speculative_draft_model_path=draft
         )

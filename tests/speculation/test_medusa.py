@@ -14,7 +14,16 @@ from torch import Tensor
 
 from specserve.config.settings import Settings
 from specserve.process.assemble import resolve_engine
-from tests.engines import Checkpoints, Shape, answer_one, context_of, make_scheduler, record_drafts
+from tests.engines import (
+    Checkpoints,
+    Shape,
+    answer_one,
+    by_levels,
+    context_of,
+    make_scheduler,
+    priced,
+    record_drafts,
+)
 from tests.reference import medusa
 from tests.reference.medusa import make_medusa
 from tests.reference.models import load_checkpoint
@@ -74,9 +83,9 @@ def test_a_cached_prompt_drafts_as_a_computed_one(random_models: Checkpoints, tm
 def test_the_controller_goes_no_deeper_than_the_heads(agreeing: Checkpoints, tmp_path: Path) -> None:
     draft = make_medusa(tmp_path / "draft", agreeing.target, heads=2, agree=True)
     settings = {"speculative_algorithm": "MEDUSA", "speculative_draft_model_path": str(draft)}
-    scheduler = make_scheduler(agreeing.target, **settings)
     params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=100)
-    answer = answer_one(scheduler, PROMPT, params)
+    with priced(by_levels(0.01)):
+        answer = answer_one(make_scheduler(agreeing.target, **settings), PROMPT, params)
     assert answer.tokens == answer_one(make_scheduler(agreeing.target), PROMPT, params).tokens
     assert 1 < max(answer.runs) <= 3
     with pytest.raises(

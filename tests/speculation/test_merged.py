@@ -13,11 +13,19 @@ import torch
 from benchmarks import lossless
 from benchmarks.lossless import Models, make_items, reference_texts, run_configuration
 from specserve.core import SamplingParams
-from specserve.speculation.control.cost import CostModel
-from tests.engines import Answer, Checkpoints, Shape, answer_all, context_of, make_scheduler, record_drafts
+from tests.engines import (
+    Answer,
+    Checkpoints,
+    Shape,
+    answer_all,
+    by_levels,
+    context_of,
+    make_scheduler,
+    priced,
+    record_drafts,
+)
 from tests.speculation.oracle import SAMPLING
 from tests.speculation.test_prediction import PROMPT, with_each
-from tests.test_adaptive import priced
 
 SHAPES: list[Shape] = [(2, 1, 9), (4, 3, 16)]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -134,7 +142,7 @@ def test_settings(agreeing: Checkpoints) -> None:
 
 def test_the_controller_chooses_among_merged_shapes(random_models: Checkpoints) -> None:
     """Where text repeats, it finds the shapes with many copied levels."""
-    with torch.inference_mode(), priced(0.1), patch.object(CostModel, "observe", lambda *_: None):
+    with torch.inference_mode(), priced(by_levels(0.1)):
         scheduler = random_models.scheduler("EAGLE3+NGRAM", None)
         for _ in range(4):
             answers = answer_all(scheduler, [(PROMPT, msgspec.structs.replace(REPEATS, max_tokens=160))])

@@ -14,7 +14,6 @@ import torch
 from specserve.core import SamplingParams, Speculation
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.control.adaptive import Batch
-from specserve.speculation.control.cost import CostModel
 from specserve.speculation.shape import StepShape
 from tests.engines import (
     Answer,
@@ -23,8 +22,10 @@ from tests.engines import (
     Shape,
     answer_all,
     answer_one,
+    by_levels,
     context_of,
     make_scheduler,
+    priced,
     record_drafts,
     requests_of,
 )
@@ -203,17 +204,9 @@ def test_the_place_is_kept_while_nothing_is_drafted(random_models: Checkpoints) 
 def test_the_controller_drafts_where_the_prediction_is_right(random_models: Checkpoints) -> None:
     """A draft that is always wrong is given up; a prediction that is right is worth deep chains nevertheless, and what
     it accepts does not make the draft look better. When it turns out wrong it is given up as well."""
-
-    def measure(_: Any, most: int, candidates: Any) -> CostModel:
-        shapes = [shape for slots in range(1, most + 1) for shape in candidates(slots)]
-        return CostModel({shape: 1 + 0.2 * shape.levels for shape in shapes})
-
     params = SamplingParams(temperature=0.9, seed=4, max_tokens=120, ignore_eos=True)
     text = answer_one(make_scheduler(random_models.target), PROMPT, params).tokens
-    with (
-        patch("specserve.process.assemble.measure_eager", measure),
-        patch.object(CostModel, "observe", lambda *_: None),
-    ):
+    with priced(by_levels(0.2)):
         scheduler = make_scheduler(
             random_models.target,
             speculative_algorithm="EAGLE",
