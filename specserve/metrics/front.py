@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -18,6 +18,38 @@ _SHORT = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2,
 _LONG = (0.01, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 _OPENMETRICS = "application/openmetrics-text"
 _LENGTHS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 13, 16)
+_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...]]] = {
+    "queue_seconds": (
+        "From a request's arrival at the engine to its first slot and pages. Each choice counts separately.",
+        _LONG,
+    ),
+    "time_to_first_token_seconds": (
+        "From the tokenized request to its first token. Each choice counts separately.",
+        _LONG,
+    ),
+    "inter_token_seconds": (
+        "From one message of tokens to the next, divided by the number of tokens in the latter; observed once "
+        "for each of them.",
+        _SHORT,
+    ),
+    "prefill_seconds": (
+        "From a request's first slot and pages to its first token. Each choice counts separately.",
+        _LONG,
+    ),
+    "decode_seconds": (
+        "From a request's first token to its last. Each choice counts separately.",
+        _LONG,
+    ),
+    "request_seconds": (
+        "From the tokenized request to its last token. Each choice counts separately.",
+        _LONG,
+    ),
+    "request_accepted_length_tokens": (
+        "Tokens a step of a finished request: 1 + accepted / steps. Each choice counts separately; requests "
+        "without a step are left out.",
+        _LENGTHS,
+    ),
+}
 
 
 class _Restarts(Collector):
@@ -57,59 +89,17 @@ class Metrics:
             "Answers refused with 429 because the queue was full. Each choice counts separately.",
             registry=self._registry,
         )
-        self._queue = self._histogram(
-            "queue_seconds",
-            "From a request's arrival at the engine to its first slot and pages. Each choice counts separately.",
-            _LONG,
-        )
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds",
-            "From the tokenized request to its first token. Each choice counts separately.",
-            _LONG,
-        )
-        self._inter_token = self._histogram(
-            "inter_token_seconds",
-            "From one message of tokens to the next, divided by the number of tokens in the latter; observed once "
-            "for each of them.",
-            _SHORT,
-        )
-        self._prefill = self._histogram(
-            "prefill_seconds",
-            "From a request's first slot and pages to its first token. Each choice counts separately.",
-            _LONG,
-        )
-        self._decode = self._histogram(
-            "decode_seconds",
-            "From a request's first token to its last. Each choice counts separately.",
-            _LONG,
-        )
         self._finished = Counter(
             "specserve_finished_requests",
             "Finished requests by finish_reason. Each choice counts separately.",
             ("reason",),
             registry=self._registry,
         )
-        self._request = self._histogram(
-            "request_seconds",
-            "From the tokenized request to its last token. Each choice counts separately.",
-            _LONG,
-        )
-        self._accepted_length = self._histogram(
-            "request_accepted_length_tokens",
-            "Tokens a step of a finished request: 1 + accepted / steps. Each choice counts separately; requests "
-            "without a step are left out.",
-            _LENGTHS,
-        )
-
-        measured = (
-            self._first_token,
-            self._inter_token,
-            self._request,
-            self._queue,
-            self._prefill,
-            self._decode,
-        )
-        self._registry.register(VllmNames([engine, self._finished, *measured], model))
+        self._histograms = {
+            name: Histogram(f"specserve_{name}", help, buckets=buckets, registry=self._registry)
+            for name, (help, buckets) in _HISTOGRAMS.items()
+        }
+        self._registry.register(VllmNames([engine, self._finished, *self._histograms.values()], model))
 
     def answered(self, endpoint: str, status: int) -> None:
         self._requests.labels(endpoint, str(status)).inc()
@@ -118,24 +108,24 @@ class Metrics:
         self._rejected.inc(answers)
 
     def queued(self, seconds: float) -> None:
-        self._queue.observe(seconds)
+        self._histograms["queue_seconds"].observe(seconds)
 
     def first_token(self, seconds: float, prefill: float) -> None:
-        self._first_token.observe(seconds)
-        self._prefill.observe(prefill)
+        self._histograms["time_to_first_token_seconds"].observe(seconds)
+        self._histograms["prefill_seconds"].observe(prefill)
 
     def next_tokens(self, seconds: float, tokens: int) -> None:
         for _ in range(tokens):
-            self._inter_token.observe(seconds / tokens)
+            self._histograms["inter_token_seconds"].observe(seconds / tokens)
 
     def finished(
         self, seconds: float, decode: float, reason: FinishReason, speculation: SpeculationUsage
     ) -> None:
-        self._request.observe(seconds)
-        self._decode.observe(decode)
+        self._histograms["request_seconds"].observe(seconds)
+        self._histograms["decode_seconds"].observe(decode)
         self._finished.labels(reason).inc()
         if speculation.steps:
-            self._accepted_length.observe(speculation.mean_accepted_length)
+            self._histograms["request_accepted_length_tokens"].observe(speculation.mean_accepted_length)
 
     def text(self, accept: str = "") -> tuple[bytes, str]:
         """Return the metrics and their content type, in OpenMetrics or Prometheus format as ``accept`` requests. Names
@@ -144,6 +134,3 @@ class Metrics:
         if kind.startswith(_OPENMETRICS):
             encode, _ = choose_encoder(f"{_OPENMETRICS}; version=1.0.0; escaping=allow-utf-8")
         return encode(self._registry), kind
-
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"specserve_{name}", help, buckets=buckets, registry=self._registry)
