@@ -108,7 +108,7 @@ def test_who_reads_before_it_waits() -> None:
         for name, node in compiled().items()
     }
     assert {name: read for name, read in early.items() if read} == {
-        "_work": {"length_B", "q_start"},  # of _attend_kernel
+        "work_of": {"length_B", "q_start"},  # of _attend_kernel
         "_rotary_store_kv_kernel": {"position_ptr", "page_ptr", "offset_ptr"},
         "_grow_kernel": {"length_ptr"},
         "request_of": {"rows"},

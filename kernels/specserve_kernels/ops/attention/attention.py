@@ -2,8 +2,7 @@
 
 A program attends with a tile of one slot's rows to a *unit* of its positions (flash decoding, Dao et al. 2023). A row
 is a pair of a node and a query head; the rows of a tile share a key head, so keys and values are read once for a whole
-group. ``splits`` defines the order of the sums. A unit is one split if all programs fit on the device at once;
-otherwise it is all near splits, or all positions, whichever takes less time. A program takes a few neighbouring units.
+group. ``splits`` defines the order of the sums, ``units`` the size of a unit. A program takes a few neighbouring units.
 Lengths are read on the device, so one CUDA graph serves all of them.
 
 The keys of a chain are at their positions. In a tree, the keys that all nodes of a slot see end with the last whole
@@ -42,73 +41,14 @@ from specserve_kernels.ops.attention.splits import (
     row_sums,
     split_size,
 )
+from specserve_kernels.ops.attention.units import at_slot, begin_of, unit_of, units_of, work_of
 from specserve_kernels.ops.device import limits_of, tickets
-from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
+from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.types import KVScales
 
 HEAD_DIMS = (32, 64, 128, 256)
 _SLOTS = (16, 256, 4096, 65536)  # sizes that kernels are compiled for
 _COLUMNS = 32  # columns of paths gathered at a time
-
-
-@triton.jit
-def _unit_of(position, fine, apart, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """Return the unit that holds a position."""
-    near = tl.where(position < FAR, position // NEAR, FAR // NEAR - 1 + position // FAR)
-    return tl.where(apart, tl.where(fine, near, position // FAR), 0)
-
-
-@triton.jit
-def _begin_of(unit, fine, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """Return the first position of a unit."""
-    near = tl.where(unit < FAR // NEAR, unit * NEAR, (unit - (FAR // NEAR - 1)) * FAR)
-    return tl.where(fine, near, unit * FAR)
-
-
-@triton.jit
-def _units(tiles_S, last_S, workers, most, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """Return the fastest division into units that can all be stored, as ``_unit_of`` takes it. Storing and merging a
-    unit takes as long as a quarter of ``FAR``."""
-    near = tl.sum(tiles_S * (_unit_of(last_S, True, True, NEAR, FAR) + 1), 0)
-    far = tl.sum(tiles_S * (_unit_of(last_S, False, True, NEAR, FAR) + 1), 0)
-    longest = tl.max(tl.where(tiles_S > 0, last_S + 1, 0), 0)
-    fine = near <= tl.minimum(workers, most)
-    whole = tl.cdiv(tl.sum(tiles_S, 0), workers) * (longest + FAR // 4)
-    shorter = tl.cdiv(far, workers) * (tl.minimum(longest, FAR) + FAR // 4) < whole
-    return fine, fine | ((far <= most) & shorter)
-
-
-@triton.jit
-def _work(
-    length_B, q_start, slots, nodes, entries,
-    TAIL: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, SLOTS: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Return for each slot its number of row tiles, the end of the positions that its rows may share, and the last
-    position of a path."""
-    slot_S = tl.arange(0, SLOTS)
-    there_S = slot_S < slots
-    length_S = load_settled(length_B + slot_S, there_S, 0).to(tl.int32)
-    if (TAIL == "chain") | (TAIL == "tree"):
-        first_S = load_settled(q_start + slot_S, there_S, 0).to(tl.int32)
-        count_S = load_settled(q_start + slot_S + 1, there_S, 0).to(tl.int32) - first_S
-    else:
-        count_S = tl.where(there_S, nodes, 0)
-    if (TAIL == "chain") | (TAIL == "none"):
-        end_S = tl.maximum(length_S + (count_S if TAIL == "chain" else entries), 1)
-        last_S = end_S - 1
-    elif TAIL == "tree":
-        end_S = length_S // ALIGNED * ALIGNED
-        last_S = length_S + entries - 1
-    else:
-        end_S = tl.maximum(length_S, 1)
-        last_S = end_S - 1
-    return tl.cdiv(count_S * GROUP, R), end_S, last_S
-
-
-@triton.jit
-def _at(slot, values_S):
-    """Return the slot's value."""
-    return tl.sum(tl.where(tl.arange(0, values_S.shape[0]) == slot, values_S, 0), 0)
 
 
 @triton.jit
@@ -240,10 +180,10 @@ def _attend_kernel(
     OVERLAP: tl.constexpr,
 ):
     head, worker, workers = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS, tl.num_programs(0) // HEADS
-    tiles_S, end_S, last_S = _work(length_B, q_start, slots, nodes, entries, TAIL, GROUP, R, SLOTS, ALIGNED)
-    fine, apart = _units(tiles_S, last_S, workers, most, NEAR, FAR)
-    stored_S = _unit_of(last_S, fine, apart, NEAR, FAR) + 1  # paths may extend into the next unit
-    units_S = _unit_of(end_S, fine, apart, NEAR, FAR) + 1 if TAIL == "tree" else stored_S
+    tiles_S, end_S, last_S = work_of(length_B, q_start, slots, nodes, entries, TAIL, GROUP, R, SLOTS, ALIGNED)
+    fine, apart = units_of(tiles_S, last_S, workers, most, NEAR, FAR)
+    stored_S = unit_of(last_S, fine, apart, NEAR, FAR) + 1  # paths may extend into the next unit
+    units_S = unit_of(end_S, fine, apart, NEAR, FAR) + 1 if TAIL == "tree" else stored_S
     work_S = tiles_S * units_S
     done_S, entry_S = tl.cumsum(work_S, 0), tl.cumsum(tiles_S * stored_S, 0)
     share = tl.cdiv(tl.sum(work_S, 0), workers)
@@ -254,8 +194,8 @@ def _attend_kernel(
     take_turn(OVERLAP)
     while at < work:
         slot = tl.sum((done_S <= at).to(tl.int32), 0)
-        visible_end, units, stored = _at(slot, end_S), _at(slot, units_S), _at(slot, stored_S)
-        local = at - _at(slot, done_S - work_S)
+        visible_end, units, stored = at_slot(slot, end_S), at_slot(slot, units_S), at_slot(slot, stored_S)
+        local = at - at_slot(slot, done_S - work_S)
         tile, unit = local // units, local % units
         first, count = slot * nodes, nodes
         if (TAIL == "chain") | (TAIL == "tree"):
@@ -263,8 +203,8 @@ def _attend_kernel(
             count = tl.load(q_start + slot + 1).to(tl.int32) - first
         length = tl.load(length_B + slot).to(tl.int32)
         table, last_page = pages_BM + slot.to(tl.int64) * table_stride, tl.maximum(visible_end - 1, 0) // PAGE
-        unit_end = tl.where(apart, _begin_of(unit + 1, fine, NEAR, FAR), 1 << 30)
-        begin = _begin_of(unit, fine, NEAR, FAR) // N
+        unit_end = tl.where(apart, begin_of(unit + 1, fine, NEAR, FAR), 1 << 30)
+        begin = begin_of(unit, fine, NEAR, FAR) // N
         stop = tl.cdiv(tl.minimum(visible_end, unit_end), N)
         pages = load_pages(table, begin * N, last_page, N, PAGE)
         node_R, head_R, live_R = _rows_of(tile * R, first, count, head, GROUP, R)
@@ -296,7 +236,7 @@ def _attend_kernel(
                     all_top_R, all_sum_R, all_acc_RD, top_R, row_sums(sum_RX), acc_RD
                 )
                 top_R, sum_RX, acc_RD = nothing_seen(R, D)
-        its = (_at(slot, entry_S - tiles_S * stored_S) + tile * stored) * HEADS + head
+        its = (at_slot(slot, entry_S - tiles_S * stored_S) + tile * stored) * HEADS + head
         mine = its + unit * HEADS
         if TAIL == "listed":  # noqa: SIM102
             if unit + 1 == units:
