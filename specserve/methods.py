@@ -141,7 +141,7 @@ register(
 register(
     Method(
         "MLP_SPECULATOR",
-        "specserve.speculation.drafters.mlp_speculator:MLPDrafter.load",
+        "specserve.speculation.drafters.recurrent:load_mlp_speculator",
         heads=("MLP_SPECULATOR",),
         map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.mlp_speculator:count_levels",
@@ -163,7 +163,7 @@ register(replace(_BLOCK_DRAFT, name="DFLASH2", heads=("DFLASH2",)))
 register(
     Method(
         "HYDRA",
-        "specserve.speculation.drafters.hydra:HydraDrafter.load",
+        "specserve.speculation.drafters.hydra:load_hydra",
         heads=("HYDRA",),
         map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.hydra:count_heads",
@@ -172,7 +172,7 @@ register(
 register(
     Method(
         "ARCTIC_LSTM",
-        "specserve.speculation.drafters.mlp_speculator:ArcticLSTMDrafter.load",
+        "specserve.speculation.drafters.recurrent:load_arctic_lstm",
         heads=("ARCTIC_LSTM",),
         map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.arctic_lstm:count_levels",
