@@ -86,7 +86,6 @@ METHOD_NAMES = [NONE]
 """Accepted values of the setting, in order; ``register`` extends it."""
 METHODS: dict[str, Method] = {}
 REFUSED = {
-    "REDRAFTER": "is not supported: no weights are published for it; use MEDUSA, HYDRA or MLP_SPECULATOR",
     "LOOKAHEAD": "is not supported: its window adds 56 nodes per request and step, for fewer accepted tokens than a "
     "draft gives; without a draft use NGRAM (docs/decisions/0017-lookahead.md)",
 }
@@ -180,6 +179,14 @@ register(
 )
 register(
     Method(
+        "REDRAFTER",
+        "specserve.speculation.drafters.recurrent:load_redrafter",
+        heads=("REDRAFTER",),
+        map_refusal=_FIXED_VOCABULARY,
+    )
+)
+register(
+    Method(
         "STANDALONE",
         "specserve.speculation.drafters.standalone:StandaloneDrafter.load",
         heads=("STANDALONE",),
@@ -239,6 +246,7 @@ for _lookup in ("NGRAM", "SUFFIX", "REST"):
         "HYDRA",
         "MLP_SPECULATOR",
         "ARCTIC_LSTM",
+        "REDRAFTER",
         "DFLASH",
         "DSPARK",
         "DOMINO",

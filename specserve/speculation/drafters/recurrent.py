@@ -1,7 +1,7 @@
-"""Small recurrent networks over one target state and the drafted tokens: IBM's MLP speculator and Snowflake's Arctic
-LSTM.
+"""Small recurrent networks over one target state and the drafted tokens: IBM's MLP speculator, Snowflake's Arctic LSTM,
+Apple's ReDrafter.
 
-Wertheimer et al. 2024, arXiv 2404.19124. They start from the state before the
+Wertheimer et al. 2024, arXiv 2404.19124; Zhang et al. 2024, arXiv 2403.09919. They start from the state before the
 root. A level is a few matrix products, and there is no cache. Trees grow as with other
 methods; the papers' beam searches are not used.
 
@@ -24,6 +24,7 @@ from specserve.models.draft.arctic_lstm import ArcticLSTM, ArcticSource, open_ar
 from specserve.models.draft.fields import check_kind
 from specserve.models.draft.hydra import HydraSource
 from specserve.models.draft.mlp_speculator import MLPSpeculator, SpeculatorSource, open_speculator
+from specserve.models.draft.redrafter import ReDrafter, ReDrafterSource, open_redrafter
 from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, View
 from specserve.speculation.drafters.config import DrafterConfig
@@ -50,7 +51,7 @@ class Network(Protocol):
         ...
 
 
-S = TypeVar("S", bound=SpeculatorSource | ArcticSource | HydraSource)
+S = TypeVar("S", bound=SpeculatorSource | ArcticSource | ReDrafterSource | HydraSource)
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -87,6 +88,11 @@ def load_mlp_speculator(config: DrafterConfig) -> RecurrentDrafter:
 def load_arctic_lstm(config: DrafterConfig) -> RecurrentDrafter:
     """Load one of Snowflake's speculators, at most as deep as it was trained to draft. Raises ValueError likewise."""
     return RecurrentDrafter(config, load_network(config, open_arctic, ArcticLSTM))
+
+
+def load_redrafter(config: DrafterConfig) -> RecurrentDrafter:
+    """Load one of Apple's drafters, of any depth. Raises ValueError likewise."""
+    return RecurrentDrafter(config, load_network(config, open_redrafter, ReDrafter))
 
 
 def load_network(
