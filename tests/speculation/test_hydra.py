@@ -104,11 +104,6 @@ def test_a_cached_prompt_drafts_as_a_computed_one(
         (False, lambda s, c: s.pop("hydra_lm_head.2.bias"), r"has no tensor hydra_lm_head\.2\.bias"),
         (
             False,
-            lambda s, c: s.update({"hydra_mlp.3.2.linear.bias": torch.ones(32)}),
-            r"3\.2\.linear\.bias differs from hydra_mlp\.3\.1",
-        ),
-        (
-            False,
             lambda s, c: (s.clear(), s.update(fc=torch.ones(2))),
             r"no Hydra heads: expected .* found fc in",
         ),
@@ -120,7 +115,7 @@ def test_a_cached_prompt_drafts_as_a_computed_one(
         (False, lambda s, c: c.update(grounded_heads=False), "grounded_heads must be true, found false"),
         (True, lambda s, c: c.update(hidden_state_offset=1), "hidden_state_offset must be 0, found 1"),
     ],
-    ids=range(10),
+    ids=range(9),
 )
 def test_broken_files(
     layered: bool,
