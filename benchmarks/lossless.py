@@ -71,6 +71,7 @@ SPECULATION: dict[str, tuple[str, int, int, int] | None] = {
     "HYDRA tree": ("HYDRA", 4, 3, 12),
     "ARCTIC_LSTM chain": ("ARCTIC_LSTM", 3, 1, 4),
     "ARCTIC_LSTM tree": ("ARCTIC_LSTM", 3, 3, 12),
+    "REDRAFTER tree": ("REDRAFTER", 3, 3, 12),
     "DFLASH tree": ("DFLASH", 3, 3, 12),
     "DSPARK chain": ("DSPARK", 5, 1, 6),
     "DOMINO chain": ("DOMINO", 4, 1, 5),

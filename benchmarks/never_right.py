@@ -26,6 +26,7 @@ from tests.reference.medusa import make_medusa
 from tests.reference.mlp_speculator import make_mlp_speculator
 from tests.reference.models import make_llama
 from tests.reference.p_eagle import make_p_eagle
+from tests.reference.redrafter import make_redrafter
 from tests.reference.standalone import make_pard
 
 DRAFTS: dict[str, Callable[[Path], Path] | None] = {
@@ -35,6 +36,7 @@ DRAFTS: dict[str, Callable[[Path], Path] | None] = {
     "HYDRA": lambda path: make_hydra(path / "draft", BUNDLED_MODEL),
     "MLP_SPECULATOR": lambda path: make_mlp_speculator(path / "draft", BUNDLED_MODEL),
     "ARCTIC_LSTM": lambda path: make_arctic_lstm(path / "draft", BUNDLED_MODEL),
+    "REDRAFTER": lambda path: make_redrafter(path / "draft", BUNDLED_MODEL),
     "STANDALONE": lambda path: small_model(path / "draft"),
     "P_EAGLE": lambda path: make_p_eagle(path / "draft", BUNDLED_MODEL),
     "PARD": lambda path: make_pard(path / "draft", small_model(path / "model"), 3),

@@ -86,7 +86,6 @@ METHOD_NAMES = [NONE]
 """Accepted values of the setting, in order; ``register`` extends it."""
 METHODS: dict[str, Method] = {}
 REFUSED = {
-    "REDRAFTER": "is not supported: no weights are published for it; use MEDUSA, HYDRA or MLP_SPECULATOR",
     "LOOKAHEAD": "is not supported: its window adds 56 nodes per request and step, for fewer accepted tokens than a "
     "draft gives; without a draft use NGRAM (docs/decisions/0017-lookahead.md)",
 }
@@ -141,7 +140,7 @@ register(
 register(
     Method(
         "MLP_SPECULATOR",
-        "specserve.speculation.drafters.mlp_speculator:MLPDrafter.load",
+        "specserve.speculation.drafters.recurrent:load_mlp_speculator",
         heads=("MLP_SPECULATOR",),
         map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.mlp_speculator:count_levels",
@@ -163,7 +162,7 @@ register(replace(_BLOCK_DRAFT, name="DFLASH2", heads=("DFLASH2",)))
 register(
     Method(
         "HYDRA",
-        "specserve.speculation.drafters.hydra:HydraDrafter.load",
+        "specserve.speculation.drafters.hydra:load_hydra",
         heads=("HYDRA",),
         map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.hydra:count_heads",
@@ -172,10 +171,18 @@ register(
 register(
     Method(
         "ARCTIC_LSTM",
-        "specserve.speculation.drafters.mlp_speculator:ArcticLSTMDrafter.load",
+        "specserve.speculation.drafters.recurrent:load_arctic_lstm",
         heads=("ARCTIC_LSTM",),
         map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.arctic_lstm:count_levels",
+    )
+)
+register(
+    Method(
+        "REDRAFTER",
+        "specserve.speculation.drafters.recurrent:load_redrafter",
+        heads=("REDRAFTER",),
+        map_refusal=_FIXED_VOCABULARY,
     )
 )
 register(
@@ -239,6 +246,7 @@ for _lookup in ("NGRAM", "SUFFIX", "REST"):
         "HYDRA",
         "MLP_SPECULATOR",
         "ARCTIC_LSTM",
+        "REDRAFTER",
         "DFLASH",
         "DSPARK",
         "DOMINO",

@@ -18,6 +18,7 @@ from tests.reference.medusa import make_medusa
 from tests.reference.mlp_speculator import make_mlp_speculator
 from tests.reference.models import make_llama
 from tests.reference.p_eagle import make_p_eagle
+from tests.reference.redrafter import make_redrafter
 from tests.reference.standalone import first_layer, make_pard
 
 
@@ -38,6 +39,7 @@ def _agreeing(path: Path, target: Path, rank: int, **heads: int) -> Checkpoints:
         "DFLASH2": make_block(path / "dflash2", target, selected=8, **block),
         "HYDRA": make_hydra(path / "hydra", target, agree=True),
         "ARCTIC_LSTM": make_arctic_lstm(path / "arctic_lstm", target, agree=True),
+        "REDRAFTER": make_redrafter(path / "redrafter", target, agree=True),
         "STANDALONE": first_layer(path / "standalone", target),
         "PARD": make_pard(path / "pard", path / "standalone", mask=63),
         "P_EAGLE": make_p_eagle(path / "p_eagle", target, layers=2, agree=True),

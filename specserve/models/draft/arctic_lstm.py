@@ -11,19 +11,15 @@ Shapes: N nodes of a level, X rows of states, H the target's hidden size, I inne
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from specserve_kernels import rms_norm
 from torch import Tensor, nn
 
-from specserve.layers.linear import QUANTIZED, Linear, pack_linears, quantize_linears
-from specserve.models.checkpoint import building, file_tensors, load_parameters
+from specserve.layers.linear import Linear
 from specserve.models.config import COUNT, TRUTH, check, read_json
-from specserve.models.draft.fields import check_kind
 from specserve.models.draft.mlp_speculator import EPS, ShiftedNorm, at
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
@@ -150,19 +146,3 @@ class ArcticLSTM(nn.Module):
         """Return the scores ``[N, V]`` of the tokens after the level's tokens."""
         out: Tensor = self.head[0](states_NX[:, : self._inner].contiguous())
         return out
-
-
-def load_arctic(
-    path: Path, target: LlamaModel, dtype: torch.dtype, quantization: str, overrides: Mapping[str, Any]
-) -> tuple[ArcticLSTM, list[str]]:
-    """Load a speculator, as ``mlp_speculator.load_speculator`` does."""
-    check_kind(overrides, "ARCTIC_LSTM")
-    source = open_arctic(path)
-    with building(dtype, target.device):
-        speculator = ArcticLSTM(source, target)
-    load_parameters(speculator, source.files, source.stored)
-    source.note_unread(list(file_tensors(speculator)))
-    if quantization != "none":
-        quantize_linears(speculator, QUANTIZED[quantization], ())
-    pack_linears(speculator)
-    return speculator, source.notes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from specserve.models.config import COUNT, NUMBER, OBJECT, TRUTH, Values
@@ -74,6 +75,14 @@ def refuse_overrides(overrides: Mapping[str, Any], method: str) -> None:
         raise ValueError(
             f"{FLAG}: {', '.join(overrides)}: fields of draft heads, but the draft of {method} is a whole model"
         )
+
+
+def check_same(config: Mapping[str, Any], source: Path, wanted: Iterable[tuple[str, Any]]) -> None:
+    """Raise ValueError naming the first field that is given and does not have the wanted value."""
+    for name, value in wanted:
+        if config.get(name) not in (None, value):
+            words = f"must be {json.dumps(value)}, found {json.dumps(config[name])}"
+            raise ValueError(f"{source}: {name} {words}")
 
 
 def check_kind(overrides: Mapping[str, Any], kind: str) -> None:

@@ -1,11 +1,12 @@
-"""Hydra++: heads like Medusa's that also read the tokens drafted so far, after a decoder layer over the target's
-states.
+"""Hydra: heads like Medusa's that also read the tokens drafted so far. In Hydra++ they come after a decoder layer over
+the target's states.
 
 Ankner et al. 2024, arXiv 2402.05109. Tensors as in ``hydra_lm_head.pt``: the layer and its norm are under
 ``prefix_embeding_layer``. Head ``i`` has a block over [state; embeddings] and a projection of the same to the state's
 width (``hydra_mlp.i.1.linear``, ``.res_connection``), a block that runs several times and is stored each time
-(``hydra_mlp.i.3.linear``, ``.5``, ...), and an output head (``hydra_lm_head.i.1``). The layer has the target's
-geometry.
+(``hydra_mlp.i.3.linear``, ``.5``, ...), and an output head (``hydra_lm_head.i.1``). The even numbers are dropout;
+without the layer there is none, and the names are ``hydra_mlp.i.0``, ``.1``, ... and ``hydra_lm_head.i``. The layer has
+the target's geometry.
 
 Shapes: N nodes of a level, X rows of states, V vocabulary, H hidden size.
 """
@@ -14,19 +15,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specserve.layers.decoder import RMSNorm
 from specserve.layers.linear import PLAIN, Linear
-from specserve.models.checkpoint import building, file_tensors, load_parameters
+from specserve.models.config import read_json
 from specserve.models.draft.base import DraftConfig
-from specserve.models.draft.fields import check_kind
+from specserve.models.draft.fields import check_same
 from specserve.models.draft.head import LayerHead
 from specserve.models.draft.medusa import ResidualBlock
 from specserve.models.llama import LlamaModel
@@ -41,12 +41,14 @@ _UNUSED = (f"{_LAYER}embed_tokens.weight", "input_embed_fn.weight")  # the targe
 
 @dataclass(frozen=True, slots=True)
 class HydraSource:
-    """A checkpoint of ``heads`` heads. ``blocks``: the numbers of each head's blocks, all but the first equal."""
+    """A checkpoint of ``heads`` heads. ``blocks``: the numbers of each head's blocks, all but the first equal.
+    ``layered``: it is Hydra++."""
 
     path: Path
     files: TensorFiles
     heads: int
     blocks: tuple[int, ...]
+    layered: bool
     notes: list[str] = field(default_factory=list)
 
     def stored(self, name: str) -> str:
@@ -57,10 +59,11 @@ class HydraSource:
         if kind == "block":
             return f"hydra_mlp.{rest[0]}.{self.blocks[1]}.{'.'.join(rest[1:])}"
         if kind == "heads":
-            return f"hydra_lm_head.{rest[0]}.1.{rest[1]}"
-        return f"{_LAYER}{name}" if kind == "norm" else f"{_LAYER}layers.0.{name}"
+            plain = "hydra_lm_head.0.weight" in self.files
+            return f"hydra_lm_head.{rest[0]}.{rest[1] if plain else f'1.{rest[1]}'}"
+        return f"{_LAYER}{'.'.join(rest)}" if rest[0] == "norm" else f"{_LAYER}layers.0.{'.'.join(rest)}"
 
-    def check_rest(self, parameters: list[str]) -> None:
+    def note_unread(self, parameters: list[str]) -> None:
         """Raise ValueError if copies of a block differ, and note tensors that nothing reads."""
         known = {*map(self.stored, parameters), *_UNUSED}
         for number in self.blocks[2:]:
@@ -77,18 +80,23 @@ class HydraSource:
 
 
 def open_hydra(path: Path) -> HydraSource:
-    """Read a directory. Raises ValueError naming what is missing if it holds no Hydra++ heads."""
-    files = TensorFiles(path)
+    """Read a directory. Raises ValueError naming the tensor or field if it holds no such heads."""
+    files, file = TensorFiles(path), path / "config.json"
     found = {(int(m[1]), int(m[2])) for m in map(_BLOCK.fullmatch, files.names()) if m}
-    if not found or f"{_LAYER}norm.weight" not in files:
-        missing = f"{_LAYER}norm.weight" if found else "hydra_mlp.0.1.linear.weight"
+    if not found:
+        some = ", ".join(files.names()[:3])
         raise ValueError(
-            f"{path} holds no Hydra++ heads: it has no {missing} in {files.where}; Hydra heads without the layer over "
-            "the target's states are not supported"
+            f"{path} holds no Hydra heads: expected tensors like hydra_mlp.0.1.linear.weight, found {some} in "
+            f"{files.where}"
         )
+    layered = any(name.startswith(_LAYER) for name in files.names())
+    arch = "prefix-mlp" if layered else "mlp"
+    wanted = {"hydra_head_arch": arch, "grounded_heads": True, "hidden_state_offset": 0}
+    check_same(read_json(file), file, wanted.items())
     heads, blocks = 1 + max(i for i, _ in found), tuple(sorted({number for _, number in found}))
-    note = f"draft of {heads} heads of {len(blocks)} blocks after a layer over the target's states"
-    return HydraSource(path, files, heads, blocks, [note])
+    after = " after a layer over the target's states" if layered else ""
+    note = f"draft of {heads} heads of {len(blocks)} blocks{after}"
+    return HydraSource(path, files, heads, blocks, layered, [note])
 
 
 def count_heads(path: Path) -> int:
@@ -108,10 +116,10 @@ class FirstBlock(nn.Module):
         return out
 
 
-class HydraHeads(LayerHead):
-    """The layer, run as pool layer ``layer`` over the target's states alone, and the heads."""
+class HydraLayer(LayerHead):
+    """The layer, run as pool layer ``layer`` over the target's states alone, and its norm."""
 
-    def __init__(self, source: HydraSource, target: LlamaModel, layer: int, max_positions: int) -> None:
+    def __init__(self, target: LlamaModel, layer: int, max_positions: int) -> None:
         own, vocab, size = target.config.layers[0], target.config.vocab_size, target.config.hidden_size
         config = DraftConfig(
             layer=replace(own, input_size=size, weights=PLAIN),
@@ -124,12 +132,6 @@ class HydraHeads(LayerHead):
         super().__init__(config, target.embed_tokens)
         self._add_layer(layer, max_positions)
         self.input_layernorm, self.norm = (RMSNorm(size, own.rms_norm_eps) for _ in range(2))
-        count, self._repeats = source.heads, len(source.blocks) - 1
-        self.first = nn.ModuleList(FirstBlock((i + 2) * size, size) for i in range(count))
-        self.block = nn.ModuleList(
-            ResidualBlock(size, bias=True) for _ in range(count if self._repeats else 0)
-        )
-        self.heads = nn.ModuleList(Linear(size, vocab, bias=True) for _ in range(count))
 
     def fuse(self, hidden_TH: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         return hidden_TH
@@ -140,35 +142,33 @@ class HydraHeads(LayerHead):
         state_NH = features_XH if source_N is None else features_XH[source_N]
         return self.input_layernorm(state_NH), state_NH
 
-    def embed(self, tokens_N: Tensor) -> Tensor:
-        """Return the target's embeddings of tokens ``[N, H]``."""
-        out: Tensor = self._embed[0](tokens_N)
-        return out
+
+class HydraHeads(nn.Module):
+    """The heads, and the layer if they come after one. The target's embedding is held in a tuple so that it is not
+    registered."""
+
+    def __init__(self, source: HydraSource, target: LlamaModel, layer: int, max_positions: int) -> None:
+        super().__init__()
+        size, self.vocab_size = target.config.hidden_size, target.config.vocab_size
+        count, self._repeats = source.heads, len(source.blocks) - 1
+        self.layer = HydraLayer(target, layer, max_positions) if source.layered else None
+        self.first = nn.ModuleList(FirstBlock((i + 2) * size, size) for i in range(count))
+        self.block = nn.ModuleList(
+            ResidualBlock(size, bias=True) for _ in range(count if self._repeats else 0)
+        )
+        self.heads = nn.ModuleList(Linear(size, self.vocab_size, bias=True) for _ in range(count))
+        self._embed = (target.embed_tokens,)
+
+    def forward(self, level: int, tokens_N: Tensor, states_XH: Tensor, source_N: Tensor) -> Tensor:
+        """Return the paths ``[N, X]`` to a level's tokens: a state and the embeddings of root and path, concatenated.
+        ``states_XH``: for level 0 the states, otherwise the previous level's paths; ``source_N``: each token's row
+        there."""
+        return torch.cat([states_XH[source_N], self._embed[0](tokens_N)], 1)
 
     def scores(self, level: int, path_NX: Tensor) -> Tensor:
-        """Return the scores ``[N, V]`` after a path: the layer's state and the embeddings of root and path,
-        concatenated."""
+        """Return the scores ``[N, V]`` after a path."""
         x_NH = self.first[level](path_NX)
         for _ in range(self._repeats):
             x_NH = self.block[level](x_NH)
         out: Tensor = self.heads[level](x_NH)
         return out
-
-
-def load_hydra(
-    path: Path,
-    target: LlamaModel,
-    layer: int,
-    max_positions: int,
-    dtype: torch.dtype,
-    overrides: Mapping[str, Any],
-) -> tuple[HydraHeads, list[str]]:
-    """Load heads for a target, and return them with notes on the choices made. Raises ValueError naming the file, the
-    tensor and what is expected if they do not fit, and for any of ``overrides``, whose fields they do not have."""
-    check_kind(overrides, "HYDRA")
-    source = open_hydra(path)
-    with building(dtype, target.device):
-        heads = HydraHeads(source, target, layer, max_positions)
-    load_parameters(heads, source.files, source.stored)
-    source.check_rest(list(file_tensors(heads)))
-    return heads, source.notes

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,8 @@ from specserve_kernels import rms_norm
 from torch import Tensor, nn
 
 from specserve.layers.decoder import RMSNorm
-from specserve.layers.linear import QUANTIZED, Linear, pack_linears, quantize_linears
-from specserve.models.checkpoint import building, file_tensors, load_parameters
+from specserve.layers.linear import Linear
 from specserve.models.config import COUNT, TRUTH, check, read_json
-from specserve.models.draft.fields import check_kind
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
@@ -189,20 +186,3 @@ class MLPSpeculator(nn.Module):
 def at(modules: nn.ModuleList, level: int) -> nn.Module:
     """Return the level's own module, or the one that the last levels share."""
     return modules[min(level, len(modules) - 1)]
-
-
-def load_speculator(
-    path: Path, target: LlamaModel, dtype: torch.dtype, quantization: str, overrides: Mapping[str, Any]
-) -> tuple[MLPSpeculator, list[str]]:
-    """Load a speculator for a target, and return it with notes on the choices made. Raises ValueError naming the file,
-    the tensor and what is expected if they do not fit, and for any of ``overrides``, whose fields it does not have."""
-    check_kind(overrides, "MLP_SPECULATOR")
-    source = open_speculator(path)
-    with building(dtype, target.device):
-        speculator = MLPSpeculator(source.config, target)
-    load_parameters(speculator, source.files, source.stored)
-    source.note_unread(list(file_tensors(speculator)))
-    if quantization != "none":
-        quantize_linears(speculator, QUANTIZED[quantization], ())
-    pack_linears(speculator)
-    return speculator, source.notes

@@ -1,15 +1,14 @@
-"""Hydra++: a decoder layer over the target's states, then heads that read its output and the path to a node.
+"""Hydra: heads that read a state and the path to a node. The state is the target's; in Hydra++ it is the output of a
+decoder layer over the target's states.
 
 Ankner et al. 2024, arXiv 2402.05109. The layer's cache is EAGLE's: a token's entry holds the state of the token before
 it, which is the same layer shifted by one position. The layer runs once a step; each level is a head over the rows of
-its nodes.
+its nodes. Without the layer there is no cache.
 
 Shapes: N nodes of a level, X rows, H hidden size.
 """
 
 from __future__ import annotations
-
-import logging
 
 import torch
 from specserve_kernels import Level, Pool
@@ -17,34 +16,35 @@ from torch import Tensor
 
 from specserve.attention.base import Frontier
 from specserve.attention.paged import PagedAttend
-from specserve.layers.linear import pack_linears
-from specserve.models.draft.hydra import HydraHeads, load_hydra
+from specserve.models.draft.hydra import HydraHeads, HydraLayer, HydraSource, open_hydra
+from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, View
 from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.drafters.eagle import EagleDrafter, Vocabulary
+from specserve.speculation.drafters.recurrent import RecurrentDrafter, load_network
 from specserve.speculation.expand import expand
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
-log = logging.getLogger(__name__)
+
+def load_hydra(config: DrafterConfig) -> HydraDrafter | RecurrentDrafter:
+    """Load the heads, and their layer if they have one. Raises ValueError for heads that do not fit."""
+
+    def make(source: HydraSource, target: LlamaModel) -> HydraHeads:
+        return HydraHeads(source, target, config.layer, config.max_positions)
+
+    heads = load_network(config, open_hydra, make)
+    if heads.layer is None:
+        return RecurrentDrafter(config, heads)
+    return HydraDrafter(config, heads, heads.layer)
 
 
 class HydraDrafter(EagleDrafter):
-    """Runs ``HydraHeads``, one for each level."""
+    """Runs the layer and the heads of Hydra++."""
 
-    head: HydraHeads
-
-    @classmethod
-    def load(cls, config: DrafterConfig) -> HydraDrafter:
-        """Load the heads and their layer. Raises ValueError for heads that do not fit."""
-        heads, notes = load_hydra(
-            config.path, config.target, config.layer, config.max_positions, config.dtype, config.overrides
-        )
-        for note in notes:
-            log.info("%s", note)
-        heads.quantize(config.quantization)
-        pack_linears(heads, keep=["qkv_proj"])  # ``project_kv`` reads its rows
-        return cls(config.name, heads, config.layer, config.dtype, Vocabulary(None))
+    def __init__(self, config: DrafterConfig, heads: HydraHeads, layer: HydraLayer) -> None:
+        super().__init__(config.name, layer, config.layer, config.dtype, Vocabulary(None))
+        self._heads = heads
 
     def scratch(self, shape: StepShape) -> int:
         """Return 1, for the root's entry."""
@@ -65,12 +65,11 @@ class HydraDrafter(EagleDrafter):
                 )
                 plan = context.attention.plan_draft(frontier)
                 attend = PagedAttend(context.pool, plan, level.page_N, level.offset_N)
-                before_NX = self.head(
+                path_NX = self.head(
                     level.token_N, context.state.slots.feature, level.position_N, attend, level.source_N
                 )
-            else:
-                before_NX = path_NX[level.source_N]
-            path_NX = torch.cat([before_NX, self.head.embed(level.token_N)], 1)
-            return self.head.scores(depth, path_NX)
+            source_N = level.source_N if depth else torch.arange(len(path_NX), device=path_NX.device)
+            path_NX = self._heads(depth, level.token_N, path_NX, source_N)
+            return self._heads.scores(depth, path_NX)
 
         return expand(context, view, shape, sampling, None, forward)

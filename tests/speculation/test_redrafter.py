@@ -1,0 +1,134 @@
+"""REDRAFTER: the trainer's files load, drafts match a slow reference, and no text changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from tests.engines import Checkpoints, Shape, answer_one, record_drafts
+from tests.reference import redrafter
+from tests.reference.models import load_checkpoint, save_checkpoint
+from tests.reference.redrafter import make_redrafter
+from tests.speculation.methods import (
+    PROMPT,
+    check_accepted,
+    check_cached,
+    check_drafts,
+    check_texts,
+    in_each_configuration,
+    scheduler_of,
+)
+from tests.speculation.oracle import SAMPLING
+
+METHOD = "REDRAFTER"
+MAKES: dict[str, dict[str, Any]] = {
+    "recurrent": {},
+    "summed": {"rnn": False, "layers": 1},
+    "narrow": {"exit_dim": 40, "layers": 1},
+    "without blocks": {"rnn": False, "layers": 0, "exit_dim": 72},
+}
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "penalised"])
+@pytest.mark.parametrize("shape", [(6, 1, 7), (3, 3, 9)], ids=str)
+@pytest.mark.parametrize("make", MAKES)
+def test_drafts_are_those_of_the_slow_reading(
+    make: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
+) -> None:
+    """Every candidate of every step, from the first on, at any depth."""
+    target = random_models.target
+    draft = make_redrafter(tmp_path / "draft", target, **MAKES[make])
+    check_drafts(
+        scheduler_of(METHOD, target, draft, shape, page_size=4),
+        shape,
+        sampling,
+        lambda committed, path: redrafter.next_logits(draft, target, committed, path),
+    )
+
+
+@in_each_configuration
+def test_every_text_is_that_of_plain_decoding(configuration: dict[str, Any], agreeing: Checkpoints) -> None:
+    row = check_texts(agreeing, METHOD, (4, 3, 9), configuration)
+    assert row.mean_accepted_length > 1.1, "most are sampled"
+
+
+def test_a_draft_that_fits_is_accepted(agreeing: Checkpoints) -> None:
+    check_accepted(agreeing, METHOD, (4, 1, 5))
+
+
+def test_a_cached_prompt_drafts_as_a_computed_one(random_models: Checkpoints, tmp_path: Path) -> None:
+    draft = make_redrafter(tmp_path / "draft", random_models.target)
+    check_cached(scheduler_of(METHOD, random_models.target, draft, (3, 2, 6), page_size=4))
+
+
+def test_names_of_tensorrt(
+    random_models: Checkpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same drafts, the first level's too."""
+    target = random_models.target
+    draft = make_redrafter(tmp_path / "draft", target, exit_dim=40)
+    state, config = load_checkpoint(draft)
+    names = {"lm_head.0.linear": "layers.0.linear", "lm_head.1.linear": "layers.1.linear"}
+    names["lm_head.2"] = "lm_head"
+    parts = [(*name.rpartition("."), tensor) for name, tensor in state.items()]
+    state = {f"drafter.{names.get(module, module)}.{part}": tensor for module, _, part, tensor in parts}
+    state |= {"base_model.lm_head.weight": torch.ones(2), "drafter.more": torch.ones(2)}
+    config = {
+        "redrafter_num_layers": 2,
+        "redrafter_hidden_size": config["hidden_size"],
+        "redrafter_exit_dim": 40,
+        "redrafter_is_rnn": True,
+        "redrafter_num_beams": 5,
+        "redrafter_draft_len_per_beam": 5,
+    }
+    renamed = save_checkpoint(tmp_path / "renamed", state, config, safetensors=True)
+    (renamed / "model.safetensors").rename(renamed / "rank0.safetensors")
+    params = msgspec.structs.replace(SAMPLING["greedy"], max_tokens=8)
+    trees = []
+    for path in (draft, renamed):
+        with record_drafts() as drafts, caplog.at_level("INFO", "specserve"):
+            answer_one(scheduler_of(METHOD, target, path, (3, 2, 6)), PROMPT, params)
+        trees.append([each.nodes(0) for each in drafts])
+    assert trees[0] == trees[1]
+    for words in (
+        "draft of 2 blocks of 40 channels after a recurrent network",
+        "redrafter_num_beams is not used",
+        "draft tensors that are not read: drafter.more",
+    ):
+        assert words in caplog.text
+    assert "base_model" not in caplog.text
+
+
+Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s, c: s.pop("rnn_u.bias"), r"has no tensor rnn_u\.bias: expected in"),
+        (
+            lambda s, c: s.pop("lm_head.1.linear.weight"),
+            r"holds no ReDrafter: expected lm_head\.1\.weight or drafter",
+        ),
+        (lambda s, c: c.update(num_draft_layers=3), r"config\.json: num_draft_layers must be 2, found 3"),
+        (lambda s, c: c.update(exit_dim=32), r"config\.json: exit_dim must be 64, found 32"),
+        (lambda s, c: c.update(rnn=False), r"config\.json: rnn must be true, found false"),
+        (
+            lambda s, c: s.update({"lm_head.2.weight": torch.ones(60, 64)}),
+            r"tensor lm_head\.2\.weight has shape \[60, 64\], expected \[64, 64\]",
+        ),
+    ],
+    ids=range(6),
+)
+def test_broken_files(change: Change, words: str, random_models: Checkpoints, tmp_path: Path) -> None:
+    state, config = load_checkpoint(make_redrafter(tmp_path / "draft", random_models.target))
+    change(state, config)
+    draft = save_checkpoint(tmp_path / "broken", state, config, safetensors=True)
+    with pytest.raises(ValueError, match=words):
+        scheduler_of(METHOD, random_models.target, draft, (2, 1, 3))
