@@ -110,7 +110,7 @@ async def begin(front: Front, request: ChatRequest, make: Callable[[Front, ChatR
         prompt = await _encode(front, request, calls, messages)
         params = await with_prediction(front, request, params)
         parsers = [
-            front.formats.parser(prompt, calls.tools, form is not None) for _ in range(request.choices)
+            front.formats.parser(prompt, calls, form is not None) for _ in range(request.choices)
         ]
         form = _after_thought(front, call_form(front, calls, form), parsers[0])
         params = with_budget(front, request, params, parsers[0])
