@@ -65,6 +65,7 @@ SCHEMAS = {"person": PERSON, "weather": WEATHER, "tree": TREE, "now": NOTHING}
 VERSION = r"v[0-9]{1,2}\.[0-9]{1,2}( beta)?"
 CITIES = ["Paris", "Pisa", "Porto, in Portugal"]
 ENDS = [1]
+BRACE, BRACKET = 96, 64  # tokens of the bundled model
 CALL, THINK, CLOSE = MARKS["<tool_call>"], MARKS["<think>"], MARKS["</think>"]
 TEMPERATURES = (0.0, 0.7, 1.0, 1.3)
 SPECULATED = ("EAGLE3 chain", "EAGLE3 tree of 16", "NGRAM tree", "EAGLE3 chain + NGRAM")
@@ -103,6 +104,11 @@ def kinds() -> dict[str, Kind]:
         "a thought of 9": Kind(None, _is_thought, budget=9),
         "after a thought of 5": _calls("hermes", "<think>", choice="required", budget=5, **one),
         "llama3_json": _calls("llama3_json", choice="required", **one),
+        "llama3_json, strict": _calls("llama3_json", choice="auto", bias={BRACE: 12.0}, **one),
+        "qwen3_coder": _calls("qwen3_coder", choice="required", **one),
+        "qwen3_coder, strict": _calls("qwen3_coder", choice="auto", bias=free, **one),
+        "pythonic": _calls("pythonic", choice="required", **one),
+        "pythonic, strict": _calls("pythonic", choice="auto", bias={BRACKET: 6.0}, **one),
         "mistral": _calls("mistral", choice="required", **one),
     }
 
@@ -130,14 +136,17 @@ def _calls(
     ]
     tools.append(Tool.model_validate({"type": "function", "function": {"name": "now"}}))
     marks = Marks({"<|begin|>": 0, "<|end|>": 1, **MARKS}, ENDS)
-    text = Calls(tools, choice, parallel).grammar(FORMATS[format_], marks)
+    calls = Calls(tools, choice, parallel)
+    text = calls.grammar(FORMATS[format_], marks)
     if prompt is not None:
         text = after_thought(text, marks, bool(prompt))
     must, most = choice != "auto", 1 if parallel is False or not isinstance(choice, str) else 1000
 
     def is_valid(answer: str) -> bool:
         thought = None if prompt is None else ThinkParser(prompt)
-        parser = AnswerParser(thought, FORMATS[format_].parser(SCHEMAS))
+        reader = FORMATS[format_].parser(SCHEMAS)
+        reader.either = calls.apart(FORMATS[format_])
+        parser = AnswerParser(thought, reader)
         events = merged([*parser.feed(answer), *parser.finish()])
         names = [event.name for event in events if isinstance(event, Call)]
         given = [json.loads(event.text) for event in events if isinstance(event, Arguments)]

@@ -16,6 +16,8 @@ from functools import cache, lru_cache
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from specserve.schemas import check_ends, enforceable, exact_dates
+
 T = TypeVar("T")
 
 MOST = 1 << 17  # characters
@@ -23,27 +25,13 @@ MISSING = "needs llguidance, which is not installed: pip install 'specserve[gram
 # Between JSON tokens: nothing, a space, or a newline with indentation. Some models never stop if more is allowed.
 _OPTIONS = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,8}))?", "lenient": False}
 _ONE_OF = "oneOf can't be enforced where its alternatives overlap; use anyOf"
-_EXACT = 1 << 53  # llguidance reads numbers as float64
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
-_DATA = ("enum", "const")
-_NOTES = ("default", "example", "examples")
-# Keywords at values that ask for nothing, which generators of schemas write, and formats that are only notes.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "propertyNames": (True, {}, {"type": "string"}),
-    "uniqueItems": (False,),
-    "unevaluatedProperties": (True, {}),
-    "unevaluatedItems": (True, {}),
-    "not": (False,),
-    "dependentRequired": ({},),
-    "format": ("password", "binary", "path", "file-path", "directory-path"),
-}
 _STACK = 1 << 29  # bytes: llguidance recurses as deep as a grammar nests, which has up to ``MOST`` characters
 
 
 def json_schema(schema: Mapping[str, Any] | bool | str) -> str:
     """Return a grammar of the JSON that a schema, or its text, accepts. Raises ValueError if it can't be enforced."""
     try:
-        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        parsed = json.loads(schema, object_pairs_hook=_each_once) if isinstance(schema, str) else schema
         json.dumps(parsed)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"is not JSON: {error}") from None
@@ -52,54 +40,22 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> str:
     if isinstance(parsed, dict) and "x-guidance" in parsed:
         raise ValueError("x-guidance is not supported")
     try:
-        text = json.dumps({} if parsed is True else _enforceable(parsed))
+        text = json.dumps({} if parsed is True else exact_dates(enforceable(parsed)))
+        found = _checked("grammar_from_json_schema", text, overrides=_OPTIONS)
+        check_ends(parsed)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
-    return _checked("grammar_from_json_schema", text, overrides=_OPTIONS)
-
-
-def _enforceable(schema: Any) -> Any:
-    """Return a schema without keywords that ask for nothing. Raises ValueError for what llguidance would accept and not
-    enforce."""
-    if isinstance(schema, list):
-        return [_enforceable(each) for each in schema]
-    if not isinstance(schema, dict):
-        _check_exact(schema)
-        return schema
-    found = {}
-    for keyword, value in schema.items():
-        if keyword in _NOTES or any(value == each for each in _NEUTRAL.get(keyword, ())):
-            continue
-        if keyword in _DATA:
-            _check_exact(value)
-        elif keyword in _BY_NAME and isinstance(value, dict):
-            if keyword == "patternProperties":
-                for pattern in value:
-                    _check_pattern(pattern)
-            value = {name: _enforceable(each) for name, each in value.items()}
-        elif keyword == "pattern" and isinstance(value, str):
-            _check_pattern(value)
-        else:
-            value = _enforceable(value)
-        found[keyword] = value
     return found
 
 
-def _check_exact(value: object) -> None:
-    """Raise ValueError for integers that would be rounded."""
-    if isinstance(value, int) and abs(value) > _EXACT:
-        raise ValueError(f"integers beyond 2^53 can't be enforced exactly, found {value}")
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_exact(each)
-
-
-def _check_pattern(pattern: str) -> None:
-    """Raise ValueError for a class that excludes a quote or a backslash, which would still admit their escapes."""
-    for found in re.findall(r"\[\^((?:\\.|[^\]\\])*)\]", pattern):
-        if '"' in found or r"\\" in found:
-            raise ValueError(
-                f"pattern {pattern!r}: a class that excludes quotes or backslashes can't be enforced"
-            )
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raise ValueError for a duplicate key, whose meaning would be ambiguous."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} appears twice in one object")
+        found[key] = value
+    return found
 
 
 def json_object() -> str:
@@ -122,6 +78,21 @@ def choice(texts: Sequence[str]) -> str:
 def quoted(text: str) -> str:
     """Return a text as a Lark string literal."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def expression(pattern: str) -> str:
+    """Return a regular expression as a Lark literal."""
+    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern).replace("\n", r"\n") + "/"
+
+
+def embedded(schema: Mapping[str, Any], place: str = "") -> str:
+    """Return a Lark item that matches JSON. Raises ValueError that names the ``place`` of a schema that can't be
+    enforced."""
+    try:
+        (held,) = json.loads(json_schema(schema))["grammars"]
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}" if place else str(error)) from None
+    return f"%json {json.dumps(held['json_schema'])}"
 
 
 def lark(grammar: str) -> str:

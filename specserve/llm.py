@@ -131,7 +131,7 @@ class LLM:
                 raise ValueError(f"{'' if one else f'conversation {index}: '}{error}") from None
         params = self._params(sampling_params, len(prompts))
         parsers = [
-            formats.parser(prompt, calls.tools, each.grammar is not None)
+            formats.parser(prompt, calls, each.grammar is not None)
             for prompt, each in zip(prompts, params, strict=True)
         ]
         if calls.tools:

@@ -43,6 +43,7 @@ ORDER = [
     "messages",
     "logs",
     "grammar",
+    "schemas",
     "core",
     "version",
 ]

@@ -10,7 +10,7 @@ from specserve.frontend.enforce import Calls, Marks, after_thought
 from specserve.frontend.parsers.registry import AnswerParser, Format
 from specserve.frontend.parsers.think import CLOSE, OPEN, ThinkParser
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.frontend.tools import Tool, functions_of
+from specserve.frontend.tools import functions_of
 
 _TAIL = 32  # tokens at a prompt's end that may contain the mark of reasoning
 
@@ -32,16 +32,16 @@ class Formats:
         """Make a tokenizer's formats. Reasoning ends with a line break. Not safe while another thread tokenizes."""
         return cls(tokenizer, calls, tokenizer.encode_answer(f"\n{CLOSE}") if reasoning else None, ends)
 
-    def parser(self, prompt: Sequence[int], tools: Sequence[Tool], either: bool = False) -> AnswerParser:
-        """Return a parser for one answer. ``either``: the answer is calls or text, never both."""
+    def parser(self, prompt: Sequence[int], tools: Calls, has_form: bool = False) -> AnswerParser:
+        """Return a parser for one answer. ``has_form``: if it has no calls, it is of a given form."""
         thought, calls = None, None
         marks: tuple[str, ...] = ()
         if self.close is not None:
             thought = ThinkParser(self.tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False))
             marks += ThinkParser.marks
-        if tools and self.calls is not None:
-            calls = self.calls.parser(functions_of(tools))
-            calls.either = either
+        if tools.tools and self.calls is not None:
+            calls = self.calls.parser(functions_of(tools.tools))
+            calls.either = has_form or tools.apart(self.calls)
             marks += self.calls.marks
         return AnswerParser(thought, calls, marks)
 

@@ -94,6 +94,8 @@ class Message(Strict):
     """Calls that an assistant made, if the chat template has a place for them."""
     reasoning_content: Text | None = None
     """The assistant's reasoning, as in answers; many chat templates leave it out of earlier answers."""
+    reasoning: Text | None = None
+    """Another name of `reasoning_content`; if both are given, they must be equal."""
     tool_call_id: Text | None = None
     """Required in a tool's message, and only allowed there: the call that it answers."""
 
@@ -102,8 +104,11 @@ class Message(Strict):
         """Refuse fields that have no meaning in a message of the role."""
         if self.tool_calls and self.role != "assistant":
             raise fault("role", "only in messages of the role assistant", "tool_calls")
-        if self.reasoning_content and self.role != "assistant":
-            raise fault("role", "only in messages of the role assistant", "reasoning_content")
+        for field in ("reasoning_content", "reasoning"):
+            if getattr(self, field) and self.role != "assistant":
+                raise fault("role", "only in messages of the role assistant", field)
+        if self.reasoning not in (None, self.reasoning_content) and self.reasoning_content is not None:
+            raise fault("differs", "differs from reasoning_content", "reasoning")
         if self.tool_call_id and self.role != "tool":
             raise fault("role", "only in messages of the role tool", "tool_call_id")
         if self.content is None and not self.tool_calls:
@@ -116,9 +121,9 @@ class Message(Strict):
             "role": "system" if self.role == "developer" else self.role,
             "content": joined(self.content or ""),
         }
-        for field in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, field)) is not None:
-                found[field] = value
+        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        given = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": thought}
+        found |= {field: value for field, value in given.items() if value is not None}
         if self.tool_calls:
             found["tool_calls"] = [_call(call) for call in self.tool_calls]
         return found

@@ -7,20 +7,28 @@ the model may choose to call, it may therefore write the mark as the token or as
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from specserve.core import FieldError
-from specserve.frontend.parsers.base import Frame
+from specserve.frontend.parsers.base import SPACE, Frame
 from specserve.frontend.parsers.registry import Format
 from specserve.frontend.parsers.think import CLOSE, OPEN
-from specserve.frontend.tools import ChosenTools, Tool, ToolChoice
-from specserve.grammar import check_size, json_schema, quoted
+from specserve.frontend.python_arguments import ANY, PythonArguments
+from specserve.frontend.text_arguments import TextArguments
+from specserve.frontend.tools import ChosenTools, FunctionTool, Tool, ToolChoice
+from specserve.grammar import check_size, embedded, expression, quoted
+from specserve.schemas import enforceable
 
 _GAP = r"GAP: /\n{0,2}| /"
 _TEXT = "TEXT: /(?s:.*)/"
+_REST = "REST: /(?s:.*)/"
 _ANY: dict[str, Any] = {"type": "object"}
+_NAMES = {"text": r"[^<>\n]+", "python": r"[\w.-]+"}
+"""The names of functions that a kind of calls can have."""
 _NONE: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -56,6 +64,12 @@ def after_thought(grammar: str, marks: Marks, opened: bool) -> str:
     """Return a grammar that applies after the reasoning, if the answer begins with any. ``opened``: the prompt already
     contains the opening mark."""
     held = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    written = held[0].get("lark_grammar") or ""
+    if (
+        _REST in written and OPEN not in marks.added
+    ):  # else the free text of an answer could begin with reasoning
+        rest = f"{_REST} & ~{expression(f'{SPACE}{OPEN}(?s:.*)')}"
+        held[0] = {**held[0], "lark_grammar": written.replace(_REST, rest)}
     start = "thought GAP @answer" if opened else f"{marks.item(OPEN)} thought GAP @answer | @answer"
     rules = "\n".join((f"start: {start}", marks.until("thought", CLOSE), _TEXT, _GAP))
     return json.dumps({"grammars": [{"lark_grammar": rules}, {**held[0], "name": "answer"}, *held[1:]]})
@@ -125,24 +139,31 @@ class Calls:
         for param, name in self.chosen.items():
             if name not in {tool.function.name for tool in self.tools}:
                 raise FieldError(param, f"must be one of the tools, found {name!r}")
-        held_by = self.held_by or form
-        if held_by is None:
-            return
-        if reason := format_.no_grammar or (format_.free_calls if self.free else ""):
-            words = f"not supported: calls in the format {format_.name} can't be enforced: {reason}"
-            raise FieldError(held_by, words, "unsupported_parameter")
+        if form is not None and self.free and format_.no_forms:
+            words = (
+                f"not supported together with optional calls in the format {format_.name}: {format_.no_forms}"
+            )
+            raise FieldError(form, words, "unsupported_parameter")
+
+    def apart(self, format_: Format) -> bool:
+        """Return whether an answer is calls or text, never both, so that a grammar can tell them apart."""
+        return self.held_by is not None and self.free and format_.frame(()).alone is not None
 
     def grammar(self, format_: Format, marks: Marks, form: str = "") -> str:
         """Return the grammar. If the model must call, the arguments match the function's schema. If it may call, they
         do so only for strict functions, and are any object for the others. ``form``: the grammar of an answer without
         calls, empty: any text. Raises FieldError for a schema that can't be enforced, ValueError for a form that is not
         JSON."""
-        assert format_.frame is not None, "check ensures this"
         frame = format_.frame(marks.added)
         calls = [_call(frame, marks, index, tool, self.free) for index, tool in self.callable]
         several = self.parallel is not False and not self.names_one
-        rules = [f"call: {' | '.join(f'call{index}' for index, _ in self.callable)}", *calls]
-        rules += [_TEXT, _GAP, "W: / ?/", 'END: W "}"']
+        names = ("call", "first") if frame.alone else ("call",)
+        rules = [f"{name}: {' | '.join(f'{name}{index}' for index, _ in self.callable)}" for name in names]
+        rules += [*chain.from_iterable(calls), _TEXT, _GAP, "W: / ?/", 'END: W "}"']
+        rules += [ANY] if frame.kind == "python" else []
+        if frame.alone is not None:
+            begins = frame.alone(tool.function.name for tool in self.tools)
+            rules.append(f"{_REST} & ~{expression(f'{SPACE}(?:{begins})(?s:.*)')}")
         found = "\n".join([*_groups(frame, marks, several, self.free, form and _json(form)), *rules])
         try:
             return check_size(found)
@@ -162,30 +183,51 @@ def _groups(frame: Frame, marks: Marks, several: bool, free: bool, form: str) ->
     """Return the rules from ``start`` down to ``call``."""
     many = frame.several if several else ""
     rules = [f"calls: {many or frame.one} {f'GAP {marks.item(frame.close)}' if frame.close else ''}"]
-    if free and not form:
-        assert frame.open, "see Format.free_calls"
+    if free and not form and frame.alone is None:
         start = "(open calls)* rest" if several else "rest | open calls GAP"
         return [f"start: {start}", marks.until("open", frame.open), marks.without("rest", frame.open), *rules]
-    group = f"{marks.item(frame.open) if frame.open else ''} calls"
+    outer = f"({marks.item(frame.outer)} GAP)?" if frame.outer else ""
+    opened = marks.item(frame.open) if frame.open and frame.alone is None else ""
+    group = f"{outer} {opened} calls"
     more = f"(GAP {group})*" if several and not many else ""
-    return [f"start: GAP {group} {more} GAP {form and f'| GAP {form}'}", *rules]
+    rest = f"| GAP {form}" if form else "| REST" if free else ""
+    return [f"start: {'' if frame.alone else 'GAP'} {group} {more} GAP {rest}", *rules]
 
 
-def _call(frame: Frame, marks: Marks, index: int, tool: Tool, free: bool) -> str:
+def _call(frame: Frame, marks: Marks, index: int, tool: Tool, free: bool) -> list[str]:
     """Return the rules of a function's calls."""
     function = tool.function
-    given = _NONE if function.parameters is None else {"type": "object", **function.parameters}
-    if free and not function.strict:
-        given = _ANY
+    name = json.dumps(function.name, ensure_ascii=False) if frame.key else function.name
+    if (allowed := _NAMES.get(frame.kind)) and not re.fullmatch(allowed, name):
+        words = f"{name!r} can't be written in this model's format of calls, only names like {allowed}"
+        raise FieldError(f"tools.{index}.function.name", words, "unsupported_parameter")
     try:
-        if given["type"] != "object":
-            raise ValueError(f"the type must be 'object', found {given['type']!r}")
-        (held,) = json.loads(json_schema(given))["grammars"]
+        arguments = _arguments(f"given{index}", function, frame, free)
     except ValueError as error:
         raise FieldError(f"tools.{index}.function.parameters", str(error)) from None
-    name = json.dumps(function.name, ensure_ascii=False) if frame.key else function.name
-    written = ("{", '"name"', ":", name, ",", f'"{frame.key}"', ":") if frame.key else (name,)
+    written = ("{", '"name"', ":", name, ",", f'"{frame.key}"', ":") if frame.key else (name + frame.begin,)
     head = " W ".join(map(quoted, written)) + (" W" if frame.key else "")
     mark = marks.item(frame.arguments) if frame.arguments else ""
-    rule = f"call{index}: HEAD{index} {mark} %json {json.dumps(held['json_schema'])} {'END' if frame.key else ''}"
-    return f"{rule}\nHEAD{index}: {head}"
+    end = "END" if frame.key else quoted(frame.end) if frame.end else ""
+    rest = f"{mark} given{index} {end}"
+    found = [f"call{index}: HEAD{index} {rest}", f"HEAD{index}: {head}", *arguments]
+    if frame.alone is None:
+        return found
+    # One terminal, because a terminal that begins the text may not be the beginning of ``REST``.
+    before = quoted(frame.open) if frame.open else ""
+    return [*found, f"first{index}: FIRST{index} {rest}", f"FIRST{index}: /\\n{{0,2}}| / {before} {head}"]
+
+
+def _arguments(rule: str, function: FunctionTool, frame: Frame, free: bool) -> list[str]:
+    """Return the rules of a function's arguments. Raises ValueError for a schema that can't be enforced."""
+    declared = _NONE if function.parameters is None else {"type": "object", **function.parameters}
+    given = declared if function.strict or not free else _ANY
+    if given["type"] != "object":
+        raise ValueError(f"the type must be 'object', found {given['type']!r}")
+    whole = f"{rule}: {embedded(given)}"
+    if frame.kind == "text":
+        properties = declared.get("properties")
+        return TextArguments(
+            rule, enforceable(given), properties if isinstance(properties, Mapping) else ()
+        ).rules
+    return [whole] if frame.kind == "json" else PythonArguments(rule, enforceable(given)).rules

@@ -40,12 +40,13 @@ async def with_prediction(front: Front, request: GenerationRequest, params: Samp
 
 
 class Writer(ABC):
-    """Write the answers of a call. ``named_events``: the chunks of a stream are named events."""
+    """Write the answers of a call. ``named_events``: the chunks of a stream are named events. ``prefix`` begins its
+    id."""
 
     named_events: ClassVar[bool] = False
 
-    def __init__(self, front: Front, request: GenerationRequest, jobs: Sequence[Job], kind: str) -> None:
-        self.generation: Generation = front.generation(jobs, f"{kind}-{uuid.uuid4().hex}")
+    def __init__(self, front: Front, request: GenerationRequest, jobs: Sequence[Job], prefix: str) -> None:
+        self.generation: Generation = front.generation(jobs, f"{prefix}{uuid.uuid4().hex}")
         self._front = front
         self._head: dict[str, Any] = {
             "id": self.generation.name,

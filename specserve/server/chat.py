@@ -22,7 +22,7 @@ from specserve.server.call import Writer, with_prediction
 from specserve.server.front import Front
 from specserve.server.logprobs import chat_logprobs
 from specserve.server.openapi import answers
-from specserve.server.parsed import Deltas, finish_reason, message
+from specserve.server.parsed import Deltas, ReasoningField, finish_reason, message
 from specserve.server.protocol import Count, GenerationRequest, check_stream_options, sampling_params
 from specserve.server.schema import (
     ChatChoice,
@@ -69,6 +69,8 @@ class ChatRequest(GenerationRequest):
     """Only for a chat template that reads it. `none` sets `enable_thinking` to false in `chat_template_kwargs`."""
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     """Most tokens of a thought; then the mark that ends it is written. Only with `--reasoning-parser`."""
+    reasoning_field: ReasoningField | None = None
+    """The answer's field for reasoning; `reasoning` is its newer name in vLLM. Not set: `reasoning_content`."""
     tools: Tools | None = None
     """Functions that the model may call, if its chat template has a place for them."""
     tool_choice: ToolChoice | None = None
@@ -109,9 +111,7 @@ async def begin(front: Front, request: ChatRequest, make: Callable[[Front, ChatR
         messages = of_request(request.messages)
         prompt = await _encode(front, request, calls, messages)
         params = await with_prediction(front, request, params)
-        parsers = [
-            front.formats.parser(prompt, calls.tools, form is not None) for _ in range(request.choices)
-        ]
+        parsers = [front.formats.parser(prompt, calls, form is not None) for _ in range(request.choices)]
         form = _after_thought(front, call_form(front, calls, form), parsers[0])
         params = with_budget(front, request, params, parsers[0])
         params = await with_grammar(form, params, front.no_grammars)
@@ -196,16 +196,17 @@ def with_budget(
 
 class _Writer(Writer):
     def __init__(self, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
-        super().__init__(front, request, jobs, "chatcmpl")
+        super().__init__(front, request, jobs, "chatcmpl-")
         self._new_id = (front.calls_format or FORMATS["hermes"]).new_id
         self._top = (request.top_logprobs or 0) if request.logprobs else None
+        self._field = request.reasoning_field or "reasoning_content"
         choice = request.tool_choice
         self._named = isinstance(choice, ChosenTools) and choice.function is not None
 
     async def whole(self) -> ChatCompletion:
         choices = []
         for index, found in enumerate(self.generation.answers):
-            said, logprobs = message(found.events, self._new_id), self._logprobs(found.logprobs)
+            said, logprobs = message(found.events, self._new_id, self._field), self._logprobs(found.logprobs)
             ids = self._ids(found.token_ids)
             choices.append(ChatChoice(index, said, logprobs, self._reason(found), ids))
         usage, prompt = self._usage(), self._prompt_ids(0)
@@ -217,7 +218,7 @@ class _Writer(Writer):
         begun: dict[int, Deltas] = {}
         async for index, delta in self.generation.deltas():
             if index not in begun:
-                begun[index] = Deltas(self._new_id)
+                begun[index] = Deltas(self._new_id, self._field)
                 first = self._chunk(ChatChunkChoice(index, ChatDelta("", "assistant")))
                 first.prompt_token_ids = self._prompt_ids(index)
                 yield first

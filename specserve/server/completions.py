@@ -177,7 +177,7 @@ class _Writer(Writer):
             for prompt in prompts
             for choice in range(request.candidates)
         ]
-        super().__init__(front, request, jobs, "cmpl")
+        super().__init__(front, request, jobs, "cmpl-")
         self._request = request
         self._prompts = prompts
         self._begun: set[int] = set()  # choices of a stream that have sent a chunk

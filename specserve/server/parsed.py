@@ -22,16 +22,16 @@ from specserve.server.schema import (
     ToolCallDelta,
 )
 
+ReasoningField = Literal["reasoning_content", "reasoning"]
 
-def message(events: Sequence[Event], new_id: Callable[[], str]) -> AnswerMessage:
-    """Return the message of a whole answer. ``new_id`` makes the id of a call."""
+
+def message(events: Sequence[Event], new_id: Callable[[], str], reasoning: ReasoningField) -> AnswerMessage:
+    """Return the message of a whole answer. ``new_id`` makes the id of a call; ``reasoning`` is the field's name."""
     found = parts(events)
     calls = [ToolCall(new_id(), CalledFunction(name, arguments)) for name, arguments in found.calls]
-    return AnswerMessage(
-        None if calls and not found.content else found.content,
-        reasoning_content=found.reasoning or UNSET,
-        tool_calls=calls or UNSET,
-    )
+    said = AnswerMessage(None if calls and not found.content else found.content, tool_calls=calls or UNSET)
+    setattr(said, reasoning, found.reasoning or UNSET)
+    return said
 
 
 def finish_reason(answer: Answer) -> ChatReason:
@@ -47,8 +47,9 @@ def finish_reason(answer: Answer) -> ChatReason:
 class Deltas:
     """Build the stream deltas of a choice."""
 
-    def __init__(self, new_id: Callable[[], str]) -> None:
+    def __init__(self, new_id: Callable[[], str], reasoning: ReasoningField) -> None:
         self._new_id = new_id
+        self._renamed = reasoning == "reasoning"
         self._calls = 0
 
     def of(self, events: Sequence[Event]) -> list[ChatDelta]:
@@ -59,7 +60,7 @@ class Deltas:
             case Content(text):
                 return ChatDelta(text)
             case Reasoning(text):
-                return ChatDelta(reasoning_content=text)
+                return ChatDelta(reasoning=text) if self._renamed else ChatDelta(reasoning_content=text)
             case Call(name):
                 self._calls += 1
                 begun = FunctionDelta("", name)

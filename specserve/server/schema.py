@@ -113,12 +113,13 @@ class ToolCall(Answer):
 
 
 class AnswerMessage(Answer):
-    """``content`` is null if there are only calls."""
+    """``content`` is null if there are only calls. The request's ``reasoning_field`` names the reasoning."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -164,6 +165,7 @@ class ChatDelta(Answer):
     content: str | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 

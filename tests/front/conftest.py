@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -10,6 +10,9 @@ from starlette.testclient import TestClient
 from specserve.server.app import create_app
 from tests.front.fake_engine import FakeEngine, text_reply
 from tests.front.fakes import byte_tokenizer, fake_front
+
+if TYPE_CHECKING:
+    from tests.front.walker import Walker
 
 Serve = Callable[..., tuple[TestClient, FakeEngine]]
 
@@ -39,3 +42,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny"
     byte_tokenizer().save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module", params=["tokens", "texts"])
+def walker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Walker:
+    """Marks are tokens of their own, or none is."""
+    from tests.front.walker import TOKENS, Walker
+
+    return Walker(tmp_path_factory.mktemp("tokenizer"), TOKENS if request.param == "tokens" else ())

@@ -173,6 +173,8 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", "required"),
     (CHAT, {"tool_choice": {"type": "custom"}}, "tool_choice.type", "'function' or 'allowed_tools'"),
     (CHAT, {"tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),
+    (CHAT, {"messages": [{**USER, "reasoning": "a"}]}, "messages.0.reasoning", "role assistant"),
+    (CHAT, {"reasoning_field": "thought"}, "reasoning_field", "'reasoning_content' or 'reasoning'"),
     (
         CHAT,
         {"messages": [{**USER, "reasoning_content": "a"}]},

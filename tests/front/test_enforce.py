@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 
 from specserve import grammar
-from specserve.config.paths import BUNDLED_MODEL
 from specserve.core import FieldError
 from specserve.frontend.enforce import Calls, Marks, after_thought
 from specserve.frontend.parsers.base import Arguments, Call, Content, Event, Reasoning, merged
@@ -24,11 +21,9 @@ from specserve.frontend.parsers.registry import FORMATS, AnswerParser
 from specserve.frontend.parsers.think import ThinkParser
 from specserve.frontend.tools import ChosenTools, Tool
 
-llguidance = pytest.importorskip("llguidance")
-from specserve.engine.grammars import Grammars  # noqa: E402 - needs llguidance
+pytest.importorskip("llguidance")
+from tests.front.walker import Walker
 
-END = 1
-TOKENS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<other>")
 SCHEMAS: dict[str, Any] = {
     "weather": {
         "type": "object",
@@ -62,61 +57,6 @@ def allowed(name: str) -> ChosenTools:
     )
 
 
-class Walker:
-    """Draw answers from a grammar, preferring marks, brackets and the end."""
-
-    def __init__(self, folder: Path, added: Sequence[str]) -> None:
-        given = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())
-        plain = {**given["added_tokens"][0], "special": False}
-        self.vocabulary: dict[str, int] = given["model"]["vocab"]
-        self.added = {text: 4096 + index for index, text in enumerate(added)}
-        given["added_tokens"] += [
-            {**plain, "id": token, "content": text} for text, token in self.added.items()
-        ]
-        (folder / "tokenizer.json").write_text(json.dumps(given))
-        self.size = 4096 + len(added)
-        self.grammars = Grammars(folder / "tokenizer.json", self.size, [END])
-        self._bytes = llguidance.LLTokenizer(
-            str(folder / "tokenizer.json"), n_vocab=self.size, eos_token=[END]
-        )
-        self._names = {token: text for text, token in self.added.items()}
-
-    @property
-    def marks(self) -> Marks:
-        return Marks({**self.added, "<|begin|>": 0, "<|end|>": END}, [END])
-
-    def draw(self, text: str, rng: random.Random, begin: str = "", most: int = 150) -> str | None:
-        """None for one that does not end in time. ``begin``: what it begins with, where that is allowed."""
-        matcher, answer = self.grammars.start(text, []), b""
-        wishes = self._spelled(begin)
-        for step in range(most):
-            bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[: self.size]
-            if bits[END] and (bits.sum() == 1 or (not wishes and rng.random() < step / most)):
-                return answer.decode()
-            bits[[0, END, 2, 3, 4, 5]] = 0
-            if not wishes and rng.random() < 0.7:
-                wishes = self._spelled(rng.choice((*TOKENS, "}", "]", '"', "t")))
-            wished = wishes[0] if wishes and bits[wishes[0]] else None
-            wishes = [] if wished is None else wishes[1:]
-            token = int(rng.choice(bits.nonzero()[0])) if wished is None else wished
-            matcher.consume([token])
-            answer += (
-                self._names[token].encode() if token in self._names else self._bytes.decode_bytes([token])
-            )
-        return None
-
-    def _spelled(self, text: str) -> list[int]:
-        pieces = re.findall("|".join(map(re.escape, (*self.added, "."))).replace(r"\.", "."), text)
-        return [self.added.get(piece) or self.vocabulary[piece] for piece in pieces]
-
-
-@pytest.fixture(scope="module", params=["tokens", "texts"])
-def walker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Walker:
-    """Marks are tokens of their own, or none is."""
-    added = TOKENS if request.param == "tokens" else ()
-    return Walker(tmp_path_factory.mktemp("tokenizer"), added)
-
-
 def read(text: str, format_: str, prompt: str | None = None) -> list[Event]:
     thought = None if prompt is None else ThinkParser(prompt)
     parser = AnswerParser(
@@ -136,7 +76,7 @@ def check(events: list[Event], held: Sequence[str]) -> list[str]:
     return called
 
 
-HELD = ["hermes", "llama3_json", "mistral"]
+HELD = ["hermes", "llama3_json", "mistral", "qwen3_coder"]
 
 
 @pytest.mark.parametrize("format_", HELD)
@@ -167,7 +107,10 @@ def test_calls_that_must_come(walker: Walker, format_: str, how: str) -> None:
     assert bool(thought) == (prompt is not None)
 
 
-@pytest.mark.parametrize("format_", ["hermes", "mistral"])
+MARKS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "qwen3_coder": "<function="}
+
+
+@pytest.mark.parametrize("format_", MARKS)
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("prompt", [None, "<think>"])
 def test_calls_that_may_come(walker: Walker, format_: str, parallel: bool, prompt: str | None) -> None:
@@ -176,9 +119,10 @@ def test_calls_that_may_come(walker: Walker, format_: str, parallel: bool, promp
     if prompt is not None:
         text = after_thought(text, walker.marks, opened=True)
     rng, found = random.Random(format_), Counter[int]()
-    mark = "<tool_call>" if format_ == "hermes" else "[TOOL_CALLS]"
-    for _ in range(60):
-        if (answer := walker.draw(text, rng, "" if prompt is None else "hm</think>")) is None:
+    mark = MARKS[format_]
+    for turn in range(60):
+        begin = ("" if prompt is None else "hm</think>") + (mark if turn % 3 == 0 else "")
+        if (answer := walker.draw(text, rng, begin)) is None:
             continue
         events = read(answer, format_, prompt)
         called = check(events, ["weather"])
@@ -191,7 +135,7 @@ def test_calls_that_may_come(walker: Walker, format_: str, parallel: bool, promp
     assert min(found[0], found[1]) > 2, found
 
 
-@pytest.mark.parametrize("format_", ["hermes", "mistral"])
+@pytest.mark.parametrize("format_", MARKS)
 @pytest.mark.parametrize("prompt", [None, "<think>"])
 def test_calls_or_json(walker: Walker, format_: str, prompt: str | None) -> None:
     """Never both, and no other text."""
@@ -200,7 +144,7 @@ def test_calls_or_json(walker: Walker, format_: str, prompt: str | None) -> None
     text = Calls(tools("weather"), "auto").grammar(FORMATS[format_], walker.marks, form)
     if prompt is not None:
         text = after_thought(text, walker.marks, opened=True)
-    mark = "<tool_call>" if format_ == "hermes" else "[TOOL_CALLS]"
+    mark = MARKS[format_]
     rng, found = random.Random(format_), Counter[bool]()
     for turn in range(40):
         begin = (prompt and "hm</think>") or ""
@@ -265,15 +209,13 @@ def test_other_forms_after_a_thought(walker: Walker, name: str, prompt: str) -> 
     [
         ({"choice": named("other")}, "hermes", "tool_choice.function.name", "must be one of the tools, found 'other'"),
         ({"choice": allowed("other")}, "hermes", "tool_choice.allowed_tools.tools.0.function.name", "must be one of"),
-        ({"choice": allowed("tree")}, "pythonic", "tool_choice", "can't be enforced"),
-        ({"choice": "required"}, "pythonic", "tool_choice", "pythonic can't be enforced: their arguments"),
-        ({"parallel": False}, "llama3_json", "parallel_tool_calls", "begin with a brace"),
-        ({"tools": tools("tree")}, "llama3_json", "tools.1.function.strict", "begin with a brace"),
+        ({"form": "response_format"}, "llama3_json", "response_format", "begin with a brace, as other JSON"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_held(given: dict[str, Any], format_: str, param: str, words: str) -> None:
+    form = given.pop("form", None)
     with pytest.raises(FieldError, match=words) as caught:
-        Calls(**{"tools": tools(), **given}).check(FORMATS[format_])
+        Calls(**{"tools": tools(), **given}).check(FORMATS[format_], form)
     assert caught.value.param == param
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,6 +88,7 @@ def test_blocks(ask: Ask, stride: int) -> None:
     assert (note.name, note.input) == ("note", {"input": "é"})
     assert add.id != note.id
     assert whole.stop_reason == "tool_use"
+    assert re.fullmatch("msg_[0-9a-f]{32}", whole.id)
     with api.messages.stream(**GOOD, tools=TOOLS) as stream:
         streamed = stream.get_final_message()
     assert contents(streamed) == contents(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,6 +117,28 @@ def test_an_answer_that_is_cut_is_incomplete(ask: Ask) -> None:
     *_, last = api.responses.create(model="tiny", input="hi", max_output_tokens=3, stream=True)
     assert last.type == "response.incomplete"
     assert last.response.output[0].status == "incomplete"
+
+
+def test_a_call_without_valid_arguments_is_incomplete(ask: Ask) -> None:
+    api, _ = ask(f'{ADD}<tool_call>{{"name": "add", "arguments": {{"a": x}}}}</tool_call>')
+    found = api.responses.create(model="tiny", input="hi", tools=TOOLS)
+    assert [each.status for each in found.output] == ["completed", "incomplete", "completed"]
+    *_, last = api.responses.create(model="tiny", input="hi", tools=TOOLS, stream=True)
+    assert [each.status for each in last.response.output] == ["completed", "incomplete", "completed"]
+
+
+def test_ids_have_the_prefixes_of_openai(ask: Ask) -> None:
+    api, _ = ask(MANY, reasoning_parser="qwen3")
+    found = api.responses.create(model="tiny", input="hi", tools=TOOLS)
+    ids = [found.id, *(item.id for item in found.output), found.output[2].call_id]
+    assert [re.sub("[0-9a-f]{24,}$", "", each) for each in ids] == [
+        "resp_",
+        "rs_",
+        "msg_",
+        "fc_",
+        "ctc_",
+        "call_",
+    ]
 
 
 @pytest.mark.parametrize("stride", [1, 3, 50])

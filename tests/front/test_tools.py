@@ -40,6 +40,15 @@ TWO = f"So:\n<tool_call>\n{ADD}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>"
 MARKED = f"<tool_call>{NOW}</tool_call>"
 ARGUMENTS = '{"a": 1,  "b": "é"}'
 
+DATED: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {"properties": {"at": {"type": "string", "format": "email"}}},
+        },
+    }
+]
 Ask = Callable[..., Any]
 
 
@@ -232,17 +241,31 @@ def test_reasoning_alone(ask: Ask, streams: bool) -> None:
     assert off.usage.completion_tokens_details.reasoning_tokens is None
 
 
-def test_an_answer_can_be_sent_back(serve: Serve) -> None:
+@BOTH
+def test_the_other_name_of_reasoning(ask: Ask, streams: bool) -> None:
+    fields = {"streams": streams, "given": {"reasoning_parser": "qwen3"}}
+    answer = ask("<think>hm</think>Hi", **fields, extra_body={"reasoning_field": "reasoning"})
+    message = answer.choices[0].message
+    assert (message.reasoning, message.content) == ("hm", "Hi")
+    assert not hasattr(message, "reasoning_content")
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_an_answer_can_be_sent_back(serve: Serve, field: str) -> None:
     client, engine = serve(
         f"<think>hm</think><tool_call>{ADD}</tool_call>", template=TEMPLATE, reasoning_parser="qwen3"
     )
-    body = {"model": "tiny", "messages": ASKED, "tools": TOOLS}
+    body = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "reasoning_field": field}
     message = client.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
     again = client.post("/v1/chat/completions", json={**body, "messages": [*ASKED, message, result]})
     assert again.status_code == 200, again.text
     prompt = bytes(engine.submitted[-1].token_ids).decode()
     assert prompt.endswith('user:1 + 2?;assistant:hmadd{"a": 1, "b": "é"};tool:3;assistant:')
+    twice = {"role": "assistant", "content": "", "reasoning_content": "hm", "reasoning": "so"}
+    error = client.post("/v1/chat/completions", json={**body, "messages": [*ASKED, twice]}).json()["error"]
+    assert error["param"] == "messages.1.reasoning"
+    assert "differs from reasoning_content" in error["message"]
 
 
 def test_tools_reach_the_template(serve: Serve) -> None:
@@ -348,8 +371,10 @@ def test_what_a_grammar_holds_to(serve: Serve, fields: dict[str, Any], choice: A
     [
         ({"tool_choice": ADD_CHOSEN, "tools": TOOLS[1:]}, {}, "tool_choice.function.name", "must be one of the tools"),
         ({"tool_choice": "required", "tools": []}, {}, "tool_choice", "there are no tools to call"),
-        ({"tool_choice": "required"}, {"tool_call_parser": "pythonic"}, "tool_choice", "Python, not JSON"),
-        ({"tools": STRICT}, {"tool_call_parser": "llama3"}, "tools.1.function.strict", "begin with a brace"),
+        ({"response_format": {"type": "json_object"}}, {"tool_call_parser": "llama3"},
+         "response_format", "as other JSON"),
+        ({"tools": DATED, "tool_choice": "required"}, {"tool_call_parser": "qwen3_coder"},
+         "tools.0.function.parameters", "properties.at.format: 'email' can't be enforced"),
         ({"tool_choice": "required", "min_tokens": 3}, {}, "min_tokens", "ends where the grammar says"),
     ],
 )  # fmt: skip

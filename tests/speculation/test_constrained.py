@@ -15,9 +15,9 @@ from specserve.core import Thought
 
 
 def test_calls_and_forms_are_valid_and_those_of_plain_decoding(tmp_path: Path) -> None:
-    """In float64, in batches with free requests, by trees; ``benchmarks.constrained`` has chains and copied text."""
+    """In float64, in batches with free requests, by chains and trees; ``benchmarks.constrained`` has copied text."""
     lines: list[str] = []
-    speculated = ("EAGLE3 tree of 16",)
+    speculated = ("EAGLE3 chain", "EAGLE3 tree of 16")
     report = run(marked_model(tmp_path), 24, speculated, "float64", lines.append)
     assert report.fine, (lines, report.invalid)
     assert sum(report.ended.values()) > 8
@@ -80,6 +80,9 @@ def test_what_is_not_valid() -> None:
         "required, one": '<tool_call>{"name": "now", "arguments": {}}</tool_call>' * 2,
         "strict": '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>',
         "after an opened one": '<tool_call>{"name": "now", "arguments": {}}</tool_call>',
+        "llama3_json, strict": '{"name": "weather", "parameters": {"city": "Oslo"}}',
+        "qwen3_coder": "<tool_call><function=person><parameter=name>A</parameter></function></tool_call>",
+        "pythonic": '[weather(city="Oslo")]',
     }
     for name, text in wrong.items():
         assert not kinds()[name].is_valid(text), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import random
 import re
@@ -334,12 +335,67 @@ def test_keywords_that_ask_for_nothing() -> None:
     assert grammar.json_schema(secret) == grammar.json_schema({"type": "array", "items": {"type": "string"}})
 
 
+def cycle(kind: str, **given: Any) -> dict[str, Any]:
+    return {"type": kind, "properties": {"n": {"$ref": "#"}}, "items": {"$ref": "#"}, **given}
+
+
+def test_cycles_that_end_are_allowed() -> None:
+    """Through what may be missing, empty, or something else."""
+    for schema in (cycle("object"), cycle("array"), cycle("object", required=["m"], properties={"m": {}})):
+        assert grammar.json_schema(schema)
+    one = {"type": "object", "properties": {"next": {"$ref": "#/$defs/some"}}, "required": ["next"]}
+    some = {"anyOf": [{"$ref": "#/$defs/one"}, {"type": "null"}]}
+    assert grammar.json_schema({"$defs": {"one": one, "some": some}, "$ref": "#/$defs/one"})
+
+
+@pytest.mark.parametrize("kind", ["date", "date-time"])
+def test_dates_are_those_of_the_calendar(kind: str) -> None:
+    grammars = Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [1])
+    text = grammar.json_schema({"type": "string", "format": kind})
+    tokenizer = tokenizers.Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+    for day in ("2024-02-29", "2000-02-29", "1996-12-31", "0400-02-29", "2023-02-29", "1900-02-29", "2024-02-30",
+                "0000-01-01", "2023-04-31", "2023-13-01"):  # fmt: skip
+        try:
+            datetime.date.fromisoformat(day)
+            is_valid = True
+        except ValueError:
+            is_valid = False
+        answer = json.dumps(day if kind == "date" else f"{day}T12:00:00Z")
+        matcher = grammars.start(text, [])
+        allowed = []
+        for token in [*tokenizer.encode(answer, add_special_tokens=False).ids, 1]:
+            allowed.append(bool(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[token]))
+            if not allowed[-1] or token == 1:
+                break
+            matcher.consume([token])
+        assert all(allowed) == is_valid, day
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: grammar.json_schema({"not": {"type": "integer"}}), 'Unimplemented keys: ["not"]'),
         (lambda: grammar.json_schema({"type": "intger"}), "Invalid type: intger"),
         (lambda: grammar.json_schema("{"), "is not JSON"),
+        (
+            lambda: grammar.json_schema('{"type": {}, "a": [{"b": 1, "b": 1}]}'),
+            "the key 'b' appears twice in one object",
+        ),
+        (lambda: grammar.json_schema({"$ref": "#"}), "$ref: no value of '#' is finite"),
+        (
+            lambda: grammar.json_schema(cycle("object", required=["n"])),
+            "no value of '#' is finite",
+        ),
+        (lambda: grammar.json_schema(cycle("array", minItems=1)), "items.$ref: no value of '#' is finite"),
+        (
+            lambda: grammar.json_schema(
+                {
+                    "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}},
+                    "properties": {"x": {"$ref": "#/$defs/a"}},
+                }
+            ),
+            "$defs.a.$ref: no value of '#/$defs/b' is finite",
+        ),
         (lambda: grammar.json_schema('{}, "x": {}'), "is not JSON"),
         (lambda: grammar.json_schema({"x-guidance": {"item_separator": ";"}}), "x-guidance is not supported"),
         (lambda: grammar.json_schema("false"), "false allows nothing"),

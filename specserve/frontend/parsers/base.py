@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from specserve.frontend.stopping import overlap
+
+SPACE = r"[\s\x1c-\x1f]*"
+"""An expression of what ``str.strip`` strips, for grammars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +96,24 @@ def _joined(pieces: Sequence[Event]) -> Event:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The form of tool calls, for grammars in Lark. A group is the mark ``open``, ``one`` call (or ``several``, if not
-    empty) and the mark ``close``. A call is an object with the arguments under ``key``; if ``key`` is empty, it is a
-    name, the mark ``arguments`` and the arguments. Empty marks are left out."""
+    """The form of tool calls, for grammars in Lark. A group is the mark ``outer``, which may be missing, the mark
+    ``open``, ``one`` call (or ``several``, if not empty) and the mark ``close``. A call is an object with the arguments
+    under ``key``; if ``key`` is empty, it is a name and ``begin``, the mark ``arguments``, the arguments, written as
+    ``kind``, and ``end``. What is empty is left out. ``alone``: an expression of what begins a call of functions; an
+    answer that does not begin with it has no calls, and ``first`` is a call after ``open``. None: calls may follow
+    other text."""
 
     one: str
     several: str = ""
+    outer: str = ""
     open: str = ""
     close: str = ""
     key: str = ""
+    begin: str = ""
     arguments: str = ""
+    kind: Literal["json", "text", "python"] = "json"
+    end: str = ""
+    alone: Callable[[Iterable[str]], str] | None = None
 
 
 class Parser(ABC):
@@ -169,6 +180,7 @@ class CallParser(Parser):
             size, calls = found
             if calls:
                 self._prose.next_to_call()
+            self._no_calls |= self.either and not calls and not begun and bool(self._text[:size].strip())
             events += calls if calls or begun else self._prose.add(self._text[:size])
             self._text = self._text[size:]
             self._inside = self.begun

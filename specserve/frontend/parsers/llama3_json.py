@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from specserve.frontend.parsers.base import Frame, Read
+from specserve.frontend.parsers.base import SPACE, Frame, Read
 from specserve.frontend.parsers.objects import ObjectCallParser, call_of
 
 TAG = "<|python_tag|>"
-FRAME = Frame("call", several='call (";" GAP call)*', key="parameters")
+_BEGINS = rf'<\|python_tag\|>|\{{{SPACE}"(?:name|parameters|arguments|type)"'
+FRAME = Frame("first", 'first (";" GAP call)*', outer=TAG, key="parameters", alone=lambda _: _BEGINS)
 _KEYS = ('"name"', '"parameters"', '"arguments"', '"type"')
 
 

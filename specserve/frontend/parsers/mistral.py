@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from specserve.frontend.parsers.base import Event, Frame, Functions, Read
-from specserve.frontend.parsers.objects import ObjectCallParser, call_of, items, named_call
+from specserve.frontend.parsers.base import Frame, Functions, Read
+from specserve.frontend.parsers.objects import ObjectCallParser, call_of
 
 OPEN, ARGS = "[TOOL_CALLS]", "[ARGS]"
 _LIST = Frame('GAP "[" W call W "]"', 'GAP "[" W call (W "," W call)* W "]"', open=OPEN, key="arguments")
@@ -27,12 +27,11 @@ class MistralParser(ObjectCallParser):
         self._heads = [(f"{name}{mark}{{", name) for name in functions for mark in (ARGS, "")]
 
     def start(self, text: str) -> tuple[int, bool | None]:
-        rest = text[len(OPEN) :].lstrip()
-        at = len(text) - len(rest)
-        if not rest:
-            return at, None
-        if rest.startswith("["):
-            return at, True
+        rest = text.removeprefix(OPEN).lstrip()
+        if rest[:1] in ("[", ","):
+            item, self._listed = rest[1:].lstrip(), True
+            return len(text) - len(item), item[0] == "{" if item else None
+        at, self._listed = len(text) - len(rest), False
         for head, name in self._heads:
             if rest.startswith(head):
                 self._name = name
@@ -40,17 +39,20 @@ class MistralParser(ObjectCallParser):
         return at, None if any(head.startswith(rest) for head, _ in self._heads) else False
 
     def head(self, text: str, start: int) -> tuple[str, int, bool] | None:
-        return None if text[start] == "[" else (self._name, start, False)
+        return super().head(text, start) if self._listed else (self._name, start, False)
+
+    def after(self, text: str, at: int, final: bool) -> int | None:
+        rest = text[at:].lstrip() if self._listed else " "
+        item = rest[1:].lstrip()
+        if not final and (not rest or (rest[0] == "," and not item)):
+            return None
+        self.goes_on = rest[:1] == "," and item[:1] == "{"
+        return len(text) - len(rest) + 1 if rest[:1] == "]" else at
 
     def whole(self, text: str, written: str, end: int, final: bool) -> Read | None:
-        if written.startswith("["):
-            return end, self._list(written)
-        return end, named_call(self._name, written, self.functions)
-
-    def _list(self, written: str) -> list[Event]:
-        """Return the calls of a list; none if any of its items is not a call."""
-        try:
-            found = [call_of(item, self.functions) for item in items(written)]
-        except ValueError:
-            return []
-        return [event for calls in found for event in calls] if all(found) else []
+        calls = call_of(written, self.functions)
+        size = self.after(text, end, final) if calls else end
+        if size is None:
+            return None
+        self.leave()
+        return size, calls

@@ -101,7 +101,7 @@ class ObjectCallParser(CallParser):
     name and then its arguments, as models write them, is a call from there on, whatever follows. Any other object is a
     call only if it is complete and valid."""
 
-    scanner: ClassVar[type[Scanner]] = Scanner
+    goes_on = False  # another call of a list follows
 
     def begin(self) -> None:
         self._scanner: Scanner | None = None
@@ -136,18 +136,30 @@ class ObjectCallParser(CallParser):
         """Return the result of ``read`` for a complete object, ``written`` as JSON."""
 
     def read(self, text: str, final: bool) -> Read | None:
-        if self.begun:
+        again = self.goes_on
+        if self.begun and not again:
             return self._go_on(text, final)
+        self.goes_on = False
+        found = self._find(text, final)
+        if found is None:
+            self.goes_on = again
+        elif again and not found[1]:
+            self.begun = False
+            return 0, []  # the list goes on with something else
+        return found
+
+    def _find(self, text: str, final: bool) -> Read | None:
+        """Return the beginning of a call, or all of it, or text without one."""
         if self._scanner is None:
             self._start, begins = self.start(text)
             if begins is None and not final:
                 return None
             if not begins:
                 return max(self._start, 1), []
-            self._scanner = self.scanner(self._start)
+            self._scanner = Scanner(self._start)
         if self._looked < _LONGEST_HEAD and (found := self.head(text, self._start)) is not None:
             name, self._given, self._framed = found
-            self.begun, self._scanner = True, self.scanner(self._given)
+            self.begun, self._scanner = True, Scanner(self._given)
             return 0, [Call(name)]
         self._looked = len(text) - self._start
         end = self._scanner.end(text)
@@ -170,8 +182,13 @@ class ObjectCallParser(CallParser):
         size = self._closed(text, at, final) if whole else at
         if size is None or (self._end is None and not final):
             return None
-        self.begun = False
+        self.leave()
         return size, []
+
+    def leave(self) -> None:
+        """End a call, and the calls if no other follows in their list."""
+        self.begun = self.goes_on
+        self.begin()
 
     def _closed(self, text: str, at: int, final: bool) -> int | None:
         """Return where a call ends whose arguments ended ``at``, None if that is undecided. The enclosing object's
@@ -184,7 +201,7 @@ class ObjectCallParser(CallParser):
             if text[mark : mark + 1] == "}":
                 at = mark + 1
             elif mark < key and text[key : key + 1] == '"':
-                self._more = self.scanner(key, "}")
+                self._more = Scanner(key, "}")
         if self._more is not None:
             end = self._more.end(text)
             if end is None:
@@ -221,11 +238,6 @@ def named_call(name: object, arguments: str, names: Collection[str]) -> list[Eve
         scanner.end(given)
         given = scanner.written(given, 0, len(given))
     return call(str(name), given) if known and read_object(given) is not None else []
-
-
-def items(text: str) -> list[str]:
-    """Return the items of a list as they were written. Raises ValueError if the text is not a list."""
-    return list(_separated(text, "[", "]", lambda at: _value(text, at)))
 
 
 def members(text: str) -> Iterator[tuple[str, str]]:

@@ -10,22 +10,16 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from specserve.frontend.parsers import hermes
-from specserve.frontend.parsers.base import CallParser, Functions, Read, Schema, call
+from specserve.frontend.parsers.base import Arguments, CallParser, Event, Frame, Functions, Read, Schema, call
+from specserve.schemas import KINDS
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
+FRAME = Frame("call", outer=hermes.OPEN, open=FUNCTION, close=hermes.CLOSE, begin=">", kind="text")
 END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
 _SPACE = re.compile(r"\s*")
 _MARK = re.compile(rf"{END_PARAMETER}|{END_FUNCTION}|{PARAMETER}([^<>\n]{{1,128}})>")
+_OPEN_MARK = re.compile(rf"{PARAMETER}[^<>\n]{{0,128}}")
 _LONGEST_MARK = 160  # characters
-_KINDS: Mapping[type, tuple[str, ...]] = {
-    bool: ("boolean",),
-    int: ("integer", "number"),
-    float: ("number",),
-    list: ("array",),
-    dict: ("object",),
-    type(None): ("null",),
-    str: ("string",),
-}
 _WORDS = {
     "true": ("boolean", "true"),
     "false": ("boolean", "false"),
@@ -35,8 +29,9 @@ _WORDS = {
 
 
 class Qwen3CoderParser(CallParser):
-    """Parse Qwen3-Coder calls. The outer marks and those that end a parameter or the function may be missing;
-    the last one may have been a stop string."""
+    """Parse Qwen3-Coder calls. What begins with a function and its first parameter or end is a call, whatever follows.
+    The outer marks and those that end a parameter or the function may be missing; the last one may have been a stop
+    string."""
 
     opens = (hermes.OPEN, FUNCTION)
 
@@ -49,20 +44,30 @@ class Qwen3CoderParser(CallParser):
     def begin(self) -> None:
         self._name = ""
         self._at = 0  # the text before it has been read
-        self._given: dict[str, str] = {}  # arguments, as JSON
+        self._given: set[str] = set()
         self._part: Literal["head", "parameters", "value", "end"] = "head"
-        self._key = ""
+        self._key, self._seen = "", 0
 
     def read(self, text: str, final: bool) -> Read | None:
-        self._final = final
-        while self._part != "end":
-            read = {"head": self._head, "parameters": self._parameters, "value": self._value}[self._part]
-            found = read(text)
-            if found is None and final:
-                return len(text), []
-            if not found:
-                return None if found is None else (max(self._at, 1), [])
-        return self._end(text, final)
+        self._final, self._events = final, list[Event]()
+        going: bool | None = True
+        while going:
+            parts = {
+                "head": self._head,
+                "parameters": self._parameters,
+                "value": self._value,
+                "end": self._end,
+            }
+            going = parts[self._part](text)
+        if not self.begun:
+            if going is None:
+                return (len(text), []) if final else None
+            return max(self._at, 1), []
+        self.begun = going is None and not final
+        if self.begun and not self._at and not self._events:
+            return None
+        size, self._at, self._seen = self._at, 0, self._seen - self._at
+        return size, self._events
 
     def _head(self, text: str) -> bool | None:
         """Return whether a call of a known function begins; None if that is undecided."""
@@ -78,41 +83,77 @@ class Qwen3CoderParser(CallParser):
     def _parameters(self, text: str) -> bool | None:
         """Return whether another parameter begins or the function ends; None if that is undecided."""
         self._at = self._space(text, self._at)
-        if text.startswith(END_FUNCTION, self._at):
-            self._at, self._part = self._at + len(END_FUNCTION), "end"
-            return True
-        if text.startswith(hermes.CLOSE, self._at):
-            self._part = "end"
-            return True
+        for mark, size in ((END_FUNCTION, len(END_FUNCTION)), (hermes.CLOSE, 0)):
+            if text.startswith(mark, self._at):
+                self._add("}")
+                self._at, self._part = self._at + size, "end"
+                return True
         if not text.startswith(PARAMETER, self._at):
             rest = text[self._at :]
             marks = (PARAMETER, END_FUNCTION, hermes.CLOSE)
             return None if any(mark.startswith(rest) for mark in marks) else False
         end = text.find(">", self._at)
         key = text[self._at + len(PARAMETER) : end if end >= 0 else None]
-        if "<" in key or "\n" in key or key in self._given:
+        if "<" in key or "\n" in key:
             return False
         if end < 0:
             return None
         self._key, self._at, self._part = key, end + 1, "value"
-        self._seen = self._at
+        self._kinds = self._kinds_of(key)
+        self._is_string = self._kinds <= {"string"}
+        self._seen, self._fresh = self._at, True
+        before, quote = ", " if self._given else "", '"' if self._is_string else ""
+        self._add(f"{before}{json.dumps(key, ensure_ascii=False)}: {quote}")
         return True
 
+    def _add(self, arguments: str) -> None:
+        if not self.begun:
+            self._events += call(self._name, "{")
+            self.begun = True
+        if arguments:
+            self._events.append(Arguments(arguments))
+
     def _value(self, text: str) -> bool | None:
-        """Return whether the value ends; None if that is undecided."""
+        """Return whether the value ends; None if that is undecided. A string is returned as it arrives."""
+        certain = len(text) if self._final else self._before_mark(text)
         for mark in _MARK.finditer(text, self._seen):
             ends = self._ends(text, mark)
             if ends is None:
-                self._seen = mark.start()
-                return None
+                certain = mark.start()
+                break
             if ends:
-                value = text[self._at : mark.start()].removeprefix("\n").removesuffix("\n")
-                self._given[self._key] = _json(value, self._kinds_of(self._key))
+                self._write(text, mark.start(), ends=True)
+                self._given.add(self._key)
                 self._at = mark.end() if mark.group() == END_PARAMETER else mark.start()
                 self._part = "parameters"
                 return True
-        self._seen = max(self._seen, len(text) - _LONGEST_MARK)
+        self._seen = max(self._seen, certain)
+        self._write(text, certain, ends=False)
         return None
+
+    @staticmethod
+    def _before_mark(text: str) -> int:
+        """Return where a mark may begin at the end of the text."""
+        at = text.rfind("<", -_LONGEST_MARK)
+        rest = text[at:] if at >= 0 else ""
+        begins = any(mark.startswith(rest) for mark in (END_PARAMETER, END_FUNCTION, PARAMETER))
+        return at if rest and (begins or _OPEN_MARK.fullmatch(rest)) else len(text)
+
+    def _write(self, text: str, until: int, ends: bool) -> None:
+        """Return the value up to ``until``, without the line breaks around it; all of it only if it ``ends`` there."""
+        if self._is_string:
+            if self._fresh and self._at < len(text):
+                self._at, self._fresh = self._at + (text[self._at] == "\n"), False
+            last = max(until - (text[until - 1] == "\n" and (ends or not self._final)), self._at)
+            piece = json.dumps(text[self._at : last], ensure_ascii=False)[1:-1]
+            self._add(f'{piece}"' if ends else piece)
+            self._at = last
+        elif ends:
+            value = text[self._at : until].removeprefix("\n").removesuffix("\n")
+            self._add(as_json(value, self._kinds))
+        elif self._final:
+            self._add(text[self._at :])
+            self._at = len(text)
 
     def _ends(self, text: str, mark: re.Match[str]) -> bool | None:
         """Return whether a mark ends the value; None if that is undecided. Without ``</parameter>`` a further parameter
@@ -132,20 +173,20 @@ class Qwen3CoderParser(CallParser):
         if (found := self._types.get((self._name, key))) is None:
             schema = self.functions[self._name]
             given = schema.get("properties")
-            wanted = given.get(key) if isinstance(given, Mapping) else None
-            found = self._types[self._name, key] = _kinds(wanted, schema)
+            others = schema.get("additionalProperties")
+            wanted = given.get(key, others) if isinstance(given, Mapping) else others
+            found = self._types[self._name, key] = kinds_of(wanted, schema)
         return found
 
-    def _end(self, text: str, final: bool) -> Read | None:
+    def _end(self, text: str) -> bool | None:
+        """Return False at the end of a call, None if its last mark may follow."""
         at = self._space(text, self._at)
         rest = text[at:]
-        if not final and len(rest) < len(hermes.CLOSE) and hermes.CLOSE.startswith(rest):
+        if not self._final and len(rest) < len(hermes.CLOSE) and hermes.CLOSE.startswith(rest):
             return None
-        size = at + len(hermes.CLOSE) if rest.startswith(hermes.CLOSE) else self._at
-        written = ", ".join(
-            f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in self._given.items()
-        )
-        return size, call(self._name, f"{{{written}}}")
+        if rest.startswith(hermes.CLOSE):
+            self._at = at + len(hermes.CLOSE)
+        return False
 
     @staticmethod
     def _space(text: str, at: int) -> int:
@@ -154,7 +195,12 @@ class Qwen3CoderParser(CallParser):
         return found.end()
 
 
-def _kinds(wanted: object, schema: Schema) -> set[str]:
+def is_key(name: str) -> bool:
+    """Return whether a parameter's name can be written in its mark."""
+    return re.fullmatch(r"[^<>\n]{1,128}", name) is not None
+
+
+def kinds_of(wanted: object, schema: Schema) -> set[str]:
     """Return the types that a value may have, as far as its schema tells. Each part of the schema is visited once."""
     found: set[str] = set()
     seen: set[int] = set()
@@ -167,7 +213,7 @@ def _kinds(wanted: object, schema: Schema) -> set[str]:
         kind = part.get("type")
         found |= {kind} if isinstance(kind, str) else {each for each in _list(kind) if isinstance(each, str)}
         values = [*_list(part.get("enum")), *([part["const"]] if "const" in part else [])]
-        found.update(*(_KINDS.get(type(value), ())[:1] for value in values))
+        found.update(*(sorted(KINDS.get(type(value), ()))[:1] for value in values))
         for name in ("anyOf", "oneOf", "allOf"):
             left += _list(part.get(name))
         if isinstance(reference := part.get("$ref"), str):
@@ -188,7 +234,7 @@ def _resolved(reference: str, schema: Schema) -> Any:
     return found
 
 
-def _json(value: str, kinds: set[str]) -> str:
+def as_json(value: str, kinds: set[str]) -> str:
     """Return a text as JSON: unchanged if it is a value of one of ``kinds`` other than a string, otherwise as a
     string."""
     if kinds - {"string"}:
@@ -201,7 +247,7 @@ def _json(value: str, kinds: set[str]) -> str:
         except (ValueError, RecursionError):
             found = value
         integral = isinstance(found, float) and found.is_integer() and "integer" in kinds
-        if not isinstance(found, str) and (integral or kinds.intersection(_KINDS[type(found)])):
+        if not isinstance(found, str) and (integral or kinds & KINDS[type(found)]):
             return written
     return json.dumps(value, ensure_ascii=False)
 

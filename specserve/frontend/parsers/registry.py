@@ -30,15 +30,14 @@ def _short_id() -> str:
 class Format:
     """The format of a model's tool calls. ``signs``: texts that its chat template contains, all of them. ``marks``: its
     texts that may be special tokens. ``frame``: its form in grammars, given the vocabulary's added tokens.
-    ``no_grammar``: why a grammar can't enforce calls, ``free_calls``: why not optional ones; empty if it can."""
+    ``no_forms``: why answers can't be held to calls or a form; empty if they can."""
 
     name: str
     parser: Callable[[Functions], CallParser]
     signs: tuple[str, ...]
     marks: tuple[str, ...]
-    frame: Callable[[Container[str]], Frame] | None = None
-    no_grammar: str = ""
-    free_calls: str = ""
+    frame: Callable[[Container[str]], Frame]
+    no_forms: str = ""
     new_id: Callable[[], str] = _openai_id
 
 
@@ -55,7 +54,7 @@ _LLAMA3 = Format(
     ('"parameters": dictionary',),
     (llama3_json.TAG,),
     lambda _: llama3_json.FRAME,
-    free_calls="they begin with a brace, as other text may, unless tool_choice requires them",
+    no_forms="they begin with a brace, as other JSON does",
 )
 _MISTRAL = Format(
     "mistral",
@@ -70,14 +69,14 @@ _QWEN3_CODER = Format(
     qwen3_coder.Qwen3CoderParser,
     (*_HERMES.signs, qwen3_coder.FUNCTION, qwen3_coder.PARAMETER),
     _HERMES.marks,
-    no_grammar="their arguments are texts between marks, not JSON",
+    lambda _: qwen3_coder.FRAME,
 )
 _PYTHONIC = Format(
     "pythonic",
     pythonic.PythonicParser,
     ("[func_name1(params_name1=",),
     (),
-    no_grammar="their arguments are Python, not JSON",
+    lambda _: pythonic.FRAME,
 )
 FORMATS: Mapping[str, Format] = {
     "hermes": _HERMES,

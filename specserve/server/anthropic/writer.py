@@ -23,7 +23,7 @@ class MessageWriter(Writer):
     named_events: ClassVar[bool] = True
 
     def __init__(self, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
-        super().__init__(front, request, jobs, "msg")
+        super().__init__(front, request, jobs, "msg_")
         self._new_id = (front.calls_format or FORMATS["hermes"]).new_id
         self._ended = 0  # number of blocks
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct
 
@@ -24,7 +24,7 @@ class ResponseWriter(Writer):
     named_events: ClassVar[bool] = True
 
     def __init__(self, given: ResponsesRequest, front: Front, request: ChatRequest, jobs: list[Job]) -> None:
-        super().__init__(front, request, jobs, "resp")
+        super().__init__(front, request, jobs, "resp_")
         self._given = given
         self._offered = {tool.name: tool for tool in given.offered()}
         self._temperature, self._top_p = jobs[0].params.temperature, jobs[0].params.top_p
@@ -35,7 +35,9 @@ class ResponseWriter(Writer):
     async def whole(self) -> schema.ResponseObject:
         (answer,) = self.generation.answers
         found = blocks(answer.events, self._new_id)
-        self._items = [self._item(block, _status(self._cut and block is found[-1])) for block in found]
+        self._items = [
+            self._item(block, self._ended_as(block, self._cut and block is found[-1])) for block in found
+        ]
         return self._ended()
 
     async def chunks(self) -> AsyncIterator[schema.Event]:
@@ -77,7 +79,7 @@ class ResponseWriter(Writer):
                 yield self._event(_DELTAS[block.kind], delta=text, **place)
         else:
             yield from self._end(block, place)
-            item = self._item(block, _status(cut))
+            item = self._item(block, self._ended_as(block, cut))
             self._items.append(item)
             yield self._event(schema.ItemDone, output_index=index, item=item)
 
@@ -105,6 +107,11 @@ class ResponseWriter(Writer):
 
     def _is_custom(self, block: Block) -> bool:
         return block.kind == "call" and self._offered[block.name].custom
+
+    @staticmethod
+    def _ended_as(block: Block, cut: bool) -> schema.ItemStatus:
+        """Return the status of an item that has ended: a call is incomplete without valid arguments."""
+        return _status(cut or (block.kind == "call" and read_object(block.text) is None))
 
     def _item(self, block: Block, status: schema.ItemStatus, begun: bool = False) -> schema.OutputItem:
         """Return a block as an item; ``begun``: still without content."""
@@ -164,7 +171,7 @@ _DELTAS: dict[str, type[schema.Event]] = {
 }
 
 
-def _status(cut: bool) -> Any:
+def _status(cut: bool) -> Literal["incomplete", "completed"]:
     return "incomplete" if cut else "completed"
 
 

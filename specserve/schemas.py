@@ -1,0 +1,334 @@
+"""JSON schemas: their parts, what they refer to, and what of them can be enforced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+from urllib.parse import unquote
+
+_EXACT = 1 << 53  # llguidance reads numbers as float64
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
+_DATA = ("enum", "const")
+_NOTES = ("default", "example", "examples")
+KINDS: Mapping[type, frozenset[str]] = {
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    list: frozenset({"array"}),
+    dict: frozenset({"object"}),
+    type(None): frozenset({"null"}),
+    str: frozenset({"string"}),
+}
+"""The types of a schema that a value has."""
+_OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_OF_TYPE: Mapping[str, tuple[str, ...]] = {
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": _OF_NUMBERS,
+    "integer": _OF_NUMBERS,
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "object": (
+        "properties",
+        "patternProperties",
+        "additionalProperties",
+        "required",
+        "minProperties",
+        "maxProperties",
+    ),
+}
+LABELS = ("title", "description", "$comment", "deprecated", "readOnly", "writeOnly", "$defs", "definitions")
+# Keywords at values that ask for nothing, which generators of schemas write, and formats that are only notes.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "propertyNames": (True, {}, {"type": "string"}),
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "not": (False,),
+    "dependentRequired": ({},),
+    "format": ("password", "binary", "path", "file-path", "directory-path"),
+}
+_LEAP = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_DATE = (
+    rf"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|"
+    rf"02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
+)
+_HOUR = "(?:[01][0-9]|2[0-3])"
+_TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_HOUR}:[0-5][0-9])"
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+FORMATS: Mapping[str, str] = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}[Tt]{_TIME}",
+    "uuid": "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
+}
+"""Expressions of the values of ``format`` that can be enforced anywhere."""
+
+
+def enforceable(schema: Any) -> Any:
+    """Return a schema without keywords that ask for nothing. Raises ValueError for what llguidance would accept and not
+    enforce."""
+    if isinstance(schema, list):
+        return [enforceable(each) for each in schema]
+    if not isinstance(schema, dict):
+        _check_exact(schema)
+        return schema
+    found = {}
+    for keyword, value in schema.items():
+        if keyword in _NOTES or any(value == each for each in _NEUTRAL.get(keyword, ())):
+            continue
+        if keyword in _DATA:
+            _check_exact(value)
+        elif keyword in _BY_NAME and isinstance(value, dict):
+            if keyword == "patternProperties":
+                for pattern in value:
+                    _check_pattern(pattern)
+            value = {name: enforceable(each) for name, each in value.items()}
+        elif keyword == "pattern" and isinstance(value, str):
+            _check_pattern(value)
+        else:
+            value = enforceable(value)
+        found[keyword] = value
+    return found
+
+
+def _check_exact(value: object) -> None:
+    """Raise ValueError for integers that would be rounded."""
+    if isinstance(value, int) and abs(value) > _EXACT:
+        raise ValueError(f"integers beyond 2^53 can't be enforced exactly, found {value}")
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_exact(each)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise ValueError for a class that excludes a quote or a backslash, which would still admit their escapes."""
+    for found in re.findall(r"\[\^((?:\\.|[^\]\\])*)\]", pattern):
+        if '"' in found or r"\\" in found:
+            raise ValueError(
+                f"pattern {pattern!r}: a class that excludes quotes or backslashes can't be enforced"
+            )
+
+
+def exact_dates(schema: Any) -> Any:
+    """Return a schema with an expression for each date: llguidance's own has 29 February in all years."""
+    if isinstance(schema, list):
+        return [exact_dates(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: each if name in _DATA else exact_dates(each) for name, each in schema.items()}
+    if found.get("format") in ("date", "date-time") and isinstance(found.get("allOf", []), list):
+        found["allOf"] = [*found.get("allOf", []), {"pattern": f"^{FORMATS[found.pop('format')]}$"}]
+    return found
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The properties of objects: names, schemas and whether they are required, in order. ``others``: the schema of
+    further ones, None if there may be none."""
+
+    named: list[tuple[str, Any, bool]]
+    others: Any
+
+
+def fields(schema: Mapping[str, Any], place: str) -> Fields:
+    """Return an object's properties. Further ones are left out where the schema names some and asks for nothing of
+    others. Raises ValueError for other keywords."""
+    check_known(
+        schema, ("type", "properties", "required", "additionalProperties", "$schema", "$id", *LABELS), place
+    )
+    named, needed = schema.get("properties") or {}, set(_list(schema.get("required")))
+    others = schema.get("additionalProperties", True)
+    if unnamed := sorted(needed - named.keys()):
+        raise ValueError(f"{place}required: {unnamed[0]!r} is not one of the properties")
+    absent = others is False or (named and others in (True, {}))
+    return Fields([(name, each, name in needed) for name, each in named.items()], None if absent else others)
+
+
+def check_known(schema: Mapping[str, Any], known: Collection[str], place: str) -> None:
+    """Raise ValueError for keywords that are not ``known``."""
+    if unknown := sorted(schema.keys() - set(known)):
+        raise ValueError(f"{place}{unknown[0]}: can't be enforced in this format of calls")
+
+
+def texts(schema: Mapping[str, Any], place: str) -> list[str]:
+    """Return expressions that a string must all match, for a schema of strings. Raises ValueError for what can't be
+    enforced."""
+    check_known(schema, ("type", "minLength", "maxLength", "pattern", "format"), f"{place}.")
+    found = []
+    if "minLength" in schema or "maxLength" in schema:
+        found.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
+    if "format" in schema:
+        if schema["format"] not in FORMATS:
+            words = f"{place}.format: {schema['format']!r} can't be enforced in this format of calls, but"
+            raise ValueError(f"{words} {', '.join(FORMATS)} can")
+        found.append(FORMATS[schema["format"]])
+    if "pattern" in schema:
+        found.append(_whole(schema["pattern"], place))
+    return found or ["(?s:.*)"]
+
+
+def _whole(pattern: str, place: str) -> str:
+    """Return an expression of the texts in which ``pattern`` occurs."""
+    parts = re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.S)
+    begins, ends = parts[:1] == ["^"], parts[-1:] == ["$"]
+    inner = parts[begins : len(parts) - ends]
+    depths = list(accumulate((part == "(") - (part == ")") for part in inner))
+    parted = any(part == "|" and depth == 0 for part, depth in zip(inner, depths, strict=True))
+    if {"^", "$"} & set(inner) or (parted and (begins or ends)):
+        raise ValueError(f"{place}.pattern: {pattern!r} can't be enforced with ^ or $ inside")
+    return f"{'' if begins else '(?s:.*)'}(?:{''.join(inner)}){'' if ends else '(?s:.*)'}"
+
+
+def resolved(reference: str, root: Any) -> Any:
+    """Return what a reference within ``root`` refers to. Raises ValueError if there is nothing."""
+    found = root
+    for part in unquote(reference).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        index = int(name) if isinstance(found, list) and name.isdecimal() else name
+        try:
+            found = found[index]
+        except (LookupError, TypeError):
+            found = None
+    if not _is_local(reference) or not isinstance(found, Mapping | bool):
+        raise ValueError(f"$ref: {reference!r} is not a part of the schema")
+    return found
+
+
+def alone(part: Mapping[str, Any], root: Any) -> dict[str, Any]:
+    """Return a part of ``root`` as a schema of its own, with all that it refers to."""
+    names: dict[str, str] = {}
+    found, held = _renamed(part, names), list[Any]()
+    while len(held) < len(names):
+        held.append(_renamed(resolved([*names][len(held)], root), names))
+    return {**found, "$defs": dict(zip(names.values(), held, strict=True))} if held else dict(found)
+
+
+def _renamed(schema: Any, names: dict[str, str]) -> Any:
+    """Return a schema with its references in ``$defs``. ``names``: their names by what they were."""
+    if isinstance(schema, list):
+        return [_renamed(each, names) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {**schema}
+    if isinstance(reference := schema.get("$ref"), str):
+        found["$ref"] = f"#/$defs/{names.setdefault(reference, str(len(names)))}"
+    for keyword in found.keys() - {*_DATA, *_NOTES, "$ref"}:
+        value = found[keyword]
+        if keyword in _BY_NAME and isinstance(value, dict):
+            found[keyword] = {name: _renamed(each, names) for name, each in value.items()}
+        else:
+            found[keyword] = _renamed(value, names)
+    return found
+
+
+def alternatives(
+    schema: Any, root: Any, place: str, seen: tuple[str, ...] = ()
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return schemas of which values must match one, and where they are. Each has one ``type``, or only an ``enum``, or
+    neither, for any value. ``seen``: references that are being followed. Raises ValueError if keywords are combined in
+    another way."""
+    if not isinstance(schema, dict):
+        return [(place, {})] if schema is not False else []
+    rest = {name: each for name, each in schema.items() if name not in LABELS}
+    kind = rest.pop("type", None)
+    if "const" in rest:
+        rest["enum"] = [rest.pop("const")]
+    held = next((name for name in ("$ref", "anyOf", "oneOf", "allOf", "enum") if name in rest), None)
+    if held is None:
+        kinds = kind if isinstance(kind, list) else [kind]
+        return [(place, rest if each is None else {"type": each, **_of_type(rest, each)}) for each in kinds]
+    if len(rest) > 1 or (kind is not None and held != "enum"):
+        raise ValueError(f"{place}: {held} can't be enforced together with other keywords")
+    value = rest[held]
+    if held == "enum":
+        allowed = {*_list(kind), str(kind)}
+        kept = [each for each in _list(value) if kind is None or KINDS[type(each)] & allowed]
+        return [(f"{place}.enum", {"enum": kept})] if kept else []
+    if held == "$ref":
+        return [] if value in seen else alternatives(resolved(value, root), root, place, (*seen, value))
+    if held == "allOf" and len(value) > 1:
+        raise ValueError(f"{place}: an allOf of several schemas can't be enforced")
+    found = [
+        one
+        for number, each in enumerate(value)
+        for one in alternatives(each, root, f"{place}.{held}.{number}", seen)
+    ]
+    types = {"number" if each.get("type") == "integer" else each.get("type") for _, each in found}
+    if held == "oneOf" and len(types - {None}) < len(found):
+        raise ValueError(f"{place}: a oneOf whose alternatives are not of different types can't be enforced")
+    return found
+
+
+def _of_type(schema: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return a schema without keywords that ask for nothing of a type."""
+    others = set(chain.from_iterable(_OF_TYPE.values())) - {*_OF_TYPE.get(kind, ())}
+    return {name: each for name, each in schema.items() if name not in others}
+
+
+def check_ends(root: Any) -> None:
+    """Raise ValueError for a reference whose values could only be infinite."""
+    places = {at: place for at, place in _references(root, "") if _is_local(at)}
+    finite: set[str] = set()
+    before = -1
+    while before < len(finite):
+        before, seen = len(finite), set[str]()
+        for reference in places:
+            _ends({"$ref": reference}, root, finite, seen)
+    for reference, place in places.items():
+        if reference not in finite:
+            raise ValueError(f"{place}: no value of {reference!r} is finite")
+
+
+def _references(schema: Any, place: str, named: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the references in a schema, or in ``named`` ones, and where they are."""
+    if not named and isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
+        yield reference, f"{place}$ref"
+    parts = (
+        enumerate(schema) if isinstance(schema, list) else schema.items() if isinstance(schema, dict) else ()
+    )
+    for name, value in parts:
+        if named or name not in (*_DATA, *_NOTES):
+            yield from _references(value, f"{place}{name}.", not named and name in _BY_NAME)
+
+
+def _ends(schema: Any, root: Any, finite: set[str], seen: set[str]) -> bool:
+    """Return whether a schema certainly has finite values. ``finite``: references known to, ``seen``: those looked at
+    in this round."""
+    if not isinstance(schema, dict):
+        return True
+
+    def ends(part: Any) -> bool:
+        return _ends(part, root, finite, seen)
+
+    reference, needed = schema.get("$ref"), schema.get("required")
+    if isinstance(reference, str) and _is_local(reference) and reference not in finite:
+        if reference in seen:
+            return False
+        seen.add(reference)
+        if not ends(resolved(reference, root)):
+            return False
+        finite.add(reference)
+    parts = _list(schema.get("allOf"))
+    properties = schema.get("properties")
+    if schema.get("type") == "object" and isinstance(properties, dict):
+        parts += [properties.get(name) for name in _list(needed) if isinstance(name, str)]
+    if schema.get("type") == "array" and schema.get("minItems"):
+        parts += (
+            [schema.get("items")]
+            if "prefixItems" not in schema
+            else _list(schema["prefixItems"])[: schema["minItems"]]
+        )
+    either = [_list(schema[name]) for name in ("anyOf", "oneOf") if schema.get(name)]
+    return all(map(ends, parts)) and all(any(map(ends, each)) for each in either)
+
+
+def _is_local(reference: str) -> bool:
+    return reference == "#" or reference.startswith("#/")
+
+
+def _list(given: object) -> list[Any]:
+    """Return a copy of a list, an empty one of anything else."""
+    return list(given) if isinstance(given, list) else []

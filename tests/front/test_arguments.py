@@ -1,0 +1,238 @@
+"""Grammars of arguments in each format of calls: what they admit is read as arguments that are valid."""
+
+from __future__ import annotations
+
+import datetime
+import enum
+import json
+import random
+from collections import Counter
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from specserve import grammar
+from specserve.core import FieldError
+from specserve.frontend.enforce import Calls, Marks, after_thought
+from specserve.frontend.parsers.base import Arguments, Call, Content, merged
+from specserve.frontend.parsers.registry import FORMATS
+from specserve.frontend.tools import Tool, functions_of
+
+pytest.importorskip("llguidance")
+from tests.front.walker import Walker
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "number"}, "next": {"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+KINDS: dict[str, Any] = {
+    "text": {"type": "string"},
+    "title": {"type": ["string", "null"], "maxLength": 5},
+    "count": {"type": "integer", "minimum": -3, "maximum": 12},
+    "ratio": {"type": "number", "title": "a label"},
+    "on": {"type": "boolean", "default": True},
+    "unit": {"enum": ["C", '°F "x"', 1, None, [True]]},
+    "day": {"type": "string", "pattern": "^[0-9]{4}(-|/)[0-9]{2}$"},
+    "found": {"pattern": "x+", "type": "string", "minLength": 3, "maxLength": 6},
+    "date": {"type": "string", "format": "date"},
+    "either": {"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 5}, {"$ref": "#/$defs/point"}]},
+    "any_of": {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "boolean"}, {"type": "number"}]},
+    "maybe": {"anyOf": [{"$ref": "#/$defs/point"}, {"type": "null"}]},
+    "points": {"type": "array", "items": {"$ref": "#/$defs/point"}, "minItems": 1, "maxItems": 3},
+    "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    "map": {"type": "object", "additionalProperties": {"type": ["boolean", "number"]}},
+    "more": {
+        "type": "object",
+        "properties": {"a b": {"const": 1}},
+        "additionalProperties": {"type": "boolean"},
+    },
+    "free": {},
+}
+OF_KINDS: dict[str, Any] = {
+    **{
+        name: {"type": "object", "properties": {name: schema}, "required": [name], "$defs": {"point": POINT}}
+        for name, schema in KINDS.items()
+    },
+    "some": {"properties": {"a": {"enum": [1]}, "b": {"enum": [2]}, "c": {"enum": [3]}}, "required": ["b"]},
+    "others": {"properties": {"a": {"const": 1}}, "additionalProperties": {"type": "integer"}},
+    "nothing": {"properties": {}, "additionalProperties": False},
+}
+
+
+def strict(name: str, parameters: Any) -> Tool:
+    function = {"name": name, "parameters": parameters, "strict": True}
+    return Tool.model_validate({"type": "function", "function": function})
+
+
+@pytest.mark.parametrize("format_", ["llama3_json", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize(("choice", "parallel"), [("auto", True), ("required", False)])
+def test_all_kinds_of_arguments(walker: Walker, format_: str, choice: Any, parallel: bool) -> None:
+    """What a grammar admits is read as arguments that are valid."""
+    tools = [strict(name, schema) for name, schema in OF_KINDS.items()]
+    calls = Calls(tools, choice, parallel)
+    text = calls.grammar(FORMATS[format_], walker.marks)
+    begin, tail = {
+        "llama3_json": ('{"name": "', '", "parameters": {'),
+        "qwen3_coder": ("<tool_call>\n<function=", ">\n"),
+        "pythonic": ("[", "("),
+    }[format_]
+    rng, found = random.Random(format_), Counter[str]()
+    for name in [*OF_KINDS, *OF_KINDS, ""]:
+        answer = walker.draw(text, rng, begin + name + tail if name else "", 120)
+        if answer is None:
+            continue
+        parser = FORMATS[format_].parser(functions_of(tools))
+        parser.either = calls.apart(FORMATS[format_])
+        events = merged([*parser.feed(answer), *parser.finish()])
+        names = [event.name for event in events if isinstance(event, Call)]
+        given = [event.text for event in events if isinstance(event, Arguments)]
+        assert names[:1] == ([name] if name else []) or choice == "required", answer
+        assert not any(isinstance(event, Content) for event in events) or choice == "auto", answer
+        assert parallel or len(names) == 1, answer
+        for called, arguments in zip(names, given, strict=True):
+            jsonschema.validate(json.loads(arguments), OF_KINDS[called], format_checker=DATES)
+            found[called] += 1
+    assert len(found) > 12, OF_KINDS.keys() - found
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome"]}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+TREE = {"type": "object", "properties": {"left": {"$ref": "#"}}}
+WEATHER = [strict("weather", CITY), strict("tree", TREE)]
+DATES = jsonschema.FormatChecker(["date"])
+CODER = "<tool_call>\n<function=weather>\n{}</function>\n</tool_call>"
+
+
+def value(text: str) -> str:
+    return f"<parameter=x>\n{text}\n</parameter>\n"
+
+
+def strange(**given: Any) -> list[Tool]:
+    return [strict("weather", {"type": "object", "properties": {"x": given}, "$defs": {"point": POINT}})]
+
+
+@pytest.mark.parametrize(
+    ("format_", "choice", "tools", "admitted", "others"),
+    [
+        ("llama3_json", "auto", WEATHER, [
+            "Hello {name}", '{"a": 1}', "", '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}',
+            '{"name": "weather", "parameters": {"city": "Rome", "days": 3}}; {"name": "tree", "parameters": {}}',
+            'So: {"name": "weather", "parameters": {}}',
+        ], ['{"name": "weather", "parameters": {}}', '{"type": "function"', ' {"name": "A"}', "<|python_tag|>print()"]),
+        ("pythonic", "auto", strange(type="array", items={"type": ["boolean", "string"]}), [
+            "[1, 2]", "weather(x=[])", "", "[weather()]", '[weather(x=["a\\n", True]), weather(x=[])]', "\n[weather()]",
+            "So: [weather(x=1)]", "[weather",
+        ], ["[weather(x=1)]", "[weather(y=[])]", "[weather(x=[1])]", "[ weather(x=1)]"]),
+        ("qwen3_coder", "auto", strange(type="string"), [
+            "Hi <tool_call> \n", CODER.format(""),
+            "So.\n" + CODER.format(value("a\n</function>\n <b> \"é\"")) + " Done.",
+            CODER.format(value("")) + "\n" + CODER.format(value("\n12")),
+        ], [CODER.format("<parameter=y>\n1\n</parameter>\n"), CODER.format(value("</function></tool_call>")),
+            "<function=other>", "<tool_call>\n<function=weather>\n</tool_call>"]),
+        ("qwen3_coder", "required", strange(anyOf=[{"$ref": "#/$defs/point"}, {"type": "string"}, {"type": "null"}]), [
+            *(CODER.format(value(text)) for text in ('{"x": 1}', "x", "null", "12", "None of it", "true", "")),
+        ], [*(CODER.format(value(text)) for text in ('{"y": 1}', " {", "{x}")), "", "Hi"]),
+        ("qwen3_coder", "required", strange(type=["integer", "string"], maximum=5, maxLength=3), [
+            *(CODER.format(value(text)) for text in ("5", "-7", "a5", "[1]")),
+        ], [*(CODER.format(value(text)) for text in ("6", " 6", "1 a", "abcd"))]),
+        ("qwen3_coder", "required", strange(enum=["a", True, None, 7]), [
+            *(CODER.format(value(text)) for text in ("a", "true", "null", "7")),
+        ], [*(CODER.format(value(text)) for text in ("b", "false", "8", ""))]),
+    ],
+)  # fmt: skip
+def test_what_models_write_is_admitted(
+    walker: Walker, format_: str, choice: Any, tools: list[Tool], admitted: list[str], others: list[str]
+) -> None:
+    text = Calls(tools, choice).grammar(FORMATS[format_], walker.marks)
+    for answer in (*admitted, *others):
+        assert walker.admits(text, answer) == (answer in admitted), answer
+
+
+def test_what_comes_after_a_thought(walker: Walker) -> None:
+    for format_, call in (
+        ("pythonic", "[weather(x=[])]"),
+        ("llama3_json", '{"name": "weather", "parameters": {"x": []}}'),
+    ):
+        calls = Calls(strange(type="array", items={"type": "integer"}), "auto")
+        text = after_thought(calls.grammar(FORMATS[format_], walker.marks), walker.marks, False)
+        for answer in (
+            call,
+            "Hi",
+            f"<think>hm</think>{call}",
+            f"<think>hm</think>\n\n{call}",
+            "<think>hm</think>\n\nHi",
+        ):
+            assert walker.admits(text, answer), answer
+            assert not walker.admits(text, answer.replace("[]", '["a"]')) or call not in answer
+
+
+@pytest.mark.parametrize(
+    ("format_", "schema", "words"),
+    [
+        ("qwen3_coder", {"x": {"type": "string", "format": "email"}}, "properties.x.format: 'email' can't"),
+        ("qwen3_coder", {"x": {"type": "string", "pattern": "^a|b$"}}, "properties.x.pattern: '^a|b$' can't"),
+        ("qwen3_coder", {"x": {"type": "integer", "enum": [1], "minimum": 1}}, "properties.x: enum can't be enforced"),
+        ("qwen3_coder", {"x": {"enum": ["1", 2]}}, "properties.x: the value '1' can't be written as text"),
+        ("qwen3_coder", {"x": {"enum": ["</parameter>"]}}, "properties.x: the value '</parameter>' can't"),
+        ("qwen3_coder", {"x": {"anyOf": [{}, {"type": "integer"}]}}, "properties.x: alternatives without a type"),
+        ("qwen3_coder", {"x": {"properties": {}}}, "properties.x.properties: can't be enforced"),
+        ("qwen3_coder", {"<": {}}, "properties.<: the name can't be written in a mark"),
+        ("pythonic", {"a b": {}}, "properties.a b: the name can't be a keyword"),
+        ("pythonic", {"x": {"type": "array", "prefixItems": [{}]}}, "properties.x.prefixItems: can't be enforced"),
+        ("pythonic", {"x": {"type": "object", "minProperties": 1}}, "properties.x.minProperties: can't be enforced"),
+        ("pythonic", {"x": {"allOf": [{"type": "object"}, {"type": "object"}]}}, "properties.x: an allOf of several"),
+        ("pythonic", {"x": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf"),
+        ("pythonic", {"x": {"properties": {}}}, "properties.x: a schema without a type can't be enforced"),
+        ("llama3_json", {"x": {"$ref": "#"}}, "properties.x.$ref: no value of '#' is finite"),
+    ],
+)  # fmt: skip
+def test_arguments_that_can_not_be_enforced(format_: str, schema: dict[str, Any], words: str) -> None:
+    tool = strict("f", {"type": "object", "properties": schema, "required": [*schema]})
+    with pytest.raises(FieldError) as caught:
+        Calls([tool]).grammar(FORMATS[format_], Marks({}))
+    assert caught.value.param == "tools.0.function.parameters"
+    assert words in caught.value.reason
+
+
+class Kind(enum.Enum):
+    SMALL = "small"
+    LARGE = 2
+
+
+class Stop(BaseModel):
+    name: str = Field(min_length=1, description="Where.")
+    nights: int | None = None
+
+
+class Trip(BaseModel):
+    """A trip."""
+
+    stops: list[Stop]
+    first: Stop = Field(description="The first one.")
+    kind: Kind = Field(Kind.SMALL, description="Its size.")
+    mode: Literal["train", "car"] | None = None
+    begin: datetime.date
+    tags: dict[str, bool]
+    price: float | str = 0.5
+
+
+@pytest.mark.parametrize("format_", ["hermes", "mistral", "llama3_json", "qwen3_coder", "pythonic"])
+def test_what_openai_makes_of_a_model(format_: str) -> None:
+    tool = Tool.model_validate(openai.pydantic_function_tool(Trip))
+    assert tool.function.strict
+    assert grammar.lark(Calls([tool]).grammar(FORMATS[format_], Marks({})))
+
+
+@pytest.mark.parametrize(("format_", "name"), [("pythonic", "a b"), ("qwen3_coder", "a>b")])
+def test_names_that_can_not_be_written(format_: str, name: str) -> None:
+    with pytest.raises(FieldError, match="can't be written in this model's format") as caught:
+        Calls([strict(name, None)]).grammar(FORMATS[format_], Marks({}))
+    assert caught.value.param == "tools.0.function.name"

@@ -1,0 +1,49 @@
+"""The names of formats of calls and reasoning, and which one a chat template has."""
+
+from __future__ import annotations
+
+import pytest
+
+from specserve.config import Settings, resolve_paths
+from specserve.config.settings import CALL_FORMATS, REASONING_FORMATS
+from specserve.frontend.parsers.registry import FORMATS, choose_format
+
+
+def test_settings_name_the_formats() -> None:
+    assert tuple(FORMATS) == CALL_FORMATS
+    for name in REASONING_FORMATS:
+        assert Settings(reasoning_parser=name).reasoning_parser == name
+    unread = Settings(skip_tokenizer_init=True, tool_call_parser="hermes", reasoning_parser="mimo")
+    assert any(
+        note.startswith("--tool-call-parser, --reasoning-parser has no effect")
+        for note in resolve_paths(unread)[1]
+    )
+    with pytest.raises(
+        ValueError, match=r"tool.call.parser.*auto, none, hermes, .*, llama3_json, mistral, pythonic"
+    ):
+        Settings(tool_call_parser="glm")
+    with pytest.raises(ValueError, match=r"reasoning.parser.*none, qwen3, deepseek_r1, .*mimo"):
+        Settings(reasoning_parser="glm")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% if tools %}<tool_call>\n{}\n</tool_call>{% endif %}", "hermes"),
+        ('{% if tools %}{"name": function name, "parameters": dictionary of{% endif %}', "llama3_json"),
+        ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral"),
+        ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", "pythonic"),
+        ("{% if tools %}<tool_call></tool_call><function=f>{% endif %}", None),
+        ("{% if tools %}<tool_call></tool_call><function=f><parameter=a>{% endif %}", "qwen3_coder"),
+        ("{% if tools %}<tool_call></tool_call>[TOOL_CALLS]{% endif %}", None),
+        ("<tool_call></tool_call>", None),
+        ("{% if tools %}f(){% endif %}", None),
+        ("", None),
+    ],
+)
+def test_auto(template: str, expected: str | None) -> None:
+    chosen, why = choose_format("auto", template)
+    assert (chosen and chosen.name) == expected
+    assert why
+    assert choose_format("none", template)[0] is None
+    assert choose_format("qwen25", template)[0] is FORMATS["hermes"]
