@@ -27,12 +27,11 @@ from specserve.layers.formats.pack_quantized import PackQuantizedLayout
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import Joined, StoredProjection
 from specserve.layers.linear import Linear
-from specserve.models import checkpoint
 from specserve.models.checkpoint import load_target
 from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
-from specserve.tools.check.memory import Allocations, count_bytes, expected_memory
+from specserve.tools.check.memory import expected_memory
 from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import Checkpoints, answer_all, make_scheduler
 from tests.reference import llama
@@ -611,47 +610,6 @@ def test_words_that_do_not_fit_are_named(
         load(path)
 
 
-SCALES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def rewrite(path: Path, ends: str, change: Callable[[Tensor], Tensor]) -> Path:
-    """Change the tensors of a checkpoint whose names end so."""
-    state, config = load_checkpoint(path)
-    changed = {name: change(each).contiguous() for name, each in state.items() if name.endswith(ends)}
-    return save_checkpoint(path, {**state, **changed}, config, safetensors=True)
-
-
-def held_by(model: LlamaModel) -> dict[str, Any]:
-    """What decides about kernels: a model's modules, and the shapes and dtypes of what they hold."""
-    return {
-        name: (
-            type(child),
-            [(kind, each.shape, each.dtype) for kind, each in child.named_buffers(recurse=False)],
-        )
-        for name, child in model.named_modules()
-    }
-
-
-@pytest.mark.parametrize(
-    "dialect", ["awq", "gptq act order", "gptq act order of each", "W4A16 act order", "W8A16"]
-)
-def test_a_dry_run_knows_what_the_files_decide(plain: Path, tmp_path: Path, dialect: str) -> None:
-    """The dtype of scales, and inputs that are sorted otherwise. Each checkpoint has a list of kernels of its own."""
-    with patch.object(stored, "on_gpu", return_value=True):
-        for dtype in SCALES:
-            path = rewrite(
-                quantize(plain, tmp_path / str(dtype), dialect),
-                "scales" if "W" not in dialect else "weight_scale",
-                lambda each, dtype=dtype: each.to(dtype),  # type: ignore[misc]
-            )
-            real, dry = load(path), load_target(path, torch.float32, torch.device("meta"), len(TOKENS))
-            assert held_by(dry) == held_by(real)
-            down = real.layers[0].mlp.down_proj
-            assert down.scale.dtype == (torch.float32 if dtype == torch.float64 else dtype)
-            assert (down.order is not None) == ("order" in dialect)
-            assert isinstance(real.layers[0].mlp.gate_up_proj.apart, Joined) == ("of each" in dialect)
-
-
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
@@ -794,58 +752,6 @@ def test_a_flag_that_says_what_the_checkpoint_is(
         ValueError, match="the checkpoint is not quantized; accepted are none, fp8, int8, int4"
     ):
         resolve_engine(replace(settings, model_path=str(plain)))
-
-
-class InTurn:
-    """In the place of the threads that load weights: what they allocate is then counted."""
-
-    map = staticmethod(map)
-
-    def __init__(self, *given: Any) -> None:
-        pass
-
-    def __enter__(self) -> InTurn:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        pass
-
-
-@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "awq", "gptq act order", "fp8 blocks"])
-def test_loading_holds_one_projection_a_thread_in_two_forms(tmp_path: Path, kind: str) -> None:
-    """However many layers there are, and as ``check`` says."""
-    more, rounding = [], {} if kind in DIALECTS else {"quantization": kind}
-    for layers in (2, 6):
-        path = make_llama(tmp_path / str(layers), hidden=256, inner=512, heads=4, kv_heads=2, layers=layers)
-        if kind in DIALECTS:
-            path = quantize(path, tmp_path / f"quantized {layers}", kind)
-        given = make_settings(
-            model_path=str(path), device="cpu", dtype="bfloat16", skip_tokenizer_init=True, **rounding
-        )
-        config = resolve_engine(given)[2]
-        expected = expected_memory(replace(config, device="cuda"))
-        with (
-            patch.object(stored, "on_gpu", return_value=True),
-            patch.object(checkpoint, "ThreadPoolExecutor", InTurn),
-            (made := Allocations()),
-        ):
-            model = load_target(path, torch.bfloat16, CPU, 16, config.model)
-        assert made.held == count_bytes([model], set())
-        more.append(made.peak - made.held)
-        assert expected.loading - expected.weights == pytest.approx(checkpoint.READERS * more[-1], rel=0.01)
-    assert more[1] == pytest.approx(more[0], rel=0.01)
-
-
-def test_allocations_are_counted_once() -> None:
-    with (made := Allocations()):
-        first = torch.zeros(100)
-        half = first[:50].view(5, 10)
-        first.add_(1)
-        second = half + 1
-        del first, second
-        assert (made.held, made.peak) == (400, 600)
-        del half
-        assert (made.held, made.peak) == (0, 600)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -185,7 +185,7 @@ def load_target(
             model = model_class(config.architecture, model_path)(config, positions)
         except ValueError as error:
             raise ValueError(f"{model_path}: {error}") from None
-    known = {*file_tensors(model), "lm_head.weight"}
+    known = {*file_tensors(model)} | ({"lm_head.weight"} if config.tie_word_embeddings else set())
     load_parameters(model, files)
     _warn_of_unread(model, known, files)
     return model

@@ -24,7 +24,7 @@ SYMMETRIC_ZERO = 8  # the 4-bit value that means 0 without a zero point
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 GROUP = 128  # inputs that share a scale in 4 bits
-_SLICE = 1 << 22  # weights quantized at a time, which bounds the float32 copies
+_SLICE = 1 << 23  # weights quantized at a time, which bounds the float32 copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class RoundedLayout:
     def _round_to_8(self, wide_OI: Tensor) -> tuple[Tensor, Tensor]:
         """Return the bytes, and the scales ``[O, 1]``."""
         largest_O1 = wide_OI.abs().amax(1, keepdim=True)
-        scale_O1 = torch.where(largest_O1 > 0, largest_O1 / LARGEST[self.kind], 1.0)
+        scale_O1 = torch.where(largest_O1 == 0, 1.0, largest_O1 / LARGEST[self.kind])
         scaled_OI = wide_OI / scale_O1
         rounded_OI = scaled_OI.round() if self.kind == "int8" else scaled_OI
         return rounded_OI.to(DTYPES[self.kind]).view(torch.uint8), scale_O1
