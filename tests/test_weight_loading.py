@@ -24,14 +24,28 @@ from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
 from specserve.tools.check.memory import Allocations, count_bytes, expected_memory
+from tests.reference import llama
 from tests.reference.models import load_checkpoint, make_llama, make_qwen2, save_checkpoint
-from tests.reference.quantized import DIALECTS, PROJECTIONS, dequantize, packed_group, quantize
+from tests.reference.packed_bits import awq, by_activations, gptq, pack_quantized
+from tests.reference.quantized import (
+    DIALECTS,
+    PROJECTIONS,
+    awq_config,
+    dequantize,
+    gptq_config,
+    packed_group,
+    quantize,
+)
 from tests.test_weight_formats import CPU, TOKENS, WIDE, configure, load, logits_of
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen2(tmp_path_factory.mktemp("plain") / "target", **WIDE, std=0.08, branch_scale=0.1)
+
+
+def in_any_order(inputs: int, group: int, weight: Tensor) -> Tensor:
+    return by_activations(inputs, group)
 
 
 @pytest.fixture
@@ -132,6 +146,32 @@ def test_allocations_are_counted_once() -> None:
         assert (made.held, made.peak) == (400, 600)
         del half
         assert (made.held, made.peak) == (0, 600)
+
+
+ODD: dict[str, tuple[Any, dict[str, Any]]] = {
+    "awq, a short group": (awq(128), awq_config(128)),
+    "gptq, one group that is wider": (gptq(512), gptq_config(512)),
+    "gptq act order, a short group": (gptq(128, index=in_any_order), gptq_config(128, desc_act=True)),
+    "gptq act order of all inputs": (gptq(-1, index=in_any_order), gptq_config(-1, desc_act=True)),
+    "gptq int8 act order": (gptq(64, 8, index=in_any_order), gptq_config(64, bits=8, desc_act=True)),
+    "W4A16 asymmetric, a short group": (pack_quantized(128, zeros=True), packed_group(128, symmetric=False)),
+    "W4A16 act order, a short group": (
+        pack_quantized(128, by_activation=True),
+        packed_group(128, actorder="group"),
+    ),
+    "W4A16 without a strategy": (pack_quantized(-1), packed_group(-1, strategy=None, group_size=-1)),
+}
+
+
+@pytest.mark.parametrize("dialect", ODD)
+def test_groups_that_do_not_divide_the_inputs(
+    plain: Path, tmp_path: Path, dialect: str, as_on_a_gpu: None
+) -> None:
+    """And those of all inputs."""
+    with patch.dict(DIALECTS, ODD):
+        path = quantize(plain, tmp_path / "target", dialect)
+    expected = llama.forward(*dequantize(path), TOKENS).logits
+    torch.testing.assert_close(logits_of(load(path)).double(), expected, rtol=0, atol=1e-4)
 
 
 NAN, INF = float("nan"), float("inf")
