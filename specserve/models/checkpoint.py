@@ -85,14 +85,8 @@ def _stored(module: nn.Module) -> Iterator[_Stored]:
             outside, _, name = path.rpartition(".")
             parts = [_join(outside, part) for part in child.parts or [name]]
             stored = zip(parts, child.stored(), strict=True)
-        yield _Stored(
-            path,
-            child,
-            [
-                {_join(prefix, kind): each.detach() for kind, each in found.items()}
-                for prefix, found in stored
-            ],
-        )
+        named = [{_join(at, kind): each.detach() for kind, each in found.items()} for at, found in stored]
+        yield _Stored(path, child, named)
 
 
 def _join(*names: str) -> str:

@@ -82,10 +82,8 @@ class Int8Layout:
         return {"weight": torch.empty(outputs, inputs, dtype=torch.int8), "weight_scale": scale}
 
     def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
-        weight_OI, scale = (
-            moved(stored["weight"], device),
-            moved(stored["weight_scale"], device, torch.float32),
-        )
+        weight_OI = moved(stored["weight"], device)
+        scale = moved(stored["weight_scale"], device, torch.float32)
         return Numbers(weight_OI, scale.expand(len(weight_OI), 1))
 
 

@@ -66,7 +66,7 @@ class StoredProjection(Projection):
         super().__init__()
         self.parts = parts
         self._layout = layout
-        self._dtype, self._device = torch.get_default_dtype(), torch.get_default_device()
+        self._dtype, self._device = torch.get_default_dtype(), torch.empty(0).device
         self._inputs = inputs
         self.plain: Linear | None = None
         self.apart: Joined | None = None
