@@ -57,7 +57,7 @@ def rounding(weights: str) -> Iterator[str]:
         return
 
     def quantize(weight_OI: Tensor, _: object) -> tuple[Tensor]:
-        numbers = RoundedLayout("int4").numbers({"weight": weight_OI})
+        numbers = RoundedLayout("int4").numbers({"weight": weight_OI}, weight_OI.device)
         return (dequantize_packed(pack(numbers), weight_OI.dtype),)
 
     with (

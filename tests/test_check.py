@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -127,6 +128,7 @@ def test_what_rounding_loses(pair: Checkpoints, tmp_path: Path, capsys: pytest.C
         "found": pytest.approx(plain),
         "plain": None,
         "rounds": "",
+        "not_compared": "",
     }
     assert report["perplexity"] == expected
     _, report = check(
@@ -137,6 +139,13 @@ def test_what_rounding_loses(pair: Checkpoints, tmp_path: Path, capsys: pytest.C
     assert found["plain"] == pytest.approx(plain)
     assert found["found"] != pytest.approx(plain, rel=1e-4)
     assert f"{plain:.4f} without --quantization int4" in Report(perplexity=Perplexity(**found)).text()
+    with patch("specserve.tools.check.perplexity.device_memory", return_value=2**16):
+        code, report = check(capsys, pair.target, pair.eagle, *flags, "--quantization", "int4")
+    assert (code, report["perplexity"]["plain"]) == (0, None)
+    assert report["perplexity"]["found"] == pytest.approx(found["found"], rel=0.1)
+    words = "cpu has 0.0 GiB, and the model without --quantization int4 needs 0.0; to compare, score it"
+    assert report["perplexity"]["not_compared"].startswith(words)
+    assert f"not compared: {words}" in Report(perplexity=Perplexity(**report["perplexity"])).text()
     code, report = check(capsys, pair.target, None, "--no-run", "--perplexity", str(tmp_path / "none"))
     assert (code, report["error"][:13]) == (2, "--perplexity:")
 
@@ -348,11 +357,12 @@ def test_what_cannot_be_loaded(argv: list[str], words: str, capsys: pytest.Captu
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(["device = cpu"], ["a problem"], ["a remark"])
-    report.memory = Memory("cuda:0", True, 16 * 2**30, 2**20, 131072, 1000, 131072000, 2**20)
+    report.memory = Memory("cuda:0", True, 16 * 2**30, 2**20, 131072, 1000, 131072000, 2**20, 17 * 2**30)
     report.acceptance = Acceptance(6, 100, 500, 200, 3.0, [0.9, 0.5], 5)
     text = report.text()
     for words in (
-        "problems\n  a problem", "weights       16.00 GiB", "1000 tokens of 128.00 KiB", "CUDA graphs   1.00 MiB",
+        "problems\n  a problem", "weights       16.00 GiB, at most 17.00 GiB while",
+        "1000 tokens of 128.00 KiB", "CUDA graphs   1.00 MiB",
         "3.00 tokens a step", "or more: 0.90 0.50", "5 of 6 texts", "problems: 1",
     ):  # fmt: skip
         assert words in text

@@ -14,13 +14,15 @@ import pytest
 
 pytest.importorskip("triton")
 
+from torch import Tensor
+
 from specserve.compile import main
 from specserve.engine.kernels import KernelWatch, Variant
 from tests.reference.block import make_block
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.medusa import make_medusa
 from tests.reference.mlp_speculator import make_mlp_speculator
-from tests.reference.models import make_llama, make_mimo
+from tests.reference.models import load_checkpoint, make_llama, make_mimo, save_checkpoint
 from tests.reference.p_eagle import make_p_eagle
 from tests.reference.quantized import quantize
 from tests.reference.standalone import first_layer
@@ -147,6 +149,44 @@ def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
     found = python(tmp_path, "-c", NOTES, json.dumps(flags)).splitlines()
     for (kind, _, kernel), line in zip(pairs, found, strict=True):
         assert {"_attend_kernel", "_prefill_kernel", kernel} <= set(line.split()), kind
+
+
+LISTS = """
+import sys
+from dataclasses import replace
+from specserve_kernels.ops.device import Gpu, Limits
+from specserve.config import load_settings
+from specserve.process.assemble import resolve_engine
+from specserve.process.compile import Job, list_file
+
+for path in sys.argv[1:]:
+    given = replace(load_settings(["--model-path", path, "--skip-tokenizer-init"], {}), device="cuda")
+    config = resolve_engine(given, has_gpu=True)[2]
+    print(list_file(Job(config, Gpu((9, 0), Limits(132, 232448)), 1)))
+"""
+
+
+def test_a_checkpoint_whose_files_decide_otherwise_has_another_list(tmp_path: Path) -> None:
+    """Of which a start that finds it skips the dry run."""
+    target = make_llama(tmp_path / "target", vocab=64, hidden=256, heads=4, kv_heads=2)
+    paths = []
+    for number, (ends, change) in enumerate(
+        [
+            ("", lambda each: each),
+            ("norm.weight", lambda each: each + 1),  # decides nothing
+            ("scales", Tensor.bfloat16),
+            ("g_idx", lambda each: each.flip(0)),
+        ]
+    ):
+        paths.append(quantize(target, tmp_path / str(number), "gptq act order"))
+        state, config = load_checkpoint(paths[-1])
+        changed = {
+            name: change(each) if ends and name.endswith(ends) else each for name, each in state.items()
+        }
+        save_checkpoint(paths[-1], changed, config, safetensors=True)
+    same, also, *others = python(tmp_path / "cache", "-c", LISTS, *map(str, paths)).splitlines()
+    assert same == also
+    assert len({same, *others}) == 3
 
 
 def test_a_kernel_that_comes_late_is_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,9 +31,16 @@ class Kind:
     group: int = 0
     rows: int = 1
     zeros: bool = False
+    scales: torch.dtype = torch.float32
 
     def __str__(self) -> str:
-        parts = (str(self.dtype)[6:], self.group or "all", self.rows, "zeros" if self.zeros else "")
+        parts = (
+            str(self.dtype)[6:],
+            self.group or "all",
+            self.rows,
+            "zeros" if self.zeros else "",
+            str(self.scales)[6:],
+        )
         return "-".join(map(str, filter(None, parts)))
 
     def draw(self, outputs: int, inputs: int, device: torch.device) -> Numbers:
@@ -50,7 +57,9 @@ class Kind:
         scale = (torch.rand(rows, groups, generator=draws) + 0.5) / largest / inputs**0.5
         zero = torch.randint(0, 16, (outputs, groups), generator=draws).to(device, torch.uint8)
         group = self.group or inputs
-        return Numbers(values.to(device), scale.to(device), zero if self.zeros else None, group, self.rows)
+        return Numbers(
+            values.to(device), scale.to(device, self.scales), zero if self.zeros else None, group, self.rows
+        )
 
 
 FP8, INT8, INT4 = torch.float8_e4m3fn, torch.int8, torch.uint8
@@ -61,6 +70,9 @@ KINDS = [
     Kind(INT8),
     Kind(INT8, 32),
     Kind(INT4, 128),
+    Kind(INT4, 128, scales=torch.float16),
+    Kind(INT4, 64, zeros=True, scales=torch.bfloat16),
+    Kind(INT8, scales=torch.bfloat16),
     Kind(INT4, 256, zeros=True),
     Kind(INT4, 64, zeros=True),
     Kind(INT4, 32),

@@ -6,7 +6,7 @@ outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,16 @@ class Projection(nn.Module):
         return next(self.parameters()).device
 
     def stored(self) -> list[dict[str, Tensor]]:
-        """Return the tensors that a file holds for each part: views of the parameters, by the last part of their
-        names."""
+        """Return the tensors that a file holds for each part, by the last part of their names: views of the parameters,
+        or on ``meta`` if they are not kept as they are."""
         raise NotImplementedError
 
-    def loaded(self) -> None:
-        """Prepare for ``forward``, after the tensors of ``stored`` have been filled."""
+    def load(self, files: Sequence[Mapping[str, Tensor]]) -> None:
+        """Take the tensors of ``stored`` from a file. They may be mapped from it, and floats may have another dtype.
+        Raises ValueError for values that they can't have."""
+        for part, found in zip(self.stored(), files, strict=True):
+            for name, target in part.items():
+                target.copy_(found[name])
 
     def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
         """Return ``[T, O]``, or its ``silu_and_mul`` if ``gated``; written to ``out`` if given."""
@@ -78,10 +82,19 @@ class WeightFormat:
         raise NotImplementedError
 
 
-Reader = Callable[[Mapping[str, Any], Collection[str]], WeightFormat]
+FLOATS = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+"""Dtypes of unquantized numbers, in models and in files."""
+Dtypes = Mapping[str, torch.dtype | None]
+"""The dtypes of a checkpoint's tensors, by name without ``model.``; None unless it is one of ``FLOATS``."""
+Reader = Callable[[Mapping[str, Any], Dtypes], WeightFormat]
 FORMATS: dict[str, Reader] = {}
-"""Readers by ``quant_method``. They take the ``quantization_config`` and the names of the checkpoint's tensors without
-``model.``, and raise ValueError naming a field that they can't serve."""
+"""Readers by ``quant_method``. They take the ``quantization_config`` and the checkpoint's tensors, and raise ValueError
+naming a field that they can't serve."""
 
 
 def register(quant_method: str, reader: Reader) -> None:

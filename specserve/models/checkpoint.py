@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specserve.layers.formats.fp8 import KV_SCALES
-from specserve.layers.weights import Projection
+from specserve.layers.weights import FLOATS, Projection
 from specserve.models.config import ModelConfig, read_json
 from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
@@ -26,17 +27,53 @@ from specserve.models.tensor_files import TensorFiles
 log = logging.getLogger(__name__)
 
 READERS = 4  # threads: disk and device copy have more bandwidth than one thread uses
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+DTYPES = FLOATS
 
 
 def file_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of ``module`` under the names of a file, with fused ones split, as views."""
-    tensors: dict[str, Tensor] = {}
+    """Return the tensors of ``module`` under the names of a file, with fused ones split, as views."""
+    return {
+        name: tensor for stored in _stored(module) for part in stored.parts for name, tensor in part.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A module's own tensors: for each part, by their names in a file."""
+
+    path: str
+    module: nn.Module
+    parts: list[dict[str, Tensor]]
+
+    def load(self, files: TensorFiles, rename: Callable[[str], str], inference: bool) -> int:
+        """Fill them and return the bytes read. Sets PyTorch's modes, because each thread has its own. On ``meta`` only
+        what decides about kernels is read."""
+        size, found = 0, list[dict[str, Tensor]]()
+        for part in self.parts:
+            found.append({})
+            for name, target in part.items():
+                each = target if self.on_meta and target.is_meta else files[rename(name)].view(target.shape)
+                found[-1][name.rpartition(".")[2]] = each
+                size += each.nbytes
+        with torch.no_grad(), torch.inference_mode(inference):
+            if isinstance(self.module, Projection):
+                try:
+                    self.module.load(found)
+                except ValueError as error:
+                    raise ValueError(f"{files.path}: {self.path}: {error}") from None
+            else:
+                for name, target in self.parts[0].items():
+                    target.copy_(found[0][name.rpartition(".")[2]])
+        return 0 if self.on_meta else size
+
+    @property
+    def on_meta(self) -> bool:
+        module = self.module
+        device = module.device if isinstance(module, Projection) else next(module.parameters(False)).device
+        return device.type == "meta"
+
+
+def _stored(module: nn.Module) -> Iterator[_Stored]:
     seen = set[nn.Parameter]()
     for path, child in module.named_modules():
         own = dict(child.named_parameters(recurse=isinstance(child, Projection)))
@@ -48,41 +85,37 @@ def file_tensors(module: nn.Module) -> dict[str, Tensor]:
             outside, _, name = path.rpartition(".")
             parts = [_join(outside, part) for part in child.parts or [name]]
             stored = zip(parts, child.stored(), strict=True)
-        for prefix, found in stored:
-            tensors.update({_join(prefix, kind): tensor.detach() for kind, tensor in found.items()})
-    return tensors
+        named = [{_join(at, kind): each.detach() for kind, each in found.items()} for at, found in stored]
+        yield _Stored(path, child, named)
 
 
 def _join(*names: str) -> str:
     return ".".join(filter(None, names))
 
 
-@torch.no_grad()
 def load_parameters(
     module: nn.Module, files: TensorFiles, rename: Callable[[str], str] = lambda name: name
 ) -> None:
-    """Fill every parameter of ``module``, converting to its dtype and device.
+    """Fill every parameter of ``module``, converting to its dtype and device. Each projection is prepared as soon as it
+    is read, so that few of them are held in two forms.
 
     ``rename`` turns a name inside the module into a canonical one. Raises ValueError, before anything is read, naming
     the file and a tensor that is missing or has the wrong shape or dtype.
     """
-    targets = [(rename(name), target) for name, target in file_tensors(module).items() if not target.is_meta]
-    for name, target in targets:
-        _check_tensor(files, name, target)
+    stored, inference = list(_stored(module)), torch.is_inference_mode_enabled()
+    for each in stored:
+        for name, target in itertools.chain.from_iterable(part.items() for part in each.parts):
+            if not (each.on_meta and target.is_meta):
+                _check_tensor(files, rename(name), target)
     begin = time.perf_counter()
     with ThreadPoolExecutor(READERS, "weights") as readers:
-        size = sum(readers.map(lambda each: _read(files[each[0]], each[1]), targets))
+        run = map if all(each.on_meta for each in stored) else readers.map
+        size = sum(run(lambda each: each.load(files, rename, inference), stored))
     if size:
         seconds = time.perf_counter() - begin
         log.info(
             "%s: read %.2f GB in %.1f s, %.2f GB/s", files.path, size / 1e9, seconds, size / 1e9 / seconds
         )
-    for name, child in list(module.named_modules()):
-        if isinstance(child, Projection):
-            try:
-                child.loaded()
-            except ValueError as error:
-                raise ValueError(f"{files.path}: {name}: {error}") from None
 
 
 def _check_tensor(files: TensorFiles, name: str, target: Tensor) -> None:
@@ -99,13 +132,6 @@ def _check_tensor(files: TensorFiles, name: str, target: Tensor) -> None:
     if found.dtype not in accepted:
         dtypes = f"{_name(found.dtype)}, expected {', '.join(map(_name, accepted))}"
         raise ValueError(f"{files.file(name)}: tensor {name} has dtype {dtypes}")
-
-
-def _read(found: Tensor, target: Tensor) -> int:
-    """Copy a tensor and return its bytes. Sets PyTorch's modes, because each thread has its own."""
-    with torch.no_grad(), torch.inference_mode(target.is_inference()):
-        target.copy_(found.view(target.shape))
-    return found.nbytes
 
 
 _INIT = (Tensor.uniform_, Tensor.normal_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_)
@@ -153,7 +179,7 @@ def load_target(
             model = model_class(config.architecture, model_path)(config, positions)
         except ValueError as error:
             raise ValueError(f"{model_path}: {error}") from None
-    known = {*file_tensors(model), "lm_head.weight"}
+    known = {*file_tensors(model)} | ({"lm_head.weight"} if config.tie_word_embeddings else set())
     load_parameters(model, files)
     _warn_of_unread(model, known, files)
     return model

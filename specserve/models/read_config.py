@@ -56,7 +56,7 @@ def _weights(fields: Mapping[str, Any], path: Path) -> WeightFormat:
     if not given:
         return PLAIN
     try:
-        return read_format(given, TensorFiles(path.parent).names())
+        return read_format(given, TensorFiles(path.parent).dtypes())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

@@ -16,8 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specserve.layers.weights import FLOATS
 from specserve.models.config import read_json
 
+_HEADER = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
 
 
@@ -49,6 +51,20 @@ class TensorFiles:
 
     def names(self) -> list[str]:
         return list(self._files)
+
+    def dtypes(self) -> dict[str, torch.dtype | None]:
+        """Return each tensor's dtype, None unless it is one of ``FLOATS``, from the files' headers."""
+        found: dict[str, torch.dtype | None] = {}
+        opened = {
+            file: _open_safetensors(file) for file, _ in self._files.values() if file not in self._pickled
+        }
+        for name, (file, stored) in self._files.items():
+            if file in opened:
+                found[name] = _HEADER.get(opened[file].get_slice(stored).get_dtype())
+            else:
+                dtype = self._pickled[file][stored].dtype
+                found[name] = dtype if dtype in FLOATS.values() else None
+        return found
 
     def file(self, name: str) -> Path:
         """Return the file that holds the tensor ``name``. Raises ValueError if there is none."""

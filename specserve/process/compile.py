@@ -37,6 +37,7 @@ from specserve.engine.kernels import WATCH, Variant, settle_keys
 from specserve.engine.prompts import short_prefill, sizes_within
 from specserve.engine.shapes import ShapePlan, batch_buckets
 from specserve.models.checkpoint import DTYPES
+from specserve.models.tensor_files import TensorFiles
 from specserve.process.assemble import create_shapes, shape_plan
 from specserve.speculation.context import Context, View
 from specserve.speculation.prefill import PromptChunks, Scored, prefill
@@ -122,7 +123,7 @@ def compile_all(job: Job) -> list[Variant]:
         for variant, future in compiled.items():
             if (error := future.exception()) is not None:
                 raise RuntimeError(f"{variant.module}.{variant.kernel} does not compile") from error
-    file = _list_file(job)
+    file = list_file(job)
     part = file.with_suffix(f".{os.getpid()}")  # other processes may read or write the same file
     part.write_text(json.dumps(list(compiled)))
     part.replace(file)
@@ -167,8 +168,8 @@ def _integers(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int64, device="meta")
 
 
-def _list_file(job: Job) -> Path:
-    """Return the file that lists the variants of a configuration."""
+def list_file(job: Job) -> Path:
+    """Return the file that lists the variants of a configuration and of what its checkpoints' files decide."""
     from triton import __version__, knobs
 
     config, draft = job.config, job.config.draft
@@ -176,7 +177,8 @@ def _list_file(job: Job) -> Path:
     for package in _PACKAGES:
         for file in sorted(package.rglob("*.py")):
             found.update(file.read_bytes())
-    files = [] if draft is None else sorted(path for path in draft.path.iterdir() if path.is_file())
+    drafts = [] if draft is None or draft.path == Path() else [draft.path]
+    files = [path for draft_path in drafts for path in sorted(draft_path.iterdir()) if path.is_file()]
     parts = (
         __version__,
         job.gpu,
@@ -190,6 +192,10 @@ def _list_file(job: Job) -> Path:
         [file.stat().st_size for file in files if file.name != "config.json"],
     )
     found.update(repr(parts).encode())
+    for tensors in map(TensorFiles, (config.model_path, *drafts)):
+        found.update(repr(sorted(tensors.dtypes().items())).encode())
+        for name in sorted(name for name in tensors.names() if name.endswith("g_idx")):
+            found.update(tensors[name].numpy().tobytes())
     directory = Path(knobs.cache.dir)
     directory.mkdir(parents=True, exist_ok=True)
     return directory / f"specserve-{found.hexdigest()[:32]}.json"
@@ -211,7 +217,7 @@ class CompileAhead:
 
         WATCH.install()
         job = Job(config, this_gpu(), max(1, config.cores - 1))
-        file, process = _list_file(job), None
+        file, process = list_file(job), None
         if not file.exists():
             process = subprocess.Popen(
                 [sys.executable, "-m", "specserve.process.compile"],

@@ -85,7 +85,7 @@ def awq(group: int) -> Callable[[Tensor], State]:
 
 def awq_weight(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
     values, zero = (unpacked(tensors[name], 4, PLACE) for name in ("qweight", "qzeros"))
-    group = len(values) // len(zero)
+    group = config["group_size"] if config["group_size"] > 0 else len(values)
     return torch.stack(
         [
             (row - zero[k // group]).double() * tensors["scales"][k // group].double()

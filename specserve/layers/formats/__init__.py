@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from specserve.layers.formats import awq, compressed_tensors, fp8, gptq, modelopt
-from specserve.layers.weights import FORMATS, WeightFormat, register
+from specserve.layers.weights import FORMATS, Dtypes, WeightFormat, register
 
 register("fp8", fp8.read)
 register("fbgemm_fp8", fp8.read_fbgemm)
@@ -46,13 +46,12 @@ REFUSED = {
 """Known methods that are not supported: the reason, and what to do instead."""
 
 
-def read_format(quantization_config: object, names: Collection[str]) -> WeightFormat:
-    """Return the format of a ``quantization_config``. ``names``: the checkpoint's tensors without ``model.``. Raises
-    ValueError naming the known methods."""
+def read_format(quantization_config: object, files: Dtypes) -> WeightFormat:
+    """Return the format of a ``quantization_config``. Raises ValueError naming the known methods."""
     method = quantization_config.get("quant_method") if isinstance(quantization_config, Mapping) else None
     if isinstance(method, str) and method in FORMATS:
         assert isinstance(quantization_config, Mapping)
-        return FORMATS[method](quantization_config, names)
+        return FORMATS[method](quantization_config, files)
     accepted = f"weights must be float16, bfloat16 or float32, or of quant_method {', '.join(FORMATS)}"
     if isinstance(method, str) and method in REFUSED:
         accepted = f"{'; '.join(REFUSED[method])}; {accepted}"

@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from specserve_kernels import Numbers
 from torch import Tensor
 
@@ -19,29 +20,32 @@ from specserve.layers.formats.stored import (
     StoredWeights,
     check_left_out,
     modules_with,
+    moved,
     one_of,
     stored_weights,
     texts,
 )
 from specserve.layers.formats.words import (
     bits_of,
-    float32,
     group_of,
     int32,
     numbers_of,
     packed_size,
+    scales_of,
     unpack_words,
     words_of,
 )
+from specserve.layers.weights import Dtypes
 
 _LAYOUTS = ("gemm", "GEMM")
 
 
 @dataclass(frozen=True, slots=True)
 class AwqLayout:
-    """``group``: inputs that share a scale; 0: all."""
+    """``group``: inputs that share a scale; 0: all. ``scales``: their dtype."""
 
     group: int
+    scales: torch.dtype = torch.float16
 
     @property
     def words(self) -> str:
@@ -52,12 +56,13 @@ class AwqLayout:
         return {
             "qweight": int32(inputs, words),
             "qzeros": int32(groups, words),
-            "scales": float32(groups, outputs),
+            "scales": torch.empty(groups, outputs, dtype=self.scales),
         }
 
-    def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
-        values_OI, zero_OG = (_in_order(stored[name]).T for name in ("qweight", "qzeros"))
-        return numbers_of(values_OI.contiguous(), stored["scales"].T, zero_OG, 4, self.group)
+    def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
+        values_OI, zero_OG = (_in_order(moved(stored[name], device)).T for name in ("qweight", "qzeros"))
+        scale_OG = moved(stored["scales"], device, self.scales).T
+        return numbers_of(values_OI.contiguous(), scale_OG, zero_OG, 4, self.group)
 
 
 def _in_order(words: Tensor) -> Tensor:
@@ -66,15 +71,16 @@ def _in_order(words: Tensor) -> Tensor:
     return evens_and_odds.transpose(-1, -2).flatten(-3)
 
 
-def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
+def read(config: Mapping[str, Any], files: Dtypes) -> StoredWeights:
     """Read ``quant_method: awq``, and the fields of its older ``quant_config.json``."""
     old = "w_bit" in config
     bits_of(config, "w_bit" if old else "bits", (4,))
     one_of(config, "version", _LAYOUTS)
     one_of(config, "format", _LAYOUTS)
     one_of(config, "zero_point", (True,))
-    layout = AwqLayout(group_of(config, "q_group_size" if old else "group_size"))
-    layouts = dict.fromkeys(modules_with(names, "qweight"), layout)
+    group = group_of(config, "q_group_size" if old else "group_size")
+    modules = modules_with(files, "qweight")
+    layouts = {module: AwqLayout(group, scales_of(files, f"{module}.scales")) for module in modules}
     left = texts(config, "modules_to_not_convert")
     check_left_out(layouts, "modules_to_not_convert", partial(named_by, left=left))
     return stored_weights("awq", layouts, ())

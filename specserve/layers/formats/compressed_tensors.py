@@ -32,11 +32,13 @@ from specserve.layers.formats.stored import (
     full_name,
     matches,
     modules_with,
+    moved,
     one_of,
     stored_weights,
     texts,
 )
-from specserve.layers.formats.words import group_of
+from specserve.layers.formats.words import group_of, scales_of
+from specserve.layers.weights import Dtypes
 
 _FORMATS = (
     "float-quantized",
@@ -79,9 +81,10 @@ class Int8Layout:
         scale = torch.empty(() if self.per_tensor else (outputs, 1), dtype=torch.float32)
         return {"weight": torch.empty(outputs, inputs, dtype=torch.int8), "weight_scale": scale}
 
-    def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
-        weight_OI = stored["weight"]
-        return Numbers(weight_OI, stored["weight_scale"].expand(len(weight_OI), 1))
+    def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
+        weight_OI = moved(stored["weight"], device)
+        scale = moved(stored["weight_scale"], device, torch.float32)
+        return Numbers(weight_OI, scale.expand(len(weight_OI), 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ class _Group:
             raise ValueError(f"{self.where}.weights: {error}") from None
 
 
-def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
+def read(config: Mapping[str, Any], files: Dtypes) -> StoredWeights:
     """Read ``quant_method: compressed-tensors``."""
     one_of(config, "format", _FORMATS)
     one_of(config, "quantization_status", _STATUS)
@@ -118,17 +121,18 @@ def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
         raise ValueError(f"quantization_config: config_groups must be an object of groups, found {given!r}")
     groups = [_group(config, name, fields) for name, fields in given.items()]
     groups = [group for group in groups if group.fields.get("weights") is not None]
-    modules = modules_with(names, "weight_scale")
+    modules = modules_with(files, "weight_scale")
     left = texts(config, "ignore")
     check_left_out(modules, "ignore", lambda module: any(_rank(module, each) is not None for each in left))
     layouts = {module: _layout_of(full_name(module), groups) for module in modules}
     for module, layout in layouts.items():
-        if isinstance(layout, PackQuantizedLayout) and f"{module}.weight_g_idx" in names:
-            layouts[module] = replace(layout, indexed=True)
-        elif isinstance(layout, PackQuantizedLayout) and layout.indexed:
-            raise ValueError(
-                f"quantization_config: actorder is group, but the files have no {module}.weight_g_idx"
-            )
+        if isinstance(layout, PackQuantizedLayout):
+            indexed, scales = f"{module}.weight_g_idx" in files, scales_of(files, f"{module}.weight_scale")
+            if layout.indexed and not indexed:
+                raise ValueError(
+                    f"quantization_config: actorder is group, but the files have no {module}.weight_g_idx"
+                )
+            layouts[module] = replace(layout, indexed=indexed, scales=scales)
     # Zero points of symmetric weights are 0, and shapes are known from the other tensors.
     unread = (*ACTIVATION_SCALES, *KV_SCALES, "weight_zero_point", "weight_shape")
     if not groups:

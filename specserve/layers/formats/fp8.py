@@ -22,6 +22,7 @@ from specserve.layers.formats.stored import (
     StoredWeights,
     check_left_out,
     modules_with,
+    moved,
     one_of,
     stored_weights,
     texts,
@@ -51,8 +52,9 @@ class Fp8Layout:
         scale = torch.empty(shape if rows else (), dtype=torch.float32)
         return {"weight": torch.empty(outputs, inputs, dtype=FP8), self.scale: scale}
 
-    def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
-        (rows, group), weight_OI, scale = self.block, stored["weight"], stored[self.scale]
+    def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
+        (rows, group), weight_OI = self.block, moved(stored["weight"], device)
+        scale = moved(stored[self.scale], device, torch.float32)
         if not rows:
             return Numbers(weight_OI, scale.expand(len(weight_OI), 1))
         return Numbers(weight_OI, scale, None, group, rows)

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +22,23 @@ from specserve.layers.formats.stored import (
     full_name,
     matches,
     modules_with,
+    moved,
     one_of,
     stored_weights,
     texts,
 )
 from specserve.layers.formats.words import (
     bits_of,
-    float32,
     group_of,
+    index,
     int32,
     numbers_of,
     packed_size,
+    scales_of,
     unpack_words,
     words_of,
 )
+from specserve.layers.weights import Dtypes
 
 _LESS = {"gptq": 1, "gptq_v2": 0}
 
@@ -44,7 +47,7 @@ _LESS = {"gptq": 1, "gptq_v2": 0}
 class GptqLayout:
     """``less``: what is missing from the file's zero points, None if the configuration does not say. ``indexed``: it
     has a ``g_idx``. ``biased``: it has a bias; older tools always write one, zeros if the model has none. ``zeros``: it
-    has ``qzeros``, which symmetric weights do not need."""
+    has ``qzeros``, which symmetric weights do not need. ``scales``: their dtype."""
 
     bits: int
     group: int
@@ -53,6 +56,7 @@ class GptqLayout:
     indexed: bool
     biased: bool
     zeros: bool = True
+    scales: torch.dtype = torch.float16
 
     @property
     def words(self) -> str:
@@ -62,20 +66,21 @@ class GptqLayout:
         groups = -(-inputs // (self.group or inputs))
         found = {
             "qweight": int32(packed_size(inputs, self.bits, "inputs"), outputs),
-            "scales": float32(groups, outputs),
+            "scales": torch.empty(groups, outputs, dtype=self.scales),
         }
         if self.zeros:
             found["qzeros"] = int32(groups, packed_size(outputs, self.bits, "outputs"))
         if self.indexed:
-            found["g_idx"] = int32(inputs)
+            found["g_idx"] = index(inputs)
         if self.biased:
             found["bias"] = torch.empty(outputs)
         return found
 
-    def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
-        values_OI = unpack_words(stored["qweight"].T, self.bits)
-        zero_OG = self._zeros(unpack_words(stored["qzeros"], self.bits).T) if self.zeros else None
-        scale_OG, index_I = stored["scales"].T, stored.get("g_idx")
+    def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
+        values_OI, zero_OG = unpack_words(moved(stored["qweight"], device).T, self.bits), None
+        if self.zeros:
+            zero_OG = self._zeros(unpack_words(moved(stored["qzeros"], device), self.bits).T)
+        scale_OG, index_I = moved(stored["scales"], device, self.scales).T, stored.get("g_idx")
         return numbers_of(values_OI, scale_OG, zero_OG, self.bits, self.group, index_I)
 
     def _zeros(self, stored_OG: Tensor) -> Tensor | None:
@@ -92,33 +97,34 @@ class GptqLayout:
         return None
 
 
-def read(config: Mapping[str, Any], names: Collection[str]) -> StoredWeights:
+def read(config: Mapping[str, Any], files: Dtypes) -> StoredWeights:
     """Read ``quant_method: gptq``."""
     for field in ("checkpoint_format", "format"):
         one_of(config, field, tuple(_LESS))
     one_of(config, "is_marlin_format", (False,))
     one_of(config, "pack_dtype", ("int32",))
-    modules = modules_with(names, "qweight")
+    modules = modules_with(files, "qweight")
     check_left_out(modules, "modules_in_block_to_quantize", _outside(config))
     check_left_out(modules, "dynamic", lambda module: _overrides(config, module) is None)
-    layouts = {module: _layout(config, module, names) for module in modules}
+    layouts = {module: _layout(config, module, files) for module in modules}
     return stored_weights("gptq", layouts, ())
 
 
-def _layout(config: Mapping[str, Any], module: str, names: Collection[str]) -> GptqLayout:
+def _layout(config: Mapping[str, Any], module: str, files: Dtypes) -> GptqLayout:
     """Return a module's layout. Raises ValueError naming a field that no kernel supports."""
     fields = {**config, **(_overrides(config, full_name(module)) or {})}
     bits, sym = bits_of(fields, "bits", (4, 8)), one_of(fields, "sym", (True, False))
     symmetric = sym is True or (sym is None and bits == 8)  # 4 bits without it: by the file's zero points
     if bits == 8 and not symmetric:
         raise ValueError("quantization_config: sym must be True where bits is 8")
-    indexed = f"{module}.g_idx" in names
+    indexed = f"{module}.g_idx" in files
     if one_of(fields, "desc_act", (True, False)) and not indexed:
         raise ValueError(f"quantization_config: desc_act is True, but the files have no {module}.g_idx")
     kept_as = config.get("checkpoint_format") or config.get("format")
     less = _LESS[kept_as] if kept_as else None
-    zeros, biased = not symmetric or f"{module}.qzeros" in names, f"{module}.bias" in names
-    return GptqLayout(bits, group_of(fields), symmetric, less, indexed, biased, zeros)
+    zeros, biased = not symmetric or f"{module}.qzeros" in files, f"{module}.bias" in files
+    scales = scales_of(files, f"{module}.scales")
+    return GptqLayout(bits, group_of(fields), symmetric, less, indexed, biased, zeros, scales)
 
 
 def _overrides(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:

@@ -15,17 +15,20 @@ import torch
 from specserve_kernels import Numbers
 from torch import Tensor
 
-from specserve.layers.formats.words import float32, int32, numbers_of, packed_size, unpack_words, words_of
+from specserve.layers.formats.stored import moved
+from specserve.layers.formats.words import index, int32, numbers_of, packed_size, unpack_words, words_of
 
 
 @dataclass(frozen=True, slots=True)
 class PackQuantizedLayout:
-    """``group``: inputs that share a scale; 0: all. ``indexed``: the file has a ``weight_g_idx``."""
+    """``group``: inputs that share a scale; 0: all. ``indexed``: the file has a ``weight_g_idx``. ``scales``: their
+    dtype."""
 
     bits: int
     group: int
     symmetric: bool
     indexed: bool = False
+    scales: torch.dtype = torch.bfloat16
 
     @property
     def words(self) -> str:
@@ -35,17 +38,19 @@ class PackQuantizedLayout:
         groups = -(-inputs // (self.group or inputs))
         found = {
             "weight_packed": int32(outputs, packed_size(inputs, self.bits, "inputs")),
-            "weight_scale": float32(outputs, groups),
+            "weight_scale": torch.empty(outputs, groups, dtype=self.scales),
         }
         if not self.symmetric:
             found["weight_zero_point"] = int32(-(-outputs * self.bits // 32), groups)
         if self.indexed:
-            found["weight_g_idx"] = int32(inputs)
+            found["weight_g_idx"] = index(inputs)
         return found
 
-    def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
-        values_OI, zero_OG = unpack_words(stored["weight_packed"], self.bits), None
+    def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
+        values_OI, zero_OG = unpack_words(moved(stored["weight_packed"], device), self.bits), None
         if not self.symmetric:
-            zero_OG = unpack_words(stored["weight_zero_point"].T, self.bits)[:, : len(values_OI)].T
-        scale_OG, index_I = stored["weight_scale"], stored.get("weight_g_idx")
-        return numbers_of(values_OI, scale_OG, zero_OG, self.bits, self.group, index_I, torch.bfloat16)
+            zero_OG = unpack_words(moved(stored["weight_zero_point"], device).T, self.bits)[
+                :, : len(values_OI)
+            ].T
+        scale_OG, index_I = moved(stored["weight_scale"], device, self.scales), stored.get("weight_g_idx")
+        return numbers_of(values_OI, scale_OG, zero_OG, self.bits, self.group, index_I)

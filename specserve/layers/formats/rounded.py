@@ -16,7 +16,7 @@ from specserve_kernels import Numbers
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specserve.layers.formats.stored import StoredProjection
+from specserve.layers.formats.stored import StoredProjection, moved
 from specserve.layers.linear import PLAIN
 from specserve.layers.weights import Projection, WeightFormat
 
@@ -24,12 +24,12 @@ SYMMETRIC_ZERO = 8  # the 4-bit value that means 0 without a zero point
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 GROUP = 128  # inputs that share a scale in 4 bits
-_SLICE = 1 << 24  # weights quantized at a time, which bounds the float32 copies
+_SLICE = 1 << 23  # weights quantized at a time, which bounds the float32 copies
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedLayout:
-    """The ``weight`` of the file, in the model's dtype."""
+    """The ``weight`` of the file, rounded from the dtype that it has there."""
 
     kind: str
 
@@ -42,27 +42,30 @@ class RoundedLayout:
     def tensors(self, outputs: int, inputs: int) -> dict[str, Tensor]:
         return {"weight": torch.empty(outputs, inputs)}
 
-    def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
-        weight_OI = stored["weight"]
+    def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
+        weight_OI, scales = stored["weight"], list[Tensor]()
+        values_OI = torch.empty(weight_OI.shape, dtype=torch.uint8, device=device)
         rows = max(1, _SLICE // weight_OI.shape[1])
         round_part = _round_to_4 if self.kind == "int4" else self._round_to_8
-        values, scales = zip(*(round_part(part) for part in weight_OI.split(rows)), strict=True)
-        return Numbers(torch.cat(values).view(DTYPES[self.kind]), torch.cat(scales), None, GROUP)
+        for part_OI, into_OI in zip(weight_OI.split(rows), values_OI.split(rows), strict=True):
+            rounded_OI, scale = round_part(moved(part_OI, device, torch.float32))
+            into_OI.copy_(rounded_OI)
+            scales.append(scale)
+        return Numbers(values_OI.view(DTYPES[self.kind]), torch.cat(scales), None, GROUP)
 
-    def _round_to_8(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    def _round_to_8(self, wide_OI: Tensor) -> tuple[Tensor, Tensor]:
         """Return the bytes, and the scales ``[O, 1]``."""
-        wide_OI = weight_OI.float()
         largest_O1 = wide_OI.abs().amax(1, keepdim=True)
-        scale_O1 = torch.where(largest_O1 > 0, largest_O1 / LARGEST[self.kind], 1.0)
+        scale_O1 = torch.where(largest_O1 == 0, 1.0, largest_O1 / LARGEST[self.kind])
         scaled_OI = wide_OI / scale_O1
         rounded_OI = scaled_OI.round() if self.kind == "int8" else scaled_OI
         return rounded_OI.to(DTYPES[self.kind]).view(torch.uint8), scale_O1
 
 
-def _round_to_4(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+def _round_to_4(wide_OI: Tensor) -> tuple[Tensor, Tensor]:
     """Return numbers from 0 on, with 8 as the zero, and the signed scales ``[O, G]``."""
-    inputs = weight_OI.shape[1]
-    wide_OGI = pad(weight_OI.float(), (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
+    inputs = wide_OI.shape[1]
+    wide_OGI = pad(wide_OI, (0, -inputs % GROUP)).unflatten(1, (-1, GROUP))
     largest_OG1 = wide_OGI.gather(2, wide_OGI.abs().argmax(2, keepdim=True))
     scale_OG1 = (largest_OG1 / -SYMMETRIC_ZERO).bfloat16()
     scale_OG1 = torch.where(scale_OG1 == 0, 1, scale_OG1)

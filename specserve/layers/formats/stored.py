@@ -42,18 +42,19 @@ class Layout(Protocol):
         ...
 
     def tensors(self, outputs: int, inputs: int) -> dict[str, Tensor]:
-        """Return a file's tensors, empty, by the last part of their names. Raises ValueError for an impossible
-        shape."""
+        """Return a file's tensors, empty, by the last part of their names. On the CPU: those whose values are needed to
+        choose kernels. Raises ValueError for an impossible shape."""
         ...
 
-    def numbers(self, stored: Mapping[str, Tensor]) -> Numbers:
-        """Return the weight that the tensors encode. Raises ValueError for values that they can't have."""
+    def numbers(self, stored: Mapping[str, Tensor], device: torch.device) -> Numbers:
+        """Return on ``device`` the weight that a file's tensors encode; ``order_I`` is on the CPU. Raises ValueError
+        for values that they can't have."""
         ...
 
 
 class StoredProjection(Projection):
-    """A projection in one layout. After loading it has either ``plain`` (dequantized), ``apart`` (its parts
-    separately), or ``values``, ``scale``, ``zero`` and ``order``."""
+    """A projection in one layout. Until it is loaded it holds nothing; then it has either ``plain`` (dequantized),
+    ``apart`` (its parts separately), or ``values``, ``scale``, ``zero`` and ``order``."""
 
     values: Tensor
     scale: Tensor
@@ -65,23 +66,27 @@ class StoredProjection(Projection):
         super().__init__()
         self.parts = parts
         self._layout = layout
-        self._dtype = torch.get_default_dtype()
+        self._dtype, self._device = torch.get_default_dtype(), torch.empty(0).device
         self._inputs = inputs
         self.plain: Linear | None = None
         self.apart: Joined | None = None
         self._files = nn.ModuleList()
-        for outputs in parts.values():
-            tensors = layout.tensors(outputs, inputs)
-            check_capability(tensors.values())
-            if bias:
-                tensors["bias"] = torch.empty(outputs)
-            parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in tensors.items()}
-            self._files.append(nn.ParameterDict(parameters))
+        with torch.device("meta"):
+            for outputs in parts.values():
+                tensors = layout.tensors(outputs, inputs)
+                if bias:
+                    tensors["bias"] = torch.empty(outputs)
+                shapes = {
+                    name: each.new_empty(()).expand_as(each) for name, each in tensors.items()
+                }  # no memory
+                parameters = {name: nn.Parameter(each, requires_grad=False) for name, each in shapes.items()}
+                self._files.append(nn.ParameterDict(parameters))
+        if any(each.dtype == FP8 for each in self._files.parameters()):
+            check_capability(self._device)
 
     @property
     def device(self) -> torch.device:
-        instead = self._instead
-        return self.values.device if instead is None else instead.device
+        return self._device
 
     @property
     def _instead(self) -> Projection | None:
@@ -90,17 +95,28 @@ class StoredProjection(Projection):
     def stored(self) -> list[dict[str, Tensor]]:
         return [dict(part.named_parameters()) for part in self._files]
 
-    def loaded(self) -> None:
-        stored = [{name: each.detach() for name, each in part.items()} for part in self.stored()]
-        numbers = [self._layout.numbers(part) for part in stored]
-        if not _in_one_order(numbers):
-            self.apart = self._each_part()
-            return
-        bias_O = torch.cat([part["bias"] for part in stored]) if "bias" in stored[0] else None
+    def load(self, files: Sequence[Mapping[str, Tensor]]) -> None:
         del self._files
-        packed = pack(fuse(numbers))
-        check_capability([packed.values])
-        if not on_gpu(packed.values.device) or self._dtype == torch.float64:
+        numbers = []
+        for name, part in zip(self.parts, files, strict=True):
+            numbers.append(self._layout.numbers(part, self._device))
+            scale_SG = numbers[-1].scale_SG
+            if not scale_SG.is_meta and not scale_SG.isfinite().all():
+                raise ValueError(f"the scales of {name} must be finite numbers, found others")
+        biases = [moved(part["bias"], self._device, self._dtype) for part in files if "bias" in part]
+        if _in_one_order(numbers):
+            self._hold(numbers, torch.cat(biases) if biases else None)
+        else:
+            self.apart = self._each_part(numbers, biases or [None] * len(numbers))
+
+    def _hold(self, numbers: list[Numbers], bias_O: Tensor | None) -> None:
+        """Keep these parts as one weight. ``numbers`` is emptied, so that memory never holds three copies."""
+        fused = fuse(numbers)
+        numbers.clear()
+        packed = pack(fused)
+        if packed.values.dtype == FP8:
+            check_capability(self._device)
+        if not on_gpu(self._device) or self._dtype == torch.float64:
             self.plain = Linear.of(dequantize_packed(packed, self._dtype), bias_O)
             return
         held = {"values": packed.values, "scale": packed.scale_WSN, "zero": packed.zero_WON}
@@ -108,16 +124,15 @@ class StoredProjection(Projection):
             self.register_buffer(name, each, persistent=False)
         self._step, self._rows = packed.step, packed.rows
 
-    def _each_part(self) -> Joined:
-        """Load each part separately: parts with different orders have no inputs in common."""
+    def _each_part(self, numbers: Sequence[Numbers], biases: Sequence[Tensor | None]) -> Joined:
+        """Keep each part separately: parts with different orders have no inputs in common."""
         pieces = []
-        for (name, outputs), files in zip(self.parts.items(), self._files, strict=True):
-            with torch.device("meta"):
-                piece = StoredProjection(self._layout, self._inputs, {name: outputs}, bias=False)
-            piece._files, piece._dtype = nn.ModuleList([files]), self._dtype
-            piece.loaded()
+        for (name, outputs), part, bias_O in zip(self.parts.items(), numbers, biases, strict=True):
+            piece = StoredProjection(self._layout, self._inputs, {name: outputs}, bias=False)
+            del piece._files
+            piece._device, piece._dtype = self._device, self._dtype
+            piece._hold([part], bias_O)
             pieces.append(piece)
-        del self._files
         return Joined(pieces)
 
     @property
@@ -140,13 +155,17 @@ class StoredProjection(Projection):
         return dequantize_packed(self.packed, self._dtype, ids_R), bias_O
 
 
-def check_capability(tensors: Collection[Tensor]) -> None:
-    """Raise ValueError if the GPU, or the one that kernels are compiled for, does not support a tensor's dtype."""
-    for device in {each.device for each in tensors if each.dtype == FP8 and on_gpu(each.device)}:
+def moved(found: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a file's tensor on ``device``: on a GPU always a copy."""
+    return found.to(device, dtype or found.dtype, copy=on_gpu(device))
+
+
+def check_capability(device: torch.device) -> None:
+    """Raise ValueError if this GPU, or for ``meta`` the one that kernels are compiled for, has no FP8."""
+    if on_gpu(device):
         from specserve_kernels.ops.device import capability_of  # imports Triton, which a CPU does not need
 
-        found = capability_of(device)
-        if found < FP8_CAPABILITY:
+        if (found := capability_of(device)) < FP8_CAPABILITY:
             raise ValueError(
                 "FP8 weights need a GPU of compute capability 8.9 or more, this one has "
                 f"{'.'.join(map(str, found))}: accepted are int8, 4 bits and 16 bits"
@@ -160,13 +179,14 @@ def fuse(parts: Sequence[Numbers]) -> Numbers:
     if any(len(part.values_OI) % rows for part in parts[:-1]):
         parts, rows = [_each_output(part) for part in parts], 1
     zeros = [part.zero_OG for part in parts if part.zero_OG is not None]
+    values_OI, order_I = parts[0].values_OI, parts[0].order_I
     return Numbers(
-        torch.cat([part.values_OI.view(torch.uint8) for part in parts]).view(parts[0].values_OI.dtype),
+        torch.cat([part.values_OI.view(torch.uint8) for part in parts]).view(values_OI.dtype),
         torch.cat([part.scale_SG for part in parts]),
         torch.cat(zeros) if zeros else None,
         parts[0].group,
         rows,
-        parts[0].order_I,
+        None if order_I is None else order_I.to(values_OI.device),
     )
 
 
@@ -199,6 +219,11 @@ class Joined(Projection):
     def stored(self) -> list[dict[str, Tensor]]:
         return [part for piece in self.pieces for part in piece.stored()]
 
+    def load(self, files: Sequence[Mapping[str, Tensor]]) -> None:
+        left = iter(files)
+        for piece in self.pieces:
+            piece.load([next(left) for _ in piece.parts])
+
     def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
         found = torch.cat([piece(x_TI) for piece in self.pieces], -1)
         found = silu_and_mul(found) if gated else found
@@ -206,8 +231,12 @@ class Joined(Projection):
 
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weights, biases = zip(*(piece.rows(None) for piece in self.pieces), strict=True)
-        weight_OI = torch.cat(weights)
-        bias_O = None if biases[0] is None else torch.cat(biases)
+        weight_OI, bias_O = torch.cat(weights), None
+        if any(each is not None for each in biases):
+            zeros = [weight.new_zeros(len(weight)) for weight in weights]
+            bias_O = torch.cat(
+                [zero if each is None else each for each, zero in zip(biases, zeros, strict=True)]
+            )
         return (weight_OI, bias_O) if ids_R is None else pick_rows(weight_OI, bias_O, ids_R)
 
 

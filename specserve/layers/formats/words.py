@@ -12,6 +12,8 @@ import torch
 from specserve_kernels import Numbers
 from torch import Tensor
 
+from specserve.layers.weights import Dtypes
+
 
 def bits_of(config: Mapping[str, Any], field: str, accepted: tuple[int, ...]) -> int:
     """Return the number of bits. Raises ValueError for one that no kernel supports."""
@@ -42,8 +44,14 @@ def int32(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int32)
 
 
-def float32(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32)
+def index(inputs: int) -> Tensor:
+    return torch.empty(inputs, dtype=torch.int32, device="cpu")
+
+
+def scales_of(files: Dtypes, name: str) -> torch.dtype:
+    """Return the dtype that scales are held in: the file's, if the kernels take it."""
+    found = files.get(name)
+    return torch.float32 if found in (None, torch.float64) else found
 
 
 def packed_size(count: int, bits: int, of: str) -> int:
@@ -67,33 +75,23 @@ def numbers_of(
     bits: int,
     group: int,
     index_I: Tensor | None = None,
-    scales_in: torch.dtype = torch.float16,
 ) -> Numbers:
     """Return the weight of unsigned ``values_OI``; without ``zero_OG``, the zero is half of the range. ``index_I``: the
-    group of each input; None, or all negative: groups are contiguous. ``scales_in``: the preferred 16-bit dtype of
-    scales. Raises ValueError for groups of unequal sizes."""
+    group of each input, on the CPU; None, or all negative: groups are contiguous. Raises ValueError for groups of
+    unequal sizes."""
     order_I = None if index_I is None else _order(index_I, group or len(index_I))
     if order_I is not None:
         values_OI = values_OI[:, order_I.long()]
     values_OI = (values_OI ^ 128).view(torch.int8) if bits == 8 else values_OI
-    return Numbers(values_OI, _narrow(scale_OG, scales_in), zero_OG, group, 1, order_I)
+    return Numbers(values_OI, scale_OG, zero_OG, group, 1, order_I)
 
 
 def _order(index_I: Tensor, group: int) -> Tensor | None:
-    """Return the inputs sorted by group, None if they already are. On ``meta`` they are assumed to be sorted."""
-    side_by_side_I = torch.arange(len(index_I), dtype=index_I.dtype, device=index_I.device) // group
-    if index_I.is_meta or torch.equal(index_I, side_by_side_I) or (index_I < 0).all():
+    """Return the inputs sorted by group, None if they already are."""
+    side_by_side_I = torch.arange(len(index_I), dtype=index_I.dtype, device="cpu") // group
+    if torch.equal(index_I, side_by_side_I) or (index_I < 0).all():
         return None
     sorted_I, order_I = index_I.sort(stable=True)
     if not torch.equal(sorted_I, side_by_side_I):
         raise ValueError(f"g_idx must put {group} inputs into each group")
     return order_I.int()
-
-
-def _narrow(scale_OG: Tensor, first: torch.dtype) -> Tensor:
-    """Return the scales in 16 bits if that is exact, preferably in ``first``."""
-    for dtype in (first, torch.float16, torch.bfloat16):
-        narrow_OG = scale_OG.to(dtype)
-        if scale_OG.is_meta or torch.equal(narrow_OG.float(), scale_OG):
-            return narrow_OG
-    return scale_OG

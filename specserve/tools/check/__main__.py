@@ -89,7 +89,8 @@ def _check(given: Settings, options: argparse.Namespace, report: Report) -> None
         text = None if options.perplexity is None else read_text(options.perplexity, tokenizer)
         engine = load_engine(config)
     try:
-        report.memory = memory_needed(engine)
+        loading = 0 if report.memory is None else report.memory.loading
+        report.memory = replace(memory_needed(engine), loading=loading)
         if not options.no_run:
             measure(engine, config, tokenizer, prompts, options.max_tokens, report)
         if text is not None:

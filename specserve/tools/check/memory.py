@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specserve.config.engine import EngineConfig
 from specserve.engine.shapes import MAX_STEP_NODES
+from specserve.layers.formats.stored import StoredProjection
 from specserve.layers.linear import PLAIN
-from specserve.models.checkpoint import DTYPES
+from specserve.models.checkpoint import DTYPES, READERS, load_target
 from specserve.process.assemble import create_shapes, shape_plan
 from specserve.scheduler.scheduler import Scheduler
 from specserve.speculation.context import Context, Drafter
@@ -39,6 +44,7 @@ def _memory_of(context: Context) -> Memory:
         pool_tokens=pool.num_pages * pool.page_size,
         pool=pool.num_pages * page,
         graphs=0,
+        loading=0,
     )
 
 
@@ -59,7 +65,51 @@ def expected_memory(config: EngineConfig) -> Memory:
         pool_tokens=tokens,
         pool=tokens * found.kv_per_token,
         graphs=_logits(config, config.model.vocab_size * (DTYPES[config.dtype].itemsize + _SAMPLER)),
+        loading=found.weights + _temporary(config),
     )
+
+
+def _temporary(config: EngineConfig) -> int:
+    """Return how much more than the target's weights loading takes at most: each reader prepares one projection."""
+    with (made := Allocations()):
+        target = load_target(config.model_path, DTYPES[config.dtype], torch.device("meta"), 1, config.model)
+    most = made.peak - made.held
+    if config.device != "cpu":
+        return READERS * most
+    for child in target.modules():  # ``meta`` counts as a GPU: a CPU dequantizes as well
+        if isinstance(child, StoredProjection):
+            with (made := Allocations()):
+                plain_OI, _ = child.rows(None)
+            most = max(most, made.peak - plain_OI.nbytes + count_bytes([child], set()))
+    packing = max(each.nbytes for each in target.parameters())  # at the end, one by one
+    return max(READERS * most, packing)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the tensors made in this context by this thread: those that exist, and the most that did."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.held = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if _has_data(each)}
+        for each in tree_leaves(found):
+            if _has_data(each) and (storage := each.untyped_storage())._cdata not in given:
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
+        return found
+
+    def _add(self, size: int) -> None:
+        self.held += size
+        self.peak = max(self.peak, self.held)
+
+
+def _has_data(each: object) -> bool:
+    return isinstance(each, Tensor) and each.layout == torch.strided
 
 
 def device_memory(device: str) -> int:

@@ -44,7 +44,8 @@ def _memory(config: EngineConfig, report: Report) -> None:
     except ValueError:  # loading reports the error
         return
     there, tokens = device_memory(config.device), found.pool_tokens
-    wanted = found.weights + found.draft + (0 if config.max_total_tokens is None else found.pool)
+    pool = 0 if config.max_total_tokens is None else found.pool
+    wanted = max(found.weights + found.draft + pool, found.loading)
     if wanted > there or tokens == 0:
         report.problems.append(
             f"{config.device} has {there / 2**30:.1f} GiB, over {wanted / 2**30:.1f} GiB are needed: use a smaller "

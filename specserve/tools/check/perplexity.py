@@ -17,6 +17,7 @@ from specserve.layers.formats.rounded import RoundedWeights
 from specserve.messages import Failed, Submit
 from specserve.process.assemble import resolve_engine
 from specserve.process.worker import Engine, load_engine
+from specserve.tools.check.memory import device_memory, expected_memory
 from specserve.tools.check.report import Perplexity
 
 FLAG = "--perplexity"
@@ -45,8 +46,8 @@ def score(engine: Engine, config: EngineConfig, tokens: Sequence[int]) -> Perple
 
 
 def compare(found: Perplexity, config: EngineConfig, given: Settings, tokens: Sequence[int]) -> Perplexity:
-    """Score the text again without quantization, if ``config`` quantizes anything. This loads a second engine, so the
-    first one must not be referenced any more."""
+    """Score the text again without quantization, if ``config`` quantizes anything, or say why that is impossible. This
+    loads a second engine, so the first one must not be referenced any more."""
     rounds = []
     if isinstance(config.model.weights, RoundedWeights):
         rounds.append(f"--quantization {config.model.weights.kind}")
@@ -54,13 +55,21 @@ def compare(found: Perplexity, config: EngineConfig, given: Settings, tokens: Se
         rounds.append(f"--kv-cache-dtype {FP8_KV}")
     if not rounds:
         return found
-    return_memory()
+    found = replace(found, rounds=" and ".join(rounds))
     plain = resolve_engine(replace(given, quantization="none", kv_cache_dtype="auto"))[2]
-    engine = load_engine(replace(plain, draft=None, shape=None, adaptive=False, largest_graph=None))
-    try:
+    plain = replace(plain, draft=None, shape=None, adaptive=False, largest_graph=None)
+    plain = replace(plain, max_total_tokens=found.window + 1)
+    memory, there = expected_memory(plain), device_memory(plain.device)
+    if (needed := max(memory.loading, memory.weights + memory.pool)) > there:
         return replace(
-            found, plain=_perplexity(engine, _windows(tokens, found.window)), rounds=" and ".join(rounds)
+            found,
+            not_compared=f"{plain.device} has {there / 2**30:.1f} GiB, and the model without {found.rounds} needs "
+            f"{needed / 2**30:.1f}; to compare, score it without on a device that holds it, or with --device cpu",
         )
+    return_memory()
+    engine = load_engine(plain)
+    try:
+        return replace(found, plain=_perplexity(engine, _windows(tokens, found.window)))
     finally:
         engine.close()
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the device: measured if ``loaded``, otherwise expected from the shapes of the weights."""
+    """Bytes on the device: measured if ``loaded``, otherwise expected from the shapes of the weights. ``loading``: at
+    most while the weights are loaded, before there is a pool; always expected."""
 
     device: str
     loaded: bool
@@ -20,6 +21,7 @@ class Memory:
     pool_tokens: int
     pool: int
     graphs: int
+    loading: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +40,14 @@ class Acceptance:
 @dataclass(frozen=True, slots=True)
 class Perplexity:
     """Perplexity of ``tokens`` tokens in windows of ``window``. ``rounds``: the flags that quantize; ``plain``: the
-    perplexity without them, None if nothing is quantized."""
+    perplexity without them, None if nothing is quantized or, as ``not_compared`` explains, it is unknown."""
 
     tokens: int
     window: int
     found: float
     plain: float | None = None
     rounds: str = ""
+    not_compared: str = ""
 
 
 @dataclass(slots=True)
@@ -94,7 +97,7 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 def _memory(found: Memory) -> Iterator[str]:
     yield f"on {found.device}, " + ("as loaded" if found.loaded else "expected by the shapes of the weights")
-    yield f"weights       {_size(found.weights)}"
+    yield f"weights       {_size(found.weights)}, at most {_size(found.loading)} while they are loaded"
     if found.draft:
         yield f"draft         {_size(found.draft)}, without what it shares with the target"
     yield f"KV pool       {_size(found.pool)}: {found.pool_tokens} tokens of {_size(found.kv_per_token)}"
@@ -115,6 +118,8 @@ def _perplexity(found: Perplexity) -> Iterator[str]:
     if found.plain is not None:
         more = 100 * (found.found / found.plain - 1)
         yield f"{found.plain:.4f} without {found.rounds}: {more:+.2f}% by rounding"
+    if found.not_compared:
+        yield f"not compared: {found.not_compared}"
 
 
 def _size(count: int) -> str:

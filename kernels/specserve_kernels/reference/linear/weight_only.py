@@ -88,7 +88,7 @@ def pack(numbers: Numbers) -> Packed:
 def _in_words(each_OG: Tensor) -> Tensor:
     """Put the numbers of consecutive groups next to each other: loads of less than 4 bytes are not prefetched."""
     many = 4 // each_OG.element_size()
-    padded_OG = pad(each_OG, (0, -each_OG.shape[1] % many))
+    padded_OG = _padded(each_OG, many)
     return padded_OG.view(len(each_OG), -1, many).transpose(0, 1).contiguous()
 
 
@@ -96,11 +96,16 @@ def _each(given_OG: Tensor, times: int, count: int) -> Tensor:
     return given_OG.repeat_interleave(times, 1)[:, :count]
 
 
+def _padded(each_OI: Tensor, many: int) -> Tensor:
+    """Return it with a multiple of ``many`` columns: itself if possible, which ``pad`` would copy."""
+    return pad(each_OI, (0, -each_OI.shape[1] % many)) if each_OI.shape[1] % many else each_OI
+
+
 def _ordered(values_OI: Tensor, step: int) -> Tensor:
     """Reorder outputs, steps, sixteens, halves, pairs, numbers of a pair to outputs, steps, pairs, sixteens, halves,
     numbers; in 4 bits halves come last and share bytes."""
-    plain = values_OI.view(torch.uint8)
-    parts = pad(plain, (0, -plain.shape[1] % step)).view(len(plain), -1, step // 16, 2, 4, 2)
+    plain = _padded(values_OI.view(torch.uint8), step)
+    parts = plain.view(len(plain), -1, step // 16, 2, 4, 2)
     if values_OI.dtype != NIBBLES:
         return parts.permute(0, 1, 4, 2, 3, 5).flatten(1).view(values_OI.dtype)
     low, high = parts.permute(0, 1, 4, 2, 5, 3).unbind(-1)
