@@ -439,6 +439,28 @@ class Settings:
         "into memory: replace it by renaming a new file over it, since one that shrinks in place ends the engine.",
         group=SPECULATION,
     )
+    speculative_lookahead_window: int | None = setting(
+        None,
+        "Columns of LOOKAHEAD's window (W), the last token's included. (N - 1) * (W + G) is at most 64. Default: 7.",
+        group=SPECULATION,
+        low=1,
+        high=63,
+    )
+    speculative_lookahead_ngram: int | None = setting(
+        None,
+        "Tokens of LOOKAHEAD's n-grams (N), the one they begin with included; the window has N - 1 generations. "
+        "Default: 5.",
+        group=SPECULATION,
+        low=2,
+        high=33,
+    )
+    speculative_lookahead_guesses: int | None = setting(
+        None,
+        "N-grams that LOOKAHEAD verifies for each request and step (G). Default: 7.",
+        group=SPECULATION,
+        low=1,
+        high=63,
+    )
     speculative_draft_config_override: str | None = setting(
         None,
         "JSON object of fields that replace those of the draft's config.json, among them rope_theta, rope_scaling, "
