@@ -92,6 +92,7 @@ class Method:
 
     @property
     def has_one_shape(self) -> bool:
+        """Return whether the settings of the shape choose nothing."""
         return self.looks_ahead or self.fixed_shape is not None
 
     def drafts(self, draft: Path) -> Drafts:

@@ -46,11 +46,12 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
         settings = _draft_quantization(settings, notes)
     settings = _recall(settings, method, notes)
     settings = _datastore(settings, method, notes)
-    settings = _lookahead(settings, method, given, notes)
+    settings = _lookahead(settings, method, notes)
     if method.fixed_shape is not None:
         return _fixed(settings, method.fixed_shape, given, notes)
-    if (sizes := lookahead_of(settings)) is not None and (given or settings.speculative_adaptive is False):
-        return _one_shape(settings, sizes, given)
+    always = not settings.speculative_adaptive and (given or settings.speculative_adaptive is False)
+    if always and (sizes := lookahead_of(settings)) is not None:
+        return _one_shape(settings, sizes)
     if settings.speculative_adaptive is False and not given:
         notes.append(
             f"speculation of {DEFAULT} (steps, topk, tokens): --speculative-adaptive is false, no shape given"
@@ -123,7 +124,7 @@ def _datastore(settings: Settings, method: Method, notes: list[str]) -> Settings
     return settings
 
 
-def _lookahead(settings: Settings, method: Method, given: list[str], notes: list[str]) -> Settings:
+def _lookahead(settings: Settings, method: Method, notes: list[str]) -> Settings:
     """Choose the sizes of lookahead decoding. Raises ValueError for more nodes than a tree has."""
     if not method.looks_ahead:
         return settings.without(LOOKAHEAD, f": {settings.speculative_algorithm} has no window", notes)
@@ -141,10 +142,8 @@ def _lookahead(settings: Settings, method: Method, given: list[str], notes: list
     return settings
 
 
-def _one_shape(settings: Settings, sizes: Lookahead, given: list[str]) -> Settings:
+def _one_shape(settings: Settings, sizes: Lookahead) -> Settings:
     """Draft in every step the tree that the sizes imply."""
-    if settings.speculative_adaptive:
-        return _adaptive(settings, given, [])
     for name, value in zip(SHAPE, sizes.shape, strict=True):
         if getattr(settings, name) not in (None, value):
             raise ValueError(

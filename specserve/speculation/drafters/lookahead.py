@@ -90,7 +90,7 @@ class LookaheadDrafter(NgramDrafter):
         sizes, table, rows_B = self._sizes, _table(context), view.slots.rows_B
         age_BP = (torch.arange(NGRAMS, device=rows_B.device) - table.added_R[rows_B][:, None]) % NGRAMS
         begins_BP = table.ngrams_RNP[rows_B, 0] == view.slots.root_B[:, None]
-        found_BK, place_BK = age_BP.where(begins_BP, -1).topk(min(CONSIDERED * sizes.guesses, NGRAMS))
+        found_BK, place_BK = age_BP.where(begins_BP, -1).topk(CONSIDERED * sizes.guesses)
         gram_BKD = table.ngrams_RNP[rows_B[:, None], 1:, place_BK].long()
         same_BKK = (gram_BKD[:, :, None] == gram_BKD[:, None]).all(-1)
         fresh_BK = (found_BK >= 0) & ~same_BKK.tril(-1).any(-1)
