@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -59,13 +60,14 @@ def check_steps(
     answer: Answer,
     drafts: list[Drafted],
     params: SamplingParams,
+    prompt: Sequence[int] = PROMPT,
 ) -> int:
     """Each step's tree. Returns the number of steps with a window."""
     oracle = Oracle(models.target, models.eagle)
-    request = Request(tuple(PROMPT), reference_params(params, PROMPT, choice=1))
-    slow, windows = Lookahead(*sizes, [*PROMPT, answer.tokens[0]]), 0
+    request = Request(tuple(prompt), reference_params(params, prompt, choice=1))
+    slow, windows = Lookahead(*sizes, [*prompt, answer.tokens[0]]), 0
     for start, run, found in zip(_sums(answer.runs), answer.runs[1:], drafts, strict=False):
-        committed, left = (*PROMPT, *answer.tokens[:start]), len(answer.tokens) - start - 1
+        committed, left = (*prompt, *answer.tokens[:start]), len(answer.tokens) - start - 1
         windowed = left >= sizes.generations + sizes.window - 2
         assert found.nodes(0) == slow.tree(windowed, left), start
 
@@ -91,6 +93,23 @@ def test_trees_are_those_of_the_slow_reading(sizes: Sizes, sampling: str, agreei
     assert check_steps(agreeing, sizes, answer, drafts, params) >= 8
     assert len(answer.runs) - 1 == answer.usage.steps
     assert answer.usage.drafted == sum(len(each.nodes(0)) - 1 for each in drafts[: answer.usage.steps])
+
+
+def test_the_oldest_n_grams_are_overwritten(agreeing: Checkpoints) -> None:
+    """With room for so few that they come round, in a slot that was used before."""
+    params = msgspec.structs.replace(SAMPLING["warm"], temperature=0.5, max_tokens=60, logit_bias={33: 9.0})
+    sizes, prompt = Sizes(3, 4, 2), [token for i in range(8) for token in (33, 2 * i, 2 * i + 1)]
+    with (
+        patch("specserve.speculation.state.NGRAMS", 19),
+        patch("specserve.speculation.drafters.lookahead.NGRAMS", 19),
+        patch("tests.reference.lookahead.KEPT", 19),
+    ):
+        scheduler = scheduler_of(agreeing, sizes, max_running_requests=1)
+        answer_one(scheduler, PROMPT, GREEDY)
+        with record_drafts() as drafts:
+            answer = answer_one(scheduler, prompt, params, choice=1)
+        check_steps(agreeing, sizes, answer, drafts, params, prompt)
+    assert answer.tokens[0] == 33, "the first tree has n-grams of the prompt"
 
 
 @pytest.mark.parametrize(("cap", "windows"), [(27, True), (26, False)])
