@@ -1,22 +1,27 @@
-"""Accepted length of a draft, of lookup and of both in one tree, on dialogues, code and repeated text.
+"""Accepted length of a draft, of lookup, of both in one tree and of lookahead, on dialogues, code and repeated text.
 
-    python -m benchmarks.copied_text [--prompts 12]
+    python -m benchmarks.copied_text [--prompts 12] [--temperatures 0 0.8]
 
 The bundled model can't edit a given text, so the edit is made in reverse, as in ``benchmarks.prediction``: an edited
-copy of the model's own answer to a code prompt precedes the prompt, and a grammar forces that answer. A step is one
-target forward that emitted tokens; the bonus token counts. All rows of a workload have the same texts. A row's
-workloads run one after the other in one engine, so SUFFIX has already generated the code that is rewritten.
+copy of the model's own answer to a code prompt precedes the prompt, and a grammar forces that answer, which is not
+drafted for that. A step is one target forward that emitted tokens; the bonus token counts. All rows of a workload have
+the same texts. A row's workloads run one after the other in one engine, so SUFFIX has already generated the code that
+is rewritten.
 """
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
+from unittest.mock import patch
+
+from msgspec.structs import replace
 
 from benchmarks.acceptance import tokens_per_step
 from benchmarks.common import CODE_TOKENS, load_prompts, write_results
 from benchmarks.prediction import before_the_edit
 from specserve import LLM, SamplingParams
+from specserve.engine.masks import Masks
 from specserve.grammar import choice
 from specserve.llm import RequestOutput
 
@@ -29,6 +34,7 @@ SHAPES: list[tuple[str, tuple[int, int, int]]] = [
     ("EAGLE3+NGRAM", (5, 1, 6)),
     ("EAGLE3+NGRAM", (5, 4, 16)),
     ("EAGLE3+SUFFIX", (5, 4, 16)),
+    ("LOOKAHEAD", (9, 9, 56)),
 ]
 Work = list[tuple[list[int], SamplingParams]]
 
@@ -39,9 +45,9 @@ def open_llm(algorithm: str, shape: tuple[int, int, int] | None) -> LLM:
     return LLM(speculative_algorithm=algorithm, max_running_requests=1, **settings)
 
 
-def workloads(count: int) -> dict[str, Work]:
-    """Prompts and how they are answered, greedily."""
-    rows, params = load_prompts(), SamplingParams(temperature=0, max_tokens=CODE_TOKENS)
+def workloads(count: int, temperature: float) -> dict[str, Work]:
+    """Prompts and how they are answered."""
+    rows, params = load_prompts(), SamplingParams(temperature=temperature, seed=0, max_tokens=CODE_TOKENS)
     with open_llm("NONE", None) as llm:
         tokenizer = llm.tokenizer
         assert tokenizer is not None
@@ -51,7 +57,7 @@ def workloads(count: int) -> dict[str, Work]:
         again = [
             (
                 tokenizer.encode(f"{before_the_edit(answer)}\n\n\n{code}"),
-                SamplingParams(temperature=0, max_tokens=2 * CODE_TOKENS, grammar=choice([answer])),
+                replace(params, max_tokens=2 * CODE_TOKENS, grammar=choice([answer])),
             )
             for code, answer in zip(codes, answers, strict=True)
             if answer
@@ -63,13 +69,13 @@ def workloads(count: int) -> dict[str, Work]:
         }
 
 
-def measure(count: int) -> list[dict[str, Any]]:
+def measure(count: int, temperature: float) -> list[dict[str, Any]]:
     figures: list[dict[str, Any]] = []
-    work = workloads(count)
+    work = workloads(count, temperature)
     expected: dict[str, list[list[int]]] = {}
     for algorithm, shape in SHAPES:
-        row: dict[str, Any] = {"algorithm": algorithm, "shape": shape}
-        with open_llm(algorithm, shape) as llm:
+        row: dict[str, Any] = {"algorithm": algorithm, "shape": shape, "temperature": temperature}
+        with open_llm(algorithm, shape) as llm, patch.object(Masks, "due", lambda *_: []):
             for name, requests in work.items():
                 outputs: list[RequestOutput] = llm.generate(
                     [prompt for prompt, _ in requests], [params for _, params in requests]
@@ -87,8 +93,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     args = parser.parse_args()
-    print("written to", write_results("copied_text", measure(args.prompts)))
+    figures = [row for temperature in args.temperatures for row in measure(args.prompts, temperature)]
+    print("written to", write_results("copied_text", figures))
 
 
 if __name__ == "__main__":

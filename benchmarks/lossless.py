@@ -87,6 +87,7 @@ SPECULATION: dict[str, tuple[str, int, int, int] | None] = {
     "SUFFIX chain": ("SUFFIX", 8, 1, 9),
     "SUFFIX tree": ("SUFFIX", 6, 3, 16),
     "REST tree": ("REST", 6, 3, 16),
+    "LOOKAHEAD": ("LOOKAHEAD", 9, 9, 56),
     "EAGLE3 chain + NGRAM": ("EAGLE3+NGRAM", 3, 1, 12),
     "EAGLE tree + NGRAM": ("EAGLE+NGRAM", 4, 3, 16),
     "MEDUSA tree + NGRAM": ("MEDUSA+NGRAM", 3, 3, 16),
@@ -241,6 +242,7 @@ def settings_of(models: Models, configuration: Configuration, items: Sequence[It
         "chunked_prefill_size": configuration["chunk"],
         "disable_radix_cache": not configuration["prefix_cache"],
         "overlap_schedule": configuration["overlap"],
+        **configuration.get("settings", {}),
     }
     if configuration["pool"] == "small":  # the longest request fits, and a quarter of another
         page = configuration["page"]

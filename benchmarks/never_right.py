@@ -32,6 +32,7 @@ from tests.reference.standalone import make_pard
 DRAFTS: dict[str, Callable[[Path], Path] | None] = {
     "NGRAM": None,
     "SUFFIX": None,
+    "LOOKAHEAD": None,
     "MEDUSA": lambda path: make_medusa(path / "draft", BUNDLED_MODEL),
     "HYDRA": lambda path: make_hydra(path / "draft", BUNDLED_MODEL),
     "MLP_SPECULATOR": lambda path: make_mlp_speculator(path / "draft", BUNDLED_MODEL),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 NONE = "NONE"  # plain decoding
 JOIN = "+"  # between the names of two methods that draft into one tree
@@ -21,14 +21,35 @@ Copies = Literal["none", "all", "some"]
 """Which drafts of a method are copied from a text: chains of any length that branch only at the root."""
 
 
+class Lookahead(NamedTuple):
+    """Sizes of lookahead decoding: columns of its window, tokens of an n-gram, and n-grams verified in a step."""
+
+    window: int
+    ngram: int
+    guesses: int
+
+    @property
+    def generations(self) -> int:
+        """Rows of the window, and tokens that an n-gram adds to the one it begins with."""
+        return self.ngram - 1
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Steps, topk and tokens of the tree: deepest node, most candidates of one, all with the root."""
+        deepest = self.generations + max(self.window - 2, 0)
+        return deepest, min(self.guesses + 2, 64), self.generations * (self.window + self.guesses)
+
+
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """Limits of a method with its checkpoint. ``most_levels``: maximum number of draft levels, None: any. ``block``:
-    positions that a block drafter's single pass writes per slot, 0: levels are drafted one by one."""
+    positions that a block drafter's single pass writes per slot, 0: levels are drafted one by one. ``lookahead``: its
+    sizes, which leave one shape to choose."""
 
     copies: Copies = "none"
     most_levels: int | None = None
     block: int = 0
+    lookahead: Lookahead | None = None
 
 
 ANY = Drafts()
@@ -42,8 +63,9 @@ class Method:
     ``load``: the function that makes the drafter, or its ``module:name``; see ``speculation.drafters``. ``heads``: the
     kinds of draft head that it runs, empty: it has no checkpoint. ``bundled``: the folder of the bundled model's draft.
     ``map_refusal``: why it takes no ``--speculative-token-map`` file, None: it takes one. ``dynamic_map``: it takes a
-    dynamic token map. ``fixed_shape``: steps, topk and tokens, if the name implies them. ``copies``: which drafts are
-    copied from a text. ``recalls``: earlier answers are among these texts. ``reads_datastore``: a datastore file is.
+    dynamic token map. ``fixed_shape``: steps, topk and tokens, if the name implies them. ``looks_ahead``: the sizes of
+    ``Lookahead`` do. ``copies``: which drafts are copied from a text. ``recalls``: earlier answers are among these
+    texts. ``reads_datastore``: a datastore file is.
     ``count_levels``: returns the maximum number of draft levels of a checkpoint's directory, None: any number.
     ``block_size``: returns ``Drafts.block`` of such a directory.
     """
@@ -56,6 +78,7 @@ class Method:
     map_refusal: str | None = "its drafts don't come from the target's head"
     dynamic_map: bool = False
     fixed_shape: tuple[int, int, int] | None = None
+    looks_ahead: bool = False
     copies: Copies = "none"
     recalls: bool = False
     reads_datastore: bool = False
@@ -66,6 +89,11 @@ class Method:
     def needs_draft(self) -> bool:
         """Return whether it runs a checkpoint."""
         return bool(self.heads)
+
+    @property
+    def has_one_shape(self) -> bool:
+        """Return whether the settings of the shape choose nothing."""
+        return self.looks_ahead or self.fixed_shape is not None
 
     def drafts(self, draft: Path) -> Drafts:
         """Return the limits with a checkpoint. Raises ValueError if it can't be read."""
@@ -85,11 +113,6 @@ def named(function: str | Callable[..., Any]) -> Callable[..., Any]:
 METHOD_NAMES = [NONE]
 """Accepted values of the setting, in order; ``register`` extends it."""
 METHODS: dict[str, Method] = {}
-REFUSED = {
-    "LOOKAHEAD": "is not supported: its window adds 56 nodes per request and step, for fewer accepted tokens than a "
-    "draft gives; without a draft use NGRAM (docs/decisions/0017-lookahead.md)",
-}
-"""Methods that users may look for, and why they are missing."""
 
 
 def register(method: Method) -> None:
@@ -218,6 +241,9 @@ register(
     Method("SUFFIX", "specserve.speculation.drafters.suffix:SuffixDrafter.load", copies="all", recalls=True)
 )
 register(replace(METHODS["SUFFIX"], name="REST", recalls=False, reads_datastore=True))
+register(
+    Method("LOOKAHEAD", "specserve.speculation.drafters.lookahead:LookaheadDrafter.load", looks_ahead=True)
+)
 register(
     replace(
         _EAGLE_HEAD,

@@ -140,6 +140,7 @@ def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
         ("MiMo", ["--disable-cuda-graph"], "_grow_kernel"),
         ("DSPARK", [], "_quantized_linear_kernel"),
         ("SUFFIX", [], "_continuation_kernel"),
+        ("LOOKAHEAD", [], "_pack_kernel"),
         ("MEDUSA", ["--speculative-draft-quantization", "int8"], "_round_kernel"),
         ("P_EAGLE", [], "_pair_inputs_kernel"),
         ("of 4 bits", [], "_weight_only_kernel"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -19,6 +20,7 @@ import specserve.speculation.sampler
 from specserve.attention import ATTENTION
 from specserve.attention.triton import TritonAttention
 from specserve.core import SamplingParams
+from specserve.methods import Lookahead
 from specserve.speculation.sampler import TritonSampling
 from tests.engines import Answer, Checkpoints, answer_all
 
@@ -68,7 +70,12 @@ def answers(
     params: Sequence[SamplingParams] = PARAMS,
     kv: str = "auto",
 ) -> list[Answer]:
-    scheduler = checkpoints.scheduler(algorithm, shape, dtype="float32", page_size=16, kv_cache_dtype=kv)
+    settings: dict[str, Any] = {"dtype": "float32", "page_size": 16, "kv_cache_dtype": kv}
+    if algorithm == "LOOKAHEAD":
+        sizes = Lookahead(2, 3, 1)
+        assert sizes.shape == shape
+        settings |= {f"speculative_lookahead_{name}": size for name, size in sizes._asdict().items()}
+    scheduler = checkpoints.scheduler(algorithm, shape, **settings)
     return answer_all(scheduler, zip(PROMPTS, params, strict=True))
 
 
@@ -90,6 +97,7 @@ def with_predictions(found: list[Answer]) -> list[SamplingParams]:
         ("DSPARK", (3, 2, 6), "fp8"),
         ("P_EAGLE", (3, 2, 6), "fp8"),
         ("SUFFIX", (3, 2, 6), "fp8"),
+        ("LOOKAHEAD", (2, 3, 6), "auto"),
     ],
 )
 def test_gives_the_texts_of_torch(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 Value = str | int | float | bool | tuple[str, ...] | None
@@ -15,8 +15,7 @@ Check = Callable[[Any], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. ``check`` returns what is wrong with a value, in words that follow the setting's name, or None.
-    ``refused``: the same words for known values that are not among ``choices``."""
+    """One setting. ``check`` returns what is wrong with a value, in words that follow the setting's name, or None."""
 
     name: str
     kind: type
@@ -24,7 +23,6 @@ class Setting:
     help: str
     group: str
     choices: Sequence[str] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     low: float = -math.inf
     high: float = math.inf

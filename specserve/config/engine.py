@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specserve.config.settings import SETTINGS, Settings
-from specserve.config.speculation import DYNAMIC, shape_of
+from specserve.config.speculation import DYNAMIC, lookahead_of, shape_of
 from specserve.methods import ANY, Drafts, Method, method_of
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _draft(settings: Settings) -> DraftSettings | None:
     if method is None:
         return None
     path, steps = Path(settings.speculative_draft_model_path or ""), settings.speculative_num_steps
-    drafts = method.drafts(path)
+    drafts = replace(method.drafts(path), lookahead=lookahead_of(settings))
     if drafts.most_levels is not None and steps is not None and steps > drafts.most_levels:
         raise ValueError(
             f"--speculative-num-steps: the draft {path} has at most {drafts.most_levels} levels, found {steps}"

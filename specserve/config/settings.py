@@ -5,17 +5,14 @@ The command line, the environment, the YAML file, docs/settings.md and /server_i
 
 from __future__ import annotations
 
-import json
-import os
-import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from specserve.config import checks
 from specserve.config.declare import power_of_two, setting, settings_of
 from specserve.config.values import check_value
-from specserve.methods import METHOD_NAMES, NONE, REFUSED, Method, method_of
+from specserve.methods import METHOD_NAMES, NONE, Method, method_of
 
 MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
 MAX_SLOTS = 65536  # limit of the attention kernels
@@ -28,58 +25,6 @@ NO_OPS = ("enable_torch_compile", "torch_compile_max_bs")
 """Accepted from SGLang's commands and never read, because torch.compile is not used."""
 FP8_KV = "fp8_e4m3"
 ROUNDED = ("fp8", "int8", "int4")  # formats that weights can be quantized to at load
-
-
-def _lossless(value: float) -> str | None:
-    """Refuse values below 1, with which SGLang accepts likely drafts and so changes the text."""
-    return (
-        None if value == 1 else f"must be 1, because speculation never changes the text here, found {value}"
-    )
-
-
-def _sendable(key: str) -> str | None:
-    """Refuse a key that a header can't carry unchanged, such as non-ASCII text."""
-    if not key.strip():
-        return "must not be empty; leave it out for a server without a key"
-    return (
-        None if key.isascii() and key.isprintable() else "must be printable ASCII, as it is sent in a header"
-    )
-
-
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")
-_DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
-
-
-def _origins(given: tuple[str, ...]) -> str | None:
-    """Refuse origins that no browser sends, because they would never match."""
-    for origin in given:
-        sent = _ORIGIN.fullmatch(origin) and not _DEFAULT_PORT.fullmatch(origin)
-        if not sent and origin not in ("*", "null"):
-            return (
-                "must be * or what browsers send, like https://example.com:8443: in lower case, without a path, a user "
-                f"or the scheme's own port, found {origin!r}"
-            )
-    return None
-
-
-def _once(names: tuple[str, ...]) -> str | None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    return f"must name each model once, found {twice[0]!r} again" if twice else None
-
-
-def _cores(threads: int) -> str | None:
-    cores = os.cpu_count() or threads
-    return (
-        None if threads <= cores else f"must be at most {cores}, the cores of this machine, found {threads}"
-    )
-
-
-def _json_object(text: str) -> str | None:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        return f"must be a JSON object: {error}"
-    return None if isinstance(found, dict) else f"must be a JSON object, found {text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +71,7 @@ class Settings:
         "Names that requests may use as `model`, with or without an organisation. Default: the last part of the model "
         "path; for a model of the hub also its id; for the bundled model `specserve-chat`.",
         group=MODEL,
-        check=_once,
+        check=checks.once,
     )
     context_length: int | None = setting(
         None,
@@ -176,7 +121,7 @@ class Settings:
         "/metrics and the playground's files need no key.",
         group=SERVER,
         secret=True,
-        check=_sendable,
+        check=checks.sendable,
     )
     log_level: str = setting(
         "info",
@@ -195,7 +140,7 @@ class Settings:
         (),
         "Origins whose pages may call this server from a browser, `*` for any. Default: none.",
         group=SERVER,
-        check=_origins,
+        check=checks.origins,
     )
     max_queued_requests: int = setting(
         2048,
@@ -254,7 +199,7 @@ class Settings:
         "get the same rounding at every start.",
         group=ENGINE,
         low=1,
-        check=_cores,
+        check=checks.cores,
     )
     attention_backend: str = setting(
         "auto",
@@ -362,7 +307,6 @@ class Settings:
         "Drafting method; NONE is plain decoding.",
         group=SPECULATION,
         choices=METHOD_NAMES,
-        refused=REFUSED,
         aliases=("speculative_algo",),
     )
     speculative_draft_model_path: str | None = setting(
@@ -439,6 +383,28 @@ class Settings:
         "into memory: replace it by renaming a new file over it, since one that shrinks in place ends the engine.",
         group=SPECULATION,
     )
+    speculative_lookahead_window: int | None = setting(
+        None,
+        "Columns of LOOKAHEAD's window (W), the last token's included. (N - 1) * (W + G) is at most 64. Default: 7.",
+        group=SPECULATION,
+        low=1,
+        high=63,
+    )
+    speculative_lookahead_ngram: int | None = setting(
+        None,
+        "Tokens of LOOKAHEAD's n-grams (N), the one they begin with included; the window has N - 1 generations. "
+        "Default: 5.",
+        group=SPECULATION,
+        low=2,
+        high=33,
+    )
+    speculative_lookahead_guesses: int | None = setting(
+        None,
+        "N-grams that LOOKAHEAD verifies for each request and step (G). Default: 7.",
+        group=SPECULATION,
+        low=1,
+        high=63,
+    )
     speculative_draft_config_override: str | None = setting(
         None,
         "JSON object of fields that replace those of the draft's config.json, among them rope_theta, rope_scaling, "
@@ -446,7 +412,7 @@ class Settings:
         "use_own_embedding, norm_before_residual, recycled_hidden and mtp_hidden (pre or post a norm). Each choice "
         "and its reason is logged at start.",
         group=SPECULATION,
-        check=_json_object,
+        check=checks.json_object,
     )
     speculative_draft_quantization: str = setting(
         "auto",
@@ -464,10 +430,10 @@ class Settings:
         1.0,
         "Must be 1: a draft is accepted only if it is what the model chose.",
         group=SPECULATION,
-        check=_lossless,
+        check=checks.lossless,
     )
     speculative_accept_threshold_acc: float = setting(
-        1.0, "Must be 1, for the same reason.", group=SPECULATION, check=_lossless
+        1.0, "Must be 1, for the same reason.", group=SPECULATION, check=checks.lossless
     )
 
     def __post_init__(self) -> None:

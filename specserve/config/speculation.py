@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specserve.config.settings import SETTINGS, SPECULATION, Settings
-from specserve.methods import MOST_COPIED, Method, method_of, names_where
+from specserve.methods import MOST_COPIED, Lookahead, Method, method_of, names_where
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
 
 SHAPE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+LOOKAHEAD = {
+    "speculative_lookahead_window": 7,
+    "speculative_lookahead_ngram": 5,
+    "speculative_lookahead_guesses": 7,
+}
+"""The sizes of ``Lookahead`` in order, and the smallest that its authors publish figures for."""
+MOST_NODES = 64  # of a slot's tree
 DEFAULT = (3, 1, 4)  # SGLang's default for most models
 MOST_CANDIDATES = 2**15  # in a slot's pool, which one program of a kernel reads
 MAP_FLAG = "--speculative-token-map"
@@ -39,8 +46,12 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
         settings = _draft_quantization(settings, notes)
     settings = _recall(settings, method, notes)
     settings = _datastore(settings, method, notes)
+    settings = _lookahead(settings, method, notes)
     if method.fixed_shape is not None:
         return _fixed(settings, method.fixed_shape, given, notes)
+    always = not settings.speculative_adaptive and (given or settings.speculative_adaptive is False)
+    if always and (sizes := lookahead_of(settings)) is not None:
+        return _one_shape(settings, sizes)
     if settings.speculative_adaptive is False and not given:
         notes.append(
             f"speculation of {DEFAULT} (steps, topk, tokens): --speculative-adaptive is false, no shape given"
@@ -113,6 +124,34 @@ def _datastore(settings: Settings, method: Method, notes: list[str]) -> Settings
     return settings
 
 
+def _lookahead(settings: Settings, method: Method, notes: list[str]) -> Settings:
+    """Choose the sizes of lookahead decoding. Raises ValueError for more nodes than a tree has."""
+    if not method.looks_ahead:
+        return settings.without(LOOKAHEAD, f": {settings.speculative_algorithm} has no window", notes)
+    for name, size in LOOKAHEAD.items():
+        if getattr(settings, name) is None:
+            settings = settings.choose(name, size, "none was given", notes)
+    sizes = lookahead_of(settings)
+    assert sizes is not None
+    (_, _, nodes), (window, ngram, guesses) = sizes.shape, map(_flag, LOOKAHEAD)
+    if nodes > MOST_NODES:
+        raise ValueError(
+            f"{window}: ({ngram} - 1) * ({window} + {guesses}) must be at most {MOST_NODES}, the nodes of a tree, "
+            f"found ({sizes.ngram} - 1) * ({sizes.window} + {sizes.guesses}) = {nodes}"
+        )
+    return settings
+
+
+def _one_shape(settings: Settings, sizes: Lookahead) -> Settings:
+    """Draft in every step the tree that the sizes imply."""
+    for name, value in zip(SHAPE, sizes.shape, strict=True):
+        if getattr(settings, name) not in (None, value):
+            raise ValueError(
+                f"{_flag(name)}: {', '.join(map(_flag, LOOKAHEAD))} make it {value}, found {getattr(settings, name)}"
+            )
+    return replace(settings, **_shape(*sizes.shape))
+
+
 def _draft_quantization(settings: Settings, notes: list[str]) -> Settings:
     """Quantize the draft to 8 bits if that saves bytes and the faster steps outweigh the worse guesses."""
     if settings.device != "cuda" or settings.dtype not in ("bfloat16", "float16"):
@@ -125,6 +164,12 @@ def shape_of(settings: Settings) -> tuple[int, int, int] | None:
     """Return steps, topk and tokens of every step; None for plain decoding and for the controller."""
     steps, topk, tokens = (getattr(settings, name) for name in SHAPE)
     return None if steps is None or topk is None or tokens is None else (steps, topk, tokens)
+
+
+def lookahead_of(settings: Settings) -> Lookahead | None:
+    """Return the sizes of lookahead decoding; None if the method has none."""
+    window, ngram, guesses = (getattr(settings, name) for name in LOOKAHEAD)
+    return None if window is None or ngram is None or guesses is None else Lookahead(window, ngram, guesses)
 
 
 def pool_size(steps: int, topk: int) -> int:
@@ -148,7 +193,7 @@ def carries_draft(algorithm: str, model_path: Path) -> bool:
 def _fixed(settings: Settings, shape: tuple[int, int, int], given: list[str], notes: list[str]) -> Settings:
     """Use the shape that the method's name implies."""
     algorithm = settings.speculative_algorithm
-    others = ", ".join(names_where(lambda method: method.fixed_shape is None))
+    others = ", ".join(names_where(lambda method: not method.has_one_shape))
     if settings.speculative_adaptive:
         raise ValueError(
             f"--speculative-adaptive chooses the shape of each step; {algorithm} fixes it: use one of {others}"

@@ -47,8 +47,6 @@ def check_value(declared: Setting, value: Any, label: str) -> None:
         found = "a value of another type; in YAML quote it" if declared.secret else repr(value)
         raise ValueError(f"{label}: must be {kind.words}, found {found}")
     if declared.choices and value not in declared.choices:
-        if why := declared.refused.get(str(value).upper()):
-            raise ValueError(f"{label}: {value} {why}")
         raise ValueError(f"{label}: must be one of {', '.join(declared.choices)}, found {value!r}")
     if declared.kind in (int, float) and not declared.low <= value <= declared.high:
         raise ValueError(f"{label}: must be {_range(declared.low, declared.high)}, found {value}")

@@ -143,6 +143,8 @@ def candidate_shapes(slots: int, drafts: Drafts = ANY) -> list[StepShape]:
     can draft are cut."""
     table = _TABLES["all" if drafts.block and drafts.copies == "none" else drafts.copies]
     choices = next((choices for most, choices in table if slots <= most), table[-1][1])
+    if drafts.lookahead is not None:
+        choices = (drafts.lookahead.shape,)
     kept = (None, *(cut(each, drafts) for each in choices))
     shapes = [step_shape(slots, speculation, slots, drafts) for speculation in kept]
     return list(dict.fromkeys(shapes))

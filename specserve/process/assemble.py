@@ -292,6 +292,7 @@ def create_context(config: EngineConfig, plan: ShapePlan) -> Context:
         sources=len(drafter.needs.sources),
         continuation_size=drafter.needs.continuation,
         reaches=drafter.needs.reaches,
+        lookahead=drafter.needs.lookahead,
     )
     pool = _pool(pool_config, pages, device)
     return Context(target, drafter, pool, attention, state, config.model.vocab_size, identity)
@@ -375,6 +376,7 @@ def create_drafter(config: EngineConfig, target: LlamaModel, positions: int, dty
             config_override=draft.config_override,
             quantization=draft.quantization,
             tokenizer=config.tokenizer_path,
+            lookahead=draft.drafts.lookahead,
         )
     )
     if draft.topk > (size := drafter.vocab_size):

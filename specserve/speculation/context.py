@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specserve_kernels import Accepted, Pool, Prediction, Slots, gather_slots
+from specserve_kernels import Accepted, Pool, Prediction, Slots, Tree, gather_slots
 from torch import Tensor
 
 from specserve.attention.base import AttentionBackend, Plan
 from specserve.kv.pool import KVPool
 from specserve.kv.spec import KVSpec
 from specserve.layers.batch import TokenBatch
+from specserve.methods import Lookahead
 from specserve.speculation.dynamic_map import DynamicMap
 from specserve.speculation.sampler import Sampling, open_sampling
 from specserve.speculation.shape import StepShape
@@ -43,14 +44,17 @@ class DrafterNeeds:
     continuation: int = 0  # longest continuation, in tokens, that the host looks up for a slot
     reaches: bool = False  # the length of its own cache, for each slot
     sources: tuple[str, ...] = ()  # drafters that share a tree and are measured separately
+    lookahead: Lookahead | None = None  # a window and a pool of n-grams of these sizes, for each slot
 
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """The target's hidden states that a drafter may read: after the final norm, and at its taps."""
+    """What a drafter may read of the target: hidden states after the final norm and at its taps. ``nodes``, in steps:
+    the trees, and the token chosen after each node."""
 
     hidden_TH: Tensor
     tapped: Sequence[Tensor]
+    nodes: tuple[Tree, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,12 +97,12 @@ def prefill(context: Context, view: View, chunks: PromptChunks) -> PrefillResult
         last_BH=last_BH,
         plan=_plan(context, view, chunks, position_T, local_T, kv_start) if kv_start else plan,
     )
-    drafter.prefill(context, view, prompts, TargetStates(hidden_XH, tapped))
     table = context.state.slots
     table.tokens[slots.rows_B[chunks.slot_T], position_T] = chunks.token_T.int()
     table.tokens[slots.rows_B, end_B] = (
         token_B.int()
     )  # after a run that is not final, the next run overwrites it
+    drafter.prefill(context, view, prompts, TargetStates(hidden_XH, tapped))
     table.root[slots.rows_B] = token_B
     table.length[slots.rows_B] = end_B
     predicted_B2 = follow(context, view, end_B - 1, token_B[:, None], chunks.final_B.long())

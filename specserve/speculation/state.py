@@ -16,6 +16,7 @@ from specserve_kernels import Continuations, Prediction, SlotTables, Sources, fo
 from torch import Tensor
 
 from specserve.core import MAX_BIAS, SamplingParams
+from specserve.methods import Lookahead
 
 
 @dataclass(slots=True)
@@ -94,6 +95,22 @@ class Continuation:
     tokens: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
+class LookaheadTable:
+    """The windows of lookahead decoding, the oldest generation first, and the latest P n-grams, each of N tokens. The
+    n-gram added as number n is at place n modulo P; prefill has filled all places. -1: no token."""
+
+    window_RGW: Tensor  # int64
+    ngrams_RNP: Tensor  # int32
+    added_R: Tensor  # int64, n-grams added since prefill
+
+    @classmethod
+    def empty(cls, rows: int, sizes: Lookahead, device: torch.device) -> LookaheadTable:
+        window_RGW = torch.zeros(rows, sizes.generations, sizes.window, dtype=torch.int64, device=device)
+        ngrams_RNP = torch.full((rows, sizes.ngram, NGRAMS), -1, dtype=torch.int32, device=device)
+        return cls(window_RGW, ngrams_RNP, torch.zeros(rows, dtype=torch.int64, device=device))
+
+
 class DecodeState:
     """Owns the tables. The host writes only through ``admit`` and the ``set_*`` methods; steps and prefill do all other
     writes. The scalars that ``admit`` writes for every request share two tensors, so that few launches write them.
@@ -101,6 +118,7 @@ class DecodeState:
     ``positions``: of one slot, whole pages. ``prediction_size``: tokens of the longest predicted text. ``sources``:
     drafters that are measured separately. ``continuation_size``: longest continuation from the host, in tokens. Where
     one of these is 0, its table does not exist. ``reaches``: the drafter keeps its own cache's length in ``reached``.
+    ``lookahead``: sizes of the drafter's windows and n-grams, None: it has none.
     """
 
     def __init__(
@@ -117,6 +135,7 @@ class DecodeState:
         sources: int = 0,
         continuation_size: int = 0,
         reaches: bool = False,
+        lookahead: Lookahead | None = None,
     ) -> None:
         rows = slots + 1
         self.dummy = slots
@@ -165,6 +184,7 @@ class DecodeState:
             Continuations.empty(rows, continuation_size, device) if continuation_size else None
         )
         self.reached = integers() if reaches else None
+        self.lookahead = None if lookahead is None else LookaheadTable.empty(rows, lookahead, device)
         # The dummy row attends to its own position 1: a draft row must see an entry, and position 0 has none.
         self.slots.length[self.dummy] = 1
 
@@ -279,6 +299,7 @@ class DecodeState:
         return to_device(values, self.device)
 
 
+NGRAMS = 4096  # of each slot's lookahead pool
 _FOREVER = 2**62
 _ALIGNED = 16  # rows are padded to a multiple of this
 

@@ -9,7 +9,7 @@ Shapes: T packed nodes (roots included), V vocabulary, W words of 32 tokens each
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from specserve_kernels import Accepted, Tree, accept_path, observe_source, select_tree, single_nodes
@@ -95,7 +95,8 @@ def settle(context: Context, verified: Verified, words_TW: Tensor | None = None)
     logits_TV = verified.logits_TV if words_TW is None else hold(verified.logits_TV, words_TW)
     chosen_T = verified.drafted.sampling.choose(logits_TV, Choices.after_nodes(tree))
     accepted = accept_path(tree, chosen_T, view.slots)
-    commit(context, view, accepted, verified.states, in_place=tree.is_chain)
+    states = replace(verified.states, nodes=(tree, chosen_T))
+    commit(context, view, accepted, states, in_place=tree.is_chain)
     predicted_B2 = follow(context, view, view.slots.length_B, accepted.token_BS, accepted.count_B)
     return StepResult(accepted, verified.logits_TV, predicted_B2, observe(context, view, tree, accepted))
 

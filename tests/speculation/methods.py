@@ -54,13 +54,18 @@ def _items_and_texts(target: Path, count: int) -> tuple[list[Item], list[list[in
 
 
 def check_texts(
-    models: Checkpoints, method: str, shape: Shape, configuration: dict[str, Any], texts: int = 21
+    models: Checkpoints,
+    method: str,
+    shape: Shape,
+    configuration: dict[str, Any],
+    texts: int = 21,
+    **settings: Any,
 ) -> Row:
     """Each is that of plain decoding, mixed with requests that don't draft, or few tokens."""
     items, expected = _items_and_texts(models.target, texts)
     paths = Models(models.target, models.drafts, "float64", "cpu")
     with patch.dict(lossless.SPECULATION, {"its own": (method, *shape)}):
-        given = {**configuration, "toggled": True, "speculation": "its own"}
+        given = {**configuration, "toggled": True, "speculation": "its own", "settings": settings}
         row, differences = run_configuration(paths, 0, given, items, expected)
     assert (row.identical, row.texts, differences) == (len(items), len(items), [])
     return row

@@ -59,7 +59,7 @@ class NgramDrafter:
         text_RC = context.state.slots.tokens[:, : view.max_length + 1]
         prediction, taken_B = view.prediction(context), torch.full_like(rows_B, -1)
         if prediction is not None:
-            given_BS, trust_BS = _predicted(prediction, rows_B, size, dtype)
+            given_BS, trust_BS = predicted(prediction, rows_B, size, dtype)
             taken_B = given_BS[:, 0].where(trust_BS[:, 0].isfinite(), -1)
         token_BKS, matched_BK = find_continuations(text_RC, rows_B, slots.length_B, taken_B, count, size)
         ahead_S = torch.arange(size, device=rows_B.device)
@@ -92,9 +92,7 @@ def best_of(token_BXS: Tensor, score_BXS: Tensor, count: int) -> tuple[Tensor, T
     return token_BXS.take_along_dim(best_BK1, 1), score_BXS.take_along_dim(best_BK1, 1)
 
 
-def _predicted(
-    prediction: Prediction, rows_B: Tensor, size: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def predicted(prediction: Prediction, rows_B: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the predicted tokens ``[B, S]`` and their cumulative log-probabilities, -inf where there are none."""
     next_B1, length_B1 = prediction.next_R[rows_B][:, None], prediction.length_R[rows_B][:, None]
     ahead_S = torch.arange(size, device=rows_B.device)

@@ -110,6 +110,8 @@ def _with_shape(given: Settings) -> Settings:
         or any(getattr(given, name) is not None for name in SHAPE)
     ):
         return given
+    if method.looks_ahead:
+        return replace(given, speculative_adaptive=False)
     settings, notes = resolve_paths(given)
     for note in notes:
         log.info("%s", note)

@@ -76,11 +76,11 @@ def _writable(given: str) -> Path:
 
 def check_settings(given: Settings) -> None:
     """Raise ValueError for what can't be tuned."""
-    if given.method is None or given.method.fixed_shape is not None:
+    if given.method is None or given.method.has_one_shape:
         why = "drafts nothing" if given.method is None else "has one shape"
         raise ValueError(
             f"--speculative-algorithm: {given.speculative_algorithm} {why}, so there is nothing to tune; "
-            f"accepted are {', '.join(names_where(lambda method: method.fixed_shape is None))}"
+            f"accepted are {', '.join(names_where(lambda method: not method.has_one_shape))}"
         )
     if given.speculative_adaptive:
         raise ValueError("--speculative-adaptive: the tuner compares fixed shapes; leave it out")

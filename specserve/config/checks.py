@@ -1,0 +1,58 @@
+"""Checks of single settings: each returns what is wrong with a value, as ``Setting.check`` does, or None."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+
+
+def lossless(value: float) -> str | None:
+    """Refuse values below 1, with which SGLang accepts likely drafts and so changes the text."""
+    return (
+        None if value == 1 else f"must be 1, because speculation never changes the text here, found {value}"
+    )
+
+
+def sendable(key: str) -> str | None:
+    """Refuse a key that a header can't carry unchanged, such as non-ASCII text."""
+    if not key.strip():
+        return "must not be empty; leave it out for a server without a key"
+    return (
+        None if key.isascii() and key.isprintable() else "must be printable ASCII, as it is sent in a header"
+    )
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]+)?")
+_DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
+
+
+def origins(given: tuple[str, ...]) -> str | None:
+    """Refuse origins that no browser sends, because they would never match."""
+    for origin in given:
+        sent = _ORIGIN.fullmatch(origin) and not _DEFAULT_PORT.fullmatch(origin)
+        if not sent and origin not in ("*", "null"):
+            return (
+                "must be * or what browsers send, like https://example.com:8443: in lower case, without a path, a user "
+                f"or the scheme's own port, found {origin!r}"
+            )
+    return None
+
+
+def once(names: tuple[str, ...]) -> str | None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    return f"must name each model once, found {twice[0]!r} again" if twice else None
+
+
+def cores(threads: int) -> str | None:
+    most = os.cpu_count() or threads
+    return None if threads <= most else f"must be at most {most}, the cores of this machine, found {threads}"
+
+
+def json_object(text: str) -> str | None:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        return f"must be a JSON object: {error}"
+    return None if isinstance(found, dict) else f"must be a JSON object, found {text}"
