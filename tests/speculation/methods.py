@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,18 @@ in_each_configuration = pytest.mark.parametrize(
     ],
     ids=["alone", "small pool"],
 )
+
+
+def each_with_both(makes: Iterable[str], shapes: Sequence[Shape]) -> pytest.MarkDecorator:
+    """Each ``make`` with both shapes, and with both kinds of sampling. From one make to the next the pairs change."""
+    cases = [
+        (make, shape, ("greedy", "penalised")[(i + j) % 2])
+        for i, make in enumerate(makes)
+        for j, shape in enumerate(shapes)
+    ]
+    return pytest.mark.parametrize(
+        ("make", "shape", "sampling"), cases, ids=[f"{a}-{b}-{c}" for a, b, c in cases]
+    )
 
 
 def scheduler_of(method: str, target: Path, draft: Path, shape: Shape, **settings: Any) -> Scheduler:

@@ -43,6 +43,7 @@ from tests.speculation.methods import (
     check_accepted,
     check_drafts,
     check_texts,
+    each_with_both,
     in_each_configuration,
     scheduler_of,
 )
@@ -63,9 +64,7 @@ MAKES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "penalised"])
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
-@pytest.mark.parametrize("make", MAKES)
+@each_with_both(MAKES, [CHAIN, TREE])
 def test_drafts_are_those_of_the_slow_reading(
     make: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
 ) -> None:
