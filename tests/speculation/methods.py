@@ -58,18 +58,16 @@ def scheduler_of(method: str, target: Path, draft: Path, shape: Shape, **setting
 
 
 @cache
-def _items_and_texts(target: Path, count: int) -> tuple[list[Item], list[list[int]]]:
+def _items_and_texts(target: Path) -> tuple[list[Item], list[list[int]]]:
     """Requests, and what plain decoding answers."""
     prompts = [[3 + i, 9, 14 + i, 2, 33, 2, 33, 2, 3 + i, 9] for i in range(6)]
-    items = make_items(prompts, count, 20)
+    items = make_items(prompts, 14, 20)
     return items, reference_texts(Models(target, {}, "float64", "cpu"), items)
 
 
-def check_texts(
-    models: Checkpoints, method: str, shape: Shape, configuration: dict[str, Any], texts: int = 21
-) -> Row:
+def check_texts(models: Checkpoints, method: str, shape: Shape, configuration: dict[str, Any]) -> Row:
     """Each is that of plain decoding, mixed with requests that don't draft, or few tokens."""
-    items, expected = _items_and_texts(models.target, texts)
+    items, expected = _items_and_texts(models.target)
     paths = Models(models.target, models.drafts, "float64", "cpu")
     with patch.dict(lossless.SPECULATION, {"its own": (method, *shape)}):
         given = {**configuration, "toggled": True, "speculation": "its own"}

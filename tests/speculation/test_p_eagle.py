@@ -253,7 +253,7 @@ def test_after_plain_steps(random_models: Checkpoints, random_draft: Path) -> No
 @in_each_configuration
 def test_every_text_is_that_of_plain_decoding(configuration: dict[str, Any], agreeing: Checkpoints) -> None:
     row = check_texts(agreeing, METHOD, (4, 3, 9), configuration)
-    assert row.mean_accepted_length > 1.3
+    assert row.mean_accepted_length > 1.25
     assert (row.preemptions > 0) == (configuration["pool"] == "small")
 
 
