@@ -24,15 +24,18 @@ if not HAS_GPU:
 LONGEST = (
     "test_ops_compile",
     "test_compile",
-    "test_ops_sampling",
-    "test_faults",
-    "test_conformance",
-    "test_process",
     "test_load",
-    "test_benchmarks",
-    "test_dynamic_map",
-    "test_leaks",
     "test_triton_engine",
+    "test_grammar",
+    "test_ops_attention",
+    "test_conformance",
+    "test_lossless",
+    "test_faults",
+    "test_ops_sampling",
+    "test_constrained",
+    "test_process",
+    "test_dynamic_map",
+    "test_ops_tree",
 )
 """Files that run first, so that all processes end at about the same time."""
 
