@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,6 +13,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+
+from tests.interpreter import types_are_remembered
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -21,15 +24,18 @@ if not HAS_GPU:
 LONGEST = (
     "test_ops_compile",
     "test_compile",
-    "test_ops_sampling",
-    "test_faults",
-    "test_conformance",
-    "test_process",
     "test_load",
-    "test_benchmarks",
-    "test_dynamic_map",
-    "test_leaks",
     "test_triton_engine",
+    "test_grammar",
+    "test_ops_attention",
+    "test_conformance",
+    "test_lossless",
+    "test_faults",
+    "test_ops_sampling",
+    "test_constrained",
+    "test_process",
+    "test_dynamic_map",
+    "test_ops_tree",
 )
 """Files that run first, so that all processes end at about the same time."""
 
@@ -48,7 +54,7 @@ def faster_interpreter() -> Iterator[None]:
     """Triton's interpreter replaces its language's builtins when a kernel is launched, and all over again whenever the
     kernel calls a function, which takes up to half of its time. Here the latter does it only if the function's module
     names the language otherwise. Nor does it look for overflows of 32 bits, which takes a third of the rest and finds
-    none at the sizes of tests."""
+    none at the sizes of tests. Nor does it make types anew: see ``types_are_remembered``."""
     try:
         from triton import language
         from triton.runtime import interpreter
@@ -79,7 +85,12 @@ def faster_interpreter() -> Iterator[None]:
 
     builder = interpreter.interpreter_builder
     unchecked = replace(builder.options, sanitize_overflow=False)
-    with patch.object(interpreter, "_patch_lang", replace_once), patch.object(builder, "options", unchecked):
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # elsewhere the compiler uses the same types
+    with (
+        patch.object(interpreter, "_patch_lang", replace_once),
+        patch.object(builder, "options", unchecked),
+        types_are_remembered() if interpreted else nullcontext(),
+    ):
         yield
 
 

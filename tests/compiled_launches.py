@@ -4,8 +4,8 @@
 ``Compiled``. Triton must not be interpreted.
 
 Triton sees a device of compute capability 9.0, and a launch compiles its kernel for the types and the alignment of its
-real arguments, which are on the CPU: all variants go through Triton's front end, some to LLVM's code, none through
-ptxas. Nothing is computed, so operations allocate zeros, which are valid indices.
+real arguments, which are on the CPU: all variants go through Triton's front end, some through its passes for a GPU or
+to LLVM's code, none through ptxas. Nothing is computed, so operations allocate zeros, which are valid indices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import specserve_kernels.dispatch
@@ -142,12 +142,13 @@ def copied_ahead(ttgir: str) -> list[int]:
 class Compiler:
     """Replace launches: compile each variant once.
 
-    Triton's front end checks all of them, which finds errors that its interpreter tolerates. The first variant of each
-    kernel is compiled to LLVM's code, which gives the shared memory; so are all while ``whole`` is set.
+    Triton's front end checks all of them, which finds errors that its interpreter tolerates: ``until`` is the stage
+    that is not run, "ttir" then. "llir": Triton's passes for a GPU are run, too. "ptx", and the first variant of each
+    kernel: so is LLVM, whose code gives the shared memory.
     """
 
-    def __init__(self, whole: bool) -> None:
-        self.whole = whole
+    def __init__(self, until: Literal["ttir", "llir", "ptx"] = "ttir") -> None:
+        self.until = until
         self.found: dict[str, Compiled] = {}
         self._run = JITFunction.run
         self._add_stages = CUDABackend.add_stages
@@ -174,19 +175,20 @@ class Compiler:
             if hasty:
                 self.found[key] = replace(self.found[key], hasty=hasty)
             return
-        self._last = "ptx" if self.whole or name not in self._begun else "ttir"
+        self._last = self.until if name in self._begun else "ptx"
         self._begun.add(name)
+        self._ttgir = ""
         shared = error = waits = None
-        copied: list[int] = []
         try:
             self._run(kernel, *args, grid=grid, warmup=True, **options)
         except Enough as enough:
             shared = enough.shared
             if shared is not None:
-                waits, copied = waits_first(enough.code), copied_ahead(self._ttgir)
+                waits = waits_first(enough.code)
         except Exception as raised:  # whatever Triton may say: it is reported
             error = f"{type(raised).__name__}: {raised}"
-        neighbours = tuple({int(found) for found in NEIGHBOURS.findall(self._ttgir)}) if shared else ()
+        neighbours = tuple({int(found) for found in NEIGHBOURS.findall(self._ttgir)})
+        copied = copied_ahead(self._ttgir)
         self.found[key] = Compiled(
             name, variant, Device.capability, shared, waits, copied, error, hasty, neighbours
         )
@@ -257,7 +259,7 @@ def specialized(arg: object, by_value: bool) -> object:
 @contextmanager
 def compiled_only() -> Iterator[Compiler]:
     """Launches compile and no more. All tensors are taken to be on a GPU."""
-    compiler = Compiler(whole=False)
+    compiler = Compiler()
     full = torch.full
 
     def zeros_like(tensor: Tensor, **options: Any) -> Tensor:
@@ -405,6 +407,16 @@ def main() -> None:
     torch.set_num_threads(1)
     both = [PLAIN, FORETOLD]
     with torch.inference_mode(), compiled_only() as compiler:
+        compiler.until = "ptx"
+        launch_attention(128, 20, 16)
+        launch_norms()
+        launch_linears(8)
+        launch_wide(8)
+        launch_wide(128)
+        launch_weight_only(8, gated=False)
+        compiler.until = "llir"
+        launch_attention(128, 20, 16, scales=KVScales())
+        compiler.until = "ttir"
         launch_plain(checkpoints)
         launch_drafted(checkpoints, "EAGLE", {1: [PLAIN], 4: [PLAIN]})
         launch_drafted(checkpoints, "NGRAM", {1: [PLAIN], 4: [PLAIN]})
@@ -413,15 +425,6 @@ def main() -> None:
         launch_drafted(checkpoints, "EAGLE3", dict.fromkeys((1, 2, 8, 20), both))
         for algorithm in ("EAGLE", "EAGLE3"):
             launch_drafted(checkpoints, algorithm, {1: [PLAIN], 8: [PLAIN]}, integers=True)
-        compiler.whole = True
-        launch_attention(128, 20, 16)
-        launch_attention(128, 20, 16, scales=KVScales())
-        launch_norms()
-        launch_linears(8)
-        launch_wide(8)
-        launch_wide(128)
-        launch_weight_only(8, gated=False)
-        compiler.whole = False
         launch_attention(128, 1, 8)
         launch_attention(128, 400, 1)
         launch_attention(256, 20, 16)
@@ -437,7 +440,7 @@ def main() -> None:
         launch_weight_only(8, False, torch.float32)
         for tokens in (64, 200):
             launch_weight_only(tokens, gated=True)
-        Device.capability, compiler.whole = 89, True
+        Device.capability, compiler.until = 89, "ptx"
         assume(Gpu((8, 9), Limits(128, ADA_SHARED)))
         launch_weight_only(64, gated=False)
     for compiled in compiler.found.values():

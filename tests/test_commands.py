@@ -69,11 +69,11 @@ def test_aborting_many_waiting_requests_takes_no_longer_for_each(random_models: 
         client = Client(scheduler)
         for index in range(count):
             client.submit(str(index), [3], SamplingParams(max_tokens=2))
-        begin = time.perf_counter()
+        begin = time.process_time()
         for index in reversed(range(count)):
             scheduler.abort(str(index))
         assert not scheduler.has_work
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     seconds(100)
     assert seconds(20_000) < 1, "it was 6.8 s when each looked through all"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +161,12 @@ EAGLE3: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
-@pytest.mark.parametrize("name", EAGLE)
+@pytest.mark.parametrize(("name", "shape"), zip(EAGLE, cycle((CHAIN, TREE))), ids=str)
 def test_eagle(name: str, shape: Shape, target: Path, tmp_path: Path) -> None:
     check(target, EAGLE[name](tmp_path / "draft", target), "EAGLE", shape)
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
-@pytest.mark.parametrize("name", EAGLE3)
+@pytest.mark.parametrize(("name", "shape"), zip(EAGLE3, cycle((CHAIN, TREE))), ids=str)
 def test_eagle3(name: str, shape: Shape, target: Path, tmp_path: Path) -> None:
     check(target, EAGLE3[name](tmp_path / "draft", target), "EAGLE3", shape)
 

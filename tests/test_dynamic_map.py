@@ -343,7 +343,7 @@ def test_acceptance_recovers_on_another_domain(tmp_path: Path) -> None:
     """The bundled EAGLE head on code, an eighth of the vocabulary: a map that stays, and one that starts from it."""
     from benchmarks.common import load_prompts
 
-    prompts = [row["prompt"] for row in load_prompts() if "prompt" in row][:16]
+    prompts = [row["prompt"] for row in load_prompts() if "prompt" in row][:8]
     names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
     settings = dict(zip(names, (5, 1, 6), strict=True)) | {"device": "cpu", "max_running_requests": 4}
     lowest = str(save(tmp_path / "lowest.pt", [*range(512)]))

@@ -10,7 +10,7 @@ from specserve.core import SamplingParams, Speculation
 from specserve.scheduler.scheduler import Scheduler
 from tests.engines import Checkpoints, Client, make_scheduler
 
-REQUESTS = 600
+REQUESTS = 300
 SLOTS = 8
 
 

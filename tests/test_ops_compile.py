@@ -122,7 +122,7 @@ def test_nothing_is_read_early_that_the_launch_before_writes(compiled: list[Comp
 
 
 def test_what_is_read_too_early_is_found() -> None:
-    compiler, kernel = Compiler(whole=False), SimpleNamespace
+    compiler, kernel = Compiler(), SimpleNamespace
     grow = kernel(__name__="_grow_kernel", params=[kernel(name="length_ptr"), kernel(name="tokens_ptr")])
     other = kernel(__name__="_other", params=[kernel(name="x"), kernel(name="y")])
     host, rows, rest = torch.zeros(8), torch.zeros(3, 8), torch.zeros(8)

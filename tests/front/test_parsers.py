@@ -482,12 +482,12 @@ def typed(schema: dict[str, Any], value: str) -> Found:
 def test_references_take_no_longer() -> None:
     parts = [{"$ref": f"#{number}/$defs/n"} for number in range(2000)]
     chain = {f"n{number}": {"$ref": f"#/$defs/n{number + 1}"} for number in range(5000)}
-    begun = time.perf_counter()
+    begun = time.process_time()
     for defs in ({"n": {"anyOf": parts}}, {"n": chain["n0"], **chain, "n5000": {"type": "integer"}}):
         expected = "5" if "n5000" in defs else '"5"'
         schema = {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": defs}
         assert typed(schema, "5") == calls(("f", f'{{"a": {expected}}}'))
-    assert time.perf_counter() - begun < 1
+    assert time.process_time() - begun < 1
 
 
 @pytest.mark.parametrize("name", ["type", "enum", "anyOf", "oneOf", "allOf", "$ref", "properties"])

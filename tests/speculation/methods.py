@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,18 @@ in_each_configuration = pytest.mark.parametrize(
 )
 
 
+def each_with_both(makes: Iterable[str], shapes: Sequence[Shape]) -> pytest.MarkDecorator:
+    """Each ``make`` with both shapes, and with both kinds of sampling. From one make to the next the pairs change."""
+    cases = [
+        (make, shape, ("greedy", "penalised")[(i + j) % 2])
+        for i, make in enumerate(makes)
+        for j, shape in enumerate(shapes)
+    ]
+    return pytest.mark.parametrize(
+        ("make", "shape", "sampling"), cases, ids=[f"{a}-{b}-{c}" for a, b, c in cases]
+    )
+
+
 def scheduler_of(method: str, target: Path, draft: Path, shape: Shape, **settings: Any) -> Scheduler:
     names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
     return make_scheduler(
@@ -46,23 +58,18 @@ def scheduler_of(method: str, target: Path, draft: Path, shape: Shape, **setting
 
 
 @cache
-def _items_and_texts(target: Path, count: int) -> tuple[list[Item], list[list[int]]]:
+def _items_and_texts(target: Path) -> tuple[list[Item], list[list[int]]]:
     """Requests, and what plain decoding answers."""
     prompts = [[3 + i, 9, 14 + i, 2, 33, 2, 33, 2, 3 + i, 9] for i in range(6)]
-    items = make_items(prompts, count, 20)
+    items = make_items(prompts, 14, 20)
     return items, reference_texts(Models(target, {}, "float64", "cpu"), items)
 
 
 def check_texts(
-    models: Checkpoints,
-    method: str,
-    shape: Shape,
-    configuration: dict[str, Any],
-    texts: int = 21,
-    **settings: Any,
+    models: Checkpoints, method: str, shape: Shape, configuration: dict[str, Any], **settings: Any
 ) -> Row:
     """Each is that of plain decoding, mixed with requests that don't draft, or few tokens."""
-    items, expected = _items_and_texts(models.target, texts)
+    items, expected = _items_and_texts(models.target)
     paths = Models(models.target, models.drafts, "float64", "cpu")
     with patch.dict(lossless.SPECULATION, {"its own": (method, *shape)}):
         given = {**configuration, "toggled": True, "speculation": "its own", "settings": settings}

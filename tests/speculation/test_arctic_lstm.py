@@ -18,6 +18,7 @@ from tests.speculation.methods import (
     check_accepted,
     check_drafts,
     check_texts,
+    each_with_both,
     in_each_configuration,
     scheduler_of,
 )
@@ -30,9 +31,7 @@ MAKES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "penalised"])
-@pytest.mark.parametrize("shape", [(3, 1, 4), (3, 3, 9)], ids=str)
-@pytest.mark.parametrize("make", MAKES)
+@each_with_both(MAKES, [(3, 1, 4), (3, 3, 9)])
 def test_drafts_are_those_of_the_slow_reading(
     make: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
 ) -> None:

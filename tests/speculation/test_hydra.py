@@ -20,6 +20,7 @@ from tests.speculation.methods import (
     check_cached,
     check_drafts,
     check_texts,
+    each_with_both,
     in_each_configuration,
     scheduler_of,
 )
@@ -28,15 +29,15 @@ METHOD = "HYDRA"
 in_each_kind = pytest.mark.parametrize("layered", [True, False], ids=["Hydra++", "Hydra"])
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "penalised"])
-@pytest.mark.parametrize("shape", [(4, 1, 5), (3, 3, 9)], ids=str)
-@pytest.mark.parametrize("blocks", [4, 1])
-@in_each_kind
+@each_with_both(
+    ["Hydra++, 4 blocks", "Hydra++, 1 block", "Hydra, 1 block", "Hydra, 4 blocks"], [(4, 1, 5), (3, 3, 9)]
+)
 def test_drafts_are_those_of_the_slow_reading(
-    layered: bool, blocks: int, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
+    make: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
 ) -> None:
     """Every candidate of every step, from the first on, after a prompt in chunks."""
     target = random_models.target
+    blocks, layered = 4 if "4" in make else 1, "++" in make
     draft = make_hydra(tmp_path / "draft", target, blocks=blocks, layered=layered)
     check_drafts(
         scheduler_of(METHOD, target, draft, shape, page_size=4, chunked_prefill_size=4),

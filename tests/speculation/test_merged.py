@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import pytest
 import torch
 
-from benchmarks import lossless
-from benchmarks.lossless import Models, make_items, reference_texts, run_configuration
 from specserve.core import SamplingParams
 from tests.engines import (
     Answer,
@@ -24,6 +21,7 @@ from tests.engines import (
     priced,
     record_drafts,
 )
+from tests.speculation.methods import check_texts, in_each_configuration
 from tests.speculation.oracle import SAMPLING
 from tests.speculation.test_prediction import PROMPT, with_each
 
@@ -36,26 +34,13 @@ def tokens_a_step(answers: Sequence[Answer]) -> float:
     return sum(a.usage.accepted + a.usage.steps for a in answers) / sum(a.usage.steps for a in answers)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("algorithm", ["EAGLE+NGRAM", "EAGLE3+NGRAM"])
-@pytest.mark.parametrize(
-    "configuration",
-    [
-        {"batch": 1, "page": 16, "chunk": 512, "pool": "normal", "prefix_cache": True, "overlap": "on"},
-        {"batch": 4, "page": 1, "chunk": 16, "pool": "small", "prefix_cache": True, "overlap": "off"},
-    ],
-    ids=["alone", "small pool"],
-)
+@in_each_configuration
 def test_every_text_is_that_of_plain_decoding(
-    configuration: dict[str, Any], algorithm: str, shape: Shape, agreeing: Checkpoints
+    configuration: dict[str, Any], algorithm: str, agreeing: Checkpoints
 ) -> None:
-    prompts = [[3 + i, 9, 14 + i, 2, 33, 2, 33, 2, 3 + i, 9] for i in range(6)]
-    drafts = {"EAGLE": agreeing.eagle, "EAGLE3": agreeing.eagle3}
-    models, items = Models(agreeing.target, drafts, "float64", "cpu"), make_items(prompts, 28, 20)
-    with patch.dict(lossless.SPECULATION, {"merged": (algorithm, *shape)}):
-        given = {**configuration, "toggled": True, "speculation": "merged"}
-        row, differences = run_configuration(models, 0, given, items, reference_texts(models, items))
-    assert (row.identical, row.texts, differences) == (len(items), len(items), [])
+    shape = SHAPES[(configuration["batch"] > 1) ^ ("3" in algorithm)]
+    check_texts(agreeing, algorithm, shape, configuration)
 
 
 def test_trees_hold_both_and_nothing_twice(agreeing: Checkpoints) -> None:

@@ -23,6 +23,7 @@ from tests.speculation.methods import (
     check_cached,
     check_drafts,
     check_texts,
+    each_with_both,
     in_each_configuration,
     scheduler_of,
 )
@@ -39,9 +40,7 @@ MAKES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "penalised"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("make", MAKES)
+@each_with_both(MAKES, SHAPES)
 def test_drafts_are_those_of_the_slow_reading(
     make: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
 ) -> None:
@@ -56,12 +55,9 @@ def test_drafts_are_those_of_the_slow_reading(
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @in_each_configuration
-def test_every_text_is_that_of_plain_decoding(
-    configuration: dict[str, Any], shape: Shape, agreeing: Checkpoints
-) -> None:
-    row = check_texts(agreeing, METHOD, shape, configuration)
+def test_every_text_is_that_of_plain_decoding(configuration: dict[str, Any], agreeing: Checkpoints) -> None:
+    row = check_texts(agreeing, METHOD, SHAPES[configuration["batch"] > 1], configuration)
     assert row.mean_accepted_length > 1.1, "most are sampled"
     assert (row.preemptions > 0) == (configuration["pool"] == "small")
 

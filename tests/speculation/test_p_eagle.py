@@ -43,6 +43,7 @@ from tests.speculation.methods import (
     check_accepted,
     check_drafts,
     check_texts,
+    each_with_both,
     in_each_configuration,
     scheduler_of,
 )
@@ -63,9 +64,7 @@ MAKES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "penalised"])
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
-@pytest.mark.parametrize("make", MAKES)
+@each_with_both(MAKES, [CHAIN, TREE])
 def test_drafts_are_those_of_the_slow_reading(
     make: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
 ) -> None:
@@ -254,7 +253,7 @@ def test_after_plain_steps(random_models: Checkpoints, random_draft: Path) -> No
 @in_each_configuration
 def test_every_text_is_that_of_plain_decoding(configuration: dict[str, Any], agreeing: Checkpoints) -> None:
     row = check_texts(agreeing, METHOD, (4, 3, 9), configuration)
-    assert row.mean_accepted_length > 1.3
+    assert row.mean_accepted_length > 1.25
     assert (row.preemptions > 0) == (configuration["pool"] == "small")
 
 

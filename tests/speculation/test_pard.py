@@ -15,7 +15,14 @@ from tests.engines import Checkpoints, Shape, SwitchingShapes, answer_one, make_
 from tests.reference import standalone
 from tests.reference.models import make_llama
 from tests.reference.standalone import first_layer, make_pard
-from tests.speculation.methods import PROMPT, check_drafts, check_texts, in_each_configuration, scheduler_of
+from tests.speculation.methods import (
+    PROMPT,
+    check_drafts,
+    check_texts,
+    each_with_both,
+    in_each_configuration,
+    scheduler_of,
+)
 from tests.speculation.oracle import SAMPLING
 
 METHOD = "PARD"
@@ -31,14 +38,12 @@ def made(path: Path, kind: str, target: Path) -> Path:
     return make_pard(path / "draft", other, MASK)
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "penalised"])
-@pytest.mark.parametrize("shape", [(6, 1, 7), (3, 3, 9)], ids=str)
-@pytest.mark.parametrize("kind", ["the first layer", "another architecture"])
+@each_with_both(["the first layer", "another architecture"], [(6, 1, 7), (3, 3, 9)])
 def test_drafts_are_those_of_the_slow_reading(
-    kind: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
+    make: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
 ) -> None:
     """Every candidate of every step: a level's don't depend on the path, and no mask stays in the cache."""
-    draft = made(tmp_path, kind, random_models.target)
+    draft = made(tmp_path, make, random_models.target)
     check_drafts(
         scheduler_of(METHOD, random_models.target, draft, shape, page_size=4, chunked_prefill_size=4),
         shape,

@@ -21,6 +21,7 @@ from tests.speculation.methods import (
     check_cached,
     check_drafts,
     check_texts,
+    each_with_both,
     in_each_configuration,
     scheduler_of,
 )
@@ -35,9 +36,7 @@ MAKES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "penalised"])
-@pytest.mark.parametrize("shape", [(6, 1, 7), (3, 3, 9)], ids=str)
-@pytest.mark.parametrize("make", MAKES)
+@each_with_both(MAKES, [(6, 1, 7), (3, 3, 9)])
 def test_drafts_are_those_of_the_slow_reading(
     make: str, shape: Shape, sampling: str, random_models: Checkpoints, tmp_path: Path
 ) -> None:
