@@ -12,7 +12,10 @@ from urllib.parse import unquote
 _EXACT = 1 << 53  # llguidance reads numbers as float64
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
 _DATA = ("enum", "const")
-_NOTES = ("default", "example", "examples")
+_NOTES = (
+    *("default", "example", "examples"),
+    *("title", "description", "$comment", "deprecated", "readOnly", "writeOnly"),
+)
 KINDS: Mapping[type, frozenset[str]] = {
     bool: frozenset({"boolean"}),
     int: frozenset({"integer", "number"}),
@@ -38,7 +41,7 @@ _OF_TYPE: Mapping[str, tuple[str, ...]] = {
         "maxProperties",
     ),
 }
-LABELS = ("title", "description", "$comment", "deprecated", "readOnly", "writeOnly", "$defs", "definitions")
+LABELS = (*_NOTES, "$defs", "definitions")
 # Keywords at values that ask for nothing, which generators of schemas write, and formats that are only notes.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "propertyNames": (True, {}, {"type": "string"}),
