@@ -149,6 +149,9 @@ def strange(**given: Any) -> list[Tool]:
         ]), ["[weather()]", "[weather(x=[])]", "[weather(x=[1])]", "[weather(x=[2])]"], [
             "[weather(x=[1, 1])]", "[weather(x=[2, 2])]", "[weather(x=[1,])]",
         ]),
+        ("qwen3_coder", "required", strange(type="string", pattern=r"^\d[\w.]\W[^\d]\\d$"), [
+            *(CODER.format(value(text)) for text in ("1a-b\\d", "0.\u0663\u0663\\d")),
+        ], [*(CODER.format(value(text)) for text in ("\u0663a-b\\d", "1\u0663-b\\d", "1aab\\d", "1a-2\\d", "1a-b1"))]),
         ("qwen3_coder", "required", strange(enum=["a\nb", "c/d\t", "\\"]), [
             *(CODER.format(value(text)) for text in ("a\nb", "c/d\t", "\\")),
         ], [*(CODER.format(value(text)) for text in (r"a\nb", "a\\\nb", "a", r"\\"))]),
