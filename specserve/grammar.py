@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache, lru_cache
@@ -21,6 +22,7 @@ from specserve.schemas import check_ends, enforceable, exact_dates
 T = TypeVar("T")
 
 MOST = 1 << 17  # characters
+SLOW = 1.0  # seconds to compile a grammar, which the engine does again
 MISSING = "needs llguidance, which is not installed: pip install 'specserve[grammar]'"
 # Between JSON tokens: nothing, a space, or a newline with indentation. Some models never stop if more is allowed.
 _OPTIONS = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,8}))?", "lenient": False}
@@ -82,7 +84,8 @@ def quoted(text: str) -> str:
 
 def expression(pattern: str) -> str:
     """Return a regular expression as a Lark literal."""
-    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern).replace("\n", r"\n") + "/"
+    written = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return "/" + re.sub(r"(?s:\\.)|/|\n", lambda found: written.get(found[0], found[0]), pattern) + "/"
 
 
 def embedded(schema: Mapping[str, Any], place: str = "") -> str:
@@ -146,10 +149,10 @@ def _deep_thread() -> SimpleQueue[Any]:
     return tasks
 
 
-def check_size(text: str) -> str:
-    """Return the text. Raises ValueError if it is too long."""
-    if len(text) > MOST:
-        raise ValueError(f"has {len(text)} characters; the limit is {MOST}")
+def check_size(text: str, times: int = 1) -> str:
+    """Return the text. Raises ValueError if it is longer than ``times`` the limit."""
+    if len(text) > times * MOST:
+        raise ValueError(f"has {len(text)} characters; the limit is {times * MOST}")
     return text
 
 
@@ -162,12 +165,20 @@ def _checked(make: str, text: str, **options: Any) -> str:
     return _valid(str(getattr(LLMatcher, make)(text, **options)))
 
 
-@lru_cache(64)
+@lru_cache(512)
 def _valid(grammar: str) -> str:
-    from llguidance import LLMatcher
-
-    _, messages = with_deep_stack(LLMatcher.validate_grammar_with_warnings, grammar).result()
+    messages, seconds = with_deep_stack(_validated, grammar).result()
+    if seconds > SLOW:
+        raise ValueError(f"takes {seconds:.1f} s to compile; the limit is {SLOW:g} s")
     if messages:  # a warning names what would not be enforced
         lines = (message.strip().splitlines()[0] for message in messages)
         raise ValueError("; ".join(_ONE_OF if "coerce_one_of" in line else line for line in lines))
     return grammar
+
+
+def _validated(grammar: str) -> tuple[list[str], float]:
+    """Return the errors or warnings of a grammar, and the CPU time that they took."""
+    from llguidance import LLMatcher
+
+    begun = time.thread_time()
+    return LLMatcher.validate_grammar_with_warnings(grammar)[1], time.thread_time() - begun

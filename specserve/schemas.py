@@ -12,7 +12,10 @@ from urllib.parse import unquote
 _EXACT = 1 << 53  # llguidance reads numbers as float64
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
 _DATA = ("enum", "const")
-_NOTES = ("default", "example", "examples")
+_NOTES = (
+    *("default", "example", "examples"),
+    *("title", "description", "$comment", "deprecated", "readOnly", "writeOnly"),
+)
 KINDS: Mapping[type, frozenset[str]] = {
     bool: frozenset({"boolean"}),
     int: frozenset({"integer", "number"}),
@@ -38,7 +41,7 @@ _OF_TYPE: Mapping[str, tuple[str, ...]] = {
         "maxProperties",
     ),
 }
-LABELS = ("title", "description", "$comment", "deprecated", "readOnly", "writeOnly", "$defs", "definitions")
+LABELS = (*_NOTES, "$defs", "definitions")
 # Keywords at values that ask for nothing, which generators of schemas write, and formats that are only notes.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "propertyNames": (True, {}, {"type": "string"}),
@@ -57,6 +60,7 @@ _DATE = (
 )
 _HOUR = "(?:[01][0-9]|2[0-3])"
 _TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_HOUR}:[0-5][0-9])"
+_ASCII = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}  # as in JSON Schema
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 FORMATS: Mapping[str, str] = {
     "date": _DATE,
@@ -104,12 +108,15 @@ def _check_exact(value: object) -> None:
 
 
 def _check_pattern(pattern: str) -> None:
-    """Raise ValueError for a class that excludes a quote or a backslash, which would still admit their escapes."""
-    for found in re.findall(r"\[\^((?:\\.|[^\]\\])*)\]", pattern):
-        if '"' in found or r"\\" in found:
+    """Raise ValueError for a class that excludes a quote or a backslash, which would still admit their escapes, and for
+    one with what only Rust's expressions read as a class within it or an operation."""
+    for excludes, found in re.findall(r"(?s:\\.)|\[(\^?)((?s:\\.|[^\]\\])*)\]", pattern):
+        if excludes and ('"' in found or r"\\" in found):
             raise ValueError(
                 f"pattern {pattern!r}: a class that excludes quotes or backslashes can't be enforced"
             )
+        if re.search(r"\[|&&|--|~~", re.sub(r"(?s:\\.)", "a", found)):
+            raise ValueError(f"pattern {pattern!r}: escape [, &, - and ~ in classes")
 
 
 def exact_dates(schema: Any) -> Any:
@@ -179,7 +186,8 @@ def _whole(pattern: str, place: str) -> str:
     parted = any(part == "|" and depth == 0 for part, depth in zip(inner, depths, strict=True))
     if {"^", "$"} & set(inner) or (parted and (begins or ends)):
         raise ValueError(f"{place}.pattern: {pattern!r} can't be enforced with ^ or $ inside")
-    return f"{'' if begins else '(?s:.*)'}(?:{''.join(inner)}){'' if ends else '(?s:.*)'}"
+    whole = f"{'' if begins else '(?s:.*)'}(?:{''.join(inner)}){'' if ends else '(?s:.*)'}"
+    return re.sub(r"(?s:\\.)", lambda found: _ASCII.get(found[0], found[0]), whole)
 
 
 def resolved(reference: str, root: Any) -> Any:

@@ -27,6 +27,7 @@ _GAP = r"GAP: /\n{0,2}| /"
 _TEXT = "TEXT: /(?s:.*)/"
 _REST = "REST: /(?s:.*)/"
 _ANY: dict[str, Any] = {"type": "object"}
+_TIMES = 4  # the limit of one grammar: OpenAI's 128 functions fit
 _NAMES = {"text": r"[^<>\n]+", "python": r"[\w.-]+"}
 """The names of functions that a kind of calls can have."""
 _NONE: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -166,7 +167,7 @@ class Calls:
             rules.append(f"{_REST} & ~{expression(f'{SPACE}(?:{begins})(?s:.*)')}")
         found = "\n".join([*_groups(frame, marks, several, self.free, form and _json(form)), *rules])
         try:
-            return check_size(found)
+            return check_size(found, _TIMES)
         except ValueError as error:
             raise FieldError("tools", f"their grammar {error}") from None
 

@@ -120,11 +120,17 @@ class PythonArguments:
 
     def _items(self, schema: Mapping[str, Any], place: str) -> str:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if most == 0 or schema.get("items") is False:
+        if schema.get("items") is False:
+            most = 0
+        if most is not None and least > most:
+            raise ValueError(f"{place}: allows no value")
+        if most == 0:
             return '"[" "]"'
         item = self._value(schema.get("items", True), f"{place}.items")
-        many = f"{item} (COMMA {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        return f'"[" {many} "]"' if least else f'"[" ({many})? "]"'
+        more = (
+            f"(COMMA {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}" if most != 1 else ""
+        )
+        return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
 
 
 def literal(value: Any) -> str:

@@ -96,6 +96,7 @@ class TextArguments:
             if "enum" in each:
                 values += each["enum"]
             elif each.get("type", "string") == "string":
+                embedded(each, at)  # refuses what contradicts itself
                 strings.append(f"({' & '.join(map(expression, texts(each, at)))})")
             elif each["type"] not in plain:
                 whole.append((at, each))

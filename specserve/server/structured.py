@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -15,7 +14,6 @@ from specserve import grammar
 from specserve.core import FieldError, SamplingParams
 from specserve.frontend.fields import ListOf, Refusal, Strict, Text
 
-SLOW = 1.0  # seconds to compile a grammar; the engine compiles it again between steps
 _ALWAYS = "what is asked for is always enforced"
 
 Schema = dict[str, Any] | bool
@@ -148,19 +146,12 @@ async def with_grammar(form: Form | None, params: SamplingParams, no_grammars: s
     param, make = form
     if no_grammars is not None:
         raise FieldError(param, no_grammars)
-
-    def timed() -> tuple[str, float]:
-        begin = time.thread_time()  # CPU time, independent of the machine's load
-        return make(), time.thread_time() - begin
-
     try:
-        text, seconds = await asyncio.to_thread(timed)
+        text = await asyncio.to_thread(make)
     except FieldError:
         raise
     except ValueError as error:
         raise FieldError(param, str(error)) from None
-    if seconds > SLOW:
-        raise FieldError(param, f"takes {seconds:.1f} s to compile; the limit is {SLOW:g} s")
     try:
         return msgspec.structs.replace(params, grammar=text)
     except ValueError as error:

@@ -143,6 +143,18 @@ def strange(**given: Any) -> list[Tool]:
         ("qwen3_coder", "required", strange(type=["integer", "string"], maximum=5, maxLength=3), [
             *(CODER.format(value(text)) for text in ("5", "-7", "a5", "[1]")),
         ], [*(CODER.format(value(text)) for text in ("6", " 6", "1 a", "abcd"))]),
+        ("pythonic", "required", strange(anyOf=[
+            {"type": "array", "items": {"const": 1}, "maxItems": 1},
+            {"type": "array", "items": {"const": 2}, "minItems": 1, "maxItems": 1},
+        ]), ["[weather()]", "[weather(x=[])]", "[weather(x=[1])]", "[weather(x=[2])]"], [
+            "[weather(x=[1, 1])]", "[weather(x=[2, 2])]", "[weather(x=[1,])]",
+        ]),
+        ("qwen3_coder", "required", strange(type="string", pattern=r"^\d[\w.]\W[^\d]\\d$"), [
+            *(CODER.format(value(text)) for text in ("1a-b\\d", "0.\u0663\u0663\\d")),
+        ], [*(CODER.format(value(text)) for text in ("\u0663a-b\\d", "1\u0663-b\\d", "1aab\\d", "1a-2\\d", "1a-b1"))]),
+        ("qwen3_coder", "required", strange(enum=["a\nb", "c/d\t", "\\"]), [
+            *(CODER.format(value(text)) for text in ("a\nb", "c/d\t", "\\")),
+        ], [*(CODER.format(value(text)) for text in (r"a\nb", "a\\\nb", "a", r"\\"))]),
         ("qwen3_coder", "required", strange(enum=["a", True, None, 7]), [
             *(CODER.format(value(text)) for text in ("a", "true", "null", "7")),
         ], [*(CODER.format(value(text)) for text in ("b", "false", "8", ""))]),
@@ -184,6 +196,12 @@ def test_what_comes_after_a_thought(walker: Walker) -> None:
         ("qwen3_coder", {"x": {"enum": ["</parameter>"]}}, "properties.x: the value '</parameter>' can't"),
         ("qwen3_coder", {"x": {"anyOf": [{}, {"type": "integer"}]}}, "properties.x: alternatives without a type"),
         ("qwen3_coder", {"x": {"properties": {}}}, "properties.x.properties: can't be enforced"),
+        ("qwen3_coder", {"x": {"anyOf": [{"type": "string", "pattern": "a", "maxLength": 0}, {"type": "null"}]}},
+         "properties.x.anyOf.0: Unsatisfiable schema"),
+        ("pythonic", {"x": {"type": "object", "properties": {"y": {"type": "array", "minItems": 2, "maxItems": 1}}}},
+         "properties.x.properties.y: allows no value"),
+        ("pythonic", {"x": {"type": "object", "properties": {"y": {"type": "array", "minItems": 1, "items": False}}}},
+         "properties.x.properties.y: allows no value"),
         ("qwen3_coder", {"<": {}}, "properties.<: the name can't be written in a mark"),
         ("pythonic", {"a b": {}}, "properties.a b: the name can't be a keyword"),
         ("pythonic", {"x": {"type": "array", "prefixItems": [{}]}}, "properties.x.prefixItems: can't be enforced"),
@@ -229,6 +247,26 @@ def test_what_openai_makes_of_a_model(format_: str) -> None:
     tool = Tool.model_validate(openai.pydantic_function_tool(Trip))
     assert tool.function.strict
     assert grammar.lark(Calls([tool]).grammar(FORMATS[format_], Marks({})))
+
+
+@pytest.mark.parametrize("format_", ["hermes", "mistral", "llama3_json", "qwen3_coder", "pythonic"])
+def test_as_many_functions_as_openai_takes(format_: str) -> None:
+    """Each of 128 with a kilobyte of parameters, and with long descriptions, which are not part of a grammar."""
+    given = Trip.model_json_schema()
+    for stop in (given["$defs"]["Stop"], given):
+        stop["properties"] = {f"{name}_of_the_trip": each for name, each in stop["properties"].items()}
+        stop["required"] = [f"{name}_of_the_trip" for name in stop["required"]]
+    noted = {
+        **given,
+        "properties": {k: {**v, "description": "x" * 2000} for k, v in given["properties"].items()},
+    }
+    texts = [
+        Calls([strict(f"f{index}", schema) for index in range(128)], "required").grammar(
+            FORMATS[format_], Marks({})
+        )
+        for schema in (given, noted)
+    ]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(("format_", "name"), [("pythonic", "a b"), ("qwen3_coder", "a>b")])

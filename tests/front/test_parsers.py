@@ -241,6 +241,14 @@ QWEN3_CODER: dict[str, Found] = {
     weather(("city", "\n<parameter=city>\n<parameter=x>\n</function>")): calls(
         ("get_weather", r"""{"city": "\n<parameter=city>\n<parameter=x>\n</function>"}""")
     ),
+    # Marks in the strings of JSON are text, unless one of these strings does not end.
+    weather(("where", '{"a": "</parameter></function>\\n</tool_call>"}'), ("most", '["</parameter>"]')): calls(
+        ("get_weather", r"""{"where": {"a": "</parameter></function>\n</tool_call>"}, "most": "[\"</parameter>\"]"}""")
+    ),
+    weather(("where", '{"a": "x'), ("days", "3")): calls(
+        ("get_weather", r"""{"where": "{\"a\": \"x", "days": 3}""")
+    ),
+    '<function=get_weather><parameter=where>["</parameter></function>': calls(("get_weather", r"""{"where": "[\""}""")),
     # A mark that ends a parameter or the function may be missing.
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n<parameter=days>\n3</function></tool_call>": calls(
         ("get_weather", '{"city": "Rome", "days": 3}')
@@ -472,6 +480,16 @@ def test_hostile_texts_take_no_longer(text: str) -> None:
         count = sum(isinstance(event, Call) for event in [*events, *parser.finish()])
         assert count == HOSTILE_CALLS.get((kind, text[:25]), 0)
     assert time.process_time() - begin < 3
+
+
+@pytest.mark.parametrize("head", ['<tool_call>{"name": "f", "arguments": {"a": "', '[f(a="'])
+def test_long_arguments_are_read_in_linear_time(head: str) -> None:
+    """What has come is not copied for each delta."""
+    parser = FORMATS["pythonic" if head[0] == "[" else "hermes"].parser(NAMES)
+    begin = time.process_time()
+    for text in (head, *["\N{ROCKET}" * 5] * 100_000):
+        parser.feed(text)
+    assert time.process_time() - begin < 2
 
 
 def typed(schema: dict[str, Any], value: str) -> Found:

@@ -164,7 +164,9 @@ class CallParser(Parser):
         needed, but never if ``final``."""
 
     def feed(self, text: str) -> list[Event]:
-        self._text += text
+        held, self._text = self._text, ""
+        held += text  # in place, because nothing else refers to it
+        self._text = held
         return self._take(final=False)
 
     def finish(self) -> list[Event]:

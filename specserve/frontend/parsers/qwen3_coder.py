@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from specserve.frontend.parsers import hermes
 from specserve.frontend.parsers.base import Arguments, CallParser, Event, Frame, Functions, Read, Schema, call
+from specserve.frontend.parsers.objects import BROKEN, Scanner
 from specserve.schemas import KINDS
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
@@ -28,10 +29,16 @@ _WORDS = {
 }
 
 
+class _Json(Scanner):
+    """Find the end of a value that is a list or an object."""
+
+    controls = False
+
+
 class Qwen3CoderParser(CallParser):
     """Parse Qwen3-Coder calls. What begins with a function and its first parameter or end is a call, whatever follows.
     The outer marks and those that end a parameter or the function may be missing; the last one may have been a stop
-    string."""
+    string. Marks in the strings of a list or an object are text."""
 
     opens = (hermes.OPEN, FUNCTION)
 
@@ -47,6 +54,7 @@ class Qwen3CoderParser(CallParser):
         self._given: set[str] = set()
         self._part: Literal["head", "parameters", "value", "end"] = "head"
         self._key, self._seen = "", 0
+        self._json: _Json | None = None
 
     def read(self, text: str, final: bool) -> Read | None:
         self._final, self._events = final, list[Event]()
@@ -67,6 +75,8 @@ class Qwen3CoderParser(CallParser):
         if self.begun and not self._at and not self._events:
             return None
         size, self._at, self._seen = self._at, 0, self._seen - self._at
+        if self._json is not None:
+            self._json.at -= size
         return size, self._events
 
     def _head(self, text: str) -> bool | None:
@@ -101,7 +111,7 @@ class Qwen3CoderParser(CallParser):
         self._key, self._at, self._part = key, end + 1, "value"
         self._kinds = self._kinds_of(key)
         self._is_string = self._kinds <= {"string"}
-        self._seen, self._fresh = self._at, True
+        self._seen, self._fresh, self._json, self._broken = self._at, True, None, False
         before, quote = ", " if self._given else "", '"' if self._is_string else ""
         self._add(f"{before}{json.dumps(key, ensure_ascii=False)}: {quote}")
         return True
@@ -117,7 +127,7 @@ class Qwen3CoderParser(CallParser):
         """Return whether the value ends; None if that is undecided. A string is returned as it arrives."""
         certain = len(text) if self._final else self._before_mark(text)
         for mark in _MARK.finditer(text, self._seen):
-            ends = self._ends(text, mark)
+            ends = self._outside_json(text, mark.start()) and self._ends(text, mark)
             if ends is None:
                 certain = mark.start()
                 break
@@ -154,6 +164,17 @@ class Qwen3CoderParser(CallParser):
         elif self._final:
             self._add(text[self._at :])
             self._at = len(text)
+
+    def _outside_json(self, text: str, at: int) -> bool | None:
+        """Return whether a mark is not in a string of a list or an object; None if that is undecided."""
+        if self._json is None:
+            start = self._space(text, self._at)
+            if self._is_string or text[start] not in "[{":
+                return True
+            self._json = _Json(start)
+        end = BROKEN if self._broken else self._json.end(text)
+        self._broken = end == BROKEN
+        return (True if self._final else None) if end is None else end <= at
 
     def _ends(self, text: str, mark: re.Match[str]) -> bool | None:
         """Return whether a mark ends the value; None if that is undecided. Without ``</parameter>`` a further parameter
