@@ -76,7 +76,7 @@ def test_aborting_many_waiting_requests_takes_no_longer_for_each(random_models: 
         return time.process_time() - begin
 
     seconds(100)
-    assert seconds(20_000) < 1, "it was 6.8 s when each looked through all"
+    assert seconds(20_000) < 40 * seconds(2_000), "it was 6.8 s when each looked through all"
 
 
 def test_a_request_is_aborted_wherever_it_is(random_models: Checkpoints) -> None:

@@ -40,16 +40,16 @@ WIDE = "an object of more than 1024 keys"
 
 
 async def longest_stall(path: str, body: dict[str, Any]) -> tuple[httpx.Response, float]:
-    """The answer, and the seconds of this process's CPU time that the event loop did nothing else, at most."""
+    """The answer, and the seconds of the event loop's CPU time that it did nothing else, at most."""
     front = fake_front(FakeEngine(text_reply("a")))
     transport = httpx.ASGITransport(create_app(front))
     stalls = [0.0]
 
     async def watch() -> None:
         while True:
-            begun = time.process_time()
+            begun = time.thread_time()
             await asyncio.sleep(0)
-            stalls.append(time.process_time() - begun)
+            stalls.append(time.thread_time() - begun)
 
     async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
         request = client.build_request("POST", path, json=body)
@@ -59,6 +59,16 @@ async def longest_stall(path: str, body: dict[str, Any]) -> tuple[httpx.Response
         watching.cancel()
     front.close()
     return answer, max(stalls)
+
+
+def seconds_to_parse(body: Any) -> float:
+    """On this machine, now, at worst."""
+    text, found = json.dumps(body), []
+    for _ in range(3):
+        begun = time.thread_time()
+        json.loads(text)
+        found.append(time.thread_time() - begun)
+    return max(found)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,7 @@ def test_a_body_that_is_wrong_many_times(
     assert (answer.status_code, error["param"]) == (400, param)
     assert words in error["message"]
     assert len(error["message"]) < 500
-    assert stall < 1
+    assert stall < 40 * seconds_to_parse([{}] * MANY)
 
 
 def test_all_biases_fit() -> None:
@@ -296,10 +306,9 @@ def test_too_many_text_parts_hold_nobody_up(messages: list[int]) -> None:
     assert answer.status_code == 400
     assert "at most 16384" in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"].startswith("messages")
-    text, begin = json.dumps(body), time.process_time()
-    json.loads(text)
-    parse = time.process_time() - begin  # on this machine
-    assert stall < 12 * parse, "400,000 parts held the event loop for 25 times as long as parsing takes"
+    assert stall < 12 * seconds_to_parse(body), (
+        "400,000 parts held the event loop for 25 times as long as parsing takes"
+    )
 
 
 @pytest.mark.parametrize(
