@@ -1,7 +1,7 @@
 """Choose between an operation's two versions: Triton for tensors on a GPU, the reference for all others.
 
 Triton's kernels compute in at most float32 and have no gradients, so float64 tensors and everything that is trained use
-the reference on every device.
+the reference on every device. So does ``torch.compile``, which fuses the reference itself.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def dispatched(reference: F) -> F:
 
 def runs_triton(tensors: Iterable[Tensor]) -> bool:
     """Return whether the Triton version serves these tensors."""
+    if torch.compiler.is_compiling():
+        return False
     found = False
     for tensor in tensors:
         if not on_gpu(tensor.device) or tensor.dtype == torch.float64:

@@ -63,6 +63,7 @@ def expand_levels(
 
     def forward(level: Level, depth: int) -> Tensor:
         logits_BV = logits_BSV[:, depth]
+        # Repeating is a launch between the one that wrote the level's rows and the sampler, which reads them early.
         return logits_BV if level.width == 1 else logits_BV.repeat_interleave(level.width, 0)
 
     return expand(context, view, shape, sampling, vocab, forward)

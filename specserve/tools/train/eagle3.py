@@ -51,7 +51,7 @@ class Eagle3Trainer(nn.Module):
         found = []
         for i in range(levels):
             features_TH = self.draft(windows.inputs(i), features_TH, batch.positions_T + i, attend)
-            logits = self.draft.logits(windows.columns(features_TH, i))
+            logits = windows.columns(self.draft.logits(features_TH), i)
             greedy = windows.labels(greedy_T, i)
             losses = soft_cross_entropy(logits, windows.labels(probs_TV, i))
             guess = self.draft_ids[logits.detach().argmax(-1)]

@@ -110,7 +110,9 @@ def grow_level(
     return Level(
         token_N=token,
         source_N=source,
-        rows_N=rows,
+        # Nodes of a chain have their parents' rows. The sampler reads rows before this launch ends (see ``pdl``), which
+        # it may follow right away where a drafter scores all levels at once.
+        rows_N=level.rows_N if k == 1 else rows,
         position_N=position,
         page_N=page,
         offset_N=offset,
