@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from benchmarks import floors, single_stream, stepping, suite, tuner
+from benchmarks import constrained_speed, floors, single_stream, stepping, suite, tuner
 from benchmarks.common import load_options, open_llm, weights_kept
 from benchmarks.forced import NONE, forced_levels
 from benchmarks.step_trace import Event, own_times
@@ -95,6 +95,7 @@ def test_nothing_is_forced_unless_asked(agreeing: Checkpoints) -> None:
         ("changing_load", ["--seconds", "0.05", "--plot", "PICTURE"]),
         ("long_context", []),
         ("mixed_batch", ["--seconds", "0.2"]),
+        ("constrained_speed", ["--batches", "2", "--shapes", "3,1,4", "--schemas", "bounded"]),
         ("single_stream", ["--max-batch", "1", "--shapes", "off", "7,1,8", "--quantization", "int4"]),
     ],
 )
@@ -110,9 +111,24 @@ def test_it_runs(name: str, arguments: list[str], tmp_path: Path, capsys: pytest
     record = json.loads(output.read_text())
     assert record["command"].startswith(f"python -m benchmarks.{name} --quick")
     assert record["figures"]
-    words = {"single_stream": "(7, 1, 8)"}
+    words = {"constrained_speed": "step_ratio", "single_stream": "(7, 1, 8)"}
     assert words.get(name, "adaptive") in capsys.readouterr().out
     assert picture.exists() == ("PICTURE" in arguments)
+
+
+def test_what_a_device_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of a clock on which the device reaches its masks at 2 ms of a step, and has them at 2 or 5."""
+
+    def at(ms: float) -> Any:
+        return SimpleNamespace(ms=ms, elapsed_time=lambda end: end.ms - ms)
+
+    steps = [(at(step - 0.5), at(step), at(step + 2), at(step + had)) for step, had in ((10, 2), (20, 5))]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    found = constrained_speed.Watch(0.006, 12, None, [(None, *steps[0][1:]), *steps]).found()
+    assert found == pytest.approx(
+        {"mask_us_a_node": 500, "waited": 1 / 3, "waited_us": 3000, "between_us": 500}
+    )
 
 
 def test_weights_are_rounded_once_for_engines_that_share_them() -> None:
