@@ -8,23 +8,30 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+import specserve.process.assemble
 from benchmarks.floors import Shape
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
+from specserve.config.settings import ROUNDED
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.llm import RequestOutput
+from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ROOT / "examples" / "bundled_model" / "prompts.jsonl"
 CODE_TOKENS = 128  # a code prompt has no natural end
+SPARE_POSITIONS = 256  # shapes differ in how far a step may look past the context
+LONGEST = 16384  # positions: ``long_context`` goes past what the target was made for
 
 
 def load_prompts() -> list[dict[str, Any]]:
@@ -116,8 +123,9 @@ def random_prompts(vocab: int, count: int, length: int) -> list[list[int]]:
     return torch.randint(vocab, (count, length), generator=generator).tolist()
 
 
-def load_options(description: str | None) -> argparse.ArgumentParser:
-    """The options of the benchmarks that load an engine with equal requests."""
+def load_options(description: str | None, quantization: bool = False) -> argparse.ArgumentParser:
+    """The options of the benchmarks that load an engine with equal requests; ``quantization`` for those that hold it
+    against floors of quantized weights or against none."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -126,6 +134,10 @@ def load_options(description: str | None) -> argparse.ArgumentParser:
         "--eagle3", default=str(BUNDLED_DRAFTS["EAGLE3"]), help="directory of its EAGLE-3 draft"
     )
     parser.add_argument("--dtype", default="auto")
+    if quantization:
+        parser.add_argument(
+            "--quantization", choices=("none", *ROUNDED), default="none", help="round weights at load"
+        )
     parser.add_argument("--prompts", choices=("heldout", "random"), default="heldout")
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
@@ -157,21 +169,48 @@ def make_prompts(args: argparse.Namespace, count: int, tokens: int | None = None
 
 
 def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:
-    """Without prefix cache and tokenizer; ``shape`` is of EAGLE-3, None is plain decoding."""
+    """Without prefix cache and tokenizer; ``shape`` is of EAGLE-3, None is plain decoding. Steps that were left to be
+    captured later are captured now."""
     settings: dict[str, Any] = {}
     if shape is not None:
         names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         settings = dict(zip(names, shape, strict=True))
         settings |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
         settings["speculative_draft_quantization"] = getattr(args, "draft_quantization", "auto")
-    return LLM(
+    llm = LLM(
         args.model,
         dtype=args.dtype,
+        quantization=getattr(args, "quantization", "none"),
         skip_tokenizer_init=True,
         disable_radix_cache=True,
         max_running_requests=batch,
         **settings,
     )
+    assert llm.engine is not None
+    while llm.engine.work_ahead():
+        pass
+    return llm
+
+
+@contextmanager
+def weights_kept() -> Iterator[None]:
+    """Targets are loaded, and rounded, once; engines that come one after another share them. On a CPU they
+    are not packed, as a later draft may take rows of the head."""
+    loaded: dict[Any, Any] = {}
+
+    def keep(path: Path, dtype: Any, device: Any, max_positions: int, config: Any) -> Any:
+        key = path, dtype, device, config.weights
+        if key not in loaded:
+            positions = max(max_positions + SPARE_POSITIONS, LONGEST)
+            loaded[key] = load_target(path, dtype, device, positions, config)
+        return loaded[key]
+
+    assemble = specserve.process.assemble
+    with (
+        patch.object(assemble, "load_target", keep),
+        patch.object(assemble, "pack_linears", lambda target: None),
+    ):
+        yield
 
 
 def generate_timed(llm: LLM, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[RequestOutput]]:

@@ -1,6 +1,6 @@
 """Embed a small trained family in a large shape: the cost of the large one, the text and acceptance of the small one.
 
-    python -m benchmarks.cost_faithful --output DIR [--shape llama-3.1-8b] [--dtype bfloat16] [--device auto]
+    python -m benchmarks.cost_faithful --output DIR [--shape llama-3.1-8b] [--dtype bfloat16] [--random]
 
 Writes DIR/target, DIR/eagle, DIR/eagle3 and DIR/eagle3_useless (the same head negated, so that nothing it drafts is
 accepted: steps of full batches are timed with it), ordinary Hugging Face checkpoints for any server. The small model's
@@ -296,7 +296,13 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float64"), default="bfloat16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--random", action="store_true", help="write DIR/random/target and eagle3 too")
+    parser.add_argument(
+        "--random",
+        nargs="?",
+        const="too",
+        choices=("too", "only"),
+        help="write DIR/random/target and eagle3 too, or only these",
+    )
     for name, default in dataclasses.asdict(Family()).items():
         parser.add_argument(f"--{name}", type=Path, default=default)
     args = parser.parse_args()
@@ -306,6 +312,8 @@ def main() -> None:
     maker = Maker(small, SHAPES[args.shape], DTYPES[args.dtype], device)
     if args.random:
         maker.random(args.output / RANDOM)
+    if args.random == "only":
+        return
     made = maker.run(args.output)
     print(made.target, made.eagle, made.eagle3, args.output / USELESS, sep="\n")
 

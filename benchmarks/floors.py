@@ -3,7 +3,8 @@
 Measured there: GEMMs of cuBLAS in a CUDA graph, device reads, and the servers' wall clock with random weights, 512
 tokens in and 256 out, in milliseconds per step. A floor counts only GEMMs and reads of the KV cache; that of prefill
 counts GEMMs and pairs of queries and keys. Up to 256 tokens its GEMMs are cuBLAS's, so a ratio is below 1 where another
-kernel or a later cuBLAS is faster. Above, and for prefill, they are arithmetic at the card's peak rate.
+kernel or a later cuBLAS is faster. Above, and for prefill, they are arithmetic at the card's peak rate. With quantized
+weights GEMMs read the bytes of weights and scales, and of the head in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ GEMM_FLOPS = 790e12
 LAYER_PARAMETERS, HEAD_PARAMETERS = 6.98e9, 0.525e9
 TARGET_MS = {1: 3.98, 2: 4.10, 4: 4.12, 8: 4.14, 16: 4.20, 32: 4.30, 64: 4.40, 128: 4.81, 256: 7.27}
 """All GEMMs of the target, by tokens in the step."""
+WEIGHT_BYTES = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
+"""Of a layer's weight by ``--quantization``. In 4 bits 128 inputs share a scale of two bytes; a scale an output is left
+out."""
 DRAFT_LAYER_MS, DRAFT_HEAD_MS, DRAFT_FC_MS = 0.134, 0.068, 0.032
 """EAGLE-3: layer and head of 32,000 rows once a level, fc once a step; flat from 1 to 32 tokens."""
 DRAFT_PARAMETERS = 0.374e9
@@ -54,8 +58,13 @@ PEERS_MS: dict[tuple[Shape | None, int], dict[str, float]] = {
 """vLLM 0.26 and SGLang 0.5.17; vLLM drafts chains alone."""
 
 
-def gemm_ms(tokens: int) -> float:
-    """The target's GEMMs in a step: the table, lines between its points, arithmetic beyond it."""
+def gemm_ms(tokens: int, quantization: str = "none") -> float:
+    """The target's GEMMs in a step: the table, lines between its points, arithmetic beyond it. Of quantized weights the
+    time to read them, and arithmetic where that takes longer."""
+    if quantization != "none":
+        read = LAYER_PARAMETERS * WEIGHT_BYTES[quantization] + 2 * HEAD_PARAMETERS
+        arithmetic = _arithmetic_ms(LAYER_PARAMETERS + HEAD_PARAMETERS, tokens)
+        return max(read / READ_BYTES_PER_S * 1e3, arithmetic)
     points = sorted(TARGET_MS)
     if tokens > points[-1]:
         return max(TARGET_MS[points[-1]], _arithmetic_ms(LAYER_PARAMETERS + HEAD_PARAMETERS, tokens))
@@ -84,10 +93,12 @@ def draft_ms(shape: Shape, batch: int, context_tokens: int) -> float:
     return levels * (level + kv_ms(context_tokens) / LAYERS) + DRAFT_FC_MS
 
 
-def step_ms(shape: Shape | None, batch: int, context: int) -> float:
-    """A step of ``batch`` requests with ``context`` tokens each; ``shape`` None is plain decoding."""
+def step_ms(shape: Shape | None, batch: int, context: int, quantization: str = "none") -> float:
+    """A step of ``batch`` requests with ``context`` tokens each; ``shape`` None is plain decoding.
+    ``quantization``: of the target's weights."""
     nodes = 1 if shape is None else shape[2]
-    target = gemm_ms(max(batch, min(batch * nodes, MAX_STEP_NODES))) + kv_ms(batch * context)
+    tokens = max(batch, min(batch * nodes, MAX_STEP_NODES))
+    target = gemm_ms(tokens, quantization) + kv_ms(batch * context)
     return target if shape is None else target + draft_ms(shape, batch, batch * context)
 
 

@@ -192,7 +192,8 @@ def report(args: argparse.Namespace, shape: Shape | None, batch: int, llm: Any) 
     starts = [step[0].start for step in steps]
     period = median(b - a for a, b in itertools.pairwise(starts))
     busy = median(sum(own_times(step)) for step in steps)
-    floor = step_ms(shape, batch, args.prompt_tokens + args.new_tokens // 2) if applies(args.model) else None
+    context = args.prompt_tokens + args.new_tokens // 2
+    floor = step_ms(shape, batch, context, args.quantization) if applies(args.model) else None
     found = {
         "shape": shape,
         "batch": batch,
@@ -217,7 +218,7 @@ def report(args: argparse.Namespace, shape: Shape | None, batch: int, llm: Any) 
 
 
 def main() -> None:
-    parser = load_options(__doc__)
+    parser = load_options(__doc__, quantization=True)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--shape", default="off", help="off, or steps,topk,tokens")
     parser.add_argument("--batch", type=int, default=1)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.common import generate_timed, make_prompts, open_llm
+from benchmarks.common import generate_timed, make_prompts, open_llm, write_results
 from benchmarks.floors import PEERS_MS, Shape, applies, step_ms
 from specserve import LLM
 
@@ -75,15 +75,16 @@ def row(
 ) -> dict[str, Any]:
     """What was measured, next to what it is held against where that is of the same model and card."""
     context, same = args.prompt_tokens + args.new_tokens // 2, applies(args.model)
-    floor = step_ms(shape, batch, context) if same else None
+    floor = step_ms(shape, batch, context, args.quantization) if same else None
     return {
+        "quantization": args.quantization,
         "shape": shape,
         "batch": batch,
         **found,
         "bar_ms": bar if same else None,
         "floor_ms": floor,
         "ratio_to_floor": None if floor is None else found["ms_per_step"] / floor,
-        "peers_ms": PEERS_MS.get((shape, batch), {}) if same else {},
+        "peers_ms": PEERS_MS.get((shape, batch), {}) if same and args.quantization == "none" else {},
     }
 
 
@@ -99,15 +100,18 @@ def line(found: dict[str, Any]) -> str:
 
 
 def run_shapes(
-    args: argparse.Namespace, cases: Sequence[tuple[Shape | None, Mapping[int, float | None]]]
+    args: argparse.Namespace, cases: Sequence[tuple[Shape | None, Mapping[int, float | None]]], name: str
 ) -> list[dict[str, Any]]:
-    """All rows, each printed as it comes."""
+    """All rows, each printed and written to the results ``name`` as it comes."""
     print(HEADER)
     rows = []
     for shape, batches in cases:
         for found in run_shape(args, shape, batches):
             rows.append(found)
+            path = write_results(name, rows, args.output)
             print(line(found), flush=True)
+    if rows:
+        print(path)
     return rows
 
 

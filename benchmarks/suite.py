@@ -1,13 +1,15 @@
 """All GPU benchmarks in one process, which loads the target once.
 
     python -m benchmarks.suite --pair DIR [--only steps tokens throughput prefill traces] [--results benchmarks/results]
+    python -m benchmarks.suite --pair DIR --only steps --quantization int4 fp8 [--shapes off 7,1,8] [--repeats 2]
 
 DIR is the output of ``python -m benchmarks.cost_faithful --random``. ``steps``, ``prefill`` and ``traces`` run on the
 random weights, as the peers were measured: no draft is accepted, and batches stay full to the end. ``tokens`` are the
 cases of ``steps`` with the trained pair, as are ``throughput`` and ``useless`` (steps again). ``adaptive``, with the
 trained draft and with the useless one, ``changing_load``, ``long_context`` and ``mixed_batch`` measure the controller.
 ``dynamic_map`` has an eighth of the ids that the pair uses. ``kernels`` records the output of each script of
-``kernels/bench``.
+``kernels/bench``. With ``--quantization`` weights of the target are rounded at load, and ``steps`` are measured of each
+kind. Other arguments go to every benchmark that runs. One that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -15,10 +17,9 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import benchmarks.adaptive
@@ -32,33 +33,17 @@ import benchmarks.step_trace
 import benchmarks.throughput
 import benchmarks.tuner
 import benchmarks.waterfall
-import specserve.process.assemble
-from benchmarks.common import write_results
+from benchmarks.common import weights_kept, write_results
 from benchmarks.cost_faithful import RANDOM, USELESS
+from benchmarks.single_stream import result_name
+from specserve.config.settings import ROUNDED
 
 IMAGES = Path("docs/images")
-SPARE_POSITIONS = 256  # shapes differ in how far a step may look past the context
-LONGEST = 16384  # positions: ``long_context`` goes past what the target was made for
 
 
-@contextmanager
-def weights_kept() -> Iterator[None]:
-    """Targets are loaded once; engines that come one after another share them."""
-    load: Callable[..., Any] = specserve.process.assemble.load_target
-    loaded: dict[Any, Any] = {}
-
-    def keep(path: Path, dtype: Any, device: Any, max_positions: int, config: Any) -> Any:
-        key = path, dtype, device
-        if key not in loaded:
-            positions = max(max_positions + SPARE_POSITIONS, LONGEST)
-            loaded[key] = load(path, dtype, device, positions, config)
-        return loaded[key]
-
-    with patch.object(specserve.process.assemble, "load_target", keep):
-        yield
-
-
-def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], None], list[str]]]]:
+def commands(
+    pair: Path, results: Path, quantizations: Sequence[str] = ("none",)
+) -> dict[str, list[tuple[Callable[[], None], list[str]]]]:
     """What each name runs: a benchmark's ``main`` and its arguments."""
     target = ["--model", str(pair / "target")]
     trained = [*target, "--eagle3", str(pair / "eagle3")]
@@ -74,7 +59,9 @@ def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], Non
     adaptive, load = benchmarks.adaptive.main, benchmarks.changing_load.main
     traces = [("off", 1), ("off", 32), ("3,1,4", 1), ("3,1,4", 32), ("5,8,32", 1)]
     return {
-        "steps": [(steps, [*random, *into("single_stream")])],
+        "steps": [
+            (steps, [*random, "--quantization", kind, *into(result_name(kind))]) for kind in quantizations
+        ],
         "useless": [(steps, [*useless, *into("single_stream_useless")])],
         "tokens": [(steps, [*trained, "--repeats", "1", *into("single_stream_trained")])],
         "throughput": [
@@ -147,16 +134,27 @@ def main() -> None:
     parser.add_argument("--pair", type=Path, required=True)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
-    args = parser.parse_args()
+    parser.add_argument("--quantization", nargs="+", choices=("none", *ROUNDED), default=["none"])
+    args, rest = parser.parse_known_args()
+    if set(args.quantization) != {"none"} and args.only != ["steps"]:
+        parser.error("--quantization is of --only steps")
+    failed = []
     with weights_kept():
         for name in args.only:
             if name == "kernels":
                 kernel_tables(args.results)
                 continue
-            for run, arguments in commands(args.pair, args.results)[name]:
-                print(f"\n{run.__module__} {' '.join(arguments)}", flush=True)
-                with patch.object(sys, "argv", [run.__module__, *arguments]):
-                    run()
+            for run, arguments in commands(args.pair, args.results, args.quantization)[name]:
+                line = [run.__module__, *arguments, *rest]
+                print("\n" + " ".join(line), flush=True)
+                try:
+                    with patch.object(sys, "argv", line):
+                        run()
+                except Exception:
+                    traceback.print_exc()
+                    failed.append(" ".join(line))
+    if failed:
+        raise SystemExit("\n".join(["failed:", *failed]))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.common import load_options, parse_load, write_results
+from benchmarks.common import load_options, parse_load
 from benchmarks.floors import Shape
 from benchmarks.plots import plot_throughput
 from benchmarks.stepping import run_shapes
@@ -19,14 +19,14 @@ BATCHES = (1, 4, 16, 64, 128, 256)
 
 
 def main() -> None:
-    parser = load_options(__doc__)
+    parser = load_options(__doc__, quantization=True)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--plot", type=Path, help="draw the result into this file")
     args = parse_load(parser)
-    rows = run_shapes(args, [(SHAPES[name], dict.fromkeys(args.batches)) for name in args.shapes])
-    print(write_results("throughput", rows, args.output))
+    cases = [(SHAPES[name], dict.fromkeys(args.batches)) for name in args.shapes]
+    rows = run_shapes(args, cases, "throughput")
     if args.plot:
         plot_throughput(rows, args.plot)
         print(args.plot)

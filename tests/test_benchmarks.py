@@ -13,7 +13,8 @@ from unittest.mock import patch
 
 import pytest
 
-from benchmarks import stepping, tuner
+from benchmarks import constrained_speed, floors, single_stream, stepping, suite, tuner
+from benchmarks.common import load_options, open_llm, weights_kept
 from benchmarks.forced import NONE, forced_levels
 from benchmarks.step_trace import Event, own_times
 from benchmarks.waterfall import bars, lines, parts, picture
@@ -94,6 +95,8 @@ def test_nothing_is_forced_unless_asked(agreeing: Checkpoints) -> None:
         ("changing_load", ["--seconds", "0.05", "--plot", "PICTURE"]),
         ("long_context", []),
         ("mixed_batch", ["--seconds", "0.2"]),
+        ("constrained_speed", ["--batches", "2", "--shapes", "3,1,4", "--schemas", "bounded"]),
+        ("single_stream", ["--max-batch", "1", "--shapes", "off", "7,1,8", "--quantization", "int4"]),
     ],
 )
 def test_it_runs(name: str, arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,8 +111,68 @@ def test_it_runs(name: str, arguments: list[str], tmp_path: Path, capsys: pytest
     record = json.loads(output.read_text())
     assert record["command"].startswith(f"python -m benchmarks.{name} --quick")
     assert record["figures"]
-    assert "adaptive" in capsys.readouterr().out
+    words = {"constrained_speed": "step_ratio", "single_stream": "(7, 1, 8)"}
+    assert words.get(name, "adaptive") in capsys.readouterr().out
     assert picture.exists() == ("PICTURE" in arguments)
+
+
+def test_what_a_device_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of a clock on which the device reaches its masks at 2 ms of a step, and has them at 2 or 5."""
+
+    def at(ms: float) -> Any:
+        return SimpleNamespace(ms=ms, elapsed_time=lambda end: end.ms - ms)
+
+    steps = [(at(step - 0.5), at(step), at(step + 2), at(step + had)) for step, had in ((10, 2), (20, 5))]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    found = constrained_speed.Watch(0.006, 12, None, [(None, *steps[0][1:]), *steps]).found()
+    assert found == pytest.approx(
+        {"mask_us_a_node": 500, "waited": 1 / 3, "waited_us": 3000, "between_us": 500}
+    )
+
+
+def test_weights_are_rounded_once_for_engines_that_share_them() -> None:
+    args = load_options(None, quantization=True).parse_args(["--quantization", "int8"])
+    found = []
+    with weights_kept():
+        for args.quantization in ("int8", "int8", "none"):
+            with open_llm(args, None, 1) as llm:
+                engine: Any = llm.engine
+                found.append(engine.runner.context.target)
+    assert found[0] is found[1]
+    assert found[2] is not found[0]
+
+
+def test_floors_of_quantized_weights() -> None:
+    plain = {kind: floors.step_ms(None, 1, 0, kind) for kind in ("fp8", "int8", "int4")}
+    assert plain["fp8"] == plain["int8"] == pytest.approx((6.98 + 2 * 0.525) / 4.23, abs=1e-3)
+    assert plain["int4"] == pytest.approx((6.98 * 66 / 128 + 2 * 0.525) / 4.23, abs=1e-3)
+    assert floors.step_ms(None, 256, 0, "int4") == pytest.approx(2 * 7.505 * 256 / 790, abs=1e-3)
+
+
+def test_a_row_is_written_before_the_next_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the suite goes on with what comes after a failure."""
+
+    def fail(args: Any, shape: Any, batches: Any) -> Any:
+        figures = dict.fromkeys(
+            ("ms_per_step", "full_ms_per_step", "tokens_per_second", "accepted_length"), 1.0
+        )
+        yield stepping.row(args, shape, 1, None, figures)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(stepping, "run_shape", fail)
+    monkeypatch.setattr(stepping, "applies", lambda path: False)
+    given = ["--pair", "PAIR", "--only", "steps", "--quantization", "fp8", "int4", "--results", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["suite", *given, "--shapes", "off"])
+    with pytest.raises(SystemExit, match="failed"):
+        suite.main()
+    for kind in ("fp8", "int4"):
+        record = json.loads((tmp_path / f"{single_stream.result_name(kind)}.json").read_text())
+        assert [row["quantization"] for row in record["figures"]] == [kind]
+        assert record["command"].endswith("--shapes off")
+    assert capsys.readouterr().err.count("RuntimeError: no memory") == 2
 
 
 LAYER = [
