@@ -8,10 +8,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -20,11 +22,14 @@ from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.llm import RequestOutput
+from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ROOT / "examples" / "bundled_model" / "prompts.jsonl"
 CODE_TOKENS = 128  # a code prompt has no natural end
+SPARE_POSITIONS = 256  # shapes differ in how far a step may look past the context
+LONGEST = 16384  # positions: ``long_context`` goes past what the target was made for
 
 
 def load_prompts() -> list[dict[str, Any]]:
@@ -180,3 +185,20 @@ def generate_timed(llm: LLM, prompts: list[list[int]], new_tokens: int) -> tuple
     start = time.perf_counter()
     outputs = llm.generate(prompts, params)
     return time.perf_counter() - start, outputs
+
+
+@contextmanager
+def weights_kept() -> Iterator[None]:
+    """Targets are loaded once; engines that come one after another share them. Not for float32 on a CPU, where an
+    engine packs its weights."""
+    loaded: dict[Any, Any] = {}
+
+    def keep(path: Path, dtype: Any, device: Any, max_positions: int, config: Any) -> Any:
+        key = path, dtype, device
+        if key not in loaded:
+            positions = max(max_positions + SPARE_POSITIONS, LONGEST)
+            loaded[key] = load_target(path, dtype, device, positions, config)
+        return loaded[key]
+
+    with patch("specserve.process.assemble.load_target", keep):
+        yield

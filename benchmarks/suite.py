@@ -15,10 +15,8 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import benchmarks.adaptive
@@ -32,30 +30,10 @@ import benchmarks.step_trace
 import benchmarks.throughput
 import benchmarks.tuner
 import benchmarks.waterfall
-import specserve.process.assemble
-from benchmarks.common import write_results
+from benchmarks.common import weights_kept, write_results
 from benchmarks.cost_faithful import RANDOM, USELESS
 
 IMAGES = Path("docs/images")
-SPARE_POSITIONS = 256  # shapes differ in how far a step may look past the context
-LONGEST = 16384  # positions: ``long_context`` goes past what the target was made for
-
-
-@contextmanager
-def weights_kept() -> Iterator[None]:
-    """Targets are loaded once; engines that come one after another share them."""
-    load: Callable[..., Any] = specserve.process.assemble.load_target
-    loaded: dict[Any, Any] = {}
-
-    def keep(path: Path, dtype: Any, device: Any, max_positions: int, config: Any) -> Any:
-        key = path, dtype, device
-        if key not in loaded:
-            positions = max(max_positions + SPARE_POSITIONS, LONGEST)
-            loaded[key] = load(path, dtype, device, positions, config)
-        return loaded[key]
-
-    with patch.object(specserve.process.assemble, "load_target", keep):
-        yield
 
 
 def commands(pair: Path, results: Path) -> dict[str, list[tuple[Callable[[], None], list[str]]]]:
