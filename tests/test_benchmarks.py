@@ -6,19 +6,33 @@ import gc
 import importlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
-from benchmarks import constrained_speed, floors, single_stream, stepping, suite, tuner
+from benchmarks import (
+    constrained_speed,
+    drafters,
+    floors,
+    random_drafts,
+    single_stream,
+    stepping,
+    suite,
+    tuner,
+)
 from benchmarks.common import load_options, open_llm, weights_kept
 from benchmarks.forced import NONE, forced_levels
 from benchmarks.step_trace import Event, own_times
 from benchmarks.waterfall import bars, lines, parts, picture
+from benchmarks.widen import SHAPES, Named, Shape
 from specserve import SamplingParams
+from specserve.config.paths import BUNDLED_MODEL
+from specserve.models.read_config import load_model_config
 from tests.engines import Checkpoints, answer_all, answer_one, make_scheduler
 
 PROMPTS = [[5, 6, 7], [9, 10, 4, 4], [17, 12]]
@@ -173,6 +187,41 @@ def test_a_row_is_written_before_the_next_is_measured(
         assert [row["quantization"] for row in record["figures"]] == [kind]
         assert record["command"].endswith("--shapes off")
     assert capsys.readouterr().err.count("RuntimeError: no memory") == 2
+
+
+def test_steps_of_drafters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Random drafts load, and none of theirs is accepted."""
+    shape, small = Shape(320, 768, 14, 8, 2, 64, 4200, 3100), Shape(64, 128, 2, 2, 1, 32, 4200, 0)
+    random_drafts.make(tmp_path / "random", shape, small, torch.bfloat16)
+    names, output = ["off", "DSPARK", "FREE", "STANDALONE", "MEDUSA"], tmp_path / "results.json"
+    arguments = ["--quick", "--max-batch", "1", "--pair", str(tmp_path), "--output", str(output)]
+    try:
+        with patch("sys.argv", ["benchmarks.drafters", *arguments, "--only", *names]):
+            drafters.main()
+    finally:
+        gc.unfreeze()
+    rows = json.loads(output.read_text())["figures"]
+    assert [row["drafter"] for row in rows] == names
+    assert all(row["accepted_length"] == 1 for row in rows)
+    assert [row["ratio_to_free"] is None for row in rows] == [True, True, False, True, True]
+    assert capsys.readouterr().out.count("\n") == 2 + len(names)
+
+
+def test_random_drafts_have_published_sizes() -> None:
+    def size(tensors: Named) -> int:
+        return sum(tensor.numel() for _, tensor in tensors)
+
+    wide, config = SHAPES["llama-3.1-8b"], load_model_config(BUNDLED_MODEL)
+    layers = (wide.layer(config.layers[0]),) * wide.layers
+    target = random_drafts.empty(
+        replace(config, vocab_size=wide.vocab, layers=layers, tie_word_embeddings=False)
+    )
+    assert size(random_drafts.tensors_of(target)) == 8_030_261_248  # Llama-3.1-8B
+    made = random_drafts.standalone(target, random_drafts.LLAMA_1B, torch.bfloat16)
+    assert size(made[0]) == 1_235_814_400  # Llama-3.2-1B
+    tensors, written = random_drafts.block(target, torch.bfloat16)
+    assert dict(tensors)["fc.weight"].shape == (4096, 5 * 4096)
+    assert written["dflash_config"]["target_layer_ids"] == [1, 8, 15, 22, 29]
 
 
 LAYER = [
