@@ -51,7 +51,7 @@ class LookaheadDrafter(NgramDrafter):
         ahead_X = torch.arange(-NGRAMS - sizes.generations + 1, 1, device=rows_B.device)
         token_BX = _read(context, rows_B, prompts.end_B[:, None] + ahead_X)
         table.ngrams_RNP[rows_B] = token_BX.unfold(1, sizes.ngram, 1).transpose(1, 2)
-        table.added_R[rows_B] = 0
+        table.added_R.index_fill_(0, rows_B, 0)  # an assigned number would be copied from the host
         end_BX = token_BX[:, 1 - sizes.window - sizes.generations :].clamp(min=0)
         table.window_RGW[rows_B] = end_BX.unfold(1, sizes.window, 1).long()
 
