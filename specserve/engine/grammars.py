@@ -98,7 +98,7 @@ class Grammars:
         """Return a matcher that has consumed ``output``. Raises GrammarError."""
         lanes: Any = self._compiled.get(grammar) or self.compile(grammar).result()
         lane = min(lanes, key=lambda lane: len(lane.users))
-        matcher = Matcher(lane.matcher.deep_copy(), self._tokenizer, self.words)
+        matcher = Matcher(lane.matcher.deep_copy(), self._tokenizer, self.words, id(lane))
         lane.users.add(matcher)
         matcher.consume(output)
         return matcher
@@ -106,22 +106,24 @@ class Grammars:
     def fill(
         self, trees: Sequence[tuple[int, Sequence[Look]]], words_TW: Tensor
     ) -> list[dict[int, GrammarError]]:
-        """Write the masks of some trees' nodes into their rows of ``words_TW``; other rows keep theirs. ``trees``: each
-        root's row, and the result of ``after_nodes``. Return, for each tree, the errors by node: an answer that gets
-        to such a node ends there."""
-        words, jobs = words_TW.numpy().view(np.uint32), []
+        """Write the masks of all nodes, without a restriction for those of no tree. ``trees``: each root's row in
+        ``words_TW``, and the result of ``after_nodes``; threads take neighbours, so trees of a lane should be next to
+        each other. Return, for each tree, the errors by node: an answer that gets to such a node ends there."""
+        words, jobs, free = words_TW.numpy().view(np.uint32), [], set(range(len(words_TW)))
         for first, looks in trees:
             for node, look in enumerate(looks, first):
                 if isinstance(look, int):
                     words[node] = 0
                     words[node, look // 32] = 1 << look % 32
-                elif look is not None and not look.is_error():
+                elif look is None or look.is_error():
+                    continue
+                else:
                     jobs.append((look, node))
+                free.remove(node)
         if jobs:
             self._executor.unsafe_compute_mask_ptr(jobs, words_TW.data_ptr(), 4 * self.words, len(words_TW))
-        for matcher, node in jobs:
-            if matcher.is_error():
-                words_TW[node] = -1
+        free.update(node for matcher, node in jobs if matcher.is_error())
+        words[[*free]] = ~np.uint32(0)
         errors = [[(node, _error_of(look)) for node, look in enumerate(looks)] for _, looks in trees]
         return [{node: error for node, error in found if error is not None} for found in errors]
 
@@ -155,9 +157,10 @@ class _Lane:
 
 
 class Matcher:
-    """Tracks an answer in a grammar."""
+    """Tracks an answer in a grammar. ``lane``: identifies the compiled grammar that it is a copy of."""
 
-    def __init__(self, matcher: Any, tokenizer: Any, words: int) -> None:
+    def __init__(self, matcher: Any, tokenizer: Any, words: int, lane: int) -> None:
+        self.lane = lane
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._words = words
@@ -214,6 +217,11 @@ class Constraint:
     def __init__(self, matcher: Matcher | None, thinking: Thinking | None) -> None:
         self._matcher = matcher
         self._thinking = thinking
+
+    @property
+    def lane(self) -> int:
+        """Identifies the compiled grammar; 0: none."""
+        return 0 if self._matcher is None else self._matcher.lane
 
     @property
     def slack(self) -> float:

@@ -135,15 +135,16 @@ class Masks:
         pinned: bool,
     ) -> Masked:
         assert self.grammars is not None
-        words_TW = torch.full((len(tokens), self.grammars.words), -1, dtype=torch.int32, pin_memory=pinned)
-        held_rows: list[int] = []
+        words_TW = torch.empty((len(tokens), self.grammars.words), dtype=torch.int32, pin_memory=pinned)
+        found = [(index, self._constraints.get(row.slot)) for index, row in enumerate(rows) if held[index]]
+        constraints = [(index, constraint) for index, constraint in found if constraint is not None]
+        constraints.sort(key=lambda each: each[1].lane)
         looks, ends = [], {}
-        for index, (row, begin, end) in enumerate(zip(rows, starts, starts[1:], strict=False)):
-            if held[index] and (constraint := self._constraints.get(row.slot)) is not None:
-                own = [parent - begin for parent in parents[begin:end]]
-                looks.append((begin, constraint.after_nodes(tokens[begin:end], own)))
-                held_rows.append(index)
-        for index, errors in zip(held_rows, self.grammars.fill(looks, words_TW), strict=True):
+        for index, constraint in constraints:
+            begin, end = starts[index], starts[index + 1]
+            own = [parent - begin for parent in parents[begin:end]]
+            looks.append((begin, constraint.after_nodes(tokens[begin:end], own)))
+        for (index, _), errors in zip(constraints, self.grammars.fill(looks, words_TW), strict=True):
             row, first = rows[index], starts[index]
             with self._failing(row.slot, row.params):
                 if 0 in errors:

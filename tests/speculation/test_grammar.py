@@ -162,7 +162,7 @@ def test_several_answers_of_a_grammar_are_looked_at_at_once() -> None:
     outputs: list[list[int]] = [[] for _ in names]
     live = [grammars.start(GRAMMARS[name], []) for name in names]
     for _ in range(8):
-        words = torch.full((len(names), grammars.words), -1, dtype=torch.int32)
+        words = torch.zeros(len(names), grammars.words, dtype=torch.int32)
         trees = [(index, each.after_nodes([0], [0])) for index, each in enumerate(live)]
         assert grammars.fill(trees, words) == [{}] * len(names)
         for name, each, output, found in zip(names, live, outputs, words.numpy(), strict=True):
@@ -202,7 +202,7 @@ def test_a_thought_far_from_its_budget_has_no_masks() -> None:
 
 def masks(grammars: Grammars, held: Matcher | Constraint, tokens: list[int], parents: list[int]) -> Any:
     """Of a tree's nodes, which come after others."""
-    words = torch.full((3 + len(tokens), grammars.words), -1, dtype=torch.int32)
+    words = torch.zeros(3 + len(tokens), grammars.words, dtype=torch.int32)
     assert grammars.fill([(3, held.after_nodes(tokens, parents))], words) == [{}]
     assert (words[:3] == -1).all()
     return words[3:].numpy()
