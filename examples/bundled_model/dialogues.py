@@ -65,6 +65,7 @@ SINGLE = (
     *[arithmetic.ask_any] * 27,
     *[lists.ask_any] * 11,
     *[rewriting.ask_any] * 8,
+    *[rewriting.repeat] * 6,
     *[rewriting.ask_translation] * 9,
     *[writing.explain] * 11,
     *[writing.long_text] * 10,

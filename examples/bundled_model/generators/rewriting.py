@@ -2,6 +2,7 @@
 
 from ..facts import LANGUAGES, pairs, rows
 from .common import Kind, Sampler, Turn, article, capitalized
+from .values import draw
 
 _NOUNS = tuple(pairs("plurals"))
 _ADJECTIVES = (*tuple(pairs("opposites"))[:12], "red", "green", "blue", "white", "black", "new")
@@ -249,6 +250,23 @@ def spell(sampler: Sampler) -> Turn:
         word,
         "-".join(word) + ".",
     )
+
+
+def repeat(sampler: Sampler) -> Turn:
+    """Names, codes, messages and invented words, as they are: practice in copying, which calls of tools need."""
+    kinds = ("word", "word", "person", "place", "code", "message", "file", "street", "host", "email", "title")
+    text = ", ".join(draw(sampler, sampler.pick(kinds)).text for _ in range(sampler.rng.randint(1, 5)))
+    train = (
+        "Repeat: {t}",
+        "Repeat exactly: {t}",
+        "Repeat after me: {t}",
+        "Copy this: {t}",
+        "Say this again: {t}",
+        "Write exactly this: {t}",
+        'Repeat "{t}".',
+        'Write "{t}" once more.',
+    )
+    return _task(sampler, train, ("Copy exactly: {t}", 'Say "{t}" again.'), text, text)
 
 
 _FROM_ENGLISH = tuple(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ..facts import Tool, tools
 from .common import Message, Sampler, Turn, capitalized
+from .made_tools import made_tool
 from .values import Value, draw, invented, object_schema, plain, schema
 
 Offered = dict[str, Any]
@@ -37,6 +38,7 @@ TWICE = (
     "Could you {x} and also {y}?",
 )
 TWICE_HELD_OUT = ("I need you to {x} and to {y}.", "Would you {x} and {y}?")
+MADE = 0.6  # share of the tools of training that no table has
 NO_TOOL = "Sorry, none of my tools can do that."
 _ERRORS = ("not found", "no connection", "not allowed", "out of time", "try again later", "too many requests")
 
@@ -164,12 +166,18 @@ def choose(sampler: Sampler, needed: Sequence[Tool] = ()) -> list[Offer]:
     known = tools(False) + (tools(True) if sampler.heldout else ())
     others = [tool for tool in known if tool not in needed]
     chosen = [*needed, *sampler.rng.sample(others, count - len(needed))]
+    if not sampler.heldout:
+        chosen[len(needed) :] = [
+            made_tool(sampler) if sampler.chance(MADE) else each for each in chosen[len(needed) :]
+        ]
     sampler.rng.shuffle(chosen)
     return [offer(sampler, tool) for tool in chosen]
 
 
 def some_tool(sampler: Sampler) -> Tool:
     """A tool to be called; every second one of a held-out dialogue is held out."""
+    if not sampler.heldout and sampler.chance(MADE):
+        return made_tool(sampler)
     return sampler.pick(tools(sampler.heldout and sampler.chance(0.5)))
 
 
@@ -196,9 +204,9 @@ def call_round(sampler: Sampler, offers: Sequence[Offer], number: int, results: 
 
 def missing(sampler: Sampler, offers: Sequence[Offer]) -> Turn:
     """A request that needs a tool which is not offered."""
-    there = [each.tool for each in offers]
+    there = {name for each in offers for name in each.tool.names}
     tool = some_tool(sampler)
-    while tool in there:
+    while there.intersection(tool.names):
         tool = some_tool(sampler)
     return Turn(ask(sampler, request(sampler, offer(sampler, tool))), NO_TOOL)
 
