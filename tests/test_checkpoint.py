@@ -106,6 +106,16 @@ def test_names_are_canonical(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """Under the same name or another spelling: neither is preferred silently."""
+    save_file({"norm.weight": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"model.norm.weight": torch.zeros(2)}, tmp_path / "b.safetensors")
+    with pytest.raises(
+        ValueError, match=r"has norm\.weight twice: as norm\.weight in a.* as model\.norm\.weight in b"
+    ):
+        TensorFiles(tmp_path)
+
+
 def test_loading_holds_no_second_copy(tmp_path: Path) -> None:
     """Neither its own nor the file's pages: a container's limit counts both."""
     path = make_llama(tmp_path, hidden=512, inner=2048, layers=10)

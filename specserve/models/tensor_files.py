@@ -34,6 +34,7 @@ class TensorFiles:
     released after use, so memory never holds a whole copy of the weights."""
 
     def __init__(self, path: Path) -> None:
+        """Raise ValueError for files that are missing or can't be read, and for a tensor that is there twice."""
         self.path = path
         self._files: dict[str, tuple[Path, str]] = {}
         self._pickled: dict[Path, dict[str, Tensor]] = {}
@@ -44,7 +45,10 @@ class TensorFiles:
                 names = list(_open_safetensors(file).keys())
             else:
                 names = list(self._pickled.setdefault(file, _load_pickle(file)))
-            self._files.update((canonical(name), (file, name)) for name in names)
+            for name in names:
+                if (other := self._files.setdefault(canonical(name), (file, name))) != (file, name):
+                    places = f"as {other[1]} in {other[0].name}, as {name} in {file.name}"
+                    raise ValueError(f"{path} has {canonical(name)} twice: {places}")
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
