@@ -124,8 +124,8 @@ def random_prompts(vocab: int, count: int, length: int) -> list[list[int]]:
 
 
 def load_options(description: str | None, quantization: bool = False) -> argparse.ArgumentParser:
-    """The options of the benchmarks that load an engine with equal requests; ``quantization`` for those that hold it
-    against floors of quantized weights or against none."""
+    """The options of the benchmarks that load an engine with equal requests; ``quantization`` adds
+    that of the target's weights."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

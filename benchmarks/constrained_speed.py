@@ -4,9 +4,9 @@
     python -m benchmarks.constrained_speed --model DIR/target --eagle3 DIR/eagle3
 
 DIR is the output of ``python -m benchmarks.cost_faithful --random``; the target gets a vocabulary of 128,000 tokens. No
-answer gets to the end of its schema, so all have the same length. Of the trained pair, drafts of free text and of JSON
-are accepted at different rates, and of any pair those of forced text, so two ratios to free text are given: of tokens a
-second, and of milliseconds a step, turned round. ``goal`` is of the first with random weights, else of the second.
+answer gets to the end of its schema, so all have the same length. Two ratios to free text are given, ``tokens_ratio``
+and ``step_ratio`` (free milliseconds a step by constrained ones), because drafts of JSON are accepted at another rate
+than those of free text. ``goal`` is meant for the first with random weights, and for the second with the trained pair.
 
 A further run, which is not timed, looks at the host: ``mask_us_a_node`` includes the constraints' copies. ``waited`` is
 the share of steps in which the device was through with the target before the masks were there, ``waited_us`` for how

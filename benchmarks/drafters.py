@@ -9,7 +9,7 @@ and no draft is accepted, so batches stay full; what drafts gain is not measured
 
 ``/ off``: to plain decoding of this batch. ``/ free``: to ``FREE``, the same step with drafts that cost nothing: seven
 constants drafted and eight tokens verified. ``/ floor``, of ``STANDALONE`` on an H200: to reading at 4.23 TB/s the
-target's weights once and the draft's once a level, in 8 bits where they are. A row is written as soon as it is
+target's weights once and the draft's once a level (quantized draft layers in 8 bits). A row is written as soon as it is
 measured, so that a run that is cut keeps its rows.
 """
 
@@ -61,8 +61,8 @@ class Case(NamedTuple):
 
 CASES = {
     "off": Case("NONE", None, batches=(1, 8, 16, 64)),  # 8: as many tokens as a chain of 7 at batch 1
-    "DSPARK": Case("DSPARK", draft="dspark"),
     "FREE": Case("FREE"),
+    "DSPARK": Case("DSPARK", draft="dspark"),
     "NGRAM": Case("NGRAM"),
     "STANDALONE": Case("STANDALONE", (4, 1, 5), "standalone"),
     "EAGLE3": Case("EAGLE3", draft="eagle3"),
@@ -144,7 +144,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def compile_ahead(cases: Sequence[Case], args: argparse.Namespace, gpu: Any, processes: int) -> None:
-    """Fill Triton's cache with the kernels of these cases, one process a case, because a process compiles one."""
+    """Fill Triton's cache with the kernels of these cases, in one process for each case."""
     jobs = [
         get_context("spawn").Process(target=compile_case, args=(case, args, gpu, processes)) for case in cases
     ]

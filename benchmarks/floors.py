@@ -2,9 +2,9 @@
 
 Measured there: GEMMs of cuBLAS in a CUDA graph, device reads, and the servers' wall clock with random weights, 512
 tokens in and 256 out, in milliseconds per step. A floor counts only GEMMs and reads of the KV cache; that of prefill
-counts GEMMs and pairs of queries and keys. Up to 256 tokens its GEMMs are cuBLAS's, so a ratio is below 1 where another
-kernel or a later cuBLAS is faster. Above, and for prefill, they are arithmetic at the card's peak rate. With quantized
-weights GEMMs read the bytes of weights and scales, and of the head in bfloat16.
+counts GEMMs and pairs of queries and keys. In bfloat16 its GEMMs are cuBLAS's up to 256 tokens, so a ratio is below 1
+where another kernel or a later cuBLAS is faster. Above, and for prefill, they are arithmetic at the card's peak rate.
+With quantized weights GEMMs read the bytes of weights and scales, and of the head in bfloat16, or take that arithmetic.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ PEERS_MS: dict[tuple[Shape | None, int], dict[str, float]] = {
 
 
 def gemm_ms(tokens: int, quantization: str = "none") -> float:
-    """The target's GEMMs in a step: the table, lines between its points, arithmetic beyond it. Of quantized weights the
-    time to read them, and arithmetic where that takes longer."""
+    """The target's GEMMs in a step: the table, lines between its points, arithmetic beyond it. With quantized weights,
+    which cuBLAS does not take: the time to read them, or that of the arithmetic if it is longer."""
     if quantization != "none":
         read = LAYER_PARAMETERS * WEIGHT_BYTES[quantization] + 2 * HEAD_PARAMETERS
         arithmetic = _arithmetic_ms(LAYER_PARAMETERS + HEAD_PARAMETERS, tokens)
@@ -86,11 +86,16 @@ def kv_ms(context_tokens: int) -> float:
     return context_tokens * KV_BYTES / READ_BYTES_PER_S * 1e3
 
 
-def draft_ms(shape: Shape, batch: int, context_tokens: int) -> float:
-    """All levels of an EAGLE-3 draft, each reading its own layer of the cache."""
+def draft_ms(shape: Shape, batch: int, context_tokens: int, quantization: str = "none") -> float:
+    """All levels of an EAGLE-3 draft, each reading its own layer of the cache: in bfloat16, or in int8 for a quantized
+    target."""
     levels, topk, _ = shape
-    level = max(DRAFT_LAYER_MS + DRAFT_HEAD_MS, _arithmetic_ms(DRAFT_PARAMETERS, batch * topk))
-    return levels * (level + kv_ms(context_tokens) / LAYERS) + DRAFT_FC_MS
+    read, fc = DRAFT_LAYER_MS + DRAFT_HEAD_MS, DRAFT_FC_MS
+    if quantization != "none":
+        byte_ms = WEIGHT_BYTES["int8"] / READ_BYTES_PER_S * 1e3
+        read, fc = DRAFT_PARAMETERS * byte_ms, 3 * HIDDEN**2 * byte_ms
+    level = max(read, _arithmetic_ms(DRAFT_PARAMETERS, batch * topk))
+    return levels * (level + kv_ms(context_tokens) / LAYERS) + fc
 
 
 def step_ms(shape: Shape | None, batch: int, context: int, quantization: str = "none") -> float:
@@ -99,7 +104,7 @@ def step_ms(shape: Shape | None, batch: int, context: int, quantization: str = "
     nodes = 1 if shape is None else shape[2]
     tokens = max(batch, min(batch * nodes, MAX_STEP_NODES))
     target = gemm_ms(tokens, quantization) + kv_ms(batch * context)
-    return target if shape is None else target + draft_ms(shape, batch, batch * context)
+    return target if shape is None else target + draft_ms(shape, batch, batch * context, quantization)
 
 
 def applies(model_path: str | Path) -> bool:

@@ -52,7 +52,8 @@ def free_offered() -> Iterator[None]:
 
 @contextmanager
 def none_accepted() -> Iterator[None]:
-    """Engines built inside, their captured steps included, accept no draft."""
+    """Engines built inside, their captured steps included, accept no draft, at the cost of two small launches a
+    step."""
 
     def patched(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
         if tree.levels:

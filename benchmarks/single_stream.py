@@ -39,11 +39,11 @@ QUANTIZED_BARS: dict[str, Bars] = {
     "int8": {},
     "int4": {"off": {1: 1.75, 16: 2.2, 64: 4.0}, "3,1,4": {1: 2.2}, "7,1,8": {1: 2.85}, "5,8,32": {1: 3.2}},
 }
-"""Milliseconds a step, by shape and batch. Quantized, plain decoding must not be slower than in bfloat16 either."""
+"""Milliseconds a step, by shape and batch. Plain decoding must also be no slower than in bfloat16."""
 
 
 def cases(quantization: str, name: str) -> tuple[Shape | None, Mapping[int, float | None]]:
-    """A shape and its batches: quantized, one request alone unless there are bars of more; plain decoding of all."""
+    """A shape and its batches, with their bars. Quantized targets draft at batch 1 and where there are bars."""
     if quantization == "none":
         return SHAPES[name], BARS[name]
     sizes = BARS[name] if SHAPES[name] is None else [1]

@@ -1,10 +1,10 @@
 """Milliseconds per step: the wall clock of ``LLM.generate`` without prefill, divided by the steps taken.
 
-Shared by ``single_stream.py`` and ``throughput.py``. The time of a run to one token is subtracted from that of a full
-run, and the rest is divided by the steps of the request that took most. Prompts of one batch that are prefilled in
-several chunks begin to decode one after the other, so ``engine_steps`` can be larger. ``full_ms_per_step`` instead
-subtracts the time of a run to an eighth of the tokens, which begins and ends with the same steps of fewer requests, so
-that only steps of all requests are left, at slightly later positions.
+Shared by ``single_stream.py``, ``throughput.py`` and ``drafters.py``. The time of a run to one token is subtracted from
+that of a full run, and the rest is divided by the steps of the request that took most. Prompts of one batch that are
+prefilled in several chunks begin to decode one after the other, so ``engine_steps`` can be larger. ``full_ms_per_step``
+instead subtracts the time of a run to an eighth of the tokens, which begins and ends with the same steps of fewer
+requests, so that only steps of all requests are left, at slightly later positions.
 """
 
 from __future__ import annotations

@@ -137,7 +137,9 @@ def main() -> None:
     parser.add_argument("--quantization", nargs="+", choices=("none", *ROUNDED), default=["none"])
     args, rest = parser.parse_known_args()
     if set(args.quantization) != {"none"} and args.only != ["steps"]:
-        parser.error("--quantization is of --only steps")
+        parser.error("--quantization needs --only steps")
+    if "--output" in rest:
+        parser.error("--output: results have files of their own, in --results")
     failed = []
     with weights_kept():
         for name in args.only:
@@ -150,7 +152,7 @@ def main() -> None:
                 try:
                     with patch.object(sys, "argv", line):
                         run()
-                except Exception:
+                except (Exception, SystemExit):
                     traceback.print_exc()
                     failed.append(" ".join(line))
     if failed:

@@ -19,8 +19,9 @@ from examples.bundled_model.check_answer import (
 )
 from examples.bundled_model.dialogues import Dialogue, Shares, dialogues
 from examples.bundled_model.facts import tools as known_tools
-from examples.bundled_model.generators import json_answers, tools
+from examples.bundled_model.generators import json_answers, rewriting, tools
 from examples.bundled_model.generators.common import Sampler
+from examples.bundled_model.generators.made_tools import made_tool
 from examples.bundled_model.generators.values import is_held_out, options
 from examples.bundled_model.make_data import pack_dialogues
 from examples.bundled_model.tokenizer import ASSISTANT, CHAT_TEMPLATE, turns
@@ -336,3 +337,27 @@ def test_checker() -> None:
     row = {"calls": [{"name": "f", "arguments": {"a": 2, "b": True}}]}
     assert check_calls(row, [("f", '{"b": true, "a": 2.0}')])
     assert not check_calls(row, [("f", '{"a": 2, "b": 1}')])
+
+
+def test_made_tools() -> None:
+    """They have no name of a table's tool, and what a request says is what the call has."""
+    known = {name for heldout in (False, True) for tool in known_tools(heldout) for name in tool.names}
+    names = set[str]()
+    for index in range(2000):
+        sampler = Sampler(f"made-{index}")
+        tool = made_tool(sampler)
+        assert not any(other in tool.names[0] for other in known)
+        assert 1 <= len(tool.parameters) <= 4
+        assert not tool.parameters[0].optional
+        asked = tools.request(sampler, tools.offer(sampler, tool))
+        question = tools.ask(sampler, asked)
+        assert all(text in question for text in asked.fields.values())
+        names.add(tool.names[0])
+    assert len(names) > 1800
+
+
+def test_texts_to_repeat() -> None:
+    for heldout in (False, True):
+        for index in range(200):
+            turn = rewriting.repeat(Sampler(f"repeat-{index}", heldout))
+            assert turn.answer in turn.question

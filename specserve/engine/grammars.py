@@ -157,7 +157,7 @@ class _Lane:
 
 
 class Matcher:
-    """Tracks an answer in a grammar. ``lane``: identifies the compiled grammar that it is a copy of."""
+    """Tracks an answer in a grammar. ``lane``: a number shared with other copies of the same compiled grammar."""
 
     def __init__(self, matcher: Any, tokenizer: Any, words: int, lane: int) -> None:
         self.lane = lane
@@ -220,7 +220,7 @@ class Constraint:
 
     @property
     def lane(self) -> int:
-        """Identifies the compiled grammar; 0: none."""
+        """A number shared with answers of the same compiled grammar; 0: no grammar."""
         return 0 if self._matcher is None else self._matcher.lane
 
     @property

@@ -62,8 +62,12 @@ def expand_levels(
     """Return the candidates of a drafter that scores all levels at once, independently of the path to a node."""
 
     def forward(level: Level, depth: int) -> Tensor:
-        logits_BV = logits_BSV[:, depth]
-        # Repeating is a launch between the one that wrote the level's rows and the sampler, which reads them early.
-        return logits_BV if level.width == 1 else logits_BV.repeat_interleave(level.width, 0)
+        return for_nodes(logits_BSV[:, depth], level)
 
     return expand(context, view, shape, sampling, vocab, forward)
+
+
+def for_nodes(each_BX: Tensor, level: Level) -> Tensor:
+    """Return each slot's row for all its nodes of a level, ``[N, X]``. Repeating is a launch of its own, so a tree's
+    level is written before the sampler, which reads rows early; a chain's rows do not change."""
+    return each_BX if level.width == 1 else each_BX.repeat_interleave(level.width, 0)

@@ -1,137 +1,21 @@
-"""Functions that no table has, made of a verb, a noun and a few parameters. There are so many that names and parameters
-can't be learned by heart: a model has to read them in the prompt."""
+"""Functions made of a verb, a noun and a few parameters. There are so many that names and parameters can't be learned
+by heart: a model has to read them in the prompt."""
 
-from ..facts import ANIMALS, CATEGORIES, Parameter, Tool, tools
+from functools import cache
+
+from ..facts import ANIMALS, CATEGORIES, Parameter, Tool, rows, tools
 from .common import Sampler, article, capitalized
 from .values import invented
 
-_VERBS = (
-    *(
-        "bake",
-        "build",
-        "check",
-        "clean",
-        "close",
-        "collect",
-        "cook",
-        "copy",
-        "count",
-        "cut",
-        "deliver",
-        "draw",
-    ),
-    *(
-        "fill",
-        "film",
-        "fix",
-        "hide",
-        "inspect",
-        "lift",
-        "load",
-        "lock",
-        "mark",
-        "measure",
-        "move",
-        "open",
-        "order",
-    ),
-    *(
-        "pack",
-        "paint",
-        "park",
-        "photograph",
-        "polish",
-        "print",
-        "protect",
-        "register",
-        "rent",
-        "replace",
-        "reserve",
-    ),
-    *(
-        "return",
-        "ring",
-        "scan",
-        "sell",
-        "ship",
-        "show",
-        "sort",
-        "start",
-        "stop",
-        "store",
-        "test",
-        "track",
-        "turn",
-    ),
-    *("update", "wash", "watch", "weigh", "wrap"),
-)
+_VERBS = tuple(verb for (verb,) in rows("tool_verbs"))
 _GROUPS = (
-    "fruits",
-    "vegetables",
-    "musical instruments",
-    "pieces of furniture",
-    "pieces of clothing",
-    "vehicles",
+    *("fruits", "vegetables", "musical instruments", "pieces of furniture", "pieces of clothing"),
+    *("vehicles", "tools", "rooms", "trees", "flowers"),
 )
 _NOUNS = (
-    *(item for name in (*_GROUPS, "tools", "rooms", "trees", "flowers") for item in CATEGORIES[name]),
+    *(item for name in _GROUPS for item in CATEGORIES[name]),
     *(animal.name for animal in ANIMALS),
-    *(
-        "account",
-        "alarm",
-        "battery",
-        "box",
-        "bridge",
-        "camera",
-        "card",
-        "contract",
-        "database",
-        "door",
-        "engine",
-    ),
-    *(
-        "fence",
-        "filter",
-        "folder",
-        "fountain",
-        "gate",
-        "heater",
-        "invoice",
-        "key",
-        "lamp",
-        "letter",
-        "machine",
-        "map",
-    ),
-    *(
-        "market",
-        "menu",
-        "meter",
-        "model",
-        "network",
-        "office",
-        "page",
-        "parcel",
-        "phone",
-        "picture",
-        "pipe",
-        "pool",
-    ),
-    *(
-        "printer",
-        "pump",
-        "radio",
-        "report",
-        "robot",
-        "roof",
-        "room",
-        "sample",
-        "screen",
-        "sensor",
-        "shop",
-        "sign",
-    ),
-    *("station", "tank", "ticket", "tower", "valve", "wall", "window"),
+    *(noun for (noun,) in rows("tool_nouns")),
 )
 # Names, kind, clause, meaning.
 _PARAMETERS = (
@@ -158,9 +42,14 @@ _PARAMETERS = (
 )
 
 
+@cache
+def _known() -> frozenset[str]:
+    return frozenset(name for tool in (*tools(False), *tools(True)) for name in tool.names)
+
+
 def made_tool(sampler: Sampler) -> Tool:
     """A function of one to four parameters, up to two of which are optional."""
-    known = {name for tool in (*tools(False), *tools(True)) for name in tool.names}
+    known = _known()
     verb, noun = sampler.pick(_VERBS), sampler.pick(_NOUNS)
     if sampler.chance(0.3):
         noun = f"{sampler.pick(_NOUNS)} {noun}"

@@ -26,7 +26,7 @@ from specserve.models.draft.block import BlockHead
 from specserve.models.draft.block_source import load_block
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.config import DrafterConfig
-from specserve.speculation.expand import expand
+from specserve.speculation.expand import expand, for_nodes
 from specserve.speculation.sampler import Sampling, VocabMap
 from specserve.speculation.shape import StepShape
 
@@ -88,19 +88,15 @@ class BlockDrafter:
         logits_LBV = head.logits(states_LBH.flatten(0, 1)).unflatten(0, states_LBH.shape[:2])
         memory_XR: Tensor | None = None
 
-        def at(each_LBX: Tensor, level: Level, depth: int) -> Tensor:
-            each_BX = each_LBX[depth]
-            return each_BX if level.width == 1 else each_BX.repeat_interleave(level.width, 0)
-
         def forward(level: Level, depth: int) -> Tensor:
             nonlocal memory_XR
             before_NR = None if memory_XR is None else memory_XR[level.source_N]
-            logits_NV, states_NH = (at(each, level, depth) for each in (logits_LBV, states_LBH))
+            logits_NV, states_NH = (for_nodes(each[depth], level) for each in (logits_LBV, states_LBH))
             corrected_NV, memory_XR = head.correct(logits_NV, level.token_N, states_NH, before_NR)
             return corrected_NV
 
         def confidence(level: Level, depth: int) -> Tensor:
-            odds_N = head.confidence(level.token_N, at(states_LBH, level, depth))
+            odds_N = head.confidence(level.token_N, for_nodes(states_LBH[depth], level))
             return torch.nn.functional.logsigmoid(odds_N.to(level.score_BW.dtype))
 
         rate = confidence if head.config.confidence else None

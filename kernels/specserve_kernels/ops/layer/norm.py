@@ -19,6 +19,8 @@ PER_WARP = 512  # elements of a row that a warp holds: in 16 bits, two 16-byte l
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    if x_TH.dim() != 2:
+        raise ValueError(f"x_TH: expected [T, H], found {tuple(x_TH.shape)}")
     out_TH = torch.empty_like(x_TH)
     tokens, width = x_TH.shape
     block, warps = row_launch(width)
