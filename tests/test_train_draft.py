@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from specserve.layers.decoder import RMSNorm
 from specserve.models.checkpoint import load_parameters
 from specserve.models.tensor_files import TensorFiles
 from specserve.tools.train import export
@@ -162,7 +164,9 @@ def test_eagle3_export_has_the_published_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_report_counts_chains(kind: str) -> None:
     trainer = make_trainer(kind).eval()
-    found = measure(trainer.unroll, tiny_rows(), 2, torch.device("cpu"), False)
+    with patch.object(RMSNorm, "forward", autospec=True, side_effect=RMSNorm.forward) as norms:
+        found = measure(trainer.unroll, tiny_rows(), 2, torch.device("cpu"), False)
+    assert all(call.args[1].dim() == 2 for call in norms.call_args_list), "a GPU's kernel takes matrices"
     assert len(found.reached) == CHAIN
     assert all(k <= r for k, r in zip(found.kept, found.reached, strict=True))
     assert "tokens/step" in table({"all": found})
