@@ -124,8 +124,8 @@ def random_prompts(vocab: int, count: int, length: int) -> list[list[int]]:
 
 
 def load_options(description: str | None, quantization: bool = False) -> argparse.ArgumentParser:
-    """The options of the benchmarks that load an engine with equal requests; ``quantization`` adds
-    that of the target's weights."""
+    """The options of the benchmarks that load an engine with equal requests; ``quantization`` adds that of the target's
+    weights."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -168,13 +168,18 @@ def make_prompts(args: argparse.Namespace, count: int, tokens: int | None = None
     return random_prompts(load_model_config(Path(args.model)).vocab_size, count, tokens)
 
 
+def shape_settings(shape: Shape) -> dict[str, Any]:
+    """The flags of a shape."""
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    return dict(zip(names, shape, strict=True))
+
+
 def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:
     """Without prefix cache and tokenizer; ``shape`` is of EAGLE-3, None is plain decoding. Steps that were left to be
     captured later are captured now."""
     settings: dict[str, Any] = {}
     if shape is not None:
-        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        settings = dict(zip(names, shape, strict=True))
+        settings = shape_settings(shape)
         settings |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
         settings["speculative_draft_quantization"] = getattr(args, "draft_quantization", "auto")
     llm = LLM(
@@ -194,8 +199,8 @@ def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:
 
 @contextmanager
 def weights_kept() -> Iterator[None]:
-    """Targets are loaded, and rounded, once; engines that come one after another share them. On a CPU they
-    are not packed, as a later draft may take rows of the head."""
+    """Targets are loaded, and rounded, once; engines that come one after another share them. On a CPU they are not
+    packed, because a later draft may take rows of the head."""
     loaded: dict[Any, Any] = {}
 
     def keep(path: Path, dtype: Any, device: Any, max_positions: int, config: Any) -> Any:

@@ -28,7 +28,14 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.common import parse_load, random_prompts, weights_kept, write_results
+from benchmarks.common import (
+    SPARE_POSITIONS,
+    parse_load,
+    random_prompts,
+    shape_settings,
+    weights_kept,
+    write_results,
+)
 from benchmarks.cost_faithful import RANDOM
 from benchmarks.floors import READ_BYTES_PER_S, Shape, applies
 from benchmarks.free import free_offered, none_accepted
@@ -42,7 +49,6 @@ from specserve.models.checkpoint import DTYPES
 from specserve.models.read_config import load_model_config
 
 BATCHES = (1, 16, 64)
-SPARE = 256  # positions of a request past its tokens, which steps may write
 HEADER = (
     f"{'drafter':16} {'batch':>5} {'ms/step':>8} {'full':>6} {'/ off':>6} {'/ free':>6} {'/ floor':>7} {'tok/s':>7} "
     f"{'accepted':>8}"
@@ -78,8 +84,7 @@ def settings_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     if case.method != "NONE":
         given["speculative_adaptive"] = False
     if case.shape is not None:
-        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        given |= zip(names, case.shape, strict=True)
+        given |= shape_settings(case.shape)
     if case.draft is not None:
         given["speculative_draft_model_path"] = str(args.pair / RANDOM / case.draft)
         given["speculative_draft_quantization"] = case.quantization
@@ -90,7 +95,7 @@ def settings_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "disable_radix_cache": True,
         "max_running_requests": largest,
-        "max_total_tokens": largest * (args.prompt_tokens + args.new_tokens + SPARE),
+        "max_total_tokens": largest * (args.prompt_tokens + args.new_tokens + SPARE_POSITIONS),
     }
 
 

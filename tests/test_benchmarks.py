@@ -164,17 +164,18 @@ def test_floors_of_quantized_weights() -> None:
     assert floors.step_ms(None, 256, 0, "int4") == pytest.approx(2 * 7.505 * 256 / 790, abs=1e-3)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), SystemExit("no such option")])
 def test_a_row_is_written_before_the_next_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the suite goes on with what comes after a failure."""
+    """And the suite goes on with what comes after a failure, or after arguments that are refused."""
 
     def fail(args: Any, shape: Any, batches: Any) -> Any:
         figures = dict.fromkeys(
             ("ms_per_step", "full_ms_per_step", "tokens_per_second", "accepted_length"), 1.0
         )
         yield stepping.row(args, shape, 1, None, figures)
-        raise RuntimeError("no memory")
+        raise error
 
     monkeypatch.setattr(stepping, "run_shape", fail)
     monkeypatch.setattr(stepping, "applies", lambda path: False)
@@ -186,7 +187,7 @@ def test_a_row_is_written_before_the_next_is_measured(
         record = json.loads((tmp_path / f"{single_stream.result_name(kind)}.json").read_text())
         assert [row["quantization"] for row in record["figures"]] == [kind]
         assert record["command"].endswith("--shapes off")
-    assert capsys.readouterr().err.count("RuntimeError: no memory") == 2
+    assert capsys.readouterr().err.count(f"{type(error).__name__}: {error}") == 2
 
 
 def test_steps_of_drafters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,6 @@ def test_names_are_canonical(tmp_path: Path) -> None:
     assert sorted(found) == ["fc.weight", "layers.0.hidden_norm.weight", "layers.0.mlp.down_proj.weight"]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     """Under the same name or another spelling: neither is preferred silently."""
     save_file({"norm.weight": torch.ones(2)}, tmp_path / "a.safetensors")
@@ -116,6 +115,7 @@ def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         TensorFiles(tmp_path)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_loading_holds_no_second_copy(tmp_path: Path) -> None:
     """Neither its own nor the file's pages: a container's limit counts both."""
     path = make_llama(tmp_path, hidden=512, inner=2048, layers=10)

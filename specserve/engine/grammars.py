@@ -109,21 +109,19 @@ class Grammars:
         """Write the masks of all nodes, without a restriction for those of no tree. ``trees``: each root's row in
         ``words_TW``, and the result of ``after_nodes``; threads take neighbours, so trees of a lane should be next to
         each other. Return, for each tree, the errors by node: an answer that gets to such a node ends there."""
-        words, jobs, free = words_TW.numpy().view(np.uint32), [], set(range(len(words_TW)))
+        words, jobs, written = words_TW.numpy().view(np.uint32), [], set[int]()
         for first, looks in trees:
             for node, look in enumerate(looks, first):
                 if isinstance(look, int):
                     words[node] = 0
                     words[node, look // 32] = 1 << look % 32
-                elif look is None or look.is_error():
-                    continue
-                else:
+                    written.add(node)
+                elif look is not None and not look.is_error():
                     jobs.append((look, node))
-                free.remove(node)
         if jobs:
             self._executor.unsafe_compute_mask_ptr(jobs, words_TW.data_ptr(), 4 * self.words, len(words_TW))
-        free.update(node for matcher, node in jobs if matcher.is_error())
-        words[[*free]] = ~np.uint32(0)
+        written.update(node for matcher, node in jobs if not matcher.is_error())
+        words[[node for node in range(len(words)) if node not in written]] = ~np.uint32(0)
         errors = [[(node, _error_of(look)) for node, look in enumerate(looks)] for _, looks in trees]
         return [{node: error for node, error in found if error is not None} for found in errors]
 

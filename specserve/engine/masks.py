@@ -136,9 +136,12 @@ class Masks:
     ) -> Masked:
         assert self.grammars is not None
         words_TW = torch.empty((len(tokens), self.grammars.words), dtype=torch.int32, pin_memory=pinned)
-        found = [(index, self._constraints.get(row.slot)) for index, row in enumerate(rows) if held[index]]
-        constraints = [(index, constraint) for index, constraint in found if constraint is not None]
-        constraints.sort(key=lambda each: each[1].lane)
+        constraints = [
+            (index, constraint)
+            for index, row in enumerate(rows)
+            if held[index] and (constraint := self._constraints.get(row.slot)) is not None
+        ]
+        constraints.sort(key=lambda each: each[1].lane)  # see ``Grammars.fill``
         looks, ends = [], {}
         for index, constraint in constraints:
             begin, end = starts[index], starts[index + 1]
