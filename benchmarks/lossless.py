@@ -6,9 +6,9 @@
 
 Each configuration answers its share of the requests, whose sampling differs (greedy, nucleus, top-k, min-p, penalties,
 bias, all at once) within every batch. Each answer is compared, token for token, with that of plain decoding with a
-large pool and no prefix cache. At float64 none may differ. At lower precision each first difference is reported with
-its gap, by which the plain run preferred its token in perturbed logits, and with whether plain decoding in the same
-batches, chunks and pages also differs, since launches of other sizes round differently.
+large pool and no prefix cache. At float64, and in bfloat16 on a GPU, none may differ. Each first difference is reported
+with its gap, by which the plain run preferred its token in perturbed logits, and with whether plain decoding in the
+same batches, chunks and pages also differs, since launches of other sizes may round differently.
 
 ``EXTRAS`` come after the covering set: batches of 64, and the controller, which chooses shapes by measured time. Each
 configuration has at least a full batch of texts. ``--only`` leaves methods out of the covering set, not of the extras.
@@ -132,7 +132,7 @@ EXTRAS: list[Configuration] = [
     {"speculation": "NGRAM chain", **_LARGE, "batch": 16, "chunk": 16, "overlap": "off", "controller": True},
 ]
 TOGGLES = [Speculation(), Speculation(enabled=False), Speculation(max_draft_tokens=3)]
-TIES = {"float64": 0.0, "float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}
+TIES = {"float64": 0.0, "float32": 1e-4, "bfloat16": 0.0, "float16": 0.05}
 LARGE_POOL = 40_000  # tokens: no batch here is preempted, and nothing is taken from other processes
 
 
@@ -398,8 +398,10 @@ def run_matrix(
     texts: int,
     configurations: Sequence[Configuration],
     show: Callable[[str], None] = print,
+    keep: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Spread at least ``texts`` answers over the configurations, a full batch or more in each."""
+    """Spread at least ``texts`` answers over the configurations, a full batch or more in each. ``keep`` gets the report
+    after each of them, so that a run that is cut keeps its rows."""
     expected, report = reference_texts(models, items), Report()
     share, start = -(-texts // len(configurations)), 0
     show(f"{len(items)} requests, {len(configurations)} configurations of {share} texts or a batch")
@@ -412,6 +414,7 @@ def run_matrix(
         )
         report.rows.append(row)
         report.differences += differences
+        keep(report)
         show(row_line(number, row))
     for line in summary_lines(report, models.dtype):
         show(line)
@@ -517,12 +520,14 @@ def main() -> None:
     begin = time.perf_counter()
     items = make_items(prompts, args.requests, args.max_tokens)
     configurations = models.configurations(args.only)[first::step]
-    report = run_matrix(models, items, args.texts, configurations, lambda line: print(line, flush=True))
-    if args.output is not None:
-        names = ("kv_cache_dtype", "max_tokens", "requests")
-        given = {name: getattr(args, name) for name in names}
-        figures = figures_of(report, args.dtype, **given, seconds=time.perf_counter() - begin)
-        write_results(f"lossless_{args.dtype}", figures, args.output)
+    given = {name: getattr(args, name) for name in ("kv_cache_dtype", "max_tokens", "requests")}
+
+    def keep(report: Report) -> None:
+        if args.output is not None:
+            figures = figures_of(report, args.dtype, **given, seconds=time.perf_counter() - begin)
+            write_results(f"lossless_{args.dtype}", figures, args.output)
+
+    report = run_matrix(models, items, args.texts, configurations, lambda line: print(line, flush=True), keep)
     raise SystemExit(exit_code(report, args.dtype))
 
 

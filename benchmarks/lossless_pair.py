@@ -106,8 +106,7 @@ def _bits(each: TokenLogprob) -> tuple[Any, ...]:
 
 
 def compare(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Counts of equal texts and of equal logits, the first differences, and what was accepted. Where a text differs,
-    its logits are compared up to there."""
+    """Count equal texts, and those with equal logits. Where a text differs, its logits are compared up to there."""
     texts = logits = 0
     differences, largest = [], 0.0
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -115,7 +114,7 @@ def compare(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -
         kept = len(ours.token_ids) if same else first_difference(ours.token_ids, theirs.token_ids)
         pairs = list(zip(bits(ours)[:kept], bits(theirs)[:kept], strict=True))
         equal = all(a == b for a, b in pairs)
-        texts, logits = texts + same, logits + equal
+        texts, logits = texts + same, logits + (same and equal)
         largest = max([largest, *(abs(a[1] - b[1]) for a, b in pairs)])
         if not same or not equal:
             first = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
