@@ -20,7 +20,6 @@ from specserve.process.worker import Built, Engine, build_scheduler, ready_info
 from specserve.server.app import create_app
 from specserve.server.front import Front
 
-
 SMALL = "--max-running-requests", "4", "--max-total-tokens", "8192"
 """So that steps of few sizes are measured at the start, and no more memory is cleared than tests fill."""
 
