@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeGuard
@@ -44,6 +45,7 @@ BEFORE |= {"max", "cumsum", "outputs_of", "load_settled", "request_of"}  # compu
 ALONE = {"_prefill_kernel"}  # long, and launched as others are, after all that came before it
 
 
+@cache
 def compiled() -> dict[str, ast.FunctionDef]:
     """Functions that Triton compiles."""
     trees = [ast.parse(file.read_text()) for file in sorted(OPS.rglob("*.py"))]
@@ -56,6 +58,7 @@ def compiled() -> dict[str, ast.FunctionDef]:
     }
 
 
+@cache
 def kernels() -> dict[str, ast.FunctionDef]:
     """What is launched: functions that Triton compiles and no other such function calls."""
     called = {name for node in compiled().values() for name in _calls(node)}

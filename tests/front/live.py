@@ -20,6 +20,9 @@ from specserve.process.worker import Built, Engine, build_scheduler, ready_info
 from specserve.server.app import create_app
 from specserve.server.front import Front
 
+SMALL = "--max-running-requests", "4", "--max-total-tokens", "8192"
+"""So that steps of few sizes are measured at the start, and no more memory is cleared than tests fill."""
+
 
 @dataclass(frozen=True)
 class Live:
@@ -32,8 +35,8 @@ class Live:
 
 @contextlib.contextmanager
 def live(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Live]:
-    """What ``python -m specserve.launch`` with these arguments would serve."""
-    built = build_scheduler(load_settings(argv, environ))
+    """What ``python -m specserve.launch`` with these arguments would serve; ``SMALL`` unless they say otherwise."""
+    built = build_scheduler(load_settings([*SMALL, *argv], environ))
     assert built.settings.tokenizer_path is not None
     served = [built.engine]
     client = _connect(served)

@@ -28,6 +28,7 @@ from tests.front.live import Live, live
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 FLAGS = ["--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3", "--speculative-eagle-topk", "2"]
 FLAGS += ["--speculative-num-draft-tokens", "6", "--device", "cpu", "--dtype", "float32"]
+FLAGS += ["--max-running-requests", "16"]  # all cases are asked at once
 OWN = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
 EXTENSIONS = {"top_k", "min_p", "repetition_penalty", "ignore_eos", "min_tokens", "stop_token_ids", "prediction",
               "speculation", "return_speculation", "structured_outputs", "guided_json", "guided_regex", "guided_choice",

@@ -4,6 +4,7 @@ tensors and config (formats.md section 11). Biases and head norms are used if th
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,13 +99,21 @@ def inverse_frequencies(config: Config, head_dim: int) -> list[float]:
     raise ValueError(f"no reference for rope type {rope['type']!r}")
 
 
+@cache
+def turns(positions: int, frequencies: tuple[float, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all angles, which each head of each layer needs."""
+    with torch.inference_mode(False):
+        angles = torch.arange(positions, dtype=torch.float64)[:, None] * torch.tensor(
+            frequencies, dtype=torch.float64
+        )
+        return torch.cos(angles).to(dtype), torch.sin(angles).to(dtype)
+
+
 def rotate(x: Tensor, frequencies: Sequence[float], scale: float = 1.0) -> Tensor:
     """Half-split pairs: channel j turns with channel j + hd/2; row i of x [n, hd] is at position i. The result is
     `scale` times as long."""
     first, second = x.chunk(2, dim=1)
-    positions = torch.arange(x.shape[0], dtype=torch.float64)
-    angles = positions[:, None] * torch.tensor(frequencies, dtype=torch.float64)
-    cos, sin = torch.cos(angles).to(x.dtype), torch.sin(angles).to(x.dtype)
+    cos, sin = turns(x.shape[0], tuple(frequencies), x.dtype)
     return scale * torch.cat([first * cos - second * sin, second * cos + first * sin], dim=1)
 
 
