@@ -8,10 +8,8 @@ from math import inf
 from specserve.engine.masks import Masks
 from specserve.scheduler.request import Request
 
-# While a step waits for the last one's tokens, the device idles: this many seconds for each request, on an H200's host.
-# A step has so much to do on its own as ``STEP`` requests.
-IDLE = 8e-5
-STEP = 4
+IDLE = 8e-5  # seconds, for each request, that the device idles before a step that waits; measured next to an H200
+STEP = 4  # requests that add as much as the step itself
 LEARN = 0.1  # weight of a new measurement
 
 
