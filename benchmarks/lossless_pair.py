@@ -2,10 +2,11 @@
 
     python -m benchmarks.cost_faithful --random only --output DIR
     python -m benchmarks.lossless_pair --pair DIR/random [--texts 200] [--alone 48] [--dtype bfloat16]
+        [--prompt-tokens 20 300] [--batches 64 8 1]
 
 The folder of the pair has ``target`` and ``eagle3``; without ``--random`` that is DIR, with drafts that are often right
-(give it ``--prompts heldout``). Plain decoding at batch 64 says what is expected. Then plain decoding, EAGLE-3 with
-``SHAPES`` and the controller answer all prompts at 64 and 8 requests at a time, and ``--alone`` of them one by one. A
+(give it ``--prompts heldout``). Plain decoding at the first batch says what is expected. Then plain decoding, EAGLE-3
+with ``SHAPES`` and the controller answer all prompts in each batch, and ``--alone`` of them one by one. A
 random draft is hardly ever right, so each shape also runs with predictions: the expected text with every 7th token
 wrong. Compared are the token ids and, as exact floats, the log-probability of each token and of the five best, which
 are of the raw logits. Best tokens of equal log-probability may come in any order.
@@ -36,15 +37,13 @@ from benchmarks.common import (
     with_all_graphs,
     write_results,
 )
+from benchmarks.long_context import longer_contexts
 from benchmarks.lossless import SAMPLING, first_difference, predicted_text
 from specserve import LLM, SamplingParams
 from specserve.core import TokenLogprob
 from specserve.llm import RequestOutput
 
-SHORTEST, LONGEST = 20, 300  # tokens of prompts
 BEST = 5
-LARGEST = 64
-BATCHES = (LARGEST, 8, 1)
 SHAPES: dict[str, dict[str, Any]] = {
     "off": {},
     "(3, 1, 4)": shape_settings((3, 1, 4)),
@@ -60,8 +59,8 @@ def settings_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "skip_tokenizer_init": True,
         "disable_radix_cache": True,
-        "max_running_requests": LARGEST,
-        "max_total_tokens": LARGEST * (LONGEST + args.new_tokens + SPARE_POSITIONS),
+        "max_running_requests": args.batches[0],
+        "max_total_tokens": args.batches[0] * (args.prompt_tokens[1] + args.new_tokens + SPARE_POSITIONS),
     }
     if SHAPES[name]:
         given |= {
@@ -73,8 +72,9 @@ def settings_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def prompts_and_params(args: argparse.Namespace) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts of all lengths, and every kind of sampling in each batch."""
-    lengths = [SHORTEST + 37 * index % (LONGEST + 1 - SHORTEST) for index in range(args.texts)]
-    prompts = make_prompts(args, args.texts, LONGEST)
+    shortest, longest = args.prompt_tokens
+    lengths = [shortest + 37 * index % (longest + 1 - shortest) for index in range(args.texts)]
+    prompts = make_prompts(args, args.texts, longest)
     kinds = list(SAMPLING.values())
     always: dict[str, Any] = {"max_tokens": args.new_tokens, "ignore_eos": True, "logprobs": BEST}
     params = [
@@ -85,10 +85,9 @@ def prompts_and_params(args: argparse.Namespace) -> tuple[list[list[int]], list[
 
 
 def answer(
-    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch: int
+    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], size: int
 ) -> list[RequestOutput]:
-    """All at once for the largest batch, which is then refilled as requests end; else batch after batch."""
-    size = len(prompts) if batch == LARGEST else batch
+    """``size`` requests after ``size``. More than run at once wait, and take the place of those that end."""
     starts = range(0, len(prompts), size)
     return [o for i in starts for o in llm.generate(prompts[i : i + size], params[i : i + size])]
 
@@ -145,12 +144,13 @@ def run_shape(
         msgspec.structs.replace(each, prediction=predicted_text(output.token_ids))
         for each, output in zip(params, expected, strict=True)
     ]
-    for batch in BATCHES:
+    for batch in args.batches:
         count = args.alone if batch == 1 else len(prompts)
+        size = count if batch == args.batches[0] else batch
         for prediction in (False, True) if SHAPES[name] else (False,):
             begin = time.perf_counter()
             given = predicted if prediction else params
-            found = answer(llm, prompts[:count], given[:count], batch)
+            found = answer(llm, prompts[:count], given[:count], size)
             row = {"shape": name, "batch": batch, "predicted": prediction}
             yield row | compare(found, expected[:count]) | {"seconds": time.perf_counter() - begin}
 
@@ -174,6 +174,12 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--alone", type=int, default=48, help="texts at batch 1")
     parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument(
+        "--prompt-tokens", type=int, nargs=2, default=(20, 300), metavar=("SHORTEST", "LONGEST")
+    )
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=(64, 8, 1), help="the largest first; default: 64 8 1"
+    )
     parser.add_argument("--prompts", choices=("random", "heldout"), default="random")
     parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="SHAPE")
     parser.add_argument("--output", type=Path, help="not set: benchmarks/results/lossless_pair.json")
@@ -191,10 +197,10 @@ def main() -> None:
     prompts, params = prompts_and_params(args)
     rows: list[dict[str, Any]] = []
     expected: list[RequestOutput] = []
-    with weights_kept():
+    with weights_kept(), longer_contexts(args.prompt_tokens[1] + args.new_tokens + SPARE_POSITIONS):
         for name in names:
             with with_all_graphs(LLM(**settings_of(name, args))) as llm:
-                expected = expected or answer(llm, prompts, params, LARGEST)
+                expected = expected or answer(llm, prompts, params, len(prompts))
                 for row in run_shape(llm, name, prompts, params, expected, args):
                     rows.append(row | {"at_seconds": time.perf_counter() - begin})
                     print(line(row), flush=True)

@@ -1,15 +1,20 @@
 """Seconds from starting the server's process to its first healthy answer, graphs included.
 
-    python -m benchmarks.startup --model DIR/target --eagle3 DIR/eagle3 [--shape adaptive] [--cold]
+    python -m benchmarks.startup --model DIR/target --eagle3 DIR/eagle3 [--shape adaptive] [--cold] [--requests]
 
-``--cold`` gives Triton an empty kernel cache; the checkpoint's files may be in the system's page cache.
+``--cold`` gives Triton an empty kernel cache; the checkpoint's files may be in the system's page cache. ``--requests``
+then asks for ``TOKENS`` tokens in each of ``KINDS``, as many requests at a time as ``TURNS`` says, and holds the first
+turn of each against the median of the last five.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,13 +25,34 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import write_results
+from benchmarks.http_client import Connection
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 
 READY_WITHIN = 300.0
+PROMPT_TOKENS = 512
+TOKENS = 32
+VOCAB = 3000  # the bundled model's, so that its embedding in larger shapes can be asked, too
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 1},
+    "penalties": {
+        "temperature": 0.8,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.2,
+        "repetition_penalty": 1.1,
+    },
+    "logprobs": {"temperature": 0, "logprobs": 5},
+    "predicted": {
+        "temperature": 0,
+        "prediction": {"type": "content", "content": "def f(x):\n    return x\n" * 4},
+    },
+    "n = 4": {"temperature": 0.8, "n": 4},
+}
+TURNS = {1: 100, 16: 20, 64: 10}
 
 
-def start(args: argparse.Namespace, environment: dict[str, str]) -> tuple[float, dict[str, Any]]:
-    """Seconds until ready, and what ``/server_info`` says then."""
+def start(args: argparse.Namespace, environment: dict[str, str]) -> dict[str, Any]:
+    """Seconds until ready, the graphs as ``/server_info`` has them, and how the first requests did."""
     command = [sys.executable, "-m", "specserve.launch", "--model-path", args.model, "--port", str(args.port)]
     if args.shape != "off":
         command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", args.eagle3]
@@ -41,11 +67,54 @@ def start(args: argparse.Namespace, environment: dict[str, str]) -> tuple[float,
             if server.poll() is not None or time.perf_counter() - begin > READY_WITHIN:
                 raise SystemExit("the server did not become ready")
             time.sleep(0.05)
-        seconds = time.perf_counter() - begin
-        return seconds, json.loads(_get(args.port, "/server_info"))
+        found: dict[str, Any] = {"seconds": time.perf_counter() - begin}
+        if args.requests:
+            found["requests"] = asyncio.run(first_requests(args.port))
+        info = json.loads(_get(args.port, "/server_info"))
+        return found | {"cuda_graphs": info["engine"].get("cuda_graphs"), "counters": counters(args.port)}
     finally:
         server.terminate()
         server.wait(30)
+
+
+async def first_requests(port: int) -> list[dict[str, Any]]:
+    """The turns of each kind of request and number at a time, in that order."""
+    model = json.loads(_get(port, "/v1/models"))["data"][0]["id"]
+    rng, rows = random.Random(0), []
+    connections = [Connection(f"http://127.0.0.1:{port}") for _ in range(max(TURNS))]
+    for count, turns in TURNS.items():
+        for kind, params in KINDS.items():
+            seconds = []
+            for _ in range(turns):
+                begin = time.perf_counter()
+                await asyncio.gather(*(_ask(each, model, rng, params) for each in connections[:count]))
+                seconds.append(time.perf_counter() - begin)
+            later = statistics.median(seconds[-5:])
+            row = {"kind": kind, "at_a_time": count, "first_ms": seconds[0] * 1e3, "later_ms": later * 1e3}
+            rows.append(row | {"ratio": seconds[0] / later})
+            print(
+                f"{kind:10} {count:3} at a time: {seconds[0] * 1e3:7.1f} ms, later {later * 1e3:7.1f}",
+                flush=True,
+            )
+    return rows
+
+
+async def _ask(connection: Connection, model: str, rng: random.Random, params: dict[str, Any]) -> None:
+    prompt = [rng.randrange(VOCAB // 2, VOCAB) for _ in range(PROMPT_TOKENS)]
+    asked = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, **params}
+    reply = await connection.ask("/v1/completions", json.dumps(asked).encode())
+    if reply.status != 200:
+        raise SystemExit(reply.body.decode())
+
+
+def counters(port: int) -> dict[str, float]:
+    """What must be zero after the server was ready."""
+    lines = _get(port, "/metrics").decode().splitlines()
+    return {
+        line.split()[0]: float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith(("specserve_late_kernels_total", "specserve_eager_steps_total"))
+    }
 
 
 def _healthy(port: int) -> bool:
@@ -72,16 +141,16 @@ def main() -> None:
         "--shape", default="adaptive", help="adaptive (the server's default), off, or steps,topk,tokens"
     )
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--requests", action="store_true", help="also time the first requests of each kind")
     parser.add_argument("--port", type=int, default=30123)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as empty:
         environment = {**os.environ, **({"TRITON_CACHE_DIR": empty} if args.cold else {})}
-        seconds, info = start(args, environment)
-    graphs = info["engine"].get("cuda_graphs")
-    print(f"{args.shape} {'cold' if args.cold else 'warm'}: ready after {seconds:.1f} s, graphs {graphs}")
-    figures = {"shape": args.shape, "cold": args.cold, "seconds": seconds, "cuda_graphs": graphs}
-    print(write_results(f"startup_{'cold' if args.cold else 'warm'}", figures, args.output))
+        found = start(args, environment)
+    found = {"shape": args.shape, "cold": args.cold, **found}
+    print({name: value for name, value in found.items() if name != "requests"})
+    print(write_results(f"startup_{'cold' if args.cold else 'warm'}", found, args.output))
 
 
 if __name__ == "__main__":

@@ -152,14 +152,15 @@ def pair_rows(
         alone=7,
         new_tokens=12,
         prompts="random",
+        prompt_tokens=(4, 30),
+        batches=(64, 8, 1),
     )
-    with patch.multiple(lossless_pair, SHORTEST=4, LONGEST=30):
-        prompts, params = lossless_pair.prompts_and_params(args)
-        settings = {name: lossless_pair.settings_of(name, args) for name in ("off", "(3, 1, 4)")}
+    prompts, params = lossless_pair.prompts_and_params(args)
+    settings = {name: lossless_pair.settings_of(name, args) for name in ("off", "(3, 1, 4)")}
     settings["(3, 1, 4)"]["speculative_draft_model_path"] = str(agreeing.eagle3)
     with weights_kept():
         with LLM(**settings["off"]) as llm:
-            expected = lossless_pair.answer(llm, prompts, params, lossless_pair.LARGEST)
+            expected = lossless_pair.answer(llm, prompts, params, len(prompts))
         with LLM(**settings["(3, 1, 4)"]) as llm:
             changed = [change(each) for each in params]
             return list(lossless_pair.run_shape(llm, "(3, 1, 4)", prompts, changed, expected, args))
