@@ -1,6 +1,6 @@
 """Milliseconds a step of every drafter at batches of 1, 16 and 64, next to plain decoding.
 
-    python -m benchmarks.drafters --pair DIR [--only off DSPARK NGRAM] [--quick]
+    python -m benchmarks.drafters --pair DIR [--only off DSPARK NGRAM] [--controller] [--quick]
 
 DIR is the output of ``python -m benchmarks.cost_faithful --random``; what is missing of DIR/random is made, with drafts
 of published sizes (``random_drafts.py``). 512 random tokens in, 256 out, greedy, ignoring end tokens. Shapes are fixed
@@ -9,7 +9,8 @@ and no draft is accepted, so batches stay full; what drafts gain is not measured
 
 ``/ off``: to plain decoding of this batch. ``/ free``: to ``FREE``, the same step with drafts that cost nothing: seven
 constants drafted and eight tokens verified. ``/ floor``, of ``STANDALONE`` on an H200: to reading at 4.23 TB/s the
-target's weights once and the draft's once a level (quantized draft layers in 8 bits). A row is written as soon as it is
+target's weights once and the draft's once a level (quantized draft layers in 8 bits). ``--controller`` leaves the shape to the
+controller, which has to find that drafts never help: ``/ off`` is then what it loses. A row is written as soon as it is
 measured, so that a run that is cut keeps its rows.
 """
 
@@ -82,8 +83,8 @@ CASES = {
 def settings_of(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     given: dict[str, Any] = {"speculative_algorithm": case.method}
     if case.method != "NONE":
-        given["speculative_adaptive"] = False
-    if case.shape is not None:
+        given["speculative_adaptive"] = args.controller
+    if case.shape is not None and not args.controller:
         given |= shape_settings(case.shape)
     if case.draft is not None:
         given["speculative_draft_model_path"] = str(args.pair / RANDOM / case.draft)
@@ -118,7 +119,8 @@ def run_case(name: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with for_timing(sizes), LLM(**settings_of(case, args)) as llm:
         for size in sizes:
             found = measure(llm, prompts[:size], args.new_tokens, args.repeats if size == 1 else 1)
-            yield {"drafter": name, "shape": case.shape, "batch": size, **found}
+            shape = "controller" if args.controller and case.method != "NONE" else case.shape
+            yield {"drafter": name, "shape": shape, "batch": size, **found}
 
 
 def compared(row: dict[str, Any], rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
@@ -164,6 +166,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--controller", action="store_true", help="instead of each case's shape")
     parser.add_argument("--max-batch", type=int, default=64, help="leave larger batches out")
     parser.add_argument("--quick", action="store_true", help="short prompts, small batches: does it run?")
     parser.add_argument("--output", type=Path, help="not set: benchmarks/results/drafters.json")
