@@ -66,7 +66,8 @@ class Compiled:
     reads and writes; None if it does not wait or was not compiled. ``copied``: blocks that each of its loops of
     products prefetches. ``error``: why it did not compile. ``hasty``: what it reads before its wait although the
     previous launch wrote it. ``neighbours``: how many of the inputs that tensor cores add are adjacent in a thread,
-    over all products; 2 if they are in order."""
+    over all products; 2 if they are in order. ``running``: how many products of numbers in registers may still run when
+    the next turn of their loop begins; None if not known."""
 
     kernel: str
     variant: str
@@ -77,6 +78,7 @@ class Compiled:
     error: str | None
     hasty: str | None = None
     neighbours: tuple[int, ...] = ()
+    running: int | None = None
 
 
 class Device:
@@ -140,6 +142,29 @@ def copied_ahead(ttgir: str) -> list[int]:
     return [len(COPY.findall(loop)) for loop in loops if PRODUCT.search(loop)]
 
 
+FOR = re.compile(r"( *)(?:%\S+ = )?scf\.for ")
+OF_REGISTERS = re.compile(r"\bttng\.warp_group_dot %[^:]* : tensor<")
+ALL_DONE = re.compile(r"\bttng\.warp_group_dot_wait .*\{pendings = 0 ")
+
+
+def running_products(ttgir: str) -> int:
+    """Of Triton's code for a GPU: Hopper's products of numbers in registers that are not waited for where their loop
+    turns. The next turn may overwrite the registers: https://github.com/triton-lang/triton/issues/9433."""
+    count, loops, running = 0, [], [0]
+    for line in ttgir.splitlines():
+        if begin := FOR.match(line):
+            loops.append(f"{begin[1]}}}")
+            running.append(0)
+        elif loops and line.startswith(loops[-1]):
+            loops.pop()
+            count += running.pop()
+        elif OF_REGISTERS.search(line):
+            running[-1] += 1
+        elif ALL_DONE.search(line):
+            running[-1] = 0
+    return count
+
+
 class Compiler:
     """Replace launches: compile each variant once.
 
@@ -190,8 +215,9 @@ class Compiler:
             error = f"{type(raised).__name__}: {raised}"
         neighbours = tuple({int(found) for found in NEIGHBOURS.findall(self._ttgir)})
         copied = copied_ahead(self._ttgir)
+        running = running_products(self._ttgir) if self._ttgir else None
         self.found[key] = Compiled(
-            name, variant, Device.capability, shared, waits, copied, error, hasty, neighbours
+            name, variant, Device.capability, shared, waits, copied, error, hasty, neighbours, running
         )
 
     def _hasty(self, kernel: Any, args: tuple[Any, ...]) -> str | None:
@@ -386,6 +412,14 @@ def launch_weight_only(tokens: int, gated: bool, dtype: torch.dtype = torch.bflo
         weight_only_linear(x_TI, pack(numbers), None, gated)
 
 
+def launch_wide_weight_only(tokens: int) -> None:
+    """A gate as wide as Llama-3.1-8B's, each row of which has one scale."""
+    x_TI, scale_OG = torch.zeros(tokens, 4096, dtype=torch.bfloat16), torch.zeros(28672, 1)
+    for kept in (torch.int8, torch.float8_e4m3fn):
+        weight = pack(Numbers(torch.zeros(28672, 4096, dtype=kept), scale_OG))
+        weight_only_linear(x_TI, weight, None, True)
+
+
 def launch_norms() -> None:
     """Of heads, one by one, and those of an int8 draft as wide as Llama-3.1-8B's."""
     x_TH, weight_H = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((2,), ()))
@@ -418,6 +452,8 @@ def main() -> None:
         launch_weight_only(8, gated=False)
         compiler.until = "llir"
         launch_attention(128, 20, 16, scales=KVScales())
+        for tokens in (64, 100, 256):
+            launch_wide_weight_only(tokens)
         compiler.until = "ttir"
         launch_plain(checkpoints)
         launch_drafted(checkpoints, "EAGLE", {1: [PLAIN], 4: [PLAIN]})

@@ -22,7 +22,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.compiled_launches import ADA_SHARED, Compiler, waits_first
+from tests.compiled_launches import ADA_SHARED, Compiler, running_products, waits_first
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.models import make_llama
 
@@ -114,6 +114,29 @@ def test_attention_adds_keys_in_their_order(compiled: list[Compiled]) -> None:
     made = [each for each in compiled if each["kernel"].startswith("attention.") and each["neighbours"]]
     assert {tuple(each["neighbours"]) for each in made if "float32" not in each["variant"]} == {(2,)}
     assert sum("float8_e4m3fn" in each["variant"] for each in made) > 4
+
+
+def test_products_end_before_their_registers_are_overwritten(compiled: list[Compiled]) -> None:
+    """Of weights that are converted. Attention's run until the next turn's first wait, after which their numbers are
+    computed anew."""
+    made = [each for each in compiled if each["kernel"].startswith("linear.") and each["running"] is not None]
+    assert not [f"{each['kernel']} {each['variant']}" for each in made if each["running"]]
+    wide = [each for each in made if "'O': 28672" in each["variant"] and "'BITS': 8" in each["variant"]]
+    assert len(wide) == 6
+
+
+def test_products_that_run_on_are_found() -> None:
+    """Of a step's two products the first is awaited, in a loop within another."""
+    product = (
+        "%p = ttng.warp_group_dot %a, %b, %c {isAsync = true} : tensor<64x16xbf16> * !ttg.memdesc<16x8xbf16>"
+    )
+    wait = "%w = ttng.warp_group_dot_wait %p {pendings = 0 : i32} : tensor<64x8xf32>"
+    loop = ["  scf.for %i = %x to %y {", "    %s = scf.for %j = %x to %y {", "    } loc(#l)", "  } loc(#l)"]
+    ttgir = [*loop[:2], product, wait, product, loop[2], wait, loop[3]]
+    assert running_products("\n".join(ttgir)) == 1
+    assert running_products("\n".join([*loop[:2], product, product, wait, *loop[2:]])) == 0
+    of_shared = product.replace(": tensor<", ": !ttg.memdesc<")
+    assert running_products("\n".join([*loop[:2], of_shared, *loop[2:]])) == 0
 
 
 def test_nothing_is_read_early_that_the_launch_before_writes(compiled: list[Compiled]) -> None:

@@ -29,7 +29,7 @@ from specserve_kernels.ops.device import Limits, limits_of, tickets
 from specserve_kernels.ops.fp8 import FP8
 from specserve_kernels.ops.linear.linear import outputs_of, store_outputs
 from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
-from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
+from specserve_kernels.ops.pdl import INTERPRETED, let_next_begin, overlap, wait_for_inputs
 from specserve_kernels.reference.linear.weight_only import SYMMETRIC_ZERO, Packed
 
 _ROWS = 64  # rows of the smallest tile of Hopper's tensor cores
@@ -38,6 +38,7 @@ _LEAST_STEPS, _MOST_RANGES = 4, 4
 _MOST_TOKENS = 128  # of a program
 _BESIDE = 2048  # bytes of shared memory outside the stages, scales included
 _ZERO = tl.constexpr(SYMMETRIC_ZERO)
+_COMPILED = tl.constexpr(not INTERPRETED)
 
 
 class Pipeline(NamedTuple):
@@ -205,7 +206,7 @@ def _weight_only_kernel(
                 product = tl.dot(weight, x, input_precision="ieee")
                 sums = _add_scaled(product, scale, sums)
             else:
-                sums = tl.dot(weight, x, sums, input_precision="ieee")
+                sums = _finished(tl.dot(weight, x, sums, input_precision="ieee"))
         total += sums
     let_next_begin(OVERLAP and GATED)
     if PARTS > 1:
@@ -221,6 +222,18 @@ def _weight_only_kernel(
     else:
         total = _add_scaled(total, tl.load(scale_ptrs, mask=inside_o, other=0), bias)
     store_outputs(tl.trans(total), out_ptr, tl.program_id(1), t, tokens, O, GATED)
+
+
+@triton.jit
+def _finished(sums):
+    """Return the sums once the tensor cores have them, and no longer read the step's weight from registers.
+
+    This use of the sums within the loop makes Triton wait there. Otherwise it lets a step's products run on into the
+    next step, whose conversions may already overwrite the registers of a product that has not begun.
+    """
+    if _COMPILED:
+        return tl.inline_asm_elementwise("", "=f,0", [sums], dtype=tl.float32, is_pure=True, pack=1)
+    return sums
 
 
 @triton.jit
