@@ -10,8 +10,8 @@ and no draft is accepted, so batches stay full; what drafts gain is not measured
 ``/ off``: to plain decoding of this batch. ``/ free``: to ``FREE``, the same step with drafts that cost nothing: seven
 constants drafted and eight tokens verified. ``/ floor``, of ``STANDALONE`` on an H200: to reading at 4.23 TB/s the
 target's weights once and the draft's once a level (quantized draft layers in 8 bits). ``--controller`` leaves the shape
-to the controller, which has to find that drafts never help: ``/ off`` is then what it loses. A row is written as soon as
-it is measured, so that a run that is cut keeps its rows.
+to the controller, which has to find that drafts never help: ``/ off`` is then what it loses. A row is written as soon
+as it is measured, so that a run that is cut keeps its rows.
 """
 
 from __future__ import annotations
