@@ -30,7 +30,7 @@ CHUNK = 1000
 class Shares(NamedTuple):
     """Which shares of the dialogues offer tools and have answers in JSON."""
 
-    tools: float = 0.22
+    tools: float = 0.15
     json: float = 0.10
 
 

@@ -18,37 +18,6 @@ _NOUNS = (
     *(noun for (noun,) in rows("tool_nouns")),
 )
 # Names, kind, clause, meaning.
-_CHOICES = (
-    *(
-        "cheap",
-        "dear",
-        "old",
-        "new",
-        "round",
-        "square",
-        "soft",
-        "hard",
-        "wet",
-        "dry",
-        "wide",
-        "narrow",
-        "plain",
-    ),
-    *(
-        "summer",
-        "winter",
-        "north",
-        "south",
-        "gold",
-        "silver",
-        "steel",
-        "stone",
-        "glass",
-        "paper",
-        "cotton",
-        "first",
-    ),
-)
 _PARAMETERS = (
     ("colour/color/shade", "enum red/green/blue/black/white", "in {colour}", "The colour."),
     ("size/format", "enum small/medium/large", "in size {size}", "How large."),
@@ -70,19 +39,6 @@ _PARAMETERS = (
     ("label/tag/word", "word", "with the label {label}", "One word."),
     ("title/subject", "title", 'called "{title}"', "Its title."),
     ("careful/gentle", "bool carefully/at any rate", "{careful}", "Whether care is needed."),
-    ("fast/quickly", "bool quickly/without hurry", "{fast}", "Whether it is urgent."),
-    ("loud/aloud", "bool aloud/without a sound", "{loud}", "Whether it may be heard."),
-    ("wrapped/paper", "bool wrapped in paper/without paper", "{wrapped}", "Whether paper is needed."),
-    ("point/spot/position", "position", "to {point}", "Where on the map."),
-    ("client/sender/receiver", "contact", "and ask {client}", "Name and phone number."),
-    ("origin/start/from", "address", "from {origin}", "Street and city."),
-    ("goal/end/deliver_to", "address", "to {goal}", "Street and city."),
-    ("guests/friends/crew", "list person", "with {guests}", "Who comes."),
-    ("tags/labels/keywords", "list word", "with the tags {tags}", "Some words."),
-    ("litres/volume/quantity", "number 1 60", "of {litres} litres", "In litres."),
-    ("weight/kilos", "int 2 4000", "of {weight} kilos", "In kilos."),
-    ("metres/height/depth", "int 2 300", "at a height of {metres} metres", "In metres."),
-    ("degrees/heat", "number 4 90", "at {degrees} degrees", "In degrees."),
 )
 
 
@@ -106,32 +62,11 @@ def made_tool(sampler: Sampler) -> Tool:
     for number, (names, kind, clause, about) in enumerate(
         sampler.rng.sample(_PARAMETERS, sampler.pick((1, 2, 2, 3, 3, 4)))
     ):
-        if sampler.chance(0.15):
-            names, kind, clause, about = _choice(sampler, number)
         optional = number > 0 and sampler.chance(0.3)
         parameters.append(Parameter(tuple(names.split("/")), kind, clause, about, optional))
-    clauses = [each.clause for each in parameters if not each.optional]
-    if sampler.chance(0.4):
-        sampler.rng.shuffle(clauses)
-    if sampler.chance(0.2):  # only a part of the name is said
-        name = (
-            f"{sampler.pick(_VERBS)}_{name.split('_', 1)[1]}"
-            if sampler.chance(0.5)
-            else f"{name}_{invented(sampler)}"
-        )
-    phrasing = " ".join((f"{verb} the {noun}", *clauses))
+    phrasing = " ".join((f"{verb} the {noun}", *(each.clause for each in parameters if not each.optional)))
     about = f"{capitalized(verb)} {article(noun)}." if sampler.chance(0.7) else f"{capitalized(verb)} things."
     result, summary = sampler.pick(
         (("job", "The number is {job}."), ("order_number", "It is order {order_number}."))
     )
     return Tool((name,), about, tuple(parameters), (phrasing,), (), {result: "code"}, summary)
-
-
-def _choice(sampler: Sampler, number: int) -> tuple[str, str, str, str]:
-    """A parameter that is one of a few words, which its JSON may write in another way."""
-    words = sampler.rng.sample(_CHOICES, sampler.rng.randint(2, 5))
-    if sampler.chance(0.4):
-        words = [f"{word[: sampler.pick((1, 2, 3))]}{i}={word}" for i, word in enumerate(words)]
-    key = f"{invented(sampler)}_{number}"
-    text = sampler.pick((f"of the kind {{{key}}}", f"in {{{key}}}", f"as {{{key}}}"))
-    return key, f"enum {'/'.join(words)}", text, "Which kind."

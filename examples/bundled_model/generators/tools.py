@@ -25,10 +25,6 @@ FRAMES = (
     "I would like you to {x}.",
     "{x}, please.",
     "Go and {x}.",
-    "It is time to {x}.",
-    "You have to {x} now.",
-    "I would be glad if you could {x}.",
-    "My boss needs you to {x}.",
 )
 FRAMES_HELD_OUT = ("Would you {x}?", "I need you to {x}.", "Could you please {x}?")
 TWICE = (
@@ -40,7 +36,6 @@ TWICE = (
     "{x}, and after that {y}.",
     "First {x}, then {y}.",
     "Could you {x} and also {y}?",
-    "My boss needs you to {x} and to {y}.",
 )
 TWICE_HELD_OUT = ("I need you to {x} and to {y}.", "Would you {x} and {y}?")
 MADE = 0.6  # share of the tools of training that no table has
