@@ -1,7 +1,7 @@
 """Makes everything that the bundled model is trained and tested on.
 
-    python -m examples.bundled_model.make_data --output DIR [--dialogues 400000] [--seed 0]
-        [--tool-share 0.15] [--json-share 0.10] [--processes 1]
+    python -m examples.bundled_model.make_data --output DIR [--dialogues 800000] [--seed 0]
+        [--tool-share 0.22] [--json-share 0.10] [--processes 1]
 
 `train.npz` and `heldout.npz` hold, for `dialogue` and `text`, the packed `_tokens` (uint16), the `_mask`
 (uint8, 1 where a trainer of the draft takes the loss: the assistant's tokens, or the whole text) and the
@@ -113,7 +113,7 @@ def make(output: Path, count: int, seed: int, shares: Shares, processes: int) ->
         write_lines(output / chat_file, chats[part])
         write_lines(output / text_file, (module._asdict() for module in text[part]))
         arrays = pack_dialogues(tokenizer, chats[part]) | pack_texts(tokenizer, text[part])
-        np.savez_compressed(output / f"{part}.npz", **arrays)
+        np.savez(output / f"{part}.npz", **arrays)
         manifest[part] = {
             "dialogues": len(chats[part]),
             "modules": len(text[part]),
@@ -136,7 +136,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Make the training data of the bundled model.")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--dialogues", type=int, default=400_000)
+    parser.add_argument("--dialogues", type=int, default=800_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tool-share", type=float, default=Shares().tools, help="of the dialogues")
     parser.add_argument("--json-share", type=float, default=Shares().json, help="of the dialogues")
