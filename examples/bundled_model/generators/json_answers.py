@@ -92,6 +92,9 @@ RECORD = (
     "Tell me about {x}. Answer as {json} with the keys {keys}.",
     "Make a JSON object with the keys {keys} for {x}, written as {json}.",
     "For {x}, give {keys} in {json}.",
+    "{x}: {keys} in {json}, please.",
+    "Put the {keys} of {x} into {json}.",
+    "Show me {x} in {json} with {keys}.",
 )
 RECORD_HELD_OUT = (
     "Answer as {json} with the keys {keys}: {x}.",
@@ -104,6 +107,8 @@ LISTING = (
     "Name {n} {what}. Answer as {json} with the keys {keys}.",
     "Make {json} of {n} {what}: a list of objects with {keys}.",
     "Show {n} {what} as a {json} array with the keys {keys}.",
+    "Collect {n} {what} in {json}, with {keys} for each.",
+    "In {json}, list {n} {what} with their {keys}.",
 )
 LISTING_HELD_OUT = (
     "Write {n} {what} as {json}, a list of objects with the keys {keys}.",
@@ -128,6 +133,8 @@ EXTRACT = (
     "{text} Give me {keys} as {json}.",
     "Write the following as {json} with {keys}: {text}",
     "Which {keys} does this text have? Answer as {json}. {text}",
+    "Here is a text: {text} Put its {keys} into {json}.",
+    "{text} What are {keys}? Answer with {json}.",
 )
 EXTRACT_HELD_OUT = (
     "Find the {keys} in the text and answer as {json}. {text}",

@@ -29,6 +29,7 @@ _MEASURES = (
     *("age", "cost", "depth", "height", "length", "price", "speed", "strength", "value", "volume", "weight"),
     *("width", "amount", "distance", "power", "pressure", "size", "rate"),
 )
+_MOMENTS = ("arrival", "departure", "delivery", "opening", "repair", "sale", "inspection", "start", "return")
 _UNITS = (
     *("litres", "metres", "grams", "degrees", "pages", "pieces", "points", "kilometres", "seconds", "days"),
     *("portions", "bottles", "tons", "hours", "miles", "watts", "rows", "bags", "buckets", "spoons"),
@@ -157,7 +158,7 @@ def _whether(sampler: Sampler) -> tuple[str, str, str, str]:
 def _record(sampler: Sampler) -> tuple[str, str, str, str]:
     keys = list(dict.fromkeys(_noun(sampler).split()[-1] for _ in range(sampler.rng.randint(2, 3))))
     kinds = ("word", "code", "int 2 900", "number 0.5 90", "person", "place")
-    name = sampler.pick(("details", "data", "options", "settings", "label", invented(sampler)))
+    name = sampler.pick(("details", "data", "options", "settings", "features", invented(sampler)))
     kind = "record " + "; ".join(f"{key}={sampler.pick(kinds)}" for key in keys)
     return name, kind, f"with {{{name}}}", f"The {name}."
 
@@ -178,21 +179,27 @@ def _parameters(sampler: Sampler) -> list[Parameter]:
     return found
 
 
+_CORES = {
+    "city": "the NOUN in {city}",
+    "person": "the NOUN of {person}",
+    "code": "the NOUN {code}",
+    "label": "the NOUN {label}",
+    "title": 'the NOUN "{title}"',
+    "position": "the NOUN at {position}",
+    "address": "the NOUN at {address}",
+    "colour": "the {colour} NOUN",
+    "size": "the {size} NOUN",
+}
+
+
 def _core(noun: str, parameter: Parameter) -> str:
     """The noun with a parameter, or "" where they don't go together."""
-    name, kind = f"{{{parameter.names[0]}}}", parameter.kind.split()[0]
-    if parameter.names[0] in _UNITS:
-        return f"{name} {parameter.names[0]} of {noun}"
-    cores = {
-        "enum": f"the {name} {noun}",
-        "code": f"the {noun} {name}",
-        "word": f"the {noun} {name}",
-        "title": f'the {noun} "{name}"',
-        "person": f"the {noun} of {name}",
-        "place": f"the {noun} in {name}",
-        "address": f"the {noun} at {name}",
-    }
-    return cores.get(kind, "")
+    name = parameter.names[0]
+    if name in _UNITS:
+        return f"{{{name}}} {name} of {noun}"
+    if name in _CHOICES and parameter.kind.startswith("enum"):
+        return f"the {{{name}}} {noun}"
+    return _CORES.get(name, "").replace("NOUN", noun)
 
 
 def _phrasing(sampler: Sampler, start: str, noun: str, required: list[Parameter]) -> str:
@@ -209,7 +216,8 @@ def made_tool(sampler: Sampler) -> Tool:
     noun = _noun(sampler)
     if sampler.chance(0.3):
         noun = f"{_noun(sampler)} {noun}"
-    measure = sampler.pick(_MEASURES) if sampler.chance(0.25) else ""
+    moment = sampler.chance(0.25)
+    measure = sampler.pick(_MOMENTS if moment else _MEASURES) if sampler.chance(0.3) else ""
     verb = sampler.pick(_ASKING if measure else _VERBS)
     named, told = _same(sampler, verb), _same(sampler, verb)
     words = noun.split()[-1:] if sampler.chance(0.3) else noun.split()
@@ -223,9 +231,9 @@ def made_tool(sampler: Sampler) -> Tool:
     required = [each for each in parameters if not each.optional]
     of = f"the {measure} of " if measure else ""
     starts = [f"{_same(sampler, verb)} {of}".strip() for _ in range(2)]
-    starts += [f"What is {of}".strip()] * 2 if measure else []
+    starts += [f"{'When' if moment else 'What'} is {of}".strip()] * 2 if measure else []
     phrasings = [_phrasing(sampler, start.replace("_", " "), noun, required) for start in starts]
-    phrasings = [text + "?" * text.startswith("What") for text in phrasings]
+    phrasings = [text + "?" * text.startswith(("What", "When")) for text in phrasings]
     about = f"{told} {of}{article(noun)}." if sampler.chance(0.75) else f"{told} {of or 'things'}".rstrip()
     about = capitalized(about.replace("_", " ").removesuffix(" of").removesuffix(".")) + "."
     result, summary = sampler.pick(
@@ -233,5 +241,8 @@ def made_tool(sampler: Sampler) -> Tool:
     )
     results = {result: "code"}
     if measure:
-        results, summary = {measure: "number 1 900"}, f"The {measure} is {{{measure}}}."
+        results, summary = (
+            {measure: "time" if moment else "number 1 900"},
+            f"The {measure} is {'at ' * moment}{{{measure}}}.",
+        )
     return Tool((name,), about, tuple(parameters), tuple(phrasings), (), results, summary)

@@ -254,7 +254,19 @@ def spell(sampler: Sampler) -> Turn:
 
 def repeat(sampler: Sampler) -> Turn:
     """Names, codes, messages and invented words, as they are: practice in copying, which calls of tools need."""
-    kinds = ("word", "word", "person", "place", "code", "message", "file", "street", "host", "email", "title")
+    kinds: tuple[str, ...] = (
+        "word",
+        "word",
+        "person",
+        "place",
+        "code",
+        "message",
+        "file",
+        "street",
+        "host",
+        "email",
+        "title",
+    )
     if not sampler.heldout:
         kinds += (
             "code",

@@ -51,6 +51,7 @@ TWICE = (
     "{x}; {y}.",
 )
 TWICE_HELD_OUT = ("I need you to {x} and to {y}.", "Would you {x} and {y}?")
+LONGEST = 3700  # characters of a dialogue as JSON, about 1,200 tokens
 MADE = 0.6  # share of the tools of training that no table has
 NO_TOOL = "Sorry, none of my tools can do that."
 _ERRORS = ("not found", "no connection", "not allowed", "out of time", "try again later", "too many requests")
@@ -247,4 +248,7 @@ def dialogue(sampler: Sampler, usual: Callable[[Sampler], Turn]) -> tuple[list[M
             {"role": "user", "content": turn.question},
             {"role": "assistant", "content": turn.answer},
         ]
-    return messages, [each.spec for each in offers]
+    offered = [each.spec for each in offers]
+    if len(json.dumps((messages, offered))) > LONGEST:
+        return dialogue(sampler, usual)
+    return messages, offered
