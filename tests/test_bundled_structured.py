@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from transformers import AutoTokenizer
 
-from examples.bundled_model import make_questions
+from examples.bundled_model import make_data, make_questions
 from examples.bundled_model.check_answer import (
     STRUCTURED,
     canonical,
@@ -339,10 +339,20 @@ def test_checker() -> None:
     assert not check_calls(row, [("f", '{"a": 2, "b": 1}')])
 
 
+def test_packing_in_processes(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_data, "BATCH", 7)
+    items = list(dialogues(30))
+    one, two = (pack_dialogues(tokenizer.backend_tokenizer, items, processes) for processes in (1, 2))
+    assert {name: array.tolist() for name, array in one.items()} == {
+        name: array.tolist() for name, array in two.items()
+    }
+    assert len(one["dialogue_starts"]) == 30
+
+
 def test_made_tools() -> None:
     """They have no name of a table's tool, and what a request says is what the call has."""
     known = {name for heldout in (False, True) for tool in known_tools(heldout) for name in tool.names}
-    names = set[str]()
+    names, kinds = set[str](), set[str]()
     for index in range(2000):
         sampler = Sampler(f"made-{index}")
         tool = made_tool(sampler)
@@ -353,11 +363,20 @@ def test_made_tools() -> None:
         question = tools.ask(sampler, asked)
         assert all(text in question for text in asked.fields.values())
         names.add(tool.names[0])
+        kinds.update(each.kind.split()[0] for each in tool.parameters)
+        written = name_words(tool.names[0]) | name_words(tool.about.lower())
+        assert all(written & name_words(text.lower()) for text in tool.train)
     assert len(names) > 1800
+    assert {"enum", "bool", "int", "number", "list", "record", "position", "contact", "address"} <= kinds
+
+
+def name_words(text: str) -> set[str]:
+    return set(re.findall(r"[a-z]+", text)) - {"a", "an", "the", "of", "for", "in", "at", "with", "by"}
 
 
 def test_texts_to_repeat() -> None:
     for heldout in (False, True):
         for index in range(200):
-            turn = rewriting.repeat(Sampler(f"repeat-{index}", heldout))
-            assert turn.answer in turn.question
+            for make in (rewriting.repeat, rewriting.look_up):
+                turn = make(Sampler(f"repeat-{index}", heldout))
+                assert turn.answer in turn.question

@@ -30,7 +30,7 @@ CHUNK = 1000
 class Shares(NamedTuple):
     """Which shares of the dialogues offer tools and have answers in JSON."""
 
-    tools: float = 0.15
+    tools: float = 0.22
     json: float = 0.10
 
 
@@ -66,6 +66,7 @@ SINGLE = (
     *[lists.ask_any] * 11,
     *[rewriting.ask_any] * 8,
     *[rewriting.repeat] * 6,
+    *[rewriting.look_up] * 5,
     *[rewriting.ask_translation] * 9,
     *[writing.explain] * 11,
     *[writing.long_text] * 10,

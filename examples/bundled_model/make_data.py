@@ -1,7 +1,7 @@
 """Makes everything that the bundled model is trained and tested on.
 
-    python -m examples.bundled_model.make_data --output DIR [--dialogues 400000] [--seed 0]
-        [--tool-share 0.15] [--json-share 0.10] [--processes 1]
+    python -m examples.bundled_model.make_data --output DIR [--dialogues 800000] [--seed 0]
+        [--tool-share 0.22] [--json-share 0.10] [--processes 1]
 
 `train.npz` and `heldout.npz` hold, for `dialogue` and `text`, the packed `_tokens` (uint16), the `_mask`
 (uint8, 1 where a trainer of the draft takes the loss: the assistant's tokens, or the whole text) and the
@@ -12,7 +12,9 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from .stdlib_text import Module, modules
 Arrays = dict[str, np.ndarray[Any, Any]]
 HELD_OUT_DIALOGUES = 1000
 TOKENIZER_CHARACTERS = 12_000_000
-BATCH = 20_000
+BATCH = 10_000
 
 
 def pack(documents: Iterable[tuple[list[int], list[int]]], name: str) -> Arrays:
@@ -45,26 +47,38 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
 
-def pack_dialogues(tokenizer: Tokenizer, items: Sequence[Dialogue]) -> Arrays:
+def pack_dialogues(tokenizer: Tokenizer, items: Sequence[Dialogue], processes: int = 1) -> Arrays:
     """Dialogues as the chat template writes them, with mask 1 on the assistant's content and `<|end|>`."""
-    return pack(_encode_dialogues(tokenizer, items), "dialogue")
+    batches = [items[first : first + BATCH] for first in range(0, len(items), BATCH)]
+    encode = partial(_pack_batch, tokenizer)
+    if processes == 1:
+        return _joined([encode(batch) for batch in batches])
+    with ProcessPoolExecutor(processes) as pool:
+        return _joined(list(pool.map(encode, batches)))
 
 
-def _encode_dialogues(
-    tokenizer: Tokenizer, items: Sequence[Dialogue]
-) -> Iterator[tuple[list[int], list[int]]]:
-    for first in range(0, len(items), BATCH):
-        batch = items[first : first + BATCH]
-        chats = [vocabulary.turns(item["messages"], item.get("tools", ())) for item in batch]
-        texts = list({text: None for chat in chats for _, text in chat})
-        ids = dict(zip(texts, encode_texts(tokenizer, texts), strict=True))
-        for chat in chats:
-            tokens, mask = [vocabulary.BEGIN], [0]
-            for role, text in chat:
-                content = ids[text]
-                tokens += [role, *content, vocabulary.END]
-                mask += [0, *[int(role == vocabulary.ASSISTANT)] * (len(content) + 1)]
-            yield tokens, mask
+def _joined(parts: Sequence[Arrays]) -> Arrays:
+    """Packed dialogues one part after the other."""
+    lengths = [len(part["dialogue_tokens"]) for part in parts]
+    before = np.cumsum([0, *lengths[:-1]])
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    starts = [part["dialogue_starts"] + offset for part, offset in zip(parts, before, strict=True)]
+    return arrays | {"dialogue_starts": np.concatenate(starts)}
+
+
+def _pack_batch(tokenizer: Tokenizer, batch: Sequence[Dialogue]) -> Arrays:
+    chats = [vocabulary.turns(item["messages"], item.get("tools", ())) for item in batch]
+    texts = list({text: None for chat in chats for _, text in chat})
+    ids = dict(zip(texts, encode_texts(tokenizer, texts), strict=True))
+    documents = []
+    for chat in chats:
+        tokens, mask = [vocabulary.BEGIN], [0]
+        for role, text in chat:
+            content = ids[text]
+            tokens += [role, *content, vocabulary.END]
+            mask += [0, *[int(role == vocabulary.ASSISTANT)] * (len(content) + 1)]
+        documents.append((tokens, mask))
+    return pack(documents, "dialogue")
 
 
 def pack_texts(tokenizer: Tokenizer, items: Sequence[Module]) -> Arrays:
@@ -112,8 +126,10 @@ def make(output: Path, count: int, seed: int, shares: Shares, processes: int) ->
     for part, (chat_file, text_file) in names.items():
         write_lines(output / chat_file, chats[part])
         write_lines(output / text_file, (module._asdict() for module in text[part]))
-        arrays = pack_dialogues(tokenizer, chats[part]) | pack_texts(tokenizer, text[part])
-        np.savez_compressed(output / f"{part}.npz", **arrays)
+        arrays: dict[str, Any] = pack_dialogues(tokenizer, chats[part], processes) | pack_texts(
+            tokenizer, text[part]
+        )
+        np.savez(output / f"{part}.npz", **arrays)
         manifest[part] = {
             "dialogues": len(chats[part]),
             "modules": len(text[part]),
@@ -136,11 +152,13 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Make the training data of the bundled model.")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--dialogues", type=int, default=400_000)
+    parser.add_argument("--dialogues", type=int, default=800_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tool-share", type=float, default=Shares().tools, help="of the dialogues")
     parser.add_argument("--json-share", type=float, default=Shares().json, help="of the dialogues")
-    parser.add_argument("--processes", type=int, default=1, help="that make dialogues; the data are the same")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="that make and encode dialogues; the data are the same"
+    )
     arguments = parser.parse_args()
     start = time.monotonic()
     shares = Shares(arguments.tool_share, arguments.json_share)

@@ -10,7 +10,7 @@ from .common import Kind, Sampler, capitalized, join
 from .countries import CAPITAL, CONTINENT, CURRENCY
 from .lists import number
 from .nature import GROUP, NUMBER, STATE, SYMBOL
-from .values import Schema, draw, object_schema, schema
+from .values import Schema, draw, invented, object_schema, schema
 
 Record = dict[str, Any]
 
@@ -92,6 +92,9 @@ RECORD = (
     "Tell me about {x}. Answer as {json} with the keys {keys}.",
     "Make a JSON object with the keys {keys} for {x}, written as {json}.",
     "For {x}, give {keys} in {json}.",
+    "{x}: {keys} in {json}, please.",
+    "Put the {keys} of {x} into {json}.",
+    "Show me {x} in {json} with {keys}.",
 )
 RECORD_HELD_OUT = (
     "Answer as {json} with the keys {keys}: {x}.",
@@ -104,6 +107,8 @@ LISTING = (
     "Name {n} {what}. Answer as {json} with the keys {keys}.",
     "Make {json} of {n} {what}: a list of objects with {keys}.",
     "Show {n} {what} as a {json} array with the keys {keys}.",
+    "Collect {n} {what} in {json}, with {keys} for each.",
+    "In {json}, list {n} {what} with their {keys}.",
 )
 LISTING_HELD_OUT = (
     "Write {n} {what} as {json}, a list of objects with the keys {keys}.",
@@ -128,6 +133,8 @@ EXTRACT = (
     "{text} Give me {keys} as {json}.",
     "Write the following as {json} with {keys}: {text}",
     "Which {keys} does this text have? Answer as {json}. {text}",
+    "Here is a text: {text} Put its {keys} into {json}.",
+    "{text} What are {keys}? Answer with {json}.",
 )
 EXTRACT_HELD_OUT = (
     "Find the {keys} in the text and answer as {json}. {text}",
@@ -240,6 +247,32 @@ STORIES = (
     ),
 )
 
+MADE_KINDS = (
+    *(
+        "word",
+        "code",
+        "person",
+        "place",
+        "title",
+        "file",
+        "email",
+        "phone",
+        "date",
+        "time",
+        "message",
+        "street",
+    ),
+    *(
+        "int 1 9",
+        "int 10 9999",
+        "int 1000 999999",
+        "number 0.1 9",
+        "number 1 9999",
+        "list word",
+        "list person",
+    ),
+)
+
 
 def fields_of(sampler: Sampler) -> tuple[dict[str, Any], str]:
     """How the JSON is written and what the question calls it."""
@@ -332,6 +365,18 @@ def one_record(sampler: Sampler) -> Case:
     return Case("", question, "", schema_of(value), value)
 
 
+def _story(sampler: Sampler) -> Story:
+    """One of the table, or for training a list of made-up keys with values."""
+    if sampler.heldout or sampler.chance(0.6):
+        return sampler.pick(STORIES)
+    keys = dict.fromkeys(invented(sampler) for _ in range(sampler.rng.randint(2, 5)))
+    form = sampler.pick(
+        ("{key} = {{{key}}}", "{key}: {{{key}}}", "the {key} is {{{key}}}", "{key} {{{key}}}")
+    )
+    text = sampler.pick((", ", "; ", " and ")).join(form.format(key=key) for key in keys) + "."
+    return Story({key: sampler.pick(MADE_KINDS) for key in keys}, (text,), ())
+
+
 def told(sampler: Sampler, story: Story) -> tuple[str, Record, Schema]:
     """A text, what it says, and the schema of that."""
     found = {key: draw(sampler, kind) for key, kind in story.kinds.items()}
@@ -346,7 +391,7 @@ def told(sampler: Sampler, story: Story) -> tuple[str, Record, Schema]:
 
 def extraction(sampler: Sampler) -> Case:
     """What a text says, or two texts of one kind, under the keys of the question."""
-    story = sampler.pick(STORIES)
+    story = _story(sampler)
     text, value, form = told(sampler, story)
     how, name = fields_of(sampler)
     fields = {"text": text, "keys": _keys(sampler, list(value)), "json": name}
@@ -356,7 +401,7 @@ def extraction(sampler: Sampler) -> Case:
 
 def one_story(sampler: Sampler) -> Case:
     """A text, or two of one kind for a schema of a list."""
-    story = sampler.pick(STORIES)
+    story = _story(sampler)
     text, value, form = told(sampler, story)
     if sampler.chance(0.75):
         return Case("", text, "", form, value)
@@ -369,7 +414,7 @@ def one_story(sampler: Sampler) -> Case:
 
 def lines(sampler: Sampler) -> Case:
     """Lines "key: value" as an object."""
-    story = sampler.pick(STORIES)
+    story = _story(sampler)
     flat = {
         key: kind for key, kind in story.kinds.items() if kind.split()[0] not in ("list", "bool", "address")
     }

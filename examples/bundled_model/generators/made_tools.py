@@ -17,28 +17,59 @@ _NOUNS = (
     *(animal.name for animal in ANIMALS),
     *(noun for (noun,) in rows("tool_nouns")),
 )
+_SAME = (
+    *("fix repair mend", "start begin activate", "stop halt end", "check inspect examine test", "store keep"),
+    *("deliver bring carry", "show display", "get fetch bring", "order request", "rent hire borrow"),
+    *("cut trim", "clean wash", "photograph picture", "measure gauge", "close shut", "build construct"),
+    *("collect gather", "look_up find search", "replace exchange swap", "weigh measure", "move shift"),
+    *("reserve book", "mark label", "hide cover", "watch observe", "sell offer", "update renew refresh"),
+)
+_ASKING = ("get", "find", "check", "show", "report", "see", "read", "fetch")
+_MEASURES = (
+    *("age", "cost", "depth", "height", "length", "price", "speed", "strength", "value", "volume", "weight"),
+    *("width", "amount", "distance", "power", "pressure", "size", "rate"),
+)
+_MOMENTS = ("arrival", "departure", "delivery", "opening", "repair", "sale", "inspection", "start", "return")
+_UNITS = (
+    *("litres", "metres", "grams", "degrees", "pages", "pieces", "points", "kilometres", "seconds", "days"),
+    *("portions", "bottles", "tons", "hours", "miles", "watts", "rows", "bags", "buckets", "spoons"),
+)
+_OPPOSITES = (
+    *("loudly quietly", "openly secretly", "exactly roughly", "carefully carelessly", "fully partly"),
+    *("gently firmly", "early late", "hot cold", "upright flat", "alone together", "indoors outdoors"),
+    *("automatically manually", "politely rudely", "cheaply expensively", "smoothly roughly", "wet dry"),
+)
+_CHOICES = ("kind", "mode", "style", "type", "variant", "class", "model", "level", "group", "shape", "sort")
 # Names, kind, clause, meaning.
 _PARAMETERS = (
     ("colour/color/shade", "enum red/green/blue/black/white", "in {colour}", "The colour."),
     ("size/format", "enum small/medium/large", "in size {size}", "How large."),
-    ("city/place/location", "place", "in {city}", "The city."),
+    ("city/place/location/town", "place", "in {city}", "The city."),
+    ("start/origin/source", "place", "from {start}", "Where it begins."),
     ("date/day/when", "date", "on {date}", "ISO date."),
+    ("until/deadline/latest", "date", "until {until}", "ISO date."),
     ("time/at/hour", "time", "at {time}", "24-hour time."),
-    ("person/name/customer", "person", "for {person}", "For whom."),
+    ("person/name/owner", "person", "for {person}", "For whom."),
     ("times/count/number", "int 2 40", "{times} times", "How often."),
     ("minutes/duration", "minutes", "within {minutes}", "Length in minutes."),
     ("note/text/message", "message", 'with the remark "{note}"', "A text."),
     ("code/id/reference", "code", "with the code {code}", "The number of the order."),
-    ("price/budget/limit", "number 5 900", "for less than {price} euros", "In euros."),
-    ("email/contact/address", "email", "and tell {email}", "An address."),
+    ("budget/limit/max_price", "number 5 900", "for less than {budget} euros", "In euros."),
+    ("email/reply_to", "email", "and tell {email}", "An email address."),
     ("file/path/target", "file", "as {file}", "Path of a file."),
+    ("files/paths", "list file", "with the files {files}", "Paths of files."),
     ("street/road", "street", "from {street}", "The street."),
     ("host/server/machine", "host", "on {host}", "Name of a computer."),
-    ("items/parts", "list item", "together with {items}", "What else."),
-    ("level/percent/share", "percent", "to {level}", "In percent."),
+    ("items/parts/things", "list item", "together with {items}", "What else."),
+    ("percent/share/degree", "percent", "to {percent}", "In percent."),
     ("label/tag/word", "word", "with the label {label}", "One word."),
+    ("labels/tags/keywords", "list word", "with the labels {labels}", "The labels."),
     ("title/subject", "title", 'called "{title}"', "Its title."),
-    ("careful/gentle", "bool carefully/at any rate", "{careful}", "Whether care is needed."),
+    ("people/guests/members", "list person", "with {people}", "Who takes part."),
+    ("position/point/spot", "position", "at {position}", "Where it is."),
+    ("customer/client/contact", "contact", "for {customer}", "Who wants it."),
+    ("address/destination/to", "address", "to {address}", "Where to bring it."),
+    ("phone/call", "phone", "and call {phone}", "Phone number."),
 )
 
 
@@ -47,26 +78,171 @@ def _known() -> frozenset[str]:
     return frozenset(name for tool in (*tools(False), *tools(True)) for name in tool.names)
 
 
+def _same(sampler: Sampler, word: str) -> str:
+    """The word, or in a third of the cases another one for it."""
+    groups = [group.split() for group in _SAME if word in group.split()]
+    return sampler.pick(sampler.pick(groups)) if groups and sampler.chance(0.4) else word
+
+
+def _noun(sampler: Sampler) -> str:
+    return invented(sampler) if sampler.chance(0.25) else sampler.pick(_NOUNS)
+
+
+def _measured(sampler: Sampler) -> tuple[str, str, str, str]:
+    unit, measure = sampler.pick(_UNITS), sampler.pick(_MEASURES)
+    low = sampler.pick((1, 2, 3, 5, 10, 20, 100, 200, 500))
+    high = low * sampler.pick((20, 30, 50, 80)) + sampler.rng.randint(10, 99)
+    kind = f"int {low} {high}" if sampler.chance(0.6) else f"number {low / 10} {high}"
+    clause = sampler.pick(("with {NAME} UNIT", "at a MEASURE of {NAME} UNIT", "up to {NAME} UNIT"))
+    clause = clause.replace("NAME", unit).replace("UNIT", unit).replace("MEASURE", measure)
+    return f"{unit}/{measure}", kind, clause, f"{capitalized(measure)} in {unit}."
+
+
+def _labelled(sampler: Sampler) -> tuple[str, str, str, str]:
+    noun = _noun(sampler).replace(" ", "_")
+    kinds = (
+        "word",
+        "code",
+        "place",
+        "person",
+        "file",
+        "title",
+        "int 2 999",
+        "number 0.1 90",
+        "date",
+        "list word",
+    )
+    clause = sampler.pick(
+        ("with the NOUN {NAME}", "and the NOUN {NAME}", "for the NOUN {NAME}", "with NOUN {NAME}")
+    )
+    clause = clause.replace("NOUN", noun.replace("_", " ")).replace("NAME", noun)
+    names = sampler.pick((noun, f"{noun}/{noun}_value", f"{noun}/the_{noun}"))
+    return names, sampler.pick(kinds), clause, f"The {noun.replace('_', ' ')}."
+
+
+def _option(sampler: Sampler) -> str:
+    word = _noun(sampler)
+    return capitalized(word) if sampler.chance(0.2) else word
+
+
+def _chosen(sampler: Sampler) -> tuple[str, str, str, str]:
+    name = sampler.pick(_CHOICES) if sampler.chance(0.7) else invented(sampler)
+    texts = list(dict.fromkeys(_option(sampler) for _ in range(sampler.rng.randint(2, 5))))
+    form = sampler.rng.random()
+    keys = texts
+    if form < 0.35:
+        length = sampler.rng.randint(2, 3)
+        keys = [text[:length].lower() if form < 0.25 else text[:length].upper() for text in texts]
+    if (
+        len(set(keys)) < 2
+        or len(set(keys)) < len(texts)
+        or len({text.lower() for text in texts}) < len(texts)
+    ):
+        return _chosen(sampler)
+    kind = "enum " + "/".join(f"{key}={text}" for key, text in zip(keys, texts, strict=True))
+    clauses = ("with the NAME {NAME}", "as {NAME}", "by {NAME}", "of the NAME {NAME}", "in the NAME {NAME}")
+    return name, kind, sampler.pick(clauses).replace("NAME", name), f"The {name}."
+
+
+def _whether(sampler: Sampler) -> tuple[str, str, str, str]:
+    if sampler.chance(0.5):
+        noun = sampler.pick(_NOUNS).replace(" ", "_")
+        text = noun.replace("_", " ")
+        kind, names = f"bool with {article(text)}/without {article(text)}", f"{noun}/with_{noun}/use_{noun}"
+        return names, kind, f"{{{noun}}}", f"Whether {article(text)} is used."
+    pair = sampler.rng.sample(sampler.pick(_OPPOSITES).split(), 2)
+    about = f"{capitalized(pair[0])} or {pair[1]}."
+    return pair[0], "bool " + "/".join(pair), f"{{{pair[0]}}}", about
+
+
+def _record(sampler: Sampler) -> tuple[str, str, str, str]:
+    keys = list(dict.fromkeys(_noun(sampler).split()[-1] for _ in range(sampler.rng.randint(2, 3))))
+    kinds = ("word", "code", "int 2 900", "number 0.5 90", "person", "place")
+    name = sampler.pick(("details", "data", "options", "settings", "features", invented(sampler)))
+    kind = "record " + "; ".join(f"{key}={sampler.pick(kinds)}" for key in keys)
+    return name, kind, f"with {{{name}}}", f"The {name}."
+
+
+def _parameters(sampler: Sampler) -> list[Parameter]:
+    """One to four, with names of their own."""
+    makers = (*[_measured] * 3, *[_labelled] * 3, *[_chosen] * 4, *[_whether] * 3, _record)
+    found: list[Parameter] = []
+    used: set[str] = set()
+    count = sampler.pick((1, 2, 2, 3, 3, 4))
+    while len(found) < count:
+        fixed = sampler.chance(0.5)
+        given, kind, clause, about = sampler.pick(_PARAMETERS) if fixed else sampler.pick(makers)(sampler)
+        names = given.split("/")
+        if used.isdisjoint(names):
+            used.update(names)
+            found.append(Parameter(tuple(names), kind, clause, about, bool(found) and sampler.chance(0.3)))
+    return found
+
+
+_CORES = {
+    "city": "the NOUN in {city}",
+    "person": "the NOUN of {person}",
+    "code": "the NOUN {code}",
+    "label": "the NOUN {label}",
+    "title": 'the NOUN "{title}"',
+    "position": "the NOUN at {position}",
+    "address": "the NOUN at {address}",
+    "colour": "the {colour} NOUN",
+    "size": "the {size} NOUN",
+}
+
+
+def _core(noun: str, parameter: Parameter) -> str:
+    """The noun with a parameter, or "" where they don't go together."""
+    name = parameter.names[0]
+    if name in _UNITS:
+        return f"{{{name}}} {name} of {noun}"
+    if name in _CHOICES and parameter.kind.startswith("enum"):
+        return f"the {{{name}}} {noun}"
+    return _CORES.get(name, "").replace("NOUN", noun)
+
+
+def _phrasing(sampler: Sampler, start: str, noun: str, required: list[Parameter]) -> str:
+    """The start, the noun, and the clauses in any order, one of them perhaps with the noun."""
+    clauses = sampler.rng.sample(required, len(required))
+    core = _core(noun, clauses[0]) if sampler.chance(0.5) else ""
+    rest = clauses[1:] if core else clauses
+    return " ".join((start, core or f"the {noun}", *(each.clause for each in rest)))
+
+
 def made_tool(sampler: Sampler) -> Tool:
-    """A function of one to four parameters, up to two of which are optional."""
-    known = _known()
-    verb, noun = sampler.pick(_VERBS), sampler.pick(_NOUNS)
+    """A function of one to four parameters, up to two of which are optional. Its name and description share words with
+    its phrasings, not always all of them."""
+    noun = _noun(sampler)
     if sampler.chance(0.3):
-        noun = f"{sampler.pick(_NOUNS)} {noun}"
-    name = "_".join((verb, *noun.split()) if sampler.chance(0.7) else (*noun.split(), verb))
+        noun = f"{_noun(sampler)} {noun}"
+    moment = sampler.chance(0.25)
+    measure = sampler.pick(_MOMENTS if moment else _MEASURES) if sampler.chance(0.3) else ""
+    verb = sampler.pick(_ASKING if measure else _VERBS)
+    named, told = _same(sampler, verb), _same(sampler, verb)
+    words = noun.split()[-1:] if sampler.chance(0.3) else noun.split()
+    words += [measure] if measure else []
+    name = "_".join(sampler.pick(((named, *words), (named, *words), (*words, named), words)))
     if sampler.chance(0.1):
         name = f"{name}_{invented(sampler)}"
-    if any(other in name for other in known):
+    if any(other in name for other in _known()):
         return made_tool(sampler)
-    parameters = []
-    for number, (names, kind, clause, about) in enumerate(
-        sampler.rng.sample(_PARAMETERS, sampler.pick((1, 2, 2, 3, 3, 4)))
-    ):
-        optional = number > 0 and sampler.chance(0.3)
-        parameters.append(Parameter(tuple(names.split("/")), kind, clause, about, optional))
-    phrasing = " ".join((f"{verb} the {noun}", *(each.clause for each in parameters if not each.optional)))
-    about = f"{capitalized(verb)} {article(noun)}." if sampler.chance(0.7) else f"{capitalized(verb)} things."
+    parameters = _parameters(sampler)
+    required = [each for each in parameters if not each.optional]
+    of = f"the {measure} of " if measure else ""
+    starts = [f"{_same(sampler, verb)} {of}".strip() for _ in range(2)]
+    starts += [f"{'When' if moment else 'What'} is {of}".strip()] * 2 if measure else []
+    phrasings = [_phrasing(sampler, start.replace("_", " "), noun, required) for start in starts]
+    phrasings = [text + "?" * text.startswith(("What", "When")) for text in phrasings]
+    about = f"{told} {of}{article(noun)}." if sampler.chance(0.75) else f"{told} {of or 'things'}".rstrip()
+    about = capitalized(about.replace("_", " ").removesuffix(" of").removesuffix(".")) + "."
     result, summary = sampler.pick(
         (("job", "The number is {job}."), ("order_number", "It is order {order_number}."))
     )
-    return Tool((name,), about, tuple(parameters), (phrasing,), (), {result: "code"}, summary)
+    results = {result: "code"}
+    if measure:
+        results, summary = (
+            {measure: "time" if moment else "number 1 900"},
+            f"The {measure} is {'at ' * moment}{{{measure}}}.",
+        )
+    return Tool((name,), about, tuple(parameters), tuple(phrasings), (), results, summary)

@@ -2,7 +2,7 @@
 
 from ..facts import LANGUAGES, pairs, rows
 from .common import Kind, Sampler, Turn, article, capitalized
-from .values import draw
+from .values import draw, invented
 
 _NOUNS = tuple(pairs("plurals"))
 _ADJECTIVES = (*tuple(pairs("opposites"))[:12], "red", "green", "blue", "white", "black", "new")
@@ -254,7 +254,30 @@ def spell(sampler: Sampler) -> Turn:
 
 def repeat(sampler: Sampler) -> Turn:
     """Names, codes, messages and invented words, as they are: practice in copying, which calls of tools need."""
-    kinds = ("word", "word", "person", "place", "code", "message", "file", "street", "host", "email", "title")
+    kinds: tuple[str, ...] = (
+        "word",
+        "word",
+        "person",
+        "place",
+        "code",
+        "message",
+        "file",
+        "street",
+        "host",
+        "email",
+        "title",
+    )
+    if not sampler.heldout:
+        kinds += (
+            "code",
+            "phone",
+            "url",
+            "product",
+            "int 100 999999999",
+            "number 0.1 9999",
+            "position",
+            "address",
+        )
     text = ", ".join(draw(sampler, sampler.pick(kinds)).text for _ in range(sampler.rng.randint(1, 5)))
     train = (
         "Repeat: {t}",
@@ -267,6 +290,28 @@ def repeat(sampler: Sampler) -> Turn:
         'Write "{t}" once more.',
     )
     return _task(sampler, train, ("Copy exactly: {t}", 'Say "{t}" again.'), text, text)
+
+
+def look_up(sampler: Sampler) -> Turn:
+    """One of a few invented names with their values: practice in finding what to copy."""
+    kinds = ("word", "person", "place", "code", "file", "title", "phone", "int 10 99999", "number 0.1 999")
+    found = {
+        invented(sampler): draw(sampler, sampler.pick(kinds)).text for _ in range(sampler.rng.randint(2, 6))
+    }
+    key, value = sampler.pick(list(found.items()))
+    form = sampler.pick(("{} is {}", "{} = {}", "{}: {}", "{} has {}"))
+    pairs = sampler.pick((", ", "; ")).join(form.format(*pair) for pair in found.items())
+    train = (
+        "{pairs}. What is {key}?",
+        "{pairs}. What does {key} stand for?",
+        "Which value has {key} here? {pairs}",
+        "Look up {key}: {pairs}",
+        "In this list, what belongs to {key}? {pairs}",
+        "{pairs}. Give me the value of {key}.",
+    )
+    heldout = ("{pairs}. Tell me {key}.", "Find {key} in this: {pairs}")
+    fields = {"pairs": pairs, "key": key}
+    return Turn(sampler.phrase(train, heldout, fields, exact=True), value)
 
 
 _FROM_ENGLISH = tuple(

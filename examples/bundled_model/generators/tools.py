@@ -25,6 +25,14 @@ FRAMES = (
     "I would like you to {x}.",
     "{x}, please.",
     "Go and {x}.",
+    "Now {x}.",
+    "{x} now.",
+    "We have to {x}.",
+    "Your task is to {x}.",
+    "It is time to {x}.",
+    "Be so kind and {x}.",
+    "I want to {x}.",
+    "Help me to {x}.",
 )
 FRAMES_HELD_OUT = ("Would you {x}?", "I need you to {x}.", "Could you please {x}?")
 TWICE = (
@@ -36,8 +44,14 @@ TWICE = (
     "{x}, and after that {y}.",
     "First {x}, then {y}.",
     "Could you {x} and also {y}?",
+    "Do two things: {x}, and {y}.",
+    "We have to {x} and to {y}.",
+    "I would like you to {x} and {y}.",
+    "Now {x}. Also {y}.",
+    "{x}; {y}.",
 )
 TWICE_HELD_OUT = ("I need you to {x} and to {y}.", "Would you {x} and {y}?")
+LONGEST = 3700  # characters of a dialogue as JSON, about 1,200 tokens
 MADE = 0.6  # share of the tools of training that no table has
 NO_TOOL = "Sorry, none of my tools can do that."
 _ERRORS = ("not found", "no connection", "not allowed", "out of time", "try again later", "too many requests")
@@ -202,11 +216,16 @@ def call_round(sampler: Sampler, offers: Sequence[Offer], number: int, results: 
     return messages
 
 
+def _words(sampler: Sampler, tool: Tool) -> list[str]:
+    """A tool's names, for training in words: made tools may have one in common with what is asked for."""
+    return list(tool.names) if sampler.heldout else [word for name in tool.names for word in name.split("_")]
+
+
 def missing(sampler: Sampler, offers: Sequence[Offer]) -> Turn:
     """A request that needs a tool which is not offered."""
-    there = {name for each in offers for name in each.tool.names}
+    there = {word for each in offers for word in _words(sampler, each.tool)}
     tool = some_tool(sampler)
-    while there.intersection(tool.names):
+    while there.intersection(_words(sampler, tool)):
         tool = some_tool(sampler)
     return Turn(ask(sampler, request(sampler, offer(sampler, tool))), NO_TOOL)
 
@@ -229,4 +248,7 @@ def dialogue(sampler: Sampler, usual: Callable[[Sampler], Turn]) -> tuple[list[M
             {"role": "user", "content": turn.question},
             {"role": "assistant", "content": turn.answer},
         ]
-    return messages, [each.spec for each in offers]
+    offered = [each.spec for each in offers]
+    if len(json.dumps((messages, offered))) > LONGEST:
+        return dialogue(sampler, usual)
+    return messages, offered

@@ -149,15 +149,45 @@ _STARTS = (
 )
 _VOWELS = ("a", "e", "i", "o", "u")
 _ENDS = ("l", "n", "r", "s", "x", "m", "k", "t", "")
+_MORE_STARTS = (
+    *_STARTS,
+    "bl",
+    "c",
+    "ch",
+    "fl",
+    "gr",
+    "j",
+    "kl",
+    "pr",
+    "qu",
+    "sh",
+    "sk",
+    "sl",
+    "sw",
+    "th",
+    "y",
+)
+_MORE_VOWELS = (*_VOWELS, "ai", "ea", "ie", "oo", "ou", "y")
+_MORE_ENDS = ("b", "ck", "d", "ff", "g", "ll", "nd", "ng", "p", "rt", "sh", "st", "v", "z")
 _ENDINGS = ("txt", "md", "py", "json", "csv", "pdf", "png", "jpg")
 _DOMAINS = ("com", "org", "net", "example", "info")
 
 
 def invented(sampler: Sampler) -> str:
-    """A word of two or three syllables that means nothing."""
+    """A word of two or three syllables that means nothing; for training also of other lengths and letters."""
+    if not sampler.heldout and sampler.chance(0.3):
+        parts = [
+            sampler.pick(_MORE_STARTS) + sampler.pick(_MORE_VOWELS) for _ in range(sampler.rng.randint(1, 4))
+        ]
+        return "".join(parts) + sampler.pick(_MORE_ENDS)
     count = 2 if sampler.chance(0.7) else 3
     syllables = [sampler.pick(_STARTS) + sampler.pick(_VOWELS) for _ in range(count)]
     return "".join(syllables) + sampler.pick(_ENDS)
+
+
+def _common(sampler: Sampler, share: float) -> bool:
+    """Whether to take a known word, for training half as often: only copying finds the others."""
+    return sampler.chance(share if sampler.heldout else share / 2)
 
 
 def _digits(sampler: Sampler, count: int) -> str:
@@ -165,11 +195,11 @@ def _digits(sampler: Sampler, count: int) -> str:
 
 
 def _word(sampler: Sampler) -> str:
-    return sampler.pick(_NOUNS) if sampler.chance(0.4) else invented(sampler)
+    return sampler.pick(_NOUNS) if _common(sampler, 0.4) else invented(sampler)
 
 
 def _name(sampler: Sampler) -> str:
-    return sampler.pick(_NAMES) if sampler.chance(0.4) else capitalized(invented(sampler))
+    return sampler.pick(_NAMES) if _common(sampler, 0.4) else capitalized(invented(sampler))
 
 
 def _person(sampler: Sampler) -> str:
@@ -177,10 +207,14 @@ def _person(sampler: Sampler) -> str:
 
 
 def _place(sampler: Sampler) -> str:
-    return sampler.pick(_CAPITALS) if sampler.chance(0.4) else capitalized(invented(sampler))
+    return sampler.pick(_CAPITALS) if _common(sampler, 0.4) else capitalized(invented(sampler))
 
 
 def _code(sampler: Sampler) -> str:
+    if not sampler.heldout and sampler.chance(0.4):
+        parts = [sampler.pick("0123456789ABCDEFGHKLMNPQRSTUVWXYZ-") for _ in range(sampler.rng.randint(2, 9))]
+        text = "".join(parts).strip("-").replace("--", "-")
+        return text if len(text) > 3 and not text.isdigit() else _digits(sampler, sampler.rng.randint(4, 12))
     letters = "".join(sampler.pick("ABCDEFGHJKLMNPRSTUVWXYZ") for _ in range(sampler.rng.randint(1, 3)))
     return letters + sampler.pick(("-", "", "-")) + _digits(sampler, sampler.rng.randint(3, 5))
 
@@ -205,6 +239,17 @@ def _condition(sampler: Sampler) -> str:
     return f"{_word(sampler)} {sampler.pick(('>', '<', '='))} {sampler.rng.randint(0, 99)}"
 
 
+def _of(sampler: Sampler, words: Sequence[str]) -> str:
+    return invented(sampler) if not sampler.heldout and sampler.chance(0.25) else sampler.pick(words)
+
+
+def _title(sampler: Sampler) -> str:
+    if not sampler.heldout and sampler.chance(0.4):
+        words = [capitalized(_word(sampler)) for _ in range(sampler.rng.randint(1, 4))]
+        return sampler.pick((" ", " ", " of ", " and ")).join(words)
+    return f"The {capitalized(sampler.pick(_ADJECTIVES))} {capitalized(_word(sampler))}"
+
+
 _TEXTS: dict[str, Callable[[Sampler], str]] = {
     "word": _word,
     "person": _person,
@@ -216,11 +261,11 @@ _TEXTS: dict[str, Callable[[Sampler], str]] = {
     "condition": _condition,
     "country": lambda s: s.pick(_COUNTRIES),
     "animal": lambda s: s.pick(ANIMALS).name,
-    "room": lambda s: s.pick(_ROOMS) if s.chance(0.6) else f"{s.pick(_ADJECTIVES)} {s.pick(_ROOMS)}",
-    "item": lambda s: s.pick(_ITEMS) if s.chance(0.6) else f"{s.pick(_ADJECTIVES)} {s.pick(_THINGS)}",
-    "product": lambda s: f"{s.pick(_ADJECTIVES)} {s.pick(_THINGS)}",
-    "title": lambda s: f"The {capitalized(s.pick(_ADJECTIVES))} {capitalized(_word(s))}",
-    "event": lambda s: f"{s.pick(_ADJECTIVES)} {s.pick(_EVENTS)}",
+    "room": lambda s: s.pick(_ROOMS) if s.chance(0.6) else f"{s.pick(_ADJECTIVES)} {_of(s, _ROOMS)}",
+    "item": lambda s: _of(s, _ITEMS) if s.chance(0.6) else f"{s.pick(_ADJECTIVES)} {_of(s, _THINGS)}",
+    "product": lambda s: f"{s.pick(_ADJECTIVES)} {_of(s, _THINGS)}",
+    "title": _title,
+    "event": lambda s: f"{s.pick(_ADJECTIVES)} {_of(s, _EVENTS)}",
     "task": lambda s: f"{s.pick(_VERBS)} the {s.pick(_ADJECTIVES)} {s.pick(_THINGS)}",
     "street": lambda s: f"{capitalized(_word(s))} {s.pick(('Street', 'Road', 'Lane'))}",
     "ticker": lambda s: "".join(s.pick("ABCDEFGHIKLMNOPRSTUVX") for _ in range(s.rng.randint(3, 4))),
@@ -297,6 +342,10 @@ _OBJECTS: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
+def _record(parts: str) -> dict[str, str]:
+    return dict(part.split("=") for part in parts.split("; "))
+
+
 def options(kinds: Sequence[str]) -> list[Value]:
     """The values of an enumeration, `json=text` or both alike."""
     pairs = [option.split("=") for option in kinds]
@@ -316,6 +365,10 @@ def draw(sampler: Sampler, kind: str) -> Value:
         drawn = [draw(sampler, rest) for _ in range(sampler.pick((1, 2, 2, 3, 3, 4)))]
         parts = list({part.text: part for part in drawn}.values())
         return Value(join([part.text for part in parts]), [part.json for part in parts])
+    if name == "record":
+        found = {key: draw(sampler, part) for key, part in _record(rest).items()}
+        text = join([f"the {key} {part.text}" for key, part in found.items()])
+        return Value(text, {key: part.json for key, part in found.items()})
     if name in _OBJECTS:
         kinds, text = _OBJECTS[name]
         found = {key: draw(sampler, part) for key, part in kinds.items()}
@@ -341,8 +394,8 @@ def schema(kind: str) -> Schema:
         return {"type": "boolean"}
     if name == "list":
         return {"type": "array", "items": schema(rest)}
-    if name in _OBJECTS:
-        kinds = _OBJECTS[name][0]
+    if name == "record" or name in _OBJECTS:
+        kinds = _record(rest) if name == "record" else _OBJECTS[name][0]
         return object_schema({key: schema(part) for key, part in kinds.items()}, list(kinds))
     return dict(_COMPUTED[name][0]) if name in _COMPUTED else {"type": "string"}
 
