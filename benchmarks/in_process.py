@@ -9,12 +9,15 @@ of which 256 run at a time. Prompts are random, all different.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import shape_settings, with_all_graphs, write_results
+import torch
+
+from benchmarks.common import compile_ahead, compile_kernels, shape_settings, with_all_graphs, write_results
 from specserve import LLM, SamplingParams
 
 RUNNING = 256
@@ -51,16 +54,19 @@ def main() -> None:
     add("--vocab", type=int, default=3000, help="token ids are from its upper half")
     add("--output", type=Path)
     args = parser.parse_args()
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"max_running_requests": RUNNING, "disable_radix_cache": True}
     if args.shape != "off":
-        settings = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
+        settings |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
     if args.shape not in ("off", "adaptive"):
         first, second, third = map(int, args.shape.split(","))
         settings |= shape_settings((first, second, third))
+    settings["model_path"] = args.model
+    if torch.cuda.is_available():
+        from specserve_kernels.ops.device import this_gpu
+
+        compile_ahead(compile_kernels, [(settings, this_gpu(), os.cpu_count() or 1)])
     rows = {}
-    with with_all_graphs(
-        LLM(args.model, max_running_requests=RUNNING, disable_radix_cache=True, **settings)
-    ) as llm:
+    with with_all_graphs(LLM(**settings)) as llm:
         measure(llm, 1, 1, args)
         for clients in args.clients:
             rows[clients] = measure(llm, clients, args.rounds if clients <= RUNNING else 1, args)

@@ -4,7 +4,7 @@
 
 ``--cold`` gives Triton an empty kernel cache; the checkpoint's files may be in the system's page cache. ``--requests``
 then asks for ``TOKENS`` tokens in each of ``KINDS``, as many requests at a time as ``TURNS`` says, and holds the first
-turn of each against the median of the last five.
+turn of each against the median of the last five, which repeat it with an empty prefix cache.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 1},
     "penalties": {
         "temperature": 0.8,
+        "seed": 1,
         "frequency_penalty": 0.5,
         "presence_penalty": 0.2,
         "repetition_penalty": 1.1,
@@ -46,9 +47,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "temperature": 0,
         "prediction": {"type": "content", "content": "def f(x):\n    return x\n" * 4},
     },
-    "n = 4": {"temperature": 0.8, "n": 4},
+    "n = 4": {"temperature": 0.8, "seed": 1, "n": 4},
 }
 TURNS = {1: 100, 16: 20, 64: 10}
+LAST = 5  # turns that repeat the first one's prompts
 
 
 def start(args: argparse.Namespace, environment: dict[str, str]) -> dict[str, Any]:
@@ -80,16 +82,20 @@ def start(args: argparse.Namespace, environment: dict[str, str]) -> dict[str, An
 async def first_requests(port: int) -> list[dict[str, Any]]:
     """The turns of each kind of request and number at a time, in that order."""
     model = json.loads(_get(port, "/v1/models"))["data"][0]["id"]
-    rng, rows = random.Random(0), []
+    rows = []
     connections = [Connection(f"http://127.0.0.1:{port}") for _ in range(max(TURNS))]
     for count, turns in TURNS.items():
         for kind, params in KINDS.items():
             seconds = []
-            for _ in range(turns):
+            for turn in range(turns):
+                again = turn >= turns - LAST
+                if again:
+                    await connections[0].ask("/flush_cache", b"")
+                rng = random.Random(f"{kind} {count} {0 if again else turn}")
                 begin = time.perf_counter()
                 await asyncio.gather(*(_ask(each, model, rng, params) for each in connections[:count]))
                 seconds.append(time.perf_counter() - begin)
-            later = statistics.median(seconds[-5:])
+            later = statistics.median(seconds[-LAST:])
             row = {"kind": kind, "at_a_time": count, "first_ms": seconds[0] * 1e3, "later_ms": later * 1e3}
             rows.append(row | {"ratio": seconds[0] / later})
             print(
