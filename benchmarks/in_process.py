@@ -2,8 +2,8 @@
 
     python -m benchmarks.in_process --model DIR/target --eagle3 DIR/eagle3 [--shape adaptive] [--clients 1 16 64]
 
-Each of ``--rounds`` calls has as many prompts as there are clients; more than 256 share as many calls' prompts in one,
-of which 256 run at a time. Prompts are random, all different.
+Each of ``--rounds`` calls has one prompt for each client. At most 256 run at a time, and for more clients than that
+there is one call. Prompts are random, all different.
 """
 
 from __future__ import annotations

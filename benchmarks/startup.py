@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import write_results
-from benchmarks.http_client import Connection
+from benchmarks.http_client import Connection, Reply
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 
 READY_WITHIN = 300.0
@@ -80,7 +80,7 @@ def start(args: argparse.Namespace, environment: dict[str, str]) -> dict[str, An
 
 
 async def first_requests(port: int) -> list[dict[str, Any]]:
-    """The turns of each kind of request and number at a time, in that order."""
+    """Milliseconds of the first turn and of later ones, a row for each number of requests at a time and kind."""
     model = json.loads(_get(port, "/v1/models"))["data"][0]["id"]
     rows = []
     connections = [Connection(f"http://127.0.0.1:{port}") for _ in range(max(TURNS))]
@@ -90,7 +90,7 @@ async def first_requests(port: int) -> list[dict[str, Any]]:
             for turn in range(turns):
                 again = turn >= turns - LAST
                 if again:
-                    await connections[0].ask("/flush_cache", b"")
+                    _check(await connections[0].ask("/flush_cache", b""))
                 rng = random.Random(f"{kind} {count} {0 if again else turn}")
                 begin = time.perf_counter()
                 await asyncio.gather(*(_ask(each, model, rng, params) for each in connections[:count]))
@@ -108,7 +108,10 @@ async def first_requests(port: int) -> list[dict[str, Any]]:
 async def _ask(connection: Connection, model: str, rng: random.Random, params: dict[str, Any]) -> None:
     prompt = [rng.randrange(VOCAB // 2, VOCAB) for _ in range(PROMPT_TOKENS)]
     asked = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, **params}
-    reply = await connection.ask("/v1/completions", json.dumps(asked).encode())
+    _check(await connection.ask("/v1/completions", json.dumps(asked).encode()))
+
+
+def _check(reply: Reply) -> None:
     if reply.status != 200:
         raise SystemExit(reply.body.decode())
 

@@ -131,7 +131,7 @@ def test_every_method_gives_the_bits_of_plain_decoding(part: int, agreeing_32: C
     report = run_matrix(models, items, 8 * len(configurations), configurations, lines.append)
     assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
     drafting = [row for row in report.rows if row.configuration["speculation"] != "off"]
-    # Eight short texts: a single row may be without luck.
+    # With eight short texts, a single row may accept nothing.
     assert fmean(row.mean_accepted_length for row in drafting) > 1.05, "\n".join(lines)
 
 

@@ -304,7 +304,7 @@ def look_up(sampler: Sampler) -> Turn:
     train = (
         "{pairs}. What is {key}?",
         "{pairs}. What does {key} stand for?",
-        "Which value has {key} here? {pairs}",
+        "Which value does {key} have here? {pairs}",
         "Look up {key}: {pairs}",
         "In this list, what belongs to {key}? {pairs}",
         "{pairs}. Give me the value of {key}.",
