@@ -197,7 +197,7 @@ _EDITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def list_edits(sampler: Sampler) -> list[Turn]:
     """A list, then the same list sorted, in uppercase or in another form."""
     what = sampler.pick(tuple(lists.NAMES))
-    items = sampler.rng.sample(lists.NAMES[what], sampler.rng.randint(3, min(6, len(lists.NAMES[what]))))
+    items = sampler.neighbours(lists.NAMES[what], sampler.rng.randint(3, min(6, len(lists.NAMES[what]))))
     fields = {"n": lists.number(sampler, len(items)), "what": what}
     turns = [Turn(sampler.phrase(lists.NUMBERED, lists.NUMBERED_HELD_OUT, fields), lists.numbered(items))]
     edits = sampler.rng.sample(tuple(_EDITS), sampler.rng.randint(1, 2))
@@ -215,7 +215,7 @@ def list_edits(sampler: Sampler) -> list[Turn]:
 def capitals(sampler: Sampler) -> list[Turn]:
     """Countries first, then their capitals, or single questions about the list."""
     what = sampler.pick([name for name in lists.NAMES if name.startswith("countries")])
-    items = sampler.rng.sample(lists.NAMES[what], sampler.rng.randint(2, 6))
+    items = sampler.neighbours(lists.NAMES[what], sampler.rng.randint(2, 6))
     fields = {"n": lists.number(sampler, len(items)), "what": what}
     turns = [Turn(sampler.phrase(lists.NUMBERED, lists.NUMBERED_HELD_OUT, fields), lists.numbered(items))]
     train, held_out = (

@@ -317,7 +317,7 @@ def record(sampler: Sampler) -> Case:
 def listing(sampler: Sampler) -> Case:
     """A list of objects, or an object that has it under the plural."""
     table = sampler.pick(TABLES)
-    chosen = sampler.rng.sample(table.rows, sampler.rng.randint(2, 5))
+    chosen = sampler.neighbours(table.rows, sampler.rng.randint(2, 5))
     keys = [table.subject, *sampler.rng.sample(list(chosen[0])[1:], sampler.rng.randint(1, 2))]
     rows = tuple({key: row[key] for key in keys} for row in table.rows)
     value = [{key: row[key] for key in keys} for row in chosen]

@@ -163,7 +163,7 @@ def pairs(sampler: Sampler) -> Turn:
     kind = sampler.pick(PAIRS)
     n = sampler.rng.randint(2, min(8, len(kind.items)))
     train, held_out, form = sampler.pick(FORMS[:3])
-    items = [f"{left}: {right}" for left, right in sampler.rng.sample(kind.items, n)]
+    items = [f"{left}: {right}" for left, right in sampler.neighbours(kind.items, n)]
     question = sampler.phrase(train, held_out, {"n": number(sampler, n), "what": kind.what})
     return Turn(question, form(items))
 
@@ -174,7 +174,7 @@ def names(sampler: Sampler, what: str | None = None) -> Turn:
     n = sampler.rng.randint(2, min(8, len(NAMES[what])))
     train, held_out, form = sampler.pick(FORMS)
     question = sampler.phrase(train, held_out, {"n": number(sampler, n), "what": what})
-    return Turn(question, form(sampler.rng.sample(NAMES[what], n)))
+    return Turn(question, form(sampler.neighbours(NAMES[what], n)))
 
 
 def ordered(sampler: Sampler) -> Turn:
@@ -250,7 +250,7 @@ def table(sampler: Sampler) -> Turn:
     lines = [
         head,
         "| --- | --- | --- |",
-        *(f"| {a} | {b} | {c} |" for a, b, c in sampler.rng.sample(rows_, n)),
+        *(f"| {a} | {b} | {c} |" for a, b, c in sampler.neighbours(rows_, n)),
     ]
     return Turn(question, "\n".join(lines))
 
