@@ -52,6 +52,7 @@ def content(text: str) -> Found:
 HERMES: dict[str, Found] = {
     f"<tool_call>\n{F}\n</tool_call>": F_CALL,
     f"<tool_call>{F}</tool_call>": F_CALL,
+    f"<tool_call>\n{F}\n</tool": F_CALL,  # at the most tokens
     f"Let me look.\n\n<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{CITY}\n</tool_call>\n": [
         Content("Let me look."), *F_CALL, *CITY_CALL,
     ],

@@ -24,6 +24,6 @@ class HermesParser(ObjectCallParser):
 
     def after(self, text: str, at: int, final: bool) -> int | None:
         rest = text[at:].lstrip()
-        if not final and len(rest) < len(CLOSE) and CLOSE.startswith(rest):
-            return None
+        if len(rest) < len(CLOSE) and CLOSE.startswith(rest):
+            return len(text) if final else None  # cut within the end mark
         return len(text) - len(rest) + len(CLOSE) if rest.startswith(CLOSE) else at
