@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -30,6 +29,8 @@ import torch
 
 from benchmarks.common import (
     SPARE_POSITIONS,
+    compile_ahead,
+    compile_kernels,
     parse_load,
     random_prompts,
     shape_settings,
@@ -43,7 +44,6 @@ from benchmarks.random_drafts import LLAMA_1B, make, read_bytes
 from benchmarks.stepping import measure
 from benchmarks.widen import SHAPES
 from specserve import LLM
-from specserve.config import make_settings
 from specserve.engine.memory import return_memory
 from specserve.models.checkpoint import DTYPES
 from specserve.models.read_config import load_model_config
@@ -148,27 +148,9 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def compile_ahead(cases: Sequence[Case], args: argparse.Namespace, gpu: Any, processes: int) -> None:
-    """Fill Triton's cache with the kernels of these cases, in one process for each case."""
-    jobs = [
-        get_context("spawn").Process(target=compile_case, args=(case, args, gpu, processes)) for case in cases
-    ]
-    begin = time.perf_counter()
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join()
-    codes = [job.exitcode for job in jobs]
-    print(f"compiled {len(jobs)}, exit codes {codes}, {time.perf_counter() - begin:.0f} s", flush=True)
-
-
 def compile_case(case: Case, args: argparse.Namespace, gpu: Any, processes: int) -> None:
-    from specserve.process.assemble import resolve_engine
-    from specserve.process.compile import Job, compile_all
-
     with for_timing(sizes_of(case, args)):
-        given = make_settings(**settings_of(case, args) | {"device": "cuda"})
-        compile_all(Job(resolve_engine(given, has_gpu=True)[2], gpu, processes))
+        compile_kernels(settings_of(case, args), gpu, processes)
 
 
 def main() -> None:
@@ -196,8 +178,8 @@ def main() -> None:
         from specserve_kernels.ops.device import this_gpu
 
         cores = os.cpu_count() or 1
-        compile_ahead(cases[:1], args, this_gpu(), cores)
-        compile_ahead(cases[1:], args, this_gpu(), max(1, cores // 4))
+        compile_ahead(compile_case, [(case, args, this_gpu(), cores) for case in cases[:1]])
+        compile_ahead(compile_case, [(case, args, this_gpu(), max(1, cores // 4)) for case in cases[1:]])
     print(HEADER)
     rows: list[dict[str, Any]] = []
     failed: list[str] = []

@@ -1,12 +1,17 @@
 """Check that texts are the same with and without speculation, over a pairwise-covering set of configurations.
 
     python -m benchmarks.lossless --texts 4200 --dtype float64 --output benchmarks/results/lossless_float64.json
+    for k in 0 1 2 3: python -m benchmarks.lossless --part $k/4 --dtype bfloat16 --output part$k.json
+    python -m benchmarks.lossless --merge part*.json --dtype bfloat16 --output merged.json
 
 Each configuration answers its share of the requests, whose sampling differs (greedy, nucleus, top-k, min-p, penalties,
 bias, all at once) within every batch. Each answer is compared, token for token, with that of plain decoding with a
-large pool and no prefix cache. At float64 none may differ. At lower precision each first difference is reported with
-its gap, by which the plain run preferred its token in perturbed logits, and with whether plain decoding in the same
-batches, chunks and pages also differs, since launches of other sizes round differently.
+large pool and no prefix cache. At float64, and in bfloat16 on a GPU, none may differ. Each first difference is reported
+with its gap, by which the plain run preferred its token in perturbed logits, and with whether plain decoding in the
+same batches, chunks and pages also differs, since launches of other sizes may round differently.
+
+``EXTRAS`` come after the covering set: batches of 64, and the controller, which chooses shapes by measured time. Each
+configuration has at least a full batch of texts. ``--only`` leaves methods out of the covering set, not of the extras.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +30,7 @@ import msgspec
 from torch import Tensor
 
 import specserve.speculation.sampler
-from benchmarks.common import PROMPTS, write_results
+from benchmarks.common import PROMPTS, shape_settings, with_all_graphs, write_results
 from benchmarks.pairwise import Configuration, pairwise
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
@@ -104,9 +109,30 @@ CHOICES: dict[str, Sequence[Any]] = {
     "prefix_cache": [True, False],
     "chunk": [16, 512],
     "overlap": ["off", "on"],
+    "predicted": [True, False],
+    "graphs": [True, False],
 }
+# Too slow to occur in every pair. The controller takes only the method from the speculation.
+_LARGE = {
+    **{"batch": 64, "page": 16, "pool": "normal", "toggled": True, "prefix_cache": True, "chunk": 512},
+    **{"overlap": "on", "predicted": False, "graphs": True, "controller": False},
+}
+EXTRAS: list[Configuration] = [
+    {"speculation": "off", **_LARGE, "toggled": False},
+    {
+        "speculation": "EAGLE3 chain",
+        **_LARGE,
+        "page": 1,
+        "chunk": 16,
+        "predicted": True,
+        "prefix_cache": False,
+    },
+    {"speculation": "EAGLE3 tree of 64", **_LARGE, "page": 64, "graphs": False, "overlap": "off"},
+    {"speculation": "EAGLE3 chain", **_LARGE, "batch": 4, "predicted": True, "controller": True},
+    {"speculation": "NGRAM chain", **_LARGE, "batch": 16, "chunk": 16, "overlap": "off", "controller": True},
+]
 TOGGLES = [Speculation(), Speculation(enabled=False), Speculation(max_draft_tokens=3)]
-TIES = {"float64": 0.0, "float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}
+TIES = {"float64": 0.0, "float32": 1e-4, "bfloat16": 0.0, "float16": 0.05}
 LARGE_POOL = 40_000  # tokens: no batch here is preempted, and nothing is taken from other processes
 
 
@@ -129,6 +155,13 @@ class Models:
         """``CHOICES`` without the methods whose draft is not there."""
         kept = [name for name, given in SPECULATION.items() if given is None or self._serves(given[0])]
         return {**CHOICES, "speculation": kept}
+
+    def configurations(self, only: Sequence[str] = ()) -> list[Configuration]:
+        """A cover of all pairs of ``choices``, of ``only`` these speculations if there are any, and the extras."""
+        choices = self.choices
+        kept = [name for name in choices["speculation"] if not only or name in only]
+        extras = [each for each in EXTRAS if each["speculation"] in choices["speculation"]]
+        return pairwise({**choices, "speculation": kept}) + extras
 
     def _serves(self, algorithm: str) -> bool:
         method = method_of(algorithm)
@@ -195,6 +228,14 @@ class Report:
     def preemptions(self) -> int:
         return sum(row.preemptions for row in self.rows)
 
+    def add(self, other: Report) -> None:
+        """Take another part's rows."""
+        before = len(self.rows)
+        self.rows += other.rows
+        self.differences += [
+            replace(each, configuration=before + each.configuration) for each in other.differences
+        ]
+
 
 def make_items(prompts: Sequence[Sequence[int]], count: int, max_tokens: int) -> list[Item]:
     """Requests that go through the kinds of sampling. Two in three begin with one of three longer beginnings, so
@@ -212,14 +253,16 @@ def make_items(prompts: Sequence[Sequence[int]], count: int, max_tokens: int) ->
 
 
 def open_llm(models: Models, **settings: Any) -> LLM:
-    return LLM(
-        str(models.target),
-        dtype=models.dtype,
-        device=models.device,
-        kv_cache_dtype=models.kv_cache_dtype,
-        skip_tokenizer_init=True,
-        random_seed=0,
-        **{"max_total_tokens": LARGE_POOL, **settings},
+    return with_all_graphs(
+        LLM(
+            str(models.target),
+            dtype=models.dtype,
+            device=models.device,
+            kv_cache_dtype=models.kv_cache_dtype,
+            skip_tokenizer_init=True,
+            random_seed=0,
+            **{"max_total_tokens": LARGE_POOL, **settings},
+        )
     )
 
 
@@ -242,6 +285,7 @@ def settings_of(models: Models, configuration: Configuration, items: Sequence[It
         "chunked_prefill_size": configuration["chunk"],
         "disable_radix_cache": not configuration["prefix_cache"],
         "overlap_schedule": configuration["overlap"],
+        "disable_cuda_graph": not configuration.get("graphs", True),
         **configuration.get("settings", {}),
     }
     if configuration["pool"] == "small":  # the longest request fits, and a quarter of another
@@ -255,13 +299,17 @@ def settings_of(models: Models, configuration: Configuration, items: Sequence[It
             settings["speculative_draft_model_path"] = str(draft)
         if (method := method_of(algorithm)) is not None and method.reads_datastore:
             settings["speculative_datastore"] = str(models.drafts["REST"])
-        settings |= {
-            "speculative_algorithm": algorithm,
-            "speculative_num_steps": steps,
-            "speculative_eagle_topk": topk,
-            "speculative_num_draft_tokens": tokens,
-        }
+        settings["speculative_algorithm"] = algorithm
+        if configuration.get("controller"):
+            settings["speculative_adaptive"] = True
+        else:
+            settings |= shape_settings((steps, topk, tokens))
     return settings
+
+
+def predicted_text(text: Sequence[int], every: int = 7) -> list[int]:
+    """The text with every ``every``-th token changed."""
+    return [abs(token - 1) if index % every == every - 1 else token for index, token in enumerate(text)]
 
 
 def run_configuration(
@@ -277,6 +325,11 @@ def run_configuration(
     if configuration["toggled"]:
         params = [
             msgspec.structs.replace(each, speculation=TOGGLES[index % len(TOGGLES)])
+            for index, each in enumerate(params)
+        ]
+    if configuration.get("predicted"):  # one in four has no prediction
+        params = [
+            msgspec.structs.replace(each, prediction=predicted_text(texts[index]) if index % 4 else None)
             for index, each in enumerate(params)
         ]
     prompts = [item.prompt for item in items]
@@ -345,19 +398,23 @@ def run_matrix(
     texts: int,
     configurations: Sequence[Configuration],
     show: Callable[[str], None] = print,
+    keep: Callable[[Report], None] = lambda report: None,
 ) -> Report:
-    """Spread at least ``texts`` answers over the configurations."""
+    """Spread at least ``texts`` answers over the configurations, a full batch or more in each. ``keep`` gets the report
+    after each of them, so that a run that is cut keeps its rows."""
     expected, report = reference_texts(models, items), Report()
     share, start = -(-texts // len(configurations)), 0
-    show(f"{len(items)} requests, {len(configurations)} configurations of {share} texts")
+    show(f"{len(items)} requests, {len(configurations)} configurations of {share} texts or a batch")
     for number, configuration in enumerate(configurations):
-        chosen = [(start + offset) % len(items) for offset in range(share)]
-        start += share
+        count = max(share, configuration["batch"])
+        chosen = [(start + offset) % len(items) for offset in range(count)]
+        start += count
         row, differences = run_configuration(
             models, number, configuration, [items[i] for i in chosen], [expected[i] for i in chosen]
         )
         report.rows.append(row)
         report.differences += differences
+        keep(report)
         show(row_line(number, row))
     for line in summary_lines(report, models.dtype):
         show(line)
@@ -395,6 +452,41 @@ def read_prompts(path: Path, target: Path) -> list[list[int]]:
     ]
 
 
+def figures_of(report: Report, dtype: str, **more: Any) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        **more,
+        "texts": report.texts,
+        "identical": report.identical,
+        "preemptions": report.preemptions,
+        "tie": TIES[dtype],
+        **asdict(report),
+    }
+
+
+def merge(paths: Sequence[Path], dtype: str, output: Path | None) -> Report:
+    """Write the rows of several parts as one report, with the command of each and the seconds of the slowest."""
+    report, parts = Report(), [json.loads(path.read_text()) for path in paths]
+    for part in parts:
+        figures = part["figures"]
+        if figures["dtype"] != dtype:
+            raise ValueError(f"the dtype of a part is {figures['dtype']}, not {dtype}")
+        rows = [Row(**row) for row in figures["rows"]]
+        report.add(Report(rows, [Difference(**each) for each in figures["differences"]]))
+    about = [{name: part[name] for name in ("command", "commit", "hardware")} for part in parts]
+    seconds = max(part["figures"]["seconds"] for part in parts)
+    same = {name: parts[0]["figures"][name] for name in ("kv_cache_dtype", "max_tokens", "requests")}
+    write_results(
+        f"lossless_{dtype}", figures_of(report, dtype, **same, seconds=seconds, parts=about), output
+    )
+    return report
+
+
+def exit_code(report: Report, dtype: str) -> int:
+    """1 if a text differs where no tie explains it, or if there is no text."""
+    return int(not report.texts or not all(each.gap < TIES[dtype] for each in report.differences))
+
+
 def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
@@ -413,7 +505,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=PROMPTS)
     parser.add_argument("--part", default="0/1", help="K/N: every N-th configuration from the K-th on")
     parser.add_argument("--output", type=Path, help="write the report as JSON")
+    parser.add_argument("--only", nargs="+", choices=SPECULATION, default=[], metavar="NAME")
+    parser.add_argument("--merge", nargs="+", type=Path, help="reports of parts: write them as one")
     args = parser.parse_args()
+    if args.merge:
+        report = merge(args.merge, args.dtype, args.output)
+        print("\n".join(summary_lines(report, args.dtype)))
+        raise SystemExit(exit_code(report, args.dtype))
     first, step = map(int, args.part.split("/"))
     drafts = {"EAGLE": args.eagle, "EAGLE3": args.eagle3}
     drafts |= {name: Path(path) for name, _, path in (each.partition("=") for each in args.draft)}
@@ -421,24 +519,16 @@ def main() -> None:
     prompts = [prompt[:48] for prompt in read_prompts(args.prompts, args.model_path)]
     begin = time.perf_counter()
     items = make_items(prompts, args.requests, args.max_tokens)
-    configurations = pairwise(models.choices)[first::step]
-    report = run_matrix(models, items, args.texts, configurations, lambda line: print(line, flush=True))
-    if args.output is not None:
-        figures = {
-            "dtype": args.dtype,
-            "kv_cache_dtype": args.kv_cache_dtype,
-            "max_tokens": args.max_tokens,
-            "requests": args.requests,
-            "seconds": time.perf_counter() - begin,
-            "texts": report.texts,
-            "identical": report.identical,
-            "preemptions": report.preemptions,
-            "tie": TIES[args.dtype],
-            **asdict(report),
-        }
-        write_results(f"lossless_{args.dtype}", figures, args.output)
-    unexplained = [each for each in report.differences if not each.gap < TIES[args.dtype]]
-    raise SystemExit(1 if unexplained else 0)
+    configurations = models.configurations(args.only)[first::step]
+    given = {name: getattr(args, name) for name in ("kv_cache_dtype", "max_tokens", "requests")}
+
+    def keep(report: Report) -> None:
+        if args.output is not None:
+            figures = figures_of(report, args.dtype, **given, seconds=time.perf_counter() - begin)
+            write_results(f"lossless_{args.dtype}", figures, args.output)
+
+    report = run_matrix(models, items, args.texts, configurations, lambda line: print(line, flush=True), keep)
+    raise SystemExit(exit_code(report, args.dtype))
 
 
 if __name__ == "__main__":

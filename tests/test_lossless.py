@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import random
+from collections.abc import Callable
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 from specserve_kernels import Accepted, Slots, Tree, accept_path
 from torch import Tensor
 
+from benchmarks import lossless_pair
+from benchmarks.common import weights_kept, write_results
 from benchmarks.lossless import (
     CHOICES,
+    EXTRAS,
     SAMPLING,
+    Difference,
     Item,
     Models,
+    Report,
+    Row,
+    exit_code,
+    figures_of,
     first_difference,
     make_items,
+    merge,
     reference_texts,
     run_configuration,
     run_matrix,
@@ -27,7 +41,9 @@ from benchmarks.lossless import (
     tie_gap,
 )
 from benchmarks.pairwise import pairwise
-from specserve import SamplingParams
+from specserve import LLM, SamplingParams
+from specserve.core import SpeculationUsage, TokenLogprob
+from specserve.llm import RequestOutput
 from tests.engines import Checkpoints
 
 TEXTS = 330
@@ -73,6 +89,128 @@ def test_every_text_is_identical(models: Models) -> None:
     assert f"texts {report.texts}, identical {report.texts}" in lines[-2]
 
 
+@pytest.mark.parametrize("number", range(len(EXTRAS)))
+def test_batches_of_64_and_the_controller(number: int, models: Models) -> None:
+    lines: list[str] = []
+    report = run_matrix(models, make_items(prompts(), 70, 12), 1, [EXTRAS[number]], lines.append)
+    assert (report.texts, report.differences) == (report.identical, []), "\n".join(lines)
+    assert report.texts == EXTRAS[number]["batch"]
+    assert report.rows[0].configuration == EXTRAS[number]
+
+
+def test_predictions_are_accepted_and_change_no_text(models: Models) -> None:
+    items = make_items(prompts(), 16, 14)
+    expected = reference_texts(models, items)
+    given = {**EXTRAS[0], "batch": 4, "speculation": "EAGLE3 chain"}
+    lengths = []
+    for predicted in (False, True):
+        row, differences = run_configuration(models, 0, {**given, "predicted": predicted}, items, expected)
+        assert (row.identical, differences) == (16, [])
+        lengths.append(row.mean_accepted_length)
+    assert lengths[0] < lengths[1]
+
+
+def test_parts_are_merged(models: Models, tmp_path: Path) -> None:
+    """Into all rows, and differences with the numbers of their rows."""
+    reports = [
+        Report(
+            [Row(EXTRAS[0], 64, 64 - wrong, 2, 0, 1.0, 3.0)] * 2,
+            [Difference(1, "top_k", 0, 0.2, True)] * wrong,
+        )
+        for wrong in (0, 1)
+    ]
+    for number, report in enumerate(reports):
+        more = {"seconds": number, "kv_cache_dtype": "auto", "max_tokens": 12, "requests": 70}
+        write_results("part", figures_of(report, "bfloat16", **more), tmp_path / f"{number}.json")
+    found = merge([tmp_path / "0.json", tmp_path / "1.json"], "bfloat16", tmp_path / "merged.json")
+    assert (len(found.rows), found.texts, found.identical, found.preemptions) == (4, 256, 254, 8)
+    assert [each.configuration for each in found.differences] == [3]
+    assert exit_code(found, "bfloat16") == 1
+    figures = json.loads((tmp_path / "merged.json").read_text())["figures"]
+    assert (figures["texts"], figures["seconds"], len(figures["parts"])) == (256, 1, 2)
+    assert exit_code(reports[0], "bfloat16") == 0
+    assert exit_code(Report(), "bfloat16") == 1, "no text was compared"
+
+
+def generous(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
+    """Take every root's child for what the target chose."""
+    children = torch.zeros_like(chosen_T).scatter_(0, tree.parent_T, tree.token_T)
+    has_child = tree.q_start.diff()[tree.slot_T.clamp(max=len(slots.rows_B) - 1)] > 1
+    chosen_T = torch.where((tree.local_T == 0) & has_child, children, chosen_T)
+    return accept_path(tree, chosen_T, slots)
+
+
+def pair_rows(
+    agreeing: Checkpoints, change: Callable[[SamplingParams], SamplingParams]
+) -> list[dict[str, Any]]:
+    """What ``lossless_pair`` finds with a chain, its requests changed."""
+    args = argparse.Namespace(
+        model=str(agreeing.target),
+        pair=agreeing.target.parent,
+        dtype="float64",
+        texts=14,
+        alone=7,
+        new_tokens=12,
+        prompts="random",
+    )
+    with patch.multiple(lossless_pair, SHORTEST=4, LONGEST=30):
+        prompts, params = lossless_pair.prompts_and_params(args)
+        settings = {name: lossless_pair.settings_of(name, args) for name in ("off", "(3, 1, 4)")}
+    settings["(3, 1, 4)"]["speculative_draft_model_path"] = str(agreeing.eagle3)
+    with weights_kept():
+        with LLM(**settings["off"]) as llm:
+            expected = lossless_pair.answer(llm, prompts, params, lossless_pair.LARGEST)
+        with LLM(**settings["(3, 1, 4)"]) as llm:
+            changed = [change(each) for each in params]
+            return list(lossless_pair.run_shape(llm, "(3, 1, 4)", prompts, changed, expected, args))
+
+
+def test_a_pair_has_the_same_texts(agreeing: Checkpoints) -> None:
+    rows = pair_rows(agreeing, lambda params: params)
+    assert [(row["batch"], row["texts"]) for row in rows] == [
+        (64, 14),
+        (64, 14),
+        (8, 14),
+        (8, 14),
+        (1, 7),
+        (1, 7),
+    ]
+    for row in rows:
+        assert row["identical"] == row["texts"]
+        assert row["largest_logprob_difference"] < 1e-9
+
+
+def test_a_pairs_wrong_texts_and_logits_are_noticed(agreeing: Checkpoints) -> None:
+    """Another seed gives other texts where requests sample; a wrong token gives other texts and logits in all."""
+    rows = pair_rows(agreeing, lambda params: msgspec.structs.replace(params, seed=1))
+    assert all(0 < row["identical"] < row["texts"] for row in rows), "greedy ones have no seed"
+    with patch("specserve.speculation.step.accept_path", generous):
+        rows = pair_rows(agreeing, lambda params: params)
+    for row in rows:
+        assert row["identical_logits"] <= row["identical"] < row["texts"]
+        assert len(row["differences"]) >= row["texts"] - row["identical"]
+
+
+def test_one_bit_of_a_logprob_is_noticed() -> None:
+    def output(logprob: float, *top: tuple[int, float]) -> RequestOutput:
+        found = TokenLogprob(3, logprob, list(top))
+        return RequestOutput("", [3], "length", [found], None, SpeculationUsage(), [1], 0, "")
+
+    one = output(-1.0, (3, -1.0), (4, -2.0))
+    changed = [
+        output(math.nextafter(-1.0, 0), (3, -1.0), (4, -2.0)),
+        output(-1.0, (3, -1.0), (4, math.nextafter(-2.0, 0))),
+        output(-1.0, (5, -1.0), (4, -2.0)),
+    ]
+    for other in changed:
+        found = lossless_pair.compare([other], [one])
+        assert (found["identical"], found["identical_logits"]) == (1, 0)
+    tied = output(-1.0, (3, -1.0), (7, -2.0))
+    assert lossless_pair.compare([tied], [one])["identical_logits"] == 1, (
+        "the last of the best may tie with others"
+    )
+
+
 def test_a_wrong_token_is_noticed(models: Models) -> None:
     """An engine that accepts one child too many is not lossless, and the report says where and how far off."""
     items = make_items(prompts(), 14, 12)
@@ -87,13 +225,6 @@ def test_a_wrong_token_is_noticed(models: Models) -> None:
         "toggled": False,
         "speculation": "EAGLE chain",
     }
-
-    def generous(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
-        """Take every root's child for what the target chose."""
-        children = torch.zeros_like(chosen_T).scatter_(0, tree.parent_T, tree.token_T)
-        has_child = tree.q_start.diff()[tree.slot_T.clamp(max=len(slots.rows_B) - 1)] > 1
-        chosen_T = torch.where((tree.local_T == 0) & has_child, children, chosen_T)
-        return accept_path(tree, chosen_T, slots)
 
     with patch("specserve.speculation.step.accept_path", generous):
         row, differences = run_configuration(models, 3, configuration, items, expected)
@@ -132,8 +263,6 @@ def test_first_difference() -> None:
 
 
 def test_ties_are_counted() -> None:
-    from benchmarks.lossless import Difference, Report
-
     differences = [Difference(0, "greedy", 3, 5e-5, False), Difference(1, "top_k", 0, 0.2, True)]
     differences += [Difference(1, "top_k", 5, 0.3, True)]
     lines = summary_lines(Report([], differences), "float32")

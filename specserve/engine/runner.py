@@ -81,6 +81,12 @@ class Stopwatch:
             return self._end - self._begin
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
+    def since(self, earlier: Stopwatch) -> float:
+        """Return the seconds from the end of an earlier one to the begin of this one."""
+        if self._events is None or earlier._events is None:
+            return self._begin - earlier._end
+        return float(earlier._events[1].elapsed_time(self._events[0])) / 1e3
+
 
 class Launch:
     """Work queued on the device. Only ``read`` waits for it."""
@@ -115,6 +121,13 @@ class Launch:
         """Seconds that the device spent on a step, once it has been read."""
         assert self._stopwatch is not None, "prefill is not timed"
         return self._stopwatch.seconds
+
+    def idle_after(self, earlier: Launch) -> float | None:
+        """Return the seconds between an earlier launch and this one, once both have been read; None if one of them is
+        not timed."""
+        if self._stopwatch is None or earlier._stopwatch is None:
+            return None
+        return self._stopwatch.since(earlier._stopwatch)
 
     def read(self) -> list[Emitted]:
         """Wait, and return one entry for each row, in the launch's order."""

@@ -8,7 +8,11 @@ from math import inf
 from specserve.engine.masks import Masks
 from specserve.scheduler.request import Request
 
-FORCED = 0.1  # forced share of a batch's tokens above which a step waits for the last one's, about what waiting costs
+# While a step waits for the last one's tokens, the device idles: this many seconds for each request, on an H200's host.
+# A step has so much to do on its own as ``STEP`` requests.
+IDLE = 8e-5
+STEP = 4
+LEARN = 0.1  # weight of a new measurement
 
 
 class Constraints:
@@ -16,6 +20,8 @@ class Constraints:
 
     def __init__(self, masks: Masks) -> None:
         self._masks = masks
+        self._seconds = 0.0  # of the last step
+        self._idle = IDLE
 
     def mask(self, request: Request, depth: int) -> bool:
         """Return whether the host may have to restrict the tokens after a node of a request's next tree of this
@@ -25,7 +31,15 @@ class Constraints:
         return slack <= len(request.unconsumed) + request.inflight + request.pending + depth
 
     def force(self, requests: Sequence[Request]) -> bool:
-        """Return whether grammars force so much of the batch's text that the step should wait to draft it."""
+        """Return whether grammars force enough of the batch's text that the step should wait to draft it: a larger
+        share of the tokens than waiting adds to the time."""
         slack = self._masks.slack
         held = [r for r in requests if r.params.grammar is not None and r.skill.cap and not slack(r.slot)]
-        return sum(r.skill.floor for r in held) > FORCED * len(requests)
+        share = sum(r.skill.floor for r in held) / max(len(requests), 1)
+        return share * self._seconds > self._idle * (len(requests) + STEP)
+
+    def ran(self, requests: int, seconds: float, idle: float | None) -> None:
+        """Count a step of ``requests``, before which the device idled for ``idle`` seconds; None if it did not wait."""
+        self._seconds = seconds
+        if idle is not None:
+            self._idle += LEARN * (idle / (requests + STEP) - self._idle)

@@ -61,6 +61,7 @@ class _InFlight:
     requests: list[Request]
     shape: StepShape | None = None  # None: a prefill
     batch: Batch | None = None  # what its shape was chosen for
+    after: Launch | None = None  # the launch that it waited for
 
     @property
     def adds(self) -> int:
@@ -278,8 +279,9 @@ class Scheduler:
     def _launch_step(self) -> int:
         """Launch a step of all requests that have computed their prompts and may need more tokens. Return the number of
         launches."""
-        ready = self._ready()
+        ready, after = self._ready(), None
         if self._inflight and self.limits.drafts and self._constraints.force(ready):
+            after = self._inflight[-1].launch
             self._drain()  # forced text depends on all earlier tokens
             ready = self._ready()
         if not ready:
@@ -299,7 +301,7 @@ class Scheduler:
         if launch is None:
             return 0
         batch.masked = any(masked)
-        item = _InFlight(launch, ready, shape, batch)
+        item = _InFlight(launch, ready, shape, batch, after)
         self._inflight.append(item)
         for request in [r for r in ready if r.slot >= 0]:
             request.consumed = len(request.output)
@@ -457,6 +459,8 @@ class Scheduler:
             given = given_by(item.requests, found, kept, stopped)
             # If all requests had ended, plain decoding would also have run a useless step.
             gained = kept / live if live else 1.0
+            idle = None if item.after is None else item.launch.idle_after(item.after)
+            self._constraints.ran(len(item.requests), item.launch.seconds, idle)
             self._observe(item.launch.seconds, item.shape, item.batch, given, gained)
         for observer in self._observers:
             observer.collected(stepped=item.shape is not None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import msgspec
@@ -16,7 +17,11 @@ from specserve import LLM, SamplingParams, grammar
 from specserve.core import Speculation, Thought
 from specserve.engine import runner
 from specserve.engine.commands import Settle, Step
+from specserve.engine.masks import Masks
 from specserve.engine.runner import Runner
+from specserve.scheduler.constraints import Constraints
+from specserve.scheduler.request import Request
+from specserve.speculation.control.acceptance import Skill
 
 pytest.importorskip("llguidance")
 
@@ -122,7 +127,7 @@ def test_masked_steps_are_launched_ahead(
 ) -> None:
     """While the tokens before are on their way, in batches whose requests end and begin, and of which some are free;
     with drafts, where little of a text is forced."""
-    monkeypatch.setattr("specserve.scheduler.constraints.FORCED", 2.0)
+    monkeypatch.setattr("specserve.scheduler.constraints.IDLE", 1e3)
     params = [*held()[:3], *FREE[3:]]
     found = []
     for overlap in ("off", "on"):
@@ -145,6 +150,27 @@ def test_forced_text_is_waited_for() -> None:
             (answer,) = llm.generate(["So:"], only)
             steps.append(answer.speculation.steps)
     assert steps[1] <= steps[0] + 1
+
+
+def test_a_step_waits_only_where_it_pays() -> None:
+    """A third of the text is forced: worth less than a third of a step's time."""
+    params = SamplingParams(grammar=grammar.regex("a*"))
+    constraints = Constraints(Masks())
+    requests = [
+        cast(Request, SimpleNamespace(params=params, slot=0, skill=Skill(4, True, foretold=3, tokens=9)))
+    ]
+    with patch.object(Masks, "slack", lambda self, slot: 0):
+        assert not constraints.force(requests)  # nothing was measured
+        constraints.ran(1, 0.010, None)
+        assert constraints.force(requests)
+        for _ in range(100):
+            constraints.ran(1, 0.010, 0.004)
+        assert not constraints.force(requests)
+        for _ in range(100):
+            constraints.ran(1, 0.010, 0.003)
+        assert constraints.force(requests)
+        free = [cast(Request, SimpleNamespace(params=SamplingParams(), slot=0, skill=Skill(4)))]
+        assert not constraints.force(requests + free)
 
 
 @pytest.mark.parametrize("speculation", [("NGRAM", 4, 1, 5), TREE], ids=str)

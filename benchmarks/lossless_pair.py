@@ -1,0 +1,211 @@
+"""Check that a pair's texts and logits are the same, bit for bit, in all batches and shapes, with drafts and without.
+
+    python -m benchmarks.cost_faithful --random only --output DIR
+    python -m benchmarks.lossless_pair --pair DIR/random [--texts 200] [--alone 48] [--dtype bfloat16]
+
+The folder of the pair has ``target`` and ``eagle3``; without ``--random`` that is DIR, with drafts that are often right
+(give it ``--prompts heldout``). Plain decoding at batch 64 says what is expected. Then plain decoding, EAGLE-3 with
+``SHAPES`` and the controller answer all prompts at 64 and 8 requests at a time, and ``--alone`` of them one by one. A
+random draft is hardly ever right, so each shape also runs with predictions: the expected text with every 7th token
+wrong. Compared are the token ids and, as exact floats, the log-probability of each token and of the five best, which
+are of the raw logits. Best tokens of equal log-probability may come in any order.
+
+One line for each run; ends with 1 if anything differs. Where sums have no fixed order (not bfloat16 on a GPU), only
+texts count; use float64 there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from benchmarks.common import (
+    SPARE_POSITIONS,
+    compile_ahead,
+    compile_kernels,
+    make_prompts,
+    shape_settings,
+    weights_kept,
+    with_all_graphs,
+    write_results,
+)
+from benchmarks.lossless import SAMPLING, first_difference, predicted_text
+from specserve import LLM, SamplingParams
+from specserve.core import TokenLogprob
+from specserve.llm import RequestOutput
+
+SHORTEST, LONGEST = 20, 300  # tokens of prompts
+BEST = 5
+LARGEST = 64
+BATCHES = (LARGEST, 8, 1)
+SHAPES: dict[str, dict[str, Any]] = {
+    "off": {},
+    "(3, 1, 4)": shape_settings((3, 1, 4)),
+    "(5, 8, 32)": shape_settings((5, 8, 32)),
+    "adaptive": {"speculative_adaptive": True},
+}
+
+
+def settings_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of a shape."""
+    given = {
+        "model_path": args.model,
+        "dtype": args.dtype,
+        "skip_tokenizer_init": True,
+        "disable_radix_cache": True,
+        "max_running_requests": LARGEST,
+        "max_total_tokens": LARGEST * (LONGEST + args.new_tokens + SPARE_POSITIONS),
+    }
+    if SHAPES[name]:
+        given |= {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(args.pair / "eagle3"),
+        }
+    return given | SHAPES[name]
+
+
+def prompts_and_params(args: argparse.Namespace) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of all lengths, and every kind of sampling in each batch."""
+    lengths = [SHORTEST + 37 * index % (LONGEST + 1 - SHORTEST) for index in range(args.texts)]
+    prompts = make_prompts(args, args.texts, LONGEST)
+    kinds = list(SAMPLING.values())
+    always: dict[str, Any] = {"max_tokens": args.new_tokens, "ignore_eos": True, "logprobs": BEST}
+    params = [
+        SamplingParams(seed=2**33 + index, **always, **kinds[index % len(kinds)])
+        for index in range(args.texts)
+    ]
+    return [prompt[-length:] for prompt, length in zip(prompts, lengths, strict=True)], params
+
+
+def answer(
+    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams], batch: int
+) -> list[RequestOutput]:
+    """All at once for the largest batch, which is then refilled as requests end; else batch after batch."""
+    size = len(prompts) if batch == LARGEST else batch
+    starts = range(0, len(prompts), size)
+    return [o for i in starts for o in llm.generate(prompts[i : i + size], params[i : i + size])]
+
+
+def bits(output: RequestOutput) -> list[tuple[Any, ...]]:
+    """What must be equal of each token: its id, its log-probability, those of the best, and the ids of the best that
+    are above the last of them."""
+    assert output.logprobs is not None
+    return [_bits(each) for each in output.logprobs]
+
+
+def _bits(each: TokenLogprob) -> tuple[Any, ...]:
+    values = [value for _, value in each.top]
+    return each.token_id, each.logprob, values, {pair for pair in each.top if pair[1] > values[-1]}
+
+
+def compare(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Count equal texts, and those with equal logits. Where a text differs, its logits are compared up to there."""
+    texts = logits = 0
+    differences, largest = [], 0.0
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        same = ours.token_ids == theirs.token_ids
+        kept = len(ours.token_ids) if same else first_difference(ours.token_ids, theirs.token_ids)
+        pairs = list(zip(bits(ours)[:kept], bits(theirs)[:kept], strict=True))
+        equal = all(a == b for a, b in pairs)
+        texts, logits = texts + same, logits + (same and equal)
+        largest = max([largest, *(abs(a[1] - b[1]) for a, b in pairs)])
+        if not same or not equal:
+            first = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+            differences.append({"request": number, "token": None if same else kept, "logits": first})
+    usage = [output.speculation for output in found]
+    steps, accepted = sum(each.steps for each in usage), sum(each.accepted for each in usage)
+    return {
+        "texts": len(found),
+        "identical": texts,
+        "identical_logits": logits,
+        "largest_logprob_difference": largest,
+        "mean_accepted_length": 1 + accepted / max(steps, 1),
+        "tokens": sum(len(output.token_ids) for output in found),
+        "differences": differences,
+    }
+
+
+def run_shape(
+    llm: LLM,
+    name: str,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    expected: Sequence[RequestOutput],
+    args: argparse.Namespace,
+) -> Iterator[dict[str, Any]]:
+    """All batches, without predictions and then, if the shape drafts, with them."""
+    predicted = [
+        msgspec.structs.replace(each, prediction=predicted_text(output.token_ids))
+        for each, output in zip(params, expected, strict=True)
+    ]
+    for batch in BATCHES:
+        count = args.alone if batch == 1 else len(prompts)
+        for prediction in (False, True) if SHAPES[name] else (False,):
+            begin = time.perf_counter()
+            given = predicted if prediction else params
+            found = answer(llm, prompts[:count], given[:count], batch)
+            row = {"shape": name, "batch": batch, "predicted": prediction}
+            yield row | compare(found, expected[:count]) | {"seconds": time.perf_counter() - begin}
+
+
+def line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['shape']:10} batch {row['batch']:2} {'predicted' if row['predicted'] else '':9} "
+        f"{row['identical']}/{row['texts']} texts  {row['identical_logits']}/{row['texts']} logits  "
+        f"largest difference {row['largest_logprob_difference']:.2g}  "
+        f"{row['mean_accepted_length']:.2f} tokens/step  {row['seconds']:6.1f} s"
+    )
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pair", type=Path, required=True, help="folder of target and eagle3")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--texts", type=int, default=200)
+    parser.add_argument("--alone", type=int, default=48, help="texts at batch 1")
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--prompts", choices=("random", "heldout"), default="random")
+    parser.add_argument("--only", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--output", type=Path, help="not set: benchmarks/results/lossless_pair.json")
+    args = parser.parse_args()
+    args.model = str(args.pair / "target")
+    args.alone = min(args.alone, args.texts)
+    begin = time.perf_counter()
+    names = ["off", *(name for name in args.only if name != "off")]  # first: the others are held against it
+    if torch.cuda.is_available():
+        from specserve_kernels.ops.device import this_gpu
+
+        cores, settings = os.cpu_count() or 1, [settings_of(name, args) for name in names]
+        compile_ahead(compile_kernels, [(each, this_gpu(), cores) for each in settings[:1]])
+        compile_ahead(compile_kernels, [(each, this_gpu(), max(1, cores // 3)) for each in settings[1:]])
+    prompts, params = prompts_and_params(args)
+    rows: list[dict[str, Any]] = []
+    expected: list[RequestOutput] = []
+    with weights_kept():
+        for name in names:
+            with with_all_graphs(LLM(**settings_of(name, args))) as llm:
+                expected = expected or answer(llm, prompts, params, LARGEST)
+                for row in run_shape(llm, name, prompts, params, expected, args):
+                    rows.append(row | {"at_seconds": time.perf_counter() - begin})
+                    print(line(row), flush=True)
+                    write_results("lossless_pair", rows, args.output)
+    texts, same, logits = (
+        sum(row[key] for row in rows) for key in ("texts", "identical", "identical_logits")
+    )
+    print(f"texts {texts}, identical {same}, with the same logits {logits}")
+    ordered = torch.cuda.is_available() and args.dtype == "bfloat16"
+    raise SystemExit(0 if texts == same and (texts == logits or not ordered) else 1)
+
+
+if __name__ == "__main__":
+    main()
