@@ -1,6 +1,7 @@
 """Tokens per step on held-out prompts by drafter, shape and temperature, and coupled against uncoupled drafting.
 
     python -m benchmarks.acceptance [--temperatures 0 0.7 1.0] [--batch 16] [--weights none int8 fp8 int4]
+        [--output FILE]
 
 A step is one target forward that emitted tokens, without prefill; the bonus token counts. The texts are the same for
 every row of a temperature (drafting never changes a token), so the rows compare only drafting. ``--weights``:
@@ -29,9 +30,12 @@ from specserve.llm import RequestOutput
 from specserve.speculation.step import draft_tree
 
 SHAPES = [
+    ("EAGLE3", (3, 1, 4)),
     ("EAGLE3", (5, 1, 6)),
     ("EAGLE3", (5, 4, 8)),
     ("EAGLE3", (5, 4, 16)),
+    ("EAGLE3", (5, 8, 32)),
+    ("EAGLE3", (8, 4, 32)),
     ("EAGLE", (5, 1, 6)),
     ("EAGLE", (5, 4, 16)),
 ]
@@ -94,6 +98,8 @@ def measure(temperatures: Sequence[float], batch: int, weights: Sequence[str], o
                             "weights": rounded,
                             "temperature": temperature,
                             "coupled": coupled,
+                            "accepted share": sum(o.speculation.accepted for o in outputs)
+                            / sum(o.speculation.drafted for o in outputs),
                             "all": tokens_per_step(outputs),
                             "dialogue": tokens_per_step(
                                 [o for o, r in zip(outputs, rows, strict=True) if "messages" in r]

@@ -156,6 +156,7 @@ register(
         "MEDUSA",
         "specserve.speculation.drafters.medusa:MedusaDrafter.load",
         heads=("MEDUSA",),
+        bundled="medusa",
         map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.medusa:count_heads",
     )
@@ -165,6 +166,7 @@ register(
         "MLP_SPECULATOR",
         "specserve.speculation.drafters.recurrent:load_mlp_speculator",
         heads=("MLP_SPECULATOR",),
+        bundled="mlp_speculator",
         map_refusal=_FIXED_VOCABULARY,
         count_levels="specserve.models.draft.mlp_speculator:count_levels",
     )
@@ -179,7 +181,7 @@ _BLOCK_DRAFT = Method(
     block_size=f"{_BLOCKS}:block_size",
 )
 register(_BLOCK_DRAFT)
-register(replace(_BLOCK_DRAFT, name="DSPARK", heads=("DSPARK",)))
+register(replace(_BLOCK_DRAFT, name="DSPARK", heads=("DSPARK",), bundled="dspark"))
 register(replace(_BLOCK_DRAFT, name="DOMINO", heads=("DOMINO",)))
 register(replace(_BLOCK_DRAFT, name="DFLASH2", heads=("DFLASH2",)))
 register(

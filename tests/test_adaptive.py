@@ -11,8 +11,10 @@ from unittest.mock import patch
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.common import heldout_prompts
 from specserve import LLM, SamplingParams
 from specserve.config import make_settings, resolve
+from specserve.config.paths import BUNDLED_MODEL
 from specserve.core import Speculation
 from specserve.engine.shapes import AdaptiveShapes, candidate_shapes
 from specserve.process import phase
@@ -20,7 +22,7 @@ from specserve.speculation.control.adaptive import Batch
 from specserve.speculation.shape import StepShape
 from tests.engines import Checkpoints, by_levels, check_switching, priced
 
-PROMPTS = [[5, 6, 7, 300], [9, 1000, 4], [77, 12, 90, 90, 8]]
+PROMPTS = heldout_prompts(BUNDLED_MODEL, 3, 40)
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=3, top_p=0.9, max_tokens=40, ignore_eos=True),
@@ -58,14 +60,30 @@ def drafted(models: Checkpoints) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("level", [0.05, 50.0], ids=["cheap", "dear"])
-def test_the_text_of_plain_decoding(level: float) -> None:
-    expected, _ = texts()
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return texts()[0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "level"),
+    [
+        ("EAGLE3", 50.0),
+        ("EAGLE3", 0.05),
+        ("EAGLE", 0.05),
+        ("DSPARK", 0.05),
+        ("MEDUSA", 0.05),
+        ("MLP_SPECULATOR", 0.05),
+        ("EAGLE3+SUFFIX", 0.05),
+        ("DSPARK+NGRAM", 0.05),
+    ],
+)
+def test_the_text_of_plain_decoding(algorithm: str, level: float, plain: list[list[int]]) -> None:
+    """With each bundled draft where levels are cheap, and where they are dear."""
     with priced(by_levels(level)):
-        found, levels = texts(speculative_algorithm="EAGLE3", speculative_adaptive=True)
-    assert found == expected
-    drafted = sum(levels.values()) - levels[0]
-    assert (drafted > levels[0]) == (level < 1)
+        found, levels = texts(speculative_algorithm=algorithm)
+    assert found == plain
+    assert (sum(levels.values()) - levels[0] > 3) == (level < 1)
 
 
 def test_nothing_is_drafted_where_a_request_has_one_token_left() -> None:

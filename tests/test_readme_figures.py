@@ -1,4 +1,4 @@
-"""The figures in README.md match the result files."""
+"""The figures in README.md, and those of docs/speculation.md that compare methods, match the result files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks import methods
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+SPECULATION = (ROOT / "docs/speculation.md").read_text()
 
 
 def figures(name: str) -> list[dict[str, Any]]:
@@ -73,3 +76,10 @@ def test_lossless() -> None:
         assert words.format(found["identical"], found["texts"]) in README  # type: ignore[call-overload]
     found = figures("lossless_float64")
     assert f"on a CPU, {found['identical']} of {found['texts']} texts" in README  # type: ignore[call-overload]
+
+
+def test_the_methods_compared() -> None:
+    """As ``python -m benchmarks.methods`` prints them."""
+    found = figures("methods")
+    assert "\n".join(methods.table(found)) in SPECULATION
+    assert methods.comparison(found) in " ".join(SPECULATION.split())

@@ -12,7 +12,7 @@ from typing import Any
 from specserve.config import checks
 from specserve.config.declare import power_of_two, setting, settings_of
 from specserve.config.values import check_value
-from specserve.methods import METHOD_NAMES, NONE, Method, method_of
+from specserve.methods import METHOD_NAMES, NONE, Method, method_of, names_where
 
 MODEL, SERVER, ENGINE, SPECULATION = "Model", "Server", "Engine", "Speculation"
 MAX_SLOTS = 65536  # limit of the attention kernels
@@ -25,6 +25,9 @@ NO_OPS = ("enable_torch_compile", "torch_compile_max_bs")
 """Accepted from SGLang's commands and never read, because torch.compile is not used."""
 FP8_KV = "fp8_e4m3"
 ROUNDED = ("fp8", "int8", "int4")  # formats that weights can be quantized to at load
+_BUNDLED = names_where(
+    lambda method: method.bundled is not None and not method.has_one_shape and method.copies == "none"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,8 +314,8 @@ class Settings:
     )
     speculative_draft_model_path: str | None = setting(
         None,
-        "Directory or hub id of the draft. Default: the draft in the model's own checkpoint, if it has one, or the "
-        "bundled draft for the bundled model.",
+        "Directory or hub id of the draft. Default: the draft in the model's own checkpoint, if it has one; for the "
+        f"bundled model its own for {', '.join(_BUNDLED)}, alone or with a lookup.",
         group=SPECULATION,
         aliases=("speculative_draft_model",),
     )

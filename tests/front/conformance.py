@@ -30,6 +30,7 @@ CALLED = {"role": "assistant", "tool_calls": [CALL]}
 TWICE = {"role": "assistant", "tool_calls": [CALL, {**CALL, "id": "2"}]}
 TOOL = {"type": "function", "function": {"name": "f"}}
 LIKELY = 300  # some token, made likely or impossible
+HOT = {"temperature": 1.5, "max_tokens": 48, "ignore_eos": True}  # some tokens come twice
 
 
 class Seen(Protocol):
@@ -74,6 +75,11 @@ class Case:
 def same(seen: Seen) -> None:
     """It changes nothing."""
     assert seen.text == seen.ask().text
+
+
+def in_the_prompt(seen: Seen) -> None:
+    """The chat template writes it."""
+    assert seen.answer.usage.prompt_tokens > seen.ask().answer.usage.prompt_tokens
 
 
 def is_one(seen: Seen) -> None:
@@ -141,14 +147,13 @@ def all_one_token(seen: Seen) -> None:
 
 
 def penalised(seen: Seen) -> None:
-    without = seen.ask(temperature=1.5, max_tokens=24).text
-    assert seen.text != without
+    assert seen.text != seen.ask(**HOT).text
 
 
 def penalised_from_the_second(seen: Seen) -> None:
     """It counts the answer's tokens, of which the first has none before it."""
     penalised(seen)
-    assert seen.text[0] == seen.ask(temperature=1.5, max_tokens=24).text[0]
+    assert seen.text[0] == seen.ask(**HOT).text[0]
 
 
 def logprobs_of_chat(seen: Seen) -> None:
@@ -405,7 +410,13 @@ CASES: list[Case] = [
     Case(
         "messages[].tool_calls",
         messages(ASKED, CALLED, {"role": "tool", "content": "x", "tool_call_id": "1"}),
-        refused="This model has no role tool",
+        in_the_prompt,
+        **CHAT_ONLY,
+    ),
+    Case(
+        "messages[].tool_call_id",
+        messages(ASKED, TWICE, *({"role": "tool", "content": "x", "tool_call_id": id} for id in "12")),
+        in_the_prompt,
         **CHAT_ONLY,
     ),
     Case(
@@ -458,7 +469,7 @@ CASES: list[Case] = [
         case
         for name in ("presence_penalty", "frequency_penalty")
         for case in (
-            Case(name, {name: 2, "temperature": 1.5, "max_tokens": 24}, penalised_from_the_second),
+            Case(name, {name: 2, **HOT}, penalised_from_the_second),
             *refused(name, f"{name} must be in [-2, 2]", 3),
         )
     ),
@@ -505,7 +516,7 @@ CASES: list[Case] = [
     *(
         case
         for name, reason, none, *values in (
-            ("tools", "the format of this model's tool calls is unknown", [], [TOOL]),
+            ("tools", "should have different names, f occurs twice", [], [TOOL, TOOL]),
             ("tool_choice", "no tools to call", "none", "required", {"type": "function", "function": {"name": "f"}}),
             ("tool_choice", "'none', 'auto' or 'required'", "auto", "any"),
             ("parallel_tool_calls", "valid boolean", False, 1),
@@ -530,6 +541,7 @@ CASES: list[Case] = [
         )
         for case in (*honoured(name, same, none), *refused(name, reason, wrong))
     ),
+    *honoured("tools", in_the_prompt, [TOOL], **CHAT_ONLY),
     Case("tool_choice", {"tool_choice": "none", "tools": [TOOL]}, same, **CHAT_ONLY),
     *honoured("prediction", predicted, {"type": "content", "content": "zq zq zq"}),
     *honoured("prediction", predicted_in_part, {"type": "content", "content": [{"type": "text", "text": "1"}]}),
@@ -538,7 +550,7 @@ CASES: list[Case] = [
     *refused("top_k", "top_k must be in [-1", -2),
     *honoured("min_p", greedy, 1),
     *refused("min_p", "min_p must be in [0, 1]", 2),
-    Case("repetition_penalty", {"repetition_penalty": 3, "temperature": 1.5, "max_tokens": 24}, penalised),
+    Case("repetition_penalty", {"repetition_penalty": 3, **HOT}, penalised),
     *refused("repetition_penalty", "repetition_penalty must be in [0.01, 100]", 0),
     Case("ignore_eos", {"ignore_eos": True, "temperature": 0, "max_tokens": 24}, to_the_end),
     Case(
@@ -586,8 +598,7 @@ Python client, synchronous and asynchronous, as a whole answer and as a stream, 
 speculation. The test fails if this page does not match the cases, or if the client's request types have a field that is
 not listed here.
 
-*By the template* means that the model's chat template decides. The bundled model's template has no place for these
-fields; `tests/front/test_template.py` and `tests/front/test_tools.py` use templates that do.
+*With a flag* means that the server here runs without the flag; `tests/front/test_called.py` has servers with it.
 
 | field | chat | completions | how | tested as honoured | tested as refused |
 |---|---|---|---|---|---|
@@ -621,7 +632,7 @@ def _verdict(name: str, route: str) -> str:
         return ""
     if name in REFUSALS:
         return "refused"
-    return "honoured" if any(case.check for case in cases) else "by the template"
+    return "honoured" if any(case.check for case in cases) else "with a flag"
 
 
 def _shown(case: Case) -> str:

@@ -178,13 +178,14 @@ def test_strict_functions_of_a_free_model(api: openai.OpenAI) -> None:
 
 def test_a_thought_keeps_to_its_budget(thinker: openai.OpenAI) -> None:
     """With drafts and without, before calls and before text. The marks are tokens of the thought, too."""
+    asked: list[Any] = [{"role": "user", "content": "Translate good morning to French."}]
     for fields in ({"tool_choice": "required", **ONE}, {"tools": openai.omit}):
         for budget in (0, 7):
             extra = {"thinking_token_budget": budget, "chat_template_kwargs": {"opened": True}}
-            found = completed(thinker, extra_body=extra, temperature=0, **fields)
+            found = completed(thinker, messages=asked, extra_body=extra, temperature=0, **fields)
             check(calls_of(found))
             usage = thinker.chat.completions.create(
-                model=MODEL, messages=ASKED, max_tokens=40, extra_body=extra, temperature=0, seed=0
+                model=MODEL, messages=asked, max_tokens=40, extra_body=extra, temperature=0, seed=0
             ).usage
             assert usage is not None
             assert usage.completion_tokens_details is not None

@@ -15,6 +15,7 @@ from specserve.config import SETTINGS, Settings, load_settings, make_settings, r
 from specserve.config import paths as config_paths
 from specserve.config.reference import reference
 from specserve.config.speculation import pool_size, resolve_speculation
+from specserve.methods import JOIN
 
 ROOT = Path(__file__).parents[2]
 LLAMA: Any = SimpleNamespace(
@@ -423,6 +424,25 @@ def test_bundled_model_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert resolve_paths(found) == (found, [])
     named, _ = resolve_paths(Settings(model_path=str(chat), served_model_name=("x",)))
     assert named.served_model_name == ("x",)
+
+
+def test_heads_that_are_bundled() -> None:
+    """Each alone, and with every lookup."""
+    alone = {name for name in config_paths.BUNDLED_DRAFTS if JOIN not in name}
+    assert alone == {"EAGLE", "EAGLE3", "DSPARK", "MEDUSA", "MLP_SPECULATOR", "NAIVE_EAGLE"}
+    merged = {
+        f"{name}{JOIN}{lookup}" for name in alone - {"NAIVE_EAGLE"} for lookup in ("NGRAM", "SUFFIX", "REST")
+    }
+    assert set(config_paths.BUNDLED_DRAFTS) == alone | merged
+
+
+@pytest.mark.parametrize("algorithm", config_paths.BUNDLED_DRAFTS)
+def test_bundled_drafts_need_no_path(algorithm: str) -> None:
+    found, notes = resolve_paths(Settings(speculative_algorithm=algorithm))
+    draft = Path(found.speculative_draft_model_path or "")
+    assert draft == config_paths.BUNDLED_DRAFTS[algorithm]
+    assert {file.suffix for file in draft.iterdir()} == {".json", ".safetensors"}
+    assert any("using the bundled draft" in note for note in notes)
 
 
 def test_without_a_shape_and_not_adaptive(model: str) -> None:

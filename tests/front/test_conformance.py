@@ -56,7 +56,6 @@ def client(server: Live) -> Iterator[openai.OpenAI]:
 NAMED_OTHERWISE = {  # by field and words: what the error's param is instead
     ("messages[].role", "no call in the preceding assistant message has this id"): "messages[].tool_call_id",
     ("messages[].content", "'text'"): "messages[].content[].type",
-    ("messages[].tool_calls", "This model has no role tool"): "messages",
     ("stream_options.include_usage", "only with stream"): "stream_options",
     ("stream_options.continuous_usage_stats", "only with stream"): "stream_options",
     ("metadata", "valid string"): "metadata.a",

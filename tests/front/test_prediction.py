@@ -89,7 +89,7 @@ def test_speculation_turned_off_tries_nothing(client: openai.OpenAI) -> None:
 
 
 def test_completions_and_the_library_take_it(client: openai.OpenAI) -> None:
-    prompt = "def add(a, b):"
+    prompt = "def add(a, b):\n"
     (whole,) = client.completions.create(
         model="specserve-chat", prompt=prompt, temperature=0, max_tokens=24
     ).choices

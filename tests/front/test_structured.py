@@ -155,7 +155,7 @@ def test_parsed_by_the_client(client: openai.OpenAI) -> None:
 def test_other_forms(client: openai.OpenAI) -> None:
     def text(**fields: Any) -> str:
         answer = client.completions.create(
-            model="specserve-chat", prompt="The answer is", max_tokens=80, temperature=0, extra_body=fields
+            model="specserve-chat", prompt="As JSON:", max_tokens=80, temperature=0, extra_body=fields
         )
         return answer.choices[0].text
 
