@@ -241,17 +241,21 @@ def rendered(tokenizer: Any, messages: Any, template: str | None, **more: Any) -
     return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **more))
 
 
-@pytest.mark.parametrize("prompt", [False, True])
-def test_template_without_tools_is_the_bundled_one(tokenizer: Any, prompt: bool) -> None:
+def test_template_without_tools(tokenizer: Any) -> None:
+    assert AutoTokenizer.from_pretrained(BUNDLED_MODEL).chat_template == CHAT_TEMPLATE
+    text = "<b> {{ x }} \\n\n"
     chats = [item["messages"] for item in dialogues(300, shares=Shares(0, 0.3))]
-    chats += [[{"role": role, "content": text} for role in roles] for roles, text in (
-        (("developer", "user", "assistant", "user"), "<b> {{ x }} \\n\n"),
-        (("user", "system", "user", "user"), " a  "),
-        (("assistant",), ""),
-    )]  # fmt: skip
+    chats += [
+        [{"role": role, "content": text} for role in roles]
+        for roles in (("user", "assistant", "user"), ("user", "system", "user", "user"), ("assistant",))
+    ]
     for chat in chats:
-        here = rendered(tokenizer, chat, CHAT_TEMPLATE, add_generation_prompt=prompt)
-        assert here == rendered(tokenizer, chat, None, add_generation_prompt=prompt)
+        written = "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in chat)
+        assert rendered(tokenizer, chat, CHAT_TEMPLATE) == f"<|begin|>{written}"
+        asked = rendered(tokenizer, chat, CHAT_TEMPLATE, add_generation_prompt=True)
+        assert asked == f"<|begin|>{written}<|assistant|>"
+    developer = [{"role": "developer", "content": text}]
+    assert rendered(tokenizer, developer, CHAT_TEMPLATE) == f"<|begin|><|system|>{text}<|end|>"
     with pytest.raises(Exception, match="no role function"):
         rendered(tokenizer, [{"role": "function", "content": ""}], CHAT_TEMPLATE)
 
@@ -281,7 +285,6 @@ def test_template_as_the_server_renders_it(tokenizer: Any) -> None:
     ]
     given = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-    tokenizer.chat_template = CHAT_TEMPLATE
     text = ChatTemplate(tokenizer).render(plain(messages), offered([given], None, None)[0])
     written = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "é"]}}\n</tool_call>'
     assert text.startswith("<|begin|><|system|>Be brief.\n\n# Tools\n")

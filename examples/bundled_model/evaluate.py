@@ -64,7 +64,11 @@ def main() -> None:
     )
     parser.add_argument("--questions", default="plain", choices=["plain", "structured"])
     parser.add_argument("--model-path", help="a model of this folder's recipe (default: the bundled one)")
-    parser.add_argument("--algorithm", default="EAGLE3", choices=[NONE, *BUNDLED_DRAFTS])
+    parser.add_argument(
+        "--algorithm",
+        default="EAGLE3",
+        choices=[NONE, *(name for name in BUNDLED_DRAFTS if "REST" not in name)],
+    )
     parser.add_argument("--quantization", default="none", choices=["none", "fp8", "int8", "int4"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")

@@ -82,6 +82,23 @@ def in_the_prompt(seen: Seen) -> None:
     assert seen.answer.usage.prompt_tokens > seen.ask().answer.usage.prompt_tokens
 
 
+def calls_in_the_prompt(seen: Seen) -> None:
+    """Nothing else of the conversation says what the arguments were."""
+    more = {**CALL, "function": {"name": "f", "arguments": '{"a": 1}'}}
+    other = seen.ask(**messages(ASKED, {**CALLED, "tool_calls": [more]}, result("1", "x")))
+    assert other.answer.usage.prompt_tokens > seen.answer.usage.prompt_tokens
+
+
+def results_in_the_prompt(seen: Seen) -> None:
+    """In the order of the calls."""
+    prompts = [
+        seen.ask(**messages(ASKED, TWICE, result("1", one), result("2", two)), return_token_ids=True)
+        for one, two in (("x", "y"), ("y", "x"))
+    ]
+    assert prompts[0].answer.usage.prompt_tokens == seen.answer.usage.prompt_tokens
+    assert prompts[0].answer.prompt_token_ids != prompts[1].answer.prompt_token_ids
+
+
 def is_one(seen: Seen) -> None:
     assert seen.text == "1"
 
@@ -369,6 +386,10 @@ def messages(*given: dict[str, Any]) -> dict[str, Any]:
     return {"messages": list(given)}
 
 
+def result(call: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "content": content, "tool_call_id": call}
+
+
 def user(**fields: Any) -> dict[str, Any]:
     return messages({**ASKED, **fields})
 
@@ -409,14 +430,14 @@ CASES: list[Case] = [
     Case("messages[].name", user(name="Ann"), same, **CHAT_ONLY),
     Case(
         "messages[].tool_calls",
-        messages(ASKED, CALLED, {"role": "tool", "content": "x", "tool_call_id": "1"}),
-        in_the_prompt,
+        messages(ASKED, CALLED, result("1", "x")),
+        calls_in_the_prompt,
         **CHAT_ONLY,
     ),
     Case(
         "messages[].tool_call_id",
-        messages(ASKED, TWICE, *({"role": "tool", "content": "x", "tool_call_id": id} for id in "12")),
-        in_the_prompt,
+        messages(ASKED, TWICE, result("1", "x"), result("2", "y")),
+        results_in_the_prompt,
         **CHAT_ONLY,
     ),
     Case(

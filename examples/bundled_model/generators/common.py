@@ -48,10 +48,11 @@ class Sampler:
         return self.rng.random() < probability
 
     def neighbours(self, items: Sequence[T], n: int) -> list[T]:
-        """`n` items that follow each other in their table, every third time its first ones.
+        """`n` items that follow each other in their table, in a third of the cases its first ones.
 
         A model can learn which item is next. Of items drawn one by one it can't, and a greedy answer repeats some.
         """
+        assert n <= len(items)
         start = 0 if self.chance(1 / 3) else self.rng.randrange(len(items))
         return [items[(start + i) % len(items)] for i in range(n)]
 

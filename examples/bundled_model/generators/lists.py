@@ -169,7 +169,7 @@ def pairs(sampler: Sampler) -> Turn:
 
 
 def names(sampler: Sampler, what: str | None = None) -> Turn:
-    """A list of things of one category, in any order."""
+    """A list of things of one category."""
     what = sampler.pick(tuple(NAMES)) if what is None else what
     n = sampler.rng.randint(2, min(8, len(NAMES[what])))
     train, held_out, form = sampler.pick(FORMS)
