@@ -5,13 +5,13 @@
 The methods that the bundled model has a draft for, and those that need none, one request at a time. The bundled model
 can't edit a given text, so the edit is made in reverse, as in ``benchmarks.prediction``: an edited copy of the model's
 own answer to a code prompt precedes the prompt, and a grammar forces that answer, which is not drafted for that. REST
-reads a datastore of training dialogues and of the library's modules, without those that are held out.
+reads a datastore of dialogues like those of training and of the library's modules, without those that are held out.
 
 A step is one target forward that emitted tokens; the bonus token counts. Seconds are those of whole answers, prompts
 included, on one thread, as the server has on two cores: by the clock, and of processor time, which other programs
 disturb less. All rows of a workload have the same texts, except where rounding in float32 breaks a near-tie; ``same``
 counts the texts of plain decoding. A row's workloads run one after the other in one engine, so SUFFIX has already
-generated the code that is rewritten. Prints at the end what docs/speculation.md shows: a table and two sentences.
+generated the code that is rewritten. Prints at the end what docs/speculation.md shows: a table and three sentences.
 """
 
 from __future__ import annotations
