@@ -65,6 +65,11 @@ def hardware() -> str:
     return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
 
 
+def result_name(benchmark: str, quantization: str) -> str:
+    """Return the name of its result file with these weights."""
+    return benchmark if quantization == "none" else f"{benchmark}_{quantization}"
+
+
 def write_results(name: str, figures: Any, output: Path | None = None) -> Path:
     """Write ``benchmarks/results/NAME.json``; the commit is marked when the tree had changes."""
     commit = subprocess.run(

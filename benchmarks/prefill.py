@@ -1,10 +1,11 @@
 """Seconds from prompts to first tokens, against the floor, the bars and the peers.
 
     python -m benchmarks.prefill --model DIR/target [--shape 3,1,4 --eagle3 DIR/eagle3] [--cases 1x100 4x100] [--quick]
+        [--quantization fp8]
 
 The cases are 16 prompts of 512 tokens together, one alone, and 8 of 2,048 if the context has room, or those given;
 medians of ``LLM.generate`` with one output token. The floor, and the operations in TFLOP/s, are the arithmetic of the
-target's layers.
+target's layers in bfloat16. With ``--quantization`` the target's weights are rounded at load, and there is no bar.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ import argparse
 from statistics import median
 from typing import Any
 
-from benchmarks.common import generate_timed, load_options, make_prompts, open_llm, parse_load, write_results
+from benchmarks.common import (
+    generate_timed,
+    load_options,
+    make_prompts,
+    open_llm,
+    parse_load,
+    result_name,
+    write_results,
+)
 from benchmarks.floors import GEMM_FLOPS, Shape, applies, prefill_ms
 from specserve import LLM
 
@@ -35,11 +44,11 @@ def measure(llm: LLM, args: argparse.Namespace, batch: int, tokens: int) -> dict
         "batch": batch,
         "prompt_tokens": tokens,
         "ms": ms,
-        "bar_ms": BARS_MS.get(key) if same else None,
+        "bar_ms": BARS_MS.get(key) if same and args.quantization == "none" else None,
         "floor_ms": floor,
         "tflops": None if floor is None else floor / ms * GEMM_FLOPS * 1e-12,
         "ratio_to_floor": None if floor is None else ms / floor,
-        "peers_ms": PEERS_MS.get(key, {}) if same else {},
+        "peers_ms": PEERS_MS.get(key, {}) if same and args.quantization == "none" else {},
     }
 
 
@@ -66,7 +75,7 @@ def case(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = load_options(__doc__)
+    parser = load_options(__doc__, quantization=True)
     parser.set_defaults(repeats=10)
     parser.add_argument(
         "--cases", nargs="+", type=case, help="prompts x tokens of each, as 4x100, instead; with --output"
@@ -85,7 +94,7 @@ def main() -> None:
             if args.cases or tokens < llm.settings.context_length:
                 rows.append(measure(llm, args, batch, tokens))
                 print(line(rows[-1]), flush=True)
-    print(write_results("prefill", rows, args.output))
+    print(write_results(result_name("prefill", args.quantization), rows, args.output))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.common import load_options, parse_load
+from benchmarks.common import load_options, parse_load, result_name
 from benchmarks.floors import Shape
 from benchmarks.stepping import run_shapes
 
@@ -50,17 +50,17 @@ def cases(quantization: str, name: str) -> tuple[Shape | None, Mapping[int, floa
     return SHAPES[name], {**dict.fromkeys(sizes), **QUANTIZED_BARS[quantization].get(name, {})}
 
 
-def result_name(quantization: str) -> str:
-    return "single_stream" if quantization == "none" else f"single_stream_{quantization}"
-
-
 def main() -> None:
     parser = load_options(__doc__, quantization=True)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--draft-quantization", choices=("auto", "none", "int8", "fp8"), default="auto")
     args = parse_load(parser)
-    run_shapes(args, [cases(args.quantization, name) for name in args.shapes], result_name(args.quantization))
+    run_shapes(
+        args,
+        [cases(args.quantization, name) for name in args.shapes],
+        result_name("single_stream", args.quantization),
+    )
 
 
 if __name__ == "__main__":

@@ -33,9 +33,8 @@ import benchmarks.step_trace
 import benchmarks.throughput
 import benchmarks.tuner
 import benchmarks.waterfall
-from benchmarks.common import weights_kept, write_results
+from benchmarks.common import result_name, weights_kept, write_results
 from benchmarks.cost_faithful import RANDOM, USELESS
-from benchmarks.single_stream import result_name
 from specserve.config.settings import ROUNDED
 
 IMAGES = Path("docs/images")
@@ -60,7 +59,8 @@ def commands(
     traces = [("off", 1), ("off", 32), ("3,1,4", 1), ("3,1,4", 32), ("5,8,32", 1)]
     return {
         "steps": [
-            (steps, [*random, "--quantization", kind, *into(result_name(kind))]) for kind in quantizations
+            (steps, [*random, "--quantization", kind, *into(result_name("single_stream", kind))])
+            for kind in quantizations
         ],
         "useless": [(steps, [*useless, *into("single_stream_useless")])],
         "tokens": [(steps, [*trained, "--repeats", "1", *into("single_stream_trained")])],
@@ -71,7 +71,10 @@ def commands(
             )
         ],
         "prefill": [
-            (prefill, [*random_target, *into("prefill")]),
+            *(
+                (prefill, [*random_target, "--quantization", kind, *into(result_name("prefill", kind))])
+                for kind in quantizations
+            ),
             (prefill, [*random, "--shape", "3,1,4", *into("prefill_eagle3")]),
         ],
         "adaptive": [

@@ -415,16 +415,14 @@ def launch_weight_only(tokens: int, gated: bool, dtype: torch.dtype = torch.bflo
 def launch_wide_weight_only(tokens: int) -> None:
     """A gate as wide as Llama-3.1-8B's, each row of which has one scale."""
     x_TI, scale_OG = torch.zeros(tokens, 4096, dtype=torch.bfloat16), torch.zeros(28672, 1)
-    for kept in (torch.int8, torch.float8_e4m3fn):
-        weight = pack(Numbers(torch.zeros(28672, 4096, dtype=kept), scale_OG))
-        weight_only_linear(x_TI, weight, None, True)
+    weight_only_linear(x_TI, pack(Numbers(torch.zeros(28672, 4096, dtype=torch.int8), scale_OG)), None, True)
 
 
 def launch_norms() -> None:
     """Of heads, one by one, and those of an int8 draft as wide as Llama-3.1-8B's."""
     x_TH, weight_H = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((2,), ()))
     rms_norm(x_TH.view(64, 128), weight_H[:128], 1e-5)
-    add_rms_norm_rounded(x_TH, x_TH, weight_H, 1e-5)
+    add_rms_norm_rounded(x_TH, x_TH, weight_H, 1e-5, torch.int8)
     tokens_T = torch.zeros(2, dtype=torch.int64)
     pair_inputs_rounded(tokens_T, x_TH, x_TH, tokens_T, (weight_H, weight_H, 1e-5))
 
@@ -433,7 +431,7 @@ def launch_wide(tokens: int) -> None:
     """Gates as wide as Llama-3.1-8B's: a draft's in int8, and the target's."""
     weight_OI, scale_OG = torch.zeros(28672, 4096, dtype=torch.int8), torch.zeros(32, 28672).T
     x_TI = torch.zeros(tokens, 4096, dtype=torch.bfloat16)
-    integer_linear(round_inputs(x_TI), weight_OI, scale_OG, None, True)
+    integer_linear(round_inputs(x_TI, torch.int8), weight_OI, scale_OG, None, True)
     swap_ab_linear(x_TI, torch.zeros(28672, 4096, dtype=torch.bfloat16), gated=True)
 
 

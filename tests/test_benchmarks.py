@@ -20,7 +20,6 @@ from benchmarks import (
     drafters,
     floors,
     random_drafts,
-    single_stream,
     stepping,
     suite,
     tuner,
@@ -184,7 +183,7 @@ def test_a_row_is_written_before_the_next_is_measured(
     with pytest.raises(SystemExit, match="failed"):
         suite.main()
     for kind in ("fp8", "int4"):
-        record = json.loads((tmp_path / f"{single_stream.result_name(kind)}.json").read_text())
+        record = json.loads((tmp_path / f"single_stream_{kind}.json").read_text())
         assert [row["quantization"] for row in record["figures"]] == [kind]
         assert record["command"].endswith("--shapes off")
     assert capsys.readouterr().err.count(f"{type(error).__name__}: {error}") == 2

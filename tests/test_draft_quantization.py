@@ -68,7 +68,7 @@ def test_what_a_draft_reads_is_rounded(random_models: Checkpoints, algorithm: st
     for name, layer in after.items():
         assert grids_of(before[name].weight) == []
         assert grids_of(layer.weight) == [quantization]
-        assert layer.rounds_inputs == (quantization == "int8")
+        assert layer.rounding == (torch.int8 if quantization == "int8" else None)
     target = head_rounded_to(quantization, random_models, "EAGLE").reader
     assert grids_of(target.weight) == []
 
@@ -130,7 +130,7 @@ def test_what_a_gpu_holds(dtype: torch.dtype, error: float) -> None:
     quantized = QuantizedLinear(plain, dtype)
     many = torch.randn(FEW_CONVERTED + 1, 40, generator=generator)
     x = many[:3]
-    assert not quantized.quantizes(1)
+    assert quantized.rounds_to(1) is None
     assert torch.equal(quantized(many), plain(many))
     for found, expected in zip(quantized.rows_from(8), plain.rows_from(8), strict=True):
         assert torch.equal(found, expected)
@@ -151,10 +151,10 @@ def test_a_cpu_rounds_int8s_inputs_as_well() -> None:
     with torch.inference_mode():
         bias = layers["a"].bias
         weight = dequantize(*quantize(plain, torch.int8))
-        expected = round_inputs(x).plain_TI @ weight.T + bias
+        expected = round_inputs(x, torch.int8).plain_TI @ weight.T + bias
         many = torch.randn(FEW_TOKENS + 1, 40)
         torch.testing.assert_close(layers["a"](many), many @ weight.T + bias)
-        few = round_inputs(many[1:]).plain_TI @ weight.T + bias
+        few = round_inputs(many[1:], torch.int8).plain_TI @ weight.T + bias
         torch.testing.assert_close(layers["a"](many[1:]), few)
         assert not torch.allclose(layers["a"](many)[1:], few)
         torch.testing.assert_close(layers["a"](x), expected)
@@ -225,7 +225,7 @@ def test_who_writes_inputs_rounds_them(
             ExitStack() as stack,
         ):
             if alone:
-                stack.enter_context(patch.object(QuantizedLinear, "quantizes", return_value=False))
+                stack.enter_context(patch.object(QuantizedLinear, "rounds_to", return_value=None))
             drafted = head.draft(tokens, features, positions, mixed)
             stored = head.project_kv(tokens, features)
             both.append((*drafted, stored))
@@ -240,8 +240,8 @@ def test_more_tokens_take_the_weight_as_it_was(device: str) -> None:
     head = integer_head(device, Eagle3Head, 128)
     projection = head.mlp.down_proj
     assert isinstance(projection, QuantizedLinear)
-    assert projection.quantizes(FEW_TOKENS)
-    assert not projection.quantizes(FEW_TOKENS + 1)
+    assert projection.rounds_to(FEW_TOKENS) == torch.int8
+    assert projection.rounds_to(FEW_TOKENS + 1) is None
     x = torch.randn(FEW_TOKENS + 1, 256, device=device, dtype=torch.bfloat16)
     assert torch.equal(projection(x), linear(x, *projection.rows_from(0)))
     assert torch.equal(projection.outputs_from(32, x), linear(x, *projection.rows_from(32)))
@@ -274,7 +274,7 @@ def test_who_multiplies_integers(capability: tuple[int, int], dtype: torch.dtype
     plain, x = Linear(256, 8, bias=False), torch.randn(3, 256)
     with patch.object(linear_layers, "multiplies_integers", return_value=expected):
         quantized = QuantizedLinear(plain, torch.int8)
-    read = round_inputs(x).plain_TI if expected else x
+    read = round_inputs(x, torch.int8).plain_TI if expected else x
     torch.testing.assert_close(quantized(x), read @ dequantize(*quantize(plain.weight, torch.int8)).T)
 
 

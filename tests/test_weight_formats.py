@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from specserve_kernels import FP8, round_inputs
 from torch import Tensor
 
 from benchmarks.lossless import Models, make_items, run_matrix
@@ -82,6 +83,12 @@ def configure(path: Path, **fields: Any) -> Path:
     return path
 
 
+def tolerance(path: Path) -> float:
+    """In float32 an input near the middle between two FP8 numbers may be rounded the other way."""
+    rounded = any(name.endswith("rounded_inputs") for name in dequantize(path)[0])
+    return 2e-2 if rounded else 1e-4
+
+
 def load(path: Path, dtype: torch.dtype = torch.float32) -> LlamaModel:
     return load_target(path, dtype, CPU, len(TOKENS))
 
@@ -94,7 +101,7 @@ def test_the_logits_of_the_numbers_that_a_file_means(
     expected = llama.forward(*dequantize(path), TOKENS).logits
     torch.testing.assert_close(logits_of(load(path, torch.float64)), expected, rtol=0, atol=1e-10)
     model = load(path)
-    torch.testing.assert_close(logits_of(model).double(), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits_of(model).double(), expected, rtol=0, atol=tolerance(path))
     for projection in (model.layers[0].self_attn.qkv_proj, model.layers[1].mlp.down_proj):
         assert isinstance(projection, StoredProjection)
         pieces = [projection] if projection.apart is None else projection.apart.pieces
@@ -112,6 +119,7 @@ def test_rows_and_parts_of_a_projection(plain: Path, tmp_path: Path, held: bool)
     path = quantize(plain, tmp_path / "target", "fp8 blocks")
     projection = load(path).layers[0].self_attn.qkv_proj
     x = torch.randn(5, 192, generator=torch.Generator().manual_seed(0))
+    x = round_inputs(x, FP8).plain_TI  # rounded again they stay as they are
     weight, bias = projection.rows(None)
     state = dequantize(path)[0]
     names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
@@ -166,7 +174,7 @@ def test_a_quantized_head(plain: Path, tmp_path: Path, dialect: str, held: bool)
     model, state = load(path), dequantize(path)[0]
     assert isinstance(model.lm_head, StoredProjection)
     expected = llama.forward(*dequantize(path), TOKENS).logits
-    torch.testing.assert_close(logits_of(model).double(), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits_of(model).double(), expected, rtol=0, atol=tolerance(path))
     ids = torch.tensor([40, 3, 3])
     assert torch.equal(model.lm_head.rows(ids)[0], state["lm_head.weight"][ids].float())
     config = json.loads((path / "config.json").read_text())

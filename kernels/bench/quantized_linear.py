@@ -46,7 +46,7 @@ def pipelines(tokens: int) -> list[Pipeline]:
 
 
 def read_as(kind: str, x: Tensor) -> Inputs:
-    return round_inputs(x) if kind == "int8" else x
+    return round_inputs(x, torch.int8) if kind == "int8" else x
 
 
 def project(x: Inputs, weight: Quantized) -> Tensor:

@@ -3,10 +3,11 @@ the weight's bytes take.
 
     python kernels/bench/weight_only.py [--only o down] [--formats fp8 int4] [--tokens 1 16] [--rate 4.23] [--sweep]
 
-Of a layer of Llama-3.1-8B, the gate with its activation. Calls take turns over distinct weights that together exceed
-the L2 cache, as a model's layers do. Bytes are the weight's, its scales' and zeros'; ``--rate`` are the TB/s that the
-card reads, not given: what it copies. Next to them cuBLAS by the same weight in bfloat16. ``--sweep`` tries other
-pipelines and numbers of ranges; ``--once`` only compiles and checks what would be timed.
+Of a layer of Llama-3.1-8B, the gate with its activation; FP8 by activations that are quantized already. Calls take
+turns over distinct weights that together exceed the L2 cache, as a model's layers do. Bytes are the weight's, its
+scales' and zeros'; ``--rate`` are the TB/s that the card reads, not given: what it copies. Next to them cuBLAS by the
+same weight in bfloat16. ``--sweep`` tries other pipelines and numbers of ranges, except for FP8; ``--once`` only
+compiles and checks what would be timed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from unittest import mock
 import torch
 from layers import copy_rate, draw, graph_seconds
 from linear import SHAPES, WEIGHTS
-from specserve_kernels import Numbers, Packed, dequantize_packed, pack, silu_and_mul
-from specserve_kernels.ops.linear import weight_only
+from specserve_kernels import FP8, Numbers, Packed, Rounded, dequantize_packed, pack, silu_and_mul
+from specserve_kernels.ops.linear import fp8, weight_only
+from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.weight_only import Pipeline
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,8 +32,8 @@ from triton.runtime.errors import OutOfResources
 
 LAYERS = ("qkv", "o", "gate_up", "down")
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
-FP8 = torch.float8_e4m3fn
 OUTPUTS, STAGES, RANGES = (64, 128), (3, 4, 5, 6, 8), (1, 2, 4, 8)
+Inputs = Tensor | Rounded
 
 
 def random_bytes(outputs: int, inputs: int) -> Tensor:
@@ -75,7 +77,10 @@ def size(weight: Packed) -> int:
     return sum(part.nbytes for part in (weight.values, weight.scale_WSN, weight.zero_WON) if part is not None)
 
 
-def project(x: Tensor, weight: Packed, gated: bool) -> Tensor:
+def project(x: Inputs, weight: Packed, gated: bool) -> Tensor:
+    if weight.values.dtype == FP8:
+        return fp8.fp8_linear(x, weight, None, gated)
+    assert isinstance(x, Tensor)
     return weight_only.weight_only_linear(x, weight, None, gated)
 
 
@@ -84,10 +89,11 @@ def plain(x: Tensor, weight_OI: Tensor, gated: bool) -> Tensor:
     return silu_and_mul(out) if gated else out
 
 
-def check(x: Tensor, weight: Packed, gated: bool) -> None:
-    expected = plain(x.float(), dequantize_packed(weight, torch.float32), gated)
+def check(x: Inputs, weight: Packed, gated: bool) -> None:
+    read = x.float() if isinstance(x, Tensor) else x.plain_TI
+    expected = plain(read, dequantize_packed(weight, torch.float32), gated)
     error = float((project(x, weight, gated).float() - expected).norm() / expected.norm())
-    assert error < 1e-2, (len(x), weight.values.shape, error)
+    assert error < 1e-2, (len(read), weight.values.shape, error)
 
 
 def microseconds(calls: list[Callable[[], object]]) -> float:
@@ -127,13 +133,14 @@ def report(name: str, kind: str, weights: list[Packed], args: argparse.Namespace
     for tokens in args.tokens:
         x = draw(tokens, weights[0].inputs)
         row = f"{kind:<11}{name:<8} M={tokens:<4}"
-        if args.sweep:
+        given = round_inputs(x, FP8) if weights[0].values.dtype == FP8 else x
+        if args.sweep and isinstance(given, Tensor):
             print(f"{row} {swept(x, weights, gated, args.once)}", flush=True)
             continue
-        check(x, weights[0], gated)
-        if args.once:
+        check(given, weights[0], gated)
+        if args.once or args.sweep:
             continue
-        ours = microseconds([partial(project, x, weight, gated) for weight in weights])
+        ours = microseconds([partial(project, given, weight, gated) for weight in weights])
         library = microseconds([partial(plain, x, weight, gated) for weight in bf16])
         share = f"{floor / ours:4.0%} of the floor"
         print(f"{row} {ours:7.1f} us, {share}   cuBLAS bf16 {library:7.1f}", flush=True)

@@ -7,10 +7,10 @@ from specserve_kernels.dispatch import dispatched, on_gpu, runs_triton
 from specserve_kernels.reference.attention.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.layer import activation, embed_and_concat, norm, rotary
 from specserve_kernels.reference.layer.rotary import apply_rotary, rotary_table
-from specserve_kernels.reference.linear import indexed, integer, quantized, weight_only
+from specserve_kernels.reference.linear import fp8, indexed, integer, quantized, weight_only
 from specserve_kernels.reference.linear import linear as _linear
 from specserve_kernels.reference.linear import quantize as _quantize
-from specserve_kernels.reference.linear.quantize import GROUP, Rounded
+from specserve_kernels.reference.linear.quantize import FP8, GROUP, Rounded
 from specserve_kernels.reference.linear.quantized import dequantize, quantize
 from specserve_kernels.reference.linear.weight_only import Numbers, Packed, dequantize_packed, pack
 from specserve_kernels.reference.sampling.philox import gumbel_noise
@@ -52,6 +52,7 @@ embed_rms_norm = dispatched(norm.embed_rms_norm)
 find_continuations = dispatched(lookup.find_continuations)
 follow_continuation = dispatched(continuation.follow_continuation)
 follow_prediction = dispatched(prediction.follow_prediction)
+fp8_linear = dispatched(fp8.fp8_linear)
 gather_slots = dispatched(_gather_slots.gather_slots)
 grow_level = dispatched(grow.grow_level)
 indexed_linear = dispatched(indexed.indexed_linear)
@@ -73,6 +74,7 @@ single_nodes = dispatched(select.single_nodes)
 weight_only_linear = dispatched(weight_only.weight_only_linear)
 
 __all__ = [
+    "FP8",
     "GROUP",
     "MAX_NODES",
     "Accepted",
@@ -103,6 +105,7 @@ __all__ = [
     "find_continuations",
     "follow_continuation",
     "follow_prediction",
+    "fp8_linear",
     "gather_slots",
     "group_bias",
     "grow_level",

@@ -56,7 +56,7 @@ def check_rounded(found: Rounded, x_TI: Tensor) -> None:
 def test_inputs_are_rounded(draw: Draw, tokens: int, inputs: int) -> None:
     """Rows that are further apart, too."""
     x_TI = sized(draw, tokens, inputs + 8)[:, :inputs]
-    for found in (round_inputs(x_TI), rounding.round_inputs(x_TI)):
+    for found in (round_inputs(x_TI, torch.int8), rounding.round_inputs(x_TI, torch.int8)):
         check_rounded(found, x_TI) if tokens else None
         assert found.values_TI.shape == (tokens, inputs)
         assert found.unit_GT.shape == (-(-inputs // 128), tokens)
@@ -65,7 +65,7 @@ def test_inputs_are_rounded(draw: Draw, tokens: int, inputs: int) -> None:
 @pytest.mark.parametrize("width", [8, 64, 128, 300, 512, 1000])
 def test_norms_round_what_they_write(draw: Draw, width: int) -> None:
     x, residual, weight = (draw(*shape) for shape in ((5, width), (5, width), (width,)))
-    found, total = add_rms_norm_rounded(x, residual, weight, 1e-5)
+    found, total = add_rms_norm_rounded(x, residual, weight, 1e-5, torch.int8)
     expected, expected_total = add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, expected_total)
     assert found.values_TI.shape == x.shape
@@ -109,7 +109,7 @@ def check(x: Rounded, weight: Tensor, factor: Tensor, bias: Tensor | None = None
 @pytest.mark.parametrize("tokens", [0, 1, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 200])
 def test_any_number_of_tokens(draw: Draw, tokens: int) -> None:
     weight, factor = quantize(draw(67, 200).float() / 200**0.5, torch.int8)
-    check(round_inputs(sized(draw, tokens, 200)), weight, factor)
+    check(round_inputs(sized(draw, tokens, 200), torch.int8), weight, factor)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (33, 520), (4300, 64), (128, 1024)])
@@ -119,13 +119,13 @@ def test_any_weight(draw: Draw, outputs: int, inputs: int) -> None:
     weight = draw(outputs, inputs).float() * sizes[:, None]
     weight[outputs // 2] = 0
     values, factor = quantize(weight, torch.int8)
-    check(round_inputs(sized(draw, 3, inputs)), values, factor, draw(outputs))
+    check(round_inputs(sized(draw, 3, inputs), torch.int8), values, factor, draw(outputs))
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-25])
 def test_small_inputs(draw: Draw, size: float) -> None:
     weight, factor = quantize(draw(40, 200), torch.int8)
-    check(round_inputs(draw(3, 200).float() * size), weight, factor)
+    check(round_inputs(draw(3, 200).float() * size, torch.int8), weight, factor)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 40])
@@ -135,13 +135,13 @@ def test_inputs_that_are_not_rounded_yet(draw: Draw, tokens: int) -> None:
     x_TI = sized(draw, tokens, 336)[:, :328]
     for bias in (None, draw(67)):
         found = ops.integer_linear(x_TI, weight, factor, bias)
-        assert torch.equal(found, ops.integer_linear(round_inputs(x_TI), weight, factor, bias))
+        assert torch.equal(found, ops.integer_linear(round_inputs(x_TI, torch.int8), weight, factor, bias))
 
 
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (7, 33), (20, 100), (70, 40)])
 def test_gated(draw: Draw, tokens: int, inner: int) -> None:
     weight, factor = quantize(2 * draw(2 * inner, 300).float() / 300**0.5, torch.int8)
-    x, bias = round_inputs(draw(tokens, 300)), draw(2 * inner)
+    x, bias = round_inputs(draw(tokens, 300), torch.int8), draw(2 * inner)
     found = ops.integer_linear(x, weight, factor, bias, gated=True)
     expected = reference.integer_linear(x, weight, factor, bias, gated=True)
     tolerance = max(2e-5, 2 * torch.finfo(found.dtype).eps)  # two sums are rounded ahead of their product
@@ -156,7 +156,7 @@ def test_shared_tiles(draw: Draw, parts: int, kept: str) -> None:
     factor = factor.contiguous() if kept == "rows" else factor
     with patch.object(ops, "pipeline", return_value=ops.Pipeline(16, 32, 3, 4, parts)):
         for tokens in (1, 20):
-            x = round_inputs(draw(tokens, 7 * 128 + 24))
+            x = round_inputs(draw(tokens, 7 * 128 + 24), torch.int8)
             check(x, weight, factor, draw(70))
             check(x, weight[22:], factor[22:])
     assert not tickets(64, weight.device).any()

@@ -75,9 +75,9 @@ class RMSNorm(nn.Module):
         return add_rms_norm(x_TH, residual_TH, self.weight, self.eps)
 
     def add_for(self, reader: object, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
-        """Return the same as ``add``, with the norm quantized if ``reader`` multiplies it as integers."""
-        if isinstance(reader, Projection) and reader.quantizes(len(x_TH)):
-            return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps)
+        """Return the same as ``add``, with the norm quantized as ``reader`` does."""
+        if isinstance(reader, Projection) and (dtype := reader.rounds_to(len(x_TH))) is not None:
+            return add_rms_norm_rounded(x_TH, residual_TH, self.weight, self.eps, dtype)
         return self.add(x_TH, residual_TH)
 
 
@@ -160,14 +160,14 @@ class DecoderLayer(nn.Module):
         """Do the same as ``enter``, with the tokens' embeddings as the stream."""
         return self.input_layernorm.embed(tokens_T, embedding_VH)
 
-    def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
         """Take the last block's output and the residual stream before it. Return the input of attention, and the
         residual stream at the layer's boundary."""
-        return self.input_layernorm.add(x_TH, residual_TH)
+        return self.input_layernorm.add_for(self.self_attn.qkv_proj, x_TH, residual_TH)
 
     def forward(
         self,
-        x_TH: Tensor,
+        x_TH: Tensor | Rounded,
         residual_TH: Tensor,
         rope: Rope,
         attend: Attend,
@@ -176,5 +176,6 @@ class DecoderLayer(nn.Module):
         """Take the result of ``enter``. Return the input of the next ``enter``, for all rows or the wanted ones. Keys
         and values are stored for all."""
         stream = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
-        out: tuple[Tensor, Tensor] = self.mlp(*self.post_attention_layernorm.add(*stream))
+        normed = self.post_attention_layernorm.add_for(self.mlp.gate_up_proj, *stream)
+        out: tuple[Tensor, Tensor] = self.mlp(*normed)
         return out

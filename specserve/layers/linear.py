@@ -53,12 +53,13 @@ def add_in_order() -> None:
 
 
 class Linear(Projection, nn.Linear):
-    """A projection with plain weights. After ``pack`` it holds them only in oneDNN's layout."""
+    """A projection with plain weights. After ``pack`` it holds them only in oneDNN's layout. ``rounding``: what its
+    inputs are rounded to, for int8 only those of few tokens."""
 
     bias: nn.Parameter | None  # type: ignore[assignment]
     parts: Mapping[str, int] = {}  # replaced, never mutated
     packed: Tensor | None = None
-    rounds_inputs = False
+    rounding: torch.dtype | None = None
 
     @classmethod
     def of(cls, weight_OI: Tensor, bias_O: Tensor | None = None) -> Linear:
@@ -106,9 +107,9 @@ class Linear(Projection, nn.Linear):
 
     def _read(self, x_TI: Tensor | Rounded) -> Tensor:
         assert isinstance(x_TI, Tensor)
-        if self.rounds_inputs and len(x_TI) <= FEW_TOKENS:
-            return round_inputs(x_TI).plain_TI.to(x_TI.dtype)
-        return x_TI
+        if self.rounding is None or (self.rounding == torch.int8 and len(x_TI) > FEW_TOKENS):
+            return x_TI
+        return round_inputs(x_TI, self.rounding).plain_TI.to(x_TI.dtype)
 
     def pack(self, keep_weight: bool) -> None:
         """Pack the weight, and drop the plain one unless it is still needed."""
@@ -150,8 +151,8 @@ class QuantizedLinear(Projection):
     def device(self) -> torch.device:
         return self.weight_OI.device
 
-    def quantizes(self, tokens: int) -> bool:
-        return self._integers and tokens <= self._few
+    def rounds_to(self, tokens: int) -> torch.dtype | None:
+        return torch.int8 if self._integers and tokens <= self._few else None
 
     def forward(self, x_TI: Tensor | Rounded, gated: bool = False, out: Tensor | None = None) -> Tensor:
         found = self._multiply(0, x_TI, gated)
@@ -206,7 +207,7 @@ def quantize_linears(module: nn.Module, dtype: torch.dtype, leave: Collection[st
             module.set_submodule(name, QuantizedLinear(child, dtype))
         else:
             child.weight.copy_(dequantize(*quantize(child.weight, dtype)))
-            child.rounds_inputs = dtype == torch.int8
+            child.rounding = dtype if dtype == torch.int8 else None
 
 
 def pack_linears(module: nn.Module, keep: Sequence[str] = ()) -> None:

@@ -43,9 +43,10 @@ class Projection(nn.Module):
         """Return ``[T, O]``, or its ``silu_and_mul`` if ``gated``; written to ``out`` if given."""
         raise NotImplementedError
 
-    def quantizes(self, tokens: int) -> bool:
-        """Return whether it multiplies integers for this number of tokens, so that the preceding norm may quantize."""
-        return False
+    def rounds_to(self, tokens: int) -> torch.dtype | None:
+        """Return the dtype that it quantizes this number of tokens to, so that the preceding norm may do it; None:
+        none."""
+        return None
 
     def outputs_from(self, start: int, x_TI: Tensor | Rounded) -> Tensor:
         """Return the outputs from ``start`` on."""

@@ -71,14 +71,12 @@ class LlamaModel(nn.Module):
         rope = Rope(self.rope_P2D, batch.positions_T)
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
-        x_TH, residual_TH = first.embed(batch.tokens_T, self.embed_tokens.weight)
-        stream = x_TH, residual_TH
+        stream = first.embed(batch.tokens_T, self.embed_tokens.weight)
         tapped: dict[int, Tensor] = {}
         last = len(self.layers) - 1
         for boundary, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            if boundary:
-                x_TH, residual_TH = layer.enter(*stream)
+            x_TH, residual_TH = layer.enter(*stream) if boundary else stream
             if boundary in batch.taps:
                 tapped[boundary] = residual_TH
             wanted = batch.wanted_W if boundary == last else None

@@ -28,7 +28,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def linear(state: State, name: str, x: Tensor) -> Tensor:
-    """x Wᵀ, plus the bias when the checkpoint has one."""
+    """x Wᵀ, plus the bias when the checkpoint has one. For FP8 weights rows of x are rounded to FP8, each with its
+    largest number at 448."""
+    if f"{name}.rounded_inputs" in state:
+        scale = x.abs().amax(1, keepdim=True) / 448
+        x = (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
     y = x @ state[f"{name}.weight"].to(x.dtype).T
     if f"{name}.bias" in state:
         y = y + state[f"{name}.bias"].to(x.dtype)
@@ -178,4 +182,5 @@ def forward(
         x = x + gated_mlp(state, f"{prefix}mlp.", normed)
         streams.append(x)
     hidden = rms_norm(x, state["model.norm.weight"], eps)
-    return LlamaOutput(hidden @ head_weight(state).to(dtype).T, hidden, streams)
+    head = {**state, "lm_head.weight": head_weight(state)}
+    return LlamaOutput(linear(head, "lm_head", hidden), hidden, streams)

@@ -221,7 +221,8 @@ def quantize(
 
 
 def dequantize(path: Path) -> tuple[State, dict[str, Any]]:
-    """(tensors, config.json) of the plain checkpoint, in float64, that a quantized one stands for."""
+    """(tensors, config.json) of the plain checkpoint, in float64, that a quantized one stands for. Modules in FP8 have
+    ``rounded_inputs`` too."""
     state, config = load_checkpoint(path)
     quantization = config.pop("quantization_config")
     modules = {name.rpartition(".")[0] for name in state if name.endswith(tuple(READERS))}
@@ -235,6 +236,8 @@ def dequantize(path: Path) -> tuple[State, dict[str, Any]]:
         read = READERS[next(kind for kind in READERS if kind in own)]
         read = gptq_weight if quantization["quant_method"] == "gptq" else read
         found[f"{module}.weight"] = read(own, quantization)
+        if own.get("weight", found[f"{module}.weight"]).dtype == FP8:
+            found[f"{module}.rounded_inputs"] = torch.tensor(True)
         if "bias" in own and own["bias"].any():
             found[f"{module}.bias"] = own["bias"].double()
     return found, config

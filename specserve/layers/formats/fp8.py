@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from specserve_kernels import Numbers
+from specserve_kernels import FP8, Numbers
 from torch import Tensor
 
 from specserve.layers.formats.stored import (
-    FP8,
     Layout,
     StoredWeights,
     check_left_out,

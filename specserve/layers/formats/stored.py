@@ -1,7 +1,8 @@
 """Projections that keep their weight quantized as in the file, and the format that describes them.
 
-On a GPU in 16 or 32 bits, the kernel ``weight_only_linear`` multiplies the quantized weight by unquantized activations.
-On a CPU, and in float64, the weight is dequantized to the model's dtype at load, which saves no memory.
+On a GPU in 16 or 32 bits, the kernel ``fp8_linear`` multiplies FP8 weights by activations quantized to FP8, and
+``weight_only_linear`` other weights by unquantized activations. On a CPU, and in float64, the weight is dequantized to
+the model's dtype at load, which saves no memory, and activations of FP8 weights are rounded.
 
 Shapes: T tokens, I inputs, O outputs, G groups of inputs, R selected outputs.
 """
@@ -15,10 +16,12 @@ from typing import Any, Protocol
 
 import torch
 from specserve_kernels import (
+    FP8,
     Numbers,
     Packed,
     Rounded,
     dequantize_packed,
+    fp8_linear,
     on_gpu,
     pack,
     silu_and_mul,
@@ -29,7 +32,6 @@ from torch import Tensor, nn
 from specserve.layers.linear import PLAIN, Linear, pick_rows
 from specserve.layers.weights import Projection, WeightFormat
 
-FP8 = torch.float8_e4m3fn
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 conversion in hardware
 
 
@@ -118,6 +120,7 @@ class StoredProjection(Projection):
             check_capability(self._device)
         if not on_gpu(self._device) or self._dtype == torch.float64:
             self.plain = Linear.of(dequantize_packed(packed, self._dtype), bias_O)
+            self.plain.rounding = FP8 if packed.values.dtype == FP8 else None
             return
         held = {"values": packed.values, "scale": packed.scale_WSN, "zero": packed.zero_WON}
         for name, each in {**held, "order": packed.order_I, "bias_O": bias_O}.items():
@@ -144,9 +147,15 @@ class StoredProjection(Projection):
         if (instead := self._instead) is not None:
             found: Tensor = instead(x_TI, gated, out)
             return found
-        assert isinstance(x_TI, Tensor), "its activations are not quantized"
-        found = weight_only_linear(x_TI, self.packed, self.bias_O, gated)
+        if self.values.dtype == FP8:
+            found = fp8_linear(x_TI, self.packed, self.bias_O, gated)
+        else:
+            assert isinstance(x_TI, Tensor), "its activations are not quantized"
+            found = weight_only_linear(x_TI, self.packed, self.bias_O, gated)
         return found if out is None else out.copy_(found)
+
+    def rounds_to(self, tokens: int) -> torch.dtype | None:
+        return FP8 if self._instead is None and self.values.dtype == FP8 else None
 
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if (instead := self._instead) is not None:
@@ -228,6 +237,10 @@ class Joined(Projection):
         found = torch.cat([piece(x_TI) for piece in self.pieces], -1)
         found = silu_and_mul(found) if gated else found
         return found if out is None else out.copy_(found)
+
+    def rounds_to(self, tokens: int) -> torch.dtype | None:
+        found = {piece.rounds_to(tokens) for piece in self.pieces}
+        return found.pop() if len(found) == 1 else None
 
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weights, biases = zip(*(piece.rows(None) for piece in self.pieces), strict=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from specserve_kernels import Rounded
 from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
@@ -184,14 +185,18 @@ class ConvLayer(DecoderLayer):
         self.attention_conv = BlockConv(config.hidden_size, block, *conv)
         self.mlp_conv = BlockConv(config.hidden_size, block, *conv)
 
+    def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
+        return self.input_layernorm.add(x_TH, residual_TH)
+
     def forward(
         self,
-        x_TH: Tensor,
+        x_TH: Tensor | Rounded,
         residual_TH: Tensor,
         rope: Rope,
         attend: Attend,
         wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert isinstance(x_TH, Tensor), "convolutions read it as it is"
         conv = self.attention_conv
         before, after = conv.weights(x_TH)
         out_TH, residual_TH = self.self_attn(conv.mix(x_TH, before), residual_TH, rope, attend)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from specserve_kernels import GROUP, Rounded, pair_inputs, pair_inputs_rounded
 from torch import Tensor, nn
 
@@ -66,7 +67,7 @@ class LayerHead(nn.Module):
         norms: tuple[Tensor, Tensor, float] | None,
     ) -> tuple[Tensor | Rounded, Tensor]:
         """Return ``pair_inputs``, quantized if ``reader`` multiplies integers."""
-        quantizes = isinstance(reader, Projection) and reader.quantizes(len(tokens_N))
+        quantizes = isinstance(reader, Projection) and reader.rounds_to(len(tokens_N)) == torch.int8
         whole_groups = features_XH.shape[-1] % GROUP == 0
         make = pair_inputs_rounded if quantizes and whole_groups else pair_inputs
         return make(tokens_N, self._embed[0].weight, features_XH, source_N, norms)

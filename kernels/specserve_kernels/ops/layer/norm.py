@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.linear.quantize import empty_rounded, store_rounded
+from specserve_kernels.ops.linear.quantize import empty_rounded, store_rounded, store_rounded_row
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.reference.linear.quantize import GROUP, Rounded
 
@@ -59,16 +59,16 @@ def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
 
 
 def add_rms_norm_rounded(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Rounded, Tensor]:
-    out = empty_rounded(x_TH.shape[0], x_TH.shape[1], x_TH)
+    out = empty_rounded(x_TH.shape[0], x_TH.shape[1], x_TH, dtype)
     return out, _add_rms_norm(x_TH, residual_TH, weight_H, eps, out.values_TI, out.unit_GT)
 
 
 def _add_rms_norm(
     x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, out_TH: Tensor, unit_GT: Tensor
 ) -> Tensor:
-    """Write the norm of the sum, quantized if ``out_TH`` is int8, and return the sum."""
+    """Write the norm of the sum, quantized if ``out_TH`` has 8 bits, and return the sum."""
     total_TH, (tokens, width) = torch.empty_like(x_TH), x_TH.shape
     block, warps = row_launch(width)
     _add_rms_norm_kernel[(tokens,)](
@@ -80,11 +80,12 @@ def _add_rms_norm(
         total_TH,
         x_TH.stride(0),
         residual_TH.stride(0),
+        out_TH.stride(0),
         tokens,
         eps,
         H=width,
         BLOCK=max(block, GROUP),
-        ROUNDED=out_TH.dtype == torch.int8,
+        ROUNDED=out_TH.element_size() == 1,
         num_warps=warps,
         **overlap(),
     )
@@ -151,11 +152,12 @@ def _add_rms_norm_kernel(
     x_ptr,  # [T, H]
     residual_ptr,  # [T, H]
     weight_ptr,  # [H]
-    out_ptr,  # [T, H], int8 if ROUNDED
+    out_ptr,  # [T, H], int8 or float8_e4m3fn if ROUNDED
     unit_ptr,  # [G, T] float32, if ROUNDED
     total_ptr,  # [T, H]
     x_stride,
     residual_stride,
+    out_stride,
     tokens,
     eps,
     H: tl.constexpr,
@@ -172,7 +174,9 @@ def _add_rms_norm_kernel(
     total = x + residual
     tl.store(total_ptr + t * H + h, total, mask=h < H)
     out = normed(total, weight, eps, H)
-    if ROUNDED:
-        store_rounded(out, out_ptr + t * H, unit_ptr + t, tokens, H)
+    if not ROUNDED:
+        tl.store(out_ptr + t * out_stride + h, out, mask=h < H)
+    elif out_ptr.dtype.element_ty == tl.int8:
+        store_rounded(out, out_ptr + t * out_stride, unit_ptr + t, tokens, H)
     else:
-        tl.store(out_ptr + t * H + h, out, mask=h < H)
+        store_rounded_row(out, out_ptr + t * out_stride, unit_ptr + t, H)

@@ -6,6 +6,7 @@ quantized by a separate launch.
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
@@ -30,7 +31,7 @@ def integer_linear(
     gated: bool = False,
 ) -> Tensor:
     """Same as the reference. Rows of x may be strided."""
-    x = round_inputs(x_TI) if isinstance(x_TI, Tensor) else x_TI
+    x = round_inputs(x_TI, torch.int8) if isinstance(x_TI, Tensor) else x_TI
     tokens, inputs = x.values_TI.shape
     block = pipeline(len(weight_OI), inputs, tokens, limits_of(weight_OI.device))
     return multiply(x.values_TI, x.unit_GT, x.dtype, (weight_OI, scale_OG), bias_O, gated, block)

@@ -1,4 +1,4 @@
-"""Quantize a projection's activations to int8, in the launch that writes them or in a separate one.
+"""Quantize a projection's activations to 8 bits, in the launch that writes them or in a separate one.
 
 Shapes: T tokens, I inputs, G groups of inputs.
 """
@@ -11,18 +11,36 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.pdl import overlap, take_turn
-from specserve_kernels.reference.linear.quantize import GROUP, LARGEST, LEAST_UNIT, Rounded
+from specserve_kernels.reference.linear.quantize import FP8, GROUP, LARGEST, LEAST_UNIT, Rounded
 
 _GROUPS = 8  # groups of a program: four warps with loads of 16 bytes for each thread
 _SIZE = tl.constexpr(GROUP)
-_UNIT = tl.constexpr(1 / LARGEST)
+_UNIT = tl.constexpr(1 / LARGEST[torch.int8])
+_FP8_UNIT = tl.constexpr(1 / LARGEST[FP8])
+_LARGEST_FP8 = tl.constexpr(float(LARGEST[FP8]))
+_ALIGNED = 16  # bytes that rows are padded to, as the copy engine needs them
+_PER_WARP = 1024  # elements of a row
 _LEAST = tl.constexpr(LEAST_UNIT)
 
 
-def round_inputs(x_TI: Tensor) -> Rounded:
+def round_inputs(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
     """Same as the reference. Rows of x may be strided."""
     tokens, inputs = x_TI.shape
-    out = empty_rounded(tokens, inputs, x_TI)
+    out = empty_rounded(tokens, inputs, x_TI, dtype)
+    if dtype == FP8:
+        block = triton.next_power_of_2(inputs)
+        _round_rows_kernel[(tokens,)](
+            x_TI,
+            out.values_TI,
+            out.unit_GT,
+            x_TI.stride(0),
+            out.values_TI.stride(0),
+            I=inputs,
+            BLOCK=block,
+            num_warps=min(max(block // _PER_WARP, 1), 16),
+            **overlap(),
+        )
+        return out
     _round_kernel[(tokens, triton.cdiv(len(out.unit_GT), _GROUPS))](
         x_TI,
         out.values_TI,
@@ -37,10 +55,12 @@ def round_inputs(x_TI: Tensor) -> Rounded:
     return out
 
 
-def empty_rounded(tokens: int, inputs: int, like: Tensor) -> Rounded:
-    """Return uninitialized quantized activations with the device and dtype of ``like``."""
-    values_TI = like.new_empty((tokens, inputs), dtype=torch.int8)
-    unit_GT = like.new_empty((triton.cdiv(inputs, GROUP), tokens), dtype=torch.float32)
+def empty_rounded(tokens: int, inputs: int, like: Tensor, dtype: torch.dtype) -> Rounded:
+    """Return uninitialized quantized activations with the device and dtype of ``like``. In FP8 the copy engine (TMA)
+    can read their rows."""
+    width = triton.cdiv(inputs, _ALIGNED) * _ALIGNED if dtype == FP8 else inputs
+    values_TI = like.new_empty((tokens, width), dtype=dtype)[:, :inputs]
+    unit_GT = like.new_empty((1 if dtype == FP8 else triton.cdiv(inputs, GROUP), tokens), dtype=torch.float32)
     return Rounded(values_TI, unit_GT, like.dtype)
 
 
@@ -76,3 +96,32 @@ def store_rounded(x, values_ptr, unit_ptr, unit_stride, width):
     i = g[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
     tl.store(values_ptr + i, number, mask=i < width)
     tl.store(unit_ptr + g * unit_stride, unit, mask=g * _SIZE < width)
+
+
+@triton.jit
+def _round_rows_kernel(
+    x_ptr,  # [T, I]
+    values_ptr,  # [T, I] float8_e4m3fn
+    unit_ptr,  # [T]
+    stride,
+    values_stride,
+    I: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    t = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + t * stride + i, mask=i < I, other=0)
+    store_rounded_row(x, values_ptr + t * values_stride, unit_ptr + t, I)
+
+
+@triton.jit
+def store_rounded_row(x, values_ptr, unit_ptr, I: tl.constexpr):
+    """Quantize a row to FP8 and store it up to ``I``, after which x is zero."""
+    x = x.to(tl.float32)
+    unit = tl.maximum(tl.max(tl.abs(x), 0) * _FP8_UNIT, _LEAST)
+    number = tl.clamp(x * (1 / unit), -_LARGEST_FP8, _LARGEST_FP8).to(tl.float8e4nv)
+    i = tl.arange(0, x.shape[0])
+    tl.store(values_ptr + i, number, mask=i < I)
+    tl.store(unit_ptr, unit)

@@ -1,13 +1,12 @@
-"""A projection with 8-bit or 4-bit weights and unquantized activations.
+"""A projection with int8 or 4-bit weights and unquantized activations.
 
 Shapes: T tokens, O outputs, I inputs, P inputs padded to whole steps, W words with the scales or zeros of
 several groups of inputs, S scales of a group.
 
 Outputs are the rows of the tensor cores' product, tokens the columns. A thread reads its numbers of a step at once, in
 the order of ``Packed``, converts them exactly to the activations' dtype, and passes them to the tensor cores from its
-registers. Hopper has no instruction for the conversion to bfloat16. Two FP8 numbers become float16, then float32, then
-bfloat16. Integers become the low bits of a bfloat16 of value 128, from which 128 (and the sign, or a zero point of 8)
-is subtracted.
+registers. Hopper has no instruction for the conversion to bfloat16. Numbers become the low bits of a bfloat16 of value
+128, from which 128 (and the sign, or a zero point of 8) is subtracted.
 
 The order of sums is the same for any number of tokens. Inputs are divided into ``ranges``; their number depends only on
 the weight's shape. Within a range inputs are added in order, 16 at a time, and then the ranges' sums in order. Where
@@ -26,7 +25,6 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.device import Limits, limits_of, tickets
-from specserve_kernels.ops.fp8 import FP8
 from specserve_kernels.ops.linear.linear import outputs_of, store_outputs
 from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
 from specserve_kernels.ops.pdl import INTERPRETED, let_next_begin, overlap, wait_for_inputs
@@ -271,10 +269,8 @@ def _ordered(values, dtype: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexp
 def _converted(values, dtype: tl.constexpr):
     if dtype != tl.bfloat16:
         return values.to(dtype)
-    elif values.dtype == tl.int8:
-        return tl.inline_asm_elementwise(_INT8, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
-        return tl.inline_asm_elementwise(FP8, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(_INT8, "=r,=r,r", [values], dtype=tl.bfloat16, is_pure=True, pack=4)
 
 
 @triton.jit

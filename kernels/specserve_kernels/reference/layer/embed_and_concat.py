@@ -40,6 +40,6 @@ def pair_inputs_rounded(
     source_N: Tensor | None,
     norms: tuple[Tensor, Tensor, float] | None,
 ) -> tuple[Rounded, Tensor]:
-    """Return ``pair_inputs`` with the pairs quantized by ``round_inputs``. H must be a multiple of 128."""
+    """Return ``pair_inputs`` with the pairs quantized to int8 by ``round_inputs``. H must be a multiple of 128."""
     pair_N2H, features_NH = pair_inputs(tokens_N, embedding_VH, features_XH, source_N, norms)
-    return round_inputs(pair_N2H), features_NH
+    return round_inputs(pair_N2H, torch.int8), features_NH

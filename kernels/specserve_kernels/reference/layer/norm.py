@@ -33,8 +33,8 @@ def add_rms_norm(x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
 
 
 def add_rms_norm_rounded(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Rounded, Tensor]:
-    """Return ``add_rms_norm`` with the norm quantized by ``round_inputs``."""
+    """Return ``add_rms_norm`` with the norm quantized to ``dtype`` by ``round_inputs``."""
     normed_TH, total_TH = add_rms_norm(x_TH, residual_TH, weight_H, eps)
-    return round_inputs(normed_TH), total_TH
+    return round_inputs(normed_TH, dtype), total_TH

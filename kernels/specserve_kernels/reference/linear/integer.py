@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from specserve_kernels.reference.linear.quantize import Rounded, round_inputs
@@ -17,5 +18,5 @@ def integer_linear(
 ) -> Tensor:
     """Return ``quantized_linear`` of int8 weights and activations, which are quantized by ``round_inputs`` first if
     needed."""
-    x = round_inputs(x_TI) if isinstance(x_TI, Tensor) else x_TI
+    x = round_inputs(x_TI, torch.int8) if isinstance(x_TI, Tensor) else x_TI
     return quantized_linear(x.plain_TI, weight_OI, scale_OG, bias_O, gated).to(x.dtype)

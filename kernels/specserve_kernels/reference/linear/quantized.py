@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specserve_kernels.reference.layer.activation import silu_and_mul
-from specserve_kernels.reference.linear.quantize import GROUP
+from specserve_kernels.reference.linear.quantize import GROUP, LARGEST
 
 SLICE = 1 << 24  # weights quantized at a time, which bounds the float32 copies
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
 
 
 def quantize(weight_OI: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""A projection with 8-bit or 4-bit weights and unquantized activations.
+"""A projection with int8 or 4-bit weights and unquantized activations.
 
 Shapes: T tokens, O outputs, I inputs, P inputs padded to whole steps, G groups of inputs, S scales of a group, W words
 of 4 bytes, each with the numbers of N groups, R selected rows. A weight holds the numbers of the checkpoint: int8,
@@ -7,7 +7,8 @@ one output or several consecutive ones, and for a group of inputs or all. Nothin
 
 ``Packed`` is the same weight in the order in which tensor cores take it. A step of inputs (a group, or 128 of them) is
 divided into sixteens, these into halves, these into four pairs. One thread's pairs of all halves and sixteens are
-contiguous, so that it reads them at once. In 4 bits, the numbers of a first half are the low bits of their bytes.
+contiguous, so that it reads them at once. In 4 bits, the numbers of a first half are the low bits of their bytes. FP8
+keeps the order of the inputs: see ``fp8_linear``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specserve_kernels.reference.layer.activation import silu_and_mul
+from specserve_kernels.reference.linear.quantize import FP8
 
 STEP = 128  # most inputs of a step
 LEAST_GROUP = 32  # inputs: two sixteens
@@ -105,9 +107,11 @@ def _ordered(values_OI: Tensor, step: int) -> Tensor:
     """Reorder outputs, steps, sixteens, halves, pairs, numbers of a pair to outputs, steps, pairs, sixteens, halves,
     numbers; in 4 bits halves come last and share bytes."""
     plain = _padded(values_OI.view(torch.uint8), step)
+    if values_OI.dtype == FP8:
+        return plain.view(FP8)
     parts = plain.view(len(plain), -1, step // 16, 2, 4, 2)
     if values_OI.dtype != NIBBLES:
-        return parts.permute(0, 1, 4, 2, 3, 5).flatten(1).view(values_OI.dtype)
+        return parts.permute(0, 1, 4, 2, 3, 5).flatten(1).view(torch.int8)
     low, high = parts.permute(0, 1, 4, 2, 5, 3).unbind(-1)
     return (low | high << 4).flatten(1)
 
@@ -115,6 +119,8 @@ def _ordered(values_OI: Tensor, step: int) -> Tensor:
 def unpack(packed: Packed) -> Tensor:
     """Return the values ``[O, I]`` as in ``Numbers``: int8, float8_e4m3fn, or uint8 from 0 to 15."""
     plain, step = packed.values.view(torch.uint8), packed.step
+    if packed.values.dtype == FP8:
+        return packed.values[:, : packed.inputs]
     if packed.bits == 8:
         parts = plain.view(len(plain), -1, 4, step // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
     else:
