@@ -1,11 +1,13 @@
 """Times the target's layers as a chain, each kernel after the one that it needs, in a CUDA graph: milliseconds of 32
 layers of Llama-3.1-8B, without embedding and head.
 
-    python kernels/bench/chain.py [--tokens 1 4 8 16 32 64] [--requests 1] [--context 640] [--only NAME ...] [--once]
+    python kernels/bench/chain.py [--weights fp8] [--tokens 1 4 8 16 32 64] [--requests 1] [--context 640]
+        [--only NAME ...] [--once]
 
 Kernels timed alone lie side by side; in a step each waits for the last. The columns: launches one after the other and
 overlapping (``ops/pdl.py``), with projections by cuBLAS and by our kernels, and chains that lack some of
-their kernels. The floor is the weights' bytes at the device's bandwidth. ``--once`` only compiles.
+their kernels. The floor is the weights' bytes at the device's bandwidth. Weights may have other formats, for which
+there is no column of cuBLAS. ``--once`` only compiles.
 """
 
 from __future__ import annotations
@@ -20,29 +22,33 @@ from unittest import mock
 import torch
 from attention import PAGE, PEAK
 from layers import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, draw, graph_seconds, one_by_one
+from specserve_kernels import FP8, Packed, Rounded, pack
 from specserve_kernels.ops.attention.attention import Workspace, attend_nodes
-from specserve_kernels.ops.layer.norm import add_rms_norm
+from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
 from specserve_kernels.ops.linear import linear, swap_ab
 from torch import Tensor
+from weight_only import FORMATS, project, size
 
 LAYERS, TIMED = 32, 8  # this many of a model, and so many that are built: more than the second cache holds
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-WEIGHT_BYTES = 2 * HIDDEN * (QKV + HIDDEN + 3 * INNER)
+Weight = Tensor | Packed
 
 
 @dataclass(frozen=True)
 class Layer:
     norms: tuple[Tensor, Tensor]
-    qkv: Tensor
-    o: Tensor
-    gate_up: Tensor
-    down: Tensor
+    qkv: Weight
+    o: Weight
+    gate_up: Weight
+    down: Weight
     cache: Tensor
 
     @classmethod
-    def drawn(cls, pages: int) -> Layer:
-        def weight(outputs: int, inputs: int) -> Tensor:
+    def drawn(cls, pages: int, kind: str) -> Layer:
+        def weight(outputs: int, inputs: int) -> Weight:
+            if kind != "bf16":
+                return pack(FORMATS[kind](outputs, inputs))
             return draw(outputs, inputs) * inputs**-0.5
 
         return cls(
@@ -53,6 +59,27 @@ class Layer:
             weight(HIDDEN, INNER),
             draw(pages, 2, PAGE, KV_HEADS, HEAD_DIM),
         )
+
+    @property
+    def nbytes(self) -> int:
+        weights = self.qkv, self.o, self.gate_up, self.down
+        return sum(each.nbytes if isinstance(each, Tensor) else size(each) for each in weights)
+
+
+def multiply(x: Tensor | Rounded, weight: Weight, gated: bool = False) -> Tensor:
+    if isinstance(weight, Packed):
+        return project(x, weight, gated)
+    assert isinstance(x, Tensor)
+    return linear.linear(x, weight, None, gated)
+
+
+def normed(
+    weight_H: Tensor, reader: Weight, x_TH: Tensor, residual_TH: Tensor
+) -> tuple[Tensor | Rounded, Tensor]:
+    """The norm of the sum, as its reader takes it, and the sum."""
+    if isinstance(reader, Packed) and reader.values.dtype == FP8:
+        return add_rms_norm_rounded(x_TH, residual_TH, weight_H, 1e-5, FP8)
+    return add_rms_norm(x_TH, residual_TH, weight_H, 1e-5)
 
 
 @dataclass(frozen=True)
@@ -91,14 +118,15 @@ class Chain:
         workspace = Workspace()
         x_TH, residual_TH = self.x_TH, torch.zeros_like(self.x_TH)
         for layer in self.layers:
+            read: Tensor | Rounded = x_TH
             if norms:
-                x_TH, residual_TH = add_rms_norm(x_TH, residual_TH, layer.norms[0], 1e-5)
-            qkv_TND = linear.linear(x_TH, layer.qkv, None).view(len(x_TH), -1, HEAD_DIM)
+                read, residual_TH = normed(layer.norms[0], layer.qkv, x_TH, residual_TH)
+            qkv_TND = multiply(read, layer.qkv).view(len(x_TH), -1, HEAD_DIM)
             mixed_TND = self._mixed(layer, qkv_TND, workspace) if attention else qkv_TND[:, :HEADS]
-            x_TH = linear.linear(mixed_TND.flatten(1), layer.o, None)
+            read = x_TH = multiply(mixed_TND.flatten(1), layer.o)
             if norms:
-                x_TH, residual_TH = add_rms_norm(x_TH, residual_TH, layer.norms[1], 1e-5)
-            x_TH = linear.linear(linear.linear(x_TH, layer.gate_up, None, gated=True), layer.down, None)
+                read, residual_TH = normed(layer.norms[1], layer.gate_up, x_TH, residual_TH)
+            x_TH = multiply(multiply(read, layer.gate_up, gated=True), layer.down)
         return x_TH
 
     def _mixed(self, layer: Layer, qkv_TND: Tensor, workspace: Workspace) -> Tensor:
@@ -157,18 +185,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64], help="of each")
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--context", type=int, default=640)
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--weights", default="bf16", choices=["bf16", *FORMATS])
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS))
     parser.add_argument("--once", action="store_true")
     args = parser.parse_args()
-    layers = [Layer.drawn(pages_of(args.requests, max(args.tokens), args.context)) for _ in range(TIMED)]
-    floor = 1e3 * LAYERS * WEIGHT_BYTES / PEAK
+    plain = args.weights == "bf16"
+    names = args.only or [name for name in VARIANTS if plain or VARIANTS[name].served]
+    pages = pages_of(args.requests, max(args.tokens), args.context)
+    layers = [Layer.drawn(pages, args.weights) for _ in range(TIMED)]
+    floor = 1e3 * LAYERS * layers[0].nbytes / PEAK
     shape = f"{args.requests} requests of {args.context}"
-    print(f"{torch.cuda.get_device_name()}, bf16: ms of {LAYERS} layers, {shape}, floor {floor:.3f}")
-    print(f"{'tokens':>6}" + "".join(f"{name:>13}" for name in args.only))
+    print(
+        f"{torch.cuda.get_device_name()}, {args.weights}: ms of {LAYERS} layers, {shape}, floor {floor:.3f}"
+    )
+    print(f"{'tokens':>6}" + "".join(f"{name:>13}" for name in names))
     for tokens in args.tokens:
         chain = Chain.of(layers, args.requests, tokens, args.context)
         row = f"{tokens:6}"
-        for each in map(VARIANTS.__getitem__, args.only):
+        for each in map(VARIANTS.__getitem__, names):
             with each.launched():
                 run = partial(chain.run, each.norms, each.attention)
                 row += f"{milliseconds(run, args.once):13.3f}"

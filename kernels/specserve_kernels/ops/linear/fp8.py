@@ -116,9 +116,7 @@ def pipeline(weight: Packed, tokens: int, gated: bool, limits: Limits) -> Pipeli
     fewer stages."""
     outputs, inputs = len(weight.values), weight.inputs
     width, halves = (outputs // 2, 2) if gated else (outputs, 1)
-    chosen = _pipeline(tokens, gated, weight.grouped)
-    if weight.grouped:
-        chosen = chosen._replace(inputs=weight.step, stages=max(4, chosen.stages))
+    chosen = _grouped_pipeline(weight.step, tokens, gated) if weight.grouped else _pipeline(tokens, gated)
     tiles = triton.cdiv(width, chosen.outputs) * triton.cdiv(tokens, chosen.tokens)
     parts = 1 if gated or tiles >= limits.processors else ranges(outputs, inputs, gated)
     stage = chosen.inputs * (chosen.tokens + halves * chosen.outputs)
@@ -126,17 +124,26 @@ def pipeline(weight: Packed, tokens: int, gated: bool, limits: Limits) -> Pipeli
     return chosen._replace(stages=max(1, min(chosen.stages, room)), parts=parts)
 
 
-def _pipeline(tokens: int, gated: bool, grouped: bool) -> Pipeline:
+def _pipeline(tokens: int, gated: bool) -> Pipeline:
     columns = max(16, triton.next_power_of_2(tokens))
-    if tokens <= 16 or (tokens <= 64 and not gated):
-        return Pipeline(columns, _ROWS, 256, 4, 4)
-    if grouped:  # registers hold each sum twice
-        return Pipeline(64 if tokens <= 64 or not gated else 128, _ROWS, 128, 4, 4 if tokens <= 64 else 8)
-    if tokens <= 256:
-        return Pipeline(min(columns, 128), 128, 128, 4, 8) if gated else Pipeline(64, _ROWS, 256, 3, 4)
+    if tokens <= 16:
+        return Pipeline(16, _ROWS, 256, 3, 4) if gated else Pipeline(16, _ROWS, 512, 4, 4)
     if gated:
-        return Pipeline(256, _ROWS, 128, 4, 8)
+        return (
+            Pipeline(min(columns, 128), 128, 128, 4, 8) if tokens <= 256 else Pipeline(256, _ROWS, 128, 4, 8)
+        )
+    if tokens <= 128:
+        return Pipeline(min(columns, 64), _ROWS, 256, 4 if tokens <= 64 else 3, 4)
+    if tokens <= 256:
+        return Pipeline(128, _ROWS, 128, 4, 4)
     return Pipeline(128, 128, 128, 3, 4) if tokens <= 2048 else Pipeline(256, 128, 128, 4, 8)
+
+
+def _grouped_pipeline(step: int, tokens: int, gated: bool) -> Pipeline:
+    """Registers hold each sum twice. While one program adds products of a group, others multiply."""
+    if tokens <= 64:
+        return Pipeline(max(16, triton.next_power_of_2(tokens)), _ROWS, step, 4 if gated else 6, 4)
+    return Pipeline(64 if tokens <= 128 and not gated else 128, _ROWS, step, 3, 4)
 
 
 @triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
