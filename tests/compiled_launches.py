@@ -32,6 +32,7 @@ from specserve_kernels.ops.device import Gpu, Limits, assume
 from specserve_kernels.ops.layer.embed_and_concat import pair_inputs_rounded
 from specserve_kernels.ops.layer.norm import add_rms_norm_rounded, rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
+from specserve_kernels.ops.linear.fp8 import fp8_linear
 from specserve_kernels.ops.linear.indexed import indexed_linear
 from specserve_kernels.ops.linear.integer import integer_linear
 from specserve_kernels.ops.linear.linear import linear_few
@@ -39,6 +40,7 @@ from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
 from specserve_kernels.ops.linear.weight_only import weight_only_linear
+from specserve_kernels.reference.linear.quantize import FP8
 from specserve_kernels.reference.linear.weight_only import Numbers, pack
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -398,31 +400,34 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
 
 
 def launch_weight_only(tokens: int, gated: bool, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Projections of 4096 inputs by all kinds of weights that are not rounded again."""
+    """Projections of 4096 inputs by all kinds of stored weights."""
     x_TI = torch.zeros(tokens, 4096, dtype=dtype)
     values, few_bits = torch.zeros(4096, 4096, dtype=torch.int8), torch.zeros(4096, 4096, dtype=torch.uint8)
     one, blocks, groups = (torch.zeros(shape) for shape in ((4096, 1), (32, 32), (4096, 32)))
     for numbers in (
         Numbers(values, one),
-        Numbers(values.to(torch.float8_e4m3fn), one),
-        Numbers(values.to(torch.float8_e4m3fn), blocks, None, 128, 128),
+        Numbers(values.to(FP8), one),
+        Numbers(values.to(FP8), blocks, None, 128, 128),
         Numbers(few_bits, groups.half(), None, 128),
         Numbers(few_bits, groups.half(), torch.zeros(4096, 32, dtype=torch.uint8), 128),
     ):
-        weight_only_linear(x_TI, pack(numbers), None, gated)
+        multiply = fp8_linear if numbers.values_OI.dtype == FP8 else weight_only_linear
+        multiply(x_TI, pack(numbers), None, gated)
 
 
 def launch_wide_weight_only(tokens: int) -> None:
-    """A gate as wide as Llama-3.1-8B's, each row of which has one scale."""
+    """Gates as wide as Llama-3.1-8B's, each row of which has one scale."""
     x_TI, scale_OG = torch.zeros(tokens, 4096, dtype=torch.bfloat16), torch.zeros(28672, 1)
-    weight_only_linear(x_TI, pack(Numbers(torch.zeros(28672, 4096, dtype=torch.int8), scale_OG)), None, True)
+    for multiply, kept in ((weight_only_linear, torch.int8), (fp8_linear, FP8)):
+        multiply(x_TI, pack(Numbers(torch.zeros(28672, 4096, dtype=kept), scale_OG)), None, True)
 
 
 def launch_norms() -> None:
-    """Of heads, one by one, and those of an int8 draft as wide as Llama-3.1-8B's."""
+    """Of heads, one by one, and those of an int8 draft and an FP8 target as wide as Llama-3.1-8B's."""
     x_TH, weight_H = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((2,), ()))
     rms_norm(x_TH.view(64, 128), weight_H[:128], 1e-5)
-    add_rms_norm_rounded(x_TH, x_TH, weight_H, 1e-5, torch.int8)
+    for dtype in (torch.int8, FP8):
+        add_rms_norm_rounded(x_TH, x_TH, weight_H, 1e-5, dtype)
     tokens_T = torch.zeros(2, dtype=torch.int64)
     pair_inputs_rounded(tokens_T, x_TH, x_TH, tokens_T, (weight_H, weight_H, 1e-5))
 

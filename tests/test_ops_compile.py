@@ -74,7 +74,7 @@ def compiled(everywhere: list[Compiled]) -> list[Compiled]:
 
 def test_quantized_weights_fit_smaller_gpus(everywhere: list[Compiled]) -> None:
     sizes = [each["shared"] for each in everywhere if each["capability"] == 89]
-    assert len(sizes) == 5
+    assert len(sizes) == 6
     assert max(sizes) <= ADA_SHARED
 
 
@@ -122,7 +122,7 @@ def test_products_end_before_their_registers_are_overwritten(compiled: list[Comp
     made = [each for each in compiled if each["kernel"].startswith("linear.") and each["running"] is not None]
     assert not [f"{each['kernel']} {each['variant']}" for each in made if each["running"]]
     wide = [each for each in made if "'O': 28672" in each["variant"] and "'BITS': 8" in each["variant"]]
-    assert len(wide) == 6
+    assert len(wide) == 3
 
 
 def test_products_that_run_on_are_found() -> None:

@@ -47,10 +47,10 @@ def as_queries(q, cache):
     """Return queries as they are multiplied. With an FP8 cache, bfloat16 becomes float16: one instruction converts two
     numbers of the cache to float16, and there is none for bfloat16."""
     if (q.dtype == tl.bfloat16) & (cache.dtype.element_ty.primitive_bitwidth == 8):
-        return tl.clamp(q.to(tl.float32), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL).to(
-            tl.float16
-        )
-    return q
+        wide = tl.clamp(q.to(tl.float32), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        return wide.to(tl.float16)
+    else:
+        return q
 
 
 @triton.jit

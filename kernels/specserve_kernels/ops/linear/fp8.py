@@ -209,11 +209,11 @@ def _fp8_linear_kernel(
             return
         total = reduce_partials(part_ptr, tickets_ptr, tl.program_id(0), BLOCK_O, BLOCK_T, PARTS)
     unit = tl.load(unit_ptr + t, mask=inside_t, other=0)
-    out = _finish(total, unit, scale_ptr, bias_ptr, o, inside_o, ROWS, GROUPED, BIAS).to(
+    out = _scaled(total, unit, scale_ptr, bias_ptr, o, inside_o, ROWS, GROUPED, BIAS).to(
         out_ptr.dtype.element_ty
     )
     if GATED:
-        up = _finish(gated, unit, scale_ptr, bias_ptr, WIDTH + o, inside_o, ROWS, GROUPED, BIAS)
+        up = _scaled(gated, unit, scale_ptr, bias_ptr, WIDTH + o, inside_o, ROWS, GROUPED, BIAS)
         out = gate_by_silu(out, up.to(out.dtype))
     out_ptrs = out_ptr + t.to(tl.int64)[:, None] * WIDTH + o[None, :]
     tl.store(out_ptrs, tl.trans(out), mask=inside_t[:, None] & inside_o[None, :])
@@ -238,7 +238,7 @@ def _tile(
 
 
 @triton.jit
-def _finish(
+def _scaled(
     sums,
     unit,
     scale_ptr,
