@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.attention.blocks import as_queries, fold_columns, load_block, load_pages, scales_of
+from specserve_kernels.ops.attention.blocks import fold_columns, load_block, load_pages, scales_of
 from specserve_kernels.ops.attention.launch_plan import LaunchPlan
 from specserve_kernels.ops.attention.paths import Paths, fold_paths
 from specserve_kernels.ops.attention.splits import (
@@ -209,7 +209,7 @@ def _attend_kernel(
         pages = load_pages(table, begin * N, last_page, N, PAGE)
         node_R, head_R, live_R = _rows_of(tile * R, first, count, head, GROUP, R)
         q_at_RD = q + (node_R * q_stride + head_R * D)[:, None] + column_D[None, :]
-        q_RD = as_queries(tl.load(q_at_RD, mask=live_R[:, None], other=0.0), cache)
+        q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
         nearest = visible_end  # the first end of some row's keys
         end_R = tl.zeros([R], tl.int32) + visible_end
         if TAIL == "chain":

@@ -15,7 +15,6 @@ from specserve_kernels.ops.fp8 import FP8
 from specserve_kernels.types import KVScales
 
 LOG2_E = math.log2(math.e)
-_LARGEST = tl.constexpr(65504.0)  # of float16
 
 
 def scales_of(size: int, scales: KVScales | None) -> tuple[float, float | None]:
@@ -43,17 +42,6 @@ def load_pages(table, first, last, N: tl.constexpr, PAGE: tl.constexpr):
 
 
 @triton.jit
-def as_queries(q, cache):
-    """Return queries as they are multiplied. With an FP8 cache, bfloat16 becomes float16: one instruction converts two
-    numbers of the cache to float16, and there is none for bfloat16."""
-    if (q.dtype == tl.bfloat16) & (cache.dtype.element_ty.primitive_bitwidth == 8):
-        wide = tl.clamp(q.to(tl.float32), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        return wide.to(tl.float16)
-    else:
-        return q
-
-
-@triton.jit
 def as_computed(stored, dtype: tl.constexpr):
     """Convert the cache's numbers to the dtype of the queries.
 
@@ -62,8 +50,8 @@ def as_computed(stored, dtype: tl.constexpr):
     """
     if stored.dtype == dtype:
         return stored
-    elif (dtype == tl.float16) & (stored.dtype.primitive_bitwidth == 8):
-        return tl.inline_asm_elementwise(FP8, "=r,=r,r", [stored], dtype=tl.float16, is_pure=False, pack=4)
+    elif dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(FP8, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=False, pack=4)
     else:
         return stored.to(dtype)
 

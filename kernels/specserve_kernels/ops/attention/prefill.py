@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specserve_kernels.ops.attention.blocks import as_computed, as_queries, load_block, scales_of
+from specserve_kernels.ops.attention.blocks import load_block, scales_of
 from specserve_kernels.ops.attention.splits import FAR, NEAR, fold, merge, nothing_seen, row_sums, split_size
 from specserve_kernels.ops.device import HOPPER, capability_of, copies, limits_of
 from specserve_kernels.types import KVScales
@@ -91,8 +91,7 @@ def _fold_own(
 ):  # fmt: skip
     """Fold blocks of the chunk itself. ``row``: the row that position 0 would have if it were in the chunk."""
     for block in tl.range(begin, stop, num_stages=STAGES):
-        k_ND = as_computed(kv_desc.load([row + block * N, k_at]), q_RD.dtype)
-        v_ND = as_computed(kv_desc.load([row + block * N, v_at]), q_RD.dtype)
+        k_ND, v_ND = kv_desc.load([row + block * N, k_at]), kv_desc.load([row + block * N, v_at])
         all_, top_R, sum_RX, acc_RD = _fold_block(
             q_RD, k_ND, v_ND, block * N, end, position_R, scale, all_, top_R, sum_RX, acc_RD, MASKED, KV_START, NEAR,
             FAR,
@@ -143,10 +142,10 @@ def _prefill_kernel(
     token_R = tl.where(live_R, first + local_R, first).to(tl.int64)
     column_D = tl.arange(0, D)
     if OWN:
-        q_RD = as_queries(q.load([first.to(tl.int32) + tile * R, head * D]), cache)
+        q_RD = q.load([first.to(tl.int32) + tile * R, head * D])
     else:
         q_at_RD = q + (token_R * q_stride + head * D)[:, None] + column_D[None, :]
-        q_RD = as_queries(tl.load(q_at_RD, mask=live_R[:, None], other=0.0), cache)
+        q_RD = tl.load(q_at_RD, mask=live_R[:, None], other=0.0)
     start = 0
     if PAGED:
         start = tl.load(positions_T + first).to(tl.int32)
