@@ -247,3 +247,22 @@ def test_same_bits_for_all_numbers_of_tokens(outputs: int, inputs: int, gated: b
         count = min(tokens, 300)
         found = ops.weight_only_linear(x[:tokens], weight, None, gated)
         assert torch.equal(found[:count], right[:count]), tokens
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(5, 34, 256), (300, 70, 15 * 128 + 40)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_converted_first(
+    device: torch.device, kind: Kind, tokens: int, outputs: int, inputs: int, gated: bool
+) -> None:
+    """In 16 bits, as for prompts. That the bits stay the same, ``test_same_bits_for_all_numbers_of_tokens`` shows."""
+    numbers = kind.draw(outputs, inputs, device)
+    weight = pack(numbers)
+    x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
+    with patch.object(ops, "_CONVERT_FROM", 1):
+        check(x, weight, None, gated)
+    exact = numbers.values_OI.float()
+    if numbers.zero_OG is not None:
+        exact -= numbers.zero_OG.float().repeat_interleave(numbers.group, 1)[:, :inputs]
+    elif kind.dtype == INT4:
+        exact -= 8
+    assert torch.equal(ops.convert(weight, torch.float16)[:, :inputs].float(), exact)

@@ -13,6 +13,9 @@ the weight's shape. Within a range inputs are added in order, 16 at a time, and 
 groups of inputs have scales, a group is summed from zero, and its sum times the scale is added with one rounding. For
 few tokens, programs share the ranges of a tile (``split_k``), which saturates memory when there are few outputs; for
 many tokens each program takes all ranges.
+
+Converting a tile once for every 128 or 256 tokens takes as long as its products. For prompts the whole weight is first
+converted to 16 bits, and tensor cores read it from shared memory. The sums are the same.
 """
 
 from __future__ import annotations
@@ -34,19 +37,22 @@ _ROWS = 64  # rows of the smallest tile of Hopper's tensor cores
 _PROGRAMS = 512  # wanted programs, on any device: ranges determine the bits of the result
 _LEAST_STEPS, _MOST_RANGES = 4, 4
 _MOST_TOKENS = 128  # of a program
+_CONVERT_FROM = 512  # tokens
 _BESIDE = 2048  # bytes of shared memory outside the stages, scales included
 _ZERO = tl.constexpr(SYMMETRIC_ZERO)
 _COMPILED = tl.constexpr(not INTERPRETED)
 
 
 class Pipeline(NamedTuple):
-    """A program's tokens and outputs, steps in flight, and warps; and how many programs share a tile."""
+    """A program's tokens and outputs, steps in flight, and warps; how many programs share a tile; and a step's inputs,
+    0 for the weight's."""
 
     tokens: int
     outputs: int
     stages: int
     warps: int
     parts: int = 1
+    step: int = 0
 
 
 def weight_only_linear(
@@ -58,16 +64,19 @@ def weight_only_linear(
         x_TI = x_TI.index_select(1, weight.order_I)
     (tokens, inputs), outputs = x_TI.shape, len(weight.values)
     cut = ranges(outputs, inputs, weight.step)
-    block = pipeline(weight, tokens, x_TI.element_size(), limits_of(x_TI.device))
+    values, bits, zero_WON = weight.values, weight.bits, weight.zero_WON
+    if tokens >= _CONVERT_FROM and x_TI.element_size() == 2:
+        values, bits, zero_WON = convert(weight, x_TI.dtype), 16, None
+    block = pipeline(weight, tokens, x_TI.element_size(), limits_of(x_TI.device), bits)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
     tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
     shared, tile = block.parts > 1, block.tokens * block.outputs
     part = x_TI.new_empty(tiles[0] * tiles[1] * block.parts * tile if shared else 0, dtype=torch.float32)
     _weight_only_kernel[(*tiles, block.parts)](
         x_TI,
-        weight.values,
+        values,
         _words(weight.scale_WSN) if weight.grouped else weight.scale_WSN,
-        x_TI if weight.zero_WON is None else _words(weight.zero_WON),
+        x_TI if zero_WON is None else _words(zero_WON),
         x_TI if bias_O is None else bias_O,
         out_TO,
         part,
@@ -78,23 +87,45 @@ def weight_only_linear(
         I=inputs,
         SCALES=weight.scale_WSN.shape[1],
         ROWS=weight.rows,
-        BITS=weight.bits,
+        BITS=bits,
         SCALE=getattr(tl, str(weight.scale_WSN.dtype).removeprefix("torch.")),
         GROUPED=weight.grouped,
-        ZEROS=weight.zero_WON is not None,
+        ZEROS=zero_WON is not None,
         BIAS=bias_O is not None,
         GATED=gated,
         RANGES=cut,
         PARTS=block.parts,
         BLOCK_T=block.tokens,
         BLOCK_O=block.outputs,
-        STEP=weight.step,
+        WIDTH=values.shape[1],
+        SHARE=triton.cdiv(triton.cdiv(inputs, weight.step), cut) * weight.step,
+        STEP=block.step or weight.step,
         STAGES=block.stages,
         num_warps=block.warps,
         num_stages=block.stages,
         **overlap(),
     )
     return out_TO
+
+
+def convert(weight: Packed, dtype: torch.dtype) -> Tensor:
+    """Return the numbers minus zeros ``[O, P]`` in ``dtype``, in the order of the inputs."""
+    outputs, inputs = len(weight.values), triton.cdiv(weight.inputs, weight.step) * weight.step
+    out_OP = torch.empty(outputs, inputs, dtype=dtype, device=weight.values.device)
+    zeros = weight.zero_WON is not None
+    _convert_kernel[(triton.cdiv(outputs, _ROWS), inputs // weight.step)](
+        weight.values,
+        _words(weight.zero_WON) if zeros else weight.values,
+        out_OP,
+        O=outputs,
+        P=inputs,
+        BITS=weight.bits,
+        ZEROS=zeros,
+        BLOCK_O=_ROWS,
+        STEP=weight.step,
+        num_warps=4,
+    )
+    return out_OP
 
 
 def _words(each_WON: Tensor) -> Tensor:
@@ -111,10 +142,13 @@ def ranges(outputs: int, inputs: int, step: int) -> int:
     return cut
 
 
-def pipeline(weight: Packed, tokens: int, input_bytes: int, limits: Limits) -> Pipeline:
-    """Choose the launch for this many tokens. With less shared memory, there are fewer stages."""
+def pipeline(weight: Packed, tokens: int, input_bytes: int, limits: Limits, bits: int = 0) -> Pipeline:
+    """Choose the launch for this many tokens. With less shared memory, there are fewer stages. ``bits``: of a converted
+    weight."""
     outputs, inputs = len(weight.values), weight.inputs
     cut = ranges(outputs, inputs, weight.step)
+    if bits == 16:
+        return _converted_pipeline(weight, cut, limits)
     chosen = _pipeline(tokens, input_bytes)
     tiles = triton.cdiv(outputs, chosen.outputs) * triton.cdiv(tokens, chosen.tokens)
     parts = cut if tiles < limits.processors else 1
@@ -133,6 +167,15 @@ def pipeline(weight: Packed, tokens: int, input_bytes: int, limits: Limits) -> P
     return chosen._replace(stages=max(1, min(chosen.stages, room)), parts=parts)
 
 
+def _converted_pipeline(weight: Packed, cut: int, limits: Limits) -> Pipeline:
+    """Registers hold one sum for each output, another if there are ranges, and another if there are groups, whose steps
+    are as long as they are."""
+    step = weight.step if weight.grouped else weight.step // 2
+    tokens = _MOST_TOKENS if weight.grouped or cut > 1 else 2 * _MOST_TOKENS
+    stages = (limits.shared_bytes - _BESIDE) // (2 * step * (tokens + 2 * _ROWS))
+    return Pipeline(tokens, 2 * _ROWS, max(1, min(4, stages)), 8, step=step)
+
+
 def _pipeline(tokens: int, input_bytes: int) -> Pipeline:
     if input_bytes > 2:
         return Pipeline(16 if tokens <= 16 else 32, _ROWS, 3, 4)
@@ -148,7 +191,7 @@ def _pipeline(tokens: int, input_bytes: int) -> Pipeline:
 @triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
 def _weight_only_kernel(
     x_ptr,  # [T, I]
-    values_ptr,  # [O, P], in 4 bits [O, P / 2]
+    values_ptr,  # [O, P], in 4 bits [O, P / 2]; converted if BITS is 16
     scale_ptr,  # int32 [W, S] if GROUPED, or SCALE [S]
     zero_ptr,  # int32 [W, O], if ZEROS
     bias_ptr,  # [O], if BIAS
@@ -171,6 +214,8 @@ def _weight_only_kernel(
     PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARE: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -179,12 +224,12 @@ def _weight_only_kernel(
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     o, inside_o = outputs_of(tl.program_id(1), O, BLOCK_O, GATED)
     steps: tl.constexpr = (I + STEP - 1) // STEP
-    BYTES: tl.constexpr = STEP * BITS // 8
-    i, byte = tl.arange(0, STEP), tl.arange(0, BYTES)
+    COLUMNS: tl.constexpr = STEP // 2 if BITS == 4 else STEP
+    i, column = tl.arange(0, STEP), tl.arange(0, COLUMNS)
     x_ptrs = x_ptr + t.to(tl.int64)[None, :] * stride + i[:, None]
-    values_ptrs = values_ptr + o.to(tl.int64)[:, None] * (steps * BYTES) + byte[None, :]
+    values_ptrs = values_ptr + o.to(tl.int64)[:, None] * WIDTH + column[None, :]
     scale_ptrs, zero_ptrs = scale_ptr + o // ROWS, zero_ptr + o
-    share: tl.constexpr = (steps + RANGES - 1) // RANGES
+    share: tl.constexpr = SHARE // STEP
     wait_for_inputs(OVERLAP)
     let_next_begin(OVERLAP and not GATED)  # the many programs after a gate would take room
     total = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
@@ -194,7 +239,7 @@ def _weight_only_kernel(
         for step in tl.range(begin, tl.minimum(begin + share, steps), num_stages=STAGES):
             inside = (t < tokens)[None, :] & ((I % STEP == 0) | (step * STEP + i < I))[:, None]
             x = tl.load(x_ptrs + step * STEP, mask=inside, other=0)
-            values = tl.load(values_ptrs + step * BYTES, mask=inside_o[:, None], other=0.0)
+            values = tl.load(values_ptrs + step * COLUMNS, mask=inside_o[:, None], other=0.0)
             weight = _ordered(values, x.dtype, BITS, ZEROS)
             if ZEROS:
                 zero = _of_group(zero_ptrs, step, O, inside_o, tl.uint8)
@@ -203,6 +248,8 @@ def _weight_only_kernel(
                 scale = _of_group(scale_ptrs, step, SCALES, inside_o, SCALE)
                 product = tl.dot(weight, x, input_precision="ieee")
                 sums = _add_scaled(product, scale, sums)
+            elif BITS == 16:
+                sums = tl.dot(weight, x, sums, input_precision="ieee")
             else:
                 sums = _finished(tl.dot(weight, x, sums, input_precision="ieee"))
         total += sums
@@ -220,6 +267,29 @@ def _weight_only_kernel(
     else:
         total = _add_scaled(total, tl.load(scale_ptrs, mask=inside_o, other=0), bias)
     store_outputs(tl.trans(total), out_ptr, tl.program_id(1), t, tokens, O, GATED)
+
+
+@triton.jit
+def _convert_kernel(
+    values_ptr,  # [O, P], in 4 bits [O, P / 2]
+    zero_ptr,  # int32 [W, O], if ZEROS
+    out_ptr,  # [O, P]
+    O: tl.constexpr,
+    P: tl.constexpr,
+    BITS: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    o, step = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O), tl.program_id(1)
+    COLUMNS: tl.constexpr = STEP * BITS // 8
+    column = step * COLUMNS + tl.arange(0, COLUMNS)
+    row = o.to(tl.int64)[:, None]
+    values = tl.load(values_ptr + row * (P * BITS // 8) + column[None, :], mask=(o < O)[:, None], other=0.0)
+    weight = _ordered(values, out_ptr.dtype.element_ty, BITS, ZEROS)
+    if ZEROS:
+        weight -= _of_group(zero_ptr + o, step, O, o < O, tl.uint8).to(weight.dtype)[:, None]
+    tl.store(out_ptr + row * P + step * STEP + tl.arange(0, STEP)[None, :], weight, mask=(o < O)[:, None])
 
 
 @triton.jit
@@ -254,7 +324,9 @@ def _ordered(values, dtype: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexp
     """Return a step's numbers ``[O, STEP]`` in ``dtype``, in the order of the inputs, without moving any between
     threads: see ``Packed``."""
     O: tl.constexpr = values.shape[0]
-    if BITS == 8:
+    if BITS == 16:
+        return values
+    elif BITS == 8:
         SIXTEENS: tl.constexpr = values.shape[1] // 16
         parts = tl.reshape(_converted(values, dtype), (O, 4, SIXTEENS, 2, 2))
         return tl.reshape(tl.permute(parts, (0, 2, 3, 1, 4)), (O, 16 * SIXTEENS))
