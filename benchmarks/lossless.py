@@ -34,6 +34,7 @@ from benchmarks.common import PROMPTS, shape_settings, with_all_graphs, write_re
 from benchmarks.pairwise import Configuration, pairwise
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
+from specserve.config.settings import ROUNDED
 from specserve.core import Speculation
 from specserve.methods import JOIN, method_of
 
@@ -133,6 +134,8 @@ EXTRAS: list[Configuration] = [
 ]
 TOGGLES = [Speculation(), Speculation(enabled=False), Speculation(max_draft_tokens=3)]
 TIES = {"float64": 0.0, "float32": 1e-4, "bfloat16": 0.0, "float16": 0.05}
+GIVEN = ("quantization", "kv_cache_dtype", "max_tokens", "requests")
+"""Options that a report repeats."""
 LARGE_POOL = 40_000  # tokens: no batch here is preempted, and nothing is taken from other processes
 
 
@@ -145,6 +148,7 @@ class Models:
     dtype: str = "float64"
     device: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: str = "none"
 
     def draft_of(self, algorithm: str) -> Path | None:
         """The checkpoint of a method, or of the one that is merged with a lookup."""
@@ -259,6 +263,7 @@ def open_llm(models: Models, **settings: Any) -> LLM:
             dtype=models.dtype,
             device=models.device,
             kv_cache_dtype=models.kv_cache_dtype,
+            quantization=models.quantization,
             skip_tokenizer_init=True,
             random_seed=0,
             **{"max_total_tokens": LARGE_POOL, **settings},
@@ -475,7 +480,7 @@ def merge(paths: Sequence[Path], dtype: str, output: Path | None) -> Report:
         report.add(Report(rows, [Difference(**each) for each in figures["differences"]]))
     about = [{name: part[name] for name in ("command", "commit", "hardware")} for part in parts]
     seconds = max(part["figures"]["seconds"] for part in parts)
-    same = {name: parts[0]["figures"][name] for name in ("kv_cache_dtype", "max_tokens", "requests")}
+    same = {name: parts[0]["figures"][name] for name in GIVEN}
     write_results(
         f"lossless_{dtype}", figures_of(report, dtype, **same, seconds=seconds, parts=about), output
     )
@@ -497,6 +502,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--dtype", default="float64", choices=list(TIES))
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--quantization", default="none", choices=("none", *ROUNDED))
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--model-path", type=Path, default=BUNDLED_MODEL)
     parser.add_argument("--eagle", type=Path, default=BUNDLED_DRAFTS["EAGLE"])
@@ -515,12 +521,13 @@ def main() -> None:
     first, step = map(int, args.part.split("/"))
     drafts = {"EAGLE": args.eagle, "EAGLE3": args.eagle3}
     drafts |= {name: Path(path) for name, _, path in (each.partition("=") for each in args.draft)}
-    models = Models(args.model_path, drafts, args.dtype, args.device, args.kv_cache_dtype)
+    kinds = args.dtype, args.device, args.kv_cache_dtype, args.quantization
+    models = Models(args.model_path, drafts, *kinds)
     prompts = [prompt[:48] for prompt in read_prompts(args.prompts, args.model_path)]
     begin = time.perf_counter()
     items = make_items(prompts, args.requests, args.max_tokens)
     configurations = models.configurations(args.only)[first::step]
-    given = {name: getattr(args, name) for name in ("kv_cache_dtype", "max_tokens", "requests")}
+    given = {name: getattr(args, name) for name in GIVEN}
 
     def keep(report: Report) -> None:
         if args.output is not None:

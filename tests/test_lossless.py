@@ -120,7 +120,8 @@ def test_parts_are_merged(models: Models, tmp_path: Path) -> None:
         for wrong in (0, 1)
     ]
     for number, report in enumerate(reports):
-        more = {"seconds": number, "kv_cache_dtype": "auto", "max_tokens": 12, "requests": 70}
+        more = {"seconds": number, "quantization": "none", "kv_cache_dtype": "auto"}
+        more |= {"max_tokens": 12, "requests": 70}
         write_results("part", figures_of(report, "bfloat16", **more), tmp_path / f"{number}.json")
     found = merge([tmp_path / "0.json", tmp_path / "1.json"], "bfloat16", tmp_path / "merged.json")
     assert (len(found.rows), found.texts, found.identical, found.preemptions) == (4, 256, 254, 8)
