@@ -94,8 +94,11 @@ def resolve_engine(
         model = model.with_weights(RoundedWeights(settings.quantization))
     if words := model.weights.words:
         plain = settings.device == "cpu" or settings.dtype == "float64"
-        how = "dequantized while loading" if plain else "read by the kernel weight_only_linear"
-        notes.append(f"weights: {words}; {how}; activations stay in {settings.dtype}")
+        if plain:
+            how = "dequantized while loading; inputs of those in FP8 are rounded to FP8"
+        else:
+            how = f"FP8 takes inputs in FP8 (fp8_linear), others in {settings.dtype} (weight_only_linear)"
+        notes.append(f"weights: {words}; {how}")
     for note in notes:
         log.info("%s", note)
     # OpenMP threads spin at barriers: one without a core delays all (docs/decisions/0006-engine-threads.md).

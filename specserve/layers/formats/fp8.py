@@ -2,7 +2,7 @@
 
 ``weight`` float8_e4m3fn ``[O, I]``, and a scale that multiplies it: a number for all (``weight_scale``,
 ``weight_scale_inv``), one for each output ``[O, 1]``, or one for each block ``[O / 128, I / 128]``, rounded up.
-Scales of activations (``input_scale``, ``activation_scale``) are not used: see docs/decisions/0014-weights-alone.md.
+Scales of activations (``input_scale``, ``activation_scale``) are not used: see docs/decisions/0019-fp8-activations.md.
 """
 
 from __future__ import annotations

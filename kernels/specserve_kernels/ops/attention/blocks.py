@@ -11,10 +11,29 @@ import triton
 import triton.language as tl
 
 from specserve_kernels.ops.attention.splits import fold
-from specserve_kernels.ops.fp8 import FP8
 from specserve_kernels.types import KVScales
 
 LOG2_E = math.log2(math.e)
+# Convert four numbers of float8_e4m3fn to bfloat16, exactly. Hopper has no instruction for it: two of them become
+# float16, then float32, then bfloat16.
+_FP8 = tl.constexpr(
+    """{
+    .reg .b16 e<2>, h<4>;
+    .reg .b32 p<2>;
+    .reg .f32 f<4>;
+    mov.b32 {e0, e1}, $2;
+    cvt.rn.f16x2.e4m3x2 p0, e0;
+    cvt.rn.f16x2.e4m3x2 p1, e1;
+    mov.b32 {h0, h1}, p0;
+    mov.b32 {h2, h3}, p1;
+    cvt.f32.f16 f0, h0;
+    cvt.f32.f16 f1, h1;
+    cvt.f32.f16 f2, h2;
+    cvt.f32.f16 f3, h3;
+    cvt.rn.bf16x2.f32 $0, f1, f0;
+    cvt.rn.bf16x2.f32 $1, f3, f2;
+    }"""
+)
 
 
 def scales_of(size: int, scales: KVScales | None) -> tuple[float, float | None]:
@@ -51,7 +70,7 @@ def as_computed(stored, dtype: tl.constexpr):
     if stored.dtype == dtype:
         return stored
     elif dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(FP8, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=False, pack=4)
+        return tl.inline_asm_elementwise(_FP8, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=False, pack=4)
     else:
         return stored.to(dtype)
 

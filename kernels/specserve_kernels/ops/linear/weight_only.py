@@ -112,15 +112,15 @@ def convert(weight: Packed, dtype: torch.dtype) -> Tensor:
     """Return the numbers minus zeros ``[O, P]`` in ``dtype``, in the order of the inputs."""
     outputs, inputs = len(weight.values), triton.cdiv(weight.inputs, weight.step) * weight.step
     out_OP = torch.empty(outputs, inputs, dtype=dtype, device=weight.values.device)
-    zeros = weight.zero_WON is not None
+    zero_WON = weight.zero_WON
     _convert_kernel[(triton.cdiv(outputs, _ROWS), inputs // weight.step)](
         weight.values,
-        _words(weight.zero_WON) if zeros else weight.values,
+        weight.values if zero_WON is None else _words(zero_WON),
         out_OP,
         O=outputs,
         P=inputs,
         BITS=weight.bits,
-        ZEROS=zeros,
+        ZEROS=zero_WON is not None,
         BLOCK_O=_ROWS,
         STEP=weight.step,
         num_warps=4,
