@@ -457,6 +457,7 @@ def main() -> None:
         launch_attention(128, 20, 16, scales=KVScales())
         for tokens in (64, 100, 256):
             launch_wide_weight_only(tokens)
+        launch_weight_only(512, gated=True)
         compiler.until = "ttir"
         launch_plain(checkpoints)
         launch_drafted(checkpoints, "EAGLE", {1: [PLAIN], 4: [PLAIN]})

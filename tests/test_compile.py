@@ -136,7 +136,7 @@ def drafted(path: Path, kind: str) -> list[str]:
 
 def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
     pairs = [
-        ("EAGLE", ["--quantization", "fp8"], "_weight_only_kernel"),
+        ("EAGLE", ["--quantization", "fp8"], "_fp8_linear_kernel"),
         ("MiMo", ["--disable-cuda-graph"], "_grow_kernel"),
         ("DSPARK", [], "_quantized_linear_kernel"),
         ("SUFFIX", [], "_continuation_kernel"),

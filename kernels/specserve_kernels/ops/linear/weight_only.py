@@ -124,6 +124,7 @@ def convert(weight: Packed, dtype: torch.dtype) -> Tensor:
         BLOCK_O=_ROWS,
         STEP=weight.step,
         num_warps=4,
+        **overlap(),
     )
     return out_OP
 
@@ -280,7 +281,9 @@ def _convert_kernel(
     ZEROS: tl.constexpr,
     BLOCK_O: tl.constexpr,
     STEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAP)
     o, step = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O), tl.program_id(1)
     COLUMNS: tl.constexpr = STEP * BITS // 8
     column = step * COLUMNS + tl.arange(0, COLUMNS)
