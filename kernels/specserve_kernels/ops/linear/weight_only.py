@@ -14,8 +14,9 @@ groups of inputs have scales, a group is summed from zero, and its sum times the
 few tokens, programs share the ranges of a tile (``split_k``), which saturates memory when there are few outputs; for
 many tokens each program takes all ranges.
 
-Converting a tile once for every 128 or 256 tokens takes as long as its products. For prompts the whole weight is first
-converted to 16 bits, and tensor cores read it from shared memory. The sums are the same.
+Converting a tile once for every 128 or 256 tokens takes as long as its products. For prompts, a weight whose groups
+have no scales is first converted to 16 bits, and tensor cores read it from shared memory. The sums are the same. With
+scales of groups this is no faster for wide weights.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def weight_only_linear(
         x_TI = x_TI.index_select(1, weight.order_I)
     (tokens, inputs), outputs = x_TI.shape, len(weight.values)
     cut = ranges(outputs, inputs, weight.step)
-    values, bits, zero_WON = weight.values, weight.bits, weight.zero_WON
-    if tokens >= _CONVERT_FROM and x_TI.element_size() == 2:
-        values, bits, zero_WON = convert(weight, x_TI.dtype), 16, None
+    values, bits = weight.values, weight.bits
+    if tokens >= _CONVERT_FROM and x_TI.element_size() == 2 and not weight.grouped:
+        values, bits = convert(weight, x_TI.dtype), 16
     block = pipeline(weight, tokens, x_TI.element_size(), limits_of(x_TI.device), bits)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
     tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
@@ -76,7 +77,7 @@ def weight_only_linear(
         x_TI,
         values,
         _words(weight.scale_WSN) if weight.grouped else weight.scale_WSN,
-        x_TI if zero_WON is None else _words(zero_WON),
+        x_TI if weight.zero_WON is None else _words(weight.zero_WON),
         x_TI if bias_O is None else bias_O,
         out_TO,
         part,
@@ -90,7 +91,7 @@ def weight_only_linear(
         BITS=bits,
         SCALE=getattr(tl, str(weight.scale_WSN.dtype).removeprefix("torch.")),
         GROUPED=weight.grouped,
-        ZEROS=zero_WON is not None,
+        ZEROS=weight.zero_WON is not None,
         BIAS=bias_O is not None,
         GATED=gated,
         RANGES=cut,
@@ -109,18 +110,15 @@ def weight_only_linear(
 
 
 def convert(weight: Packed, dtype: torch.dtype) -> Tensor:
-    """Return the numbers minus zeros ``[O, P]`` in ``dtype``, in the order of the inputs."""
+    """Return the numbers ``[O, P]`` in ``dtype``, in the order of the inputs. The weight has no zero points."""
     outputs, inputs = len(weight.values), triton.cdiv(weight.inputs, weight.step) * weight.step
     out_OP = torch.empty(outputs, inputs, dtype=dtype, device=weight.values.device)
-    zero_WON = weight.zero_WON
     _convert_kernel[(triton.cdiv(outputs, _ROWS), inputs // weight.step)](
         weight.values,
-        weight.values if zero_WON is None else _words(zero_WON),
         out_OP,
         O=outputs,
         P=inputs,
         BITS=weight.bits,
-        ZEROS=zero_WON is not None,
         BLOCK_O=_ROWS,
         STEP=weight.step,
         num_warps=4,
@@ -169,10 +167,8 @@ def pipeline(weight: Packed, tokens: int, input_bytes: int, limits: Limits, bits
 
 
 def _converted_pipeline(weight: Packed, cut: int, limits: Limits) -> Pipeline:
-    """Registers hold one sum for each output, another if there are ranges, and another if there are groups, whose steps
-    are as long as they are."""
-    step = weight.step if weight.grouped else weight.step // 2
-    tokens = _MOST_TOKENS if weight.grouped or cut > 1 else 2 * _MOST_TOKENS
+    """Registers hold one sum for each output, and another if there are ranges."""
+    step, tokens = weight.step // 2, _MOST_TOKENS if cut > 1 else 2 * _MOST_TOKENS
     stages = (limits.shared_bytes - _BESIDE) // (2 * step * (tokens + 2 * _ROWS))
     return Pipeline(tokens, 2 * _ROWS, max(1, min(4, stages)), 8, step=step)
 
@@ -273,12 +269,10 @@ def _weight_only_kernel(
 @triton.jit
 def _convert_kernel(
     values_ptr,  # [O, P], in 4 bits [O, P / 2]
-    zero_ptr,  # int32 [W, O], if ZEROS
     out_ptr,  # [O, P]
     O: tl.constexpr,
     P: tl.constexpr,
     BITS: tl.constexpr,
-    ZEROS: tl.constexpr,
     BLOCK_O: tl.constexpr,
     STEP: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -289,9 +283,7 @@ def _convert_kernel(
     column = step * COLUMNS + tl.arange(0, COLUMNS)
     row = o.to(tl.int64)[:, None]
     values = tl.load(values_ptr + row * (P * BITS // 8) + column[None, :], mask=(o < O)[:, None], other=0.0)
-    weight = _ordered(values, out_ptr.dtype.element_ty, BITS, ZEROS)
-    if ZEROS:
-        weight -= _of_group(zero_ptr + o, step, O, o < O, tl.uint8).to(weight.dtype)[:, None]
+    weight = _ordered(values, out_ptr.dtype.element_ty, BITS, False)
     tl.store(out_ptr + row * P + step * STEP + tl.arange(0, STEP)[None, :], weight, mask=(o < O)[:, None])
 
 
