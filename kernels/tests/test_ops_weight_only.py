@@ -259,7 +259,7 @@ def test_converted_first(
     numbers = kind.draw(outputs, inputs, device)
     weight = pack(numbers)
     x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
-    with patch.object(ops, "_CONVERT_FROM", 1):
+    with patch.object(ops, "CONVERT_FROM", 1):
         check(x, weight, None, gated)
     exact = numbers.values_OI.float() - (8 if kind.dtype == INT4 else 0)
     assert torch.equal(ops.convert(weight, torch.float16)[:, :inputs].float(), exact)

@@ -38,7 +38,7 @@ _ROWS = 64  # rows of the smallest tile of Hopper's tensor cores
 _PROGRAMS = 512  # wanted programs, on any device: ranges determine the bits of the result
 _LEAST_STEPS, _MOST_RANGES = 4, 4
 _MOST_TOKENS = 128  # of a program
-_CONVERT_FROM = 512  # tokens
+CONVERT_FROM = 512  # tokens
 _BESIDE = 2048  # bytes of shared memory outside the stages, scales included
 _ZERO = tl.constexpr(SYMMETRIC_ZERO)
 _COMPILED = tl.constexpr(not INTERPRETED)
@@ -66,7 +66,7 @@ def weight_only_linear(
     (tokens, inputs), outputs = x_TI.shape, len(weight.values)
     cut = ranges(outputs, inputs, weight.step)
     values, bits = weight.values, weight.bits
-    if tokens >= _CONVERT_FROM and x_TI.element_size() == 2 and not weight.grouped:
+    if tokens >= CONVERT_FROM and x_TI.element_size() == 2 and not weight.grouped:
         values, bits = convert(weight, x_TI.dtype), 16
     block = pipeline(weight, tokens, x_TI.element_size(), limits_of(x_TI.device), bits)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
