@@ -146,6 +146,13 @@ class MLP(nn.Module):
         return self.down_proj(self.gate_up_proj(x_TH, gated=True)), residual_TH
 
 
+def reader_of(block: nn.Module) -> Projection | None:
+    """Return the projection that alone reads a block's input; None for a block of another kind."""
+    if isinstance(block, Attention):
+        return block.qkv_proj
+    return block.gate_up_proj if isinstance(block, MLP) else None
+
+
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on a norm of the residual stream. ``layer`` is its index in the KV pool."""
 
@@ -163,7 +170,7 @@ class DecoderLayer(nn.Module):
     def enter(self, x_TH: Tensor, residual_TH: Tensor) -> tuple[Tensor | Rounded, Tensor]:
         """Take the last block's output and the residual stream before it. Return the input of attention, and the
         residual stream at the layer's boundary."""
-        return self.input_layernorm.add_for(self.self_attn.qkv_proj, x_TH, residual_TH)
+        return self.input_layernorm.add_for(reader_of(self.self_attn), x_TH, residual_TH)
 
     def forward(
         self,
@@ -176,6 +183,6 @@ class DecoderLayer(nn.Module):
         """Take the result of ``enter``. Return the input of the next ``enter``, for all rows or the wanted ones. Keys
         and values are stored for all."""
         stream = self.self_attn(x_TH, residual_TH, rope, attend, wanted_W)
-        normed = self.post_attention_layernorm.add_for(self.mlp.gate_up_proj, *stream)
+        normed = self.post_attention_layernorm.add_for(reader_of(self.mlp), *stream)
         out: tuple[Tensor, Tensor] = self.mlp(*normed)
         return out
