@@ -422,6 +422,12 @@ def launch_wide_weight_only(tokens: int) -> None:
         multiply(x_TI, pack(Numbers(torch.zeros(28672, 4096, dtype=kept), scale_OG)), None, True)
 
 
+def launch_converted(tokens: int) -> None:
+    """A projection by int8, which is converted first."""
+    x_TI, one = torch.zeros(tokens, 4096, dtype=torch.bfloat16), torch.zeros(4096, 1)
+    weight_only_linear(x_TI, pack(Numbers(torch.zeros(4096, 4096, dtype=torch.int8), one)))
+
+
 def launch_norms() -> None:
     """Of heads, one by one, and those of an int8 draft and an FP8 target as wide as Llama-3.1-8B's."""
     x_TH, weight_H = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((2,), ()))
@@ -457,7 +463,7 @@ def main() -> None:
         launch_attention(128, 20, 16, scales=KVScales())
         for tokens in (64, 100, 256):
             launch_wide_weight_only(tokens)
-        launch_weight_only(512, gated=True)
+        launch_converted(512)
         compiler.until = "ttir"
         launch_plain(checkpoints)
         launch_drafted(checkpoints, "EAGLE", {1: [PLAIN], 4: [PLAIN]})
