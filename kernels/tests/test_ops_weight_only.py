@@ -263,3 +263,11 @@ def test_converted_first(
         check(x, weight, None, gated)
     exact = numbers.values_OI.float() - (8 if kind.dtype == INT4 else 0)
     assert torch.equal(ops.convert(weight, torch.float16)[:, :inputs].float(), exact)
+
+
+def test_zero_points_of_a_single_step_are_subtracted_once(device: torch.device) -> None:
+    """A weight with as few inputs has no groups, and zero points all the same."""
+    weight = pack(Kind(INT4, zeros=True).draw(64, 96, device))
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
+    with patch.object(ops, "CONVERT_FROM", 1):
+        check(x, weight)

@@ -66,7 +66,7 @@ def weight_only_linear(
     (tokens, inputs), outputs = x_TI.shape, len(weight.values)
     cut = ranges(outputs, inputs, weight.step)
     values, bits = weight.values, weight.bits
-    if tokens >= CONVERT_FROM and x_TI.element_size() == 2 and not weight.grouped:
+    if tokens >= CONVERT_FROM and x_TI.element_size() == 2 and not weight.grouped and weight.zero_WON is None:
         values, bits = convert(weight, x_TI.dtype), 16
     block = pipeline(weight, tokens, x_TI.element_size(), limits_of(x_TI.device), bits)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
