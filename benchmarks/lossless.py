@@ -135,7 +135,7 @@ EXTRAS: list[Configuration] = [
 TOGGLES = [Speculation(), Speculation(enabled=False), Speculation(max_draft_tokens=3)]
 TIES = {"float64": 0.0, "float32": 1e-4, "bfloat16": 0.0, "float16": 0.05}
 GIVEN = ("quantization", "kv_cache_dtype", "max_tokens", "requests")
-"""Options that a report repeats."""
+"""Options that are written to the report."""
 LARGE_POOL = 40_000  # tokens: no batch here is preempted, and nothing is taken from other processes
 
 
@@ -480,7 +480,9 @@ def merge(paths: Sequence[Path], dtype: str, output: Path | None) -> Report:
         report.add(Report(rows, [Difference(**each) for each in figures["differences"]]))
     about = [{name: part[name] for name in ("command", "commit", "hardware")} for part in parts]
     seconds = max(part["figures"]["seconds"] for part in parts)
-    same = {name: parts[0]["figures"][name] for name in GIVEN}
+    same, *others = ({name: part["figures"][name] for name in GIVEN} for part in parts)
+    if any(other != same for other in others):
+        raise ValueError(f"parts must have the same {', '.join(GIVEN)}")
     write_results(
         f"lossless_{dtype}", figures_of(report, dtype, **same, seconds=seconds, parts=about), output
     )

@@ -5,7 +5,7 @@
 
 The cases are 16 prompts of 512 tokens together, one alone, and 8 of 2,048 if the context has room, or those given;
 medians of ``LLM.generate`` with one output token. The floor, and the operations in TFLOP/s, are the arithmetic of the
-target's layers in bfloat16. With ``--quantization`` the target's weights are rounded at load, and there is no bar.
+target's layers; with ``--quantization``, which rounds its weights at load, there is none and no bar.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def measure(llm: LLM, args: argparse.Namespace, batch: int, tokens: int) -> dict
     prompts = make_prompts(args, batch, tokens)
     generate_timed(llm, prompts, 1)
     ms = median(generate_timed(llm, prompts, 1)[0] for _ in range(args.repeats)) * 1e3
-    key, same = (batch, tokens), applies(args.model)
+    key, same = (batch, tokens), applies(args.model) and args.quantization == "none"
     floor = prefill_ms(batch, tokens) if same else None
     return {
         "batch": batch,
         "prompt_tokens": tokens,
         "ms": ms,
-        "bar_ms": BARS_MS.get(key) if same and args.quantization == "none" else None,
+        "bar_ms": BARS_MS.get(key) if same else None,
         "floor_ms": floor,
         "tflops": None if floor is None else floor / ms * GEMM_FLOPS * 1e-12,
         "ratio_to_floor": None if floor is None else ms / floor,
-        "peers_ms": PEERS_MS.get(key, {}) if same and args.quantization == "none" else {},
+        "peers_ms": PEERS_MS.get(key, {}) if same else {},
     }
 
 

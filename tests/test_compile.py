@@ -14,10 +14,15 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
+from specserve_kernels import FP8, Packed
+from specserve_kernels.ops.device import H200
+from specserve_kernels.ops.linear import fp8, weight_only
 from torch import Tensor
 
 from specserve.compile import main
 from specserve.engine.kernels import KernelWatch, Variant
+from specserve.process.compile import PROMPT_TOKENS
 from tests.reference.block import make_block
 from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.medusa import make_medusa
@@ -150,6 +155,27 @@ def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
     found = python(tmp_path, "-c", NOTES, json.dumps(flags)).splitlines()
     for (kind, _, kernel), line in zip(pairs, found, strict=True):
         assert {"_attend_kernel", "_prefill_kernel", kernel} <= set(line.split()), kind
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(FP8, 4096), (FP8, 128), (torch.int8, 4096)])
+@pytest.mark.parametrize("outputs", [1024, 2048, 4096, 5120, 6144, 8192, 28672])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_dry_run_multiplies_as_any_prompt_does(
+    outputs: int, gated: bool, dtype: torch.dtype, step: int
+) -> None:
+    values, scale = (
+        torch.empty(outputs, 4096, dtype=dtype, device="meta"),
+        torch.empty(4096 // step, outputs, 1),
+    )
+    weight = Packed(values, scale, None, 4096, 128, 1)
+
+    def launch(tokens: int) -> object:
+        if dtype == FP8:
+            return fp8.pipeline(weight, tokens, gated, H200)
+        bits = 16 if tokens >= weight_only.CONVERT_FROM else 8
+        return bits, weight_only.pipeline(weight, tokens, 2, H200, bits)
+
+    assert {launch(tokens) for tokens in range(1, 8193)} == {launch(t) for t in (*PROMPT_TOKENS, 8192)}
 
 
 LISTS = """

@@ -674,7 +674,7 @@ def test_the_weights_and_what_multiplies_them_are_said(
     path = quantize(plain, tmp_path / "target", dialect)
     for dtype, how in (
         ("bfloat16", "FP8 takes inputs in FP8 (fp8_linear), others in bfloat16 (weight_only_linear)"),
-        ("float64", "dequantized while loading; inputs of those in FP8 are rounded to FP8"),
+        ("float64", "dequantized while loading; inputs of FP8 projections are rounded to FP8"),
     ):
         given = make_settings(model_path=str(path), device="cuda", dtype=dtype, skip_tokenizer_init=True)
         assert f"weights: {words}; {how}" in resolve_engine(given, has_gpu=True)[1]

@@ -10,7 +10,7 @@ from specserve_kernels.reference.layer.rotary import apply_rotary, rotary_table
 from specserve_kernels.reference.linear import fp8, indexed, integer, quantized, weight_only
 from specserve_kernels.reference.linear import linear as _linear
 from specserve_kernels.reference.linear import quantize as _quantize
-from specserve_kernels.reference.linear.quantize import FP8, GROUP, Rounded
+from specserve_kernels.reference.linear.quantize import FP8, GROUP, Rounded, rounded_inputs
 from specserve_kernels.reference.linear.quantized import dequantize, quantize
 from specserve_kernels.reference.linear.weight_only import Numbers, Packed, dequantize_packed, pack
 from specserve_kernels.reference.sampling.philox import gumbel_noise
@@ -130,6 +130,7 @@ __all__ = [
     "rotary_store_kv",
     "rotary_table",
     "round_inputs",
+    "rounded_inputs",
     "runs_triton",
     "select_tree",
     "silu_and_mul",

@@ -71,6 +71,25 @@ def test_inputs_are_rounded(draw: Draw, tokens: int, inputs: int) -> None:
         check_nearest(found, x.double(), 1.0001)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible(draw: Draw, broken: float) -> None:
+    """In all outputs of its token, and in no other's."""
+    x = draw(3, 64)
+    x[1, 5] = broken
+    weight = drawn("output", 67, 64, x.device)
+    for multiply in (ops.fp8_linear, reference.fp8_linear):
+        assert multiply(x, weight).isfinite().any(1).tolist() == [True, False, True]
+
+
+def test_gradients_pass_as_if_inputs_were_not_rounded(draw: Draw) -> None:
+    x = draw(3, 64).requires_grad_()
+    weight = drawn("output", 67, 64, x.device)
+    (1e-4 * reference.fp8_linear(x, weight)).sum().backward()
+    expected = 1e-4 * dequantize_packed(weight, torch.float32).sum(0).expand(3, -1)
+    torch.testing.assert_close(x.grad, expected.to(x.dtype), rtol=2e-2, atol=1e-6)
+
+
 @pytest.mark.parametrize("width", [8, 64, 300, 512, 1000])
 def test_norms_round_what_they_write(draw: Draw, width: int) -> None:
     x, residual, weight = (draw(*shape) for shape in ((5, width), (5, width), (width,)))

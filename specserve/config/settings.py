@@ -93,10 +93,10 @@ class Settings:
     quantization: str = setting(
         "none",
         "Quantize a checkpoint of 16 or 32 bits to 8 or 4 bits when it is loaded. fp8 and int8 have a scale for each "
-        "output, int4 one for each 128 inputs. Only projections are quantized, not embedding and head; with fp8 their "
-        "inputs are, too. On a GPU a step then reads half or a quarter of the bytes; on a CPU, and in float64, no "
-        "memory is saved. none: weights as the checkpoint stores them. A quantized checkpoint needs no flag and is "
-        "refused if the flag names another format.",
+        "output, int4 one for each 128 inputs. Only projections are quantized, not embedding and head; with fp8, the "
+        "projections' inputs are too. On a GPU a step then reads half or a quarter of the bytes; on a CPU, and in "
+        "float64, no memory is saved. none: weights as the checkpoint stores them. A quantized checkpoint needs no "
+        "flag and is refused if the flag names another format.",
         group=MODEL,
         choices=("none", *ROUNDED, "awq", "gptq", "compressed-tensors", "modelopt"),
     )

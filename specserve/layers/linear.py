@@ -27,7 +27,7 @@ from specserve_kernels import (
     on_gpu,
     quantize,
     quantized_linear,
-    round_inputs,
+    rounded_inputs,
     silu_and_mul,
 )
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ class Linear(Projection, nn.Linear):
         assert isinstance(x_TI, Tensor)
         if self.rounding is None or (self.rounding == torch.int8 and len(x_TI) > FEW_TOKENS):
             return x_TI
-        return round_inputs(x_TI, self.rounding).plain_TI.to(x_TI.dtype)
+        return rounded_inputs(x_TI, self.rounding).to(x_TI.dtype)
 
     def pack(self, keep_weight: bool) -> None:
         """Pack the weight, and drop the plain one unless it is still needed."""

@@ -44,8 +44,8 @@ class Projection(nn.Module):
         raise NotImplementedError
 
     def rounds_to(self, tokens: int) -> torch.dtype | None:
-        """Return the dtype that it quantizes this number of tokens to, so that the preceding norm may do it; None:
-        none."""
+        """Return the dtype that it quantizes this number of tokens to, so that the preceding norm can, or None if it
+        does not quantize."""
         return None
 
     def outputs_from(self, start: int, x_TI: Tensor | Rounded) -> Tensor:

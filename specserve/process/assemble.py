@@ -95,7 +95,7 @@ def resolve_engine(
     if words := model.weights.words:
         plain = settings.device == "cpu" or settings.dtype == "float64"
         if plain:
-            how = "dequantized while loading; inputs of those in FP8 are rounded to FP8"
+            how = "dequantized while loading; inputs of FP8 projections are rounded to FP8"
         else:
             how = f"FP8 takes inputs in FP8 (fp8_linear), others in {settings.dtype} (weight_only_linear)"
         notes.append(f"weights: {words}; {how}")

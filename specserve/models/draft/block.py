@@ -196,7 +196,7 @@ class ConvLayer(DecoderLayer):
         attend: Attend,
         wanted_W: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert isinstance(x_TH, Tensor), "convolutions read it as it is"
+        assert isinstance(x_TH, Tensor), "convolutions take unquantized inputs"
         conv = self.attention_conv
         before, after = conv.weights(x_TH)
         out_TH, residual_TH = self.self_attn(conv.mix(x_TH, before), residual_TH, rope, attend)

@@ -60,6 +60,8 @@ def fp8_linear(
     x = round_inputs(x_TI, FP8) if isinstance(x_TI, Tensor) else x_TI
     tokens, inputs = x.values_TI.shape
     outputs, unit_T = len(weight.values), x.unit_GT
+    assert weight.zero_WON is None
+    assert weight.order_I is None
     assert not weight.grouped or weight.scale_WSN.dtype == torch.float32
     width = outputs // 2 if gated else outputs
     cut = ranges(outputs, inputs, gated)
@@ -128,10 +130,10 @@ def _pipeline(tokens: int, gated: bool) -> Pipeline:
     columns = max(16, triton.next_power_of_2(tokens))
     if tokens <= 16:
         return Pipeline(16, _ROWS, 256, 3, 4) if gated else Pipeline(16, _ROWS, 512, 4, 4)
+    if gated and tokens <= 256:
+        return Pipeline(min(columns, 128), 128, 128, 4, 8)
     if gated:
-        return (
-            Pipeline(min(columns, 128), 128, 128, 4, 8) if tokens <= 256 else Pipeline(256, _ROWS, 128, 4, 8)
-        )
+        return Pipeline(256, _ROWS, 128, 4, 8)
     if tokens <= 128:
         return Pipeline(min(columns, 64), _ROWS, 256, 4 if tokens <= 64 else 3, 4)
     if tokens <= 256:

@@ -118,9 +118,11 @@ def _round_rows_kernel(
 
 @triton.jit
 def store_rounded_row(x, values_ptr, unit_ptr, I: tl.constexpr):
-    """Quantize a row to FP8 and store it up to ``I``, after which x is zero."""
+    """Quantize a row to FP8 and store it up to ``I``, after which x is zero. The scale of a row with NaN is NaN."""
     x = x.to(tl.float32)
-    unit = tl.maximum(tl.max(tl.abs(x), 0) * _FP8_UNIT, _LEAST)
+    # Without their sign, float32 numbers are in the order of their bits, NaN after infinity.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
+    unit = tl.maximum(largest * _FP8_UNIT, _LEAST, propagate_nan=tl.PropagateNan.ALL)
     number = tl.clamp(x * (1 / unit), -_LARGEST_FP8, _LARGEST_FP8).to(tl.float8e4nv)
     i = tl.arange(0, x.shape[0])
     tl.store(values_ptr + i, number, mask=i < I)

@@ -16,7 +16,7 @@ many tokens each program takes all ranges.
 
 Converting a tile once for every 128 or 256 tokens takes as long as its products. For prompts, a weight whose groups
 have no scales is first converted to 16 bits, and tensor cores read it from shared memory. The sums are the same. With
-scales of groups this is no faster for wide weights.
+scales of groups a gate is slower so.
 """
 
 from __future__ import annotations

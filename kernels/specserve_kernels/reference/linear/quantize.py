@@ -38,7 +38,8 @@ class Rounded(NamedTuple):
 
 def round_inputs(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
     """Quantize each group of 128 activations of a token to int8, or all of them to float8_e4m3fn. The scale maps the
-    largest magnitude to the largest number. The result is undefined for numbers that are not finite."""
+    largest magnitude to the largest number. For numbers that are not finite, int8 is undefined; with FP8,
+    the token's products are not finite either."""
     size = x_TI.shape[1] if dtype == FP8 else GROUP
     wide = torch.promote_types(x_TI.dtype, torch.float32)
     groups_TGI = pad(x_TI.to(wide), (0, -x_TI.shape[1] % size)).unflatten(1, (-1, size))
@@ -46,3 +47,10 @@ def round_inputs(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
     values_TI = (groups_TGI / unit_TG[:, :, None]).flatten(1)[:, : x_TI.shape[1]]
     values_TI = values_TI if dtype == FP8 else values_TI.round()
     return Rounded(values_TI.to(dtype), unit_TG.T.contiguous(), x_TI.dtype)
+
+
+def rounded_inputs(x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the activations as ``round_inputs`` represents them, in float32 at least. Gradients pass as if they were
+    not rounded."""
+    plain_TI = round_inputs(x_TI.detach(), dtype).plain_TI
+    return x_TI + (plain_TI - x_TI).detach() if x_TI.requires_grad else plain_TI
