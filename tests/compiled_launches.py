@@ -32,16 +32,15 @@ from specserve_kernels.ops.device import Gpu, Limits, assume
 from specserve_kernels.ops.layer.embed_and_concat import pair_inputs_rounded
 from specserve_kernels.ops.layer.norm import add_rms_norm_rounded, rms_norm
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
-from specserve_kernels.ops.linear.fp8 import fp8_linear
 from specserve_kernels.ops.linear.indexed import indexed_linear
 from specserve_kernels.ops.linear.integer import integer_linear
 from specserve_kernels.ops.linear.linear import linear_few
+from specserve_kernels.ops.linear.packed import packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
-from specserve_kernels.ops.linear.weight_only import weight_only_linear
-from specserve_kernels.reference.linear.quantize import FP8
-from specserve_kernels.reference.linear.weight_only import Numbers, pack
+from specserve_kernels.reference.linear.packed import Numbers, pack
+from specserve_kernels.reference.linear.quantize import FP8, PAIRED
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
@@ -399,7 +398,7 @@ def launch_linears(tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
             multiply(x_TI, torch.zeros(4096, 4096, dtype=rounded), scale_OG, bias_O, gated)
 
 
-def launch_weight_only(tokens: int, gated: bool, dtype: torch.dtype = torch.bfloat16) -> None:
+def launch_packed(tokens: int, gated: bool, dtype: torch.dtype = torch.bfloat16) -> None:
     """Projections of 4096 inputs by all kinds of stored weights."""
     x_TI = torch.zeros(tokens, 4096, dtype=dtype)
     values, few_bits = torch.zeros(4096, 4096, dtype=torch.int8), torch.zeros(4096, 4096, dtype=torch.uint8)
@@ -411,28 +410,22 @@ def launch_weight_only(tokens: int, gated: bool, dtype: torch.dtype = torch.bflo
         Numbers(few_bits, groups.half(), None, 128),
         Numbers(few_bits, groups.half(), torch.zeros(4096, 32, dtype=torch.uint8), 128),
     ):
-        multiply = fp8_linear if numbers.values_OI.dtype == FP8 else weight_only_linear
-        multiply(x_TI, pack(numbers), None, gated)
+        if numbers.values_OI.dtype == FP8 or dtype.itemsize == 2:
+            packed_linear(x_TI, pack(numbers), None, gated)
 
 
-def launch_wide_weight_only(tokens: int) -> None:
+def launch_wide_packed(tokens: int) -> None:
     """Gates as wide as Llama-3.1-8B's, each row of which has one scale."""
     x_TI, scale_OG = torch.zeros(tokens, 4096, dtype=torch.bfloat16), torch.zeros(28672, 1)
-    for multiply, kept in ((weight_only_linear, torch.int8), (fp8_linear, FP8)):
-        multiply(x_TI, pack(Numbers(torch.zeros(28672, 4096, dtype=kept), scale_OG)), None, True)
-
-
-def launch_converted(tokens: int) -> None:
-    """A projection by int8, which is converted first."""
-    x_TI, one = torch.zeros(tokens, 4096, dtype=torch.bfloat16), torch.zeros(4096, 1)
-    weight_only_linear(x_TI, pack(Numbers(torch.zeros(4096, 4096, dtype=torch.int8), one)))
+    for kept in (torch.uint8, torch.int8, FP8):
+        packed_linear(x_TI, pack(Numbers(torch.zeros(28672, 4096, dtype=kept), scale_OG)), None, True)
 
 
 def launch_norms() -> None:
-    """Of heads, one by one, and those of an int8 draft and an FP8 target as wide as Llama-3.1-8B's."""
+    """Of heads, one by one, and those of an int8 draft and quantized targets as wide as Llama-3.1-8B's."""
     x_TH, weight_H = (torch.zeros(*shape, 4096, dtype=torch.bfloat16) for shape in ((2,), ()))
     rms_norm(x_TH.view(64, 128), weight_H[:128], 1e-5)
-    for dtype in (torch.int8, FP8):
+    for dtype in (torch.int8, FP8, PAIRED):
         add_rms_norm_rounded(x_TH, x_TH, weight_H, 1e-5, dtype)
     tokens_T = torch.zeros(2, dtype=torch.int64)
     pair_inputs_rounded(tokens_T, x_TH, x_TH, tokens_T, (weight_H, weight_H, 1e-5))
@@ -458,12 +451,11 @@ def main() -> None:
         launch_linears(8)
         launch_wide(8)
         launch_wide(128)
-        launch_weight_only(8, gated=False)
+        launch_packed(8, gated=False)
         compiler.until = "llir"
         launch_attention(128, 20, 16, scales=KVScales())
-        for tokens in (64, 100, 256):
-            launch_wide_weight_only(tokens)
-        launch_converted(512)
+        for tokens in (64, 256, 512):
+            launch_wide_packed(tokens)
         compiler.until = "ttir"
         launch_plain(checkpoints)
         launch_drafted(checkpoints, "EAGLE", {1: [PLAIN], 4: [PLAIN]})
@@ -485,12 +477,12 @@ def main() -> None:
         for tokens in (32, 64):
             launch_wide(tokens)
         launch_linears(8, torch.float32)
-        launch_weight_only(8, False, torch.float32)
+        launch_packed(8, False, torch.float32)
         for tokens in (64, 200):
-            launch_weight_only(tokens, gated=True)
+            launch_packed(tokens, gated=True)
         Device.capability, compiler.until = 89, "ptx"
         assume(Gpu((8, 9), Limits(128, ADA_SHARED)))
-        launch_weight_only(64, gated=False)
+        launch_packed(64, gated=False)
     for compiled in compiler.found.values():
         print(json.dumps(asdict(compiled)))
 

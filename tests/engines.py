@@ -18,6 +18,7 @@ from specserve import LLM
 from specserve.config import make_settings
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.layers import linear
+from specserve.layers.formats import stored
 from specserve.messages import Failed, Submit
 from specserve.models.draft.head import LayerHead
 from specserve.process.assemble import create_scheduler, resolve_engine
@@ -88,6 +89,16 @@ def head_of(scheduler: Scheduler) -> LayerHead:
     head = drafter.head
     assert isinstance(head, LayerHead)
     return head
+
+
+@contextmanager
+def held_as_on_a_gpu(yes: bool = True) -> Iterator[None]:
+    """Loaded weights are kept quantized, or not."""
+    with (
+        patch.object(stored, "on_gpu", return_value=yes),
+        patch.object(stored, "multiplies_integers", lambda _, dtype: yes and dtype != torch.float64),
+    ):
+        yield
 
 
 def multiply_integers(module: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import torch
 from specserve_kernels import FP8, Packed
 from specserve_kernels.ops.device import H200
-from specserve_kernels.ops.linear import fp8, weight_only
+from specserve_kernels.ops.linear import packed
 from torch import Tensor
 
 from specserve.compile import main
@@ -141,14 +141,14 @@ def drafted(path: Path, kind: str) -> list[str]:
 
 def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
     pairs = [
-        ("EAGLE", ["--quantization", "fp8"], "_fp8_linear_kernel"),
+        ("EAGLE", ["--quantization", "fp8"], "_packed_linear_kernel"),
         ("MiMo", ["--disable-cuda-graph"], "_grow_kernel"),
         ("DSPARK", [], "_quantized_linear_kernel"),
         ("SUFFIX", [], "_continuation_kernel"),
         ("LOOKAHEAD", [], "_pack_kernel"),
         ("MEDUSA", ["--speculative-draft-quantization", "int8"], "_round_kernel"),
         ("P_EAGLE", [], "_pair_inputs_kernel"),
-        ("of 4 bits", [], "_weight_only_kernel"),
+        ("of 4 bits", [], "_packed_linear_kernel"),
     ]
     shared = ["--dtype", "bfloat16", "--max-running-requests", "2", "--skip-tokenizer-init"]
     flags = [[*drafted(tmp_path / kind, kind), *shared, *more] for kind, more, _ in pairs]
@@ -157,23 +157,21 @@ def test_the_dry_run_of_other_drafts(tmp_path: Path) -> None:
         assert {"_attend_kernel", "_prefill_kernel", kernel} <= set(line.split()), kind
 
 
-@pytest.mark.parametrize(("dtype", "step"), [(FP8, 4096), (FP8, 128), (torch.int8, 4096)])
+@pytest.mark.parametrize(("dtype", "step"), [(FP8, 4096), (FP8, 128), (torch.int8, 4096), (torch.uint8, 128)])
 @pytest.mark.parametrize("outputs", [1024, 2048, 4096, 5120, 6144, 8192, 28672])
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_dry_run_multiplies_as_any_prompt_does(
     outputs: int, gated: bool, dtype: torch.dtype, step: int
 ) -> None:
     values, scale = (
-        torch.empty(outputs, 4096, dtype=dtype, device="meta"),
+        torch.empty(outputs, 4096 // (2 if dtype == torch.uint8 else 1), dtype=dtype, device="meta"),
         torch.empty(4096 // step, outputs, 1),
     )
     weight = Packed(values, scale, None, 4096, 128, 1)
 
     def launch(tokens: int) -> object:
-        if dtype == FP8:
-            return fp8.pipeline(weight, tokens, gated, H200)
-        bits = 16 if tokens >= weight_only.CONVERT_FROM else 8
-        return bits, weight_only.pipeline(weight, tokens, 2, H200, bits)
+        converted = weight.bits == 4 and tokens >= packed.CONVERT_FROM
+        return converted, packed.pipeline(weight, tokens, gated, H200)
 
     assert {launch(tokens) for tokens in range(1, 8193)} == {launch(t) for t in (*PROMPT_TOKENS, 8192)}
 

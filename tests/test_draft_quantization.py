@@ -267,10 +267,9 @@ def test_more_tokens_take_the_weight_as_it_was(device: str) -> None:
 )
 def test_who_multiplies_integers(capability: tuple[int, int], dtype: torch.dtype, expected: bool) -> None:
     """Tensor cores from Ampere's on, numbers of 16 bits. Others' inputs stay as they are."""
-    weight = SimpleNamespace(itemsize=dtype.itemsize, device=torch.device("cuda"))
     with patch("specserve_kernels.ops.device.capability_of", return_value=capability):
-        assert linear_layers.multiplies_integers(weight) == expected  # type: ignore[arg-type]
-    assert not linear_layers.multiplies_integers(torch.zeros(1, dtype=torch.float16))
+        assert linear_layers.multiplies_integers(torch.device("cuda"), dtype) == expected
+    assert not linear_layers.multiplies_integers(torch.device("cpu"), torch.float16)
     plain, x = Linear(256, 8, bias=False), torch.randn(3, 256)
     with patch.object(linear_layers, "multiplies_integers", return_value=expected):
         quantized = QuantizedLinear(plain, torch.int8)

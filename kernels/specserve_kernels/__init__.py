@@ -7,12 +7,12 @@ from specserve_kernels.dispatch import dispatched, on_gpu, runs_triton
 from specserve_kernels.reference.attention.attention import group_bias, paged_attention, visible_to_bias
 from specserve_kernels.reference.layer import activation, embed_and_concat, norm, rotary
 from specserve_kernels.reference.layer.rotary import apply_rotary, rotary_table
-from specserve_kernels.reference.linear import fp8, indexed, integer, quantized, weight_only
+from specserve_kernels.reference.linear import indexed, integer, packed, quantized
 from specserve_kernels.reference.linear import linear as _linear
 from specserve_kernels.reference.linear import quantize as _quantize
-from specserve_kernels.reference.linear.quantize import FP8, GROUP, Rounded, rounded_inputs
+from specserve_kernels.reference.linear.packed import Numbers, Packed, dequantize_packed, pack
+from specserve_kernels.reference.linear.quantize import FP8, GROUP, PAIRED, Rounded, rounded_inputs
 from specserve_kernels.reference.linear.quantized import dequantize, quantize
-from specserve_kernels.reference.linear.weight_only import Numbers, Packed, dequantize_packed, pack
 from specserve_kernels.reference.sampling.philox import gumbel_noise
 from specserve_kernels.reference.sampling.sampling import add_bias, penalize, perturb, truncate
 from specserve_kernels.reference.tree import (
@@ -52,7 +52,6 @@ embed_rms_norm = dispatched(norm.embed_rms_norm)
 find_continuations = dispatched(lookup.find_continuations)
 follow_continuation = dispatched(continuation.follow_continuation)
 follow_prediction = dispatched(prediction.follow_prediction)
-fp8_linear = dispatched(fp8.fp8_linear)
 gather_slots = dispatched(_gather_slots.gather_slots)
 grow_level = dispatched(grow.grow_level)
 indexed_linear = dispatched(indexed.indexed_linear)
@@ -62,6 +61,7 @@ merge_pools = dispatched(merge.merge_pools)
 move_kv = dispatched(commit.move_kv)
 observe_source = dispatched(sources.observe_source)
 pair_inputs = dispatched(embed_and_concat.pair_inputs)
+packed_linear = dispatched(packed.packed_linear)
 pair_inputs_rounded = dispatched(embed_and_concat.pair_inputs_rounded)
 quantized_linear = dispatched(quantized.quantized_linear)
 rms_norm = dispatched(norm.rms_norm)
@@ -71,12 +71,12 @@ rotary_store_kv = dispatched(rotary.rotary_store_kv)
 select_tree = dispatched(select.select_tree)
 silu_and_mul = dispatched(activation.silu_and_mul)
 single_nodes = dispatched(select.single_nodes)
-weight_only_linear = dispatched(weight_only.weight_only_linear)
 
 __all__ = [
     "FP8",
     "GROUP",
     "MAX_NODES",
+    "PAIRED",
     "Accepted",
     "Continuations",
     "KVScales",
@@ -105,7 +105,6 @@ __all__ = [
     "find_continuations",
     "follow_continuation",
     "follow_prediction",
-    "fp8_linear",
     "gather_slots",
     "group_bias",
     "grow_level",
@@ -118,6 +117,7 @@ __all__ = [
     "observe_source",
     "on_gpu",
     "pack",
+    "packed_linear",
     "paged_attention",
     "pair_inputs",
     "pair_inputs_rounded",

@@ -38,7 +38,7 @@ def sized(draw: Draw, tokens: int, inputs: int) -> Tensor:
 def check_rounded(found: Rounded, x_TI: Tensor) -> None:
     """Half of a unit off at most; the unit is a 127th of what is largest in the group."""
     assert found.dtype == x_TI.dtype
-    assert found.values_TI.dtype == torch.int8
+    assert found.values.dtype == torch.int8
     x_TI = x_TI.float()
     groups_TGI = pad(x_TI, (0, -x_TI.shape[1] % 128)).view(len(x_TI), -1, 128)
     largest_TG = groups_TGI.abs().amax(2)
@@ -46,9 +46,7 @@ def check_rounded(found: Rounded, x_TI: Tensor) -> None:
     error_TI = (found.plain_TI - x_TI).abs()
     unit_TI = found.unit_GT.T.repeat_interleave(128, 1)[:, : x_TI.shape[1]]
     assert (error_TI <= 0.5001 * unit_TI).all()
-    at_most_TG = (
-        pad(found.values_TI.float(), (0, -x_TI.shape[1] % 128)).view(len(x_TI), -1, 128).abs().amax(2)
-    )
+    at_most_TG = pad(found.values.float(), (0, -x_TI.shape[1] % 128)).view(len(x_TI), -1, 128).abs().amax(2)
     assert torch.equal(at_most_TG, torch.where(largest_TG > 0, 127.0, 0.0))
 
 
@@ -58,7 +56,7 @@ def test_inputs_are_rounded(draw: Draw, tokens: int, inputs: int) -> None:
     x_TI = sized(draw, tokens, inputs + 8)[:, :inputs]
     for found in (round_inputs(x_TI, torch.int8), rounding.round_inputs(x_TI, torch.int8)):
         check_rounded(found, x_TI) if tokens else None
-        assert found.values_TI.shape == (tokens, inputs)
+        assert found.values.shape == (tokens, inputs)
         assert found.unit_GT.shape == (-(-inputs // 128), tokens)
 
 
@@ -68,7 +66,7 @@ def test_norms_round_what_they_write(draw: Draw, width: int) -> None:
     found, total = add_rms_norm_rounded(x, residual, weight, 1e-5, torch.int8)
     expected, expected_total = add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, expected_total)
-    assert found.values_TI.shape == x.shape
+    assert found.values.shape == x.shape
     check_rounded(found, expected)
 
 

@@ -144,7 +144,7 @@ class QuantizedLinear(Projection):
         weight_OI, scale_OG = quantize(plain.weight.detach(), dtype)
         self.register_buffer("weight_OI", weight_OI, persistent=False)
         self.register_buffer("scale_OG", scale_OG, persistent=False)
-        self._integers = dtype == torch.int8 and multiplies_integers(plain.weight)
+        self._integers = dtype == torch.int8 and multiplies_integers(plain.weight.device, plain.weight.dtype)
         self._few = FEW_TOKENS if self._integers else FEW_CONVERTED
 
     @property
@@ -183,12 +183,13 @@ def pick_rows(weight_OI: Tensor, bias_O: Tensor | None, ids_R: Tensor) -> tuple[
     return weight_OI[ids_R], None if bias_O is None else bias_O[ids_R]
 
 
-def multiplies_integers(weight_OI: Tensor) -> bool:
-    if not on_gpu(weight_OI.device) or weight_OI.itemsize > 2:
+def multiplies_integers(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether kernels there quantize activations of this dtype to integers."""
+    if not on_gpu(device) or dtype.itemsize > 2:
         return False
     from specserve_kernels.ops.device import capability_of  # imports Triton, which a CPU does not need
 
-    return capability_of(weight_OI.device) >= MULTIPLIES_INTEGERS
+    return capability_of(device) >= MULTIPLIES_INTEGERS
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

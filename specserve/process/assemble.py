@@ -97,7 +97,7 @@ def resolve_engine(
         if plain:
             how = "dequantized while loading; inputs of FP8 projections are rounded to FP8"
         else:
-            how = f"FP8 takes inputs in FP8 (fp8_linear), others in {settings.dtype} (weight_only_linear)"
+            how = "inputs of FP8 projections are rounded to FP8, of others to 15 bits"
         notes.append(f"weights: {words}; {how}")
     for note in notes:
         log.info("%s", note)

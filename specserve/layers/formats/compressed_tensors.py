@@ -2,7 +2,7 @@
 
 ``float-quantized`` and ``naive-quantized`` in FP8, ``int-quantized`` in int8: ``weight`` and ``weight_scale``, in the
 model's dtype mostly; ``pack-quantized`` in 4 and 8 bits. Scales and zero points of activations are not used: see
-docs/decisions/0014-weights-alone.md and 0019-fp8-activations.md.
+docs/decisions/0019-fp8-activations.md and 0020-integer-activations.md.
 """
 
 from __future__ import annotations

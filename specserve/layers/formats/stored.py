@@ -1,8 +1,8 @@
 """Projections that keep their weight quantized as in the file, and the format that describes them.
 
-On a GPU in 16 or 32 bits, the kernel ``fp8_linear`` multiplies FP8 weights by activations quantized to FP8, and
-``weight_only_linear`` other weights by unquantized activations. On a CPU, and in float64, the weight is dequantized to
-the model's dtype at load, which saves no memory, and activations of FP8 weights are rounded.
+On a GPU the kernel ``packed_linear`` multiplies them, FP8 weights by activations quantized to FP8, others by 16-bit
+activations as 15-bit integers. On a CPU, in float64, and for other weights in float32, the weight is dequantized to the
+model's dtype at load, which saves no memory, and activations of FP8 weights are rounded.
 
 Shapes: T tokens, I inputs, O outputs, G groups of inputs, R selected outputs.
 """
@@ -17,19 +17,19 @@ from typing import Any, Protocol
 import torch
 from specserve_kernels import (
     FP8,
+    PAIRED,
     Numbers,
     Packed,
     Rounded,
     dequantize_packed,
-    fp8_linear,
     on_gpu,
     pack,
+    packed_linear,
     silu_and_mul,
-    weight_only_linear,
 )
 from torch import Tensor, nn
 
-from specserve.layers.linear import PLAIN, Linear, pick_rows
+from specserve.layers.linear import PLAIN, Linear, multiplies_integers, pick_rows
 from specserve.layers.weights import Projection, WeightFormat
 
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs with FP8 conversion in hardware
@@ -116,11 +116,14 @@ class StoredProjection(Projection):
         fused = fuse(numbers)
         numbers.clear()
         packed = pack(fused)
-        if packed.values.dtype == FP8:
+        if is_fp8 := packed.values.dtype == FP8:
             check_capability(self._device)
-        if not on_gpu(self._device) or self._dtype == torch.float64:
+            served = on_gpu(self._device) and self._dtype != torch.float64
+        else:
+            served = multiplies_integers(self._device, self._dtype)
+        if not served:
             self.plain = Linear.of(dequantize_packed(packed, self._dtype), bias_O)
-            self.plain.rounding = FP8 if packed.values.dtype == FP8 else None
+            self.plain.rounding = FP8 if is_fp8 else None
             return
         held = {"values": packed.values, "scale": packed.scale_WSN, "zero": packed.zero_WON}
         for name, each in {**held, "order": packed.order_I, "bias_O": bias_O}.items():
@@ -147,15 +150,13 @@ class StoredProjection(Projection):
         if (instead := self._instead) is not None:
             found: Tensor = instead(x_TI, gated, out)
             return found
-        if self.values.dtype == FP8:
-            found = fp8_linear(x_TI, self.packed, self.bias_O, gated)
-        else:
-            assert isinstance(x_TI, Tensor), "its activations are not quantized"
-            found = weight_only_linear(x_TI, self.packed, self.bias_O, gated)
+        found = packed_linear(x_TI, self.packed, self.bias_O, gated)
         return found if out is None else out.copy_(found)
 
     def rounds_to(self, tokens: int) -> torch.dtype | None:
-        return FP8 if self._instead is None and self.values.dtype == FP8 else None
+        if self._instead is not None or self.order is not None:
+            return None
+        return FP8 if self.values.dtype == FP8 else PAIRED
 
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if (instead := self._instead) is not None:

@@ -35,7 +35,7 @@ def pair_inputs_rounded(
 ) -> tuple[Rounded, Tensor]:
     """Same as the reference, with the exceptions of ``pair_inputs``."""
     out = empty_rounded(len(tokens_N), 2 * embedding_VH.shape[1], embedding_VH, torch.int8)
-    written = out.values_TI, out.unit_GT
+    written = out.values, out.unit_GT
     return out, _pair_inputs(tokens_N, embedding_VH, features_XH, source_N, norms, *written)
 
 

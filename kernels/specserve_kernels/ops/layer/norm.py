@@ -62,30 +62,31 @@ def add_rms_norm_rounded(
     x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Rounded, Tensor]:
     out = empty_rounded(x_TH.shape[0], x_TH.shape[1], x_TH, dtype)
-    return out, _add_rms_norm(x_TH, residual_TH, weight_H, eps, out.values_TI, out.unit_GT)
+    return out, _add_rms_norm(x_TH, residual_TH, weight_H, eps, out.values, out.unit_GT)
 
 
 def _add_rms_norm(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, out_TH: Tensor, unit_GT: Tensor
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float, out: Tensor, unit_GT: Tensor
 ) -> Tensor:
-    """Write the norm of the sum, quantized if ``out_TH`` has 8 bits, and return the sum."""
+    """Write the norm of the sum, quantized if ``out`` has 8 bits, and return the sum."""
     total_TH, (tokens, width) = torch.empty_like(x_TH), x_TH.shape
     block, warps = row_launch(width)
     _add_rms_norm_kernel[(tokens,)](
         x_TH,
         residual_TH,
         weight_H,
-        out_TH,
+        out,
         unit_GT,
         total_TH,
         x_TH.stride(0),
         residual_TH.stride(0),
-        out_TH.stride(0),
+        out.stride(0),
         tokens,
         eps,
         H=width,
         BLOCK=max(block, GROUP),
-        ROUNDED=out_TH.element_size() == 1,
+        ROUNDED=out.element_size() == 1,
+        GROUPED=out.dtype == torch.int8 and len(out) == tokens,
         num_warps=warps,
         **overlap(),
     )
@@ -152,7 +153,7 @@ def _add_rms_norm_kernel(
     x_ptr,  # [T, H]
     residual_ptr,  # [T, H]
     weight_ptr,  # [H]
-    out_ptr,  # [T, H], int8 or float8_e4m3fn if ROUNDED
+    out_ptr,  # [T, H], int8 or float8_e4m3fn if ROUNDED, or int8 [2T, H]
     unit_ptr,  # [G, T] float32, if ROUNDED
     total_ptr,  # [T, H]
     x_stride,
@@ -163,6 +164,7 @@ def _add_rms_norm_kernel(
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     ROUNDED: tl.constexpr,
+    GROUPED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     take_turn(OVERLAP)
@@ -176,7 +178,7 @@ def _add_rms_norm_kernel(
     out = normed(total, weight, eps, H)
     if not ROUNDED:
         tl.store(out_ptr + t * out_stride + h, out, mask=h < H)
-    elif out_ptr.dtype.element_ty == tl.int8:
+    elif GROUPED:
         store_rounded(out, out_ptr + t * out_stride, unit_ptr + t, tokens, H)
     else:
-        store_rounded_row(out, out_ptr + t * out_stride, unit_ptr + t, H)
+        store_rounded_row(out, out_ptr, unit_ptr, t, out_stride, H)

@@ -32,9 +32,9 @@ def integer_linear(
 ) -> Tensor:
     """Same as the reference. Rows of x may be strided."""
     x = round_inputs(x_TI, torch.int8) if isinstance(x_TI, Tensor) else x_TI
-    tokens, inputs = x.values_TI.shape
+    tokens, inputs = x.values.shape
     block = pipeline(len(weight_OI), inputs, tokens, limits_of(weight_OI.device))
-    return multiply(x.values_TI, x.unit_GT, x.dtype, (weight_OI, scale_OG), bias_O, gated, block)
+    return multiply(x.values, x.unit_GT, x.dtype, (weight_OI, scale_OG), bias_O, gated, block)
 
 
 def pipeline(outputs: int, inputs: int, tokens: int, limits: Limits = H200) -> Pipeline:

@@ -1,4 +1,4 @@
-"""Quantize a projection's activations to 8 bits, in the launch that writes them or in a separate one.
+"""Quantize a projection's activations, in the launch that writes them or in a separate one.
 
 Shapes: T tokens, I inputs, G groups of inputs.
 """
@@ -11,12 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from specserve_kernels.ops.pdl import overlap, take_turn
-from specserve_kernels.reference.linear.quantize import FP8, GROUP, LARGEST, LEAST_UNIT, Rounded
+from specserve_kernels.reference.linear.quantize import FP8, GROUP, LARGEST, LEAST_UNIT, PAIRED, Rounded
 
 _GROUPS = 8  # groups of a program: four warps with loads of 16 bytes for each thread
 _SIZE = tl.constexpr(GROUP)
 _UNIT = tl.constexpr(1 / LARGEST[torch.int8])
 _FP8_UNIT = tl.constexpr(1 / LARGEST[FP8])
+_PAIRED_UNIT = tl.constexpr(1 / LARGEST[PAIRED])
 _LARGEST_FP8 = tl.constexpr(float(LARGEST[FP8]))
 _ALIGNED = 16  # bytes that rows are padded to, as the copy engine needs them
 _PER_WARP = 1024  # elements of a row
@@ -27,14 +28,14 @@ def round_inputs(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
     """Same as the reference. Rows of x may be strided."""
     tokens, inputs = x_TI.shape
     out = empty_rounded(tokens, inputs, x_TI, dtype)
-    if dtype == FP8:
+    if dtype != torch.int8:
         block = triton.next_power_of_2(inputs)
         _round_rows_kernel[(tokens,)](
             x_TI,
-            out.values_TI,
+            out.values,
             out.unit_GT,
             x_TI.stride(0),
-            out.values_TI.stride(0),
+            out.values.stride(0),
             I=inputs,
             BLOCK=block,
             num_warps=min(max(block // _PER_WARP, 1), 16),
@@ -43,7 +44,7 @@ def round_inputs(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
         return out
     _round_kernel[(tokens, triton.cdiv(len(out.unit_GT), _GROUPS))](
         x_TI,
-        out.values_TI,
+        out.values,
         out.unit_GT,
         tokens,
         x_TI.stride(0),
@@ -56,12 +57,14 @@ def round_inputs(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
 
 
 def empty_rounded(tokens: int, inputs: int, like: Tensor, dtype: torch.dtype) -> Rounded:
-    """Return uninitialized quantized activations with the device and dtype of ``like``. In FP8 the copy engine (TMA)
-    can read their rows."""
-    width = triton.cdiv(inputs, _ALIGNED) * _ALIGNED if dtype == FP8 else inputs
-    values_TI = like.new_empty((tokens, width), dtype=dtype)[:, :inputs]
-    unit_GT = like.new_empty((1 if dtype == FP8 else triton.cdiv(inputs, GROUP), tokens), dtype=torch.float32)
-    return Rounded(values_TI, unit_GT, like.dtype)
+    """Return uninitialized quantized activations with the device and dtype of ``like``. With one scale a token, the
+    copy engine (TMA) can read their rows."""
+    grouped, paired = dtype == torch.int8, dtype == PAIRED
+    width = inputs if grouped else triton.cdiv(inputs, _ALIGNED) * _ALIGNED
+    shape = (2 * tokens if paired else tokens, width)
+    values = like.new_empty(shape, dtype=torch.int8 if paired else dtype)[:, :inputs]
+    unit_GT = like.new_empty((triton.cdiv(inputs, GROUP) if grouped else 1, tokens), dtype=torch.float32)
+    return Rounded(values, unit_GT, like.dtype)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -101,7 +104,7 @@ def store_rounded(x, values_ptr, unit_ptr, unit_stride, width):
 @triton.jit
 def _round_rows_kernel(
     x_ptr,  # [T, I]
-    values_ptr,  # [T, I] float8_e4m3fn
+    values_ptr,  # [T, I] float8_e4m3fn, or [2T, I] int8
     unit_ptr,  # [T]
     stride,
     values_stride,
@@ -113,17 +116,28 @@ def _round_rows_kernel(
     t = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + t * stride + i, mask=i < I, other=0)
-    store_rounded_row(x, values_ptr + t * values_stride, unit_ptr + t, I)
+    store_rounded_row(x, values_ptr, unit_ptr, t, values_stride, I)
 
 
 @triton.jit
-def store_rounded_row(x, values_ptr, unit_ptr, I: tl.constexpr):
-    """Quantize a row to FP8 and store it up to ``I``, after which x is zero. The scale of a row with NaN is NaN."""
+def store_rounded_row(x, values_ptr, unit_ptr, t, stride, I: tl.constexpr):
+    """Quantize the row of token ``t`` to FP8, or to two rows of int8, and store it up to ``I``, after which x is zero.
+    The scale of a row with NaN is NaN."""
+    FP8: tl.constexpr = values_ptr.dtype.element_ty == tl.float8e4nv
     x = x.to(tl.float32)
     # Without their sign, float32 numbers are in the order of their bits, NaN after infinity.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
-    unit = tl.maximum(largest * _FP8_UNIT, _LEAST, propagate_nan=tl.PropagateNan.ALL)
-    number = tl.clamp(x * (1 / unit), -_LARGEST_FP8, _LARGEST_FP8).to(tl.float8e4nv)
+    unit = tl.maximum(
+        largest * (_FP8_UNIT if FP8 else _PAIRED_UNIT), _LEAST, propagate_nan=tl.PropagateNan.ALL
+    )
+    scaled = x * (1 / unit)
     i = tl.arange(0, x.shape[0])
-    tl.store(values_ptr + i, number, mask=i < I)
-    tl.store(unit_ptr, unit)
+    if FP8:
+        number = tl.clamp(scaled, -_LARGEST_FP8, _LARGEST_FP8).to(tl.float8e4nv)
+        tl.store(values_ptr + t * stride + i, number, mask=i < I)
+    else:
+        number = (scaled + 12582912.0).to(tl.int32, bitcast=True).to(tl.int16)  # as in store_rounded
+        high = (number + 64) >> 7
+        tl.store(values_ptr + 2 * t * stride + i, high.to(tl.int8), mask=i < I)
+        tl.store(values_ptr + (2 * t + 1) * stride + i, (number - (high << 7)).to(tl.int8), mask=i < I)
+    tl.store(unit_ptr + t, unit)

@@ -1,13 +1,13 @@
-"""Times projections by weights of 8 and 4 bits in a CUDA graph, microseconds a call, and their share of the time that
+"""Times projections with weights of 8 and 4 bits in a CUDA graph, microseconds a call, and their share of the time that
 the weight's bytes take.
 
-    python kernels/bench/weight_only.py [--only o down] [--formats fp8 int4] [--tokens 1 16] [--rate 4.23] [--sweep]
+    python kernels/bench/packed_linear.py [--only o down] [--formats fp8 int4] [--tokens 1 16] [--rate 4.23] [--sweep]
 
-Of a layer of Llama-3.1-8B, the gate with its activation; FP8 by activations that are quantized already. Calls take
-turns over distinct weights that together exceed the L2 cache, as a model's layers do. Bytes are the weight's, its
-scales' and zeros'; ``--rate`` are the TB/s that the card reads, not given: what it copies. Next to them cuBLAS by the
-same weight in bfloat16. ``--sweep`` tries other pipelines and numbers of ranges, except for FP8; ``--once`` only
-compiles and checks what would be timed.
+Of a layer of Llama-3.1-8B, the gate with its activation; activations are quantized already. Calls take turns over
+distinct weights that together exceed the L2 cache, as a model's layers do. Bytes are the weight's, its scales' and
+zeros'; ``--rate`` are the TB/s that the card reads, not given: what it copies. Next to them cuBLAS with the same weight
+in bfloat16. ``--sweep`` tries other pipelines and numbers of ranges; ``--once`` only compiles and checks what would be
+timed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from unittest import mock
 import torch
 from layers import copy_rate, draw, graph_seconds
 from linear import SHAPES, WEIGHTS
-from specserve_kernels import FP8, Numbers, Packed, Rounded, dequantize_packed, pack, silu_and_mul
-from specserve_kernels.ops.linear import fp8, weight_only
+from specserve_kernels import FP8, PAIRED, Numbers, Packed, Rounded, dequantize_packed, pack, silu_and_mul
+from specserve_kernels.ops.linear import packed
+from specserve_kernels.ops.linear.packed import Pipeline, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
-from specserve_kernels.ops.linear.weight_only import Pipeline
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
@@ -33,7 +33,6 @@ from triton.runtime.errors import OutOfResources
 LAYERS = ("qkv", "o", "gate_up", "down")
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 256)
 OUTPUTS, STAGES, RANGES = (64, 128), (3, 4, 5, 6, 8), (1, 2, 4, 8)
-Inputs = Tensor | Rounded
 
 
 def random_bytes(outputs: int, inputs: int) -> Tensor:
@@ -77,11 +76,8 @@ def size(weight: Packed) -> int:
     return sum(part.nbytes for part in (weight.values, weight.scale_WSN, weight.zero_WON) if part is not None)
 
 
-def project(x: Inputs, weight: Packed, gated: bool) -> Tensor:
-    if weight.values.dtype == FP8:
-        return fp8.fp8_linear(x, weight, None, gated)
-    assert isinstance(x, Tensor)
-    return weight_only.weight_only_linear(x, weight, None, gated)
+def rounded(x: Tensor, weight: Packed) -> Rounded:
+    return round_inputs(x, FP8 if weight.values.dtype == FP8 else PAIRED)
 
 
 def plain(x: Tensor, weight_OI: Tensor, gated: bool) -> Tensor:
@@ -89,41 +85,42 @@ def plain(x: Tensor, weight_OI: Tensor, gated: bool) -> Tensor:
     return silu_and_mul(out) if gated else out
 
 
-def check(x: Inputs, weight: Packed, gated: bool) -> None:
-    read = x.float() if isinstance(x, Tensor) else x.plain_TI
-    expected = plain(read, dequantize_packed(weight, torch.float32), gated)
-    error = float((project(x, weight, gated).float() - expected).norm() / expected.norm())
-    assert error < 1e-2, (len(read), weight.values.shape, error)
+def check(x: Rounded, weight: Packed, gated: bool) -> None:
+    expected = plain(x.plain_TI, dequantize_packed(weight, torch.float32), gated)
+    error = float((packed_linear(x, weight, None, gated).float() - expected).norm() / expected.norm())
+    assert error < 1e-2, (len(x.plain_TI), weight.values.shape, error)
 
 
 def microseconds(calls: list[Callable[[], object]]) -> float:
     return 1e6 * graph_seconds(calls * max(1, 16 // len(calls)), 7)
 
 
-def pipelines(weight: Packed, tokens: int) -> Iterator[tuple[Pipeline, int]]:
+def pipelines(weight: Packed, tokens: int, gated: bool) -> Iterator[tuple[Pipeline, int]]:
     """Pipelines and numbers of ranges; programs share all ranges of a tile, or none."""
-    columns = min(max(16, 1 << (tokens - 1).bit_length()), 256)
-    widths = sorted({columns, min(columns, 128), min(columns, 64)})
-    for width, outputs, stages, cut, warps in product(widths, OUTPUTS, STAGES, RANGES, (4, 8)):
-        if (warps == 8 and outputs == 64) or cut > -(-weight.inputs // weight.step) // 4:
+    columns = min(max(8, 1 << (tokens - 1).bit_length()), 128)
+    steps = (weight.step,) if weight.values.dtype != FP8 or weight.grouped else (128, 256, 512)
+    for width, outputs, step, stages, cut, warps in product(
+        {columns, min(columns, 64)}, OUTPUTS, steps, STAGES, (1,) if gated else RANGES, (4, 8)
+    ):
+        if warps == 8 and outputs == 64:
             continue
-        yield from ((Pipeline(width, outputs, stages, warps, parts), cut) for parts in {1, cut})
+        yield from ((Pipeline(width, outputs, step, stages, warps, parts), cut) for parts in {1, cut})
 
 
-def swept(x: Tensor, weights: list[Packed], gated: bool, once: bool) -> str:
-    """The fastest three pipelines, with their ranges."""
+def swept(x: Rounded, weights: list[Packed], gated: bool, once: bool) -> str:
+    """The fastest four pipelines, with their ranges."""
     found = []
-    for chosen, cut in pipelines(weights[0], len(x)):
+    for chosen, cut in pipelines(weights[0], x.unit_GT.shape[1], gated):
         with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(weight_only, "pipeline", return_value=chosen))
-            stack.enter_context(mock.patch.object(weight_only, "ranges", return_value=cut))
+            stack.enter_context(mock.patch.object(packed, "pipeline", return_value=chosen))
+            stack.enter_context(mock.patch.object(packed, "ranges", return_value=cut))
             try:
                 check(x, weights[0], gated)
             except OutOfResources:
                 continue
-            calls = [partial(project, x, weight, gated) for weight in weights]
+            calls = [partial(packed_linear, x, weight, None, gated) for weight in weights]
             found.append((0.0 if once else microseconds(calls), (*chosen, cut)))
-    return ", ".join(f"{time:.1f} {pipeline}" for time, pipeline in sorted(found)[:3])
+    return ", ".join(f"{time:.1f} {pipeline}" for time, pipeline in sorted(found)[:4])
 
 
 def report(name: str, kind: str, weights: list[Packed], args: argparse.Namespace, rate: float) -> None:
@@ -133,14 +130,14 @@ def report(name: str, kind: str, weights: list[Packed], args: argparse.Namespace
     for tokens in args.tokens:
         x = draw(tokens, weights[0].inputs)
         row = f"{kind:<11}{name:<8} M={tokens:<4}"
-        given = round_inputs(x, FP8) if weights[0].values.dtype == FP8 else x
-        if args.sweep and isinstance(given, Tensor):
-            print(f"{row} {swept(x, weights, gated, args.once)}", flush=True)
+        read = rounded(x, weights[0])
+        if args.sweep:
+            print(f"{row} {swept(read, weights, gated, args.once)}", flush=True)
             continue
-        check(given, weights[0], gated)
-        if args.once or args.sweep:
+        check(read, weights[0], gated)
+        if args.once:
             continue
-        ours = microseconds([partial(project, given, weight, gated) for weight in weights])
+        ours = microseconds([partial(packed_linear, read, weight, None, gated) for weight in weights])
         library = microseconds([partial(plain, x, weight, gated) for weight in bf16])
         share = f"{floor / ours:4.0%} of the floor"
         print(f"{row} {ours:7.1f} us, {share}   cuBLAS bf16 {library:7.1f}", flush=True)

@@ -1,14 +1,17 @@
-"""A projection with int8 or 4-bit weights and unquantized activations.
+"""A projection with a checkpoint's quantized weight: FP8, int8 or 4 bits.
 
 Shapes: T tokens, O outputs, I inputs, P inputs padded to whole steps, G groups of inputs, S scales of a group, W words
 of 4 bytes, each with the numbers of N groups, R selected rows. A weight holds the numbers of the checkpoint: int8,
 float8_e4m3fn, or 4 bits minus a zero point (8 if the file has none). A scale, in float32 or in the file's dtype, is for
 one output or several consecutive ones, and for a group of inputs or all. Nothing is rounded again.
 
-``Packed`` is the same weight in the order in which tensor cores take it. A step of inputs (a group, or 128 of them) is
-divided into sixteens, these into halves, these into four pairs. One thread's pairs of all halves and sixteens are
-contiguous, so that it reads them at once. In 4 bits, the numbers of a first half are the low bits of their bytes. FP8
-keeps the order of the inputs: see ``fp8_linear``.
+FP8 weights are multiplied by activations quantized to FP8, with one scale a token, which is computed from them: scales
+in a checkpoint, which come from other texts, are not used. Other weights take activations as they are.
+
+``Packed`` is the same weight as kernels read it. In 4 bits, tensor cores take 32 inputs at a time: two halves, each of
+four fours. One thread's fours of all halves of a step (a group, or 128 inputs) are contiguous, so that it reads them at
+once. The numbers of a first half are the low bits of their bytes. Without zero points, numbers are minus 8, in two's
+complement. 8-bit weights keep the order of the inputs.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specserve_kernels.reference.layer.activation import silu_and_mul
-from specserve_kernels.reference.linear.quantize import FP8
+from specserve_kernels.reference.linear.quantize import FP8, Rounded, rounded_inputs
 
 STEP = 128  # most inputs of a step
-LEAST_GROUP = 32  # inputs: two sixteens
+LEAST_GROUP = 32  # inputs: what tensor cores take at a time
 SYMMETRIC_ZERO = 8
 NIBBLES = torch.uint8
 """The dtype of 4-bit weights, both with one number a byte and packed with two."""
@@ -81,7 +84,7 @@ def pack(numbers: Numbers) -> Packed:
     elif many > 1 and group > step:
         scale_SG = _each(scale_SG, group // step, -(-inputs // step))
         zero_OG = None if zero_OG is None else _each(zero_OG, group // step, -(-inputs // step))
-    values = _ordered(values_OI, step)
+    values = _ordered(values_OI, step, zero_OG is not None)
     zero_WON = None if zero_OG is None else _in_words(zero_OG)
     scale_WSN = _in_words(scale_SG) if scale_SG.shape[1] > 1 else scale_SG[None].contiguous()
     return Packed(values, scale_WSN, zero_WON, inputs, step, rows, order_I)
@@ -103,30 +106,28 @@ def _padded(each_OI: Tensor, many: int) -> Tensor:
     return pad(each_OI, (0, -each_OI.shape[1] % many)) if each_OI.shape[1] % many else each_OI
 
 
-def _ordered(values_OI: Tensor, step: int) -> Tensor:
-    """Reorder outputs, steps, sixteens, halves, pairs, numbers of a pair to outputs, steps, pairs, sixteens, halves,
-    numbers; in 4 bits halves come last and share bytes."""
+def _ordered(values_OI: Tensor, step: int, zeros: bool) -> Tensor:
+    """Pad to whole steps. In 4 bits, reorder outputs, steps, thirty-twos, halves, fours, numbers of a four to outputs,
+    steps, fours, thirty-twos, numbers, halves, which share bytes."""
     plain = _padded(values_OI.view(torch.uint8), step)
-    if values_OI.dtype == FP8:
-        return plain.view(FP8)
-    parts = plain.view(len(plain), -1, step // 16, 2, 4, 2)
     if values_OI.dtype != NIBBLES:
-        return parts.permute(0, 1, 4, 2, 3, 5).flatten(1).view(torch.int8)
-    low, high = parts.permute(0, 1, 4, 2, 5, 3).unbind(-1)
-    return (low | high << 4).flatten(1)
+        return plain.view(values_OI.dtype)
+    low, high = (plain if zeros else plain ^ SYMMETRIC_ZERO).view(_parts(plain, step)).unbind(3)
+    return (low | high << 4).transpose(2, 3).flatten(1)
+
+
+def _parts(plain: Tensor, step: int) -> tuple[int, ...]:
+    return len(plain), -1, step // 32, 2, 4, 4
 
 
 def unpack(packed: Packed) -> Tensor:
     """Return the values ``[O, I]`` as in ``Numbers``: int8, float8_e4m3fn, or uint8 from 0 to 15."""
-    plain, step = packed.values.view(torch.uint8), packed.step
-    if packed.values.dtype == FP8:
-        return packed.values[:, : packed.inputs]
     if packed.bits == 8:
-        parts = plain.view(len(plain), -1, 4, step // 16, 2, 2).permute(0, 1, 3, 4, 2, 5)
-    else:
-        both = torch.stack((plain & 15, plain >> 4), -1)
-        parts = both.view(len(plain), -1, 4, step // 16, 2, 2).permute(0, 1, 3, 5, 2, 4)
-    return parts.flatten(1)[:, : packed.inputs].view(packed.values.dtype)
+        return packed.values[:, : packed.inputs]
+    both = torch.stack((packed.values & 15, packed.values >> 4), -1)
+    parts = both.view(len(both), -1, 4, packed.step // 32, 4, 2).permute(0, 1, 3, 5, 2, 4)
+    plain_OI = parts.flatten(1)[:, : packed.inputs]
+    return plain_OI if packed.zero_WON is not None else plain_OI ^ SYMMETRIC_ZERO
 
 
 def dequantize_packed(packed: Packed, dtype: torch.dtype, ids_R: Tensor | None = None) -> Tensor:
@@ -151,12 +152,17 @@ def dequantize_packed(packed: Packed, dtype: torch.dtype, ids_R: Tensor | None =
     return torch.empty_like(plain_OI).index_copy_(1, packed.order_I.long(), plain_OI)
 
 
-def weight_only_linear(
-    x_TI: Tensor, weight: Packed, bias_O: Tensor | None = None, gated: bool = False
+def packed_linear(
+    x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """Return ``x @ weight.T + bias`` in x's dtype, summed in float32 at least, and if ``gated`` its ``silu_and_mul``,
-    which is half as wide. Rows of x may be strided."""
+    which is half as wide. For FP8 weights, x is quantized by ``round_inputs`` first if needed. Its rows may be
+    strided."""
+    if not isinstance(x_TI, Tensor):
+        plain_TI = x_TI.plain_TI
+    else:
+        plain_TI = rounded_inputs(x_TI, FP8) if weight.values.dtype == FP8 else x_TI
     wide = torch.promote_types(x_TI.dtype, torch.float32)
-    out_TO = x_TI.to(wide) @ dequantize_packed(weight, wide).T
+    out_TO = plain_TI.to(wide) @ dequantize_packed(weight, wide).T
     out_TO = (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)
     return silu_and_mul(out_TO) if gated else out_TO

@@ -1,0 +1,431 @@
+"""A projection with a checkpoint's quantized weight. Shapes: T tokens, O outputs, I inputs, P inputs padded to whole
+steps, W words with the scales or zero points of several groups of inputs, S scales of a group.
+
+Outputs are the rows of the tensor cores' product, of which Hopper needs at least 64, and tokens the columns. The copy
+engine (TMA) loads blocks of both. 8-bit weights are multiplied as they are in memory. A thread reads its 4-bit numbers
+of a step at once, in the order of ``Packed``, makes bytes of them, and passes these to the tensor cores from its
+registers; for prompts the whole weight is first converted. A gate and the value it multiplies are two products of the
+same inputs.
+
+FP8 weights take activations in FP8. int8 and 4-bit weights take 16-bit activations as 15 bits, in two int8 numbers that
+are two columns of an integer product. A step's sums are exact, and float32 holds what they add up to.
+
+The order of sums is the same for any number of tokens. Inputs are divided into ``ranges``, by the weight's shape alone.
+Within a range inputs are added in order, in FP8 32 at a time, otherwise in steps, and then the ranges' sums in order.
+For few tokens, programs share the ranges of a tile (``split_k``). If groups of inputs have scales, a group is summed
+from zero, and its sum times the scale is added with one rounding. Scales of outputs and tokens multiply the sums.
+
+Within a range Hopper's tensor cores keep about 14 bits of a sum in FP8. On random numbers, 4096 inputs in one range add
+an error of 0.13% of the result's norm (rounding to bfloat16: 0.17%; rounding the activations to FP8: 2.65%), 7168
+inputs 0.19%.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from specserve_kernels.ops.device import Limits, limits_of, tickets
+from specserve_kernels.ops.layer.activation import gate_by_silu
+from specserve_kernels.ops.linear.quantize import round_inputs
+from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
+from specserve_kernels.ops.pdl import INTERPRETED, overlap, take_turn
+from specserve_kernels.reference.linear.packed import Packed
+from specserve_kernels.reference.linear.quantize import FP8, PAIRED, Rounded
+
+_ROWS = 64  # rows of the smallest tile of Hopper's tensor cores
+_PROGRAMS, _INTEGER_PROGRAMS = 160, 512
+"""Most programs that share ranges, on any device: ranges determine the bits of the result. Those of integers wait more
+for their own steps, so more of them must be resident."""
+_LEAST_INPUTS, _MOST_INPUTS = 512, 8192  # of a range
+_MOST_STEP = 512  # inputs of a step: ranges begin at multiples
+_NEIGHBORS = 8  # tiles of tokens that are multiplied by the same outputs at about the same time
+_BESIDE = 2048  # bytes of shared memory outside the stages, scales included
+CONVERT_FROM = 512  # tokens
+_COMPILED = tl.constexpr(not INTERPRETED)
+
+
+class Pipeline(NamedTuple):
+    """A program's tokens, outputs (if gated, as many again) and inputs of a step; steps in flight, and warps; and how
+    many programs share a tile."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    stages: int
+    warps: int
+    parts: int = 1
+
+
+def packed_linear(
+    x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    """Same as the reference, for 16-bit activations, or any if the weight is FP8. Rows of x may be strided. If a weight
+    has its own order of inputs, x is first copied into that order."""
+    if isinstance(x_TI, Tensor):
+        x_TI = x_TI if weight.order_I is None else x_TI.index_select(1, weight.order_I)
+        x_TI = round_inputs(x_TI, FP8 if weight.values.dtype == FP8 else PAIRED)
+    x, (outputs, inputs) = x_TI, (len(weight.values), weight.inputs)
+    tokens, columns = x.unit_GT.shape[1], 1 if x.values.dtype == FP8 else 2
+    width = outputs // 2 if gated else outputs
+    cut = ranges(weight, gated)
+    values, bits = weight.values, weight.bits
+    if bits == 4 and tokens >= CONVERT_FROM:
+        values, bits = convert(weight), 8
+    block = pipeline(weight, tokens, gated, limits_of(values.device))
+    out_TO = x.unit_GT.new_empty((tokens, width), dtype=x.dtype)
+    if not tokens:
+        return out_TO
+    tiles = triton.cdiv(tokens, block.tokens) * triton.cdiv(width, block.outputs)
+    shared = block.parts > 1
+    part = x.unit_GT.new_empty(tiles * block.parts * block.outputs * block.tokens if shared else 0)
+    _packed_linear_kernel[(tiles, block.parts)](
+        TensorDescriptor.from_tensor(x.values, [columns * block.tokens, block.inputs]),
+        TensorDescriptor.from_tensor(values, [block.outputs, block.inputs * bits // 8]),
+        x.unit_GT,
+        _words(weight.scale_WSN) if weight.grouped else weight.scale_WSN,
+        x.unit_GT if weight.zero_WON is None else _words(weight.zero_WON),
+        x.unit_GT if bias_O is None else bias_O,
+        out_TO,
+        part,
+        tickets(tiles, x.unit_GT.device) if shared else part,
+        tokens,
+        O=outputs,
+        I=inputs,
+        SCALES=weight.scale_WSN.shape[1],
+        ROWS=weight.rows,
+        BITS=bits,
+        SIXTEENTHS=weight.bits == 4 and weight.zero_WON is None,
+        SCALE=getattr(tl, str(weight.scale_WSN.dtype).removeprefix("torch.")),
+        GROUPED=weight.grouped,
+        ZEROS=bits == 4 and weight.zero_WON is not None,
+        BIAS=bias_O is not None,
+        GATED=gated,
+        RANGES=cut,
+        PARTS=block.parts,
+        BLOCK_T=block.tokens,
+        BLOCK_O=block.outputs,
+        SHARE=triton.cdiv(inputs, cut * _MOST_STEP) * _MOST_STEP,
+        STEP=block.inputs,
+        NEIGHBORS=_NEIGHBORS,
+        STAGES=block.stages,
+        num_warps=block.warps,
+        num_stages=block.stages,
+        **overlap(),
+    )
+    return out_TO
+
+
+def convert(weight: Packed) -> Tensor:
+    """Return the numbers ``[O, P]`` of a 4-bit weight as the tensor cores take them, int8, in the order of the
+    inputs."""
+    outputs, width = weight.values.shape
+    out_OP = weight.values.new_empty((outputs, 2 * width), dtype=torch.int8)
+    _convert_kernel[(triton.cdiv(outputs, _ROWS), 2 * width // weight.step)](
+        weight.values,
+        out_OP if weight.zero_WON is None else _words(weight.zero_WON),
+        out_OP,
+        O=outputs,
+        P=2 * width,
+        ZEROS=weight.zero_WON is not None,
+        BLOCK_O=_ROWS,
+        STEP=weight.step,
+        num_warps=4,
+        **overlap(),
+    )
+    return out_OP
+
+
+def _words(each_WON: Tensor) -> Tensor:
+    return each_WON.view(torch.int32)
+
+
+def ranges(weight: Packed, gated: bool) -> int:
+    """Return the number of ranges that inputs are divided into. It depends on the weight alone, not on tokens or
+    device."""
+    most = _PROGRAMS if weight.values.dtype == FP8 else _INTEGER_PROGRAMS
+    cut, tiles = 1, triton.cdiv(len(weight.values), _ROWS)
+    while not gated and 2 * cut * tiles <= most and 2 * cut * _LEAST_INPUTS <= weight.inputs:
+        cut *= 2
+    return max(cut, triton.cdiv(weight.inputs, _MOST_INPUTS))
+
+
+def pipeline(weight: Packed, tokens: int, gated: bool, limits: Limits) -> Pipeline:
+    """Choose the launch, from a sweep over the layers of Llama-3.1-8B on an H200. With less shared memory, there are
+    fewer stages."""
+    outputs = len(weight.values)
+    width, halves = (outputs // 2, 2) if gated else (outputs, 1)
+    integers = weight.values.dtype != FP8
+    if integers:
+        chosen = _integer_pipeline(weight.step, tokens, gated)
+    else:
+        chosen = _grouped_pipeline(weight.step, tokens, gated) if weight.grouped else _pipeline(tokens, gated)
+    tiles = triton.cdiv(width, chosen.outputs) * triton.cdiv(tokens, chosen.tokens)
+    parts = 1 if gated or tiles >= limits.processors else ranges(weight, gated)
+    bits = 8 if tokens >= CONVERT_FROM else weight.bits
+    stage = chosen.inputs * (chosen.tokens * (2 if integers else 1) + halves * chosen.outputs * bits // 8)
+    room = (limits.shared_bytes - _BESIDE) // stage
+    return chosen._replace(stages=max(1, min(chosen.stages, room)), parts=parts)
+
+
+def _pipeline(tokens: int, gated: bool) -> Pipeline:
+    columns = max(16, triton.next_power_of_2(tokens))
+    if tokens <= 16:
+        return Pipeline(16, _ROWS, 256, 3, 4) if gated else Pipeline(16, _ROWS, 512, 4, 4)
+    if gated and tokens <= 256:
+        return Pipeline(min(columns, 128), 128, 128, 4, 8)
+    if gated:
+        return Pipeline(256, _ROWS, 128, 4, 8)
+    if tokens <= 128:
+        return Pipeline(min(columns, 64), _ROWS, 256, 4 if tokens <= 64 else 3, 4)
+    if tokens <= 256:
+        return Pipeline(128, _ROWS, 128, 4, 4)
+    return Pipeline(128, 128, 128, 3, 4) if tokens <= 2048 else Pipeline(256, 128, 128, 4, 8)
+
+
+def _grouped_pipeline(step: int, tokens: int, gated: bool) -> Pipeline:
+    """Registers hold each sum twice. While one program adds products of a group, others multiply."""
+    if tokens <= 64:
+        return Pipeline(max(16, triton.next_power_of_2(tokens)), _ROWS, step, 4 if gated else 6, 4)
+    return Pipeline(64 if tokens <= 128 and not gated else 128, _ROWS, step, 3, 4)
+
+
+def _integer_pipeline(step: int, tokens: int, gated: bool) -> Pipeline:
+    """Registers hold three numbers for each sum, and programs wait for each of their steps: several must be
+    resident."""
+    if tokens <= 16:
+        return Pipeline(max(8, triton.next_power_of_2(tokens)), _ROWS, step, 6 if gated else 4, 4)
+    columns = min(triton.next_power_of_2(tokens), 64)
+    return Pipeline(columns, _ROWS if gated or tokens < CONVERT_FROM else 2 * _ROWS, step, 3, 4)
+
+
+@triton.jit(do_not_specialize=["tokens", "tickets_ptr"])
+def _packed_linear_kernel(
+    x_desc,  # [T, I], or [2T, I] if int8
+    values_desc,  # [O, P], in 4 bits [O, P / 2]
+    unit_ptr,  # [T] float32
+    scale_ptr,  # int32 [W, S] if GROUPED, or SCALE [S]
+    zero_ptr,  # int32 [W, O], if ZEROS
+    bias_ptr,  # [O], if BIAS
+    out_ptr,  # [T, O], half as wide if GATED
+    part_ptr,  # [tiles, PARTS, BLOCK_O, BLOCK_T] float32, if PARTS > 1, for which it must not be GATED
+    tickets_ptr,  # [tiles] int32, 0, if PARTS > 1
+    tokens,
+    O: tl.constexpr,
+    I: tl.constexpr,
+    SCALES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BITS: tl.constexpr,
+    SIXTEENTHS: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUPED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    RANGES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    SHARE: tl.constexpr,
+    STEP: tl.constexpr,
+    NEIGHBORS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    WIDTH: tl.constexpr = O // 2 if GATED else O
+    COLUMNS: tl.constexpr = x_desc.block_shape[0] // BLOCK_T
+    first_t, first_o = _tile(tl.program_id(0), tokens, WIDTH, BLOCK_T, BLOCK_O, NEIGHBORS)
+    t, o = first_t + tl.arange(0, BLOCK_T), first_o + tl.arange(0, BLOCK_O)
+    inside_t, inside_o = t < tokens, o < WIDTH
+    steps: tl.constexpr = (I + STEP - 1) // STEP
+    share: tl.constexpr = SHARE // STEP
+    scale_ptrs, zero_ptrs = scale_ptr + o // ROWS, zero_ptr + o
+    scale_ptrs2, zero_ptrs2 = scale_ptr + (WIDTH + o) // ROWS, zero_ptr + WIDTH + o
+    COLUMN: tl.constexpr = STEP * BITS // 8
+    take_turn(OVERLAP)
+    total, gated = tl.zeros((BLOCK_O, BLOCK_T), tl.float32), tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    for number in tl.range(RANGES // PARTS, num_stages=1):
+        begin = (number if PARTS == 1 else tl.program_id(1)) * share
+        end = tl.minimum(begin + share, steps)
+        sums, gates = tl.zeros((BLOCK_O, BLOCK_T), tl.float32), tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+        for step in tl.range(begin, end, num_stages=STAGES):
+            x = x_desc.load([COLUMNS * first_t, step * STEP]).T
+            values = values_desc.load([first_o, step * COLUMN])
+            weight = _numbers(values, zero_ptrs, step, inside_o, O, BITS, ZEROS)
+            sums = _add(weight, x, scale_ptrs, step, inside_o, sums, SCALES, SCALE, GROUPED)
+            if GATED:
+                values = values_desc.load([WIDTH + first_o, step * COLUMN])
+                weight = _numbers(values, zero_ptrs2, step, inside_o, O, BITS, ZEROS)
+                gates = _add(weight, x, scale_ptrs2, step, inside_o, gates, SCALES, SCALE, GROUPED)
+        total += sums
+        gated += gates
+    if PARTS > 1:
+        if store_partial(total, part_ptr, tickets_ptr, tl.program_id(0), tl.program_id(1), PARTS):
+            return
+        total = reduce_partials(part_ptr, tickets_ptr, tl.program_id(0), BLOCK_O, BLOCK_T, PARTS)
+    unit = tl.load(unit_ptr + t, mask=inside_t, other=0)
+    if SIXTEENTHS:
+        unit *= 1 / 16
+    out = _scaled(total, unit, scale_ptrs, bias_ptr + o, inside_o, GROUPED, BIAS).to(out_ptr.dtype.element_ty)
+    if GATED:
+        up = _scaled(gated, unit, scale_ptrs2, bias_ptr + WIDTH + o, inside_o, GROUPED, BIAS)
+        out = gate_by_silu(out, up.to(out.dtype))
+    out_ptrs = out_ptr + t.to(tl.int64)[:, None] * WIDTH + o[None, :]
+    tl.store(out_ptrs, tl.trans(out), mask=inside_t[:, None] & inside_o[None, :])
+
+
+@triton.jit
+def _convert_kernel(
+    values_ptr,  # [O, P / 2]
+    zero_ptr,  # int32 [W, O], if ZEROS
+    out_ptr,  # [O, P]
+    O: tl.constexpr,
+    P: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    STEP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    take_turn(OVERLAP)
+    o, step = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O), tl.program_id(1)
+    inside_o, row, HALF = o < O, o.to(tl.int64)[:, None], STEP // 2
+    values_ptrs = values_ptr + row * (P // 2) + step * HALF + tl.arange(0, STEP // 2)[None, :]
+    values = tl.load(values_ptrs, mask=inside_o[:, None], other=0)
+    weight = _numbers(values, zero_ptr + o, step, inside_o, O, 4, ZEROS)
+    tl.store(out_ptr + row * P + step * STEP + tl.arange(0, STEP)[None, :], weight, mask=inside_o[:, None])
+
+
+@triton.jit
+def _tile(
+    program,
+    tokens,
+    WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    NEIGHBORS: tl.constexpr,
+):
+    """Return a program's first token and first output. Programs that run at the same time take few rows of both, which
+    L2 holds."""
+    across: tl.constexpr = NEIGHBORS * ((WIDTH + BLOCK_O - 1) // BLOCK_O)
+    first = program // across * NEIGHBORS
+    many = tl.minimum(tl.cdiv(tokens, BLOCK_T) - first, NEIGHBORS)
+    number = program % across
+    return (first + number % many) * BLOCK_T, number // many * BLOCK_O
+
+
+@triton.jit
+def _numbers(values, zero_ptrs, step, inside_o, O: tl.constexpr, BITS: tl.constexpr, ZEROS: tl.constexpr):
+    """Return a step's numbers ``[O, STEP]`` in 8 bits, in the order of the inputs, without moving any between threads:
+    see ``Packed``. 4 bits become 16 times their number, or, with zero points, their difference."""
+    if BITS == 8:
+        return values
+    else:
+        ROWS: tl.constexpr = values.shape[0]
+        CHUNKS: tl.constexpr = values.shape[1] // 16
+        if ZEROS:
+            zero = _of_group(zero_ptrs, step, O, inside_o, tl.uint8)
+            low, high = _less(values, tl.broadcast_to(zero[:, None], values.shape))
+        else:
+            low, high = _sixteenfold(values)
+        parts = tl.reshape(tl.join(low, high), (ROWS, 4, CHUNKS, 4, 2))
+        return tl.reshape(tl.permute(parts, (0, 2, 4, 1, 3)), (ROWS, 32 * CHUNKS))
+
+
+@triton.jit
+def _sixteenfold(values):
+    """Return the low and high halves of bytes, in two's complement, times 16."""
+    if _COMPILED:
+        return tl.inline_asm_elementwise(
+            _SIXTEENFOLD, "=r,=r,r", [values], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+        )
+    else:
+        return (values << 4).to(tl.int8, bitcast=True), (values & 0xF0).to(tl.int8, bitcast=True)
+
+
+@triton.jit
+def _less(values, zero):
+    """Return the low and high halves of bytes, minus ``zero``."""
+    if _COMPILED:
+        return tl.inline_asm_elementwise(
+            _LESS, "=r,=r,r,r", [values, zero], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+        )
+    else:
+        zero = zero.to(tl.int8)
+        return (values & 15).to(tl.int8) - zero, (values >> 4).to(tl.int8) - zero
+
+
+_SIXTEENFOLD = tl.constexpr(
+    """{
+    .reg .b32 up;
+    shl.b32 up, $2, 4;
+    and.b32 $0, up, 0xf0f0f0f0;
+    and.b32 $1, $2, 0xf0f0f0f0;
+    }"""
+)
+# The highest bit of each byte keeps a difference from borrowing, and is its inverted sign.
+_LESS = tl.constexpr(
+    """{
+    .reg .b32 down, low, high;
+    shr.b32 down, $2, 4;
+    lop3.b32 low, $2, 0x0f0f0f0f, 0x80808080, 0xea;
+    lop3.b32 high, down, 0x0f0f0f0f, 0x80808080, 0xea;
+    sub.u32 low, low, $3;
+    sub.u32 high, high, $3;
+    xor.b32 $0, low, 0x80808080;
+    xor.b32 $1, high, 0x80808080;
+    }"""
+)
+
+
+@triton.jit
+def _add(
+    weight,
+    x,
+    scale_ptrs,
+    step,
+    inside_o,
+    sums,
+    SCALES: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
+    """Return ``sums`` plus a step's products, times their scale if it is of a group."""
+    if weight.dtype != tl.int8 and not GROUPED:
+        return tl.dot(weight, x, sums)
+    else:
+        product = tl.dot(weight, x)
+        if weight.dtype == tl.int8:
+            high, low = tl.split(tl.reshape(product, (sums.shape[0], sums.shape[1], 2)))
+            product = (high * 128 + low).to(tl.float32)
+        if GROUPED:
+            scale = _of_group(scale_ptrs, step, SCALES, inside_o, SCALE).to(tl.float32)
+            return tl.fma(product, tl.broadcast_to(scale[:, None], product.shape), sums)
+        else:
+            return sums + product
+
+
+@triton.jit
+def _of_group(ptrs, group, each: tl.constexpr, inside_o, dtype: tl.constexpr):
+    """Load the numbers of a group from words of 32 bits with one, two or four groups."""
+    BITS: tl.constexpr = dtype.primitive_bitwidth
+    GROUPS: tl.constexpr = 32 // BITS
+    word = tl.load(ptrs + group // GROUPS * each, mask=inside_o, other=0) >> (group % GROUPS * BITS)
+    return word.to(tl.core.get_int_dtype(BITS, signed=False)).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _scaled(sums, unit, scale_ptrs, bias_ptrs, inside_o, GROUPED: tl.constexpr, BIAS: tl.constexpr):
+    """Multiply the sums by their scales and add the bias."""
+    if not GROUPED:
+        sums *= tl.load(scale_ptrs, mask=inside_o, other=0).to(tl.float32)[:, None]
+    if BIAS:
+        bias = tl.load(bias_ptrs, mask=inside_o, other=0).to(tl.float32)
+        return tl.fma(
+            sums, tl.broadcast_to(unit[None, :], sums.shape), tl.broadcast_to(bias[:, None], sums.shape)
+        )
+    return sums * unit[None, :]

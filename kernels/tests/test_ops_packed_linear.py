@@ -1,0 +1,366 @@
+"""Projections with a checkpoint's quantized weight: how it is ordered, how activations are rounded, and the kernel
+against its reference, under the interpreter in float32, on a GPU in the types that are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from specserve_kernels import FP8, PAIRED, Numbers, Packed, Rounded, dequantize_packed, pack
+from specserve_kernels.ops.device import H200, Limits, tickets
+from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded
+from specserve_kernels.ops.linear import packed as ops
+from specserve_kernels.ops.linear.quantize import round_inputs
+from specserve_kernels.reference.linear import packed as reference
+from specserve_kernels.reference.linear import quantize as rounding
+from torch import Tensor
+
+GPU = torch.cuda.is_available()
+TOLERANCE = {torch.float32: 2**-8 if GPU else 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-8}
+Draw = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a weight. ``group`` 0: all inputs."""
+
+    dtype: torch.dtype
+    group: int = 0
+    rows: int = 1
+    zeros: bool = False
+    scales: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        parts = (
+            str(self.dtype)[6:],
+            self.group or "all",
+            self.rows,
+            "zeros" if self.zeros else "",
+            str(self.scales)[6:],
+        )
+        return "-".join(map(str, filter(None, parts)))
+
+    def draw(self, outputs: int, inputs: int, device: torch.device) -> Numbers:
+        """Numbers of all sizes, so that products are of about 1."""
+        draws = torch.Generator().manual_seed(outputs + inputs)
+        if self.dtype == FP8:
+            largest = 60.0
+            values = torch.randn(outputs, inputs, generator=draws).mul(largest).clamp(-448, 448).to(FP8)
+        else:
+            low, high, largest = (0, 16, 8.0) if self.dtype == torch.uint8 else (-128, 128, 74.0)
+            values = torch.randint(low, high, (outputs, inputs), generator=draws).to(self.dtype)
+        groups = -(-inputs // self.group) if self.group else 1
+        rows = -(-outputs // self.rows)
+        scale = (torch.rand(rows, groups, generator=draws) + 0.5) / largest / inputs**0.5
+        zero = torch.randint(0, 16, (outputs, groups), generator=draws).to(device, torch.uint8)
+        group = self.group or inputs
+        return Numbers(
+            values.to(device), scale.to(device, self.scales), zero if self.zeros else None, group, self.rows
+        )
+
+
+INT8, INT4 = torch.int8, torch.uint8
+FP8_KINDS = [Kind(FP8), Kind(FP8, 128, 128), Kind(FP8, 64, 48)]
+KINDS = [
+    *FP8_KINDS,
+    Kind(INT8),
+    Kind(INT8, 128, 128),
+    Kind(INT8, 32, scales=torch.bfloat16),
+    Kind(INT4, 128),
+    Kind(INT4, 64, zeros=True, scales=torch.bfloat16),
+    Kind(INT4, 256, zeros=True, scales=torch.float16),
+    Kind(INT4, 32),
+    Kind(INT4),
+    Kind(INT4, zeros=True),
+]
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    return found
+
+
+def by_hand(numbers: Numbers) -> Tensor:
+    """The weight in float64, number by number."""
+    values, scale, zero, group, rows, _ = numbers
+    found = torch.empty(values.shape, dtype=torch.float64)
+    for o in range(values.shape[0]):
+        for i in range(values.shape[1]):
+            g = i // group if scale.shape[1] > 1 else 0
+            taken = int(zero[o, g]) if zero is not None else 8 if values.dtype == INT4 else 0
+            found[o, i] = (float(values[o, i]) - taken) * float(scale[o // rows, g])
+    return found
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(5, 40), (34, 256), (3, 384)])
+def test_ordering_loses_nothing(kind: Kind, outputs: int, inputs: int) -> None:
+    numbers = kind.draw(outputs, inputs, torch.device("cpu"))
+    packed = pack(numbers)
+    assert torch.equal(reference.unpack(packed).float(), numbers.values_OI.float())
+    expected = by_hand(numbers)
+    assert torch.equal(dequantize_packed(packed, torch.float64), expected)
+    assert torch.equal(dequantize_packed(packed, torch.bfloat16), expected.float().bfloat16())
+    ids = torch.tensor([outputs - 1, 0, 2])
+    assert torch.equal(dequantize_packed(packed, torch.float64, ids), expected[ids])
+    assert packed.values.nbytes == outputs * -(-inputs // packed.step) * packed.step * packed.bits // 8
+
+
+def test_a_thread_reads_its_numbers_at_once() -> None:
+    """Of a step of 128, bytes 16 to 32 are the second fours of all halves of thirty-twos."""
+    values = torch.arange(128).view(1, 128) % 23 % 16
+    packed = pack(Numbers(values.byte(), torch.ones(1, 1)))
+    mine = [[32 * c + 16 * h + 4 + e for c in range(4) for e in range(4)] for h in range(2)]
+    low, high = (packed.values[0, 16:32] >> shift & 15 for shift in (0, 4))
+    assert (low.long() ^ 8).tolist() == values[0, mine[0]].tolist()
+    assert (high.long() ^ 8).tolist() == values[0, mine[1]].tolist()
+
+
+def test_groups_of_inputs_here_and_there(draw: Draw) -> None:
+    """Column c of the values is input ``order[c]``."""
+    numbers = Kind(INT4, 64, zeros=True).draw(67, 200, draw(1).device)
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(1))
+    packed = pack(numbers._replace(order_I=order.int().to(draw(1).device)))
+    expected = torch.empty(67, 200, dtype=torch.float64)
+    expected[:, order] = by_hand(numbers)
+    assert torch.equal(dequantize_packed(packed, torch.float64).cpu(), expected)
+    ids = torch.tensor([3, 66])
+    assert torch.equal(dequantize_packed(packed, torch.float64, ids.to(draw(1).device)).cpu(), expected[ids])
+    x = draw(5, 200)
+    check(x, packed, draw(67))
+    found = ops.packed_linear(x, packed).double().cpu()
+    torch.testing.assert_close(found, x.double().cpu() @ expected.T, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("group", [16, 48, 192])
+def test_groups_that_do_not_fit_are_refused(group: int) -> None:
+    with pytest.raises(ValueError, match=f"groups of {group} inputs; accepted are 32, 64, "):
+        pack(Kind(INT4, group).draw(2, 384, torch.device("cpu")))
+
+
+def rounded(x: Tensor, weight: Packed) -> Rounded:
+    x = x if weight.order_I is None else x[:, weight.order_I.long()]
+    return round_inputs(x, FP8 if weight.values.dtype == FP8 else PAIRED)
+
+
+def check(x: Tensor, weight: Packed, bias: Tensor | None = None, gated: bool = False) -> None:
+    """With the same rounded inputs. Gated, two sums are rounded before they are multiplied: each may be rounded the
+    other way."""
+    found = ops.packed_linear(x, weight, bias, gated)
+    read, weight = rounded(x, weight), weight._replace(order_I=None)
+    expected = reference.packed_linear(read, weight, bias, gated)
+    assert found.dtype == x.dtype
+    tolerance = (1 + (gated and x.dtype != torch.float32)) * TOLERANCE[x.dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(found, ops.packed_linear(read, weight, bias, gated))
+
+
+@pytest.mark.parametrize("dtype", [FP8, PAIRED], ids=str)
+@pytest.mark.parametrize(("tokens", "inputs"), [(0, 128), (1, 16), (7, 300), (3, 1024), (70, 2184)])
+def test_inputs_are_rounded(draw: Draw, tokens: int, inputs: int, dtype: torch.dtype) -> None:
+    """To the nearest number, or to one as near but for float32's rounding; rows have sizes of their own."""
+    x = (
+        draw(tokens, inputs + 8)[:, :inputs]
+        * 10 ** torch.linspace(3, -3, tokens, device=draw(1).device)[:, None]
+    )
+    x = x.to(draw(1).dtype)
+    x[1:2] = 0
+    for found in (round_inputs(x, dtype), rounding.round_inputs(x, dtype)):
+        assert found.values.shape == (tokens if dtype == FP8 else 2 * tokens, inputs)
+        assert (found.unit_GT.shape, found.dtype) == ((1, tokens), x.dtype)
+        largest = x.float().abs().amax(1) if tokens else x.new_zeros(0).float()
+        unit = (largest / rounding.LARGEST[dtype]).clamp_min(1e-30)
+        torch.testing.assert_close(found.unit_GT[0], unit, rtol=1e-6, atol=0)
+        check_nearest(found, x.double(), 1.0001)
+
+
+def check_nearest(found: Rounded, x: Tensor, slack: float) -> None:
+    """Numbers are at most half of the distance between neighbours away. float32 has seven digits of a quotient."""
+    unit_T1 = found.unit_GT[0, :, None].double()
+    scaled, numbers = x / unit_T1, found.plain_TI.double() / unit_T1
+    fp8 = found.values.dtype == FP8
+    at_most = (scaled.abs() / 16).clamp_min(2.0**-10) if fp8 else 0.5 + scaled.abs() * 2.0**-22
+    error = (numbers - scaled).abs()
+    assert bool((error <= slack * at_most).all()), (error - at_most).max()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [FP8, INT8, INT4], ids=str)
+def test_what_is_not_finite_stays_visible(draw: Draw, broken: float, dtype: torch.dtype) -> None:
+    """In outputs of its token, and in no other's."""
+    x = draw(3, 64)
+    x[1, 5] = broken
+    weight = pack(Kind(dtype).draw(67, 64, x.device))
+    for multiply in (ops.packed_linear, reference.packed_linear):
+        assert multiply(x, weight).isfinite().all(1).tolist() == [True, False, True]
+
+
+def test_gradients_pass_as_if_inputs_were_not_rounded(draw: Draw) -> None:
+    x = draw(3, 64).requires_grad_()
+    weight = pack(Kind(FP8).draw(67, 64, x.device))
+    (1e-4 * reference.packed_linear(x, weight)).sum().backward()
+    expected = 1e-4 * dequantize_packed(weight, torch.float32).sum(0).expand(3, -1)
+    torch.testing.assert_close(x.grad, expected.to(x.dtype), rtol=2e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [FP8, PAIRED], ids=str)
+@pytest.mark.parametrize("width", [8, 64, 300, 512, 1000])
+def test_norms_round_what_they_write(draw: Draw, width: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (draw(*shape) for shape in ((5, width), (5, width), (width,)))
+    found, total = add_rms_norm_rounded(x, residual, weight, 1e-5, dtype)
+    normed, expected_total = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, expected_total)
+    assert (found.values.shape[1], found.dtype) == (width, x.dtype)
+    unit = normed.float().abs().amax(1) / rounding.LARGEST[dtype]
+    torch.testing.assert_close(found.unit_GT[0], unit, rtol=1e-2, atol=0)
+    if dtype == FP8:
+        check_nearest(found, normed.double(), 1.1)
+    else:  # the norm's own rounding is larger
+        torch.testing.assert_close(found.plain_TI.to(x.dtype), normed, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 17, 70, 300])
+def test_any_number_of_tokens(draw: Draw, kind: Kind, tokens: int) -> None:
+    x = draw(tokens, 264)[:, :256]
+    check(x, pack(kind.draw(67, 256, x.device)), draw(67))
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 16), (33, 520), (130, 72)])
+def test_any_weight(draw: Draw, kind: Kind, outputs: int, inputs: int) -> None:
+    x = draw(3, inputs)
+    check(x, pack(kind.draw(outputs, inputs, x.device)))
+
+
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (20, 33), (130, 70)])
+def test_gated(draw: Draw, kind: Kind, tokens: int, inner: int) -> None:
+    x = draw(tokens, 300)
+    check(x, pack(kind.draw(2 * inner, 300, x.device)), draw(2 * inner), gated=True)
+
+
+@pytest.mark.parametrize("inputs", [16 * 128, 15 * 128 + 40])
+def test_programs_that_share_a_tile_give_the_bits_of_one(draw: Draw, kind: Kind, inputs: int) -> None:
+    """Of several ranges, the last of which may have fewer steps."""
+    x = draw(5, inputs)
+    weight = pack(kind.draw(70, inputs, x.device))
+    cut = ops.ranges(weight, gated=False)
+    found = []
+    for parts in (1, cut):
+        block = ops.pipeline(weight, 5, False, H200)._replace(parts=parts)
+        with patch.object(ops, "pipeline", return_value=block):
+            check(x, weight, draw(70))
+            found.append(ops.packed_linear(x, weight))
+    assert cut > 1
+    assert torch.equal(*found)
+    assert not tickets(64, x.device).any()
+
+
+def packed_shapes(outputs: int, inputs: int, kind: Kind) -> Packed:
+    numbers = kind.draw(1, inputs, torch.device("cpu"))
+    packed = pack(numbers._replace(rows=1, scale_SG=numbers.scale_SG[:1]))
+    return packed._replace(values=packed.values.expand(outputs, -1))
+
+
+def test_ranges_are_the_weights() -> None:
+    """Neither tokens nor the device decide them; wide weights fill a device without, and long ones have several."""
+
+    def ranges(outputs: int, inputs: int, gated: bool = False, dtype: torch.dtype = FP8) -> int:
+        return ops.ranges(packed_shapes(outputs, inputs, Kind(dtype)), gated)
+
+    assert ranges(4096, 4096) == ranges(4096, 14336) == 2
+    assert ranges(6144, 4096) == ranges(28672, 4096, True) == 1
+    assert ranges(16384, 53248) == 7
+    assert ranges(64, 512) == ranges(64, 4096, True) == 1
+    assert [ranges(outputs, 4096, False, INT4) for outputs in (4096, 6144, 10240)] == [8, 4, 2]
+
+
+@pytest.mark.parametrize("shared_bytes", [101_376, 166_912, 232_448], ids=["sm_89", "sm_80", "sm_90"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_shared_memory_holds_it(kind: Kind, gated: bool, shared_bytes: int) -> None:
+    for outputs in (4096, 28672):
+        weight = packed_shapes(outputs, 4096, kind)
+        for tokens in (1, 16, 17, 64, 65, 256, 257, 5000):
+            block = ops.pipeline(weight, tokens, gated, Limits(132, shared_bytes))
+            bits = 8 if tokens >= ops.CONVERT_FROM else weight.bits
+            columns = block.tokens * (1 if kind.dtype == FP8 else 2)
+            rows = block.outputs * (2 if gated else 1) * bits // 8
+            assert block.stages * block.inputs * (columns + rows) <= shared_bytes
+            assert block.stages >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_every_number_is_itself() -> None:
+    """All bytes of int8, all nibbles in all places: by the identity."""
+    device = torch.device("cuda")
+    eye = torch.eye(256, dtype=torch.bfloat16, device=device)
+    code = torch.arange(256, dtype=torch.uint8, device=device)
+    for values in (code.view(INT8), code & 15, code >> 4):
+        row = values.view(1, -1).expand(64, -1).contiguous()
+        for zeros in (False, True) if values.dtype == INT4 else (False,):
+            zero = torch.full((64, 1), 3, dtype=torch.uint8, device=device) if zeros else None
+            weight = pack(Numbers(row, torch.ones(64, 1, device=device), zero))
+            found = ops.packed_linear(eye, weight)
+            assert torch.equal(found, dequantize_packed(weight, torch.bfloat16).T)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated"),
+    [
+        (6144, 4096, False),
+        (4096, 4096, False),
+        (28672, 4096, True),
+        (4096, 14336, False),
+        (1536, 200, True),
+        (1024, 29568, False),
+    ],
+)
+@pytest.mark.parametrize("kind", [*KINDS[:5], *KINDS[6:8]], ids=str)
+def test_same_bits_for_all_numbers_of_tokens(outputs: int, inputs: int, gated: bool, kind: Kind) -> None:
+    """A token's row, alone and with up to 299 others and more."""
+    weight = pack(kind.draw(outputs, inputs, torch.device("cuda")))
+    draws = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(5000, inputs, device="cuda", generator=draws).bfloat16()
+    right = torch.cat([ops.packed_linear(x[i : i + 1], weight, None, gated) for i in range(300)])
+    for tokens in (*range(1, 301), 511, 512, 513, 777, 1024, 2048, 2049, 5000):
+        count = min(tokens, 300)
+        found = ops.packed_linear(x[:tokens], weight, None, gated)
+        assert torch.equal(found[:count], right[:count]), tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize(("outputs", "inputs"), [(28672, 4096), (4096, 14336)])
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_error_is_a_roundings(outputs: int, inputs: int, tokens: int, kind: Kind) -> None:
+    """Against sums in float64, of rounded inputs if they are in FP8: little more than rounding to bfloat16."""
+    weight = pack(kind.draw(outputs, inputs, torch.device("cuda")))
+    x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+    read = round_inputs(x, FP8).plain_TI if kind.dtype == FP8 else x
+    exact = read.double() @ dequantize_packed(weight, torch.float64).T
+    found = ops.packed_linear(x, weight)
+    assert float((found.double() - exact).norm() / exact.norm()) < (3e-3 if kind.dtype == FP8 else 2e-3)
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(5, 34, 256), (300, 70, 15 * 128 + 40)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", [each for each in KINDS if each.dtype == INT4], ids=str)
+def test_converted_first(
+    device: torch.device, kind: Kind, tokens: int, outputs: int, inputs: int, gated: bool
+) -> None:
+    """As for prompts: the same bits."""
+    weight = pack(kind.draw(outputs, inputs, device))
+    x = torch.randn(tokens, inputs, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
+    with patch.object(ops, "CONVERT_FROM", 1):
+        found = ops.packed_linear(x, weight, None, gated)
+    with patch.object(ops, "CONVERT_FROM", 10**6):
+        assert torch.equal(found, ops.packed_linear(x, weight, None, gated))
+        check(x, weight, None, gated)
