@@ -675,6 +675,10 @@ def test_the_weights_and_what_multiplies_them_are_said(
     path = quantize(plain, tmp_path / "target", dialect)
     for dtype, how in (
         ("bfloat16", "inputs of FP8 projections are rounded to FP8, of others to 15 bits"),
+        (
+            "float32",
+            "inputs of FP8 projections are rounded to FP8, weights of others dequantized while loading",
+        ),
         ("float64", "dequantized while loading; inputs of FP8 projections are rounded to FP8"),
     ):
         given = make_settings(model_path=str(path), device="cuda", dtype=dtype, skip_tokenizer_init=True)

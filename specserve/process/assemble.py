@@ -97,7 +97,10 @@ def resolve_engine(
         if plain:
             how = "dequantized while loading; inputs of FP8 projections are rounded to FP8"
         else:
-            how = "inputs of FP8 projections are rounded to FP8, of others to 15 bits"
+            others = "of others to 15 bits"
+            if settings.dtype == "float32":
+                others = "weights of others dequantized while loading"
+            how = f"inputs of FP8 projections are rounded to FP8, {others}"
         notes.append(f"weights: {words}; {how}")
     for note in notes:
         log.info("%s", note)

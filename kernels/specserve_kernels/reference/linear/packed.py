@@ -112,12 +112,10 @@ def _ordered(values_OI: Tensor, step: int, zeros: bool) -> Tensor:
     plain = _padded(values_OI.view(torch.uint8), step)
     if values_OI.dtype != NIBBLES:
         return plain.view(values_OI.dtype)
-    low, high = (plain if zeros else plain ^ SYMMETRIC_ZERO).view(_parts(plain, step)).unbind(3)
+    low, high = (
+        (plain if zeros else plain ^ SYMMETRIC_ZERO).view(len(plain), -1, step // 32, 2, 4, 4).unbind(3)
+    )
     return (low | high << 4).transpose(2, 3).flatten(1)
-
-
-def _parts(plain: Tensor, step: int) -> tuple[int, ...]:
-    return len(plain), -1, step // 32, 2, 4, 4
 
 
 def unpack(packed: Packed) -> Tensor:
