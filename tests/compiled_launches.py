@@ -35,7 +35,7 @@ from specserve_kernels.ops.layer.rotary import rotary_store_kv
 from specserve_kernels.ops.linear.indexed import indexed_linear
 from specserve_kernels.ops.linear.integer import integer_linear
 from specserve_kernels.ops.linear.linear import linear_few
-from specserve_kernels.ops.linear.packed import packed_linear
+from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import quantized_linear
 from specserve_kernels.ops.linear.swap_ab import swap_ab_linear
@@ -118,13 +118,15 @@ SMALL = 1 << 20  # bytes, of which numbers that are read early take less
 ADA_SHARED = 101_376  # bytes of shared memory of a program, of compute capability 8.6 and 8.9
 WAIT = "griddepcontrol.wait"
 ACCESS = re.compile(
-    r"\bld\.(?!global\.cg\.)[\w.:]*global|\b(st|atom|red|cp)\.[\w.:]*global"
+    r"\bld\.(?!global\.cg\.)[\w.:]*global|\b(st|atom|red|cp(?!\.async\.bulk\.tensor))\.[\w.:]*global"
+    r"|\bcp\.async\.bulk\.tensor\..* ptr (nonnull )?%0,"
     r"|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)"
 )
 
 
 def waits_first(llvm: str) -> bool | None:
-    """Of LLVM's code, whose loads and stores of global memory are PTX inside it or its own."""
+    """Of LLVM's code, whose loads and stores of global memory are PTX inside it or its own. What the copy engine brings
+    are weights, but for a kernel's first argument."""
     if WAIT not in llvm:
         return None
     first = ACCESS.search(llvm)
@@ -258,7 +260,7 @@ class Compiler:
             raise Enough(metadata.get("shared"), str(module))
 
         stages["ttgir"] = remember
-        stages[self._last] = end
+        stages[self._last if self._last in stages else "llir"] = end  # Gluon begins after "ttir"
 
 
 def places_of(arg: object) -> list[range]:
@@ -412,6 +414,8 @@ def launch_packed(tokens: int, gated: bool, dtype: torch.dtype = torch.bfloat16)
     ):
         if numbers.values_OI.dtype == FP8 or dtype.itemsize == 2:
             packed_linear(x_TI, pack(numbers), None, gated)
+            if tokens <= 16:
+                gate_rounded(x_TI, pack(numbers), None, PAIRED)
 
 
 def launch_wide_packed(tokens: int) -> None:

@@ -39,7 +39,9 @@ def kernels() -> list[str]:
     for file in sorted(OPS.rglob("*.py")):
         module = ".".join(file.relative_to(OPS).with_suffix("").parts)
         for node in ast.parse(file.read_text()).body:
-            if not isinstance(node, ast.FunctionDef) or "triton.jit" not in map(_name, node.decorator_list):
+            if not isinstance(node, ast.FunctionDef) or not {"triton.jit", "gluon.jit"} & set(
+                map(_name, node.decorator_list)
+            ):
                 continue
             named.append(f"{module}.{node.name}")
             called |= {_name(inner) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
@@ -164,6 +166,12 @@ def test_code_that_reads_too_early_is_found() -> None:
     assert waits_first(f'asm "@$3 ld.global.cg.b32 {{ $0 }}, [ $2 ];"\n{wait}\n{load}')
     assert not waits_first(f'asm "st.global.cg.b32 [ $0 ], {{ $1 }};"\n{wait}\n{load}')
     assert waits_first(load) is None
+    copies = [
+        f'asm "cp.async.bulk.tensor.2d.shared::cta.global [$1], [$2];"(i1 %9, ptr nonnull %{i}, i32 0)'
+        for i in (0, 5)
+    ]
+    assert not waits_first(f"{copies[0]}\n{wait}")
+    assert waits_first(f"{copies[1]}\n{wait}\n{copies[0]}")
 
 
 def test_launches_nothing_unknown(compiled: list[Compiled]) -> None:

@@ -23,12 +23,12 @@ import torch
 from attention import PAGE, PEAK
 from layers import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, draw, graph_seconds, one_by_one
 from packed_linear import FORMATS, size
-from specserve_kernels import FP8, PAIRED, Packed, Rounded, pack
+from specserve_kernels import Packed, Rounded, pack
 from specserve_kernels.ops.attention.attention import Workspace, attend_nodes
 from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded
 from specserve_kernels.ops.layer.rotary import rotary_store_kv
 from specserve_kernels.ops.linear import linear, swap_ab
-from specserve_kernels.ops.linear.packed import packed_linear
+from specserve_kernels.ops.linear.packed import gate_rounded, packed_linear
 from torch import Tensor
 
 LAYERS, TIMED = 32, 8  # this many of a model, and so many that are built: more than the second cache holds
@@ -67,11 +67,19 @@ class Layer:
         return sum(each.nbytes if isinstance(each, Tensor) else size(each) for each in weights)
 
 
-def multiply(x: Tensor | Rounded, weight: Weight, gated: bool = False) -> Tensor:
+def multiply(x: Tensor | Rounded, weight: Weight) -> Tensor:
     if isinstance(weight, Packed):
-        return packed_linear(x, weight, None, gated)
+        return packed_linear(x, weight)
     assert isinstance(x, Tensor)
-    return linear.linear(x, weight, None, gated)
+    return linear.linear(x, weight, None)
+
+
+def gated(x: Tensor | Rounded, weight: Weight, reader: Weight) -> Tensor | Rounded:
+    if isinstance(weight, Packed) and isinstance(reader, Packed):
+        return gate_rounded(x, weight, None, reader.rounding)
+    assert isinstance(x, Tensor)
+    assert isinstance(weight, Tensor)
+    return linear.linear(x, weight, None, True)
 
 
 def normed(
@@ -79,8 +87,7 @@ def normed(
 ) -> tuple[Tensor | Rounded, Tensor]:
     """The norm of the sum, as its reader takes it, and the sum."""
     if isinstance(reader, Packed):
-        dtype = FP8 if reader.values.dtype == FP8 else PAIRED
-        return add_rms_norm_rounded(x_TH, residual_TH, weight_H, 1e-5, dtype)
+        return add_rms_norm_rounded(x_TH, residual_TH, weight_H, 1e-5, reader.rounding)
     return add_rms_norm(x_TH, residual_TH, weight_H, 1e-5)
 
 
@@ -128,7 +135,7 @@ class Chain:
             read = x_TH = multiply(mixed_TND.flatten(1), layer.o)
             if norms:
                 read, residual_TH = normed(layer.norms[1], layer.gate_up, x_TH, residual_TH)
-            x_TH = multiply(multiply(read, layer.gate_up, gated=True), layer.down)
+            x_TH = multiply(gated(read, layer.gate_up, layer.down), layer.down)
         return x_TH
 
     def _mixed(self, layer: Layer, qkv_TND: Tensor, workspace: Workspace) -> Tensor:

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from layers import copy_rate, draw, graph_seconds
 from linear import SHAPES, WEIGHTS
-from specserve_kernels import FP8, PAIRED, Numbers, Packed, Rounded, dequantize_packed, pack, silu_and_mul
+from specserve_kernels import FP8, Numbers, Packed, Rounded, dequantize_packed, pack, silu_and_mul
 from specserve_kernels.ops.linear import packed
 from specserve_kernels.ops.linear.packed import Pipeline, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
@@ -77,7 +77,7 @@ def size(weight: Packed) -> int:
 
 
 def rounded(x: Tensor, weight: Packed) -> Rounded:
-    return round_inputs(x, FP8 if weight.values.dtype == FP8 else PAIRED)
+    return round_inputs(x, weight.rounding)
 
 
 def plain(x: Tensor, weight_OI: Tensor, gated: bool) -> Tensor:

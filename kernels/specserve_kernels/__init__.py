@@ -52,6 +52,7 @@ embed_rms_norm = dispatched(norm.embed_rms_norm)
 find_continuations = dispatched(lookup.find_continuations)
 follow_continuation = dispatched(continuation.follow_continuation)
 follow_prediction = dispatched(prediction.follow_prediction)
+gate_rounded = dispatched(packed.gate_rounded)
 gather_slots = dispatched(_gather_slots.gather_slots)
 grow_level = dispatched(grow.grow_level)
 indexed_linear = dispatched(indexed.indexed_linear)
@@ -105,6 +106,7 @@ __all__ = [
     "find_continuations",
     "follow_continuation",
     "follow_prediction",
+    "gate_rounded",
     "gather_slots",
     "group_bias",
     "grow_level",

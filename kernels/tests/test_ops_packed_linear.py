@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -146,7 +147,7 @@ def test_groups_that_do_not_fit_are_refused(group: int) -> None:
 
 def rounded(x: Tensor, weight: Packed) -> Rounded:
     x = x if weight.order_I is None else x[:, weight.order_I.long()]
-    return round_inputs(x, FP8 if weight.values.dtype == FP8 else PAIRED)
+    return round_inputs(x, weight.rounding)
 
 
 def check(x: Tensor, weight: Packed, bias: Tensor | None = None, gated: bool = False) -> None:
@@ -364,3 +365,42 @@ def test_converted_first(
     with patch.object(ops, "CONVERT_FROM", 10**6):
         assert torch.equal(found, ops.packed_linear(x, weight, None, gated))
         check(x, weight, None, gated)
+
+
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (20, 34), (130, 70)])
+@pytest.mark.parametrize("dtype", [FP8, PAIRED], ids=str)
+def test_gates_are_rounded(draw: Draw, kind: Kind, tokens: int, inner: int, dtype: torch.dtype) -> None:
+    x = draw(tokens, 300)
+    weight, bias = pack(kind.draw(2 * inner, 300, x.device)), draw(2 * inner)
+    found = ops.gate_rounded(x, weight, bias, dtype)
+    expected = round_inputs(ops.packed_linear(x, weight, bias, gated=True), dtype)
+    assert found.dtype == x.dtype
+    assert torch.equal(found.values, expected.values)
+    assert torch.equal(found.unit_GT, expected.unit_GT)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("outputs", "inputs"),
+    [(4, 16), (68, 200), (132, 72), (100, 520), (4096, 4096), (1028, 14336), (256, 29568)],
+)
+def test_weights_that_come_before_the_wait(outputs: int, inputs: int, kind: Kind) -> None:
+    """The bits of the other kernel, replayed in a graph after a launch that writes the inputs, over and over."""
+    device = torch.device("cuda")
+    weight, bias = pack(kind.draw(outputs, inputs, device)), torch.randn(outputs, device=device).bfloat16()
+    x = torch.randn(17, inputs, device=device).bfloat16()
+    multiply = partial(ops.packed_linear, weight=weight, bias_O=bias)
+    counts, found = (1, 3, 8, 16, 17), []
+    with patch.object(ops, "streams", return_value=False):
+        expected = [multiply(x[:tokens]) for tokens in counts]
+    for tokens in counts:
+        multiply(x[:tokens].clone())
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        for tokens in counts:
+            found.append([multiply(x[:tokens].clone()) for _ in range(3)])
+    for _ in range(20):
+        graph.replay()
+    for right, each in zip(expected, found, strict=True):
+        assert all(torch.equal(one, right) for one in each)
+    assert not tickets(64, device).any()

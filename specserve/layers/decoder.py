@@ -143,7 +143,7 @@ class MLP(nn.Module):
         self.down_proj = new(name, inner, {"down_proj": size}, config.mlp_bias)
 
     def forward(self, x_TH: Tensor | Rounded, residual_TH: Tensor) -> tuple[Tensor, Tensor]:
-        return self.down_proj(self.gate_up_proj(x_TH, gated=True)), residual_TH
+        return self.down_proj(self.gate_up_proj.gate_for(self.down_proj, x_TH)), residual_TH
 
 
 def reader_of(block: nn.Module) -> Projection | None:

@@ -43,6 +43,11 @@ class Projection(nn.Module):
         """Return ``[T, O]``, or its ``silu_and_mul`` if ``gated``; written to ``out`` if given."""
         raise NotImplementedError
 
+    def gate_for(self, reader: Projection, x_TI: Tensor | Rounded) -> Tensor | Rounded:
+        """Return the gated result, quantized as ``reader`` does if this format can."""
+        gated: Tensor = self(x_TI, gated=True)
+        return gated
+
     def rounds_to(self, tokens: int) -> torch.dtype | None:
         """Return the dtype that it quantizes this number of tokens to, so that the preceding norm can, or None if it
         does not quantize."""

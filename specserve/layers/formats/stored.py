@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import torch
 from specserve_kernels import (
     FP8,
-    PAIRED,
     Numbers,
     Packed,
     Rounded,
     dequantize_packed,
+    gate_rounded,
     on_gpu,
     pack,
     packed_linear,
@@ -153,10 +153,16 @@ class StoredProjection(Projection):
         found = packed_linear(x_TI, self.packed, self.bias_O, gated)
         return found if out is None else out.copy_(found)
 
+    def gate_for(self, reader: Projection, x_TI: Tensor | Rounded) -> Tensor | Rounded:
+        rounding = reader.rounds_to(len(x_TI) if isinstance(x_TI, Tensor) else x_TI.unit_GT.shape[1])
+        if self._instead is not None or rounding is None:
+            return super().gate_for(reader, x_TI)
+        return gate_rounded(x_TI, self.packed, self.bias_O, rounding)
+
     def rounds_to(self, tokens: int) -> torch.dtype | None:
         if self._instead is not None or self.order is not None:
             return None
-        return FP8 if self.values.dtype == FP8 else PAIRED
+        return self.packed.rounding
 
     def rows(self, ids_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if (instead := self._instead) is not None:

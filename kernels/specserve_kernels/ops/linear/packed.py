@@ -32,11 +32,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specserve_kernels.ops.device import Limits, limits_of, tickets
 from specserve_kernels.ops.layer.activation import gate_by_silu
-from specserve_kernels.ops.linear.quantize import round_inputs
+from specserve_kernels.ops.linear.nibbles import LESS, SIXTEENFOLD
+from specserve_kernels.ops.linear.quantize import round_gated, round_inputs
 from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
+from specserve_kernels.ops.linear.streamed import streamed_linear, streams
 from specserve_kernels.ops.pdl import INTERPRETED, overlap, take_turn
 from specserve_kernels.reference.linear.packed import Packed
-from specserve_kernels.reference.linear.quantize import FP8, PAIRED, Rounded
+from specserve_kernels.reference.linear.quantize import FP8, Rounded
 
 _ROWS = 64  # rows of the smallest tile of Hopper's tensor cores
 _PROGRAMS, _INTEGER_PROGRAMS = 160, 512
@@ -67,13 +69,13 @@ def packed_linear(
 ) -> Tensor:
     """Same as the reference, for 16-bit activations, or any if the weight is FP8. Rows of x may be strided. If a weight
     has its own order of inputs, x is first copied into that order."""
-    if isinstance(x_TI, Tensor):
-        x_TI = x_TI if weight.order_I is None else x_TI.index_select(1, weight.order_I)
-        x_TI = round_inputs(x_TI, FP8 if weight.values.dtype == FP8 else PAIRED)
-    x, (outputs, inputs) = x_TI, (len(weight.values), weight.inputs)
+    x, (outputs, inputs) = _rounded(x_TI, weight), (len(weight.values), weight.inputs)
     tokens, columns = x.unit_GT.shape[1], 1 if x.values.dtype == FP8 else 2
-    width = outputs // 2 if gated else outputs
     cut = ranges(weight, gated)
+    share = triton.cdiv(inputs, cut * _MOST_STEP) * _MOST_STEP
+    if not gated and streams(weight, tokens):
+        return streamed_linear(x, weight, bias_O, share)
+    width = outputs // 2 if gated else outputs
     values, bits = weight.values, weight.bits
     if bits == 4 and tokens >= CONVERT_FROM:
         values, bits = convert(weight), 8
@@ -110,7 +112,7 @@ def packed_linear(
         PARTS=block.parts,
         BLOCK_T=block.tokens,
         BLOCK_O=block.outputs,
-        SHARE=triton.cdiv(inputs, cut * _MOST_STEP) * _MOST_STEP,
+        SHARE=share,
         STEP=block.inputs,
         NEIGHBORS=_NEIGHBORS,
         STAGES=block.stages,
@@ -119,6 +121,24 @@ def packed_linear(
         **overlap(),
     )
     return out_TO
+
+
+def gate_rounded(
+    x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None, dtype: torch.dtype
+) -> Rounded:
+    """Same as the reference."""
+    x = _rounded(x_TI, weight)
+    if not streams(weight, x.unit_GT.shape[1]):
+        return round_inputs(packed_linear(x, weight, bias_O, gated=True), dtype)
+    share = triton.cdiv(weight.inputs, ranges(weight, gated=True) * _MOST_STEP) * _MOST_STEP
+    return round_gated(streamed_linear(x, weight, bias_O, share), dtype)
+
+
+def _rounded(x_TI: Tensor | Rounded, weight: Packed) -> Rounded:
+    if not isinstance(x_TI, Tensor):
+        return x_TI
+    x_TI = x_TI if weight.order_I is None else x_TI.index_select(1, weight.order_I)
+    return round_inputs(x_TI, weight.rounding)
 
 
 def convert(weight: Packed) -> Tensor:
@@ -341,7 +361,7 @@ def _sixteenfold(values):
     """Return the low and high halves of bytes, in two's complement, times 16."""
     if _COMPILED:
         return tl.inline_asm_elementwise(
-            _SIXTEENFOLD, "=r,=r,r", [values], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+            SIXTEENFOLD, "=r,=r,r", [values], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
     else:
         return (values << 4).to(tl.int8, bitcast=True), (values & 0xF0).to(tl.int8, bitcast=True)
@@ -352,34 +372,11 @@ def _less(values, zero):
     """Return the low and high halves of bytes, minus ``zero``."""
     if _COMPILED:
         return tl.inline_asm_elementwise(
-            _LESS, "=r,=r,r,r", [values, zero], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+            LESS, "=r,=r,r,r", [values, zero], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
     else:
         zero = zero.to(tl.int8)
         return (values & 15).to(tl.int8) - zero, (values >> 4).to(tl.int8) - zero
-
-
-_SIXTEENFOLD = tl.constexpr(
-    """{
-    .reg .b32 up;
-    shl.b32 up, $2, 4;
-    and.b32 $0, up, 0xf0f0f0f0;
-    and.b32 $1, $2, 0xf0f0f0f0;
-    }"""
-)
-# The highest bit of each byte keeps a difference from borrowing, and is its inverted sign.
-_LESS = tl.constexpr(
-    """{
-    .reg .b32 down, low, high;
-    shr.b32 down, $2, 4;
-    lop3.b32 low, $2, 0x0f0f0f0f, 0x80808080, 0xea;
-    lop3.b32 high, down, 0x0f0f0f0f, 0x80808080, 0xea;
-    sub.u32 low, low, $3;
-    sub.u32 high, high, $3;
-    xor.b32 $0, low, 0x80808080;
-    xor.b32 $1, high, 0x80808080;
-    }"""
-)
 
 
 @triton.jit

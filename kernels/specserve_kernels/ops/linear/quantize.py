@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.layer.activation import gate_by_silu
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.reference.linear.quantize import FP8, GROUP, LARGEST, LEAST_UNIT, PAIRED, Rounded
 
@@ -27,21 +28,9 @@ _LEAST = tl.constexpr(LEAST_UNIT)
 def round_inputs(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
     """Same as the reference. Rows of x may be strided."""
     tokens, inputs = x_TI.shape
-    out = empty_rounded(tokens, inputs, x_TI, dtype)
     if dtype != torch.int8:
-        block = triton.next_power_of_2(inputs)
-        _round_rows_kernel[(tokens,)](
-            x_TI,
-            out.values,
-            out.unit_GT,
-            x_TI.stride(0),
-            out.values.stride(0),
-            I=inputs,
-            BLOCK=block,
-            num_warps=min(max(block // _PER_WARP, 1), 16),
-            **overlap(),
-        )
-        return out
+        return _round_rows(x_TI, inputs, dtype, gated=False)
+    out = empty_rounded(tokens, inputs, x_TI, dtype)
     _round_kernel[(tokens, triton.cdiv(len(out.unit_GT), _GROUPS))](
         x_TI,
         out.values,
@@ -51,6 +40,29 @@ def round_inputs(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
         I=inputs,
         GROUPS=_GROUPS,
         num_warps=4,
+        **overlap(),
+    )
+    return out
+
+
+def round_gated(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
+    """Round ``silu_and_mul(x)``, to FP8 or 15 bits."""
+    return _round_rows(x_TI, x_TI.shape[1] // 2, dtype, gated=True)
+
+
+def _round_rows(x_TI: Tensor, width: int, dtype: torch.dtype, gated: bool) -> Rounded:
+    out = empty_rounded(len(x_TI), width, x_TI, dtype)
+    block = triton.next_power_of_2(width)
+    _round_rows_kernel[(len(x_TI),)](
+        x_TI,
+        out.values,
+        out.unit_GT,
+        x_TI.stride(0),
+        out.values.stride(0),
+        I=width,
+        BLOCK=block,
+        GATED=gated,
+        num_warps=min(max(block // _PER_WARP, 1), 16),
         **overlap(),
     )
     return out
@@ -103,19 +115,22 @@ def store_rounded(x, values_ptr, unit_ptr, unit_stride, width):
 
 @triton.jit
 def _round_rows_kernel(
-    x_ptr,  # [T, I]
+    x_ptr,  # [T, I], or [T, 2I] if GATED
     values_ptr,  # [T, I] float8_e4m3fn, or [2T, I] int8
     unit_ptr,  # [T]
     stride,
     values_stride,
     I: tl.constexpr,
     BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     take_turn(OVERLAP)
     t = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + t * stride + i, mask=i < I, other=0)
+    if GATED:
+        x = gate_by_silu(x, tl.load(x_ptr + t * stride + I + i, mask=i < I, other=0))
     store_rounded_row(x, values_ptr, unit_ptr, t, values_stride, I)
 
 

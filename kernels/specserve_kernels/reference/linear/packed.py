@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specserve_kernels.reference.layer.activation import silu_and_mul
-from specserve_kernels.reference.linear.quantize import FP8, Rounded, rounded_inputs
+from specserve_kernels.reference.linear.quantize import FP8, PAIRED, Rounded, round_inputs, rounded_inputs
 
 STEP = 128  # most inputs of a step
 LEAST_GROUP = 32  # inputs: what tensor cores take at a time
@@ -64,6 +64,11 @@ class Packed(NamedTuple):
     @property
     def bits(self) -> int:
         return 4 if self.values.dtype == NIBBLES else 8
+
+    @property
+    def rounding(self) -> torch.dtype:
+        """What activations are rounded to."""
+        return FP8 if self.values.dtype == FP8 else PAIRED
 
     @property
     def grouped(self) -> bool:
@@ -164,3 +169,10 @@ def packed_linear(
     out_TO = plain_TI.to(wide) @ dequantize_packed(weight, wide).T
     out_TO = (out_TO if bias_O is None else out_TO + bias_O).to(x_TI.dtype)
     return silu_and_mul(out_TO) if gated else out_TO
+
+
+def gate_rounded(
+    x_TI: Tensor | Rounded, weight: Packed, bias_O: Tensor | None, dtype: torch.dtype
+) -> Rounded:
+    """Return the gated ``packed_linear``, rounded to FP8 or 15 bits for the projection that reads it."""
+    return round_inputs(packed_linear(x_TI, weight, bias_O, gated=True), dtype)

@@ -1,0 +1,331 @@
+"""``packed_linear`` for few tokens on Hopper: weights are on their way before the previous launch has ended.
+
+Triton's pipelines load a step's inputs together with its weight, after the wait (``ops/pdl.py``). Here, in Gluon, a
+program asks for the weight of its first stages, waits, and then asks for the inputs. It has one tile of 64 outputs and
+one range of inputs; all programs of a launch fit on the device at once. The order of sums, and with it the bits, are
+those of ``packed_linear``. Gates are not multiplied by what they gate: the launch that quantizes them does that. Shapes
+as in ``packed_linear``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from specserve_kernels.ops.device import HOPPER, Limits, capability_of, limits_of, tickets
+from specserve_kernels.ops.linear.nibbles import LESS, SIXTEENFOLD
+from specserve_kernels.ops.pdl import INTERPRETED, overlap
+from specserve_kernels.reference.linear.packed import STEP, Packed
+from specserve_kernels.reference.linear.quantize import FP8, Rounded
+
+_TOKENS = 16
+_ROWS = gl.constexpr(64)  # outputs of a tile
+_STAGE = 2 * STEP  # inputs
+_BOX = gl.constexpr(128)  # bytes of a row that the copy engine brings at once
+_BYTES, _WORDS = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 1)
+_ALIGNED = 4  # words: the copy engine does not begin elsewhere
+_RESERVED = 2048  # bytes of shared memory of a program outside its stages
+# Their names since Triton 3.7, and in 3.6.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+def streams(weight: Packed, tokens: int) -> bool:
+    """Return whether ``streamed_linear`` multiplies this weight on its device."""
+    blocks = not weight.grouped or weight.rows == 1 or weight.rows % _ROWS.value == 0
+    aligned = len(weight.values) % _ALIGNED == 0
+    hopper = capability_of(weight.values.device)[0] == HOPPER and not INTERPRETED
+    return 0 < tokens <= _TOKENS and weight.step == STEP and blocks and aligned and hopper
+
+
+def streamed_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: int) -> Tensor:
+    """Return ``[T, O]``. ``share``: inputs of a range."""
+    (outputs, inputs), tokens = (len(weight.values), weight.inputs), x.unit_GT.shape[1]
+    each = 1 if weight.values.dtype == FP8 else 2
+    block = max(8 // each, triton.next_power_of_2(tokens))
+    tiles, parts = triton.cdiv(outputs, _ROWS.value), triton.cdiv(inputs, share)
+    out_TO = x.unit_GT.new_empty((tokens, outputs), dtype=x.dtype)
+    part = x.unit_GT.new_empty(tiles * parts * _ROWS.value * block if parts > 1 else 0)
+    scale, zero = weight.scale_WSN, weight.zero_WON
+    by_output = weight.grouped and weight.rows == 1
+    _streamed_kernel[(tiles, parts)](
+        TensorDescriptor.from_tensor(x.values, [each * block, _BOX.value], _BYTES),
+        TensorDescriptor.from_tensor(weight.values, [_ROWS.value, _BOX.value], _BYTES),
+        _words(scale) if by_output else x.unit_GT,
+        x.unit_GT if zero is None else _words(zero),
+        x.unit_GT,
+        scale.view(torch.int32) if weight.grouped else scale,
+        x.unit_GT if bias_O is None else bias_O,
+        out_TO,
+        part,
+        tickets(tiles, x.unit_GT.device) if parts > 1 else part,
+        tokens,
+        O=outputs,
+        STAGES=_stages(weight, each * block, tiles * parts, share, limits_of(x.unit_GT.device)),
+        COUNT=triton.cdiv(inputs, _STAGE),
+        SHARE=share // _STAGE,
+        SCALES=scale.shape[1],
+        ROWS=weight.rows,
+        BITS=weight.bits,
+        SCALE=getattr(gl, str(scale.dtype).removeprefix("torch.")),
+        GROUPED=weight.grouped,
+        ZEROS=zero is not None,
+        BIAS=bias_O is not None,
+        LAST=len(scale) - 1,
+        PARTS=parts,
+        num_warps=4,
+        **overlap(),
+    )
+    return out_TO
+
+
+def _words(each_WON: Tensor) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(each_WON.view(torch.int32).flatten(), [_ROWS.value], _WORDS)
+
+
+def _stages(weight: Packed, columns: int, programs: int, share: int, limits: Limits) -> int:
+    """Return the number of stages in flight, from a sweep over the layers of Llama-3.1-8B on an H200, as far as all
+    programs have room."""
+    room = limits.shared_bytes // triton.cdiv(programs, limits.processors) - _RESERVED
+    stage = _STAGE * (_ROWS.value * weight.bits // 8 + columns) + 2 * 4 * _ROWS.value
+    return max(1, min(weight.bits // 2, share // _STAGE, room // stage))
+
+
+@gluon.jit(do_not_specialize=["tokens", "tickets_ptr"])
+def _streamed_kernel(
+    x_desc,  # [T, I], or [2T, I] if int8
+    values_desc,  # [O, P], in 4 bits [O, P / 2]
+    scale_desc,  # int32 [W * S], if GROUPED and ROWS is 1
+    zero_desc,  # int32 [W * O], if ZEROS
+    unit_ptr,  # [T] float32
+    scale_ptr,  # int32 [W, S] if GROUPED, or SCALE [S]
+    bias_ptr,  # [O], if BIAS
+    out_ptr,  # [T, O]
+    part_ptr,  # [tiles, PARTS, 64, B] float32, if PARTS > 1
+    tickets_ptr,  # [tiles] int32, 0, if PARTS > 1
+    tokens,
+    O: gl.constexpr,
+    STAGES: gl.constexpr,
+    COUNT: gl.constexpr,
+    SHARE: gl.constexpr,
+    SCALES: gl.constexpr,
+    ROWS: gl.constexpr,
+    BITS: gl.constexpr,
+    SCALE: gl.constexpr,
+    GROUPED: gl.constexpr,
+    ZEROS: gl.constexpr,
+    BIAS: gl.constexpr,
+    LAST: gl.constexpr,
+    PARTS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    INTEGERS: gl.constexpr = x_desc.dtype == gl.int8
+    C: gl.constexpr = x_desc.block_shape[0]  # columns of the tensor cores' product
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 32])
+    BOXES: gl.constexpr = BITS // 4
+    BY_OUTPUT: gl.constexpr = GROUPED and ROWS == 1
+    WORDS: gl.constexpr = SCALE.primitive_bitwidth // 16 if GROUPED else 1  # for the two groups of a stage
+    SIZE: gl.constexpr = (BOXES * _ROWS + 2 * C) * _BOX + (BY_OUTPUT * WORDS + ZEROS) * 4 * _ROWS
+    tile, first_o = gl.program_id(0), gl.program_id(0) * _ROWS
+    begin = gl.program_id(1) * SHARE
+    count = gl.minimum(SHARE, COUNT - begin)
+    values = gl.allocate_shared_memory(values_desc.dtype, [STAGES * BOXES, _ROWS, _BOX], _BYTES)
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, C, _BOX], _BYTES)
+    scales = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS if BY_OUTPUT else 1, _ROWS], _WORDS)
+    zeros = gl.allocate_shared_memory(gl.int32, [STAGES if ZEROS else 1, _ROWS], _WORDS)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(bars.index(s), count=1)
+    _barrier()
+    for s in gl.static_range(STAGES):
+        asked = s < count
+        mbarrier.expect(bars.index(s), SIZE, pred=asked)
+        _ask_weight(values_desc, values, bars, s, first_o, begin + s, asked, BOXES)
+        _ask_words(scale_desc, scales, bars, s, first_o, (begin + s) * WORDS, asked, SCALES, WORDS, BY_OUTPUT)
+        _ask_words(zero_desc, zeros, bars, s, first_o, (begin + s) // 2, asked, O, 1, ZEROS)
+    if OVERLAP:
+        _take_turn()
+    for s in gl.static_range(STAGES):
+        _ask_inputs(x_desc, x, bars, s, begin + s, s < count)
+    nothing = gl.zeros([_ROWS, C], gl.int32 if INTEGERS else gl.float32, MMA)
+    sums = _of_tokens(nothing)
+    LAYOUT: gl.constexpr = sums.type.layout
+    OUTPUTS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    for i in range(count):
+        slot = i % STAGES
+        bar = bars.index(slot)
+        if GROUPED and not BY_OUTPUT:
+            scale_ptrs = scale_ptr + first_o // ROWS + gl.zeros([_ROWS], gl.int32, OUTPUTS)
+            word = gl.load(scale_ptrs + (begin + i) * WORDS * SCALES)
+            word2 = gl.load(scale_ptrs + gl.minimum((begin + i) * WORDS + WORDS - 1, LAST) * SCALES)
+        mbarrier.wait(bar, i // STAGES & 1)
+        if BITS == 4:
+            w0, w1 = _numbers(
+                values.index(slot), zeros.index(slot if ZEROS else 0), (begin + i) % 2 * 16, MMA, ZEROS
+            )
+        else:
+            w0, w1 = values.index(2 * slot), values.index(2 * slot + 1)
+        x0, x1 = x.index(2 * slot).permute((1, 0)), x.index(2 * slot + 1).permute((1, 0))
+        if INTEGERS or GROUPED:
+            p0 = warpgroup_mma(w0, x0, nothing, use_acc=False, is_async=True)
+            p1 = warpgroup_mma(w1, x1, nothing, use_acc=False, is_async=True)
+            p0, p1 = warpgroup_mma_wait(0, [p0, p1])
+            if BY_OUTPUT:
+                word = scales.index(slot * WORDS).load(OUTPUTS)
+                word2 = scales.index(slot * WORDS + WORDS - 1).load(OUTPUTS)
+            if GROUPED:
+                s0 = _scale(word, 0, SCALE)
+                s1 = _scale(word2, 2 - WORDS, SCALE)
+                sums = gl.fma(_of_tokens(p0), _across(s0, sums), sums)
+                sums = gl.fma(_of_tokens(p1), _across(s1, sums), sums)
+            else:
+                sums = sums + _of_tokens(p0) + _of_tokens(p1)
+        else:
+            p0 = warpgroup_mma(w0, x0, sums, is_async=True)
+            p1 = warpgroup_mma(w1, x1, p0, is_async=True)
+            sums = warpgroup_mma_wait(0, [p1])
+        _barrier()
+        more = i + STAGES < count
+        after = begin + i + STAGES
+        mbarrier.expect(bar, SIZE, pred=more)
+        _ask_weight(values_desc, values, bars, slot, first_o, after, more, BOXES)
+        _ask_words(scale_desc, scales, bars, slot, first_o, after * WORDS, more, SCALES, WORDS, BY_OUTPUT)
+        _ask_words(zero_desc, zeros, bars, slot, first_o, after // 2, more, O, 1, ZEROS)
+        _ask_inputs(x_desc, x, bars, slot, after, more)
+    r, t = gl.arange(0, _ROWS, OUTPUTS), gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))
+    if PARTS > 1:
+        BLOCK: gl.constexpr = _ROWS * sums.shape[1]
+        part_ptrs = part_ptr + tile * (PARTS * BLOCK) + r[:, None] * sums.shape[1] + t[None, :]
+        gl.store(part_ptrs + gl.program_id(1) * BLOCK, sums)
+        _barrier()
+        if gl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel", scope="gpu") != PARTS - 1:
+            return
+        gl.store(tickets_ptr + tile, 0)
+        sums = gl.zeros_like(sums)
+        for part in gl.static_range(PARTS):  # bypassing L1, which is not coherent with other programs' stores
+            sums += gl.load(part_ptrs + part * BLOCK, cache_modifier=".cg")
+    o = first_o + r
+    inside_t, inside_o = t < tokens, o < O
+    unit = gl.load(unit_ptr + t, mask=inside_t, other=0)
+    if BITS == 4 and not ZEROS:
+        unit *= 1 / 16
+    if not GROUPED:
+        sums *= gl.load(scale_ptr + o // ROWS, mask=inside_o, other=0).to(gl.float32)[:, None]
+    if BIAS:
+        bias = gl.load(bias_ptr + o, mask=inside_o, other=0).to(gl.float32)
+        out = gl.fma(sums, gl.broadcast(unit[None, :], sums)[0], _across(bias, sums))
+    else:
+        out = sums * unit[None, :]
+    out_ptrs = out_ptr + t.to(gl.int64)[None, :] * O + o[:, None]
+    gl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside_t[None, :] & inside_o[:, None])
+
+
+@gluon.jit
+def _take_turn():
+    """As in ``ops/pdl.py``."""
+    _order("griddepcontrol.wait; // dummy $0")
+    _order("griddepcontrol.launch_dependents; // dummy $0")
+
+
+@gluon.jit
+def _order(ptx: gl.constexpr):
+    gl.inline_asm_elementwise(ptx, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _ask_weight(desc, values, bars, slot, first_o, stage, asked, BOXES: gl.constexpr):
+    for box in gl.static_range(BOXES):
+        into = values.index(slot * BOXES + box)
+        _load(desc, [first_o, (stage * BOXES + box) * _BOX], bars.index(slot), into, asked)
+
+
+@gluon.jit
+def _ask_words(
+    desc,
+    words,
+    bars,
+    slot,
+    first_o,
+    first,
+    asked,
+    ACROSS: gl.constexpr,
+    WORDS: gl.constexpr,
+    NEEDED: gl.constexpr,
+):
+    """Ask for each output's words from ``first`` on, which are ``ACROSS`` apart."""
+    if NEEDED:
+        for word in gl.static_range(WORDS):
+            into = words.index(slot * WORDS + word)
+            _load(desc, [(first + word) * ACROSS + first_o], bars.index(slot), into, asked)
+
+
+@gluon.jit
+def _ask_inputs(desc, x, bars, slot, stage, asked):
+    for box in gl.static_range(2):
+        into = x.index(slot * 2 + box)
+        _load(desc, [0, (stage * 2 + box) * _BOX], bars.index(slot), into, asked)
+
+
+@gluon.jit
+def _numbers(values, zeros, shift, MMA: gl.constexpr, ZEROS: gl.constexpr):
+    """Return the numbers of a stage's two steps in 8 bits, in the order that tensor cores take them from registers: see
+    ``Packed``. A thread's bytes become its own numbers."""
+    OWN: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [0, 64]],
+        lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[_ROWS.value, _BOX.value],
+    )
+    halves = gl.reshape(values.load(OWN), (_ROWS, 2, _BOX // 2))
+    first, second = gl.split(gl.permute(halves, (0, 2, 1)))
+    if ZEROS:
+        word = zeros.load(gl.SliceLayout(1, first.type.layout)) >> shift
+        return _step(first, word, MMA, ZEROS), _step(second, word >> 8, MMA, ZEROS)
+    else:
+        return _step(first, 0, MMA, ZEROS), _step(second, 0, MMA, ZEROS)
+
+
+@gluon.jit
+def _step(bytes, zero, MMA: gl.constexpr, ZEROS: gl.constexpr):
+    if ZEROS:
+        zero, _ = gl.broadcast(zero.to(gl.uint8)[:, None], bytes)
+        low, high = gl.inline_asm_elementwise(
+            LESS, "=r,=r,r,r", [bytes, zero], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+        )
+    else:
+        low, high = gl.inline_asm_elementwise(
+            SIXTEENFOLD, "=r,=r,r", [bytes], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+        )
+    fours = gl.permute(gl.reshape(gl.join(low, high), (_ROWS, 4, 4, 4, 2)), (0, 2, 4, 1, 3))
+    return gl.convert_layout(gl.reshape(fours, (_ROWS, _BOX)), gl.DotOperandLayout(0, MMA, 4))
+
+
+@gluon.jit
+def _of_tokens(product):
+    """Return the product in float32, of integers with the two columns of a token joined."""
+    if product.dtype == gl.int32:
+        high, low = gl.split(gl.reshape(product, (product.shape[0], product.shape[1] // 2, 2)))
+        return (high * 128 + low).to(gl.float32)
+    else:
+        return product
+
+
+@gluon.jit
+def _scale(word, half: gl.constexpr, SCALE: gl.constexpr):
+    """Return a word's scale, of two in 16 bits its first or second."""
+    if SCALE.primitive_bitwidth == 32:
+        return word.to(SCALE, bitcast=True)
+    else:
+        return ((word >> 16 * half) & 0xFFFF).to(gl.uint16).to(SCALE, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def _across(each_O, like):
+    spread, _ = gl.broadcast(each_O[:, None], like)
+    return spread
