@@ -105,8 +105,9 @@ def store_rounded(x, values_ptr, unit_ptr, unit_stride, width):
     GROUPS: tl.constexpr = x.shape[0] // _SIZE
     x = tl.reshape(x.to(tl.float32), (GROUPS, _SIZE))
     unit = tl.maximum(tl.max(tl.abs(x), 1) * _UNIT, _LEAST)
-    # Added to a float32 so large that its last bit is 1: the sum's last bits are the rounded number.
-    number = (x * (1 / unit)[:, None] + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    # Added to a float32 so large that its last bit is 1: the sum's last bits are the rounded number. 128 more are taken
+    # off as an integer, because ptxas converts a float32 whose last byte is stored, instead of cutting it off.
+    number = ((x * (1 / unit)[:, None] + 12583040.0).to(tl.int32, bitcast=True) - 128).to(tl.int8)
     g = tl.arange(0, GROUPS)
     i = g[:, None] * _SIZE + tl.arange(0, _SIZE)[None, :]
     tl.store(values_ptr + i, number, mask=i < width)
@@ -151,7 +152,7 @@ def store_rounded_row(x, values_ptr, unit_ptr, t, stride, I: tl.constexpr):
         number = tl.clamp(scaled, -_LARGEST_FP8, _LARGEST_FP8).to(tl.float8e4nv)
         tl.store(values_ptr + t * stride + i, number, mask=i < I)
     else:
-        number = (scaled + 12582912.0).to(tl.int32, bitcast=True).to(tl.int16)  # as in store_rounded
+        number = (scaled + 12582912.0).to(tl.int32, bitcast=True).to(tl.int16)  # see store_rounded
         high = (number + 64) >> 7
         tl.store(values_ptr + 2 * t * stride + i, high.to(tl.int8), mask=i < I)
         tl.store(values_ptr + (2 * t + 1) * stride + i, (number - (high << 7)).to(tl.int8), mask=i < I)
