@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from specserve_kernels import FP8, round_inputs
+from specserve_kernels import FP8, Rounded, round_inputs
 from torch import Tensor
 
 from benchmarks.lossless import Models, make_items, run_matrix
@@ -674,7 +674,10 @@ def test_the_weights_and_what_multiplies_them_are_said(
 ) -> None:
     path = quantize(plain, tmp_path / "target", dialect)
     for dtype, how in (
-        ("bfloat16", "inputs of FP8 projections are rounded to FP8, of others to 15 bits"),
+        (
+            "bfloat16",
+            "inputs of FP8 projections are rounded to FP8, of others to 15 bits (from compute capability 8.0 on)",
+        ),
         (
             "float32",
             "inputs of FP8 projections are rounded to FP8, weights of others dequantized while loading",
@@ -796,3 +799,18 @@ def test_the_memory_that_4_bits_take(plain: Path, tmp_path: Path) -> None:
     numbers = sum(i * o for i, o in outputs.items())
     words = sum((-(-i // 128) + -(-i // 256)) * o for i, o in outputs.items())
     assert before - found == 2 * (2 * numbers - numbers // 2 - 4 * words)
+
+
+def test_gates_are_rounded_for_readers_that_store_8_bits(plain: Path) -> None:
+    """An int8 draft's reader rounds in groups, and one that does not round takes them as they are."""
+    config = load_model_config(plain).with_weights(RoundedWeights("int4"))
+    with held_as_on_a_gpu():
+        mlp = load_target(plain, torch.float32, CPU, config=config).layers[0].mlp
+    gate, x_TI = mlp.gate_up_proj, torch.randn(3, mlp.gate_up_proj.packed.inputs)
+    expected = gate(x_TI, gated=True)
+    found = gate.gate_for(mlp.down_proj, x_TI)
+    assert isinstance(found, Rounded)
+    torch.testing.assert_close(found.plain_TI, expected, rtol=0, atol=float(expected.abs().max()) / 30_000)
+    for dtype in (torch.int8, None):
+        with patch.object(type(mlp.down_proj), "rounds_to", return_value=dtype):
+            assert torch.equal(gate.gate_for(mlp.down_proj, x_TI), expected)

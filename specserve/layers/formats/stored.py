@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from specserve_kernels import (
     FP8,
+    PAIRED,
     Numbers,
     Packed,
     Rounded,
@@ -155,7 +156,7 @@ class StoredProjection(Projection):
 
     def gate_for(self, reader: Projection, x_TI: Tensor | Rounded) -> Tensor | Rounded:
         rounding = reader.rounds_to(len(x_TI) if isinstance(x_TI, Tensor) else x_TI.unit_GT.shape[1])
-        if self._instead is not None or rounding is None:
+        if self._instead is not None or rounding not in (FP8, PAIRED):
             return super().gate_for(reader, x_TI)
         return gate_rounded(x_TI, self.packed, self.bias_O, rounding)
 
