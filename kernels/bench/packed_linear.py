@@ -3,11 +3,11 @@ the weight's bytes take.
 
     python kernels/bench/packed_linear.py [--only o down] [--formats fp8 int4] [--tokens 1 16] [--rate 4.23] [--sweep]
 
-Of a layer of Llama-3.1-8B, the gate with its activation; activations are quantized already. Calls take turns over
-distinct weights that together exceed the L2 cache, as a model's layers do. Bytes are the weight's, its scales' and
-zeros'; ``--rate`` are the TB/s that the card reads, not given: what it copies. Next to them cuBLAS with the same weight
-in bfloat16. ``--sweep`` tries other pipelines and numbers of ranges; ``--once`` only compiles and checks what would be
-timed.
+Of a layer of Llama-3.1-8B, the gate with its activation, where the kernel has it; activations are quantized already.
+Calls do not overlap: ``chain.py`` shows what weights that come early save. They take turns over distinct weights that
+together exceed the L2 cache, as a model's layers do. Bytes are the weight's, its scales' and zeros'; ``--rate`` are the
+TB/s that the card reads, not given: what it copies. Next to them cuBLAS with the same weight in bfloat16. ``--sweep``
+tries other pipelines and numbers of ranges; ``--once`` only compiles and checks what would be timed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from specserve_kernels import FP8, Numbers, Packed, Rounded, dequantize_packed, 
 from specserve_kernels.ops.linear import packed
 from specserve_kernels.ops.linear.packed import Pipeline, packed_linear
 from specserve_kernels.ops.linear.quantize import round_inputs
+from specserve_kernels.ops.linear.streamed import streams
 from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
@@ -114,6 +115,7 @@ def swept(x: Rounded, weights: list[Packed], gated: bool, once: bool) -> str:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(packed, "pipeline", return_value=chosen))
             stack.enter_context(mock.patch.object(packed, "ranges", return_value=cut))
+            stack.enter_context(mock.patch.object(packed, "streams", return_value=False))
             try:
                 check(x, weights[0], gated)
             except OutOfResources:
@@ -124,13 +126,13 @@ def swept(x: Rounded, weights: list[Packed], gated: bool, once: bool) -> str:
 
 
 def report(name: str, kind: str, weights: list[Packed], args: argparse.Namespace, rate: float) -> None:
-    gated = name == "gate_up"
     bf16 = [dequantize_packed(weight, torch.bfloat16) for weight in weights]
     floor = size(weights[0]) / rate * 1e6
     for tokens in args.tokens:
         x = draw(tokens, weights[0].inputs)
         row = f"{kind:<11}{name:<8} M={tokens:<4}"
         read = rounded(x, weights[0])
+        gated = name == "gate_up" and (args.sweep or not streams(weights[0], tokens))
         if args.sweep:
             print(f"{row} {swept(read, weights, gated, args.once)}", flush=True)
             continue
