@@ -367,7 +367,7 @@ def test_converted_first(
         check(x, weight, None, gated)
 
 
-@pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (20, 34), (130, 70)])
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (20, 34)])
 @pytest.mark.parametrize("dtype", [FP8, PAIRED], ids=str)
 def test_gates_are_rounded(draw: Draw, kind: Kind, tokens: int, inner: int, dtype: torch.dtype) -> None:
     x = draw(tokens, 300)
