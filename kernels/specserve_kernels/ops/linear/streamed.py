@@ -2,9 +2,9 @@
 
 Triton's pipelines load a step's inputs together with its weight, after the wait (``ops/pdl.py``). Here, in Gluon, a
 program asks for the weight of its first stages, waits, and then asks for the inputs. It has one tile of 64 outputs and
-one range of inputs; all programs of a launch fit on the device at once. The order of sums, and with it the bits, are
-those of ``packed_linear``. Gates are not multiplied by what they gate: the launch that quantizes them does that. Shapes
-as in ``packed_linear``.
+one range of inputs; the programs of an 8B model's projection fit on the device at once. The order of sums, and with it
+the bits, are those of ``packed_linear``. Gates are not multiplied by what they gate: the launch that quantizes them
+does that. Shapes as in ``packed_linear``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BOX = gl.constexpr(128)  # bytes of a row that the copy engine brings at once
 _BYTES, _WORDS = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 1)
 _ALIGNED = 4  # words: the copy engine does not begin elsewhere
 _RESERVED = 2048  # bytes of shared memory of a program outside its stages
-# Their names since Triton 3.7, and in 3.6.
+# Their names in Triton 3.9, and in 3.6.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
