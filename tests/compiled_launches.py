@@ -118,7 +118,7 @@ SMALL = 1 << 20  # bytes, of which numbers that are read early take less
 ADA_SHARED = 101_376  # bytes of shared memory of a program, of compute capability 8.6 and 8.9
 WAIT = "griddepcontrol.wait"
 ACCESS = re.compile(
-    r"\bld\.(?!global\.cg\.)[\w.:]*global|\b(st|atom|red|cp(?!\.async\.bulk\.tensor))\.[\w.:]*global"
+    r"\bld\.(?!global\.cg\.)[\w.:]*global|\b(st|atom|red|cp(?!\.async\.bulk\.tensor\.\w+\.shared))\.[\w.:]*global"
     r"|\bcp\.async\.bulk\.tensor\..* ptr (nonnull )?%0,"
     r"|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)"
 )

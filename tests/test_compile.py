@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import torch
 from specserve_kernels import FP8, Packed
 from specserve_kernels.ops.device import H200
-from specserve_kernels.ops.linear import packed
+from specserve_kernels.ops.linear import packed, streamed
 from torch import Tensor
 
 from specserve.compile import main
@@ -170,6 +170,8 @@ def test_the_dry_run_multiplies_as_any_prompt_does(
     weight = Packed(values, scale, None, 4096, 128, 1)
 
     def launch(tokens: int) -> object:
+        if tokens <= 16:  # Gates have halves as outputs there.
+            return streamed.block_of(weight, tokens)
         converted = weight.bits == 4 and tokens >= packed.CONVERT_FROM
         return converted, packed.pipeline(weight, tokens, gated, H200)
 

@@ -367,7 +367,7 @@ def test_converted_first(
         check(x, weight, None, gated)
 
 
-@pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (20, 34)])
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 64), (5, 34), (20, 34)])
 @pytest.mark.parametrize("dtype", [FP8, PAIRED], ids=str)
 def test_gates_are_rounded(draw: Draw, kind: Kind, tokens: int, inner: int, dtype: torch.dtype) -> None:
     x = draw(tokens, 300)
@@ -386,7 +386,7 @@ def test_gates_are_rounded(draw: Draw, kind: Kind, tokens: int, inner: int, dtyp
     [(4, 16), (68, 200), (132, 72), (100, 520), (4096, 4096), (1028, 14336), (256, 29568)],
 )
 def test_weights_that_come_before_the_wait(outputs: int, inputs: int, kind: Kind) -> None:
-    """The bits of the other kernel, replayed in a graph after a launch that writes the inputs, over and over."""
+    """The bits of the other kernel, in a graph that is replayed 20 times, after launches that write the inputs."""
     device = torch.device("cuda")
     weight, bias = pack(kind.draw(outputs, inputs, device)), torch.randn(outputs, device=device).bfloat16()
     x = torch.randn(17, inputs, device=device).bfloat16()

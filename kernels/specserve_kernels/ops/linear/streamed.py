@@ -28,7 +28,7 @@ _ROWS = gl.constexpr(64)  # outputs of a tile
 _STAGE = 2 * STEP  # inputs
 _BOX = gl.constexpr(128)  # bytes of a row that the copy engine brings at once
 _BYTES, _WORDS = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 1)
-_ALIGNED = 4  # words: the copy engine does not begin elsewhere
+_ALIGNED = 4  # words, which are 16 bytes: the copy engine does not begin in between
 _RESERVED = 2048  # bytes of shared memory of a program outside its stages
 # Their names in Triton 3.9, and in 3.6.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -43,11 +43,16 @@ def streams(weight: Packed, tokens: int) -> bool:
     return 0 < tokens <= _TOKENS and weight.step == STEP and blocks and aligned and hopper
 
 
+def block_of(weight: Packed, tokens: int) -> int:
+    """Return the tokens of a program: their columns are at least 8, one each in FP8 and otherwise two."""
+    return max(8 if weight.values.dtype == FP8 else 4, triton.next_power_of_2(tokens))
+
+
 def streamed_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: int) -> Tensor:
-    """Return ``[T, O]``. ``share``: inputs of a range."""
+    """Return ``[T, O]``. ``share``: inputs of a range. The weight must have been written at least two launches ago."""
     (outputs, inputs), tokens = (len(weight.values), weight.inputs), x.unit_GT.shape[1]
     each = 1 if weight.values.dtype == FP8 else 2
-    block = max(8 // each, triton.next_power_of_2(tokens))
+    block = block_of(weight, tokens)
     tiles, parts = triton.cdiv(outputs, _ROWS.value), triton.cdiv(inputs, share)
     out_TO = x.unit_GT.new_empty((tokens, outputs), dtype=x.dtype)
     part = x.unit_GT.new_empty(tiles * parts * _ROWS.value * block if parts > 1 else 0)
@@ -56,8 +61,8 @@ def streamed_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: in
     _streamed_kernel[(tiles, parts)](
         TensorDescriptor.from_tensor(x.values, [each * block, _BOX.value], _BYTES),
         TensorDescriptor.from_tensor(weight.values, [_ROWS.value, _BOX.value], _BYTES),
-        _words(scale) if by_output else x.unit_GT,
-        x.unit_GT if zero is None else _words(zero),
+        _word_boxes(scale) if by_output else x.unit_GT,
+        x.unit_GT if zero is None else _word_boxes(zero),
         x.unit_GT,
         scale.view(torch.int32) if weight.grouped else scale,
         x.unit_GT if bias_O is None else bias_O,
@@ -84,16 +89,16 @@ def streamed_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: in
     return out_TO
 
 
-def _words(each_WON: Tensor) -> TensorDescriptor:
+def _word_boxes(each_WON: Tensor) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(each_WON.view(torch.int32).flatten(), [_ROWS.value], _WORDS)
 
 
 def _stages(weight: Packed, columns: int, programs: int, share: int, limits: Limits) -> int:
     """Return the number of stages in flight, from a sweep over the layers of Llama-3.1-8B on an H200, as far as all
-    programs have room."""
+    programs have room, but at least two: one is multiplied while the other comes."""
     room = limits.shared_bytes // triton.cdiv(programs, limits.processors) - _RESERVED
     stage = _STAGE * (_ROWS.value * weight.bits // 8 + columns) + 2 * 4 * _ROWS.value
-    return max(1, min(weight.bits // 2, share // _STAGE, room // stage))
+    return min(max(2, room // stage), weight.bits // 2, share // _STAGE)
 
 
 @gluon.jit(do_not_specialize=["tokens", "tickets_ptr"])
@@ -165,7 +170,7 @@ def _streamed_kernel(
             word2 = gl.load(scale_ptrs + gl.minimum((begin + i) * WORDS + WORDS - 1, LAST) * SCALES)
         mbarrier.wait(bar, i // STAGES & 1)
         if BITS == 4:
-            w0, w1 = _numbers(
+            w0, w1 = _operands(
                 values.index(slot), zeros.index(slot if ZEROS else 0), (begin + i) % 2 * 16, MMA, ZEROS
             )
         else:
@@ -272,7 +277,7 @@ def _ask_inputs(desc, x, bars, slot, stage, asked):
 
 
 @gluon.jit
-def _numbers(values, zeros, shift, MMA: gl.constexpr, ZEROS: gl.constexpr):
+def _operands(values, zeros, shift, MMA: gl.constexpr, ZEROS: gl.constexpr):
     """Return the numbers of a stage's two steps in 8 bits, in the order that tensor cores take them from registers: see
     ``Packed``. A thread's bytes become its own numbers."""
     OWN: gl.constexpr = gl.DistributedLinearLayout(
