@@ -118,17 +118,21 @@ SMALL = 1 << 20  # bytes, of which numbers that are read early take less
 ADA_SHARED = 101_376  # bytes of shared memory of a program, of compute capability 8.6 and 8.9
 WAIT = "griddepcontrol.wait"
 ACCESS = re.compile(
-    r"\bld\.(?!global\.cg\.)[\w.:]*global|\b(st|atom|red|cp(?!\.async\.bulk\.tensor\.\w+\.shared))\.[\w.:]*global"
-    r"|\bcp\.async\.bulk\.tensor\..* ptr (nonnull )?%0,"
+    r"\bld\.(?!global\.cg\.)[\w.:]*global|\b(st|atom|red|cp)\.[\w.:]*global"
     r"|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)"
 )
 
+WEIGHTS_FIRST = {"linear.streamed._streamed_kernel"}
+"""Kernels that have all but their first argument brought by the copy engine before they wait."""
+WEIGHTS = re.compile(r"^.*\bcp\.async\.bulk\.tensor\.\w+\.shared.* ptr (nonnull )?%(?!0,).*$", re.MULTILINE)
 
-def waits_first(llvm: str) -> bool | None:
-    """Of LLVM's code, whose loads and stores of global memory are PTX inside it or its own. What the copy engine brings
-    are weights, but for a kernel's first argument."""
+
+def waits_first(llvm: str, weights_first: bool = False) -> bool | None:
+    """Of LLVM's code, whose loads and stores of global memory are PTX inside it or its own."""
     if WAIT not in llvm:
         return None
+    if weights_first:
+        llvm = WEIGHTS.sub("", llvm)
     first = ACCESS.search(llvm)
     return first is None or llvm.index(WAIT) < first.start()
 
@@ -213,7 +217,7 @@ class Compiler:
         except Enough as enough:
             shared = enough.shared
             if shared is not None:
-                waits = waits_first(enough.code)
+                waits = waits_first(enough.code, name in WEIGHTS_FIRST)
         except Exception as raised:  # whatever Triton may say: it is reported
             error = f"{type(raised).__name__}: {raised}"
         neighbours = tuple({int(found) for found in NEIGHBOURS.findall(self._ttgir)})
@@ -283,6 +287,8 @@ def specialized(arg: object, by_value: bool) -> object:
         return [specialized(member, by_value) for member in arg]
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
+    if hasattr(arg, "block_shape"):
+        return type(arg), arg.base.dtype, tuple(arg.block_shape)
     return type(arg), isinstance(arg, int) and by_value and (arg == 1, arg % 16 == 0)
 
 
@@ -482,6 +488,8 @@ def main() -> None:
             launch_wide(tokens)
         launch_linears(8, torch.float32)
         launch_packed(8, False, torch.float32)
+        for tokens in (1, 16):
+            launch_packed(tokens, gated=False)
         for tokens in (64, 200):
             launch_packed(tokens, gated=True)
         Device.capability, compiler.until = 89, "ptx"

@@ -170,10 +170,9 @@ def test_the_dry_run_multiplies_as_any_prompt_does(
     weight = Packed(values, scale, None, 4096, 128, 1)
 
     def launch(tokens: int) -> object:
-        if tokens <= 16:  # Gates have halves as outputs there.
-            return streamed.block_of(weight, tokens)
+        few = streamed.block_of(weight, tokens) if tokens <= 16 else None
         converted = weight.bits == 4 and tokens >= packed.CONVERT_FROM
-        return converted, packed.pipeline(weight, tokens, gated, H200)
+        return few, converted, packed.pipeline(weight, tokens, gated, H200)
 
     assert {launch(tokens) for tokens in range(1, 8193)} == {launch(t) for t in (*PROMPT_TOKENS, 8192)}
 

@@ -170,8 +170,9 @@ def test_code_that_reads_too_early_is_found() -> None:
         f'asm "cp.async.bulk.tensor.2d.shared::cta.global [$1], [$2];"(i1 %9, ptr nonnull %{i}, i32 0)'
         for i in (0, 5)
     ]
-    assert not waits_first(f"{copies[0]}\n{wait}")
-    assert waits_first(f"{copies[1]}\n{wait}\n{copies[0]}")
+    assert not waits_first(f"{copies[0]}\n{wait}", weights_first=True)
+    assert waits_first(f"{copies[1]}\n{wait}\n{copies[0]}", weights_first=True)
+    assert not waits_first(f"{copies[1]}\n{wait}\n{copies[0]}")
 
 
 def test_launches_nothing_unknown(compiled: list[Compiled]) -> None:

@@ -802,7 +802,7 @@ def test_the_memory_that_4_bits_take(plain: Path, tmp_path: Path) -> None:
 
 
 def test_gates_are_rounded_for_readers_that_store_8_bits(plain: Path) -> None:
-    """An int8 draft's reader rounds in groups, and one that does not round takes them as they are."""
+    """Not for an int8 draft's, which rounds in groups, nor for one that does not round."""
     config = load_model_config(plain).with_weights(RoundedWeights("int4"))
     with held_as_on_a_gpu():
         mlp = load_target(plain, torch.float32, CPU, config=config).layers[0].mlp

@@ -390,6 +390,7 @@ def test_weights_that_come_before_the_wait(outputs: int, inputs: int, kind: Kind
     device = torch.device("cuda")
     weight, bias = pack(kind.draw(outputs, inputs, device)), torch.randn(outputs, device=device).bfloat16()
     x = torch.randn(17, inputs, device=device).bfloat16()
+    assert ops.streams(weight, 1) == (weight.step == 128)
     multiply = partial(ops.packed_linear, weight=weight, bias_O=bias)
     counts, found = (1, 3, 8, 16, 17), []
     with patch.object(ops, "streams", return_value=False):

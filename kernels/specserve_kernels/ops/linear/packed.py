@@ -71,8 +71,7 @@ def packed_linear(
     has its own order of inputs, x is first copied into that order."""
     x, (outputs, inputs) = _rounded(x_TI, weight), (len(weight.values), weight.inputs)
     tokens, columns = x.unit_GT.shape[1], 1 if x.values.dtype == FP8 else 2
-    cut = ranges(weight, gated)
-    share = triton.cdiv(inputs, cut * _MOST_STEP) * _MOST_STEP
+    cut, share = ranges(weight, gated), _share(weight, gated)
     if not gated and streams(weight, tokens):
         return streamed_linear(x, weight, bias_O, share)
     width = outputs // 2 if gated else outputs
@@ -130,8 +129,7 @@ def gate_rounded(
     x = _rounded(x_TI, weight)
     if not streams(weight, x.unit_GT.shape[1]):
         return round_inputs(packed_linear(x, weight, bias_O, gated=True), dtype)
-    share = triton.cdiv(weight.inputs, ranges(weight, gated=True) * _MOST_STEP) * _MOST_STEP
-    return round_gated(streamed_linear(x, weight, bias_O, share), dtype)
+    return round_gated(streamed_linear(x, weight, bias_O, _share(weight, gated=True)), dtype)
 
 
 def _rounded(x_TI: Tensor | Rounded, weight: Packed) -> Rounded:
@@ -139,6 +137,11 @@ def _rounded(x_TI: Tensor | Rounded, weight: Packed) -> Rounded:
         return x_TI
     x_TI = x_TI if weight.order_I is None else x_TI.index_select(1, weight.order_I)
     return round_inputs(x_TI, weight.rounding)
+
+
+def _share(weight: Packed, gated: bool) -> int:
+    """Return the number of inputs of a range."""
+    return triton.cdiv(weight.inputs, ranges(weight, gated) * _MOST_STEP) * _MOST_STEP
 
 
 def convert(weight: Packed) -> Tensor:

@@ -37,10 +37,10 @@ _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 
 def streams(weight: Packed, tokens: int) -> bool:
     """Return whether ``streamed_linear`` multiplies this weight on its device."""
-    blocks = not weight.grouped or weight.rows == 1 or weight.rows % _ROWS.value == 0
+    scales_fit = not weight.grouped or weight.rows == 1 or weight.rows % _ROWS.value == 0
     aligned = len(weight.values) % _ALIGNED == 0
     hopper = capability_of(weight.values.device)[0] == HOPPER and not INTERPRETED
-    return 0 < tokens <= _TOKENS and weight.step == STEP and blocks and aligned and hopper
+    return 0 < tokens <= _TOKENS and weight.step == STEP and scales_fit and aligned and hopper
 
 
 def block_of(weight: Packed, tokens: int) -> int:
@@ -81,7 +81,7 @@ def streamed_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: in
         GROUPED=weight.grouped,
         ZEROS=zero is not None,
         BIAS=bias_O is not None,
-        LAST=len(scale) - 1,
+        LAST=len(scale) - 1,  # of W: a stage's second step may have none
         PARTS=parts,
         num_warps=4,
         **overlap(),
@@ -232,13 +232,13 @@ def _streamed_kernel(
 
 @gluon.jit
 def _take_turn():
-    """As in ``ops/pdl.py``."""
-    _order("griddepcontrol.wait; // dummy $0")
-    _order("griddepcontrol.launch_dependents; // dummy $0")
+    """As in ``ops/pdl.py``, whose functions are not Gluon's."""
+    _issue("griddepcontrol.wait; // dummy $0")
+    _issue("griddepcontrol.launch_dependents; // dummy $0")
 
 
 @gluon.jit
-def _order(ptx: gl.constexpr):
+def _issue(ptx: gl.constexpr):
     gl.inline_asm_elementwise(ptx, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -262,7 +262,8 @@ def _ask_words(
     WORDS: gl.constexpr,
     NEEDED: gl.constexpr,
 ):
-    """Ask for each output's words from ``first`` on, which are ``ACROSS`` apart."""
+    """Ask for each output's words from ``first`` on, which are ``ACROSS`` apart. Beyond the last they are 0; those of
+    rows that do not exist are others', and not used."""
     if NEEDED:
         for word in gl.static_range(WORDS):
             into = words.index(slot * WORDS + word)
