@@ -1,6 +1,7 @@
 """Long contexts: 64 requests of 8,192 random tokens each, by shape and under the controller.
 
     python -m benchmarks.long_context --model DIR/target --eagle3 DIR/eagle3 [--batches 16 64] [--requests 12]
+        [--shapes 3,1,4] [--kv-cache-dtype fp8_e4m3]
 
 DIR is the output of ``python -m benchmarks.cost_faithful``. Reading the caches takes most of a step, and its cost does
 not depend on how many tokens a step gives. Everything is measured twice: with the pair's own acceptance on such
@@ -29,6 +30,7 @@ from benchmarks.adaptive import (
     line,
     measure,
     run_load,
+    spelled,
 )
 from benchmarks.common import (
     load_options,
@@ -72,7 +74,10 @@ def run(args: argparse.Namespace, sizes: list[int], shapes: Sequence[Speculation
     with (
         longer_contexts(args.prompt_tokens + args.new_tokens),
         forced_levels() as force,
-        adaptive_llm(args, max(sizes), shapes, min(sizes)) as (llm, policies),
+        adaptive_llm(args, max(sizes), shapes, min(sizes), kv_cache_dtype=args.kv_cache_dtype) as (
+            llm,
+            policies,
+        ),
     ):
         cache_prompts(llm, policies["off"], prompts)
         print(f"{'':8}" + header(list(policies)))
@@ -101,8 +106,12 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     add_requests(parser)
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--shapes", nargs="*", choices=list(map(spelled, SHAPES)), help="not set: all")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto")
     args = parse_load(parser)
-    shapes = SHAPES
+    shapes: Sequence[Speculation] = [
+        each for each in SHAPES if args.shapes is None or spelled(each) in args.shapes
+    ]
     if args.quick:
         args.batches, args.requests, args.new_tokens, shapes = [2], 4, 10, SHAPES[1:3]
     sizes = [size for size in args.batches if size <= args.max_batch]
