@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -21,7 +22,7 @@ from specserve_kernels.ops.linear import packed, streamed
 from torch import Tensor
 
 from specserve.compile import main
-from specserve.engine.kernels import KernelWatch, Variant
+from specserve.engine.kernels import KernelWatch, MissingKernel, Variant
 from specserve.process.compile import PROMPT_TOKENS
 from tests.reference.block import make_block
 from tests.reference.draft_models import make_eagle, make_eagle3
@@ -227,6 +228,13 @@ def test_a_kernel_that_comes_late_is_counted(caplog: pytest.LogCaptureFixture) -
     assert not watch(key="b", fn=Function, compile=data, repr="")
     assert watch.late == 1
     assert "k was compiled while serving" in caplog.text
+    with (
+        patch("torch.cuda.is_available", return_value=True),
+        patch("torch.cuda.is_current_stream_capturing", return_value=True),
+        pytest.raises(MissingKernel),
+    ):
+        watch(key="c", fn=Function, compile=data, repr="")
+    assert len(watch.have) == 2
 
 
 @pytest.mark.parametrize(

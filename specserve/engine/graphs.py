@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 from specserve_kernels import Tree
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 from tqdm import tqdm
 
+from specserve.engine.kernels import WATCH
 from specserve.engine.prompts import PromptSize, Run, short_prefill
 from specserve.speculation.context import Context, View
 from specserve.speculation.prefill import PrefillResult
@@ -186,10 +187,12 @@ class _Maker:
     time."""
 
     def __init__(self, context: Context, most_nodes: int) -> None:
+        WATCH.install()
         state = context.state
         self._context = context
         self._stream = torch.cuda.Stream(state.device)
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._launched = False
         self._capacity = state.slots.pages.shape[1] * context.pool.page_size
         self._logits_XV = torch.empty(
             most_nodes, context.vocab_size, dtype=context.pool.config.dtype, device=state.device
@@ -208,7 +211,7 @@ class _Maker:
         """Return the graph, or None if memory does not suffice."""
         try:
             return capture(what)
-        except torch.cuda.OutOfMemoryError as error:
+        except OutOfMemoryError as error:
             log.warning("no memory for the CUDA graph of %s: %s", what, str(error).split(". ")[0])
             torch.cuda.empty_cache()
             return None
@@ -221,7 +224,7 @@ class _Maker:
     def parts(self, shape: StepShape) -> PartedGraph:
         context, rows_B, words_TW = self._context, self._rows(shape), self._words_XW[: shape.nodes]
         first, drafted = self._capture(lambda: draft(context, self._view(rows_B, shape), shape))
-        first.replay()  # writes the second part's inputs for its warm-up
+        first.replay()  # writes the second part's inputs, in case it runs eagerly
         second, verified = self._capture(lambda: verify(context, drafted))
         second.replay()
         third, result = self._capture(lambda: settle(context, verified, words_TW))
@@ -243,11 +246,24 @@ class _Maker:
         return PromptGraph(size, graph, numbers, result)
 
     def _capture(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Capture a launch. What is made once, kernels and cached tensors, can't be made during a capture: if something
+        is missing, the launch first runs eagerly. So does the first of all, which opens libraries."""
+        if self._launched:
+            try:
+                return self._captured(run)
+            except OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                log.debug("ran eagerly before its capture: %s", error)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            run()  # warm-up: compiles kernels and opens libraries, which is impossible during capture
+            run()
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
+        self._launched = True
+        return self._captured(run)
+
+    def _captured(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = run()

@@ -9,9 +9,14 @@ from importlib import import_module
 from pkgutil import walk_packages
 from typing import Any, NamedTuple
 
+import torch
 from specserve_kernels import ops
 
 log = logging.getLogger(__name__)
+
+
+class MissingKernel(RuntimeError):
+    """A kernel must be loaded before a CUDA graph that launches it is captured."""
 
 
 class Variant(NamedTuple):
@@ -48,7 +53,10 @@ class KernelWatch:
     serving: bool = False
 
     def __call__(self, *, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
-        """Record the variant, and return False: Triton continues."""
+        """Record the variant, and return False: Triton continues. Raises MissingKernel during the capture of a CUDA
+        graph."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise MissingKernel(fn.name)
         found = Variant(fn.module, fn.name, key, compile["specialization_data"])
         self.have[found[:3]] = found
         if self.serving:
@@ -62,10 +70,10 @@ class KernelWatch:
         knobs.runtime.jit_cache_hook = self
 
     def load(self, variants: Iterable[Variant]) -> None:
-        """Load the variants that this process lacks."""
+        """Load the variants that this process lacks, onto the device, too."""
         for variant in variants:
             if variant[:3] not in self.have:
-                variant.load()
+                _ = variant.load().run
 
 
 WATCH = KernelWatch()

@@ -229,27 +229,29 @@ class CompileAhead:
             process.stdin.close()
         return cls(file, process, time.perf_counter())
 
-    def wait(self) -> None:
-        """Wait until everything is compiled."""
-        if self.process is None:
-            return
-        assert self.process.stderr is not None
-        said = self.process.stderr.read().decode(errors="replace")
-        if self.process.wait():
-            log.warning("kernels could not be compiled in advance: %s", said.strip().rpartition("\n")[2])
-        else:
-            log.info("compiled kernels in advance, %.1f s after the start", time.perf_counter() - self.begun)
-
     def load(self) -> None:
-        """Load what was compiled but not launched yet, so that no request waits for it."""
-        if self.file.exists():
-            listed = [Variant(*each) for each in json.loads(self.file.read_text())]
-            if unforeseen := WATCH.have.keys() - {variant[:3] for variant in listed}:
+        """Wait until everything is compiled, and load it, so that neither a capture nor a request waits for it."""
+        if self.process is not None:
+            assert self.process.stderr is not None
+            said = self.process.stderr.read().decode(errors="replace")
+            if self.process.wait():
+                log.warning("kernels could not be compiled in advance: %s", said.strip().rpartition("\n")[2])
+            else:
                 log.info(
-                    "not compiled in advance: %s", ", ".join(sorted(kernel for _, kernel, _ in unforeseen))
+                    "compiled kernels in advance, %.1f s after the start", time.perf_counter() - self.begun
                 )
-            WATCH.load(listed)
+        WATCH.load(self._listed())
+
+    def serve(self) -> None:
+        """Count kernels that are loaded from now on. Log which were not compiled in advance."""
+        if unforeseen := WATCH.have.keys() - {variant[:3] for variant in self._listed()}:
+            log.info("not compiled in advance: %s", ", ".join(sorted(kernel for _, kernel, _ in unforeseen)))
         WATCH.serving = True
+
+    def _listed(self) -> list[Variant]:
+        if not self.file.exists():
+            return []
+        return [Variant(*each) for each in json.loads(self.file.read_text())]
 
 
 def main() -> None:

@@ -112,12 +112,12 @@ def load_engine(config: EngineConfig) -> Scheduler:
 
     ahead = CompileAhead.begin(config)
 
-    def wait() -> None:
+    def load() -> None:
         phase.enter("compiling kernels")
-        ahead.wait()
+        ahead.load()
 
-    scheduler = create_scheduler(config, wait)
-    ahead.load()
+    scheduler = create_scheduler(config, load)
+    ahead.serve()
     return scheduler
 
 
