@@ -1,11 +1,12 @@
 """Tokens per step on held-out prompts by drafter, shape and temperature, and coupled against uncoupled drafting.
 
     python -m benchmarks.acceptance [--temperatures 0 0.7 1.0] [--batch 16] [--weights none int8 fp8 int4]
-        [--output FILE]
+        [--quantization none fp8 int8 int4] [--output FILE]
 
 A step is one target forward that emitted tokens, without prefill; the bonus token counts. The texts are the same for
 every row of a temperature (drafting never changes a token), so the rows compare only drafting. ``--weights``:
-quantization of the draft; int4, which no server drafts in, is that of ``--quantization int4``.
+quantization of the draft; int4, which no server drafts in, is that of ``--quantization int4``. ``--quantization``:
+that of the target, which has its own texts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from benchmarks.common import load_prompts, run_prompts, write_results
 from specserve import LLM
+from specserve.config.settings import ROUNDED
 from specserve.layers import linear
 from specserve.layers.formats.rounded import RoundedLayout
 from specserve.llm import RequestOutput
@@ -77,17 +79,17 @@ def tokens_per_step(outputs: Sequence[RequestOutput]) -> float:
     return (sum(o.speculation.accepted for o in outputs) + steps) / steps
 
 
-def measure(temperatures: Sequence[float], batch: int, weights: Sequence[str], output: Path | None) -> None:
+def measure(args: argparse.Namespace) -> None:
     """Print and write each as it comes."""
     rows, figures = load_prompts(), []
-    for (algorithm, shape), rounded in product(SHAPES, weights):
+    for (algorithm, shape), target, rounded in product(SHAPES, args.quantization, args.weights):
         names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        settings: dict[str, Any] = dict(zip(names, shape, strict=True))
+        settings: dict[str, Any] = dict(zip(names, shape, strict=True)) | {"quantization": target}
         with (
             rounding(rounded) as settings["speculative_draft_quantization"],
-            LLM(speculative_algorithm=algorithm, max_running_requests=batch, **settings) as llm,
+            LLM(speculative_algorithm=algorithm, max_running_requests=args.batch, **settings) as llm,
         ):
-            for temperature in temperatures:
+            for temperature in args.temperatures:
                 for coupled in (True, False) if temperature else (True,):
                     with drafting(coupled):
                         outputs = run_prompts(llm, rows, temperature=temperature)
@@ -95,6 +97,7 @@ def measure(temperatures: Sequence[float], batch: int, weights: Sequence[str], o
                         {
                             "algorithm": algorithm,
                             "shape": shape,
+                            "target": target,
                             "weights": rounded,
                             "temperature": temperature,
                             "coupled": coupled,
@@ -110,14 +113,14 @@ def measure(temperatures: Sequence[float], batch: int, weights: Sequence[str], o
                         }
                     )
                     print(line(figures[-1]), flush=True)
-                    write_results("acceptance", figures, output)
+                    write_results("acceptance", figures, args.output)
 
 
 def line(row: dict[str, Any]) -> str:
     how = "" if not row["temperature"] else "coupled" if row["coupled"] else "uncoupled"
     return (
-        f"{row['algorithm']:7} {row['shape']!s:11} {row['weights']:4} t={row['temperature']:<4} {how:10}"
-        f"{row['all']:6.2f} {row['dialogue']:9.2f} {row['code']:6.2f}"
+        f"{row['algorithm']:7} {row['shape']!s:11} {row['target']:4} {row['weights']:4} t={row['temperature']:<4} "
+        f"{how:10}{row['all']:6.2f} {row['dialogue']:9.2f} {row['code']:6.2f}"
     )
 
 
@@ -128,10 +131,10 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0, 0.7, 1.0])
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--weights", nargs="+", choices=("none", "int8", "fp8", "int4"), default=["none"])
+    parser.add_argument("--quantization", nargs="+", choices=("none", *ROUNDED), default=["none"])
     parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
-    print(f"{'':48}all  dialogue   code")
-    measure(args.temperatures, args.batch, args.weights, args.output)
+    print(f"{'':53}all  dialogue   code")
+    measure(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 the weight's bytes take.
 
     python kernels/bench/packed_linear.py [--only o down] [--formats fp8 int4] [--tokens 1 16] [--rate 4.23] [--sweep]
+        [--humming]
 
 Of a layer of Llama-3.1-8B, the gate with its activation, where the kernel has it; activations are quantized already.
 Calls do not overlap: ``chain.py`` shows what weights that come early save. They take turns over distinct weights that
 together exceed the L2 cache, as a model's layers do. Bytes are the weight's, its scales' and zeros'; ``--rate`` are the
-TB/s that the card reads, not given: what it copies. Next to them cuBLAS with the same weight in bfloat16. ``--sweep``
-tries other pipelines and numbers of ranges; ``--once`` only compiles and checks what would be timed.
+TB/s that the card reads, not given: what it copies. Next to them cuBLAS with the same weight in bfloat16, and with
+``--humming`` that package's kernel for 4 bits in groups of 128. ``--sweep`` tries other pipelines and numbers of
+ranges; ``--once`` only compiles and checks what would be timed.
 """
 
 from __future__ import annotations
@@ -92,6 +94,18 @@ def check(x: Rounded, weight: Packed, gated: bool) -> None:
     assert error < 1e-2, (len(x.plain_TI), weight.values.shape, error)
 
 
+def humming(outputs: int, inputs: int) -> Callable[[Tensor], Tensor]:
+    from humming.layer import HummingLayer
+
+    config = {"dtype": "int4", "group_size": 128}
+    layer = HummingLayer(
+        shape_n=outputs, shape_k=inputs, weight_config=config, torch_dtype=torch.bfloat16
+    ).cuda()
+    layer.load_from_unquantized(draw(outputs, inputs) * inputs**-0.5)
+    layer.transform()
+    return layer
+
+
 def microseconds(calls: list[Callable[[], object]]) -> float:
     return 1e6 * graph_seconds(calls * max(1, 16 // len(calls)), 7)
 
@@ -127,6 +141,7 @@ def swept(x: Rounded, weights: list[Packed], gated: bool, once: bool) -> str:
 
 def report(name: str, kind: str, weights: list[Packed], args: argparse.Namespace, rate: float) -> None:
     bf16 = [dequantize_packed(weight, torch.bfloat16) for weight in weights]
+    others = [humming(len(weight.values), weight.inputs) for weight in weights] if args.humming else []
     floor = size(weights[0]) / rate * 1e6
     for tokens in args.tokens:
         x = draw(tokens, weights[0].inputs)
@@ -141,8 +156,9 @@ def report(name: str, kind: str, weights: list[Packed], args: argparse.Namespace
             continue
         ours = microseconds([partial(packed_linear, read, weight, None, gated) for weight in weights])
         library = microseconds([partial(plain, x, weight, gated) for weight in bf16])
+        note = f"   humming {microseconds([partial(each, x) for each in others]):7.1f}" if others else ""
         share = f"{floor / ours:4.0%} of the floor"
-        print(f"{row} {ours:7.1f} us, {share}   cuBLAS bf16 {library:7.1f}", flush=True)
+        print(f"{row} {ours:7.1f} us, {share}   cuBLAS bf16 {library:7.1f}{note}", flush=True)
 
 
 def main() -> None:
@@ -153,6 +169,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="TB/s")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--once", action="store_true")
+    parser.add_argument("--humming", action="store_true")
     args = parser.parse_args()
     rate = args.rate * 1e12 if args.rate else copy_rate()
     print(f"{torch.cuda.get_device_name()}: floors at {rate / 1e12:.2f} TB/s")
