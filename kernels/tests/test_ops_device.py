@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -179,6 +180,9 @@ def test_tickets_stay_where_they_are() -> None:
     larger = device.tickets(len(first) + 1, CPU)
     assert len(larger) > len(first)
     assert device.tickets(5, CPU) is larger
+    capturing = mock.patch("torch.cuda.is_current_stream_capturing", return_value=True)
+    with capturing, pytest.raises(RuntimeError, match="before a CUDA graph"):
+        device.tickets(1 << 40, torch.device("cuda"))
     outgrown = weakref.ref(first)
     del first
     assert outgrown() is not None

@@ -82,13 +82,12 @@ def tickets(count: int, device: torch.device) -> Tensor:
     them run one after another.
 
     They are made on the first call, and again when a call asks for more. Smaller ones are kept, because graphs were
-    captured with their addresses. During the capture of a CUDA graph such a call gets its own, zeroed whenever the
-    graph runs.
+    captured with their addresses. Raises RuntimeError if they would have to be made during the capture of a CUDA graph.
     """
     made = _shared_tickets.setdefault(device, [])
     if made and len(made[-1]) >= count:
         return made[-1]
-    new = torch.zeros(max(count, _TICKETS), dtype=torch.int32, device=device)
-    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        made.append(new)
-    return new
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("arrival counters must be made before a CUDA graph that uses them is captured")
+    made.append(torch.zeros(max(count, _TICKETS), dtype=torch.int32, device=device))
+    return made[-1]
