@@ -83,7 +83,8 @@ def adaptive_llm(
         patch.object(specserve.process.assemble, "Runner", MeteredRunner),
         LLM(args.model, **given | settings) as llm,
     ):
-        assert with_all_graphs(llm).engine is not None
+        with_all_graphs(llm)
+        assert llm.engine is not None
         padding = made[-1].padding
         policies: dict[str, ShapePolicy] = {"off": StaticShapes(None, padding)}
         policies |= {spelled(each): StaticShapes(each, padding) for each in fixed}

@@ -218,7 +218,7 @@ def test_a_checkpoint_whose_files_decide_otherwise_has_another_list(tmp_path: Pa
 
 def test_a_kernel_that_comes_late_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     class Function:
-        module, name = "m", "k"
+        module, name = "specserve_kernels.ops.m", "k"
 
     watch = KernelWatch()
     data = {"specialization_data": "{}"}

@@ -16,6 +16,7 @@ from specserve import LLM, SamplingParams, grammar
 from specserve.core import Thought
 from specserve.engine import graphs
 from specserve.engine.graphs import Graphs, StepGraph
+from specserve.engine.kernels import MissingKernel
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import step_shape
 from specserve.scheduler.scheduler import Scheduler
@@ -89,6 +90,29 @@ def fake_graphs() -> Iterator[None]:
         ),
     ):
         yield
+
+
+def test_what_is_missing_is_made_outside_the_capture() -> None:
+    """The first launch runs before its capture, another only if its capture fails."""
+    maker, runs = graphs._Maker.__new__(graphs._Maker), []
+    maker._stream, maker._launched, maker.ran = mock.Mock(), False, 0
+    fakes = {name: mock.Mock() for name in ("current_stream", "set_stream", "synchronize")}
+    with (
+        mock.patch.object(graphs._Maker, "_captured") as captured,
+        mock.patch.multiple(torch.cuda, stream=lambda *_: nullcontext(), **fakes),
+    ):
+        assert maker._capture(lambda: runs.append(0)) is captured.return_value
+        assert maker._capture(lambda: runs.append(1)) is captured.return_value
+        captured.side_effect = [MissingKernel("k"), (None, "found")]
+        assert maker._capture(lambda: runs.append(2)) == (None, "found")
+        assert (runs, maker.ran, fakes["set_stream"].call_count) == ([0, 2], 2, 1)
+        captured.side_effect = torch.OutOfMemoryError
+        with pytest.raises(torch.OutOfMemoryError):
+            maker._capture(lambda: runs.append(3))
+        captured.side_effect = RuntimeError("always")
+        with pytest.raises(RuntimeError, match="always"):
+            maker._capture(lambda: runs.append(4))
+    assert runs == [0, 2, 4]
 
 
 @pytest.mark.parametrize(

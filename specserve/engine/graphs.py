@@ -178,7 +178,13 @@ class Graphs:
         seconds = time.perf_counter() - begin
         taken = max(0, free - torch.cuda.mem_get_info(device)[0])
         count = len(steps) + len(prompts)
-        log.info("captured %d CUDA graphs in %.1f s, %.2f GiB", count, seconds, taken / 2**30)
+        log.info(
+            "captured %d CUDA graphs in %.1f s, %.2f GiB; %d ran first",
+            count,
+            seconds,
+            taken / 2**30,
+            maker.ran,
+        )
         return cls(steps, prompts, seconds, taken, left, maker)
 
 
@@ -193,6 +199,7 @@ class _Maker:
         self._stream = torch.cuda.Stream(state.device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._launched = False
+        self.ran = 0  # launches that ran eagerly first
         self._capacity = state.slots.pages.shape[1] * context.pool.page_size
         self._logits_XV = torch.empty(
             most_nodes, context.vocab_size, dtype=context.pool.config.dtype, device=state.device
@@ -247,14 +254,18 @@ class _Maker:
 
     def _capture(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Capture a launch. What is made once, kernels and cached tensors, can't be made during a capture: if something
-        is missing, the launch first runs eagerly. So does the first of all, which opens libraries."""
+        is missing, the launch first runs eagerly. So does the first of all, which opens libraries: prompts of the
+        largest size, or steps."""
         if self._launched:
+            current = torch.cuda.current_stream()
             try:
                 return self._captured(run)
             except OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                log.debug("ran eagerly before its capture: %s", error)
+                torch.cuda.set_stream(current)  # a capture that failed may have left its own
+                log.debug("ran before its capture: %s", error)
+        self.ran += 1
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()

@@ -53,9 +53,10 @@ class KernelWatch:
     serving: bool = False
 
     def __call__(self, *, key: str, fn: Any, compile: dict[str, Any], **_: object) -> bool:
-        """Record the variant, and return False: Triton continues. Raises MissingKernel during the capture of a CUDA
-        graph."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        """Record the variant, and return False: Triton continues. Raises MissingKernel if it is one of ours and a CUDA
+        graph is being captured."""
+        ours = fn.module.startswith(ops.__name__)
+        if ours and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise MissingKernel(fn.name)
         found = Variant(fn.module, fn.name, key, compile["specialization_data"])
         self.have[found[:3]] = found
@@ -70,10 +71,15 @@ class KernelWatch:
         knobs.runtime.jit_cache_hook = self
 
     def load(self, variants: Iterable[Variant]) -> None:
-        """Load the variants that this process lacks, onto the device, too."""
+        """Load the variants that this process lacks, onto the device, too. One that can't be loaded is left to its
+        first launch, with a warning."""
         for variant in variants:
-            if variant[:3] not in self.have:
+            if variant[:3] in self.have:
+                continue
+            try:
                 _ = variant.load().run
+            except Exception as error:
+                log.warning("%s could not be loaded in advance: %s", variant.kernel, error)
 
 
 WATCH = KernelWatch()
