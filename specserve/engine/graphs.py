@@ -193,7 +193,7 @@ class _Maker:
     time."""
 
     def __init__(self, context: Context, most_nodes: int) -> None:
-        WATCH.install()
+        WATCH.install()  # in process nothing is compiled ahead, which else installs it
         state = context.state
         self._context = context
         self._stream = torch.cuda.Stream(state.device)
