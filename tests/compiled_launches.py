@@ -122,7 +122,7 @@ ACCESS = re.compile(
     r"|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)"
 )
 
-WEIGHTS_FIRST = {"linear.streamed._streamed_kernel"}
+WEIGHTS_FIRST = {"linear.specialized._specialized_kernel", "linear.streamed._streamed_kernel"}
 """Kernels that have all but their first argument brought by the copy engine before they wait."""
 WEIGHTS = re.compile(r"^.*\bcp\.async\.bulk\.tensor\.\w+\.shared.* ptr (nonnull )?%(?!0,).*$", re.MULTILINE)
 
@@ -428,7 +428,10 @@ def launch_wide_packed(tokens: int) -> None:
     """Gates as wide as Llama-3.1-8B's, each row of which has one scale."""
     x_TI, scale_OG = torch.zeros(tokens, 4096, dtype=torch.bfloat16), torch.zeros(28672, 1)
     for kept in (torch.uint8, torch.int8, FP8):
-        packed_linear(x_TI, pack(Numbers(torch.zeros(28672, 4096, dtype=kept), scale_OG)), None, True)
+        weight = pack(Numbers(torch.zeros(28672, 4096, dtype=kept), scale_OG))
+        packed_linear(x_TI, weight, None, True)
+        if tokens == 64:
+            gate_rounded(x_TI, weight, None, weight.rounding)
 
 
 def launch_norms() -> None:
@@ -464,6 +467,7 @@ def main() -> None:
         launch_packed(8, gated=False)
         compiler.until = "llir"
         launch_attention(128, 20, 16, scales=KVScales())
+        launch_packed(64, gated=False)
         for tokens in (64, 256, 512):
             launch_wide_packed(tokens)
         compiler.until = "ttir"

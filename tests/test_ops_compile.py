@@ -29,12 +29,13 @@ from tests.reference.models import make_llama
 ROOT = Path(__file__).parent.parent
 OPS = ROOT / "kernels" / "specserve_kernels" / "ops"
 H200_SHARED = 232_448  # most bytes of shared memory of a program
+SPECIALIZED = {"linear.specialized._specialized_kernel"}  # whose loads are in another loop than its products
 
 Compiled = dict[str, Any]
 
 
 def kernels() -> list[str]:
-    """``room.file.function`` of all that Triton compiles and no other such function calls."""
+    """``room.file.function`` of all that Triton compiles and no other such function calls, or gives to its warps."""
     named, called = [], set()
     for file in sorted(OPS.rglob("*.py")):
         module = ".".join(file.relative_to(OPS).with_suffix("").parts)
@@ -44,7 +45,9 @@ def kernels() -> list[str]:
             ):
                 continue
             named.append(f"{module}.{node.name}")
-            called |= {_name(inner) for inner in ast.walk(node) if isinstance(inner, ast.Call)}
+            called |= {
+                inner.id for line in node.body for inner in ast.walk(line) if isinstance(inner, ast.Name)
+            }
     return [name for name in named if name.rsplit(".", 1)[1] not in called]
 
 
@@ -102,7 +105,7 @@ def test_nothing_is_touched_before_the_wait(compiled: list[Compiled]) -> None:
 
 def test_loops_of_products_are_pipelined(compiled: list[Compiled]) -> None:
     """Else what they read next does not come while they multiply; Triton gives that up in silence."""
-    made = [each for each in compiled if each["copied"]]
+    made = [each for each in compiled if each["copied"] and each["kernel"] not in SPECIALIZED]
     assert not [f"{each['kernel']} {each['variant']}" for each in made if not all(each["copied"])]
     assert "attention.prefill._prefill_kernel" in {each["kernel"] for each in made}
     attention = [each["copied"] for each in made if each["kernel"] == "attention.attention._attend_kernel"]

@@ -26,8 +26,9 @@ from layers import copy_rate, draw, graph_seconds
 from linear import SHAPES, WEIGHTS
 from specserve_kernels import FP8, Numbers, Packed, Rounded, dequantize_packed, pack, silu_and_mul
 from specserve_kernels.ops.linear import packed
-from specserve_kernels.ops.linear.packed import Pipeline, packed_linear
+from specserve_kernels.ops.linear.packed import Pipeline, packed_linear, share_of
 from specserve_kernels.ops.linear.quantize import round_inputs
+from specserve_kernels.ops.linear.specialized import specializes
 from specserve_kernels.ops.linear.streamed import streams
 from torch import Tensor
 from torch.nn import functional as F
@@ -129,7 +130,8 @@ def swept(x: Rounded, weights: list[Packed], gated: bool, once: bool) -> str:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(packed, "pipeline", return_value=chosen))
             stack.enter_context(mock.patch.object(packed, "ranges", return_value=cut))
-            stack.enter_context(mock.patch.object(packed, "streams", return_value=False))
+            for other in ("streams", "specializes"):
+                stack.enter_context(mock.patch.object(packed, other, return_value=False))
             try:
                 check(x, weights[0], gated)
             except OutOfResources:
@@ -147,7 +149,10 @@ def report(name: str, kind: str, weights: list[Packed], args: argparse.Namespace
         x = draw(tokens, weights[0].inputs)
         row = f"{kind:<11}{name:<8} M={tokens:<4}"
         read = rounded(x, weights[0])
-        gated = name == "gate_up" and (args.sweep or not streams(weights[0], tokens))
+        alone = streams(weights[0], tokens) or specializes(
+            weights[0], tokens, share_of(weights[0], gated=True)
+        )
+        gated = name == "gate_up" and (args.sweep or not alone)
         if args.sweep:
             print(f"{row} {swept(read, weights, gated, args.once)}", flush=True)
             continue

@@ -42,7 +42,8 @@ BEFORE = {
     "sum",
 }
 BEFORE |= {"max", "cumsum", "outputs_of", "load_settled", "request_of"}  # compute, or read what is old enough
-COPIES_FIRST = {"_streamed_kernel"}  # weights: ``waits_first`` in ``tests/compiled_launches.py`` checks what
+# Weights: ``waits_first`` in ``tests/compiled_launches.py`` checks what.
+COPIES_FIRST = {"_specialized_kernel", "_streamed_kernel"}
 ALONE = {"_prefill_kernel"}  # long, and launched as others are, after all that came before it
 
 
@@ -63,8 +64,14 @@ def compiled() -> dict[str, ast.FunctionDef]:
 
 @cache
 def kernels() -> dict[str, ast.FunctionDef]:
-    """What is launched: functions that Triton compiles and no other such function calls."""
-    called = {name for node in compiled().values() for name in _calls(node)}
+    """What is launched: functions that Triton compiles and no other such function calls, or gives to its warps."""
+    called = {
+        inner.id
+        for node in compiled().values()
+        for line in node.body
+        for inner in ast.walk(line)
+        if isinstance(inner, ast.Name)
+    }
     return {name: node for name, node in compiled().items() if name not in called}
 
 
@@ -103,7 +110,9 @@ def test_parts_are_stored_before_a_ticket_says_so() -> None:
     ]
     assert sorted(found) == [
         ("_attend_kernel", "tl.debug_barrier()"),
-        ("_streamed_kernel", "_barrier()"),
+        ("_share_sums", "barrier()"),
+        ("_share_sums", "barrier()"),
+        ("_streamed_kernel", "barrier()"),
         ("store_partial", "tl.debug_barrier()"),
     ]
 

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from specserve_kernels import FP8, PAIRED, Numbers, Packed, Rounded, dequantize_packed, pack
 from specserve_kernels.ops.device import H200, Limits, tickets
 from specserve_kernels.ops.layer.norm import add_rms_norm, add_rms_norm_rounded
+from specserve_kernels.ops.linear import hopper
 from specserve_kernels.ops.linear import packed as ops
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.reference.linear import packed as reference
@@ -379,21 +380,17 @@ def test_gates_are_rounded(draw: Draw, kind: Kind, tokens: int, inner: int, dtyp
     assert torch.equal(found.unit_GT, expected.unit_GT)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-@pytest.mark.parametrize(
-    ("outputs", "inputs"),
-    [(4, 16), (68, 200), (132, 72), (100, 520), (4096, 4096), (1028, 14336), (256, 29568)],
-)
-def test_weights_that_come_before_the_wait(outputs: int, inputs: int, kind: Kind) -> None:
-    """The bits of the other kernel, in a graph that is replayed 20 times, after launches that write the inputs."""
-    device = torch.device("cuda")
-    weight, bias = pack(kind.draw(outputs, inputs, device)), torch.randn(outputs, device=device).bfloat16()
-    x = torch.randn(17, inputs, device=device).bfloat16()
-    assert ops.streams(weight, 1) == (weight.step == 128)
+def check_in_a_graph(weight: Packed, counts: tuple[int, ...]) -> None:
+    """The bits of the kernel for all GPUs, when replayed 20 times, after launches that write the inputs."""
+    device, (outputs, inputs) = weight.values.device, (len(weight.values), weight.inputs)
+    bias = torch.randn(outputs, device=device).bfloat16()
+    x = torch.randn(max(counts), inputs, device=device).bfloat16()
     multiply = partial(ops.packed_linear, weight=weight, bias_O=bias)
-    counts, found = (1, 3, 8, 16, 17), []
-    with patch.object(ops, "streams", return_value=False):
+    found = []
+    with (
+        patch.object(ops, "streams", return_value=False),
+        patch.object(ops, "specializes", return_value=False),
+    ):
         expected = [multiply(x[:tokens]) for tokens in counts]
     for tokens in counts:
         multiply(x[:tokens].clone())
@@ -405,3 +402,55 @@ def test_weights_that_come_before_the_wait(outputs: int, inputs: int, kind: Kind
     for right, each in zip(expected, found, strict=True):
         assert all(torch.equal(one, right) for one in each)
     assert not tickets(64, device).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("outputs", "inputs"),
+    [(4, 16), (68, 200), (132, 72), (100, 520), (4096, 4096), (1028, 14336), (256, 29568)],
+)
+def test_weights_that_come_before_the_wait(outputs: int, inputs: int, kind: Kind) -> None:
+    weight = pack(kind.draw(outputs, inputs, torch.device("cuda")))
+    assert ops.streams(weight, 1) == (weight.step == 128)
+    check_in_a_graph(weight, (1, 3, 8, 16, 17))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "counts"),
+    [
+        (28672, 4096, (17, 33, 64, 65, 700)),
+        (28420, 4040, (20, 200)),
+        (4096, 4096, (33, 64)),
+        (4036, 14320, (50, 64)),
+    ],
+)
+@pytest.mark.parametrize("kind", [KINDS[3], *KINDS[6:7], KINDS[8], *KINDS[10:]], ids=str)
+def test_specialized_warps(outputs: int, inputs: int, counts: tuple[int, ...], kind: Kind) -> None:
+    """With one range of inputs, and with several, whose programs wait for each other."""
+    weight = pack(kind.draw(outputs, inputs, torch.device("cuda")))
+    share = ops.share_of(weight, gated=False)
+    assert all(ops.specializes(weight, tokens, share) for tokens in counts)
+    check_in_a_graph(weight, counts)
+
+
+def test_who_multiplies_with_specialized_warps() -> None:
+    """Weights that fill an H200, from 17 tokens on; with several ranges of inputs only as many programs as fit."""
+
+    def specializes(outputs: int, inputs: int, tokens: int, kind: Kind = KINDS[6]) -> bool:
+        weight = packed_shapes(outputs, inputs, kind)
+        with patch.object(hopper, "INTERPRETED", False):
+            return ops.specializes(weight, tokens, ops.share_of(weight, gated=False))
+
+    assert [specializes(28672, 4096, tokens) for tokens in (16, 17, 64, 65, 8192)] == [False, *4 * [True]]
+    for inputs in (4096, 14336):
+        assert [specializes(4096, inputs, tokens) for tokens in (32, 33, 64, 65)] == [
+            False,
+            True,
+            True,
+            False,
+        ]
+    assert not any(specializes(outputs, 4096, 64) for outputs in (1024, 6144))
+    assert not any(specializes(28672, 4096, 64, kind) for kind in (Kind(FP8), Kind(INT4, 64)))

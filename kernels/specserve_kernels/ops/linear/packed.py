@@ -34,6 +34,7 @@ from specserve_kernels.ops.device import Limits, limits_of, tickets
 from specserve_kernels.ops.layer.activation import gate_by_silu
 from specserve_kernels.ops.linear.nibbles import LESS, SIXTEENFOLD
 from specserve_kernels.ops.linear.quantize import round_gated, round_inputs
+from specserve_kernels.ops.linear.specialized import specialized_linear, specializes
 from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
 from specserve_kernels.ops.linear.streamed import streamed_linear, streams
 from specserve_kernels.ops.pdl import INTERPRETED, overlap, take_turn
@@ -71,9 +72,9 @@ def packed_linear(
     has its own order of inputs, x is first copied into that order."""
     x, (outputs, inputs) = _rounded(x_TI, weight), (len(weight.values), weight.inputs)
     tokens, columns = x.unit_GT.shape[1], 1 if x.values.dtype == FP8 else 2
-    cut, share = ranges(weight, gated), _share(weight, gated)
-    if not gated and streams(weight, tokens):
-        return streamed_linear(x, weight, bias_O, share)
+    cut, share = ranges(weight, gated), share_of(weight, gated)
+    if not gated and (found_TO := _hopper_linear(x, weight, bias_O, share)) is not None:
+        return found_TO
     width = outputs // 2 if gated else outputs
     values, bits = weight.values, weight.bits
     if bits == 4 and tokens >= CONVERT_FROM:
@@ -127,9 +128,18 @@ def gate_rounded(
 ) -> Rounded:
     """Same as the reference."""
     x = _rounded(x_TI, weight)
-    if not streams(weight, x.unit_GT.shape[1]):
+    found_TO = _hopper_linear(x, weight, bias_O, share_of(weight, gated=True))
+    if found_TO is None:
         return round_inputs(packed_linear(x, weight, bias_O, gated=True), dtype)
-    return round_gated(streamed_linear(x, weight, bias_O, _share(weight, gated=True)), dtype)
+    return round_gated(found_TO, dtype)
+
+
+def _hopper_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: int) -> Tensor | None:
+    """Multiply, not gated, with a kernel written for Hopper. None where the one for all GPUs is needed, or faster."""
+    tokens = x.unit_GT.shape[1]
+    if streams(weight, tokens):
+        return streamed_linear(x, weight, bias_O, share)
+    return specialized_linear(x, weight, bias_O, share) if specializes(weight, tokens, share) else None
 
 
 def _rounded(x_TI: Tensor | Rounded, weight: Packed) -> Rounded:
@@ -139,7 +149,7 @@ def _rounded(x_TI: Tensor | Rounded, weight: Packed) -> Rounded:
     return round_inputs(x_TI, weight.rounding)
 
 
-def _share(weight: Packed, gated: bool) -> int:
+def share_of(weight: Packed, gated: bool) -> int:
     """Return the number of inputs of a range."""
     return triton.cdiv(weight.inputs, ranges(weight, gated) * _MOST_STEP) * _MOST_STEP
 

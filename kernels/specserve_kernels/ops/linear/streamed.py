@@ -14,33 +14,39 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specserve_kernels.ops.device import HOPPER, Limits, capability_of, limits_of, tickets
-from specserve_kernels.ops.linear.nibbles import LESS, SIXTEENFOLD
-from specserve_kernels.ops.pdl import INTERPRETED, overlap
+from specserve_kernels.ops.device import Limits, limits_of, tickets
+from specserve_kernels.ops.linear.hopper import (
+    BOX,
+    BYTES,
+    ROWS_EACH,
+    WORDS_LAYOUT,
+    add_scaled,
+    barrier,
+    begin_after_last,
+    copied,
+    load_box,
+    of_tokens,
+    operand,
+    results,
+    scale_of,
+    word_boxes,
+)
+from specserve_kernels.ops.pdl import overlap
 from specserve_kernels.reference.linear.packed import STEP, Packed
 from specserve_kernels.reference.linear.quantize import FP8, Rounded
 
 _TOKENS = 16
-_ROWS = gl.constexpr(64)  # outputs of a tile
 _STAGE = 2 * STEP  # inputs
-_BOX = gl.constexpr(128)  # bytes of a row that the copy engine brings at once
-_BYTES, _WORDS = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 1)
-_ALIGNED = 4  # words, which are 16 bytes: the copy engine does not begin in between
 _RESERVED = 2048  # bytes of shared memory of a program outside its stages
-# Their names in Triton 3.9, and in 3.6.
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 def streams(weight: Packed, tokens: int) -> bool:
     """Return whether ``streamed_linear`` multiplies this weight on its device."""
-    scales_fit = not weight.grouped or weight.rows == 1 or weight.rows % _ROWS.value == 0
-    aligned = len(weight.values) % _ALIGNED == 0
-    hopper = capability_of(weight.values.device)[0] == HOPPER and not INTERPRETED
-    return 0 < tokens <= _TOKENS and weight.step == STEP and scales_fit and aligned and hopper
+    scales_fit = not weight.grouped or weight.rows == 1 or weight.rows % ROWS_EACH.value == 0
+    return 0 < tokens <= _TOKENS and scales_fit and copied(weight)
 
 
 def block_of(weight: Packed, tokens: int) -> int:
@@ -53,16 +59,16 @@ def streamed_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: in
     (outputs, inputs), tokens = (len(weight.values), weight.inputs), x.unit_GT.shape[1]
     each = 1 if weight.values.dtype == FP8 else 2
     block = block_of(weight, tokens)
-    tiles, parts = triton.cdiv(outputs, _ROWS.value), triton.cdiv(inputs, share)
+    tiles, parts = triton.cdiv(outputs, ROWS_EACH.value), triton.cdiv(inputs, share)
     out_TO = x.unit_GT.new_empty((tokens, outputs), dtype=x.dtype)
-    part = x.unit_GT.new_empty(tiles * parts * _ROWS.value * block if parts > 1 else 0)
+    part = x.unit_GT.new_empty(tiles * parts * ROWS_EACH.value * block if parts > 1 else 0)
     scale, zero = weight.scale_WSN, weight.zero_WON
     by_output = weight.grouped and weight.rows == 1
     _streamed_kernel[(tiles, parts)](
-        TensorDescriptor.from_tensor(x.values, [each * block, _BOX.value], _BYTES),
-        TensorDescriptor.from_tensor(weight.values, [_ROWS.value, _BOX.value], _BYTES),
-        _word_boxes(scale) if by_output else x.unit_GT,
-        x.unit_GT if zero is None else _word_boxes(zero),
+        TensorDescriptor.from_tensor(x.values, [each * block, BOX.value], BYTES),
+        TensorDescriptor.from_tensor(weight.values, [ROWS_EACH.value, BOX.value], BYTES),
+        word_boxes(scale) if by_output else x.unit_GT,
+        x.unit_GT if zero is None else word_boxes(zero),
         x.unit_GT,
         scale.view(torch.int32) if weight.grouped else scale,
         x.unit_GT if bias_O is None else bias_O,
@@ -89,15 +95,11 @@ def streamed_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: in
     return out_TO
 
 
-def _word_boxes(each_WON: Tensor) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(each_WON.view(torch.int32).flatten(), [_ROWS.value], _WORDS)
-
-
 def _stages(weight: Packed, columns: int, programs: int, share: int, limits: Limits) -> int:
     """Return the number of stages in flight, from a sweep over the layers of Llama-3.1-8B on an H200, as far as all
     programs have room, but at least two: one is multiplied while the other comes."""
     room = limits.shared_bytes // triton.cdiv(programs, limits.processors) - _RESERVED
-    stage = _STAGE * (_ROWS.value * weight.bits // 8 + columns) + 2 * 4 * _ROWS.value
+    stage = _STAGE * (ROWS_EACH.value * weight.bits // 8 + columns) + 2 * 4 * ROWS_EACH.value
     return min(max(2, room // stage), weight.bits // 2, share // _STAGE)
 
 
@@ -135,18 +137,20 @@ def _streamed_kernel(
     BOXES: gl.constexpr = BITS // 4
     BY_OUTPUT: gl.constexpr = GROUPED and ROWS == 1
     WORDS: gl.constexpr = SCALE.primitive_bitwidth // 16 if GROUPED else 1  # for the two groups of a stage
-    SIZE: gl.constexpr = (BOXES * _ROWS + 2 * C) * _BOX + (BY_OUTPUT * WORDS + ZEROS) * 4 * _ROWS
-    tile, first_o = gl.program_id(0), gl.program_id(0) * _ROWS
+    SIZE: gl.constexpr = (BOXES * ROWS_EACH + 2 * C) * BOX + (BY_OUTPUT * WORDS + ZEROS) * 4 * ROWS_EACH
+    tile, first_o = gl.program_id(0), gl.program_id(0) * ROWS_EACH
     begin = gl.program_id(1) * SHARE
     count = gl.minimum(SHARE, COUNT - begin)
-    values = gl.allocate_shared_memory(values_desc.dtype, [STAGES * BOXES, _ROWS, _BOX], _BYTES)
-    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, C, _BOX], _BYTES)
-    scales = gl.allocate_shared_memory(gl.int32, [STAGES * WORDS if BY_OUTPUT else 1, _ROWS], _WORDS)
-    zeros = gl.allocate_shared_memory(gl.int32, [STAGES if ZEROS else 1, _ROWS], _WORDS)
+    values = gl.allocate_shared_memory(values_desc.dtype, [STAGES * BOXES, ROWS_EACH, BOX], BYTES)
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, C, BOX], BYTES)
+    scales = gl.allocate_shared_memory(
+        gl.int32, [STAGES * WORDS if BY_OUTPUT else 1, ROWS_EACH], WORDS_LAYOUT
+    )
+    zeros = gl.allocate_shared_memory(gl.int32, [STAGES if ZEROS else 1, ROWS_EACH], WORDS_LAYOUT)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(bars.index(s), count=1)
-    _barrier()
+    barrier()
     for s in gl.static_range(STAGES):
         asked = s < count
         mbarrier.expect(bars.index(s), SIZE, pred=asked)
@@ -154,18 +158,18 @@ def _streamed_kernel(
         _ask_words(scale_desc, scales, bars, s, first_o, (begin + s) * WORDS, asked, SCALES, WORDS, BY_OUTPUT)
         _ask_words(zero_desc, zeros, bars, s, first_o, (begin + s) // 2, asked, O, 1, ZEROS)
     if OVERLAP:
-        _take_turn()
+        begin_after_last()
     for s in gl.static_range(STAGES):
         _ask_inputs(x_desc, x, bars, s, begin + s, s < count)
-    nothing = gl.zeros([_ROWS, C], gl.int32 if INTEGERS else gl.float32, MMA)
-    sums = _of_tokens(nothing)
+    nothing = gl.zeros([ROWS_EACH, C], gl.int32 if INTEGERS else gl.float32, MMA)
+    sums = of_tokens(nothing)
     LAYOUT: gl.constexpr = sums.type.layout
     OUTPUTS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     for i in range(count):
         slot = i % STAGES
         bar = bars.index(slot)
         if GROUPED and not BY_OUTPUT:
-            scale_ptrs = scale_ptr + first_o // ROWS + gl.zeros([_ROWS], gl.int32, OUTPUTS)
+            scale_ptrs = scale_ptr + first_o // ROWS + gl.zeros([ROWS_EACH], gl.int32, OUTPUTS)
             word = gl.load(scale_ptrs + (begin + i) * WORDS * SCALES)
             word2 = gl.load(scale_ptrs + gl.minimum((begin + i) * WORDS + WORDS - 1, LAST) * SCALES)
         mbarrier.wait(bar, i // STAGES & 1)
@@ -184,17 +188,16 @@ def _streamed_kernel(
                 word = scales.index(slot * WORDS).load(OUTPUTS)
                 word2 = scales.index(slot * WORDS + WORDS - 1).load(OUTPUTS)
             if GROUPED:
-                s0 = _scale(word, 0, SCALE)
-                s1 = _scale(word2, 2 - WORDS, SCALE)
-                sums = gl.fma(_of_tokens(p0), _across(s0, sums), sums)
-                sums = gl.fma(_of_tokens(p1), _across(s1, sums), sums)
+                s0 = scale_of(word, 0, SCALE)
+                s1 = scale_of(word2, 2 - WORDS, SCALE)
+                sums = add_scaled(p1, s1, add_scaled(p0, s0, sums))
             else:
-                sums = sums + _of_tokens(p0) + _of_tokens(p1)
+                sums = sums + of_tokens(p0) + of_tokens(p1)
         else:
             p0 = warpgroup_mma(w0, x0, sums, is_async=True)
             p1 = warpgroup_mma(w1, x1, p0, is_async=True)
             sums = warpgroup_mma_wait(0, [p1])
-        _barrier()
+        barrier()
         more = i + STAGES < count
         after = begin + i + STAGES
         mbarrier.expect(bar, SIZE, pred=more)
@@ -202,12 +205,12 @@ def _streamed_kernel(
         _ask_words(scale_desc, scales, bars, slot, first_o, after * WORDS, more, SCALES, WORDS, BY_OUTPUT)
         _ask_words(zero_desc, zeros, bars, slot, first_o, after // 2, more, O, 1, ZEROS)
         _ask_inputs(x_desc, x, bars, slot, after, more)
-    r, t = gl.arange(0, _ROWS, OUTPUTS), gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))
+    r, t = gl.arange(0, ROWS_EACH, OUTPUTS), gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))
     if PARTS > 1:
-        BLOCK: gl.constexpr = _ROWS * sums.shape[1]
+        BLOCK: gl.constexpr = ROWS_EACH * sums.shape[1]
         part_ptrs = part_ptr + tile * (PARTS * BLOCK) + r[:, None] * sums.shape[1] + t[None, :]
         gl.store(part_ptrs + gl.program_id(1) * BLOCK, sums)
-        _barrier()
+        barrier()
         if gl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel", scope="gpu") != PARTS - 1:
             return
         gl.store(tickets_ptr + tile, 0)
@@ -215,38 +218,17 @@ def _streamed_kernel(
         for part in gl.static_range(PARTS):  # bypassing L1, which is not coherent with other programs' stores
             sums += gl.load(part_ptrs + part * BLOCK, cache_modifier=".cg")
     o = first_o + r
-    inside_t, inside_o = t < tokens, o < O
-    unit = gl.load(unit_ptr + t, mask=inside_t, other=0)
-    if BITS == 4 and not ZEROS:
-        unit *= 1 / 16
-    if not GROUPED:
-        sums *= gl.load(scale_ptr + o // ROWS, mask=inside_o, other=0).to(gl.float32)[:, None]
-    if BIAS:
-        bias = gl.load(bias_ptr + o, mask=inside_o, other=0).to(gl.float32)
-        out = gl.fma(sums, gl.broadcast(unit[None, :], sums)[0], _across(bias, sums))
-    else:
-        out = sums * unit[None, :]
+    SIXTEENTHS: gl.constexpr = BITS == 4 and not ZEROS
+    out = results(sums, o, t, tokens, unit_ptr, scale_ptr, bias_ptr, O, ROWS, GROUPED, BIAS, SIXTEENTHS)
     out_ptrs = out_ptr + t.to(gl.int64)[None, :] * O + o[:, None]
-    gl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=inside_t[None, :] & inside_o[:, None])
-
-
-@gluon.jit
-def _take_turn():
-    """As in ``ops/pdl.py``, whose functions are not Gluon's."""
-    _issue("griddepcontrol.wait; // dummy $0")
-    _issue("griddepcontrol.launch_dependents; // dummy $0")
-
-
-@gluon.jit
-def _issue(ptx: gl.constexpr):
-    gl.inline_asm_elementwise(ptx, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(t < tokens)[None, :] & (o < O)[:, None])
 
 
 @gluon.jit
 def _ask_weight(desc, values, bars, slot, first_o, stage, asked, BOXES: gl.constexpr):
     for box in gl.static_range(BOXES):
         into = values.index(slot * BOXES + box)
-        _load(desc, [first_o, (stage * BOXES + box) * _BOX], bars.index(slot), into, asked)
+        load_box(desc, [first_o, (stage * BOXES + box) * BOX], bars.index(slot), into, asked)
 
 
 @gluon.jit
@@ -267,71 +249,30 @@ def _ask_words(
     if NEEDED:
         for word in gl.static_range(WORDS):
             into = words.index(slot * WORDS + word)
-            _load(desc, [(first + word) * ACROSS + first_o], bars.index(slot), into, asked)
+            load_box(desc, [(first + word) * ACROSS + first_o], bars.index(slot), into, asked)
 
 
 @gluon.jit
 def _ask_inputs(desc, x, bars, slot, stage, asked):
     for box in gl.static_range(2):
         into = x.index(slot * 2 + box)
-        _load(desc, [0, (stage * 2 + box) * _BOX], bars.index(slot), into, asked)
+        load_box(desc, [0, (stage * 2 + box) * BOX], bars.index(slot), into, asked)
 
 
 @gluon.jit
 def _operands(values, zeros, shift, MMA: gl.constexpr, ZEROS: gl.constexpr):
-    """Return the numbers of a stage's two steps in 8 bits, in the order that tensor cores take them from registers: see
-    ``Packed``. A thread's bytes become its own numbers."""
+    """Return ``operand`` of a stage's two steps."""
     OWN: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [8, 0], [0, 64]],
         lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[_ROWS.value, _BOX.value],
+        shape=[ROWS_EACH.value, BOX.value],
     )
-    halves = gl.reshape(values.load(OWN), (_ROWS, 2, _BOX // 2))
+    halves = gl.reshape(values.load(OWN), (ROWS_EACH, 2, BOX // 2))
     first, second = gl.split(gl.permute(halves, (0, 2, 1)))
     if ZEROS:
         word = zeros.load(gl.SliceLayout(1, first.type.layout)) >> shift
-        return _step(first, word, MMA, ZEROS), _step(second, word >> 8, MMA, ZEROS)
+        return operand(first, word, MMA, ZEROS), operand(second, word >> 8, MMA, ZEROS)
     else:
-        return _step(first, 0, MMA, ZEROS), _step(second, 0, MMA, ZEROS)
-
-
-@gluon.jit
-def _step(bytes, zero, MMA: gl.constexpr, ZEROS: gl.constexpr):
-    if ZEROS:
-        zero, _ = gl.broadcast(zero.to(gl.uint8)[:, None], bytes)
-        low, high = gl.inline_asm_elementwise(
-            LESS, "=r,=r,r,r", [bytes, zero], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
-        )
-    else:
-        low, high = gl.inline_asm_elementwise(
-            SIXTEENFOLD, "=r,=r,r", [bytes], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
-        )
-    fours = gl.permute(gl.reshape(gl.join(low, high), (_ROWS, 4, 4, 4, 2)), (0, 2, 4, 1, 3))
-    return gl.convert_layout(gl.reshape(fours, (_ROWS, _BOX)), gl.DotOperandLayout(0, MMA, 4))
-
-
-@gluon.jit
-def _of_tokens(product):
-    """Return the product in float32, of integers with the two columns of a token joined."""
-    if product.dtype == gl.int32:
-        high, low = gl.split(gl.reshape(product, (product.shape[0], product.shape[1] // 2, 2)))
-        return (high * 128 + low).to(gl.float32)
-    else:
-        return product
-
-
-@gluon.jit
-def _scale(word, half: gl.constexpr, SCALE: gl.constexpr):
-    """Return a word's scale, of two in 16 bits its first or second."""
-    if SCALE.primitive_bitwidth == 32:
-        return word.to(SCALE, bitcast=True)
-    else:
-        return ((word >> 16 * half) & 0xFFFF).to(gl.uint16).to(SCALE, bitcast=True).to(gl.float32)
-
-
-@gluon.jit
-def _across(each_O, like):
-    spread, _ = gl.broadcast(each_O[:, None], like)
-    return spread
+        return operand(first, 0, MMA, ZEROS), operand(second, 0, MMA, ZEROS)
