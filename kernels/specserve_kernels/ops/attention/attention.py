@@ -42,7 +42,7 @@ from specserve_kernels.ops.attention.splits import (
     split_size,
 )
 from specserve_kernels.ops.attention.units import at_slot, begin_of, unit_of, units_of, work_of
-from specserve_kernels.ops.device import limits_of, tickets
+from specserve_kernels.ops.device import limits_of, next_power_of_2, tickets
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.types import KVScales
 
@@ -460,7 +460,7 @@ def _launch(
         C=_COLUMNS,
         STAGES=plan.stages,
         MERGED=plan.merged,
-        MERGED_ROWS=min(16, triton.next_power_of_2(nodes * group)),
+        MERGED_ROWS=min(16, next_power_of_2(nodes * group)),
         SLOTS=next(most for most in _SLOTS if most >= slots),
         NEAR=NEAR,
         FAR=FAR,

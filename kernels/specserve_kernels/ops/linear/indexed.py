@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import H200, limits_of
+from specserve_kernels.ops.device import H200, cdiv, limits_of
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
 
 
@@ -35,7 +35,7 @@ def indexed_linear(x_TI: Tensor, weight_OI: Tensor, ids_R: Tensor) -> Tensor:
     rows = len(ids_R)
     out_TR = x_TI.new_empty((tokens, rows))
     block = pipeline(rows, tokens, x_TI.element_size(), limits_of(x_TI.device).shared_bytes)
-    _indexed_linear_kernel[(triton.cdiv(tokens, block.tokens), triton.cdiv(rows, block.rows))](
+    _indexed_linear_kernel[(cdiv(tokens, block.tokens), cdiv(rows, block.rows))](
         x_TI,
         weight_OI,
         ids_R,

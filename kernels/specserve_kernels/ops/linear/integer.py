@@ -7,10 +7,9 @@ quantized by a separate launch.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
-from specserve_kernels.ops.device import H200, Limits, limits_of
+from specserve_kernels.ops.device import H200, Limits, cdiv, limits_of, next_power_of_2
 from specserve_kernels.ops.linear.quantize import round_inputs
 from specserve_kernels.ops.linear.quantized import Pipeline, multiply
 from specserve_kernels.reference.linear.quantize import GROUP, Rounded
@@ -41,14 +40,14 @@ def pipeline(outputs: int, inputs: int, tokens: int, limits: Limits = H200) -> P
     """Choose the launch, from a sweep over the layers of Llama-3.1-8B's draft on an H200. With split-K there are as
     many stages as let all programs run at once, and at least three if there is room. With less shared memory, there are
     fewer."""
-    columns = min(max(8, triton.next_power_of_2(tokens)), _MOST_TOKENS)
+    columns = min(max(8, next_power_of_2(tokens)), _MOST_TOKENS)
     rows = 64 if tokens <= 16 else 128
-    tiles = max(1, triton.cdiv(outputs, rows) * triton.cdiv(tokens, columns))
+    tiles = max(1, cdiv(outputs, rows) * cdiv(tokens, columns))
     programs = limits.processors * next(each for most, each in _PROGRAMS.items() if columns <= most)
-    most = min(programs // tiles, triton.cdiv(inputs, GROUP) // _LEAST_GROUPS)
+    most = min(programs // tiles, cdiv(inputs, GROUP) // _LEAST_GROUPS)
     parts = max(1, min(most, _MOST_PARTS))
     room = limits.shared_bytes // ((columns + rows) * (GROUP + _SCALE_BYTES))
     stages = _LEAST_STAGES
     if parts > 1:
-        stages = max(stages, min(_STAGES, room // triton.cdiv(tiles * parts, limits.processors)))
+        stages = max(stages, min(_STAGES, room // cdiv(tiles * parts, limits.processors)))
     return Pipeline(columns, rows, max(1, min(stages, room)), _WARPS, parts)

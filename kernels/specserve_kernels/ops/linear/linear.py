@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import Limits, limits_of
+from specserve_kernels.ops.device import Limits, cdiv, limits_of
 from specserve_kernels.ops.layer.activation import gate_by_silu, silu_and_mul
 from specserve_kernels.ops.linear import swap_ab
 from specserve_kernels.ops.pdl import overlap, take_turn
@@ -68,7 +68,7 @@ def linear_few(x_TI: Tensor, weight_OI: Tensor, gated: bool = False) -> Tensor:
         return silu_and_mul(out_TO) if gated else out_TO
     block, step, stages = chosen
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs))
-    _linear_kernel[(triton.cdiv(out_TO.shape[1], block // 2 if gated else block),)](
+    _linear_kernel[(cdiv(out_TO.shape[1], block // 2 if gated else block),)](
         x_TI,
         weight_OI,
         out_TO,

@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specserve_kernels.ops.device import Limits, limits_of, tickets
+from specserve_kernels.ops.device import Limits, cdiv, limits_of, next_power_of_2, tickets
 from specserve_kernels.ops.layer.activation import gate_by_silu
 from specserve_kernels.ops.linear.nibbles import LESS, SIXTEENFOLD
 from specserve_kernels.ops.linear.quantize import round_gated, round_inputs
@@ -83,7 +83,7 @@ def packed_linear(
     out_TO = x.unit_GT.new_empty((tokens, width), dtype=x.dtype)
     if not tokens:
         return out_TO
-    tiles = triton.cdiv(tokens, block.tokens) * triton.cdiv(width, block.outputs)
+    tiles = cdiv(tokens, block.tokens) * cdiv(width, block.outputs)
     shared = block.parts > 1
     part = x.unit_GT.new_empty(tiles * block.parts * block.outputs * block.tokens if shared else 0)
     _packed_linear_kernel[(tiles, block.parts)](
@@ -151,7 +151,7 @@ def _rounded(x_TI: Tensor | Rounded, weight: Packed) -> Rounded:
 
 def share_of(weight: Packed, gated: bool) -> int:
     """Return the number of inputs of a range."""
-    return triton.cdiv(weight.inputs, ranges(weight, gated) * _MOST_STEP) * _MOST_STEP
+    return cdiv(weight.inputs, ranges(weight, gated) * _MOST_STEP) * _MOST_STEP
 
 
 def convert(weight: Packed) -> Tensor:
@@ -159,7 +159,7 @@ def convert(weight: Packed) -> Tensor:
     inputs."""
     outputs, width = weight.values.shape
     out_OP = weight.values.new_empty((outputs, 2 * width), dtype=torch.int8)
-    _convert_kernel[(triton.cdiv(outputs, _ROWS), 2 * width // weight.step)](
+    _convert_kernel[(cdiv(outputs, _ROWS), 2 * width // weight.step)](
         weight.values,
         out_OP if weight.zero_WON is None else _words(weight.zero_WON),
         out_OP,
@@ -182,10 +182,10 @@ def ranges(weight: Packed, gated: bool) -> int:
     """Return the number of ranges that inputs are divided into. It depends on the weight alone, not on tokens or
     device."""
     most = _PROGRAMS if weight.values.dtype == FP8 else _INTEGER_PROGRAMS
-    cut, tiles = 1, triton.cdiv(len(weight.values), _ROWS)
+    cut, tiles = 1, cdiv(len(weight.values), _ROWS)
     while not gated and 2 * cut * tiles <= most and 2 * cut * _LEAST_INPUTS <= weight.inputs:
         cut *= 2
-    return max(cut, triton.cdiv(weight.inputs, _MOST_INPUTS))
+    return max(cut, cdiv(weight.inputs, _MOST_INPUTS))
 
 
 def pipeline(weight: Packed, tokens: int, gated: bool, limits: Limits) -> Pipeline:
@@ -198,7 +198,7 @@ def pipeline(weight: Packed, tokens: int, gated: bool, limits: Limits) -> Pipeli
         chosen = _integer_pipeline(weight.step, tokens, gated)
     else:
         chosen = _grouped_pipeline(weight.step, tokens, gated) if weight.grouped else _pipeline(tokens, gated)
-    tiles = triton.cdiv(width, chosen.outputs) * triton.cdiv(tokens, chosen.tokens)
+    tiles = cdiv(width, chosen.outputs) * cdiv(tokens, chosen.tokens)
     parts = 1 if gated or tiles >= limits.processors else ranges(weight, gated)
     bits = 8 if tokens >= CONVERT_FROM else weight.bits
     stage = chosen.inputs * (chosen.tokens * (2 if integers else 1) + halves * chosen.outputs * bits // 8)
@@ -207,7 +207,7 @@ def pipeline(weight: Packed, tokens: int, gated: bool, limits: Limits) -> Pipeli
 
 
 def _pipeline(tokens: int, gated: bool) -> Pipeline:
-    columns = max(16, triton.next_power_of_2(tokens))
+    columns = max(16, next_power_of_2(tokens))
     if tokens <= 16:
         return Pipeline(16, _ROWS, 256, 3, 4) if gated else Pipeline(16, _ROWS, 512, 4, 4)
     if gated and tokens <= 256:
@@ -224,7 +224,7 @@ def _pipeline(tokens: int, gated: bool) -> Pipeline:
 def _grouped_pipeline(step: int, tokens: int, gated: bool) -> Pipeline:
     """Registers hold each sum twice. While one program adds products of a group, others multiply."""
     if tokens <= 64:
-        return Pipeline(max(16, triton.next_power_of_2(tokens)), _ROWS, step, 4 if gated else 6, 4)
+        return Pipeline(max(16, next_power_of_2(tokens)), _ROWS, step, 4 if gated else 6, 4)
     return Pipeline(64 if tokens <= 128 and not gated else 128, _ROWS, step, 3, 4)
 
 
@@ -232,8 +232,8 @@ def _integer_pipeline(step: int, tokens: int, gated: bool) -> Pipeline:
     """Registers hold three numbers for each sum, and programs wait for each of their steps: several must be
     resident."""
     if tokens <= 16:
-        return Pipeline(max(8, triton.next_power_of_2(tokens)), _ROWS, step, 6 if gated else 4, 4)
-    columns = min(triton.next_power_of_2(tokens), 64)
+        return Pipeline(max(8, next_power_of_2(tokens)), _ROWS, step, 6 if gated else 4, 4)
+    columns = min(next_power_of_2(tokens), 64)
     return Pipeline(columns, _ROWS if gated or tokens < CONVERT_FROM else 2 * _ROWS, step, 3, 4)
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import cdiv, next_power_of_2
 from specserve_kernels.ops.layer.activation import gate_by_silu
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.reference.linear.quantize import FP8, GROUP, LARGEST, LEAST_UNIT, PAIRED, Rounded
@@ -31,7 +32,7 @@ def round_inputs(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
     if dtype != torch.int8:
         return _round_rows(x_TI, inputs, dtype, gated=False)
     out = empty_rounded(tokens, inputs, x_TI, dtype)
-    _round_kernel[(tokens, triton.cdiv(len(out.unit_GT), _GROUPS))](
+    _round_kernel[(tokens, cdiv(len(out.unit_GT), _GROUPS))](
         x_TI,
         out.values,
         out.unit_GT,
@@ -52,7 +53,7 @@ def round_gated(x_TI: Tensor, dtype: torch.dtype) -> Rounded:
 
 def _round_rows(x_TI: Tensor, width: int, dtype: torch.dtype, gated: bool) -> Rounded:
     out = empty_rounded(len(x_TI), width, x_TI, dtype)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     _round_rows_kernel[(len(x_TI),)](
         x_TI,
         out.values,
@@ -72,10 +73,10 @@ def empty_rounded(tokens: int, inputs: int, like: Tensor, dtype: torch.dtype) ->
     """Return uninitialized quantized activations with the device and dtype of ``like``. With one scale a token, the
     copy engine (TMA) can read their rows."""
     grouped, paired = dtype == torch.int8, dtype == PAIRED
-    width = inputs if grouped else triton.cdiv(inputs, _ALIGNED) * _ALIGNED
+    width = inputs if grouped else cdiv(inputs, _ALIGNED) * _ALIGNED
     shape = (2 * tokens if paired else tokens, width)
     values = like.new_empty(shape, dtype=torch.int8 if paired else dtype)[:, :inputs]
-    unit_GT = like.new_empty((triton.cdiv(inputs, GROUP) if grouped else 1, tokens), dtype=torch.float32)
+    unit_GT = like.new_empty((cdiv(inputs, GROUP) if grouped else 1, tokens), dtype=torch.float32)
     return Rounded(values, unit_GT, like.dtype)
 
 

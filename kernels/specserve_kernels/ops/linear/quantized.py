@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specserve_kernels.ops.device import H200, Limits, limits_of, tickets
+from specserve_kernels.ops.device import H200, Limits, cdiv, limits_of, next_power_of_2, tickets
 from specserve_kernels.ops.linear.linear import outputs_of, store_outputs
 from specserve_kernels.ops.linear.split_k import reduce_partials, store_partial
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
@@ -67,7 +67,7 @@ def multiply(
     (tokens, inputs), (weight_OI, scale_OG) = x_TI.shape, weight
     outputs = len(weight_OI)
     out_TO = x_TI.new_empty((tokens, outputs // 2 if gated else outputs), dtype=dtype)
-    tiles = triton.cdiv(tokens, block.tokens), triton.cdiv(outputs, block.outputs)
+    tiles = cdiv(tokens, block.tokens), cdiv(outputs, block.outputs)
     shared, tile = block.parts > 1, block.tokens * block.outputs
     part = x_TI.new_empty(tiles[0] * tiles[1] * block.parts * tile if shared else 0, dtype=torch.float32)
     _quantized_linear_kernel[(*tiles, block.parts)](
@@ -117,9 +117,9 @@ def pipeline(
     chosen = chosen._replace(stages=max(1, min(chosen.stages, stages)))
     if outputs >= _MANY_OUTPUTS:
         return chosen
-    tiles = triton.cdiv(outputs, chosen.outputs) * triton.cdiv(tokens, chosen.tokens)
+    tiles = cdiv(outputs, chosen.outputs) * cdiv(tokens, chosen.tokens)
     programs = limits.processors * next((each for few, each in _PROGRAMS.items() if tokens <= few), 0)
-    most = min(programs // max(tiles, 1), triton.cdiv(inputs, GROUP) // _LEAST_GROUPS, _MOST_PARTS)
+    most = min(programs // max(tiles, 1), cdiv(inputs, GROUP) // _LEAST_GROUPS, _MOST_PARTS)
     return chosen._replace(parts=max(1, most))
 
 
@@ -135,7 +135,7 @@ def _pipeline(outputs: int, tokens: int, input_bytes: int) -> Pipeline:
         return Pipeline(16 if tokens <= 16 else 32, 32, 3, 4)
     if tokens > 32:
         return Pipeline(64, 256, 3, 8)
-    columns = max(8, triton.next_power_of_2(tokens))
+    columns = max(8, next_power_of_2(tokens))
     if outputs < _MANY_OUTPUTS:
         return Pipeline(columns, 128, 3, 4)
     return Pipeline(columns, 128, 4, 4) if tokens <= 16 else Pipeline(columns, 256, 4, 8)

@@ -15,14 +15,13 @@ Source: warp specialization as in CUTLASS (``sm90_mma_tma_gmma_rs_warpspecialize
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specserve_kernels.ops.device import limits_of, tickets
+from specserve_kernels.ops.device import cdiv, limits_of, next_power_of_2, tickets
 from specserve_kernels.ops.linear.hopper import (
     BYTES,
     ROWS_EACH,
@@ -58,18 +57,18 @@ def specializes(weight: Packed, tokens: int, share: int) -> bool:
     device: where it is the faster kernel on an H200, if the weight fills the device."""
     if weight.values.dtype == FP8 or (weight.grouped and weight.rows > 1) or not copied(weight):
         return False
-    parts = triton.cdiv(weight.inputs, share)
-    programs = triton.cdiv(len(weight.values), _TILE.value) * parts
+    parts = cdiv(weight.inputs, share)
+    programs = cdiv(len(weight.values), _TILE.value) * parts
     processors = limits_of(weight.values.device).processors
-    fills = programs >= _FILLED * processors * triton.cdiv(programs, processors)
+    fills = programs >= _FILLED * processors * cdiv(programs, processors)
     return fills and (tokens > 16 if parts == 1 else 32 < tokens <= _MOST_TOKENS and programs <= processors)
 
 
 def specialized_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: int) -> Tensor:
     """Return ``[T, O]``. The weight must have been written at least two launches ago."""
     (outputs, inputs), tokens = (len(weight.values), weight.inputs), x.unit_GT.shape[1]
-    block, parts = min(_MOST_TOKENS, triton.next_power_of_2(tokens)), triton.cdiv(inputs, share)
-    tiles = triton.cdiv(outputs, _TILE.value) * triton.cdiv(tokens, block)
+    block, parts = min(_MOST_TOKENS, next_power_of_2(tokens)), cdiv(inputs, share)
+    tiles = cdiv(outputs, _TILE.value) * cdiv(tokens, block)
     out_TO = x.unit_GT.new_empty((tokens, outputs), dtype=x.dtype)
     part = x.unit_GT.new_empty(tiles * parts * _TILE.value * block if parts > 1 else 0)
     scale, zero, width = weight.scale_WSN, weight.zero_WON, STEP * weight.bits // 8
@@ -89,7 +88,7 @@ def specialized_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share:
         tokens,
         O=outputs,
         STAGES=min(_MOST_STAGES, (limits_of(x.unit_GT.device).shared_bytes - _BESIDE) // stage),
-        COUNT=triton.cdiv(inputs, STEP),
+        COUNT=cdiv(inputs, STEP),
         SHARE=share // STEP,
         SCALES=scale.shape[1],
         ROWS=weight.rows,

@@ -10,14 +10,13 @@ does that. Shapes as in ``packed_linear``.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specserve_kernels.ops.device import Limits, limits_of, tickets
+from specserve_kernels.ops.device import Limits, cdiv, limits_of, next_power_of_2, tickets
 from specserve_kernels.ops.linear.hopper import (
     BOX,
     BYTES,
@@ -51,7 +50,7 @@ def streams(weight: Packed, tokens: int) -> bool:
 
 def block_of(weight: Packed, tokens: int) -> int:
     """Return the tokens of a program: their columns are at least 8, one each in FP8 and otherwise two."""
-    return max(8 if weight.values.dtype == FP8 else 4, triton.next_power_of_2(tokens))
+    return max(8 if weight.values.dtype == FP8 else 4, next_power_of_2(tokens))
 
 
 def streamed_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: int) -> Tensor:
@@ -59,7 +58,7 @@ def streamed_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: in
     (outputs, inputs), tokens = (len(weight.values), weight.inputs), x.unit_GT.shape[1]
     each = 1 if weight.values.dtype == FP8 else 2
     block = block_of(weight, tokens)
-    tiles, parts = triton.cdiv(outputs, ROWS_EACH.value), triton.cdiv(inputs, share)
+    tiles, parts = cdiv(outputs, ROWS_EACH.value), cdiv(inputs, share)
     out_TO = x.unit_GT.new_empty((tokens, outputs), dtype=x.dtype)
     part = x.unit_GT.new_empty(tiles * parts * ROWS_EACH.value * block if parts > 1 else 0)
     scale, zero = weight.scale_WSN, weight.zero_WON
@@ -78,7 +77,7 @@ def streamed_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: in
         tokens,
         O=outputs,
         STAGES=_stages(weight, each * block, tiles * parts, share, limits_of(x.unit_GT.device)),
-        COUNT=triton.cdiv(inputs, _STAGE),
+        COUNT=cdiv(inputs, _STAGE),
         SHARE=share // _STAGE,
         SCALES=scale.shape[1],
         ROWS=weight.rows,
@@ -98,7 +97,7 @@ def streamed_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: in
 def _stages(weight: Packed, columns: int, programs: int, share: int, limits: Limits) -> int:
     """Return the number of stages in flight, from a sweep over the layers of Llama-3.1-8B on an H200, as far as all
     programs have room, but at least two: one is multiplied while the other comes."""
-    room = limits.shared_bytes // triton.cdiv(programs, limits.processors) - _RESERVED
+    room = limits.shared_bytes // cdiv(programs, limits.processors) - _RESERVED
     stage = _STAGE * (ROWS_EACH.value * weight.bits // 8 + columns) + 2 * 4 * ROWS_EACH.value
     return min(max(2, room // stage), weight.bits // 2, share // _STAGE)
 

@@ -24,7 +24,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specserve_kernels.ops.device import HOPPER, Limits, capability_of, copies, limits_of
+from specserve_kernels.ops.device import (
+    HOPPER,
+    Limits,
+    capability_of,
+    cdiv,
+    copies,
+    limits_of,
+    next_power_of_2,
+)
 from specserve_kernels.ops.layer.activation import gate_by_silu
 from specserve_kernels.ops.pdl import let_next_begin, overlap, wait_for_inputs
 
@@ -64,9 +72,9 @@ def serves(x_TI: Tensor, weight_OI: Tensor, gated: bool) -> bool:
 
 
 def _fills(block: Pipeline, outputs: int, limits: Limits) -> bool:
-    programs = triton.cdiv(outputs, block.outputs)
+    programs = cdiv(outputs, block.outputs)
     places = limits.processors * max(1, limits.shared_bytes // (block.stages * block.stage_bytes))
-    return programs >= _FULL * places * triton.cdiv(programs, places)
+    return programs >= _FULL * places * cdiv(programs, places)
 
 
 def swap_ab_linear(
@@ -79,7 +87,7 @@ def swap_ab_linear(
     block = pipeline(outputs, inputs, tokens, gated, limits_of(x_TI.device))
     rows = block.outputs // 2 if gated else block.outputs
     out_TO = x_TI.new_empty((tokens, width)) if out_TO is None else out_TO
-    _swap_ab_kernel[(triton.cdiv(width, rows),)](
+    _swap_ab_kernel[(cdiv(width, rows),)](
         TensorDescriptor.from_tensor(x_TI, [block.tokens, block.inputs]),
         TensorDescriptor.from_tensor(weight_OI, [rows, block.inputs]),
         out_TO,
@@ -101,7 +109,7 @@ def swap_ab_linear(
 def pipeline(outputs: int, inputs: int, tokens: int, gated: bool, limits: Limits) -> Pipeline:
     """Choose the launch, from a sweep over the layers of Llama-3.1-8B on an H200, except for gates of few outputs. With
     less shared memory, there are fewer stages. A gate's two products share a program's outputs."""
-    columns = max(16, triton.next_power_of_2(tokens))
+    columns = max(16, next_power_of_2(tokens))
     if tokens > _LONE:
         chosen = Pipeline(columns, 128, 64, 3, 4)
     elif outputs >= MANY_OUTPUTS:

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import cdiv, next_power_of_2
 from specserve_kernels.ops.pdl import let_next_begin, overlap, take_turn, wait_for_inputs
 from specserve_kernels.ops.sampling.adjustment import (
     LOWEST,
@@ -144,14 +145,14 @@ def _launch(
         raise ValueError(f"the table's floats must be float32, not {table.temperature.dtype}")
     if not (logits_NV.is_contiguous() and (path_NA is None or path_NA.is_contiguous())):
         raise ValueError("logits and path must be contiguous")
-    blocks = triton.cdiv(size, BLOCK)
+    blocks = cdiv(size, BLOCK)
     stats = logits_NV.new_empty((nodes, blocks, STATS.value), dtype=torch.float32)
     keys = rows_N.new_empty(nodes, blocks, branching)
     path_size = 0 if path_NA is None else path_NA.shape[1]
     request = (rows_N, position_N, rows_N if path_NA is None else path_NA, path_size)
     ids_inverse = vocab or (rows_N, rows_N)
     flags: dict[str, Any] = {"HAS_MAP": vocab is not None, "DRAFT": values is not None, "BLOCK": BLOCK}
-    flags |= {"WIDTH": triton.next_power_of_2(branching)}
+    flags |= {"WIDTH": next_power_of_2(branching)}
     sizes = (size, table.counts.shape[1], table.bias_ids.shape[1], branching)
     rest = (*request, _pointers(table), *ids_inverse, stats, keys, *sizes)
     _scan[(blocks, nodes)](
@@ -166,7 +167,7 @@ def _launch(
     )
     collected = torch.empty_like(rows_N[:, None].expand(-1, COLLECTED), dtype=torch.int32)
     values = stats if values is None else values
-    flags |= {"BLOCKS": triton.next_power_of_2(blocks), "COLLECTED": COLLECTED}
+    flags |= {"BLOCKS": next_power_of_2(blocks), "COLLECTED": COLLECTED}
     _finish[(nodes,)](
         logits_NV,
         *rest,

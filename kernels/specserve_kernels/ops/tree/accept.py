@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import next_power_of_2
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.types import MAX_NODES, Accepted, Slots, Tree
 
@@ -41,7 +42,7 @@ def accept_path(tree: Tree, chosen_T: Tensor, slots: Slots) -> Accepted:
         slots.pages_BM.stride(0),
         slots.page_size,
         NODES=MAX_NODES,
-        SP=max(triton.next_power_of_2(columns), 8),
+        SP=max(next_power_of_2(columns), 8),
         num_warps=2,
         **overlap(),
     )

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import cdiv, next_power_of_2
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.types import Accepted, Slots, SlotTables
 
@@ -19,9 +20,9 @@ def move_kv(group: Tensor, accepted: Accepted) -> None:
     layers, _, parts = group.shape[:3]
     width = math.prod(group.shape[4:])
     slots, columns = accepted.path_BS.shape
-    rows = max(triton.next_power_of_2(columns), 8)
-    block = min(triton.next_power_of_2(width), _TILE // rows)
-    _move_kernel[(slots, layers, parts * triton.cdiv(width, block))](
+    rows = max(next_power_of_2(columns), 8)
+    block = min(next_power_of_2(width), _TILE // rows)
+    _move_kernel[(slots, layers, parts * cdiv(width, block))](
         group,
         accepted.page_BS,
         accepted.offset_BS,
@@ -48,7 +49,7 @@ def advance(
     batch, columns = accepted.path_BS.shape
     featured = features_TH is not None
     width = tables.feature.shape[1]
-    _advance_kernel[(batch, columns, triton.cdiv(width, _FEATURES) if featured else 1)](
+    _advance_kernel[(batch, columns, cdiv(width, _FEATURES) if featured else 1)](
         accepted.path_BS,
         accepted.count_B,
         accepted.packed_BX,

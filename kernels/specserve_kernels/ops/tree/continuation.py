@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import next_power_of_2
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.types import Continuations
 
@@ -29,8 +30,8 @@ def follow_continuation(
         tokens_RC.stride(0),
         size,
         P=table.size,
-        PP=triton.next_power_of_2(table.size),
-        SP=max(triton.next_power_of_2(size), 8),
+        PP=next_power_of_2(table.size),
+        SP=max(next_power_of_2(size), 8),
         num_warps=1,
         **overlap(),
     )

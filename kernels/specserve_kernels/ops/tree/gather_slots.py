@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import cdiv
 from specserve_kernels.ops.pdl import overlap, take_turn
 
 _BLOCK = 1024  # pages of a program
@@ -18,7 +19,7 @@ def gather_slots(
     slots, pages = len(rows_B), pages_RM.shape[1]
     numbers = rows_B.new_empty(3, slots)
     pages_BM = pages_RM.new_empty(slots, pages)
-    _gather_kernel[(slots, triton.cdiv(pages, _BLOCK))](
+    _gather_kernel[(slots, cdiv(pages, _BLOCK))](
         rows_B, root_R, length_R, pages_RM, numbers, pages_BM, pages, BLOCK=_BLOCK, **overlap()
     )
     root_B, length_B, prefix_B = numbers.unbind()

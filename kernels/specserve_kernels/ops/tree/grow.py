@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import cdiv, next_power_of_2
 from specserve_kernels.ops.pdl import load_settled, overlap, take_turn
 from specserve_kernels.ops.sampling.adjustment import order_of, without_nan
 from specserve_kernels.types import Level, Pool, Prediction, Slots, tree_pool_size
@@ -22,7 +23,7 @@ def root_level(slots: Slots, pool: Pool) -> Level:
     batch, root_B = len(slots.rows_B), slots.root_B
     page_B, offset_B, pool_B = torch.empty_like(root_B).new_empty(3, batch).unbind()
     score_B = pool.scores_BP.new_empty(batch)
-    _root_kernel[(triton.cdiv(batch, 128),)](
+    _root_kernel[(cdiv(batch, 128),)](
         slots.length_B,
         slots.pages_BM,
         page_B,
@@ -66,7 +67,7 @@ def grow_level(
     token, source, rows, position, page, offset, pool_index = numbers.unbind()
     score = level.score_BW.new_empty(nodes)
     ancestors = token_NC.new_empty(2, nodes, depth + 1)
-    padded = triton.next_power_of_2(k * k)
+    padded = next_power_of_2(k * k)
     predicted = (slots.pages_BM,) * 4
     if prediction is not None:
         predicted = (prediction.tokens_RP, prediction.length_R, prediction.next_R, prediction.trust_R)
@@ -98,10 +99,10 @@ def grow_level(
         int(last),
         PREDICTED=prediction is not None,
         K=k,
-        KP=triton.next_power_of_2(k),
+        KP=next_power_of_2(k),
         JP=padded,
         CHUNK=min(padded, max(4096 // padded, 16)),
-        AP=max(triton.next_power_of_2(depth), 8),
+        AP=max(next_power_of_2(depth), 8),
         num_warps=1 if k == 1 else 4 if padded <= 256 else 8,
         **overlap(),
     )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import next_power_of_2
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.reference.tree.lookup import MOST_MATCHED
 
@@ -26,7 +27,7 @@ def find_continuations(
         tokens_RC.stride(0),
         size,
         K=count,
-        SP=max(triton.next_power_of_2(size), 8),
+        SP=max(next_power_of_2(size), 8),
         MOST=MOST_MATCHED,
         BLOCK=4096,
         num_warps=8,

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specserve_kernels.ops.device import next_power_of_2
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.types import Pool
 
@@ -18,7 +19,7 @@ def merge_pools(first: Pool, second: Pool) -> Pool:
     tokens_BX = torch.cat([first.tokens_BP, second.tokens_BP], 1)
     parents_BX = torch.cat([first.parents_BP, second.parents_BP], 1)
     scores_BX = torch.cat([first.scores_BP, second.scores_BP], 1)
-    padded = triton.next_power_of_2(size)
+    padded = next_power_of_2(size)
     _merge_kernel[(slots, branches)](
         tokens_BX,
         parents_BX,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import next_power_of_2
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.reference.tree.prediction import BELIEF, CERTAIN, FORGET, MIN_MATCH, PRIOR
 from specserve_kernels.types import Prediction
@@ -43,7 +44,7 @@ def follow_prediction(
         PRIOR=PRIOR,
         BELIEF=BELIEF,
         CERTAIN=CERTAIN,
-        SP=max(triton.next_power_of_2(columns), 8),
+        SP=max(next_power_of_2(columns), 8),
         BLOCK=1024,
         **overlap(),
     )

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from specserve_kernels.ops.device import cdiv, next_power_of_2
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.ops.sampling.adjustment import order_of
 from specserve_kernels.ops.tree.grow import store_all
@@ -40,7 +41,7 @@ def select_tree(
     key_BC = root_B.new_empty(batch, kept, dtype=torch.int32)
     index_BC = torch.empty_like(key_BC)
     local_BP = key_BC.new_empty(batch, size)
-    padded = triton.next_power_of_2(size)
+    padded = next_power_of_2(size)
     assert pool.depths_BP.stride(1) == 1
     _cap_kernel[(batch,)](
         pool.scores_BP.contiguous(),
@@ -86,8 +87,8 @@ def select_tree(
         slots.page_size,
         pad_id,
         CHAIN=pool.is_chain,
-        CP=triton.next_power_of_2(kept + 1),
-        AP=triton.next_power_of_2(levels),
+        CP=next_power_of_2(kept + 1),
+        AP=next_power_of_2(levels),
         BLOCK=1024,
         num_warps=4,
         **overlap(),
@@ -105,7 +106,7 @@ def single_nodes(slots: Slots) -> Tree:
     root_B = slots.root_B
     batch = len(root_B)
     index, zero, one, page, offset = root_B.new_empty(5, batch + 1).unbind()
-    _single_kernel[(triton.cdiv(batch + 1, 128),)](
+    _single_kernel[(cdiv(batch + 1, 128),)](
         slots.length_B,
         slots.pages_BM,
         index,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specserve_kernels.ops.device import next_power_of_2
 from specserve_kernels.ops.pdl import overlap, take_turn
 from specserve_kernels.reference.tree.sources import LEARN, MOST
 from specserve_kernels.types import Pool, Sources
@@ -17,7 +18,7 @@ def observe_source(
 ) -> Tensor:
     slots, size = pool.scores_BP.shape
     found_B3 = count_B.new_empty(slots, 3)
-    padded = triton.next_power_of_2(size)
+    padded = next_power_of_2(size)
     assert token_BS.stride(1) == pool.parents_BP.stride(1) == 1
     _observe_kernel[(slots,)](
         pool.tokens_BP.contiguous(),
