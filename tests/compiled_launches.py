@@ -122,16 +122,25 @@ ACCESS = re.compile(
     r"|\b(load|store|atomicrmw|cmpxchg) .*addrspace\(1\)"
 )
 
-WEIGHTS_FIRST = {"linear.specialized._specialized_kernel", "linear.streamed._streamed_kernel"}
-"""Kernels that have all but their first argument brought by the copy engine before they wait."""
-WEIGHTS = re.compile(r"^.*\bcp\.async\.bulk\.tensor\.\w+\.shared.* ptr (nonnull )?%(?!0,).*$", re.MULTILINE)
+WEIGHTS_FIRST = {"linear.specialized._specialized_kernel": 3, "linear.streamed._streamed_kernel": 1}
+"""Kernels that have all but their first argument brought by the copy engine before they wait, and how many groups of
+warps they have, each of which waits."""
+COPIES = r"^.*\bcp\.async\.bulk\.tensor\.\w+\.shared.* ptr (nonnull )?%{}.*$"
+WEIGHTS = re.compile(COPIES.format("(?!0,)"), re.MULTILINE)
+INPUTS = re.compile(COPIES.format("0,"), re.MULTILINE)
 
 
-def waits_first(llvm: str, weights_first: bool = False) -> bool | None:
-    """Of LLVM's code, whose loads and stores of global memory are PTX inside it or its own."""
+def waits_first(llvm: str, groups: int = 0) -> bool | None:
+    """Of LLVM's code, whose loads and stores of global memory are PTX inside it or its own. ``groups``: as in
+    ``WEIGHTS_FIRST``."""
     if WAIT not in llvm:
         return None
-    if weights_first:
+    if groups:
+        inputs = INPUTS.search(llvm)
+        before = llvm[: inputs.start()] if inputs else llvm
+        weights = max((found.start() for found in WEIGHTS.finditer(before)), default=0)
+        if llvm.count(WAIT) < groups or before.rfind(WAIT) < weights:
+            return False
         llvm = WEIGHTS.sub("", llvm)
     first = ACCESS.search(llvm)
     return first is None or llvm.index(WAIT) < first.start()
@@ -217,7 +226,7 @@ class Compiler:
         except Enough as enough:
             shared = enough.shared
             if shared is not None:
-                waits = waits_first(enough.code, name in WEIGHTS_FIRST)
+                waits = waits_first(enough.code, WEIGHTS_FIRST.get(name, 0))
         except Exception as raised:  # whatever Triton may say: it is reported
             error = f"{type(raised).__name__}: {raised}"
         neighbours = tuple({int(found) for found in NEIGHBOURS.findall(self._ttgir)})

@@ -46,7 +46,11 @@ def kernels() -> list[str]:
                 continue
             named.append(f"{module}.{node.name}")
             called |= {
-                inner.id for line in node.body for inner in ast.walk(line) if isinstance(inner, ast.Name)
+                _name(name)
+                for inner in ast.walk(node)
+                if isinstance(inner, ast.Call)
+                for name in (ast.walk(inner) if _name(inner) == "gl.warp_specialize" else [inner])
+                if isinstance(name, (ast.Call, ast.Name))
             }
     return [name for name in named if name.rsplit(".", 1)[1] not in called]
 
@@ -173,9 +177,12 @@ def test_code_that_reads_too_early_is_found() -> None:
         f'asm "cp.async.bulk.tensor.2d.shared::cta.global [$1], [$2];"(i1 %9, ptr nonnull %{i}, i32 0)'
         for i in (0, 5)
     ]
-    assert not waits_first(f"{copies[0]}\n{wait}", weights_first=True)
-    assert waits_first(f"{copies[1]}\n{wait}\n{copies[0]}", weights_first=True)
+    assert not waits_first(f"{copies[0]}\n{wait}", 1)
+    assert waits_first(f"{copies[1]}\n{wait}\n{copies[0]}", 1)
     assert not waits_first(f"{copies[1]}\n{wait}\n{copies[0]}")
+    assert waits_first(f"{wait}\n{load}\n{copies[1]}\n{wait}\n{copies[0]}", 2)
+    assert not waits_first(f"{wait}\n{load}\n{copies[1]}\n{copies[0]}\n{wait}", 2), "inputs come too early"
+    assert not waits_first(f"{copies[1]}\n{wait}\n{copies[0]}\n{load}", 2), "a group does not wait"
 
 
 def test_launches_nothing_unknown(compiled: list[Compiled]) -> None:

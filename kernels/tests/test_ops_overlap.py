@@ -65,14 +65,17 @@ def compiled() -> dict[str, ast.FunctionDef]:
 @cache
 def kernels() -> dict[str, ast.FunctionDef]:
     """What is launched: functions that Triton compiles and no other such function calls, or gives to its warps."""
-    called = {
-        inner.id
-        for node in compiled().values()
-        for line in node.body
-        for inner in ast.walk(line)
-        if isinstance(inner, ast.Name)
-    }
+    called = {name for node in compiled().values() for name in (*_calls(node), *_given_to_warps(node))}
     return {name: node for name, node in compiled().items() if name not in called}
+
+
+def _given_to_warps(node: ast.AST) -> set[str]:
+    launches = [
+        inner
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Call) and ast.unparse(inner.func) == "gl.warp_specialize"
+    ]
+    return {inner.id for launch in launches for inner in ast.walk(launch) if isinstance(inner, ast.Name)}
 
 
 def _calls(node: ast.AST) -> list[str]:

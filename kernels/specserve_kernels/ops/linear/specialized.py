@@ -7,8 +7,8 @@ sums, and with it the bits, are those of ``packed_linear``. Gates are not multip
 ``packed_linear``.
 
 If inputs have several ranges, each program has one. It stores its sums, waits for the other programs of its tile, and
-adds the sums of all for some of the tokens. For that they must run at the same time: ``specializes`` takes no more
-programs than there are multiprocessors, and the next launch can't take their place before all have begun.
+adds the sums of all for some of the tokens. For that they must run at the same time, which a cooperative launch makes
+sure of: ``specializes`` takes no more programs than there are multiprocessors.
 
 Source: warp specialization as in CUTLASS (``sm90_mma_tma_gmma_rs_warpspecialized.hpp``).
 """
@@ -46,22 +46,26 @@ _TILE = gl.constexpr(256)  # outputs
 _NIBBLES = gl.NVMMASharedLayout(64, 8, 2)
 _MOST_TOKENS = 64  # of a program
 _NEIGHBORS = gl.constexpr(8)  # tiles of tokens that are multiplied by the same outputs at about the same time
+_PROMPT = 512  # tokens, from which the programs after the last full wave are few
 _FILLED = 0.8  # of the multiprocessors, by the last programs too
 _MOST_STAGES = 8
 _BESIDE = 12288  # bytes of shared memory outside the stages
-_REGISTERS = 240, 24  # of a thread that multiplies, and of one that loads
+_REGISTERS = gl.constexpr([240, 24])  # of a thread that multiplies, and of one that loads
 
 
 def specializes(weight: Packed, tokens: int, share: int) -> bool:
     """Return whether ``specialized_linear`` multiplies this weight, divided into ranges of ``share`` inputs, on its
-    device: where it is the faster kernel on an H200, if the weight fills the device."""
+    device: where it is the faster kernel on an H200."""
     if weight.values.dtype == FP8 or (weight.grouped and weight.rows > 1) or not copied(weight):
         return False
-    parts = cdiv(weight.inputs, share)
+    processors, parts = limits_of(weight.values.device).processors, cdiv(weight.inputs, share)
     programs = cdiv(len(weight.values), _TILE.value) * parts
-    processors = limits_of(weight.values.device).processors
+    if parts == 1 and tokens >= _PROMPT:
+        return programs * cdiv(tokens, _MOST_TOKENS) >= processors
     fills = programs >= _FILLED * processors * cdiv(programs, processors)
-    return fills and (tokens > 16 if parts == 1 else 32 < tokens <= _MOST_TOKENS and programs <= processors)
+    if parts == 1:
+        return fills and tokens > (16 if weight.bits == 4 else 64)
+    return fills and 32 < tokens <= _MOST_TOKENS and programs <= processors
 
 
 def specialized_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share: int) -> Tensor:
@@ -74,7 +78,7 @@ def specialized_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share:
     scale, zero, width = weight.scale_WSN, weight.zero_WON, STEP * weight.bits // 8
     stage = _TILE.value * (width + 4 * weight.grouped + 4 * (zero is not None)) + 2 * block * STEP
     layout = _NIBBLES if weight.bits == 4 else BYTES
-    _specialized_kernel[(parts, tiles)](
+    _specialized_kernel[(tiles, parts)](
         TensorDescriptor.from_tensor(x.values, [2 * block, STEP], BYTES),
         TensorDescriptor.from_tensor(weight.values, [ROWS_EACH.value, width], layout),
         word_boxes(scale) if weight.grouped else x.unit_GT,
@@ -98,8 +102,8 @@ def specialized_linear(x: Rounded, weight: Packed, bias_O: Tensor | None, share:
         ZEROS=zero is not None,
         BIAS=bias_O is not None,
         PARTS=parts,
-        REGISTERS=_REGISTERS,
         num_warps=4,
+        launch_cooperative_grid=parts > 1,
         **overlap(),
     )
     return out_TO
@@ -130,17 +134,16 @@ def _specialized_kernel(
     ZEROS: gl.constexpr,
     BIAS: gl.constexpr,
     PARTS: gl.constexpr,
-    REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     C: gl.constexpr = x_desc.block_shape[0]
     BLOCK_T: gl.constexpr = C // 2
-    tile, begin = gl.program_id(1), gl.program_id(0) * SHARE
-    across: gl.constexpr = _NEIGHBORS * ((O + _TILE - 1) // _TILE)
-    first = tile // across * _NEIGHBORS
+    tile, begin = gl.program_id(0), gl.program_id(1) * SHARE
+    NEAR: gl.constexpr = _NEIGHBORS * ((O + _TILE - 1) // _TILE)
+    first = tile // NEAR * _NEIGHBORS
     many = gl.minimum((tokens + BLOCK_T - 1) // BLOCK_T - first, _NEIGHBORS)
-    first_t = (first + tile % across % many) * BLOCK_T
-    first_o = tile % across // many * _TILE
+    first_t = (first + tile % NEAR % many) * BLOCK_T
+    first_o = tile % NEAR // many * _TILE
     count = gl.minimum(SHARE, COUNT - begin)
     WIDTH: gl.constexpr = values_desc.block_shape[1]
     values = gl.allocate_shared_memory(values_desc.dtype, [STAGES * 4, ROWS_EACH, WIDTH], values_desc.layout)
@@ -155,11 +158,17 @@ def _specialized_kernel(
     stages = (values, x, scales, zeros, full, empty)
     ends = (unit_ptr, scale_ptr, bias_ptr, out_ptr, first_t, tokens)
     parts = (part_ptr + tile * (PARTS * _TILE * BLOCK_T), tickets_ptr + 2 * tile)
-    FORMAT: gl.constexpr = (O, ROWS, BITS, SCALE, GROUPED, ZEROS, BIAS)
+    FORMAT: gl.constexpr = (O, ROWS, BITS, GROUPED, ZEROS, BIAS)
     gl.warp_specialize(
         [
-            (_multiply, (0, stages, ends, parts, first_o, begin, count, STAGES, PARTS, FORMAT, OVERLAP)),
-            (_multiply, (1, stages, ends, parts, first_o, begin, count, STAGES, PARTS, FORMAT, OVERLAP)),
+            (
+                _multiply,
+                (0, stages, ends, parts, first_o, begin, count, STAGES, PARTS, SCALE, FORMAT, OVERLAP),
+            ),
+            (
+                _multiply,
+                (1, stages, ends, parts, first_o, begin, count, STAGES, PARTS, SCALE, FORMAT, OVERLAP),
+            ),
             (
                 _bring,
                 (
@@ -171,13 +180,14 @@ def _specialized_kernel(
                     count,
                     STAGES,
                     SCALES,
+                    SCALE,
                     FORMAT,
                     OVERLAP,
                 ),
             ),
         ],
         [4, 1],
-        REGISTERS,
+        _REGISTERS,
     )
 
 
@@ -191,12 +201,13 @@ def _bring(
     count,
     STAGES: gl.constexpr,
     SCALES: gl.constexpr,
+    SCALE: gl.constexpr,
     FORMAT: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Ask for each step's weights and inputs as soon as both groups have multiplied what was in their place."""
-    GROUPED: gl.constexpr = FORMAT[4]
-    ZEROS: gl.constexpr = FORMAT[5]
+    GROUPED: gl.constexpr = FORMAT[3]
+    ZEROS: gl.constexpr = FORMAT[4]
     x_desc, values_desc, _, _ = descs
     _, x, _, _, full, empty = stages
     SIZE: gl.constexpr = (
@@ -204,7 +215,7 @@ def _bring(
     )
     for s in gl.static_range(STAGES):
         mbarrier.expect(full.index(s), SIZE, pred=s < count)
-        _ask_outputs(descs, stages, s, first_o, begin + s, s < count, SCALES, FORMAT)
+        _ask_outputs(descs, stages, s, first_o, begin + s, s < count, SCALES, SCALE, FORMAT)
     if OVERLAP:
         begin_after_last()
     for s in gl.static_range(STAGES):
@@ -213,15 +224,19 @@ def _bring(
         slot = i % STAGES
         mbarrier.wait(empty.index(slot), (i // STAGES - 1) & 1)
         mbarrier.expect(full.index(slot), SIZE)
-        _ask_outputs(descs, stages, slot, first_o, begin + i, True, SCALES, FORMAT)
+        _ask_outputs(descs, stages, slot, first_o, begin + i, True, SCALES, SCALE, FORMAT)
         load_box(x_desc, [2 * first_t, (begin + i) * _STEP], full.index(slot), x.index(slot), True)
 
 
 @gluon.jit
-def _ask_outputs(descs, stages, slot, first_o, step, asked, SCALES: gl.constexpr, FORMAT: gl.constexpr):
+def _ask_outputs(
+    descs, stages, slot, first_o, step, asked, SCALES: gl.constexpr, SCALE: gl.constexpr, FORMAT: gl.constexpr
+):
     """Ask for a step's weights, with the words that hold their scales and zero points."""
     O: gl.constexpr = FORMAT[0]
-    GROUPS: gl.constexpr = 32 // FORMAT[3].primitive_bitwidth  # of a word
+    GROUPED: gl.constexpr = FORMAT[3]
+    ZEROS: gl.constexpr = FORMAT[4]
+    GROUPS: gl.constexpr = 32 // SCALE.primitive_bitwidth  # of a word
     _, values_desc, scale_desc, zero_desc = descs
     values, _, scales, zeros, full, _ = stages
     for number in gl.static_range(4):
@@ -229,9 +244,9 @@ def _ask_outputs(descs, stages, slot, first_o, step, asked, SCALES: gl.constexpr
         load_box(
             values_desc, [o, step * values_desc.block_shape[1]], full.index(slot), values.index(into), asked
         )
-        if FORMAT[4]:
+        if GROUPED:
             load_box(scale_desc, [step // GROUPS * SCALES + o], full.index(slot), scales.index(into), asked)
-        if FORMAT[5]:
+        if ZEROS:
             load_box(zero_desc, [step // 4 * O + o], full.index(slot), zeros.index(into), asked)
 
 
@@ -246,12 +261,12 @@ def _multiply(
     count,
     STAGES: gl.constexpr,
     PARTS: gl.constexpr,
+    SCALE: gl.constexpr,
     FORMAT: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """Multiply 128 outputs as two products, so that the first one's sums are added during the second."""
-    SCALE: gl.constexpr = FORMAT[3]
-    GROUPED: gl.constexpr = FORMAT[4]
+    GROUPED: gl.constexpr = FORMAT[3]
     _, x, scales, _, full, empty = stages
     C: gl.constexpr = x.shape[1]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 32])
@@ -292,8 +307,11 @@ def _multiply(
 
 @gluon.jit
 def _tensor_operand(stages, number, step, MMA: gl.constexpr, FORMAT: gl.constexpr):
-    if FORMAT[2] == 8:
-        return stages[0].index(number)
+    BITS: gl.constexpr = FORMAT[2]
+    ZEROS: gl.constexpr = FORMAT[4]
+    values, _, _, zeros, _, _ = stages
+    if BITS == 8:
+        return values.index(number)
     else:
         OWN: gl.constexpr = gl.DistributedLinearLayout(
             reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]],
@@ -302,9 +320,9 @@ def _tensor_operand(stages, number, step, MMA: gl.constexpr, FORMAT: gl.constexp
             block_bases=[],
             shape=[ROWS_EACH.value, 64],
         )
-        bytes = stages[0].index(number).load(OWN)
-        if FORMAT[5]:
-            word = stages[3].index(number).load(gl.SliceLayout(1, OWN)) >> (step % 4 * 8)
+        bytes = values.index(number).load(OWN)
+        if ZEROS:
+            word = zeros.index(number).load(gl.SliceLayout(1, OWN)) >> (step % 4 * 8)
             return operand(bytes, word, MMA, True)
         else:
             return operand(bytes, 0, MMA, False)
@@ -327,7 +345,7 @@ def _share_sums(
     LAYOUT: gl.constexpr = sums.type.layout
     r = rows + gl.arange(0, ROWS_EACH, gl.SliceLayout(1, LAYOUT))
     t = gl.arange(0, BLOCK_T, gl.SliceLayout(0, LAYOUT))
-    own_ptrs = part_ptr + gl.program_id(0) * (_TILE * BLOCK_T) + (t * _TILE)[None, :] + r[:, None]
+    own_ptrs = part_ptr + gl.program_id(1) * (_TILE * BLOCK_T) + (t * _TILE)[None, :] + r[:, None]
     gl.store(own_ptrs, sums)
     gl.store(own_ptrs + ROWS_EACH, sums2)
     barrier()
@@ -338,7 +356,7 @@ def _share_sums(
     EACH: gl.constexpr = BLOCK_T // SLICES
     SHARED: gl.constexpr = gl.BlockedLayout([4, 1], [32, 1], [1, 4], [0, 1])
     row = rows + gl.arange(0, 2 * ROWS_EACH, gl.SliceLayout(1, SHARED))
-    for number in range(gl.program_id(0), SLICES, PARTS):
+    for number in range(gl.program_id(1), SLICES, PARTS):
         token = number * EACH + gl.arange(0, EACH, gl.SliceLayout(0, SHARED))
         ptrs = part_ptr + (token * _TILE)[None, :] + row[:, None]
         total = gl.zeros([2 * ROWS_EACH, EACH], gl.float32, SHARED)
@@ -354,15 +372,18 @@ def _share_sums(
 def _store_results(sums, first_o, token, ends, FORMAT: gl.constexpr):
     """Store the results of tokens from ``token`` of the tile on."""
     O: gl.constexpr = FORMAT[0]
+    ROWS: gl.constexpr = FORMAT[1]
+    BITS: gl.constexpr = FORMAT[2]
+    GROUPED: gl.constexpr = FORMAT[3]
+    ZEROS: gl.constexpr = FORMAT[4]
+    BIAS: gl.constexpr = FORMAT[5]
     unit_ptr, scale_ptr, bias_ptr, out_ptr, first_t, tokens = ends
     MANY: gl.constexpr = sums.shape[0]
     LAYOUT: gl.constexpr = sums.type.layout
     o = first_o + gl.arange(0, MANY, gl.SliceLayout(1, LAYOUT))
     t = first_t + token + gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))
-    SIXTEENTHS: gl.constexpr = FORMAT[2] == 4 and not FORMAT[5]
-    out = results(
-        sums, o, t, tokens, unit_ptr, scale_ptr, bias_ptr, O, FORMAT[1], FORMAT[4], FORMAT[6], SIXTEENTHS
-    )
+    SIXTEENTHS: gl.constexpr = BITS == 4 and not ZEROS
+    out = results(sums, o, t, tokens, unit_ptr, scale_ptr, bias_ptr, O, ROWS, GROUPED, BIAS, SIXTEENTHS)
     ROW_MAJOR: gl.constexpr = gl.BlockedLayout([8, 1], [MANY // 8, 256 // MANY], [1, 4], [0, 1])
     out = gl.convert_layout(out.to(out_ptr.dtype.element_ty), ROW_MAJOR)
     o = first_o + gl.arange(0, MANY, gl.SliceLayout(1, ROW_MAJOR))
