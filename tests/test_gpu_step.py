@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +35,8 @@ from specserve.layers import linear
 from specserve.layers.formats.stored import StoredProjection
 from specserve.messages import Submit
 from tests.engines import Checkpoints, check_switching, context_of, head_of
+from tests.front.processes import Server
+from tests.reference.models import make_llama
 
 pytestmark = pytest.mark.gpu
 
@@ -384,3 +387,18 @@ def test_accepts_what_the_cpu_accepts(shape: Shape) -> None:
             usage = [output.speculation for output in llm.generate(prompts, params)]
         lengths.append(sum(u.accepted for u in usage) / sum(u.steps for u in usage))
     assert lengths[0] == pytest.approx(lengths[1], rel=0.01)
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int4"])
+def test_a_plain_server_captures_everything(quantization: str, tmp_path: Path) -> None:
+    """With a head so wide that cuBLAS multiplies few tokens by it, which nothing else may have opened by then."""
+    target = make_llama(tmp_path / "target", vocab=70_000, hidden=256, heads=4, kv_heads=2)
+    flags = ["--port", "0", "--dtype", "bfloat16", "--skip-tokenizer-init", "--quantization", quantization]
+    server = Server(["-m", "specserve.launch", "--model-path", str(target), *flags])
+    try:
+        server.wait_ready()
+        assert server.get("/health")[0] == 200
+        assert "specserve_late_kernels_total 0" in server.get("/metrics")[1]
+    finally:
+        server.stop()
+    assert "no CUDA graph" not in "".join(server.lines)

@@ -97,7 +97,7 @@ def test_what_is_missing_is_made_outside_the_capture() -> None:
     """The first launch runs before its capture, another only if its capture fails."""
     runs: list[int] = []
     # private: no public way leads there on a CPU, which captures nothing
-    maker = mock.Mock(_launched=False, ran=0)
+    maker = mock.Mock(_launched=False, ran=0, _logits_XV=torch.empty(1, 1))
     # private: as above
     capture, captured = partial(graphs._Maker._capture, maker), maker._captured
     fakes = {name: mock.Mock() for name in ("current_stream", "set_stream", "synchronize")}
@@ -114,6 +114,30 @@ def test_what_is_missing_is_made_outside_the_capture() -> None:
         with pytest.raises(RuntimeError, match="always"):
             capture(lambda: runs.append(4))
     assert runs == [0, 2, 4]
+
+
+@pytest.mark.parametrize("ended", ["by CUDA", "by itself"])
+def test_a_capture_that_cuda_ends_leaves_its_pool(ended: str) -> None:
+    """Which can't be captured into again; one that fails by itself can."""
+
+    @contextmanager
+    def captures(*_: object, **given: object) -> Iterator[None]:
+        pools.append(given["pool"])
+        yield
+        if ended == "by CUDA" and len(pools) == 1:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    run, pools = mock.Mock(side_effect=[MissingKernel("k"), "eager", "found"]), list[object]()
+    # private: as above
+    maker = mock.Mock(_launched=True, ran=0, _pool="first", _logits_XV=torch.empty(1, 1))
+    maker._captured = partial(graphs._Maker._captured, maker)  # private: as above
+    names = ("current_stream", "set_stream", "synchronize", "CUDAGraph")
+    fakes: dict[str, Any] = {name: mock.Mock() for name in names}
+    fakes |= {"graph_pool_handle": lambda: "second", "graph": captures}
+    with mock.patch.multiple(torch.cuda, stream=lambda *_: nullcontext(), **fakes):
+        _, found = graphs._Maker._capture(maker, run)  # private: as above
+    assert (found, maker.ran) == ("found", 1)
+    assert pools == ["first", "second" if ended == "by CUDA" else "first"]
 
 
 @pytest.mark.parametrize(

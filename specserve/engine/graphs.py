@@ -254,8 +254,7 @@ class _Maker:
 
     def _capture(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Capture a launch. What is made once, kernels and cached tensors, can't be made during a capture: if something
-        is missing, the launch first runs eagerly. So does the first of all, which opens libraries: prompts of the
-        largest size, or steps."""
+        is missing, the launch first runs eagerly. So does the first of all, prompts of the largest size, or steps."""
         if self._launched:
             current = torch.cuda.current_stream()
             try:
@@ -268,6 +267,7 @@ class _Maker:
         self.ran += 1
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
+            _open_blas(self._logits_XV)
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
@@ -276,9 +276,28 @@ class _Maker:
 
     def _captured(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            result = run()
+        failed: RuntimeError | None = None
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                try:
+                    result = run()
+                except RuntimeError as error:
+                    failed = error
+        except RuntimeError as error:
+            self._pool = (
+                torch.cuda.graph_pool_handle()
+            )  # a capture that CUDA has ended never lets go of its pool
+            raise error from failed
+        if failed is not None:
+            raise failed
         return graph, result
+
+
+def _open_blas(like: Tensor) -> None:
+    """Make this stream's cuBLAS handle and workspace. With quantized weights, the largest prompts may not need it, but
+    smaller ones do for the head."""
+    small = like.new_zeros(16, 16)
+    torch.nn.functional.linear(small, small)
 
 
 @contextmanager
