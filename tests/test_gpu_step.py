@@ -389,12 +389,24 @@ def test_accepts_what_the_cpu_accepts(shape: Shape) -> None:
     assert lengths[0] == pytest.approx(lengths[1], rel=0.01)
 
 
-@pytest.mark.parametrize("quantization", ["none", "fp8", "int4"])
-def test_a_plain_server_captures_everything(quantization: str, tmp_path: Path) -> None:
-    """With a head so wide that cuBLAS multiplies few tokens by it, which nothing else may have opened by then."""
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--quantization", "fp8"],
+        ["--quantization", "int4"],
+        ["--quantization", "int8", "--kv-cache-dtype", "fp8_e4m3"],
+        ["--quantization", "int4", "--speculative-algorithm", "NGRAM"],
+        ["--quantization", "fp8", "--speculative-algorithm", "LOOKAHEAD"],
+    ],
+    ids=" ".join,
+)
+def test_a_server_captures_everything(flags: list[str], tmp_path: Path) -> None:
+    """In a process of its own, with a head so wide that cuBLAS multiplies few tokens by it, which nothing else may have
+    opened by then."""
     target = make_llama(tmp_path / "target", vocab=70_000, hidden=256, heads=4, kv_heads=2)
-    flags = ["--port", "0", "--dtype", "bfloat16", "--skip-tokenizer-init", "--quantization", quantization]
-    server = Server(["-m", "specserve.launch", "--model-path", str(target), *flags])
+    common = ["--port", "0", "--dtype", "bfloat16", "--skip-tokenizer-init", "--max-running-requests", "16"]
+    server = Server(["-m", "specserve.launch", "--model-path", str(target), *common, *flags])
     try:
         server.wait_ready()
         assert server.get("/health")[0] == 200
