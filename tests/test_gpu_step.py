@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -413,4 +414,5 @@ def test_a_server_captures_everything(flags: list[str], tmp_path: Path) -> None:
         assert "specserve_late_kernels_total 0" in server.get("/metrics")[1]
     finally:
         server.stop()
-    assert "no CUDA graph" not in "".join(server.lines)
+    text = "".join(server.lines)
+    assert not re.search("no CUDA graph|no memory for the CUDA graph|CUDA ended a capture", text), text

@@ -450,9 +450,8 @@ def test_specialized_warps(
     weight = pack(kind.draw(outputs, inputs, torch.device("cuda")))
     share = ops.share_of(weight, gated=False)
     assert -(-inputs // share) == parts
-    with patch.object(
-        specialized, "_FILLED", 0.5
-    ):  # private: other devices, and where another kernel is faster
+    # private: on other devices, and where another kernel is faster
+    with patch.object(specialized, "_FILLED", 0.5):
         if not all(ops.specializes(weight, tokens, share) for tokens in counts):
             pytest.skip("not on this device")
         check_in_a_graph(weight, counts)

@@ -256,18 +256,15 @@ class _Maker:
         """Capture a launch. What is made once, kernels and cached tensors, can't be made during a capture: if something
         is missing, the launch first runs eagerly. So does the first of all, prompts of the largest size, or steps."""
         if self._launched:
-            current = torch.cuda.current_stream()
             try:
                 return self._captured(run)
             except OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                torch.cuda.set_stream(current)  # a capture that failed may have left its own
                 log.debug("ran before its capture: %s", error)
         self.ran += 1
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            _open_blas(self._logits_XV)
             run()
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
@@ -275,7 +272,9 @@ class _Maker:
         return self._captured(run)
 
     def _captured(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        graph = torch.cuda.CUDAGraph()
+        current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            _open_blas(self._logits_XV)
         failed: RuntimeError | None = None
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
@@ -283,19 +282,39 @@ class _Maker:
                     result = run()
                 except RuntimeError as error:
                     failed = error
+            if failed is not None:
+                raise failed
+            return graph, result
         except RuntimeError as error:
-            self._pool = (
-                torch.cuda.graph_pool_handle()
-            )  # a capture that CUDA has ended never lets go of its pool
+            if error is failed:
+                raise
+            log.warning("CUDA ended a capture: %s", str(failed or error))
+            self._leave_pool()
+            if isinstance(failed, OutOfMemoryError):
+                raise failed from None
+            if "out of memory" in str(error):
+                raise OutOfMemoryError(str(error)) from failed
             raise error from failed
-        if failed is not None:
-            raise failed
-        return graph, result
+        finally:
+            failed = None  # its traceback holds this frame, and the launch's tensors: a cycle, with collection disabled
+            torch.cuda.set_stream(current)  # a capture that CUDA ended has left its own
+
+    def _leave_pool(self) -> None:
+        """Let the allocator forget a capture that CUDA ended, which raises before PyTorch does that itself, and capture
+        into another pool from now on."""
+        device = torch.cuda.current_device()
+        try:
+            # private: what torch.cuda.use_mem_pool does when it ends
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+        except RuntimeError:
+            return  # the graph could not be made of a complete capture
+        torch._C._cuda_releasePool(device, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 def _open_blas(like: Tensor) -> None:
-    """Make this stream's cuBLAS handle and workspace. With quantized weights, the largest prompts may not need it, but
-    smaller ones do for the head."""
+    """Make this thread's cuBLAS handle and this stream's workspace, which can't be made during a capture. With
+    quantized weights only some launches need them, for the head."""
     small = like.new_zeros(16, 16)
     torch.nn.functional.linear(small, small)
 
