@@ -99,7 +99,7 @@ class Pool:
         """Return a pool for ``grow_level`` to fill: K candidates of the root, then K for each of K nodes a level."""
         size = tree_pool_size(levels, branching)
         tokens, parents = (torch.empty(slots, size, dtype=torch.int64, device=device) for _ in range(2))
-        depths = _tree_depths(levels, branching, device).expand(slots, -1)
+        depths = _tree_depths(_table_levels(levels), branching, device)[:size].expand(slots, -1)
         scores = torch.empty(slots, size, dtype=dtype, device=device)
         return cls(tokens, parents, depths, scores, levels, is_chain=branching == 1)
 
@@ -113,8 +113,8 @@ class Pool:
         """Return K such chains a slot. Better chains must come first, and their first tokens must differ."""
         slots, branching, levels = token_BKS.shape
         tokens_BP, scores_BP = (each.transpose(1, 2).reshape(slots, -1) for each in (token_BKS, score_BKS))
-        parents_P, depths_P = _branches(levels, branching, token_BKS.device)
-        parents_BP, depths_BP = parents_P.expand(slots, -1), depths_P.expand(slots, -1)
+        tables = _branches(_table_levels(levels), branching, token_BKS.device)
+        parents_BP, depths_BP = (table[: levels * branching].expand(slots, -1) for table in tables)
         return cls(tokens_BP, parents_BP, depths_BP, scores_BP, levels, is_chain=branching == 1)
 
 
@@ -248,6 +248,12 @@ class Sources:
 def tree_pool_size(levels: int, branching: int) -> int:
     """Return the entries of a pool grown level by level: also the index of the first entry at depth ``levels + 1``."""
     return branching + (levels - 1) * branching * branching if levels else 0
+
+
+def _table_levels(levels: int) -> int:
+    """Return the levels of a cached table whose first entries are those of ``levels``. A table must be made before a
+    graph that reads it is captured, so a few serve all depths."""
+    return max(8, 1 << (levels - 1).bit_length())
 
 
 @cache

@@ -77,3 +77,19 @@ def test_a_text_beside_a_tree_is_merged_as_well() -> None:
         (6, 8): -1.6,
         (5, 8, 9): -0.4,
     }
+
+
+@pytest.mark.parametrize("levels", [1, 2, 8, 9, 17])
+@pytest.mark.parametrize("branching", [1, 3])
+def test_entries_lie_level_by_level(levels: int, branching: int) -> None:
+    """Whatever depths were asked for before."""
+    grown = Pool.of_tree(2, levels, branching, torch.float32, torch.device("cpu"))
+    depths = [1] * branching + [d for d in range(2, levels + 1) for _ in range(branching * branching)]
+    assert grown.depths_BP.tolist() == [depths, depths]
+    copied = Pool.of_branches(
+        torch.zeros(2, branching, levels, dtype=torch.int64), torch.zeros(2, branching, levels)
+    )
+    entries = [(depth, k) for depth in range(levels) for k in range(branching)]
+    parents = [entries.index((depth - 1, k)) if depth else -1 for depth, k in entries]
+    assert copied.depths_BP.tolist() == 2 * [[depth + 1 for depth, _ in entries]]
+    assert copied.parents_BP.tolist() == 2 * [parents]
