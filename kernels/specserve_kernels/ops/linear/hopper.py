@@ -31,6 +31,7 @@ def copied(weight: Packed) -> bool:
 
 
 def word_boxes(each_WON: Tensor) -> TensorDescriptor:
+    """Describe the words of scales or zero points, for the copy engine to bring those of 64 outputs."""
     return TensorDescriptor.from_tensor(each_WON.view(torch.int32).flatten(), [ROWS_EACH.value], WORDS_LAYOUT)
 
 
@@ -84,11 +85,13 @@ def scale_of(word, half, SCALE: gl.constexpr):
 
 @gluon.jit
 def add_scaled(product, scale, sums):
+    """Add the product of a group of inputs times each output's ``scale``, with one rounding."""
     return gl.fma(of_tokens(product), across(scale, sums), sums)
 
 
 @gluon.jit
 def across(each_O, like):
+    """Repeat each output's number for all tokens."""
     spread, _ = gl.broadcast(each_O[:, None], like)
     return spread
 

@@ -307,6 +307,7 @@ def _multiply(
 
 @gluon.jit
 def _tensor_operand(stages, number, step, MMA: gl.constexpr, FORMAT: gl.constexpr):
+    """Return the weight of 64 outputs as tensor cores take it: 8 bits from shared memory, 4 bits from registers."""
     BITS: gl.constexpr = FORMAT[2]
     ZEROS: gl.constexpr = FORMAT[4]
     values, _, _, zeros, _, _ = stages
