@@ -29,7 +29,7 @@ class Server:
         self.url = ""
         environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith("SPECSERVE_")},
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
+            "PYTHONPATH": os.pathsep.join(sys.path),
             "PYTHONWARNINGS": "default",
         }
         self.process = subprocess.Popen(
