@@ -47,7 +47,8 @@ MULTIPLIES_INTEGERS = (8, 0)
 def add_in_order() -> None:
     """Make this process's cuBLAS add inputs like our kernels: 16 at a time, in order, for any number of tokens. It may
     neither split K nor round partial sums."""
-    torch.backends.cuda.preferred_blas_library("cublaslt")
+    if "Cublaslt" not in str(torch.backends.cuda.preferred_blas_library()):
+        torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 

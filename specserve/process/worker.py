@@ -96,6 +96,7 @@ Build = Callable[[Settings], Built]
 
 def build_scheduler(settings: Settings) -> Built:
     """Resolve the settings and load the model. Raises ValueError for a user's mistake."""
+    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")  # choosing it after the import prints a warning
     from specserve.process.assemble import resolve_engine
 
     resolved, notes, config = resolve_engine(settings, with_front=True)
