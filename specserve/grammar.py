@@ -171,9 +171,15 @@ def _valid(grammar: str) -> str:
     if seconds > SLOW:
         raise ValueError(f"takes {seconds:.1f} s to compile; the limit is {SLOW:g} s")
     if messages:  # a warning names what would not be enforced
-        lines = (message.strip().splitlines()[0] for message in messages)
-        raise ValueError("; ".join(_ONE_OF if "coerce_one_of" in line else line for line in lines))
+        raise ValueError("; ".join(map(_reason, messages)))
     return grammar
+
+
+def _reason(message: str) -> str:
+    """Return the first line of a message, and what an expression's error says after it."""
+    first, *others = message.strip().splitlines()
+    why = [line.removeprefix("error:") for line in others if line.startswith("error:")]
+    return _ONE_OF if "coerce_one_of" in first else "".join([first, *why])
 
 
 def _validated(grammar: str) -> tuple[list[str], float]:

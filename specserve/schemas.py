@@ -96,7 +96,16 @@ def enforceable(schema: Any) -> Any:
         else:
             value = enforceable(value)
         found[keyword] = value
+    _check_count(found)
     return found
+
+
+def _check_count(schema: Mapping[str, Any]) -> None:
+    """Raise ValueError for a ``minProperties`` that one further key, written again and again, would seem to reach."""
+    least, named = schema.get("minProperties"), set(map(str, _list(schema.get("required"))))
+    if isinstance(least, int) and least > len(named) + 1:
+        words = "can be enforced up to one more than the required properties of the same object"
+        raise ValueError(f"minProperties: {words}, found {least}")
 
 
 def _check_exact(value: object) -> None:

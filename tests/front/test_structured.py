@@ -18,6 +18,7 @@ from tests.front.live import Live, live
 pytest.importorskip("llguidance")
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LEAST = {"minProperties": 2, "required": ["a"], "properties": {"a": {}}}
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}},
@@ -62,6 +63,7 @@ def ask(serve: Serve, route: str, fields: dict[str, Any]) -> Any:
         ({"guided_json": True}, grammar.json_schema({})),
         ({"guided_grammar": 'start: "a::=b" // c ::= d'}, grammar.lark('start: "a::=b" // c ::= d')),
         ({"guided_json": SCHEMA}, grammar.json_schema(SCHEMA)),
+        (named(LEAST), grammar.json_schema(LEAST)),
         ({"guided_regex": "a+"}, grammar.regex("a+")),
         ({"guided_choice": ["a", "b"]}, grammar.choice(["a", "b"])),
         ({"guided_grammar": GBNF}, grammar.ebnf(GBNF)),
@@ -80,12 +82,16 @@ def test_honoured(serve: Serve, route: str, fields: dict[str, Any], expected: st
         (named({"not": {}}), "response_format.json_schema.schema", 'Unimplemented keys: ["not"]'),
         (named({"oneOf": [{"type": "number"}, {"type": "integer"}]}), "response_format.json_schema.schema", "anyOf"),
         (named({"type": "intger"}), "response_format.json_schema.schema", "Invalid type: intger"),
+        (named({"minProperties": 3, "required": ["a", "a"]}), "response_format.json_schema.schema", "found 3"),
+        (named({"items": {"type": "object", "minProperties": 2}}), "response_format.json_schema.schema",
+         "minProperties: can be enforced up to one more than the required properties"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "the type json_schema needs it"),
         ({"response_format": {"type": "text", "json_schema": {"name": "n"}}}, "response_format.json_schema", "only"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type", "'json_schema'"),
         ({"structured_outputs": {}}, "structured_outputs", "needs one of json"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not JSON"),
-        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "invalid regex"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "regex parse error: unclosed group"),
+        ({"guided_regex": "(?=a)b"}, "guided_regex", "look-behind, is not supported"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one or more texts"),
         ({"structured_outputs": {"grammar": "start: a"}}, "structured_outputs.grammar", 'unknown name: "a"'),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not supported"),
