@@ -20,6 +20,9 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class TextPart(Strict):
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "prompt_cache_breakpoint": Refusal("the prefix cache can't be set by request")
+    }
     type: Literal["text"]
     """Only text is supported."""
     text: Text
@@ -98,6 +101,8 @@ class Message(Strict):
     """Another name of `reasoning_content`; if both are given, they must be equal."""
     tool_call_id: Text | None = None
     """Required in a tool's message, and only allowed there: the call that it answers."""
+    parsed: Any = None
+    """What OpenAI's client made of the content; not read."""
 
     @model_validator(mode="after")
     def _check(self) -> Message:

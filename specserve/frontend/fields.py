@@ -64,8 +64,8 @@ class Refusal:
 
 
 class Strict(BaseModel):
-    """Base class without coercion and unknown fields. Fields in ``refused`` are accepted only with values that request
-    nothing."""
+    """Base class without coercion and unknown fields; null means the default. Fields in ``refused`` are accepted only
+    with values that request nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
     refused: ClassVar[Mapping[str, Refusal]] = {}
@@ -89,7 +89,16 @@ class Strict(BaseModel):
         for name, refusal in cls.refused.items():
             if name in data and not refusal.allows(data[name]):
                 raise fault("unsupported", f"not supported: {refusal.reason}", name)
-        return {name: value for name, value in data.items() if name not in cls.refused}
+        return {
+            name: value
+            for name, value in data.items()
+            if name not in cls.refused and not (value is None and cls._default_of(name) is not None)
+        }
+
+    @classmethod
+    def _default_of(cls, name: str) -> object:
+        field = cls.model_fields.get(name)
+        return None if field is None or field.is_required() else field.default
 
 
 def fault(kind: str, words: str, field: str) -> PydanticCustomError:

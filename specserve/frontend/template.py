@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import Environment, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 
 from specserve.core import FieldError
 from specserve.frontend.conversation import Conversation, in_order
 from specserve.frontend.tools import Tool
 
 log = logging.getLogger(__name__)
+
+_JINJA = Environment(extensions=["jinja2.ext.loopcontrols"])
+_FUNCTIONS = {"raise_exception", "strftime_now"}  # that Transformers gives to templates
 
 
 class ChatTemplate:
@@ -83,13 +89,23 @@ class ChatTemplate:
                 raise FieldError(param, "the model's chat template does not read it")
 
     def _reads(self, name: str) -> bool:
-        return re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)) is not None
+        given = self._tokenizer.chat_template
+        return any(name in _read_by(text) for text in (given.values() if isinstance(given, dict) else [given]))
 
     def _note_names(self, messages: Conversation, text: str) -> None:
         if self._names_left_out or all((m.get("name") or "") in text for m in messages):
             return
         self._names_left_out = True
         log.warning("the model's chat template leaves out speakers (messages[].name)")
+
+
+@cache
+def _read_by(template: str) -> frozenset[str]:
+    """Return the variables that a template reads and does not set itself; none if it is malformed."""
+    with contextlib.suppress(TemplateSyntaxError):
+        plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)  # Transformers' own tag
+        return frozenset(find_undeclared_variables(_JINJA.parse(plain)) - _FUNCTIONS)
+    return frozenset()
 
 
 def read_template(given: str) -> str:

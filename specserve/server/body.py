@@ -97,7 +97,9 @@ class _BoundedRequest(Request):
             found = json.loads(body, object_pairs_hook=_object)
         except RecursionError:  # too deep for the parser
             raise _TOO_DEEP from None
-        except (json.JSONDecodeError, UnicodeDecodeError, BodyError):
+        except UnicodeDecodeError:
+            raise _NOT_TEXT from None
+        except (json.JSONDecodeError, BodyError):
             raise
         except ValueError:  # Python's limit on the digits of a number
             raise _TOO_LONG from None
@@ -114,6 +116,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+_NOT_TEXT = HTTPException(400, "the body is not UTF-8 (compressed bodies are not supported)")
 _TOO_DEEP = HTTPException(400, f"the body is JSON that nests deeper than {MAX_DEPTH}")
 _TOO_LONG = HTTPException(400, f"the body has a number of more than {sys.get_int_max_str_digits()} digits")
 _TOO_WIDE = HTTPException(400, f"the body is JSON with an object of more than {MAX_KEYS} keys")

@@ -89,8 +89,9 @@ def test_null_is_the_default(serve: Serve) -> None:
         "speculation",
     )
     assert post(client, **dict.fromkeys(names)).status_code == 200
+    assert post(client, speculation={"enabled": None}).status_code == 200
     assert post(client).status_code == 200
-    assert engine.submitted[0].params == engine.submitted[1].params
+    assert engine.submitted[0].params == engine.submitted[1].params == engine.submitted[2].params
 
 
 def test_parts_and_developer_messages(serve: Serve) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from typing import Any
 
 import pytest
@@ -201,11 +202,20 @@ def test_tokens_of_nothing(serve: Serve) -> None:
         ("/detokenize", {"tokens": [260]}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),
         ("/abort_request", {}, "rid"),
+        ("/abort_request", {"abort_all": None}, "rid"),
         ("/abort_request", {"rid": "a", "abort_all": True}, "rid"),
     ):
         response = client.post(path, json=body)
         assert response.status_code in (400, 404)
         assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "\xff"}', gzip.compress(b'{"prompt": "a"}')])
+def test_a_body_that_is_no_text(serve: Serve, body: bytes) -> None:
+    client, _ = serve()
+    response = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert "the body is not UTF-8 (compressed" in response.json()["error"]["message"]
 
 
 def test_json_that_nests(serve: Serve) -> None:

@@ -228,15 +228,17 @@ def test_events(ask: Ask) -> None:
         assert joined == (content[0]["text"] if content else item.get("arguments", item.get("input")))
 
 
-def test_an_answer_goes_back_as_it_came(ask: Ask) -> None:
+@pytest.mark.parametrize("dumped", [False, True])
+def test_an_answer_goes_back_as_it_came(ask: Ask, dumped: bool) -> None:
     api, engine = ask(MANY, reasoning_parser="qwen3")
     output = api.responses.create(model="tiny", input="hi", tools=TOOLS).output
+    items = [item.model_dump(by_alias=True) if dumped else item for item in output]
     results = [
         {"type": "function_call_output", "call_id": output[2].call_id, "output": "3"},
         {"type": "custom_tool_call_output", "call_id": output[3].call_id,
          "output": [{"type": "input_text", "text": "no"}, {"type": "input_text", "text": "ted"}]},
     ]  # fmt: skip
-    given: Any = [{"role": "user", "content": "hi"}, *output, *results]
+    given: Any = [{"type": None, "role": "user", "content": "hi"}, *items, *results]
     assert api.responses.create(model="tiny", input=given, tools=TOOLS).status == "completed"
     assert prompt(engine) == (
         'add;note;user:hi;assistant:(hm)So:[add{"a": 1}][note{"input": "é"}];tool:3;tool:noted;assistant:'

@@ -53,6 +53,9 @@ def sent(serve: Serve, template: str | None, messages: list[Any], **fields: Any)
     [
         ([{"role": "developer", "content": "be kind"}, ASKED], "system:be kind;user:1 + 2?;"),
         ([{**ASKED, "name": "Ann"}], "user(Ann):1 + 2?;"),
+        ([{**ASKED, "parsed": {"a": 1}}, {**CALLED, "parsed": None}], 'user:1 + 2?;assistant:sum{"a": [1, 2]};'),
+        ([{**ASKED, "content": [{"type": "text", "text": "1", "prompt_cache_breakpoint": None}]}], "user:1;"),
+        ([ASKED, {**CALLED, "tool_calls": [{**CALL, "type": None}]}], 'user:1 + 2?;assistant:sum{"a": [1, 2]};'),
         ([ASKED, CALLED, RESULT], 'user:1 + 2?;assistant:sum{"a": [1, 2]};tool:3;'),
         (
             [ASKED, {**CALLED, "tool_calls": [{**CALL, "index": 0, "function": {
@@ -129,13 +132,22 @@ def test_variables_of_the_template(serve: Serve) -> None:
     assert prompt() == prompt(enable_thinking=False) == "1 + 2?"
     assert prompt(thoughtful=False, mood=None) == "1 + 2?"
     assert prompt(enable_thinking=True) == "1 + 2?<think>"
-    assert (
-        prompt(thinking=True) == "chat_template_kwargs.thinking: the model's chat template does not read it"
-    )
+    for name in ("thinking", "m", "content", "loop", "raise_exception", "think", ""):
+        assert "the model's chat template does not read it" in prompt(**{name: 1})
     for name in ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "eos_token"):
         assert (
             prompt(**{name: "x"}) == f"chat_template_kwargs.{name}: is set by the server and can't be given"
         )
+
+
+def test_variables_are_found_in_all_of_a_models_templates() -> None:
+    marked = "{%- generation -%}{{ a.b }}{%- endgeneration %}{% for c in d %}{% break %}{% endfor %}"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": "{{ 1 + ", "tool_use": marked}
+    template = ChatTemplate(tokenizer)
+    for name, words in {"a": "refuses", "d": "refuses", "b": "does not read", "c": "does not read"}.items():
+        with pytest.raises(ValueError, match=words):
+            template.render([ASKED], variables={name: 1})
 
 
 def test_variables_that_are_no_text(serve: Serve) -> None:

@@ -24,6 +24,7 @@ class ContentPart(Strict):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "annotations": Refusal("text alone", []),
         "logprobs": Refusal("they are not part of a conversation", []),
+        "prompt_cache_breakpoint": Refusal("the prefix cache can't be set by request"),
     }
     type: Literal["input_text", "output_text"]
     """Only text is supported."""
@@ -57,6 +58,7 @@ class InputItem(Strict):
         "encrypted_content": Refusal("reasoning is read from content"),
         "summary": Refusal(_NO_SUMMARIES, []),
         "caller": Refusal("only the model calls functions", {"type": "direct"}),
+        "async": Refusal("function calls are synchronous", False),
     }
     type: Literal[
         "message",
