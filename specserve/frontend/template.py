@@ -90,7 +90,9 @@ class ChatTemplate:
 
     def _reads(self, name: str) -> bool:
         given = self._tokenizer.chat_template
-        return any(name in _read_by(text) for text in (given.values() if isinstance(given, dict) else [given]))
+        return any(
+            name in _read_by(text) for text in (given.values() if isinstance(given, dict) else [given])
+        )
 
     def _note_names(self, messages: Conversation, text: str) -> None:
         if self._names_left_out or all((m.get("name") or "") in text for m in messages):
