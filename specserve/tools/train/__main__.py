@@ -36,7 +36,7 @@ from specserve.tools.train.heads import (
 from specserve.tools.train.last_state import LastStateTrainer
 from specserve.tools.train.loop import Loop, LoopConfig
 from specserve.tools.train.optim import build_optimizers
-from specserve.tools.train.packing import Documents, Rows, RowSampler, pack
+from specserve.tools.train.packing import Documents, Rows, RowSampler, identity, pack
 from specserve.tools.train.vocab import draft_vocabulary, unused_token
 
 log = logging.getLogger("specserve.tools.train")
@@ -44,7 +44,7 @@ HELDOUT_SHARE, HELDOUT_MOST = (
     0.02,
     512,
 )  # share and maximum of a source's documents, if no held-out file is given
-# Settings that a resumed run must share with the one that wrote the checkpoint.
+# Settings that a resumed run must share with the one that wrote the checkpoint, besides the data.
 FIXED = [
     "algorithm",
     "max_length",
@@ -53,6 +53,9 @@ FIXED = [
     "optimizer",
     "lr",
     "weight_decay",
+    "warmup",
+    "schedule",
+    "clip",
     "seed",
     "shares",
     "ttt_length",
@@ -157,8 +160,11 @@ def _block_trainer(
     return BlockTrainer(target, draft, anchors, args.ttt_decay, args.ce_weight if dspark else 1.0)
 
 
-def loop_config(args: argparse.Namespace, rows: int, batch_rows: int, amp: bool) -> LoopConfig:
-    """Return the loop's configuration. ``--steps``, else ``--epochs``, else the clock, else 10 epochs end the run."""
+def loop_config(args: argparse.Namespace, data: str, rows: int, batch_rows: int, amp: bool) -> LoopConfig:
+    """Return the loop's configuration. ``--steps``, else ``--epochs``, else the clock, else 10 epochs end the run.
+
+    ``data`` tells the training data from others.
+    """
     epochs = args.epochs or (None if args.time_limit else 10.0)
     steps = args.steps or (math.ceil(rows * epochs / (batch_rows * args.accumulate)) if epochs else None)
     return LoopConfig(
@@ -173,7 +179,7 @@ def loop_config(args: argparse.Namespace, rows: int, batch_rows: int, amp: bool)
         save_every=args.save_every,
         amp=amp,
         compile=args.compile,
-        settings={name: getattr(args, name) for name in FIXED},
+        settings={"data": data, **{name: getattr(args, name) for name in FIXED}},
     )
 
 
@@ -246,7 +252,13 @@ def train(args: argparse.Namespace) -> None:
     trainer = make_trainer(args, target, train_documents)
     batch_rows = max(1, args.batch_tokens // args.max_length)
     loop = Loop(
-        loop_config(args, sum(len(r) for r in rows.values()), batch_rows, half),
+        loop_config(
+            args,
+            identity(list(train_documents.values())),
+            sum(len(r) for r in rows.values()),
+            batch_rows,
+            half,
+        ),
         trainer,
         build_optimizers(trainer, args.optimizer, args.lr, args.weight_decay),
         trainer.loss,

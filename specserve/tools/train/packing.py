@@ -6,6 +6,7 @@ Shapes: R rows of a source, B rows of a batch, S row length.
 from __future__ import annotations
 
 import bisect
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,15 @@ class Documents:
         order = np.random.default_rng(seed).permutation(len(self))
         count = min(max(1, round(len(self) * share)), most, len(self) - 1)
         return self.select(np.sort(order[count:])), self.select(np.sort(order[:count]))
+
+
+def identity(sources: Sequence[Documents]) -> str:
+    """Return a short text that differs for other tokens, masks, documents or orders of sources. Files do not matter."""
+    found = hashlib.sha256()
+    for each in sources:
+        for array in (each.starts, each.tokens, each.mask):
+            found.update(np.ascontiguousarray(array).data)
+    return f"{sum(map(len, sources))} documents, {found.hexdigest()[:12]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,55 @@
+"""``python -m specserve.train`` from its options to the files it leaves, on a tiny model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specserve.tools.train.__main__ import train
+from specserve.tools.train.cli import parse_args
+from tests.reference.models import make_llama
+from tests.train_models import VOCAB
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("train") / "target", vocab=VOCAB)
+
+
+def write_data(path: Path, seed: int) -> Path:
+    """Write 12 documents of 10 tokens."""
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, 120).astype(np.int32)
+    np.savez(path, tokens=tokens, mask=np.ones(120, bool), starts=np.arange(0, 120, 10))
+    return path
+
+
+def run(target: Path, folder: Path, *options: str) -> None:
+    """Train Medusa heads on ``folder/a.npz``, unless ``options`` say otherwise."""
+    given = ["--model-path", str(target), "--data", str(folder / "a.npz"), "--output", str(folder / "out")]
+    small = ["--algorithm", "MEDUSA", "--max-length", "16", "--batch-tokens", "32", "--medusa-heads", "2"]
+    train(parse_args([*small, *given, "--device", "cpu", "--steps", "2", *options]))
+
+
+def test_resuming_with_other_data_or_another_schedule_is_refused(target: Path, tmp_path: Path) -> None:
+    write_data(tmp_path / "a.npz", 0)
+    other = write_data(tmp_path / "b.npz", 1)
+    run(target, tmp_path)
+    for option, value, name in (
+        ("--data", str(other), r"data \(was '11 documents, \w+', now '11 documents, \w+'\)"),
+        ("--heldout", str(other), r"data \(was '11 documents, \w+', now '12 documents, \w+'\)"),
+        ("--warmup", "3", r"warmup \(was 100, now 3\)"),
+        ("--clip", "0.01", r"clip \(was 0\.5, now 0\.01\)"),
+        ("--schedule", "linear", r"schedule \(was 'cosine', now 'linear'\)"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            run(target, tmp_path, option, value)
+
+
+def test_the_end_and_the_place_of_the_data_may_change(target: Path, tmp_path: Path) -> None:
+    data = write_data(tmp_path / "a.npz", 0)
+    run(target, tmp_path)
+    shutil.move(data, tmp_path / "moved.npz")
+    run(target, tmp_path, "--data", str(tmp_path / "moved.npz"), "--steps", "3")
