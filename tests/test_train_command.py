@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -53,3 +54,30 @@ def test_the_end_and_the_place_of_the_data_may_change(target: Path, tmp_path: Pa
     run(target, tmp_path)
     shutil.move(data, tmp_path / "moved.npz")
     run(target, tmp_path, "--data", str(tmp_path / "moved.npz"), "--steps", "3")
+
+
+@pytest.mark.parametrize(("limit", "logged"), [(("--steps", "2"), [2]), (("--steps", "13"), [10, 13])])
+def test_the_last_step_is_shown(
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    limit: tuple[str, str],
+    logged: list[int],
+) -> None:
+    write_data(tmp_path / "a.npz", 0)
+    run(target, tmp_path, *limit)
+    lines = (tmp_path / "out" / "train_log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == logged
+    printed = capsys.readouterr()
+    assert "100/100" in printed.err.split("\r")[-1]
+    assert printed.out.splitlines()[-1] == f"the draft is in {tmp_path / 'out'}"
+
+
+def test_a_run_that_the_clock_ends_is_shown_to_its_end(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_data(tmp_path / "a.npz", 0)
+    run(target, tmp_path, "--steps", "100000", "--time-limit", "0.2", "--log-every", "1000")
+    assert "100/100" in capsys.readouterr().err.split("\r")[-1]
+    (line,) = (tmp_path / "out" / "train_log.jsonl").read_text().splitlines()
+    assert json.loads(line)["elapsed"] >= 0.2

@@ -270,6 +270,7 @@ def train(args: argparse.Namespace) -> None:
     write_draft(args, trainer, target)
     aside = {n: heldout_rows(d, args.max_length, args.report_rows, args.seed) for n, d in heldout.items()}
     write_report(loop, trainer, aside, args.output, max(1, batch_rows // 2), flash)
+    print(f"the draft is in {args.output}")
 
 
 def main() -> None:

@@ -102,13 +102,16 @@ class Loop:
         saved = self.elapsed
         while self.progress() < 1:
             metrics = self.train_step()
-            if self.step % self.config.log_every == 0:
+            self._read_clock()
+            if self.step % self.config.log_every == 0 or self.progress() >= 1:
                 self._log(metrics, bar)
-            self.elapsed = self._before + time.monotonic() - self._began
             self._evaluate_sometimes()
             if self.elapsed - saved >= self.config.save_every:
                 self.save()
                 saved = self.elapsed
+
+    def _read_clock(self) -> None:
+        self.elapsed = self._before + time.monotonic() - self._began
 
     def train_step(self) -> Metrics:
         factor = rate(self.config.schedule, self.step, self.config.warmup, self.progress())
@@ -136,6 +139,7 @@ class Loop:
     def _log(self, metrics: Mapping[str, Tensor | float], bar: tqdm[Any]) -> None:
         """Append a line to the log. Reading the metrics also keeps the host from running ahead of the device."""
         values = {name: round(float(value), 5) for name, value in metrics.items()}
+        self._read_clock()
         if not math.isfinite(values["loss"]):
             raise RuntimeError(f"the loss is {values['loss']} at step {self.step}; try a lower learning rate")
         rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
