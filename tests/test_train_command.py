@@ -81,3 +81,17 @@ def test_a_run_that_the_clock_ends_is_shown_to_its_end(
     assert "100/100" in capsys.readouterr().err.split("\r")[-1]
     (line,) = (tmp_path / "out" / "train_log.jsonl").read_text().splitlines()
     assert json.loads(line)["elapsed"] >= 0.2
+
+
+def test_help_has_every_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    required = ["--algorithm", "EAGLE", "--model-path", "m", "--data", "d", "--output", "o"]
+    defaults = vars(parse_args(required))
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    described = capsys.readouterr().out.split("\nmodel and data:\n")[1].split("\n  --")
+    shown = {text.split()[0]: text for text in described}
+    for name, value in defaults.items():
+        option = name.replace("_", "-")
+        if f"--{option}" not in required and value is not None and value is not False:
+            assert f"(default: {value})" in shown[option]

@@ -39,6 +39,14 @@ _TAKEN_BY = {
 """Options that only some algorithms take."""
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Show the default of each option that has one; the texts of the others say what they do without a value."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        bare = action.default is None or action.default is False
+        return action.help if bare else super()._get_help_string(action)
+
+
 def positive(text: str) -> int:
     """Parse an integer above 0."""
     value = int(text)
@@ -49,7 +57,9 @@ def positive(text: str) -> int:
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m specserve.train", description="Train a draft for a target model."
+        prog="python -m specserve.train",
+        description="Train a draft for a target model.",
+        formatter_class=_HelpFormatter,
     )
     _add_main(parser)
     _add_schedule(parser)
@@ -64,20 +74,34 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def _add_main(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and data")
-    group.add_argument("--algorithm", choices=ALGORITHMS, required=True)
+    group.add_argument("--algorithm", choices=ALGORITHMS, required=True, help="the kind of draft")
     group.add_argument("--model-path", type=Path, required=True, help="the target, a Hugging Face directory")
     group.add_argument(
         "--data", type=Path, nargs="+", required=True, help=".jsonl (messages, conversations or text) or .npz"
     )
     group.add_argument("--heldout", type=Path, nargs="+", help="data for the report (default: 2%% of --data)")
     group.add_argument("--shares", type=float, nargs="+", help="share of each source (default: by size)")
-    group.add_argument("--output", type=Path, required=True)
-    group.add_argument("--format", choices=FORMATS, default="safetensors")
-    group.add_argument("--export-dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    group.add_argument("--restart", action="store_true", help="start over even if --output has a checkpoint")
-    group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     group.add_argument(
-        "--dtype", choices=("auto", *DTYPES), default="auto", help="the target's (auto: bfloat16 on a GPU)"
+        "--output", type=Path, required=True, help="directory of the draft, checkpoint and log"
+    )
+    group.add_argument("--format", choices=FORMATS, default="safetensors", help="of the draft's weights")
+    group.add_argument(
+        "--export-dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="of the draft's weights",
+    )
+    group.add_argument("--restart", action="store_true", help="start over even if --output has a checkpoint")
+    group.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="such as cuda:1; a GPU is taken if there is one",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="the target's; auto: bfloat16 on a GPU, else float32",
     )
     group.add_argument("--compile", action="store_true", help="torch.compile: faster steps, a slow first one")
     group.add_argument("--dense-attention", action="store_true", help="no flash attention (slower)")
@@ -89,7 +113,7 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--epochs", type=float, help="passes over the data (default: 10 without another limit)"
     )
-    group.add_argument("--steps", type=positive)
+    group.add_argument("--steps", type=positive, help="steps of the run (default: those of --epochs)")
     group.add_argument(
         "--time-limit",
         type=float,
@@ -98,16 +122,23 @@ def _add_schedule(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-length", type=positive, default=2048, help="tokens in a row; longer text is cut"
     )
-    group.add_argument("--batch-tokens", type=positive, default=8192)
+    group.add_argument("--batch-tokens", type=positive, default=8192, help="tokens in one forward")
     group.add_argument("--accumulate", type=positive, default=1, help="batches per step")
-    group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    group.add_argument("--lr", type=float, default=1e-4)
-    group.add_argument("--weight-decay", type=float, default=0.0)
-    group.add_argument("--warmup", type=int, default=100, help="steps")
-    group.add_argument("--schedule", choices=sorted(SCHEDULES), default="cosine")
+    group.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adamw",
+        help="muon: AdamW for all but the layers' matrices",
+    )
+    group.add_argument("--lr", type=float, default=1e-4, help="highest learning rate")
+    group.add_argument("--weight-decay", type=float, default=0.0, help="of matrices")
+    group.add_argument("--warmup", type=int, default=100, help="steps in which the learning rate rises")
+    group.add_argument(
+        "--schedule", choices=sorted(SCHEDULES), default="cosine", help="how the learning rate falls"
+    )
     group.add_argument("--clip", type=float, default=0.5, help="largest gradient norm")
-    group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--log-every", type=positive, default=10, help="steps")
+    group.add_argument("--seed", type=int, default=0, help="of all random choices")
+    group.add_argument("--log-every", type=positive, default=10, help="steps between lines of the log")
     group.add_argument("--save-every", type=float, default=300.0, help="seconds between checkpoints")
 
 
@@ -137,20 +168,20 @@ def _add_draft(parser: argparse.ArgumentParser) -> None:
         "--ce-weight", type=float, default=0.1, help="EAGLE, DSPARK: weight of the cross-entropy"
     )
     _add_blocks(group)
-    group.add_argument("--medusa-heads", type=positive, default=5)
-    group.add_argument("--medusa-layers", type=positive, default=1, help="residual blocks per head")
+    group.add_argument("--medusa-heads", type=positive, default=5, help="MEDUSA: tokens that it drafts")
+    group.add_argument("--medusa-layers", type=positive, default=1, help="MEDUSA: residual blocks per head")
     group.add_argument(
         "--medusa-scores",
         choices=("own", "target"),
         default="own",
-        help="a copy of the target's head for each head, or the target's own for all (far smaller files)",
+        help="MEDUSA: a copy of the target's head for each head, or the target's own for all (far smaller files)",
     )
     group.add_argument("--mlp-levels", type=positive, default=4, help="MLP_SPECULATOR: tokens that it drafts")
     group.add_argument("--mlp-inner", type=positive, help="MLP_SPECULATOR: channels (default: the target's)")
 
 
 def _add_blocks(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--draft-layers", type=positive, default=5, help="DFLASH, DSPARK")
+    group.add_argument("--draft-layers", type=positive, default=5, help="DFLASH, DSPARK: layers of the draft")
     group.add_argument("--block-size", type=positive, help="tokens of a block (default: DFLASH 16, DSPARK 7)")
     group.add_argument(
         "--anchors", type=positive, help="blocks trained per row (default: an eighth of its tokens)"
@@ -158,5 +189,10 @@ def _add_blocks(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--mask-token", type=int, help="DFLASH, DSPARK: token id (default: the last one unused by the data)"
     )
-    group.add_argument("--markov-rank", type=positive, default=256, help="DSPARK")
-    group.add_argument("--markov-head", choices=("vanilla", "gated", "rnn"), default="vanilla", help="DSPARK")
+    group.add_argument("--markov-rank", type=positive, default=256, help="DSPARK: rank of the Markov head")
+    group.add_argument(
+        "--markov-head",
+        choices=("vanilla", "gated", "rnn"),
+        default="vanilla",
+        help="DSPARK: kind of Markov head",
+    )
