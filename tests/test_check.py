@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -371,3 +372,17 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "--no-run" in printed
     assert "--speculative-algorithm" in printed
+
+
+@pytest.mark.parametrize(
+    ("page", "algorithm", "first"),
+    [("quickstart.md", "EAGLE", "memory"), ("speculation.md", "EAGLE3", r"  [\d.]+ tokens a step over")],
+)
+def test_the_output_that_pages_show(
+    page: str, algorithm: str, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parent.parent / "docs" / page).read_text()
+    shown = re.search(rf"^{first}.*?(?=\n```)", text, re.M | re.S)
+    assert shown is not None
+    assert main(["--device", "cpu", "--dtype", "float32", "--speculative-algorithm", algorithm]) == 0
+    assert shown[0] in capsys.readouterr().out
