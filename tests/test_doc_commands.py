@@ -74,7 +74,8 @@ def test_arguments_are_taken(module: str, arguments: str, monkeypatch: pytest.Mo
 def test_unknown_arguments_are_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in ("specserve.launch", "specserve.tools.check", "benchmarks.acceptance"):
+    makers = [f"examples.bundled_model.make_{name}" for name in ("prompts", "questions")]
+    for module in ("specserve.launch", "specserve.tools.check", "benchmarks.acceptance", *makers):
         monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_stop)
         monkeypatch.setattr(sys, "argv", [module, "--no-such-flag", "1"])
         with pytest.raises(SystemExit) as done:

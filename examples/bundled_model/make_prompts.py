@@ -3,6 +3,7 @@
 python -m examples.bundled_model.make_prompts
 """
 
+import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -108,5 +109,12 @@ def code_prompts(count: int = 50) -> list[dict[str, str]]:
     return prompts
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     write_lines(PROMPTS, [*dialogue_prompts(), *code_prompts()])
+
+
+if __name__ == "__main__":
+    main()

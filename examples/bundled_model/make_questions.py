@@ -4,6 +4,7 @@
 python -m examples.bundled_model.make_questions
 """
 
+import argparse
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -221,6 +222,13 @@ def structured_questions() -> list[Question]:
     return [*tool_questions(sampler), *json_questions(sampler)]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     write_lines(QUESTIONS, questions())
     write_lines(STRUCTURED, structured_questions())
+
+
+if __name__ == "__main__":
+    main()
