@@ -72,14 +72,16 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
     import uvicorn
 
     from specserve.server.app import create_app
+    from specserve.server.connection import Connection, allow_files
     from specserve.server.drain import FAREWELL, Drain
     from specserve.server.front import Front
 
+    allow_files()
     front = Front(resolve_paths(settings)[0], supervisor.client)
     server = server_class(uvicorn.Server)(
         uvicorn.Config(
             create_app(front),
-            http="h11",
+            http=Connection,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             log_config=None,
             log_level="warning",

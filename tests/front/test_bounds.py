@@ -7,6 +7,8 @@ import contextlib
 import json
 import logging
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +24,7 @@ from tokenizers import Regex, normalizers
 
 from specserve.config import Settings
 from specserve.frontend.tokenizer import Tokenizer
+from specserve.server import connection
 from specserve.server import run as server_run
 from specserve.server.app import create_app
 from tests.front.fake_engine import FakeEngine, text_reply
@@ -115,7 +118,7 @@ def test_all_biases_fit() -> None:
 async def listening(app: ASGIApp) -> AsyncIterator[int]:
     """Serves as ``run_server`` does, on this event loop. Gives the port."""
     with server_run.listen(Settings(host="127.0.0.1", port=0)) as listener:
-        config = uvicorn.Config(app, http="h11", log_config=None, lifespan="off")
+        config = uvicorn.Config(app, http=connection.Connection, log_config=None, lifespan="off")
         server = server_run.server_class(uvicorn.Server)(config)
         serving = asyncio.create_task(server.serve([listener]))
         yield listener.getsockname()[1]
@@ -187,6 +190,62 @@ def test_who_reads_slowly_is_not_cut(monkeypatch: pytest.MonkeyPatch, streams: b
         return found
 
     assert asyncio.run(run()) > Large.SIZE
+
+
+async def answer_slowly(scope: Scope, receive: Receive, send: Send) -> None:
+    await asyncio.sleep(0.5)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+    await send({"type": "http.response.body", "body": b"a"})
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET / HTTP/1.1\r\nhost: a\r\nx: ", GET.replace(b"close", b"keep-alive")]
+)
+def test_who_sends_no_whole_head_is_cut(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """Also after an answer, which itself may take longer."""
+    monkeypatch.setattr(connection, "HEAD", 0.2)
+
+    async def run() -> bytes:
+        received, loop = b"", asyncio.get_running_loop()
+        async with listening(answer_slowly) as port, client(port, sent) as reader:
+            while data := await asyncio.wait_for(loop.sock_recv(reader, 4096), 3):
+                received += data
+                await loop.sock_sendall(reader, GET[:9])  # which ends uvicorn's own wait for the next request
+        return received
+
+    assert asyncio.run(run()).endswith(b"\r\n\r\na") == sent.endswith(b"\r\n\r\n")
+
+
+def test_connections_beyond_the_limit_are_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "most_connections", lambda: 3)
+    monkeypatch.setattr(
+        connection.Connection, "_noted", -connection.NOTED
+    )  # private: other tests may have noted it
+
+    async def run() -> list[bytes]:
+        loop = asyncio.get_running_loop()
+        async with listening(answer_slowly) as port, contextlib.AsyncExitStack() as stack:
+            readers = [await stack.enter_async_context(client(port, GET)) for _ in range(6)]
+            found = await asyncio.gather(
+                *(loop.sock_recv(reader, 4096) for reader in readers), return_exceptions=True
+            )
+        return [each[:15] if isinstance(each, bytes) else b"" for each in found]
+
+    assert asyncio.run(run()) == [b"HTTP/1.1 200 OK"] * 3 + [b""] * 3
+    assert [record.message for record in caplog.records if "refused" in record.message] == [
+        "connections are refused: 3 are open, and the limit on open files (ulimit -n) allows no more"
+    ]
+
+
+def test_the_limit_on_open_files_is_raised() -> None:
+    code = (
+        "import resource as r; from specserve.server.connection import *; most = r.getrlimit(r.RLIMIT_NOFILE)[1];"
+        "r.setrlimit(r.RLIMIT_NOFILE, (200, most)); assert most_connections() == 100; allow_files();"
+        "assert most_connections() == most - RESERVED"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class Recording(Tokenizer):

@@ -1,0 +1,76 @@
+"""HTTP connections, and limits on those that send no request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import sys
+import time
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger(__name__)
+
+HEAD = 60.0  # seconds that a client may take for a request's line and headers
+RESERVED = 128  # files that are left for everything else
+NOTED = 60.0  # seconds between two lines of the log about it
+
+
+class Connection(H11Protocol):
+    """A connection that is closed if the head of a request takes too long, and at once if too few files are left: with
+    none left, asyncio would try to accept the next one again and again."""
+
+    _noted = -NOTED
+    _head: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            transport.abort()
+            self._note_refusal()
+        else:
+            self._expect_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._head is not None:
+            self._head.cancel()
+
+    def _expect_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+        self._head = self.loop.call_later(HEAD, self._check_head)
+
+    def _check_head(self) -> None:
+        if self.conn.their_state is h11.IDLE:
+            self.transport.close()
+
+    def _note_refusal(self) -> None:
+        now = time.monotonic()
+        if now - Connection._noted >= NOTED:
+            Connection._noted = now
+            words = (
+                "connections are refused: %d are open, and the limit on open files (ulimit -n) allows no more"
+            )
+            log.warning(words, most_connections())
+
+
+def most_connections() -> int:
+    """Return how many connections may be open."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if files == resource.RLIM_INFINITY else max(files // 2, files - RESERVED)
+
+
+def allow_files() -> None:
+    """Raise this process's limit on open files as far as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (OSError, ValueError) as error:  # macOS: the limit that it reports may be higher than allowed
+        log.info("the limit on open files stays: %s", error)
