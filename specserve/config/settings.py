@@ -169,6 +169,14 @@ class Settings:
         low=0,
         high=1e9,
     )
+    watchdog_timeout: float = setting(
+        300.0,
+        "Seconds after which an engine that says nothing while it has requests is replaced, like one that died. After "
+        "a tenth of them `/health` and new requests get 503. Raise it if one launch takes so long.",
+        group=SERVER,
+        low=0.1,
+        high=1e9,
+    )
     engine_restarts: int = setting(
         3,
         "How often an engine that died is replaced within 10 minutes. After that the server exits with code 1; it "

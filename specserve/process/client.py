@@ -92,6 +92,7 @@ class EngineClient:
         self.info: dict[str, Any] = {}
         self.stats: Stats | None = None
         self.failure = Broken("")  # of the latest engine that broke
+        self.silence = 0.0  # seconds without a message of the engine while requests were open
         self.restarts = 0
         self.is_last = False  # the engine is not replaced when it ends
         self.settled = asyncio.Event()  # the state is not "loading"
@@ -115,6 +116,7 @@ class EngineClient:
             return
         self.restarts += self.state == "broken"
         self.state, self.phase, self._send = "loading", FIRST_PHASE, send
+        self.silence = 0.0
         self.settled.clear()
         self.gone.clear()
 
@@ -156,6 +158,7 @@ class EngineClient:
 
     def receive(self, message: ToFront) -> None:
         """Handle a message of the engine."""
+        self.silence = 0.0
         match message:
             case Tokens() | Failed():
                 self._route(message)
@@ -173,6 +176,13 @@ class EngineClient:
                 self.settled.set()
             case Broken():
                 self.fail(message)
+
+    def wait(self, seconds: float, most: float) -> None:
+        """Count time without a message, and fail an engine that has had requests for ``most`` seconds without one."""
+        if self.open and self.state == "ready":
+            self.silence += seconds
+            if self.silence >= most:
+                self.fail(Broken(f"it said nothing for {self.silence:.0f} seconds (--watchdog-timeout)"))
 
     def fail(self, reason: Broken) -> None:
         """Answer every open request with an error, because the engine is gone. Only the first reason counts."""

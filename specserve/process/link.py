@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 GRACE = 5.0  # seconds to wait for the engine's end before it is killed
 RETRY = 0.01  # seconds
+TICK = 1.0  # seconds
 LAST_WORDS = 0.3  # seconds to wait for its last messages after its end
 
 
@@ -37,7 +38,11 @@ class EngineProcess:
         self.process = multiprocessing.get_context("spawn").Process(
             target=engine_main, args=(settings, self.addresses, build), name="specserve-engine", daemon=True
         )
-        self.process.start()
+        try:
+            self.process.start()
+        except OSError:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
 
     def close(self) -> None:
         """End the process, gracefully first, and remove its sockets."""
@@ -50,8 +55,9 @@ class EngineProcess:
 
 
 @contextlib.asynccontextmanager
-async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[None]:
-    """Connect a client to the engine, and report the engine's end to it, until the context exits."""
+async def connect(engine: EngineProcess, client: EngineClient, patience: float) -> AsyncIterator[None]:
+    """Connect a client to the engine until the context exits. Report the engine's end to it, or a silence of ``patience``
+    seconds."""
     context = zmq.Context()
     to_engine = context.socket(zmq.PUSH)
     from_engine: Any = zmq.asyncio.Socket(context, zmq.PULL)
@@ -62,7 +68,8 @@ async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[
     from_engine.bind(engine.addresses.to_front)
     outbox = Outbox(to_engine)
     client.connect(outbox.put)
-    tasks = [asyncio.create_task(_receive(from_engine, client)), asyncio.create_task(_watch(engine, client))]
+    work = _receive(from_engine, client), _watch(engine, client), _listen(client, patience)
+    tasks = [asyncio.create_task(each) for each in work]
     try:
         yield
     finally:
@@ -105,6 +112,14 @@ async def _receive(socket: Any, client: EngineClient) -> None:
     except Exception as error:  # otherwise it would go unnoticed, and every request would wait forever
         log.exception("the engine's messages can't be read")
         client.fail(Broken(f"its messages can't be read: {type(error).__name__}"))
+
+
+async def _listen(client: EngineClient, patience: float) -> None:
+    """Count the engine's silence. Not by the clock: this process may be stopped for a while, too."""
+    tick = min(TICK, patience / 20)
+    while True:
+        await asyncio.sleep(tick)
+        client.wait(tick, patience)
 
 
 async def _watch(engine: EngineProcess, client: EngineClient) -> None:

@@ -34,16 +34,27 @@ class Supervisor:
 
     async def run(self) -> Broken:
         """Replace engines that die. Return the last one's end, after which none is started."""
-        while await self._serve() and self._may_restart():
+        while await self._serve() and await self._replace():
+            pass
+        return self.client.failure
+
+    async def _replace(self) -> bool:
+        """Start another engine. Return whether there is one: too many may have died, or the server be told to stop."""
+        while self._may_restart():
             pause = min(PAUSE * 2 ** (self._never_served - 1), LONGEST_PAUSE) if self._never_served else 0.0
             reason = self.client.failure.message
             log.error("the engine is gone, starting another one in %g seconds: %s", pause, reason)
             await asyncio.to_thread(self._process.close)
             await asyncio.sleep(pause)
             if self.client.is_last:
-                break  # meanwhile the server was told to stop
-            self._process = EngineProcess(self._settings, self._build)
-        return self.client.failure
+                break
+            try:
+                self._process = EngineProcess(self._settings, self._build)
+                return True
+            except OSError as error:  # too little memory, too few files, or no directory for its sockets
+                self._never_served += 1
+                self.client.failure = Broken(f"its process can't start: {error}")
+        return False
 
     def close(self) -> None:
         """End the process."""
@@ -52,7 +63,7 @@ class Supervisor:
     async def _serve(self) -> bool:
         """Wait for the engine's end. Return whether another engine may do better."""
         client = self.client
-        async with connect(self._process, client):
+        async with connect(self._process, client, self._settings.watchdog_timeout):
             await client.settled.wait()
             served = client.state == "ready"
             self._never_served = 0 if served else self._never_served + 1

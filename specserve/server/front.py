@@ -114,7 +114,15 @@ class Front:
             return "the server is stopping"
         if self.engine.state != "ready":
             return self.engine.words
-        return None if self._loaded else "the model is loading"
+        return self._stalled if self._loaded else "the model is loading"
+
+    @property
+    def _stalled(self) -> str | None:
+        """Return that the engine has said nothing for a while, if so."""
+        silence = self.engine.silence
+        if silence < self.settings.watchdog_timeout / 10:
+            return None
+        return f"the engine has said nothing for {silence:.0f} seconds"
 
     @property
     def health(self) -> schema.Health | schema.Unready:
@@ -127,7 +135,9 @@ class Front:
             return schema.Unready("failed", reason=reason)
         if state == "loading":
             return schema.Unready("starting", self.engine.phase, reason)
-        return schema.Health() if self._loaded else schema.Unready("starting", "loading the tokenizer")
+        if not self._loaded:
+            return schema.Unready("starting", "loading the tokenizer")
+        return schema.Unready("stalled", reason=self._stalled) if self._stalled else schema.Health()
 
     @property
     def context_length(self) -> int:

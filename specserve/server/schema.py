@@ -228,9 +228,10 @@ class Health(Answer):
 
 
 class Unready(Answer):
-    """``phase``: what a starting server is doing. ``reason``: why there is no engine, or why the last one is gone."""
+    """``phase``: what a starting server is doing. ``reason``: why there is no engine, why the last one is gone, or how
+    long it has said nothing."""
 
-    status: Literal["starting", "failed", "stopping"]
+    status: Literal["starting", "failed", "stalled", "stopping"]
     phase: str | UnsetType = UNSET
     reason: str | UnsetType = UNSET
 

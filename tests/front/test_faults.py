@@ -253,3 +253,28 @@ class TestEngineDeath:
         with running(build, model) as server:
             assert server.finish() == code
         assert not any("another one" in line for line in server.lines)
+
+
+def test_an_engine_that_hangs_is_replaced(model: Path, pool: ThreadPoolExecutor) -> None:
+    """One that goes on in time is not."""
+    with running("build_slow", model, "--watchdog-timeout", "3") as server:
+        server.wait_ready()
+        (waiting,) = under_way(server, pool, {})
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
+        wait(lambda: server.get("/health")[0] == 503, 10)
+        assert json.loads(server.get("/health")[1])["status"] == "stalled"
+        refused = post(server)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+        os.kill(engine, signal.SIGCONT)
+        assert waiting.result().status_code == 200
+        assert (server.get("/health")[0], server.engine_pid()) == (200, engine)
+        (waiting,) = under_way(server, pool, {})
+        os.kill(engine, signal.SIGSTOP)
+        assert waiting.result().status_code == 503
+        assert (
+            "it said nothing for 3 seconds (--watchdog-timeout)"
+            in waiting.result().json()["error"]["message"]
+        )
+        wait(lambda: server.get("/health")[0] == 200, 60)
+        assert post(server, max_tokens=1).status_code == 200

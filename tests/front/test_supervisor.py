@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -13,6 +17,7 @@ from specserve.config import make_settings
 from specserve.messages import Broken, Ready
 from specserve.process import supervisor
 from specserve.process.client import EngineClient
+from specserve.process.link import EngineProcess
 from specserve.process.supervisor import LONGEST_PAUSE, Supervisor
 from specserve.process.worker import build_scheduler
 
@@ -20,10 +25,13 @@ LOAD = 700.0  # seconds that an engine loads: longer than the period in which re
 
 
 class Engine:
-    """Stand in for a process."""
+    """Stand in for a process. ``STARTS``: whether the next ones start."""
+
+    STARTS: ClassVar[list[bool]] = []
 
     def __init__(self, settings: object, build: object) -> None:
-        pass
+        if self.STARTS and not self.STARTS.pop(0):
+            raise OSError(24, "Too many open files")
 
     def close(self) -> None:
         pass
@@ -35,7 +43,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, served: Iterator[bool], restarts: i
     pauses: list[float] = []
 
     @asynccontextmanager
-    async def connect(_: Engine, client: EngineClient) -> AsyncIterator[None]:
+    async def connect(_: Engine, client: EngineClient, patience: float) -> AsyncIterator[None]:
         nonlocal now
         now += LOAD
         client.connect(lambda message: None)
@@ -72,3 +80,20 @@ def test_engines_that_serve_are_replaced_again_and_again(monkeypatch: pytest.Mon
     """Those that never served are counted from the last that did."""
     served = iter([True, False, False, True, True, True, False, False, False, False])
     assert replace(monkeypatch, served, 3) == [0, 1, 2, 0, 0, 0, 1, 2]
+
+
+def test_processes_that_can_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count as engines that died while they loaded; one that serves ends the count."""
+    monkeypatch.setattr(Engine, "STARTS", [True, False, False, True, False, False, False, False])
+    assert replace(monkeypatch, iter([True, True]), 4) == [0, 1, 2, 0, 1, 2, 4]
+
+
+def test_a_process_that_can_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def start(self: object) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(BaseProcess, "start", start)
+    with pytest.raises(OSError, match="unavailable"):
+        EngineProcess(make_settings(model_path="m"), build_scheduler)
+    assert [*tmp_path.iterdir()] == []
