@@ -56,8 +56,8 @@ class EngineProcess:
 
 @contextlib.asynccontextmanager
 async def connect(engine: EngineProcess, client: EngineClient, patience: float) -> AsyncIterator[None]:
-    """Connect a client to the engine until the context exits. Report the engine's end to it, or a silence of ``patience``
-    seconds."""
+    """Connect a client to the engine until the context exits. Report to it the engine's end, or ``patience`` seconds of
+    silence."""
     context = zmq.Context()
     to_engine = context.socket(zmq.PUSH)
     from_engine: Any = zmq.asyncio.Socket(context, zmq.PULL)
