@@ -87,6 +87,7 @@ def python(cache: Path, *command: str) -> str:
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
     return done.stdout
 
 
