@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 * 2**10  # of a request line and its headers
+BACKLOG = 2048  # connections that the kernel keeps until they are accepted
+AT_ONCE = 16  # connections accepted in a turn of the event loop, before their number is checked
 STALLED = 60.0  # seconds after which a client that reads nothing of its pending data is disconnected
 
 
@@ -45,7 +47,7 @@ def listen(settings: Settings) -> socket.socket:
     """Open the port first: it is the cheapest step that can fail."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
         # Connections inherit it. asyncio sets it only for sockets that name their protocol, which these do not; without
         # it the first token waits 40 ms for the client to acknowledge the headers.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -87,6 +89,7 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
             log_level="warning",
             access_log=False,
             lifespan="off",
+            backlog=AT_ONCE,
             timeout_graceful_shutdown=FAREWELL,
         )
     )
@@ -157,9 +160,15 @@ def _exit_code(keeping: asyncio.Task[Broken]) -> int:
 
 
 def server_class(base: type[Server]) -> type[Server]:
-    """Return uvicorn's server without its signal handlers, which would end this process before the engine."""
+    """Return uvicorn's server without its signal handlers, which would end this process before the engine. Its backlog
+    is how many connections asyncio accepts at once, not how many the kernel keeps."""
 
     class Quiet(base):  # type: ignore[misc, valid-type]
+        async def startup(self, sockets: list[socket.socket]) -> None:
+            await super().startup(sockets)
+            for listener in sockets:
+                listener.listen(BACKLOG)
+
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield

@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -278,3 +280,22 @@ def test_an_engine_that_hangs_is_replaced(model: Path, pool: ThreadPoolExecutor)
         )
         wait(lambda: server.get("/health")[0] == 200, 60)
         assert post(server, max_tokens=1).status_code == 200
+
+
+def test_more_connections_than_files(model: Path) -> None:
+    def served() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return post(server, max_tokens=1).status_code == 200
+        return False
+
+    with running("build_echo", model) as server, contextlib.ExitStack() as stack:
+        server.wait_ready()
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (200, 200))
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        for _ in range(400):
+            stack.enter_context(socket.create_connection(address))
+        wait(lambda: any("connections are refused: 100 are open" in line for line in server.lines), 10)
+        stack.close()
+        wait(served, 10)
+        assert len([line for line in server.lines if "refused" in line]) == 1
+        assert "Too many open files" not in "".join(server.lines)
