@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from specserve import __version__
 from specserve.config import Settings, load_settings, resolve_paths
+from specserve.config.notes import log_notes
 from specserve.logs import adopt_loggers, configure_logging
 from specserve.process.worker import Build, Built, build_scheduler
 
@@ -49,8 +50,7 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
         # Once, for both processes: a wrong path is reported at once, and both read the same revision.
         local, notes = resolve_paths(given)
         adopt_loggers()
-        for note in notes:
-            log.info("%s", note)
+        log_notes(log, notes)
         from specserve.server.run import run_server
 
         return run_server(local, Noted(build, notes))

@@ -9,7 +9,7 @@ import json
 import shlex
 import socket
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,13 +47,15 @@ LLAMA70 = (
 
 @dataclass(frozen=True)
 class Command:
-    """``model``: the client's name for it; ``shape``: the expected speculation; ``notes``: words of expected notes."""
+    """``model``: the client's name for it; ``shape``: the expected speculation; ``notes``: words of expected notes.
+    ``unused``: flags of which a warning says that they have no effect on a CPU."""
 
     line: str
     model: str
     shape: tuple[int, int, int]
     notes: tuple[str, ...] = ()
     dtype: str = "float32"
+    unused: tuple[str, ...] = ()
 
     @property
     def argv(self) -> list[str]:
@@ -69,6 +71,7 @@ COMMANDS = {
         "meta-llama/Llama-3.1-8B-Instruct",
         (3, 4, 16),
         dtype="bfloat16",
+        unused=("--cuda-graph-max-bs",),
     ),
     "001 eagle 2 4 4": Command(
         f"{LLAMA70} --speculative-algorithm EAGLE --speculative-num-steps 2 --speculative-eagle-topk 4 "
@@ -104,7 +107,7 @@ COMMANDS = {
     --speculative-eagle-topk 4 --speculative-num-draft-tokens 16 --cuda-graph-max-bs 8 --log-level warning""",
         "meta-llama/Llama-2-7b-chat-hf",
         (3, 4, 16),
-        ("--cuda-graph-max-bs has no effect",),
+        unused=("--cuda-graph-max-bs",),
     ),
     "003 torch.compile": Command(
         """--model meta-llama/Llama-2-7b-chat-hf  --speculative-algorithm EAGLE \
@@ -113,7 +116,7 @@ COMMANDS = {
             --enable-torch-compile --torch-compile-max-bs 2 --log-level warning""",
         "meta-llama/Llama-2-7b-chat-hf",
         (5, 8, 64),
-        ("--enable-torch-compile, --torch-compile-max-bs has no effect", "--mem-fraction-static has no effect"),
+        unused=("--mem-fraction-static", "--enable-torch-compile, --torch-compile-max-bs"),
     ),
     "003 token map": Command(
         """--model meta-llama/Meta-Llama-3-8B-Instruct --speculative-algorithm EAGLE \
@@ -125,6 +128,7 @@ COMMANDS = {
         (5, 8, 64),
         ("the hub's thunlp/LLaMA3-Instruct-8B-FR-Spec",),
         "float16",
+        ("--mem-fraction-static", "--cuda-graph-max-bs"),
     ),
     "003 eagle-3": Command(
         """--model meta-llama/Llama-3.1-8B-Instruct  --speculative-algorithm EAGLE3 \
@@ -134,6 +138,7 @@ COMMANDS = {
         "meta-llama/Meta-Llama-3.1-8B-Instruct",
         (5, 8, 32),
         dtype="float16",
+        unused=("--mem-fraction-static", "--cuda-graph-max-bs"),
     ),
     "003 mtp": Command(
         """--model-path XiaomiMiMo/MiMo-7B-RL --host 0.0.0.0 --trust-remote-code \
@@ -142,6 +147,7 @@ COMMANDS = {
         "XiaomiMiMo/MiMo-7B-RL",
         (1, 1, 2),
         ("the model's checkpoint has a draft head",),
+        unused=("--mem-fraction-static",),
     ),
 }  # fmt: skip
 
@@ -197,6 +203,7 @@ def test_command(name: str, environ: Mapping[str, str], hot_token_ids: Path) -> 
         assert settings.dtype == command.dtype
         for words in command.notes:
             assert server.noted(words), (words, server.built.notes)
+        assert unused(server.warnings) == list(command.unused)
         found = ask(server.url, command.model, extra_body={"return_speculation": True})
         plain = ask(server.url, command.model, extra_body={"speculation": {"enabled": False}})
     assert found.usage is not None
@@ -249,7 +256,15 @@ def test_command_as_a_process(name: str, cache: Path, process: list[Server]) -> 
     )
     with urllib.request.urlopen(request, timeout=30) as response:
         assert json.load(response)["choices"][0]["finish_reason"] in ("length", "stop")
-    assert not [line for line in server.lines if " specserve" in line], "--log-level warning"
+    warned = [line for line in server.lines if " specserve" in line]
+    assert unused(warned) == list(command.unused)
+    assert len(warned) == len(command.unused), "--log-level warning"
+
+
+def unused(lines: Sequence[str]) -> list[str]:
+    """Return the flags of which the lines say that they have no effect."""
+    said = (line.partition(" has no effect") for line in lines)
+    return [before[before.index("--") :] for before, words, _ in said if words]
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ from specserve.config.paths import BUNDLED_MODEL
 from specserve.frontend.token_statistics import TokenStatistics
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.models.draft.token_map import read_token_map
-from specserve.tools.token_map.__main__ import main
+from specserve.tools.token_map.__main__ import main, model_directory
 from specserve.tools.token_map.count import count_files, count_server
 from specserve.tools.token_map.ranking import Ranking
 from specserve.tools.train.chat import Encoder
@@ -157,6 +157,13 @@ def test_mistakes(
     assert main([*given, "--output", str(tmp_path / "out.pt")]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_revision_of_a_local_directory_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_directory(str(tmp_path), "main")
+    assert caplog.messages == [f"--revision has no effect: {tmp_path} is a local directory"]
 
 
 @pytest.mark.parametrize(

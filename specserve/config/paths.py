@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specserve.config import hub
+from specserve.config.notes import Unused
 from specserve.config.settings import SETTINGS, Settings
 from specserve.config.speculation import DYNAMIC, carries_draft
 from specserve.methods import METHOD_NAMES, method_of
@@ -146,7 +147,7 @@ class _Places:
         path = Path(repo.name).expanduser()
         if path.is_dir():
             if repo.revision is not None:
-                self.notes.append(f"{repo.revision_flag} has no effect: {path} is a local directory")
+                self.notes.append(Unused(f"{repo.revision_flag} has no effect: {path} is a local directory"))
             return path
         if path.exists():
             raise ValueError(f"{repo.flag}: {repo.name} is not a directory")

@@ -21,7 +21,8 @@ A setting can be given in four ways. The first that is present wins:
 `LLM(page_size=16)` takes the same names as keyword arguments and reads no environment. A boolean flag alone means true;
 `--flag false` overrides a true from the environment or the file. A list takes several values after one flag
 (`--served-model-name a b`), and commas in the environment. An unknown name is an error in every source. At start the
-server logs each automatic choice with its reason, and `/server_info` shows all resolved settings.
+server logs each automatic choice with its reason, and warns of each setting that was given and has no effect.
+`/server_info` shows all resolved settings.
 """
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from specserve.config import checks
 from specserve.config.declare import power_of_two, setting, settings_of
+from specserve.config.notes import Unused
 from specserve.config.values import check_value
 from specserve.methods import METHOD_NAMES, NONE, Method, method_of, names_where
 
@@ -476,7 +477,7 @@ class Settings:
         """Return a copy in which ``names`` have their defaults, and note which of them had been given."""
         given = {n: SETTINGS[n].default for n in names if getattr(self, n) != SETTINGS[n].default}
         if given:
-            notes.append(f"{', '.join(SETTINGS[name].flag for name in given)} has no effect{why}")
+            notes.append(Unused(f"{', '.join(SETTINGS[name].flag for name in given)} has no effect{why}"))
         return replace(self, **given)  # type: ignore[arg-type]
 
 

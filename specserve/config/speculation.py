@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specserve.config.notes import Unused
 from specserve.config.settings import SETTINGS, SPECULATION, Settings
 from specserve.methods import MOST_COPIED, Lookahead, Method, method_of, names_where
 
@@ -234,7 +235,8 @@ def _fit(settings: Settings, notes: list[str]) -> Settings:
     if topk == 1 and tokens != steps + 1 and copies != "some":
         why = f"topk 1 verifies the whole chain of {steps} drafts and its root; {tokens} was given"
         tokens = steps + 1
-        settings = settings.choose("speculative_num_draft_tokens", tokens, why, notes)
+        notes.append(Unused(f"speculative_num_draft_tokens = {tokens}: {why}"))
+        settings = replace(settings, speculative_num_draft_tokens=tokens)
     pool = steps * topk if copies == "all" else pool_size(steps, topk)
     if copies == "some":
         pool += MOST_COPIED * topk

@@ -14,6 +14,7 @@ from specserve_kernels import KVScales
 from specserve.attention import ATTENTION, AttentionBackend
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.engine import DraftSettings, DynamicMap, EngineConfig
+from specserve.config.notes import log_notes
 from specserve.config.settings import FP8_KV
 from specserve.core import Capacity, prediction_limit
 from specserve.engine.grammars import Grammars
@@ -102,8 +103,7 @@ def resolve_engine(
                 others = "weights of others dequantized while loading"
             how = f"inputs of FP8 projections are rounded to FP8, {others}"
         notes.append(f"weights: {words}; {how}")
-    for note in notes:
-        log.info("%s", note)
+    log_notes(log, notes)
     # OpenMP threads spin at barriers: one without a core delays all (docs/decisions/0006-engine-threads.md).
     cores = max(1, usable_cores() - with_front)
     return settings, notes, EngineConfig.of(settings, model, cores)

@@ -189,7 +189,7 @@ def ready_info(built: Built) -> dict[str, Any]:
     return {
         **built.engine.info,
         "settings": {name: getattr(built.settings, name) for name in built.settings.public()},
-        "notes": built.notes,
+        "notes": [str(note) for note in built.notes],  # msgspec encodes no subclasses of str
     }
 
 

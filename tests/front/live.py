@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -28,6 +29,7 @@ SMALL = "--max-running-requests", "4", "--max-total-tokens", "8192"
 class Live:
     url: str
     built: Built
+    warnings: Sequence[str]
 
     def noted(self, words: str) -> bool:
         return any(words in note for note in self.built.notes)
@@ -36,7 +38,9 @@ class Live:
 @contextlib.contextmanager
 def live(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Live]:
     """What ``python -m specserve.launch`` with these arguments would serve; ``SMALL`` unless they say otherwise."""
-    built = build_scheduler(load_settings([*SMALL, *argv], environ))
+    warnings: list[str] = []
+    with _collected(warnings):
+        built = build_scheduler(load_settings([*SMALL, *argv], environ))
     assert built.settings.tokenizer_path is not None
     served = [built.engine]
     client = _connect(served)
@@ -52,12 +56,24 @@ def live(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Live]:
         try:
             while not server.started:
                 time.sleep(0.01)
-            yield Live(f"http://127.0.0.1:{listener.getsockname()[1]}", built)
+            yield Live(f"http://127.0.0.1:{listener.getsockname()[1]}", built, warnings)
         finally:
             server.should_exit = True
             thread.join()
             front.close()
             served.pop().close()  # the app stays: FastAPI remembers its routes
+
+
+@contextlib.contextmanager
+def _collected(warnings: list[str]) -> Iterator[None]:
+    """Add what this package logs as warnings."""
+    logger, handler = logging.getLogger("specserve"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _connect(served: list[Engine]) -> EngineClient:

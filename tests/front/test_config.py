@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from specserve.config import SETTINGS, Settings, load_settings, make_settings, resolve, resolve_paths
 from specserve.config import paths as config_paths
+from specserve.config.notes import log_notes
 from specserve.config.reference import reference
 from specserve.config.speculation import pool_size, resolve_speculation
 from specserve.methods import JOIN
@@ -282,6 +284,52 @@ def test_the_same_bits_are_told(model: str) -> None:
         assert not getattr(resolve(replace(given, **changed), LLAMA, has_gpu=True)[0], name)
         with pytest.raises(ValueError, match="--enable-deterministic-inference needs"):
             resolve(replace(given, **changed, **{name: True}), LLAMA, has_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "flags"),
+    [
+        (
+            "--speculative-draft-model-path {0} --speculative-num-steps 3",
+            "--speculative-draft-model-path, --speculative-num-steps",
+        ),
+        ("--speculative-token-map dynamic", "--speculative-token-map"),
+        ("--speculative-datastore file", "--speculative-datastore"),
+        ("--speculative-lookahead-window 7", "--speculative-lookahead-window"),
+        ("--speculative-adaptive", "--speculative-adaptive"),
+        ("--speculative-draft-model-revision main", "--speculative-draft-model-revision"),
+        (
+            "--speculative-algorithm NGRAM --speculative-draft-model-path {0}",
+            "--speculative-draft-model-path",
+        ),
+        (
+            "--enable-torch-compile --torch-compile-max-bs 2",
+            "--enable-torch-compile, --torch-compile-max-bs",
+        ),
+        ("--revision main", "--revision"),
+    ],
+)
+def test_what_has_no_effect_is_a_warning(
+    model: str, line: str, flags: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = load(f"--model {model} {line.format(model)}")
+    local, notes = resolve_paths(found)
+    _, more = resolve(local, LLAMA, has_gpu=False)
+    with caplog.at_level(logging.INFO, "specserve"):
+        log_notes(logging.getLogger("specserve"), [*notes, *more])
+    (warning,) = [record for record in caplog.records if record.levelno > logging.INFO]
+    assert warning.levelno == logging.WARNING
+    assert warning.getMessage().startswith(f"{flags} has no effect: ")
+    assert any(record.getMessage().startswith("dtype = float32: ") for record in caplog.records)
+
+
+def test_a_number_that_is_replaced_is_a_warning(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 9}
+    _, notes = resolve(speculative(model, **shape), LLAMA, has_gpu=False)
+    log_notes(logging.getLogger("specserve"), notes)
+    (warning,) = caplog.messages
+    assert warning.startswith("speculative_num_draft_tokens = 4: ")
+    assert warning.endswith("9 was given")
 
 
 def test_flags_without_effect_are_noted(model: str) -> None:

@@ -285,6 +285,17 @@ def test_port_in_use(model: Path) -> None:
     ]
 
 
+def test_a_flag_without_effect_is_logged_as_a_warning(model: Path) -> None:
+    draft = ["--speculative-algorithm", "NGRAM", "--speculative-draft-model-path", str(model)]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = [*draft, "--port", str(taken.getsockname()[1]), "--log-level", "warning"]
+        with running("build_echo", model, *flags) as server:
+            assert server.finish() == 2
+    assert "WARNING" in server.lines[0]
+    assert "--speculative-draft-model-path has no effect: NGRAM has no checkpoint" in server.lines[0]
+    assert len(server.lines) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

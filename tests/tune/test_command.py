@@ -109,6 +109,11 @@ def test_mistakes(pair: Checkpoints, capsys: pytest.CaptureFixture[str], more: l
     assert words in capsys.readouterr().err
 
 
+def test_what_has_no_effect_is_a_warning(pair: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:
+    assert main([*flags(pair), "--speculative-algorithm", "NGRAM"]) == 2, "no prompts"
+    assert "--speculative-draft-model-path has no effect: NGRAM has no checkpoint" in caplog.messages
+
+
 def test_messages_are_what_requests_may_hold(
     pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from specserve.config import Settings, load_settings, resolve_paths
+from specserve.config.notes import log_notes
 from specserve.config.speculation import SHAPE
 from specserve.engine.shapes import cut
 from specserve.frontend.tokenizer import Tokenizer
@@ -113,8 +114,7 @@ def _with_shape(given: Settings) -> Settings:
     if method.looks_ahead:
         return replace(given, speculative_adaptive=False)
     settings, notes = resolve_paths(given)
-    for note in notes:
-        log.info("%s", note)
+    log_notes(log, notes)
     shape = cut(MEASURED_SHAPE, method.drafts(Path(settings.speculative_draft_model_path or "")))
     log.info("speculation of %s (steps, topk, tokens): the shape that acceptance is measured with", shape)
     return replace(settings, speculative_adaptive=False, **dict(zip(SHAPE, shape, strict=True)))  # type: ignore[arg-type]

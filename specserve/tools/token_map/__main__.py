@@ -6,6 +6,7 @@ Exit codes: 0 written, 2 a user's mistake.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from specserve.config import make_settings, resolve_paths
+from specserve.config.notes import log_notes
 from specserve.models.draft.token_map import read_token_map
 from specserve.models.read_config import load_model_config
 from specserve.models.special_tokens import special_tokens
@@ -22,6 +24,8 @@ from specserve.tools.token_map.count import Counts, count_files, count_server
 from specserve.tools.token_map.ranking import Ranking
 from specserve.tools.token_map.write import write_map
 from specserve.tools.train.chat import Encoder
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def model_directory(given: str | None, revision: str | None) -> Path:
     """Return a model's directory, the bundled one's for None. Raises ValueError if there is none."""
-    settings, _ = resolve_paths(make_settings(model_path=given, revision=revision))
+    settings, notes = resolve_paths(make_settings(model_path=given, revision=revision))
+    log_notes(log, notes)
     assert settings.model_path is not None
     return Path(settings.model_path)
 

@@ -6,12 +6,14 @@ Exit codes: 0 found, 2 a user's mistake, 130 interrupted.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from specserve.config import Settings, load_settings, resolve_paths
+from specserve.config.notes import log_notes
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.logs import configure_logging
 from specserve.models.read_config import load_model_config
@@ -24,6 +26,8 @@ from specserve.tools.tune.plot import check_plot, plot
 from specserve.tools.tune.prompts import encode, read_prompts
 from specserve.tools.tune.report import as_json, text, verdict
 from specserve.tools.tune.search import Search
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +54,8 @@ def tune(given: Settings, options: Namespace) -> None:
     if options.plot is not None:
         check_plot()
     check_settings(given)
-    local = resolve_paths(given)[0]
+    local, notes = resolve_paths(given)
+    log_notes(log, notes)
     assert local.model_path is not None
     model = load_model_config(Path(local.model_path))
     batches = sorted(set(options.batch_sizes))
