@@ -27,6 +27,17 @@ def hide_torch() -> None:
     )  # suppresses the note that PyTorch is missing
 
 
+def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:
+    """Return the Transformers tokenizer of a directory; raises errors of many types. Transformers has no configuration
+    of some models, such as MiMo, takes its base class instead, and warns of that; here it is given the base class."""
+    from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
+
+    fields, _ = PreTrainedConfig.get_config_dict(path)
+    known = fields.get("model_type") in CONFIG_MAPPING
+    config = None if known else PreTrainedConfig.from_dict(fields)
+    return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=trust_remote_code)
+
+
 class TooLong(ValueError):
     """A text has more tokens than allowed; its beginning already shows that."""
 
@@ -48,10 +59,8 @@ class Tokenizer:
     def load(cls, path: str, trust_remote_code: bool = False, chat_template: str | None = None) -> Tokenizer:
         """Load a tokenizer. Raises ValueError naming the path. ``chat_template``, a text or a file, replaces the
         checkpoint's."""
-        from transformers import AutoTokenizer
-
         try:
-            found = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            found = load_tokenizer(path, trust_remote_code)
         except Exception as error:  # the library raises many types, from OSError to KeyError
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"the tokenizer of {path} can't be loaded: {reason}") from None

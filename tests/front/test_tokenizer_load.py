@@ -106,6 +106,9 @@ CASES: dict[str, tuple[Backend, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+UNKNOWN_TYPE = "to instantiate a model of type"
+
+
 def answers(path: Path) -> dict[str, Any]:
     tokenizer = Tokenizer.load(str(path))
     ids = [tokenizer.encode(text) for text in TEXTS]
@@ -142,6 +145,7 @@ def alone(paths: Mapping[str, Path]) -> Mapping[str, Any]:
     command = [sys.executable, "-c", code, *map(str, paths.values())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "PyTorch was not found" not in done.stderr
+    assert UNKNOWN_TYPE not in done.stderr
     return dict(zip(paths, json.loads(done.stdout), strict=True))
 
 
@@ -157,6 +161,18 @@ def test_what_is_compared_differs(alone: Mapping[str, Any]) -> None:
     """By first tokens, and by the class that reads the same file."""
     assert alone["llama"]["prompts"][0] == [1, *alone["llama, no bos"]["prompts"][0]]
     assert alone["llama"]["chat"] != alone["llama of old"]["chat"]
+
+
+def test_other_warnings_of_transformers_stay(paths: Mapping[str, Path], tmp_path: Path) -> None:
+    """A type that it does not know, with a class that does not fit the ``tokenizer.json``."""
+    model = tmp_path / "model"
+    shutil.copytree(paths["mimo"], model)
+    (model / "tokenizer_config.json").write_text(json.dumps(LLAMA))
+    code = "import sys; from specserve.frontend.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(model)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert UNKNOWN_TYPE not in done.stderr
+    assert "`tokenizer.json` is ByteLevel" in done.stderr
 
 
 def mapped(pid: int) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from specserve.config import make_settings, resolve_paths
 from specserve.config.notes import log_notes
+from specserve.frontend.tokenizer import load_tokenizer
 from specserve.models.draft.token_map import read_token_map
 from specserve.models.read_config import load_model_config
 from specserve.models.special_tokens import special_tokens
@@ -67,10 +68,8 @@ def _ranking(args: argparse.Namespace, model_path: Path) -> Ranking:
 
 def load_encoder(model_path: Path) -> Encoder:
     """Load a model's tokenizer. Raises ValueError if there is none."""
-    from transformers import AutoTokenizer
-
     try:
-        return Encoder(AutoTokenizer.from_pretrained(str(model_path)))
+        return Encoder(load_tokenizer(model_path))
     except Exception as error:  # the library raises many types
         raise ValueError(f"--model-path: {model_path} has no tokenizer for --data: {error}") from None
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
+from specserve.frontend.tokenizer import load_tokenizer
 from specserve.models.checkpoint import DTYPES, file_tensors, load_target
 from specserve.models.draft.block import BlockHead
 from specserve.models.draft.eagle import EagleHead
@@ -89,7 +89,7 @@ def load_data(args: argparse.Namespace) -> tuple[dict[str, Documents], dict[str,
     paths = [*args.data, *(args.heldout or [])]
     encoder = None
     if any(path.suffix != ".npz" for path in paths):
-        encoder = Encoder(AutoTokenizer.from_pretrained(args.model_path))
+        encoder = Encoder(load_tokenizer(args.model_path))
     train = _sources(args.data, encoder)
     if args.heldout:
         return train, _sources(args.heldout, encoder)
