@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -15,7 +15,8 @@ Check = Callable[[Any], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting. ``check`` returns what is wrong with a value, in words that follow the setting's name, or None."""
+    """One setting. ``check`` returns what is wrong with a value, in words that follow the setting's name, or None.
+    ``refused``: values outside of ``choices`` that users try, in lower case, and what to do instead."""
 
     name: str
     kind: type
@@ -23,6 +24,7 @@ class Setting:
     help: str
     group: str
     choices: Sequence[str] = ()
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     low: float = -math.inf
     high: float = math.inf

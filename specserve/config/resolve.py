@@ -110,11 +110,6 @@ def _attention(settings: Settings, model: ModelConfig, notes: Notes) -> Settings
 
 def _kv_cache(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
     given, dtype = settings.kv_cache_dtype, settings.dtype
-    if given == "fp8_e5m2":
-        raise ValueError(
-            f"--kv-cache-dtype fp8_e5m2 has a mantissa bit less than {FP8_KV}, for a range that keys and values "
-            f"do not need; accepted are auto and {FP8_KV}"
-        )
     if given in ("fp8", FP8_KV):
         if settings.attention_backend == "flashinfer":
             raise ValueError(
@@ -125,7 +120,8 @@ def _kv_cache(settings: Settings, _: ModelConfig, notes: Notes) -> Settings:
         return settings.choose("kv_cache_dtype", dtype, "the type of the computed keys and values", notes)
     if given not in (dtype, "bf16" if dtype == "bfloat16" else dtype):
         raise ValueError(
-            f"--kv-cache-dtype {given}: keys and values are computed in --dtype {dtype}; accepted are auto and {FP8_KV}"
+            f"--kv-cache-dtype {given}: keys and values are computed in --dtype {dtype}; accepted are auto, {dtype} "
+            f"and {FP8_KV}"
         )
     return replace(settings, kv_cache_dtype=dtype)
 

@@ -228,7 +228,11 @@ class Settings:
         "higher. auto: the type of --dtype; the checkpoint's scales are not used. Any other type must be that of "
         "--dtype.",
         group=ENGINE,
-        choices=("auto", "bfloat16", "bf16", "float16", "float32", "float64", FP8_KV, "fp8", "fp8_e5m2"),
+        choices=("auto", "bfloat16", "bf16", "float16", "float32", "float64", FP8_KV, "fp8"),
+        refused={
+            "fp8_e5m2": f"it has a mantissa bit less than {FP8_KV}, for a range that keys and values do not need; "
+            f"use {FP8_KV}"
+        },
     )
     max_running_requests: int | None = setting(
         None,

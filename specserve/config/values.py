@@ -47,6 +47,8 @@ def check_value(declared: Setting, value: Any, label: str) -> None:
         found = "a value of another type; in YAML quote it" if declared.secret else repr(value)
         raise ValueError(f"{label}: must be {kind.words}, found {found}")
     if declared.choices and value not in declared.choices:
+        if why := declared.refused.get(value.lower()):
+            raise ValueError(f"{label}: {value} is refused: {why}")
         raise ValueError(f"{label}: must be one of {', '.join(declared.choices)}, found {value!r}")
     if declared.kind in (int, float) and not declared.low <= value <= declared.high:
         raise ValueError(f"{label}: must be {_range(declared.low, declared.high)}, found {value}")

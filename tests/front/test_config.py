@@ -92,6 +92,7 @@ def test_values_of_all_kinds() -> None:
     [
         ("--page-sise 3", {}, "--page-sise: unknown flag; the nearest known one is --page-size"),
         ("--speculative-num-step=3", {}, "nearest known one is --speculative-num-steps"),
+        ("--kv-cache-dtype FP8_E5M2", {}, "--kv-cache-dtype: FP8_E5M2 is refused: it has a mantissa bit less than"),
         ("--quantization=gguf", {}, "--quantization: must be one of none, fp8, int8, int4, awq, gptq"),
         ("serve", {}, "unexpected argument 'serve'"),
         ("--port", {}, "--port: expected one argument"),
@@ -130,6 +131,12 @@ def test_errors_name_the_setting(line: str, environ: dict[str, str], words: str)
         load(line, **environ)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_what_is_always_refused_is_not_listed() -> None:
+    for declared in SETTINGS.values():
+        assert not set(declared.refused) & {choice.lower() for choice in declared.choices}
+    assert "fp8_e5m2" not in reference()
 
 
 @pytest.mark.parametrize(

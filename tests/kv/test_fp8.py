@@ -111,8 +111,8 @@ def test_the_fingerprint_follows_scales(scaled: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("fp8_e5m2", "fp8_e5m2 has a mantissa bit less than .* accepted are auto and fp8_e4m3"),
-        ("bfloat16", "computed in --dtype float32; accepted are auto and fp8_e4m3"),
+        ("fp8_e5m2", "kv_cache_dtype: fp8_e5m2 is refused: it has a mantissa bit less than .*; use fp8_e4m3"),
+        ("bfloat16", "computed in --dtype float32; accepted are auto, float32 and fp8_e4m3"),
         ("int8", "kv_cache_dtype: must be one of auto, .* found 'int8'"),
     ],
 )
