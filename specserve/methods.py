@@ -138,6 +138,11 @@ def names_where(wanted: Callable[[Method], bool]) -> list[str]:
     return [name for name in METHOD_NAMES if (method := method_of(name)) is not None and wanted(method)]
 
 
+def names_like(name: str, wanted: Callable[[Method], bool]) -> list[str]:
+    """Return those of ``names_where`` that are joined with the same method as ``name``, or with none as ``name`` is."""
+    return [each for each in names_where(wanted) if parts_of(each)[1:] == parts_of(name)[1:]]
+
+
 _EAGLE = "specserve.speculation.drafters.eagle:EagleDrafter.load"
 _OWN_VOCABULARY = (
     "its heads have a trained draft vocabulary, from which --speculative-token-map dynamic chooses"

@@ -177,7 +177,7 @@ def test_an_alias_is_the_same_method() -> None:
 def test_mtp_needs_a_target_that_has_it(algorithm: str, target: Path, tmp_path: Path) -> None:
     draft = save(tmp_path / "draft", eagle(tmp_path, target))
     with pytest.raises(
-        ValueError, match=rf"holds an EAGLE head; .* is {algorithm}, expected EAGLE or NAIVE_EAGLE"
+        ValueError, match=rf"holds an EAGLE head; .* is {algorithm}, expected EAGLE or NAIVE_EAGLE$"
     ):
         load(target, draft, algorithm)
     with pytest.raises(
@@ -239,7 +239,13 @@ def test_which_targets_carry_a_draft(mimo: Path, target: Path) -> None:
     assert not carries_draft("MTP", target / "nowhere")
 
 
-def naive(**shape: int) -> tuple[Any, list[str]]:
+def test_a_joined_method_is_named_with_its_lookup(target: Path, tmp_path: Path) -> None:
+    draft = save(tmp_path / "draft", eagle(tmp_path, target))
+    with pytest.raises(ValueError, match=r"is EAGLE3\+NGRAM, expected EAGLE\+NGRAM$"):
+        load(target, draft, "EAGLE3+NGRAM")
+
+
+def naive(**shape: Any) -> tuple[Any, list[str]]:
     notes: list[str] = []
     model: Any = SimpleNamespace(architecture="LlamaForCausalLM")
     return resolve_speculation(
@@ -253,8 +259,13 @@ def test_naive_eagle_has_one_shape() -> None:
         shape = found.speculative_num_steps, found.speculative_eagle_topk, found.speculative_num_draft_tokens
         assert shape == (1, 1, 2)
         assert notes == ["speculation of (1, 1, 2) (steps, topk, tokens): the algorithm is NAIVE_EAGLE"]
-    with pytest.raises(ValueError, match=r"--speculative-num-steps: .*NAIVE_EAGLE has 1, found 3"):
+    others = "use EAGLE or EAGLE3 or NEXTN or MTP$"
+    with pytest.raises(
+        ValueError, match=rf"--speculative-num-steps: .*NAIVE_EAGLE has 1, found 3; for other shapes {others}"
+    ):
         naive(speculative_num_steps=3)
+    with pytest.raises(ValueError, match=f"NAIVE_EAGLE fixes it: {others}"):
+        naive(speculative_adaptive=True)
 
 
 def test_an_eagle3_head_serves_other_widths_in_float32(target: Path, tmp_path: Path) -> None:

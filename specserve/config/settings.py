@@ -323,6 +323,9 @@ class Settings:
         "Drafting method; NONE is plain decoding.",
         group=SPECULATION,
         choices=METHOD_NAMES,
+        refused=dict.fromkeys(
+            ("eagle2", "eagle-2", "eagle_2"), "EAGLE-2's drafts and trees are those of EAGLE; use EAGLE"
+        ),
         aliases=("speculative_algo",),
     )
     speculative_draft_model_path: str | None = setting(

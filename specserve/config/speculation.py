@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specserve.config.notes import Unused
 from specserve.config.settings import SETTINGS, SPECULATION, Settings
-from specserve.methods import MOST_COPIED, Lookahead, Method, method_of, names_where
+from specserve.methods import MOST_COPIED, Lookahead, Method, method_of, names_like
 
 if TYPE_CHECKING:
     from specserve.models.config import ModelConfig
@@ -49,7 +49,7 @@ def resolve_speculation(settings: Settings, _: ModelConfig, notes: list[str]) ->
     settings = _datastore(settings, method, notes)
     settings = _lookahead(settings, method, notes)
     if method.fixed_shape is not None:
-        return _fixed(settings, method.fixed_shape, given, notes)
+        return _fixed(settings, method, method.fixed_shape, given, notes)
     always = not settings.speculative_adaptive and (given or settings.speculative_adaptive is False)
     if always and (sizes := lookahead_of(settings)) is not None:
         return _one_shape(settings, sizes)
@@ -94,9 +94,10 @@ def resolve_token_map(settings: Settings, _: ModelConfig, notes: list[str]) -> S
 
 def _map_refused(settings: Settings, method: Method, takes: Callable[[Method], bool]) -> str:
     found = f"{MAP_FLAG} {DYNAMIC}" if settings.speculative_token_map == DYNAMIC else MAP_FLAG
+    algorithm = settings.speculative_algorithm
     return (
-        f"{found} can't be used with --speculative-algorithm {settings.speculative_algorithm}: {method.map_refusal}; "
-        f"accepted with {', '.join(names_where(takes))}"
+        f"{found} can't be used with --speculative-algorithm {algorithm}: {method.map_refusal}; "
+        f"accepted with {', '.join(names_like(algorithm, takes))}"
     )
 
 
@@ -191,19 +192,23 @@ def carries_draft(algorithm: str, model_path: Path) -> bool:
         return False
 
 
-def _fixed(settings: Settings, shape: tuple[int, int, int], given: list[str], notes: list[str]) -> Settings:
+def _fixed(
+    settings: Settings, method: Method, shape: tuple[int, int, int], given: list[str], notes: list[str]
+) -> Settings:
     """Use the shape that the method's name implies."""
-    algorithm = settings.speculative_algorithm
-    others = ", ".join(names_where(lambda method: not method.has_one_shape))
+    algorithm, heads = settings.speculative_algorithm, set(method.heads)
+    others = " or ".join(
+        names_like(algorithm, lambda each: not each.has_one_shape and not heads.isdisjoint(each.heads))
+    )
     if settings.speculative_adaptive:
         raise ValueError(
-            f"--speculative-adaptive chooses the shape of each step; {algorithm} fixes it: use one of {others}"
+            f"--speculative-adaptive chooses the shape of each step; {algorithm} fixes it: use {others}"
         )
     for name, value in zip(SHAPE, shape, strict=True):
         if name in given and getattr(settings, name) != value:
             raise ValueError(
                 f"{_flag(name)}: --speculative-algorithm {algorithm} has {value}, found {getattr(settings, name)}; "
-                f"for other shapes use one of {others}"
+                f"for other shapes use {others}"
             )
     if len(given) < len(SHAPE):
         notes.append(f"speculation of {shape} (steps, topk, tokens): the algorithm is {algorithm}")

@@ -101,6 +101,8 @@ def test_values_of_all_kinds() -> None:
         ("--page-size 3", {}, "--page-size: must be a power of two from 1 to 256, found 3"),
         ("--mem-fraction nan", {}, "--mem-fraction-static: must be a number"),
         ("--disable-radix-cache maybe", {}, "--disable-radix-cache: must be true or false, found 'maybe'"),
+        ("--speculative-algorithm EAGLE2", {}, "EAGLE2 is refused: EAGLE-2's drafts and trees are those of EAGLE"),
+        ("--speculative-algorithm eagle-2", {}, "eagle-2 is refused: EAGLE-2's drafts and trees are those of EAGLE"),
         ("--speculative-algorithm NOSUCH", {}, "must be one of NONE, EAGLE, EAGLE3, "),
         ("--tp 2", {}, "--tensor-parallel-size: must be 1 in this version (one device), found 2"),
         ("--speculative-accept-threshold-single 0.9", {}, "must be 1, because speculation never changes the text"),

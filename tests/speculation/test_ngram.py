@@ -79,7 +79,7 @@ def test_settings_of_weights_change_nothing(agreeing: Checkpoints) -> None:
         agreeing.scheduler("NGRAM", (2, 1, 3), speculative_token_map=str(agreeing.target / "config.json"))
     with pytest.raises(
         ValueError,
-        match=r"--speculative-token-map dynamic can't be used with .*; accepted with EAGLE, EAGLE3",
+        match=r"-token-map dynamic can't be used .*; accepted with EAGLE, EAGLE3, NEXTN, MTP, NAIVE_EAGLE$",
     ):
         agreeing.scheduler("NGRAM", (2, 1, 3), speculative_token_map="dynamic")
 

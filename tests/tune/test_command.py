@@ -93,7 +93,7 @@ ERRORS = [
         "--steps: 9 steps of topk 64 draft 32832 candidates, at most 32768",
     ),
     (["--output", "/nowhere/tuned.yaml"], "--output: /nowhere is not a directory"),
-    (["--speculative-algorithm", "NONE"], "accepted are EAGLE, EAGLE3, NEXTN, MTP"),
+    (["--speculative-algorithm", "NONE"], "use one of EAGLE, EAGLE3, NEXTN, MTP"),
     (["--speculative-adaptive"], "--speculative-adaptive: the tuner compares fixed shapes"),
     (["--speculative-num-steps", "2"], "--speculative-num-steps is given without"),
     (["--batchsizes", "1"], "--batchsizes: unknown flag"),

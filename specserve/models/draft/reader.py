@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specserve.layers.decoder import LayerConfig
 from specserve.layers.rotary import RopeConfig, rope_fields
-from specserve.methods import method_of, names_where
+from specserve.methods import method_of, names_like
 from specserve.models.config import ModelConfig, layer_config, rope_config
 from specserve.models.draft.base import DraftConfig
 from specserve.models.draft.fields import FLAG, LIST, check_kind
@@ -445,7 +445,7 @@ def open_draft(path: Path, algorithm: str, overrides: Mapping[str, Any], target:
     source = open_source(path, overrides)
     kind, method = "MTP" if source.is_mtp else _eagle_kind(source), method_of(algorithm)
     if method is None or kind not in method.heads:
-        fitting = " or ".join(names_where(lambda method: kind in method.heads))
+        fitting = " or ".join(names_like(algorithm, lambda method: kind in method.heads))
         article = "a" if kind == "P_EAGLE" else "an"
         raise ValueError(
             f"{path} holds {article} {kind} head; --speculative-algorithm is {algorithm}, expected {fitting}"

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from specserve.config import Settings, resolve
 from specserve.config.speculation import SHAPE, check_pool
-from specserve.methods import names_where
+from specserve.methods import names_like
 from specserve.models.config import ModelConfig
 from specserve.tools.tune.grid import DRAFT_TOKENS, STEPS, TOPK, Candidate, Grid
 
@@ -78,9 +78,10 @@ def check_settings(given: Settings) -> None:
     """Raise ValueError for what can't be tuned."""
     if given.method is None or given.method.has_one_shape:
         why = "drafts nothing" if given.method is None else "has one shape"
+        others = names_like(given.speculative_algorithm, lambda method: not method.has_one_shape)
         raise ValueError(
             f"--speculative-algorithm: {given.speculative_algorithm} {why}, so there is nothing to tune; "
-            f"accepted are {', '.join(names_where(lambda method: not method.has_one_shape))}"
+            f"use one of {', '.join(others)}"
         )
     if given.speculative_adaptive:
         raise ValueError("--speculative-adaptive: the tuner compares fixed shapes; leave it out")
