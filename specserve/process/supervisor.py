@@ -34,11 +34,11 @@ class Supervisor:
 
     async def run(self) -> Broken:
         """Replace engines that die. Return the last one's end, after which none is started."""
-        while await self._serve() and await self._replace():
+        while await self._serve() and await self._start_another():
             pass
         return self.client.failure
 
-    async def _replace(self) -> bool:
+    async def _start_another(self) -> bool:
         """Start another engine. Return whether there is one: too many may have died, or the server be told to stop."""
         while self._may_restart():
             pause = min(PAUSE * 2 ** (self._never_served - 1), LONGEST_PAUSE) if self._never_served else 0.0

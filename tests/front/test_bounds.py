@@ -220,9 +220,8 @@ def test_connections_beyond_the_limit_are_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "most_connections", lambda: 3)
-    monkeypatch.setattr(
-        connection.Connection, "_noted", -connection.NOTED
-    )  # private: other tests may have noted it
+    # private: another test may have noted it
+    monkeypatch.setattr(connection.Connection, "_noted", -connection.NOTED)
 
     async def run() -> list[bytes]:
         loop = asyncio.get_running_loop()
