@@ -74,7 +74,9 @@ def _quantization(settings: Settings, model: ModelConfig, notes: Notes) -> Setti
         return settings
     stored = model.weights.words
     if stored.startswith(f"{given}:"):
-        notes.append(f"--quantization has no effect: the checkpoint is {stored}")  # no warning: as is asked for
+        notes.append(
+            f"--quantization has no effect: the checkpoint is {stored}"
+        )  # no warning: as is asked for
         return replace(settings, quantization="none")
     if stored:
         raise ValueError(
