@@ -103,8 +103,8 @@ def enforceable(schema: Any) -> Any:
 def _check_count(schema: Mapping[str, Any]) -> None:
     """Raise ValueError for a ``minProperties`` that one further key, written again and again, would seem to reach."""
     least, named = schema.get("minProperties"), set(map(str, _list(schema.get("required"))))
-    if isinstance(least, int) and least > len(named) + 1:
-        words = "can be enforced up to one more than the required properties of the same object"
+    if isinstance(least, int) and least > max(len(named), 1):
+        words = "can be enforced up to the number of required properties of the same object, or 1"
         raise ValueError(f"minProperties: {words}, found {least}")
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specserve.tools.train.chat import Encoder
 from specserve.tools.train.data import load_sources, load_tokens
-from specserve.tools.train.packing import RowSampler, pack
+from specserve.tools.train.packing import Documents, RowSampler, identity, pack
 from specserve.tools.train.vocab import draft_vocabulary, membership, offsets
 from tests.train_models import tiny_documents, tiny_rows
 
@@ -175,3 +175,12 @@ def test_draft_vocabulary_is_the_most_learned_tokens() -> None:
     assert counts[ids.numpy()].min() >= np.delete(counts, ids.numpy()).max()
     assert (torch.arange(12) + offsets(ids)).tolist() == ids.tolist()
     assert membership(ids, 40).nonzero().flatten().tolist() == ids.tolist()
+
+
+def test_the_identity_of_data_is_that_of_its_tokens() -> None:
+    def of(tokens: list[int], dtype: str) -> str:
+        return identity([Documents(np.array(tokens, dtype), np.ones(3, bool), np.array([0, 3]))])
+
+    assert (
+        of([1, 2, 3], "int32") == of([1, 2, 3], "int64") == of([1, 2, 3], "uint16") != of([1, 2, 4], "int32")
+    )

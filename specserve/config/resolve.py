@@ -164,6 +164,8 @@ def _limits(settings: Settings, model: ModelConfig, notes: Notes) -> Settings:
         )
     if settings.max_running_requests is None:
         settings = settings.choose("max_running_requests", 16 if on_cpu else 256, where, notes)
+    if settings.watchdog_timeout is None:
+        settings = settings.choose("watchdog_timeout", 3000.0 if on_cpu else 300.0, where, notes)
     chunk = settings.chunked_prefill_size
     if chunk is None:
         settings = settings.choose("chunked_prefill_size", 512 if on_cpu else 8192, where, notes)

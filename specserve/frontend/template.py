@@ -103,7 +103,7 @@ class ChatTemplate:
 
 @cache
 def _read_by(template: str) -> frozenset[str]:
-    """Return the variables that a template reads and does not set itself; none if it is malformed."""
+    """Return the variables that a template may read before it sets them; none if it is malformed."""
     with contextlib.suppress(TemplateSyntaxError):
         plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)  # Transformers' own tag
         return frozenset(find_undeclared_variables(_JINJA.parse(plain)) - _FUNCTIONS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, Literal
 
 from specserve.messages import (
@@ -92,7 +93,7 @@ class EngineClient:
         self.info: dict[str, Any] = {}
         self.stats: Stats | None = None
         self.failure = Broken("")  # of the latest engine that broke
-        self.silence = 0.0  # seconds without a message of the engine while requests were open
+        self.silence = 0.0  # seconds without a message of the engine since it had something to say
         self.restarts = 0
         self.is_last = False  # the engine is not replaced when it ends
         self.settled = asyncio.Event()  # the state is not "loading"
@@ -177,12 +178,22 @@ class EngineClient:
             case Broken():
                 self.fail(message)
 
-    def wait(self, seconds: float, most: float) -> None:
-        """Count time without a message, and fail an engine that has had requests for ``most`` seconds without one."""
-        if self.open and self.state == "ready":
+    def wait(self, seconds: float) -> None:
+        """Count time without a message, and fail an engine that owed one for too long. If its requests have left
+        meanwhile, it still owes one."""
+        if self.state == "ready" and (self.open or self._flushes or self.silence):
             self.silence += seconds
-            if self.silence >= most:
-                self.fail(Broken(f"it said nothing for {self.silence:.0f} seconds (--watchdog-timeout)"))
+            if self.silence >= self._patience:
+                self.fail(Broken(f"it said nothing for {self.silence:g} seconds (--watchdog-timeout)"))
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the engine has owed a message for so long that it should get no more requests."""
+        return self.silence >= self._patience / 10
+
+    @property
+    def _patience(self) -> float:
+        return self.info.get("settings", {}).get("watchdog_timeout") or inf
 
     def fail(self, reason: Broken) -> None:
         """Answer every open request with an error, because the engine is gone. Only the first reason counts."""

@@ -50,14 +50,13 @@ class EngineProcess:
         self.process.join(GRACE)
         if self.process.is_alive():
             self.process.kill()
-            self.process.join()
+            self.process.join(GRACE)  # longer if a driver holds it
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
 @contextlib.asynccontextmanager
-async def connect(engine: EngineProcess, client: EngineClient, patience: float) -> AsyncIterator[None]:
-    """Connect a client to the engine until the context exits. Report to it the engine's end, or ``patience`` seconds of
-    silence."""
+async def connect(engine: EngineProcess, client: EngineClient) -> AsyncIterator[None]:
+    """Connect a client to the engine, and report the engine's end and its silence to it, until the context exits."""
     context = zmq.Context()
     to_engine = context.socket(zmq.PUSH)
     from_engine: Any = zmq.asyncio.Socket(context, zmq.PULL)
@@ -68,7 +67,7 @@ async def connect(engine: EngineProcess, client: EngineClient, patience: float) 
     from_engine.bind(engine.addresses.to_front)
     outbox = Outbox(to_engine)
     client.connect(outbox.put)
-    work = _receive(from_engine, client), _watch(engine, client), _listen(client, patience)
+    work = _receive(from_engine, client), _watch(engine, client), _listen(client)
     tasks = [asyncio.create_task(each) for each in work]
     try:
         yield
@@ -114,12 +113,11 @@ async def _receive(socket: Any, client: EngineClient) -> None:
         client.fail(Broken(f"its messages can't be read: {type(error).__name__}"))
 
 
-async def _listen(client: EngineClient, patience: float) -> None:
+async def _listen(client: EngineClient) -> None:
     """Count the engine's silence. Not by the clock: this process may be stopped for a while, too."""
-    tick = min(TICK, patience / 20)
     while True:
-        await asyncio.sleep(tick)
-        client.wait(tick, patience)
+        await asyncio.sleep(TICK)
+        client.wait(TICK)
 
 
 async def _watch(engine: EngineProcess, client: EngineClient) -> None:

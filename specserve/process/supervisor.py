@@ -63,7 +63,7 @@ class Supervisor:
     async def _serve(self) -> bool:
         """Wait for the engine's end. Return whether another engine may do better."""
         client = self.client
-        async with connect(self._process, client, self._settings.watchdog_timeout):
+        async with connect(self._process, client):
             await client.settled.wait()
             served = client.state == "ready"
             self._never_served = 0 if served else self._never_served + 1

@@ -8,7 +8,6 @@ import resource
 import sys
 import time
 
-import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ class Connection(H11Protocol):
         self._head = self.loop.call_later(HEAD, self._check_head)
 
     def _check_head(self) -> None:
-        if self.conn.their_state is h11.IDLE:
+        if self.cycle is None or self.cycle.response_complete:  # no request is being answered
             self.transport.close()
 
     def _note_refusal(self) -> None:

@@ -119,10 +119,11 @@ class Front:
     @property
     def _stalled(self) -> str | None:
         """Return that the engine has said nothing for a while, if so."""
-        silence = self.engine.silence
-        if silence < self.settings.watchdog_timeout / 10:
-            return None
-        return f"the engine has said nothing for {silence:.0f} seconds"
+        return (
+            f"the engine has said nothing for {self.engine.silence:g} seconds"
+            if self.engine.stalled
+            else None
+        )
 
     @property
     def health(self) -> schema.Health | schema.Unready:

@@ -57,7 +57,7 @@ def add_figures(app: FastAPI, front: Front) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=None, responses=answers(schema.Health, unready=schema.Unready))
     async def get_health() -> Response:
-        """Return 200 if a request would be served, otherwise 503 and whether it starts, has failed or stops."""
+        """Return 200 if a request would be served, otherwise 503 and whether it starts, has failed, hangs or stops."""
         health = front.health
         if isinstance(health, schema.Unready):
             return Json(health, 503, {"retry-after": str(RETRY_AFTER[503])})

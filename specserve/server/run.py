@@ -34,7 +34,11 @@ STALLED = 60.0  # seconds after which a client that reads nothing of its pending
 def run_server(settings: Settings, build: Build) -> int:
     """Serve until a signal. Return the exit code. Raises ValueError for a user's mistake."""
     with contextlib.closing(listen(settings)) as listener:
-        supervisor = Supervisor(settings, build)
+        try:
+            supervisor = Supervisor(settings, build)
+        except OSError as error:
+            log.error("the engine's process can't start: %s", error)
+            return 1
         try:
             code = asyncio.run(_serve(settings, listener, supervisor))
         finally:

@@ -198,11 +198,15 @@ async def answer_slowly(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"a"})
 
 
+KEPT = GET.replace(b"close", b"keep-alive")
+
+
 @pytest.mark.parametrize(
-    "sent", [b"", b"GET / HTTP/1.1\r\nhost: a\r\nx: ", GET.replace(b"close", b"keep-alive")]
+    "sent",
+    [b"", b"GET / HTTP/1.1\r\nhost: a\r\nx: ", KEPT, KEPT.replace(b"\r\n", b"\r\ncontent-length: 99\r\n", 1)],
 )
 def test_who_sends_no_whole_head_is_cut(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    """Also after an answer, which itself may take longer."""
+    """Also after an answer, which itself may take longer, and whose request goes on."""
     monkeypatch.setattr(connection, "HEAD", 0.2)
 
     async def run() -> bytes:

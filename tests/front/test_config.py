@@ -213,7 +213,7 @@ def test_automatic_choices_on_a_cpu(model: str, monkeypatch: pytest.MonkeyPatch)
     found, notes = resolve(resolve_paths(Settings(model_path=model))[0], LLAMA)
     expected = {
         "device": "cpu", "dtype": "float32", "attention_backend": "torch", "context_length": 2048,
-        "max_running_requests": 16, "chunked_prefill_size": 512, "max_total_tokens": 65536, "page_size": 16,
+        "watchdog_timeout": 3000, "max_running_requests": 16, "chunked_prefill_size": 512, "max_total_tokens": 65536, "page_size": 16,
         "overlap_schedule": "off", "served_model_name": ("m",), "tokenizer_path": model,
         "speculative_num_steps": None,
     }  # fmt: skip
@@ -228,6 +228,7 @@ def test_automatic_choices_on_a_gpu(model: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found, _ = resolve(Settings(model_path=model, chunked_prefill_size=-1), LLAMA)
     assert (found.device, found.dtype, found.max_running_requests) == ("cuda", "bfloat16", 256)
+    assert found.watchdog_timeout == 300
     assert (found.max_total_tokens, found.overlap_schedule, found.chunked_prefill_size) == (None, "on", 2048)
     assert (found.attention_backend, found.disable_cuda_graph, found.cuda_graph_max_bs) == (
         "triton",

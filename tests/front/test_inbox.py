@@ -9,7 +9,7 @@ import msgspec
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.frontend.output import OutputProcessor
-from specserve.messages import Failed, Submit, Tokens
+from specserve.messages import Failed, Flushed, Ready, Submit, Tokens
 from specserve.process.client import EngineClient
 
 
@@ -87,3 +87,27 @@ def test_an_answer_is_the_same_in_one_message_or_in_many() -> None:
     for message in messages:
         many.push(message)
     assert one.answer == many.answer
+
+
+def test_an_engine_owes_an_answer_also_to_who_has_left() -> None:
+    async def run() -> None:
+        client = EngineClient(lambda _: None)
+        client.receive(Ready({"settings": {"watchdog_timeout": 10}}))
+        client.wait(100)
+        assert (client.state, client.stalled) == ("ready", False)
+        flushed = asyncio.create_task(client.flush_cache())
+        await asyncio.sleep(0)
+        client.wait(1)
+        assert client.stalled
+        client.receive(Flushed(3))
+        assert (await flushed, client.stalled) == (3, False)
+        client.submit([Submit("a", [1], SamplingParams())])
+        client.wait(5)
+        client.abort("a")
+        client.wait(5)
+        assert (client.state, client.failure.message) == (
+            "broken",
+            "it said nothing for 10 seconds (--watchdog-timeout)",
+        )
+
+    asyncio.run(run())

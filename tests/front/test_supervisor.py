@@ -43,7 +43,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, served: Iterator[bool], restarts: i
     pauses: list[float] = []
 
     @asynccontextmanager
-    async def connect(_: Engine, client: EngineClient, patience: float) -> AsyncIterator[None]:
+    async def connect(_: Engine, client: EngineClient) -> AsyncIterator[None]:
         nonlocal now
         now += LOAD
         client.connect(lambda message: None)
