@@ -213,7 +213,8 @@ def test_automatic_choices_on_a_cpu(model: str, monkeypatch: pytest.MonkeyPatch)
     found, notes = resolve(resolve_paths(Settings(model_path=model))[0], LLAMA)
     expected = {
         "device": "cpu", "dtype": "float32", "attention_backend": "torch", "context_length": 2048,
-        "watchdog_timeout": 3000, "max_running_requests": 16, "chunked_prefill_size": 512, "max_total_tokens": 65536, "page_size": 16,
+        "watchdog_timeout": 3000, "max_running_requests": 16, "chunked_prefill_size": 512, "max_total_tokens": 65536,
+        "page_size": 16,
         "overlap_schedule": "off", "served_model_name": ("m",), "tokenizer_path": model,
         "speculative_num_steps": None,
     }  # fmt: skip
