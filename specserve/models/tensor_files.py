@@ -6,9 +6,11 @@ of a draft head looks the same.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import re
 import zipfile
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from specserve.layers.weights import FLOATS
 from specserve.models.config import read_json
+
+log = logging.getLogger(__name__)
 
 _HEADER = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 HEADS = "*_lm_head.pt"  # file names of Medusa and similar heads
@@ -55,6 +59,19 @@ class TensorFiles:
 
     def names(self) -> list[str]:
         return list(self._files)
+
+    @property
+    def contents(self) -> str:
+        """The first names and the files' own, for errors."""
+        names = self.names()
+        return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} in {self.where}"
+
+    def note_unread(self, known: Container[str], notes: list[str], prefix: str = "") -> None:
+        """Note and log a draft's tensors that are not ``known``, because no parameter reads them: it may differ from
+        what it seems. Only names that begin with ``prefix`` are a part of the draft."""
+        if unread := [name for name in self._files if name.startswith(prefix) and name not in known]:
+            notes.append(f"draft tensors that are not read: {', '.join(unread)}")
+            log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
 
     def dtypes(self) -> dict[str, torch.dtype | None]:
         """Return each tensor's dtype, None unless it is one of ``FLOATS``, from the files' headers."""

@@ -10,7 +10,6 @@ Shapes: N nodes of a level, X rows of states, H the target's hidden size, I inne
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,8 +23,6 @@ from specserve.models.draft.mlp_speculator import EPS, ShiftedNorm, at
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
-log = logging.getLogger(__name__)
-
 GATES = ("forget", "input", "output", "cell")
 _DIMS = ("inner_dim", "emb_dim", "proj_dim")
 
@@ -34,7 +31,6 @@ _DIMS = ("inner_dim", "emb_dim", "proj_dim")
 class ArcticSource:
     """A checkpoint of ``levels`` levels and ``inner`` channels. ``tied``: all gates share one embedding."""
 
-    path: Path
     files: TensorFiles
     levels: int
     inner: int
@@ -60,10 +56,7 @@ class ArcticSource:
                     f"{self.files.file(name)}: tensor {name} differs from {copies[name]}, expected the same: "
                     "tie_weights or tie_lstm_embs is true"
                 )
-        known = {*copies, *map(self.stored, parameters)}
-        if unread := [name for name in self.files.names() if name not in known]:
-            self.notes.append(f"draft tensors that are not read: {', '.join(unread)}")
-            log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
+        self.files.note_unread({*copies, *map(self.stored, parameters)}, self.notes)
 
 
 def open_arctic(path: Path) -> ArcticSource:
@@ -77,8 +70,7 @@ def open_arctic(path: Path) -> ArcticSource:
         )
     first = "forget_proj.0.weight"
     if first not in files:
-        some = ", ".join(files.names()[:3])
-        raise ValueError(f"{path} holds no Arctic LSTM: expected {first}, found {some} in {files.where}")
+        raise ValueError(f"{path} holds no Arctic LSTM: expected {first}, found {files.contents}")
     check(config, file, COUNT, "n_predict")
     check(config, file, TRUTH, "tie_weights", "tie_lstm_embs", "scale_input", optional=True)
     if config.get("tie_weights") is not True:
@@ -92,7 +84,7 @@ def open_arctic(path: Path) -> ArcticSource:
             )
     tied, scale = config.get("tie_lstm_embs") is True, config.get("scale_input") is True
     note = f"draft of {config['n_predict']} levels of {inner} channels, an LSTM"
-    return ArcticSource(path, files, config["n_predict"], inner, tied, scale, [note])
+    return ArcticSource(files, config["n_predict"], inner, tied, scale, [note])
 
 
 def count_levels(path: Path) -> int:

@@ -6,7 +6,6 @@ at it or the token after it, and in how they number the target's layers. Each ch
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -36,8 +35,6 @@ from specserve.models.draft.fields import check_kind
 from specserve.models.draft.reader import read_ids
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
-
-log = logging.getLogger(__name__)
 
 _THETA = 1e6  # default of rope_theta, as in other servers
 _CANDIDATES = 16  # default number of candidates of DFlash2's selector
@@ -198,10 +195,9 @@ def open_block(path: Path) -> BlockSource:
     flat = {**config, **(config.get("transformer_layer_config") or {}), **nested, "nested": bool(nested)}
     source = BlockSource(path, files, flat)
     if "hidden_norm.weight" not in files or not source.layer_count:
-        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         raise ValueError(
             f"{path} holds no block draft: expected tensors hidden_norm.weight and layers.0.self_attn.q_proj.weight, "
-            f"found {some} in {files.where}"
+            f"found {files.contents}"
         )
     for name, plain in _PLAIN.items():
         if flat.get(name) not in (plain, None):
@@ -312,10 +308,7 @@ def load_block(
     with building(dtype, target.device):
         head = BlockHead(config, layer, max_positions, target)
     load_parameters(head, source.files, source.stored)
-    known = {*_COPIES, *map(source.stored, file_tensors(head))}
-    if unread := [name for name in source.files.names() if name not in known]:
-        source.note(f"tensors that are not read: {', '.join(unread)}")
-        log.warning("%s: no parameter reads %s", path, ", ".join(unread))
+    source.files.note_unread({*_COPIES, *map(source.stored, file_tensors(head))}, source.notes)
     head.quantize(quantization)
     pack_linears(head, keep=["qkv_proj"])  # ``project_kv`` reads its rows
     return head, ids, source.notes

@@ -13,7 +13,6 @@ Shapes: N nodes of a level, X rows of states, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,8 +31,6 @@ from specserve.models.draft.medusa import ResidualBlock
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
 
-log = logging.getLogger(__name__)
-
 _LAYER = "prefix_embeding_layer."
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
 _UNUSED = (f"{_LAYER}embed_tokens.weight", "input_embed_fn.weight")  # the target's, or unused
@@ -44,7 +41,6 @@ class HydraSource:
     """A checkpoint of ``heads`` heads. ``blocks``: the numbers of each head's blocks, all but the first equal.
     ``layered``: it is Hydra++."""
 
-    path: Path
     files: TensorFiles
     heads: int
     blocks: tuple[int, ...]
@@ -74,9 +70,7 @@ class HydraSource:
                         f"{self.files.file(copy)}: tensor {copy} differs from {first}, expected the same"
                     )
                 known.add(copy)
-        if unread := [name for name in self.files.names() if name not in known]:
-            self.notes.append(f"draft tensors that are not read: {', '.join(unread)}")
-            log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
+        self.files.note_unread(known, self.notes)
 
 
 def open_hydra(path: Path) -> HydraSource:
@@ -84,10 +78,8 @@ def open_hydra(path: Path) -> HydraSource:
     files, file = TensorFiles(path), path / "config.json"
     found = {(int(m[1]), int(m[2])) for m in map(_BLOCK.fullmatch, files.names()) if m}
     if not found:
-        some = ", ".join(files.names()[:3])
         raise ValueError(
-            f"{path} holds no Hydra heads: expected tensors like hydra_mlp.0.1.linear.weight, found {some} in "
-            f"{files.where}"
+            f"{path} holds no Hydra heads: expected tensors like hydra_mlp.0.1.linear.weight, found {files.contents}"
         )
     layered = any(name.startswith(_LAYER) for name in files.names())
     arch = "prefix-mlp" if layered else "mlp"
@@ -96,7 +88,7 @@ def open_hydra(path: Path) -> HydraSource:
     heads, blocks = 1 + max(i for i, _ in found), tuple(sorted({number for _, number in found}))
     after = " after a layer over the target's states" if layered else ""
     note = f"draft of {heads} heads of {len(blocks)} blocks{after}"
-    return HydraSource(path, files, heads, blocks, layered, [note])
+    return HydraSource(files, heads, blocks, layered, [note])
 
 
 def count_heads(path: Path) -> int:

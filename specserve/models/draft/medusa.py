@@ -10,7 +10,6 @@ Shapes: B slots, L levels, H hidden size, Vd draft vocabulary.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,8 +26,6 @@ from specserve.models.config import COUNT, check, read_json
 from specserve.models.draft.fields import check_kind
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
-
-log = logging.getLogger(__name__)
 
 
 class Layout(NamedTuple):
@@ -65,7 +62,6 @@ class MedusaSource:
     """A checkpoint of ``heads`` with ``blocks`` each. ``scorers``: number of output heads; with 1 all heads share it,
     with 0 they use the target's. ``notes``: what was found and why."""
 
-    path: Path
     files: TensorFiles
     layout: Layout
     prefix: str
@@ -115,12 +111,8 @@ class MedusaSource:
         return ids.long()
 
     def note_unread(self, parameters: list[str]) -> None:
-        """Note tensors that no parameter reads: the heads may differ from what they seem."""
-        known = {_MAP, *map(self.stored, parameters)}
-        unread = [n for n in self.files.names() if n.startswith(self.prefix) and n not in known]
-        if unread:
-            self.notes.append(f"draft tensors that are not read: {', '.join(unread)}")
-            log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
+        """Note tensors that no parameter reads."""
+        self.files.note_unread({_MAP, *map(self.stored, parameters)}, self.notes, self.prefix)
 
 
 def open_medusa(path: Path) -> MedusaSource:
@@ -131,10 +123,9 @@ def open_medusa(path: Path) -> MedusaSource:
         for prefix in _PREFIXES:
             if found := layout.blocks(names, prefix):
                 return _source(path, files, layout, prefix, found, config)
-    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     expected = " or ".join(layout.example for layout in LAYOUTS)
     raise ValueError(
-        f"{path} holds no Medusa heads: expected tensors like {expected}, found {some} in {files.where}"
+        f"{path} holds no Medusa heads: expected tensors like {expected}, found {files.contents}"
     )
 
 
@@ -151,7 +142,7 @@ def _source(
     scorers = heads if any(scored) else 0
     if config.get("original_lm_head") is True:
         scorers = 1 if scored[0] or f"{prefix}lm_head.weight" in files else 0
-    source = MedusaSource(path, files, layout, prefix, heads, blocks, scorers)
+    source = MedusaSource(files, layout, prefix, heads, blocks, scorers)
     note = source.notes.append
     whose = {0: "the target's head (its files have no scores)", 1: "one head for all"}
     note(

@@ -9,7 +9,6 @@ Shapes: N nodes of a level, X rows of states, H the target's hidden size, I inne
 
 from __future__ import annotations
 
-import logging
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +23,6 @@ from specserve.layers.linear import Linear
 from specserve.models.config import COUNT, TRUTH, check, read_json
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
-
-log = logging.getLogger(__name__)
 
 EPS = 1e-6  # epsilon of its norms in all published configurations
 _PREFIXES = ("speculator.", "")
@@ -51,7 +48,6 @@ class SpeculatorConfig:
 class SpeculatorSource:
     """A checkpoint. ``notes``: what was found and why."""
 
-    path: Path
     files: TensorFiles
     prefix: str
     config: SpeculatorConfig
@@ -62,13 +58,11 @@ class SpeculatorSource:
         return self.prefix + name
 
     def note_unread(self, parameters: list[str]) -> None:
-        """Note tensors that no parameter reads: the speculator may differ from what it seems. A file may store copies
-        of tied tensors; raises ValueError if they differ."""
+        """Note tensors that no parameter reads. A file may store copies of tied tensors; raises ValueError if they
+        differ."""
         known = {*map(self.stored, parameters)}
-        unread = [n for n in self.files.names() if n not in known and not self._is_copy(n)]
-        if unread:
-            self.notes.append(f"draft tensors that are not read: {', '.join(unread)}")
-            log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
+        known |= {name for name in self.files.names() if name not in known and self._is_copy(name)}
+        self.files.note_unread(known, self.notes)
 
     def _is_copy(self, name: str) -> bool:
         match = _TENSOR.fullmatch(name.removeprefix(self.prefix))
@@ -90,10 +84,9 @@ def open_speculator(path: Path) -> SpeculatorSource:
         (p for p in _PREFIXES if f"{p}proj.0.weight" in files and f"{p}emb.0.weight" in files), None
     )
     if prefix is None:
-        some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         raise ValueError(
             f"{path} holds no MLP speculator: expected speculator.proj.0.weight and speculator.emb.0.weight, "
-            f"found {some} in {files.where}"
+            f"found {files.contents}"
         )
     check(config, file, COUNT, "n_predict", "emb_dim", optional=True)
     check(config, file, TRUTH, "tie_weights", "scale_input", optional=True)
@@ -108,7 +101,7 @@ def open_speculator(path: Path) -> SpeculatorSource:
         )
         raise ValueError(f"{file}: {words}, found {levels}: embeddings are weighted by it")
     found = SpeculatorConfig(levels, files[f"{prefix}proj.0.weight"].shape[0], tied, scale)
-    source = SpeculatorSource(path, files, prefix, found)
+    source = SpeculatorSource(files, prefix, found)
     _note(source, config)
     return source
 

@@ -10,7 +10,6 @@ Shapes: N nodes of a level, X rows of states, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -25,8 +24,6 @@ from specserve.models.draft.fields import check_same
 from specserve.models.draft.medusa import ResidualBlock
 from specserve.models.llama import LlamaModel
 from specserve.models.tensor_files import TensorFiles
-
-log = logging.getLogger(__name__)
 
 
 class Layout(NamedTuple):
@@ -52,7 +49,6 @@ TENSORRT = Layout(
 class ReDrafterSource:
     """A checkpoint with ``blocks`` residual blocks of ``width`` channels. ``notes``: what was found and why."""
 
-    path: Path
     files: TensorFiles
     layout: Layout
     blocks: int
@@ -76,23 +72,18 @@ class ReDrafterSource:
         return self.stored("rnn_w.weight") in self.files
 
     def note_unread(self, parameters: list[str]) -> None:
-        """Note tensors that no parameter reads: the drafter may differ from what it seems."""
-        known = {*map(self.stored, parameters)}
-        names = [name for name in self.files.names() if name.startswith(self.layout.prefix)]
-        if unread := [name for name in names if name not in known]:
-            self.notes.append(f"draft tensors that are not read: {', '.join(unread)}")
-            log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
+        """Note tensors that no parameter reads."""
+        self.files.note_unread({*map(self.stored, parameters)}, self.notes, self.layout.prefix)
 
 
 def open_redrafter(path: Path) -> ReDrafterSource:
     """Read a directory. Raises ValueError naming the file, tensor or field if it holds no such drafter."""
     files, file = TensorFiles(path), path / "config.json"
-    config, found = read_json(file), [_source(path, files, layout) for layout in (APPLE, TENSORRT)]
+    config, found = read_json(file), [_source(files, layout) for layout in (APPLE, TENSORRT)]
     source = next((each for each in found if each.stored("lm_head.weight") in files), None)
     if source is None:
         expected = " or ".join(each.stored("lm_head.weight") for each in found)
-        some = ", ".join(files.names()[:3])
-        raise ValueError(f"{path} holds no ReDrafter: expected {expected}, found {some} in {files.where}")
+        raise ValueError(f"{path} holds no ReDrafter: expected {expected}, found {files.contents}")
     check_same(
         config, file, zip(source.layout.fields, (source.blocks, source.width, source.rnn), strict=True)
     )
@@ -106,9 +97,9 @@ def open_redrafter(path: Path) -> ReDrafterSource:
     return source
 
 
-def _source(path: Path, files: TensorFiles, layout: Layout) -> ReDrafterSource:
+def _source(files: TensorFiles, layout: Layout) -> ReDrafterSource:
     name = layout.prefix + layout.block + ".weight"
-    return ReDrafterSource(path, files, layout, next(j for j in count() if name.format(j) not in files))
+    return ReDrafterSource(files, layout, next(j for j in count() if name.format(j) not in files))
 
 
 class ReDrafter(nn.Module):

@@ -6,7 +6,6 @@ configuration nests. What a head computes is decided elsewhere, by tensors first
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,8 +16,6 @@ from specserve.layers.rotary import rope_fields
 from specserve.models.config import OBJECT, check, check_rope_fields, read_json
 from specserve.models.draft.fields import FIELDS, FLAG
 from specserve.models.tensor_files import TensorFiles
-
-log = logging.getLogger(__name__)
 
 _OUTSIDE_LAYER = (
     "fc.",
@@ -129,12 +126,10 @@ class Source:
             self.notes.append(note)
 
     def note_unread(self, parameters: Iterable[str]) -> None:
-        """Note tensors that no parameter reads: the draft may differ from what it seems."""
-        known = {*_READ_APART, *map(self.stored, parameters)}
-        names = [name for name in self.files.names() if name.startswith("mtp_layers.") or not self.is_mtp]
-        if unread := [n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq")]:
-            self.note(f"tensors that are not read: {', '.join(unread)}")
-            log.warning("%s: no parameter reads %s", self.path, ", ".join(unread))
+        """Note tensors that no parameter reads."""
+        tables = (name for name in self.files.names() if name.endswith("rotary_emb.inv_freq"))
+        known = {*_READ_APART, *map(self.stored, parameters), *tables}
+        self.files.note_unread(known, self.notes, "mtp_layers." if self.is_mtp else "")
 
 
 def open_source(path: Path, overrides: Mapping[str, Any]) -> Source:
