@@ -105,7 +105,7 @@ def test_fp8_needs_a_gpu_that_has_such_numbers(
 def test_float64_is_rounded_where_it_lies(dtype: torch.dtype, held: bool) -> None:
     """On a GPU, too: no kernel multiplies it by numbers of 8 bits. ``meta`` stands for one."""
     layers = torch.nn.ModuleDict({"a": Linear(40, 12, device="meta", dtype=dtype)})
-    quantize_linears(layers, torch.int8, leave=[])
+    quantize_linears(layers, "int8")
     assert isinstance(layers["a"], QuantizedLinear) == held
     assert isinstance(layers["a"], Linear) == (not held)
 
@@ -147,7 +147,7 @@ def test_a_cpu_rounds_int8s_inputs_as_well() -> None:
     layers = torch.nn.ModuleDict({"a": Linear(40, 12), "b": Linear(40, 12)})
     plain, left = layers["a"].weight.detach().clone(), layers["b"].weight.detach().clone()
     x = torch.randn(5, 40)
-    quantize_linears(layers, torch.int8, leave=["b"])
+    quantize_linears(layers, "int8", leave=["b"])
     with torch.inference_mode():
         bias = layers["a"].bias
         weight = dequantize(*quantize(plain, torch.int8))
@@ -163,7 +163,7 @@ def test_a_cpu_rounds_int8s_inputs_as_well() -> None:
         torch.testing.assert_close(layers["a"](x), expected)
         torch.testing.assert_close(layers["b"](x), x @ left.T + layers["b"].bias)
         fp8 = torch.nn.ModuleDict({"a": Linear(40, 12)})
-        quantize_linears(fp8, torch.float8_e4m3fn, leave=[])
+        quantize_linears(fp8, "fp8")
         torch.testing.assert_close(fp8["a"](x), x @ fp8["a"].weight.T + fp8["a"].bias)
 
 

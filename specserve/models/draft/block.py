@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
 from specserve.layers.decoder import DecoderLayer, LayerConfig, RMSNorm
-from specserve.layers.linear import QUANTIZED, Linear, quantize_linears
+from specserve.layers.linear import Linear
 from specserve.layers.rotary import Rope, RopeConfig, rope_table
 from specserve.models.llama import LlamaModel
 
@@ -291,11 +291,6 @@ class BlockHead(nn.Module):
             read = torch.cat([states_NH, self.markov_head.markov_w1(tokens_N)], 1)
         out: Tensor = self.confidence_head["proj"](read)
         return out[:, 0]
-
-    def quantize(self, quantization: str) -> None:
-        """Quantize its weights to int8 or fp8, or leave them (none). The confidence head is too small to quantize."""
-        if quantization != "none":
-            quantize_linears(self, QUANTIZED[quantization], (CONFIDENCE,))
 
     @property
     def _decoders(self) -> list[DecoderLayer]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specserve.layers.decoder import LayerConfig
-from specserve.layers.linear import pack_linears
+from specserve.layers.linear import pack_linears, quantize_linears
 from specserve.layers.rotary import rope_fields
 from specserve.methods import method_of
 from specserve.models.checkpoint import building, file_tensors, load_parameters
@@ -309,6 +309,6 @@ def load_block(
         head = BlockHead(config, layer, max_positions, target)
     load_parameters(head, source.files, source.stored)
     source.files.note_unread({*_COPIES, *map(source.stored, file_tensors(head))}, source.notes)
-    head.quantize(quantization)
+    quantize_linears(head, quantization, [CONFIDENCE])  # too small to quantize
     pack_linears(head, keep=["qkv_proj"])  # ``project_kv`` reads its rows
     return head, ids, source.notes

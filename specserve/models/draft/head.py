@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from specserve.layers.batch import Attend
 from specserve.layers.decoder import MLP, Attention, RMSNorm
-from specserve.layers.linear import QUANTIZED, quantize_linears
+from specserve.layers.linear import quantize_linears
 from specserve.layers.rotary import Rope, rope_table
 from specserve.layers.weights import Projection
 from specserve.models.draft.base import DraftConfig
@@ -135,9 +135,7 @@ class LayerHead(nn.Module):
     def quantize(self, quantization: str) -> None:
         """Quantize its weights to int8 or fp8, or leave them (none). The output head is quantized only if it is its own
         and uses all rows."""
-        if quantization != "none":
-            leave = () if self._lm_head is None else ("lm_head",)
-            quantize_linears(self, QUANTIZED[quantization], leave)
+        quantize_linears(self, quantization, () if self._lm_head is None else ("lm_head",))
 
     def project_kv(self, tokens_N: Tensor, features_XH: Tensor, source_N: Tensor | None = None) -> Tensor:
         """Return keys and values of the pairs, not yet rotated: ``[N, 2 * kv heads, D]``."""

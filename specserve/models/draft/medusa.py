@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from specserve.layers.linear import QUANTIZED, Linear, pack_linears, quantize_linears
+from specserve.layers.linear import Linear, pack_linears, quantize_linears
 from specserve.layers.weights import Projection
 from specserve.models.checkpoint import building, file_tensors, load_parameters
 from specserve.models.config import COUNT, check, read_json
@@ -210,11 +210,6 @@ class MedusaHeads(nn.Module):
         assert isinstance(found, Projection)
         return found
 
-    def quantize(self, quantization: str) -> None:
-        """Quantize its weights to int8 or fp8, or leave them (none). The target's head is not quantized."""
-        if quantization != "none":
-            quantize_linears(self, QUANTIZED[quantization], ())
-
 
 def load_medusa(
     path: Path, target: LlamaModel, dtype: torch.dtype, quantization: str, overrides: Mapping[str, Any]
@@ -239,6 +234,6 @@ def load_medusa(
         )
     load_parameters(heads, source.files, source.stored)
     source.note_unread(list(file_tensors(heads)))
-    heads.quantize(quantization)
+    quantize_linears(heads, quantization)
     pack_linears(heads)
     return heads, ids, source.notes

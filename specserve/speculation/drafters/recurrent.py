@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from specserve_kernels import Level, Pool
 from torch import Tensor, nn
 
-from specserve.layers.linear import QUANTIZED, pack_linears, quantize_linears
+from specserve.layers.linear import pack_linears, quantize_linears
 from specserve.models.checkpoint import building, file_tensors, load_parameters
 from specserve.models.draft.arctic_lstm import ArcticLSTM, ArcticSource, open_arctic
 from specserve.models.draft.fields import check_kind
@@ -108,7 +108,6 @@ def load_network(
     source.note_unread(list(file_tensors(module)))
     for note in source.notes:
         log.info("%s", note)
-    if config.quantization != "none":
-        quantize_linears(module, QUANTIZED[config.quantization], ())
+    quantize_linears(module, config.quantization)
     pack_linears(module, keep=["qkv_proj"])  # a decoder layer's, of which ``project_kv`` reads rows
     return module

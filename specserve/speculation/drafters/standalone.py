@@ -21,7 +21,7 @@ from torch import Tensor
 from specserve.attention.base import Frontier
 from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.batch import TokenBatch
-from specserve.layers.linear import PLAIN, QUANTIZED, pack_linears, quantize_linears
+from specserve.layers.linear import PLAIN, pack_linears, quantize_linears
 from specserve.models.checkpoint import load_target
 from specserve.models.config import read_json
 from specserve.models.draft.fields import refuse_overrides
@@ -78,9 +78,9 @@ class StandaloneDrafter(CatchUpDrafter):
             log.info("the draft was trained for %d positions: it guesses worse after these", longest)
         if config.quantization != "none" and model.config.weights is not PLAIN:
             log.info("the draft's weights stay as its checkpoint quantizes them")
-        elif config.quantization != "none":
+        else:
             leave = ("lm_head",) if model.config.tie_word_embeddings else ()
-            quantize_linears(model, QUANTIZED[config.quantization], leave)
+            quantize_linears(model, config.quantization, leave)
         pack_linears(model)
         ids = torch.arange(shared, device=config.target.device)
         vocab = Vocabulary(shared, VocabMap.of(ids, size) if shared < size else None)
