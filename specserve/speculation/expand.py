@@ -15,6 +15,8 @@ from collections.abc import Callable
 from specserve_kernels import Level, Pool, grow_level, root_level
 from torch import Tensor
 
+from specserve.attention.base import Frontier
+from specserve.attention.paged import PagedAttend
 from specserve.speculation.context import Context, View
 from specserve.speculation.sampler import Choices, Sampling, VocabMap
 from specserve.speculation.shape import StepShape
@@ -65,6 +67,21 @@ def expand_levels(
         return for_nodes(logits_BSV[:, depth], level)
 
     return expand(context, view, shape, sampling, vocab, forward)
+
+
+def attend_level(
+    context: Context, view: View, level: Level, depth: int, kv_start: int, first_layer: int = 0
+) -> PagedAttend:
+    """Return the attention of a level's nodes to the prefix from ``kv_start`` on, their ancestors and themselves."""
+    frontier = Frontier(
+        pages_BM=view.slots.pages_BM,
+        prefix_B=view.prefix_B,
+        kv_start=kv_start,
+        scratch_BKA=level.scratch_BWA,
+        max_kv=view.max_length + 1 + depth * level.width,
+    )
+    plan = context.attention.plan_draft(frontier)
+    return PagedAttend(context.pool, plan, level.page_N, level.offset_N, first_layer)
 
 
 def for_nodes(each_BX: Tensor, level: Level) -> Tensor:

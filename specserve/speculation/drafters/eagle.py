@@ -15,8 +15,7 @@ import torch
 from specserve_kernels import Accepted, Level, Pool, address, store_page_features
 from torch import Tensor
 
-from specserve.attention.base import Frontier
-from specserve.attention.paged import PagedAttend, store_projected
+from specserve.attention.paged import store_projected
 from specserve.kv.pool import KVPool
 from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.linear import pack_linears
@@ -28,7 +27,7 @@ from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.dynamic_map import DynamicMap, MapPlan
-from specserve.speculation.expand import expand
+from specserve.speculation.expand import attend_level, expand
 from specserve.speculation.sampler import Sampling, VocabMap
 from specserve.speculation.shape import StepShape
 
@@ -122,15 +121,7 @@ class EagleDrafter:
 
         def forward(level: Level, depth: int) -> Tensor:
             nonlocal features_XH
-            frontier = Frontier(
-                pages_BM=view.slots.pages_BM,
-                prefix_B=view.prefix_B,
-                kv_start=1,
-                scratch_BKA=level.scratch_BWA,
-                max_kv=view.max_length + 1 + depth * level.width,
-            )
-            plan = context.attention.plan_draft(frontier)
-            attend = PagedAttend(context.pool, plan, level.page_N, level.offset_N)
+            attend = attend_level(context, view, level, depth, kv_start=1)
             logits_NV, features_XH = self.head.draft(
                 level.token_N, features_XH, level.position_N, attend, level.source_N
             )

@@ -14,15 +14,13 @@ import torch
 from specserve_kernels import Level, Pool
 from torch import Tensor
 
-from specserve.attention.base import Frontier
-from specserve.attention.paged import PagedAttend
 from specserve.models.draft.hydra import HydraHeads, HydraLayer, HydraSource, open_hydra
 from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, View
 from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.drafters.eagle import EagleDrafter, Vocabulary
 from specserve.speculation.drafters.recurrent import RecurrentDrafter, load_network
-from specserve.speculation.expand import expand
+from specserve.speculation.expand import attend_level, expand
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
@@ -56,15 +54,7 @@ class HydraDrafter(EagleDrafter):
         def forward(level: Level, depth: int) -> Tensor:
             nonlocal path_NX
             if depth == 0:
-                frontier = Frontier(
-                    pages_BM=view.slots.pages_BM,
-                    prefix_B=view.prefix_B,
-                    kv_start=1,
-                    scratch_BKA=level.scratch_BWA,
-                    max_kv=view.max_length + 1,
-                )
-                plan = context.attention.plan_draft(frontier)
-                attend = PagedAttend(context.pool, plan, level.page_N, level.offset_N)
+                attend = attend_level(context, view, level, depth, kv_start=1)
                 path_NX = self.head(
                     level.token_N, context.state.slots.feature, level.position_N, attend, level.source_N
                 )

@@ -18,7 +18,6 @@ import torch
 from specserve_kernels import Accepted, Level, Pool
 from torch import Tensor
 
-from specserve.attention.base import Frontier
 from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.batch import TokenBatch
 from specserve.layers.linear import PLAIN, pack_linears, quantize_linears
@@ -30,7 +29,7 @@ from specserve.models.llama import LlamaModel
 from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.catch_up import CatchUpDrafter, Window
 from specserve.speculation.drafters.config import DrafterConfig
-from specserve.speculation.expand import expand
+from specserve.speculation.expand import attend_level, expand
 from specserve.speculation.sampler import Sampling, VocabMap
 from specserve.speculation.shape import StepShape
 
@@ -102,16 +101,7 @@ class StandaloneDrafter(CatchUpDrafter):
         def forward(level: Level, depth: int) -> Tensor:
             if depth == 0:
                 return self._scores(self._run_window(context, view, window)[window.root_B])
-            frontier = Frontier(
-                pages_BM=view.slots.pages_BM,
-                prefix_B=view.prefix_B,
-                kv_start=0,
-                scratch_BKA=level.scratch_BWA,
-                max_kv=view.max_length + 1 + depth * level.width,
-            )
-            attend = self._attend(
-                context, context.attention.plan_draft(frontier), level.page_N, level.offset_N
-            )
+            attend = attend_level(context, view, level, depth, kv_start=0, first_layer=self._layer)
             return self._scores(self._run(TokenBatch(level.token_N, level.position_N, attend)))
 
         return self._proposed(
