@@ -115,6 +115,15 @@ class Drafter(Protocol):
         ...
 
 
+class FixedTokens:
+    """A base of drafters that always propose from the same tokens."""
+
+    dynamic_map = None
+
+    def set_rows(self, rows_R: Tensor) -> None:
+        raise AssertionError("its tokens are fixed")
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """Everything that lives longer than a step."""

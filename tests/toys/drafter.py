@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specserve.kv.spec import KVSpec
 from specserve.methods import Method
-from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.context import Context, DrafterNeeds, FixedTokens, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
@@ -21,20 +21,16 @@ from specserve.speculation.shape import StepShape
 SURE = -0.1  # log-probability of each token
 
 
-class CopyDrafter:
+class CopyDrafter(FixedTokens):
     name = "COPY"
     needs = DrafterNeeds()
     kv: Sequence[KVSpec] = ()
-    dynamic_map = None
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
     def scratch(self, shape: StepShape) -> int:
         return 0
-
-    def set_rows(self, rows_R: Tensor) -> None:
-        raise AssertionError("it has no rows")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """The state's table has the text."""

@@ -24,7 +24,7 @@ from specserve.kv.spec import HeadKV, KVSpec
 from specserve.layers.rotary import Rope
 from specserve.models.draft.block import BlockHead
 from specserve.models.draft.block_source import load_block
-from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.context import Context, DrafterNeeds, FixedTokens, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.expand import expand, for_nodes
 from specserve.speculation.sampler import Sampling, VocabMap
@@ -33,10 +33,8 @@ from specserve.speculation.shape import StepShape
 log = logging.getLogger(__name__)
 
 
-class BlockDrafter:
+class BlockDrafter(FixedTokens):
     """Runs a ``BlockHead`` as pool layers from ``layer`` on."""
-
-    dynamic_map = None
 
     def __init__(
         self, name: str, head: BlockHead, layer: int, dtype: torch.dtype, vocab: VocabMap | None
@@ -74,9 +72,6 @@ class BlockDrafter:
 
     def scratch(self, shape: StepShape) -> int:
         return self._head.config.block_size
-
-    def set_rows(self, rows_R: Tensor) -> None:
-        raise AssertionError("its rows are fixed")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Store the entries of the prompts' tokens."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from specserve.attention.base import Nodes, Plan
 from specserve.attention.paged import PagedAttend
 from specserve.layers.batch import TokenBatch
-from specserve.speculation.context import Context, DrafterNeeds, View
+from specserve.speculation.context import Context, DrafterNeeds, FixedTokens, View
 from specserve.speculation.expand import expand_levels
 from specserve.speculation.sampler import Sampling, VocabMap
 from specserve.speculation.shape import StepShape
@@ -48,16 +48,12 @@ class Window:
     end_B: Tensor  # where the cache ends after this pass, and masks begin
 
 
-class CatchUpDrafter:
+class CatchUpDrafter(FixedTokens):
     """A drafter whose layers are the pool's from ``_layer`` on. Subclasses run them."""
 
-    dynamic_map = None
     needs: DrafterNeeds
     _layer: int
     _vocab: VocabMap | None
-
-    def set_rows(self, rows_R: Tensor) -> None:
-        raise AssertionError("its rows are fixed")
 
     def _run_window(self, context: Context, view: View, window: Window) -> Tensor:
         """Run a pass. Return each row's state, which ``_scores`` reads."""

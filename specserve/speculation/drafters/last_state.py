@@ -14,15 +14,14 @@ from specserve_kernels import Accepted
 from torch import Tensor
 
 from specserve.kv.spec import KVSpec
-from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.context import Context, DrafterNeeds, FixedTokens, PromptTokens, TargetStates, View
 from specserve.speculation.shape import StepShape
 
 
-class LastStateDrafter:
+class LastStateDrafter(FixedTokens):
     """A subclass loads heads and implements ``propose``."""
 
     kv: Sequence[KVSpec] = ()
-    dynamic_map = None
 
     def __init__(self, name: str, hidden_size: int) -> None:
         self.name = name
@@ -30,9 +29,6 @@ class LastStateDrafter:
 
     def scratch(self, shape: StepShape) -> int:
         return 0
-
-    def set_rows(self, rows_R: Tensor) -> None:
-        raise AssertionError("its rows are fixed")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         context.state.slots.feature[view.slots.rows_B] = prompts.last_BH

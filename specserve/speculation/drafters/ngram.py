@@ -15,7 +15,7 @@ from specserve_kernels import Accepted, Pool, Prediction, find_continuations
 from torch import Tensor
 
 from specserve.kv.spec import KVSpec
-from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.context import Context, DrafterNeeds, FixedTokens, PromptTokens, TargetStates, View
 from specserve.speculation.drafters.config import DrafterConfig
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
@@ -23,12 +23,11 @@ from specserve.speculation.shape import StepShape
 DOUBT = 0.5  # probability that a token is wrong after a match of one token; divided by n after n
 
 
-class NgramDrafter:
+class NgramDrafter(FixedTokens):
     """Proposes what followed the longest match of the text's end; ties go to the latest match."""
 
     needs = DrafterNeeds()
     kv: Sequence[KVSpec] = ()
-    dynamic_map = None
 
     def __init__(self, name: str, vocab_size: int) -> None:
         self.name = name
@@ -41,9 +40,6 @@ class NgramDrafter:
 
     def scratch(self, shape: StepShape) -> int:
         return 0
-
-    def set_rows(self, rows_R: Tensor) -> None:
-        raise AssertionError("it has no rows")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         """Do nothing: the state's table has the text."""

@@ -8,25 +8,21 @@ from specserve_kernels import Accepted, Pool
 from torch import Tensor
 
 from specserve.kv.spec import KVSpec
-from specserve.speculation.context import Context, DrafterNeeds, PromptTokens, TargetStates, View
+from specserve.speculation.context import Context, DrafterNeeds, FixedTokens, PromptTokens, TargetStates, View
 from specserve.speculation.sampler import Sampling
 from specserve.speculation.shape import StepShape
 
 
-class NoDrafter:
+class NoDrafter(FixedTokens):
     """Proposes nothing, so that no step has draft levels."""
 
     name = ""
     needs = DrafterNeeds()
     kv: Sequence[KVSpec] = ()
     vocab_size = 0
-    dynamic_map = None
 
     def scratch(self, shape: StepShape) -> int:
         return 0
-
-    def set_rows(self, rows_R: Tensor) -> None:
-        raise AssertionError("it has no rows")
 
     def prefill(self, context: Context, view: View, prompts: PromptTokens, states: TargetStates) -> None:
         pass
