@@ -21,7 +21,7 @@ from specserve.models.llama import LlamaModel
 from specserve.tools.train import export, report
 from specserve.tools.train.block import BlockTrainer
 from specserve.tools.train.chat import Encoder
-from specserve.tools.train.cli import parse_args
+from specserve.tools.train.cli import TAKEN_BY, parse_args
 from specserve.tools.train.data import load_sources
 from specserve.tools.train.eagle import EagleTrainer
 from specserve.tools.train.eagle3 import Eagle3Trainer
@@ -40,46 +40,14 @@ from specserve.tools.train.packing import Documents, Rows, RowSampler, identity,
 from specserve.tools.train.vocab import draft_vocabulary, unused_token
 
 log = logging.getLogger("specserve.tools.train")
-HELDOUT_SHARE, HELDOUT_MOST = (
-    0.02,
-    512,
-)  # share and maximum of a source's documents, if no held-out file is given
+# Share and maximum of a source's documents, if no held-out file is given.
+HELDOUT_SHARE, HELDOUT_MOST = 0.02, 512
 # Settings that a resumed run must share with the one that wrote the checkpoint, besides the data.
-FIXED = [
-    "algorithm",
-    "max_length",
-    "batch_tokens",
-    "accumulate",
-    "optimizer",
-    "lr",
-    "weight_decay",
-    "warmup",
-    "schedule",
-    "clip",
-    "seed",
-    "shares",
-    "ttt_length",
-    "ttt_decay",
-    "draft_vocab_size",
-    "draft_intermediate_size",
-    "draft_num_heads",
-    "draft_num_kv_heads",
-    "rope_theta",
-    "aux_layers",
-    "feature_weight",
-    "ce_weight",
-    "draft_layers",
-    "block_size",
-    "anchors",
-    "mask_token",
-    "markov_rank",
-    "markov_head",
-    "medusa_heads",
-    "medusa_layers",
-    "medusa_scores",
-    "mlp_levels",
-    "mlp_inner",
-]
+FIXED = (
+    *("algorithm", "max_length", "batch_tokens", "accumulate", "optimizer", "lr", "weight_decay"),
+    *("warmup", "schedule", "clip", "seed", "shares", "ttt_decay"),
+    *TAKEN_BY,
+)
 
 Trainer = EagleTrainer | Eagle3Trainer | BlockTrainer | LastStateTrainer
 

@@ -14,7 +14,7 @@ from specserve.tools.train.optim import OPTIMIZERS, SCHEDULES
 ALGORITHMS = ("EAGLE", "EAGLE3", "DFLASH", "DSPARK", "MEDUSA", "MLP_SPECULATOR")
 _BLOCKS = ("DFLASH", "DSPARK")
 _LAYERS = ("EAGLE", "EAGLE3", *_BLOCKS)
-_TAKEN_BY = {
+TAKEN_BY = {
     "ttt_length": ("EAGLE", "EAGLE3"),
     "draft_vocab_size": ("EAGLE3",),
     "draft_intermediate_size": _LAYERS,
@@ -36,7 +36,7 @@ _TAKEN_BY = {
     "mlp_levels": ("MLP_SPECULATOR",),
     "mlp_inner": ("MLP_SPECULATOR",),
 }
-"""Options that only some algorithms take."""
+"""Options that only some algorithms take. All of them determine the draft."""
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -65,7 +65,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     _add_schedule(parser)
     _add_draft(parser)
     args = parser.parse_args(argv)
-    for name, algorithms in _TAKEN_BY.items():
+    for name, algorithms in TAKEN_BY.items():
         if args.algorithm not in algorithms and getattr(args, name) != parser.get_default(name):
             option, takers = f"--{name.replace('_', '-')}", " and ".join(algorithms)
             parser.error(f"{option} is an option of {takers}; --algorithm is {args.algorithm}")
