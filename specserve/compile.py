@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from specserve.config import load_settings
+from specserve.config.sources import Parser, own_options
 from specserve.logs import configure_logging
 
 GPUS = {
@@ -31,23 +32,15 @@ GPUS = {
 """Compute capability, multiprocessors, shared memory per program in bytes."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = _Parser(prog="python -m specserve.compile", allow_abbrev=False, add_help=False)
+    parser = Parser(prog="python -m specserve.compile", allow_abbrev=False, add_help=False)
     parser.add_argument("--gpu", choices=GPUS, help="Which GPU to compile for. Not set: this machine's.")
     parser.add_argument(
         "--processes", type=int, default=os.cpu_count(), metavar="N", help="Not set: all cores."
     )
     try:
-        own, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-        if {"-h", "--help"} & set(flags):
-            parser.print_help()
-            print("\nand the server's:\n")
+        own, flags = own_options(parser, argv)
         if own.processes < 1:
             raise ValueError(f"--processes: must be at least 1, found {own.processes}")
         given = load_settings(flags)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -113,9 +114,22 @@ def _named(given: Mapping[str, Any], source: str, label: Any) -> dict[str, Any]:
     return values
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError naming the argument."""
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(message.removeprefix("argument "))
+
+
+def own_options(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of a tool that also takes the server's flags, and these. Prints the tool's part of --help."""
+    options, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(flags):
+        parser.print_help()
+        print("\nand the server's:\n")
+    return options, flags
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -142,7 +156,7 @@ def _flags(settings: Iterable[Setting]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m specserve.launch",
         description="OpenAI-compatible server with lossless speculative decoding.",
         epilog="Each setting is also read from SPECSERVE_<NAME> and from the YAML file; flags come first.",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from specserve.config import Settings, load_settings, resolve_paths
 from specserve.config.notes import log_notes
+from specserve.config.sources import own_options
 from specserve.config.speculation import SHAPE
 from specserve.engine.shapes import cut
 from specserve.frontend.tokenizer import Tokenizer
@@ -35,11 +36,7 @@ MEASURED_SHAPE = (5, 4, 8)  # used when no shape is given, because acceptance by
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; return the exit code."""
-    parser = _parser()
-    options, flags = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(flags):
-        parser.print_help()
-        print("\nand the server's:\n")
+    options, flags = own_options(_parser(), argv)
     report = Report()
     try:
         if options.max_tokens < 2:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from specserve.config import Settings, load_settings, resolve_paths
 from specserve.config.notes import log_notes
+from specserve.config.sources import own_options
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.logs import configure_logging
 from specserve.models.read_config import load_model_config
@@ -32,12 +33,8 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; return the exit code."""
-    own = parser()
     try:
-        found, flags = own.parse_known_args(sys.argv[1:] if argv is None else argv)
-        if {"-h", "--help"} & set(flags):
-            own.print_help()
-            print("\nand the server's:\n")
+        found, flags = own_options(parser(), argv)
         given = load_settings(flags)
         configure_logging("warning")
         tune(given, found)

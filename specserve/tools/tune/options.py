@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from specserve.config import Settings, resolve
+from specserve.config.sources import Parser
 from specserve.config.speculation import SHAPE, check_pool
 from specserve.methods import names_like
 from specserve.models.config import ModelConfig
@@ -17,14 +18,9 @@ from specserve.tools.tune.grid import DRAFT_TOKENS, STEPS, TOPK, Candidate, Grid
 PROGRAM = "python -m specserve.tune"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the tuner's options; other flags are the server's. Raises ValueError naming the option."""
-    found = _Parser(
+    found = Parser(
         prog=PROGRAM,
         add_help=False,
         allow_abbrev=False,
