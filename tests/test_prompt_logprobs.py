@@ -77,7 +77,7 @@ def test_however_it_is_computed(agreeing: Checkpoints) -> None:
                 assert values(answers[index].logprobs) == pytest.approx(values(plain.logprobs), abs=1e-9)
             assert values(answers[1].scores)[:7] == pytest.approx(values(plain.scores)[:7], abs=1e-9)
         assert (scheduler.stats().preemptions > 0) == (pool == 80)
-        scheduler.memory.check_idle()
+        assert not scheduler.memory.problems()
 
 
 def test_put_back_in_the_middle_of_a_prompt(agreeing: Checkpoints) -> None:

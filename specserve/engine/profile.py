@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from specserve.core import MAX_COUNT
 from specserve.engine.graphs import StepGraph
 from specserve.speculation.context import Context, View
 from specserve.speculation.control.cost import CostModel
@@ -21,8 +22,6 @@ _EAGER_SIZES = (1, 4, 16, 64)
 _EAGER_CONTEXT = 256
 EAGER_REPEATS = 3  # the fastest counts; the first is slower than the others
 _COPY_BYTES = 256 * 2**20
-_MANY = 2**62
-
 
 Candidates = Callable[[int], Sequence[StepShape]]
 
@@ -106,7 +105,7 @@ def _drafted_for(context: Context) -> Iterator[None]:
     0."""
     slots, dummy = context.state.slots, context.state.dummy
     for column in (slots.limit, slots.draft_cap):
-        column[dummy].fill_(_MANY)
+        column[dummy].fill_(MAX_COUNT)
     try:
         yield
     finally:

@@ -90,10 +90,6 @@ class RadixCache:
         """Yield every page of the tree."""
         return (page for node in self.nodes() for page in node.pages)
 
-    def evictable(self) -> int:
-        """Return how many pages ``evict`` could free now."""
-        return self._allocator.idle
-
     def _keys(self, tokens: Sequence[int]) -> list[Key]:
         size = self._page_size
         return [tuple(tokens[i : i + size]) for i in range(0, len(tokens) - size + 1, size)]

@@ -11,6 +11,8 @@ import torch
 from specserve_kernels import rotary_table
 from torch import Tensor
 
+THETA = 10000.0  # of a config that names no base
+
 
 class Rope(NamedTuple):
     """The rotation of tokens: rows of a rotary table ``[P, 2, D]`` at their positions (int64 ``[T]``)."""
@@ -24,7 +26,7 @@ class RopeConfig:
     """theta and scaling as in a Hugging Face config; ``kind`` is one of ``ROPE_KINDS``. The fields from ``beta_fast``
     on are yarn's: which frequencies it blends, and the multiplier of cos and sin."""
 
-    theta: float = 10000.0
+    theta: float = THETA
     kind: str = "default"
     factor: float = 1.0
     low_freq_factor: float = 1.0
@@ -38,11 +40,11 @@ class RopeConfig:
     mscale_all_dim: float | None = None
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
+    def from_dict(cls, config: Mapping[str, Any]) -> RopeConfig:
         """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (earlier)."""
         scaling = rope_fields(config)
         kind = _kind(scaling)
-        theta = scaling.get("rope_theta") or config.get("rope_theta") or default_theta
+        theta = scaling.get("rope_theta") or config.get("rope_theta") or THETA
         if kind == "default":
             return cls(theta=float(theta))
         scaling |= _lengths(config, scaling)

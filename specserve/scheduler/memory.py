@@ -127,8 +127,3 @@ class Memory:
         if used:
             found.append(f"{len(used)} cached pages are still in use, page {used[0]} among them")
         return found
-
-    def check_idle(self) -> None:
-        """Raise AssertionError if an idle engine has leaked pages."""
-        problems = self.problems()
-        assert not problems, "; ".join(problems)

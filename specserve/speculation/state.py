@@ -15,7 +15,7 @@ import torch
 from specserve_kernels import Continuations, Prediction, SlotTables, Sources, follow_prediction
 from torch import Tensor
 
-from specserve.core import MAX_BIAS, SamplingParams
+from specserve.core import MAX_BIAS, MAX_COUNT, SamplingParams
 from specserve.methods import Lookahead
 
 
@@ -300,7 +300,6 @@ class DecodeState:
 
 
 NGRAMS = 4096  # of each slot's lookahead pool
-_FOREVER = 2**62
 _ALIGNED = 16  # rows are padded to a multiple of this
 
 
@@ -328,7 +327,7 @@ def _floats_of(params: SamplingParams) -> tuple[float, ...]:
 
 def _bias_of(row: RowInit) -> _Bias:
     """Return a row's bias entries. Those of one token add up, so a ban (-inf) hides the token's bias until it ends."""
-    biases = [(token, bias, _FOREVER) for token, bias in (row.params.logit_bias or {}).items()]
+    biases = [(token, bias, MAX_COUNT) for token, bias in (row.params.logit_bias or {}).items()]
     return biases + [(token, -torch.inf, row.banned_until) for token in row.banned_ids]
 
 
@@ -355,4 +354,4 @@ def draft_cap(params: SamplingParams) -> int:
     speculation = params.speculation
     if not speculation.enabled:
         return 0
-    return _FOREVER if speculation.max_draft_tokens is None else speculation.max_draft_tokens
+    return MAX_COUNT if speculation.max_draft_tokens is None else speculation.max_draft_tokens

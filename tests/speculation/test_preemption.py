@@ -30,7 +30,7 @@ WORK = [(prompt, PENALISED) for prompt in PROMPTS]
 def assert_idle(scheduler: Scheduler) -> None:
     """Every slot and page is back, and none is lost when the cache is emptied too."""
     assert not scheduler.has_work
-    scheduler.memory.check_idle()
+    assert not scheduler.memory.problems()
     if scheduler.memory.cache is not None:
         scheduler.memory.cache.clear()
     assert scheduler.memory.allocator.free == scheduler.memory.allocator.capacity
