@@ -18,7 +18,7 @@ def configure_logging(level: str, form: str = "text") -> None:
     handler.setLevel(level.upper())  # filters also libraries' loggers that set their own level
     handler.setFormatter(_Json() if form == "json" else _Text())
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    for noisy in ("httpx", "filelock", "urllib3"):
+    for noisy in ("httpx", "httpx2", "filelock", "urllib3"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     logging.captureWarnings(True)
 

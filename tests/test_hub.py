@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +111,17 @@ def test_the_weights_that_the_loader_reads(names: list[str], weights: list[str],
         (tmp_path / name).touch()
     if weights and "pytorch_model.bin.index.json" not in names and "draft.safetensors" not in names:
         assert [file.name for file in weight_files(tmp_path)] == weights
+
+
+def test_no_bar_becomes_a_part_of_a_log(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    bars = importlib.import_module("huggingface_hub.utils.tqdm")  # whose name is also a class's
+    monkeypatch.setattr(bars, "disable_progress_bars", lambda: seen.append(True))
+    fake.files["o/m"] = LLAMA
+    for in_terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda in_terminal=in_terminal: in_terminal)
+        resolve_paths(Settings(model_path="o/m"))
+        assert bool(seen) != in_terminal
 
 
 def test_shards_are_those_of_the_index(fake: FakeHub) -> None:

@@ -11,6 +11,7 @@ import fnmatch
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,9 +105,12 @@ def fetch(repo: Repo, kind: Kind, code: bool = False) -> Path:
     what to do."""
     import huggingface_hub as hub
     from huggingface_hub import constants
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if constants.HF_HUB_OFFLINE:
         return _cached(repo, kind, "HF_HUB_OFFLINE is set")
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # lines of the log would begin with them
     try:
         info = hub.HfApi().model_info(repo.name, revision=repo.revision, timeout=_TIMEOUT)
     except Exception as error:  # the client raises its own types, its HTTP library's and OSError

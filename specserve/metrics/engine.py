@@ -35,7 +35,9 @@ class EngineCollector(Collector):
 def _load(stats: Stats) -> Iterator[Metric]:
     used = 1 - stats.pages_free / max(stats.pages_total, 1)
     yield _gauge("running_requests", "Requests that have a slot in the batch and pages.", stats.running)
-    yield _gauge("waiting_requests", "Requests that wait for a slot or for pages.", stats.waiting)
+    yield _gauge(
+        "waiting_requests", "Requests that wait for a slot, for pages or for their grammar.", stats.waiting
+    )
     yield _gauge("kv_pages_total", "Pages in the KV pool.", stats.pages_total)
     yield _gauge("kv_pages_free", "Pages that hold nothing.", stats.pages_free)
     yield _gauge(

@@ -91,7 +91,7 @@ class Metrics:
         )
         self._finished = Counter(
             "specserve_finished_requests",
-            "Finished requests by finish_reason. Each choice counts separately.",
+            "Finished requests by reason: length or stop, which tool calls have too. Each choice counts separately.",
             ("reason",),
             registry=self._registry,
         )

@@ -207,10 +207,11 @@ class Throughput:
         elif now - self._begin >= LOG_PERIOD:
             tokens = stats.generated_tokens - before.generated_tokens
             requests = stats.step_totals.requests - before.step_totals.requests
+            accepted = stats.accepted - before.accepted
             log.info(
                 "%.0f tokens/s, %.2f per request and step; %d requests running, %d waiting, %.0f%% of KV pages in use",
                 tokens / (now - self._begin),
-                tokens / max(requests, 1),
+                1 + accepted / max(requests, 1),
                 stats.running,
                 stats.waiting,
                 100 * (1 - stats.pages_free / max(stats.pages_total, 1)),

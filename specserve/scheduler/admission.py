@@ -29,8 +29,8 @@ class Admission:
         self._seeds = random.Random(random_seed)
         self._arrivals = itertools.count()
 
-    def admit(self, message: Submit) -> Request:
-        """Return the request. Raises FieldError if it can't be served."""
+    def admit(self, message: Submit, submitted: float) -> Request:
+        """Return the request, which came at ``submitted``. Raises FieldError if it can't be served."""
         params, prompt = message.params, message.token_ids
         self._capacity.check(prompt, params)
         if params.constrained and self._no_grammars is not None:
@@ -60,5 +60,6 @@ class Admission:
             arrival=next(self._arrivals),
             skill=Skill.of(draft_cap(params), params),
             tenant=message.tenant,
+            submitted=submitted,
             scores=None if params.prompt_logprobs is None else [],
         )

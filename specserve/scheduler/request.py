@@ -28,7 +28,7 @@ class Request:
     arrival: int
     skill: Skill
     tenant: str = ""
-    submitted: float = field(default_factory=time.monotonic)
+    submitted: float = field(default_factory=time.monotonic)  # when it came, before its grammar was compiled
     output: list[int] = field(default_factory=list)
     # While it has a slot; reset by preemption.
     slot: int = -1

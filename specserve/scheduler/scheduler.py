@@ -117,20 +117,20 @@ class Scheduler:
         if grammar is not None and (grammars := self.runner.masks.grammars) is not None:
             self._compiling.add(message, grammars.compile(grammar))
         else:
-            self._enqueue(message)
+            self._enqueue(message, time.monotonic())
 
-    def _enqueue(self, message: Submit) -> None:
+    def _enqueue(self, message: Submit, submitted: float) -> None:
         try:
-            self.waiting.add(self._admission.admit(message))
+            self.waiting.add(self._admission.admit(message, submitted))
         except FieldError as refused:
             self._outbox.append(Failed(message.rid, refused.reason, refused.param))
 
     def _take_compiled(self) -> None:
         """Queue the requests whose grammars are compiled."""
         idle = not (self.waiting or self.running or self._inflight or self._outbox)
-        for message, error in self._compiling.take(idle):
+        for message, submitted, error in self._compiling.take(idle):
             if error is None:
-                self._enqueue(message)
+                self._enqueue(message, submitted)
             else:
                 self._outbox.append(Failed(message.rid, str(error), "grammar"))
 

@@ -50,6 +50,7 @@ class RequestIds:
         try:
             await self._app(scope, receive, named)
         finally:
+            status = scope.get(ENDED_BY, status)  # a stream's, which began with 200
             path = scope.get("raw_path", b"").partition(b"?")[0].decode(errors="replace")
             ours = status >= 500 and path not in PROBES  # a 503 is a valid answer to a probe
             level = logging.WARNING if ours else logging.DEBUG

@@ -84,11 +84,18 @@ class _EventStream(Response):
         try:
             async for chunk in self._chunks:
                 await send(_body(self._event(chunk)))
-        except RequestFailed as failure:
+        except Exception as failure:
             error = as_answer(failure)
             scope[ENDED_BY] = error.status
             await send(_body(self._event(self._failed(error))))
-        await send({"type": "http.response.body", "body": self._end, "more_body": False})
+            if not isinstance(failure, RequestFailed):
+                await send(self._last)
+                raise  # to be logged
+        await send(self._last)
+
+    @property
+    def _last(self) -> Message:
+        return {"type": "http.response.body", "body": self._end, "more_body": False}
 
 
 def _body(data: bytes) -> Message:

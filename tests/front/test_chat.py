@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from specserve.server.parsed import Deltas
 from tests.front.conftest import Serve
 from tests.front.fake_engine import EOS
 
@@ -273,3 +275,24 @@ def test_the_stop_string_is_part_of_the_text_if_asked_for(serve: Serve) -> None:
     assert post(client, **asked).json()["choices"][0]["message"]["content"] == "one two"
     chunks = events(post(client, stream=True, **asked))
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "one two"
+
+
+def test_a_stream_ends_with_the_error_that_ended_it(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client, engine = serve("a long reply of many tokens")
+    of, calls = Deltas.of, itertools.count()
+
+    def fail(deltas: Deltas, events: Any) -> Any:
+        if next(calls) == 2:
+            raise RuntimeError("a mistake")
+        return of(deltas, events)
+
+    monkeypatch.setattr(Deltas, "of", fail)
+    *chunks, error, end = [line[6:] for line in post(client, stream=True).text.split("\n\n") if line]
+    assert chunks
+    assert json.loads(error)["error"]["message"].startswith("internal error: RuntimeError")
+    assert end == "[DONE]"
+    assert 'status="500"} 1.0' in client.get("/metrics").text
+    assert "500 after" in caplog.text
+    assert not engine.has_work

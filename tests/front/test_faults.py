@@ -96,12 +96,13 @@ class TestOfOneServer:
 
     def test_timeout_of_a_stream(self, server: Server) -> None:
         counted = 'requests_total{endpoint="/v1/completions",status="504"}'
-        before = metric(server, re.escape(counted))
+        before, logged = metric(server, re.escape(counted)), len(server.lines)
         *chunks, error, end = events(post(server, stream=True))
         assert len(chunks) > 10
         assert json.loads(error)["error"]["code"] == "timeout"
         assert end == "[DONE]"
         assert metric(server, re.escape(counted)) == before + 1
+        wait(lambda: any("POST /v1/completions: 504 after" in line for line in server.lines[logged:]), 5)
         wait(lambda: server.running() == 0, 3)
 
     def test_size_of_the_body(self, server: Server) -> None:

@@ -213,3 +213,11 @@ def test_no_file_is_unpickled_with_code() -> None:
                     loads.append("weights_only=True" in ast.unparse(node))
     assert loads
     assert all(loads)
+
+
+def test_addresses_of_downloads_are_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be signed."""
+    monkeypatch.setattr(logging, "root", logging.Logger("root"))
+    configure_logging("info")
+    for name in ("httpx", "httpx2"):
+        assert not logging.getLogger(name).isEnabledFor(logging.INFO)

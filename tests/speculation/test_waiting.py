@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
+from concurrent.futures import Future
 from unittest.mock import patch
 
 import pytest
 
 from specserve.core import SamplingParams
+from specserve.messages import Submit
+from specserve.scheduler.compiling import Compiling
 from specserve.scheduler.memory import Memory
 from specserve.scheduler.request import Request
 from specserve.scheduler.scheduler import Scheduler
@@ -156,3 +160,14 @@ def test_who_still_waits_would_not_fit(agreeing: Checkpoints) -> None:
         run_mixed(scheduler, random.Random(2), 150)
     assert waited > 30
     assert not memory.problems()
+
+
+def test_the_time_in_which_a_grammar_is_compiled_is_waiting() -> None:
+    compiling, compilation = Compiling(), Future[object]()
+    compiling.add(Submit("a", [1], params(1)), compilation)
+    begun = time.monotonic()
+    assert compiling.take(idle=True) == []
+    compilation.set_result(None)
+    ((message, came, error),) = compiling.take(idle=False)
+    assert (message.rid, error) == ("a", None)
+    assert came <= begun < time.monotonic()
