@@ -207,6 +207,10 @@ class Capacity:
         self.check_tokens("prediction", predicted)
         self.check_tokens("logit_bias", list(params.logit_bias or ()))
         self.check_tokens("stop_token_ids", params.stop_token_ids)
+        if params.thought is not None:
+            if not params.thought.end:
+                raise FieldError("thought.end", "must not be empty")
+            self.check_tokens("thought.end", params.thought.end)
         if self.all_greedy and not params.greedy:
             words = "this server accepts only greedy requests (requests_all_greedy): it must be 0"
             raise FieldError("temperature", f"{words}, found {params.temperature}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _READ = ("requests_all_greedy", "tool_call_parser", "reasoning_parser")
+_UNREAD = ("served_model_name",)  # though it is not in the server's group
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
 
@@ -64,7 +66,7 @@ class RequestOutput:
 class LLM:
     """A model that answers batches of prompts. Settings have the names of the server's flags.
 
-    Not thread-safe. Raises ValueError naming the setting, prompt or parameter at fault.
+    It takes one call at a time. Raises ValueError naming the setting, prompt or parameter at fault.
     """
 
     def __init__(self, model_path: str | None = None, **settings: Any) -> None:
@@ -83,6 +85,7 @@ class LLM:
         self._ends = config.model.eos_token_ids
         self.engine: Engine | None = create_scheduler(config)
         self._calls = 0
+        self._free = threading.Lock()  # while no call runs
 
     def generate(
         self,
@@ -119,6 +122,8 @@ class LLM:
         """
         if not isinstance(messages, Sequence):
             raise ValueError(f"messages must be a list, found {type(messages).__name__}")
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise ValueError(f"chat_template_kwargs must be a dict, found {_kind(chat_template_kwargs)}")
         calls = Calls.of(*offered(tools, tool_choice, parallel_tool_calls))
         formats = self._formats()
         calls.check(formats.calls)
@@ -238,11 +243,16 @@ class LLM:
         parse the answers."""
         engine = self.engine
         assert engine is not None, "_params checks this"
-        self._calls += 1
-        batch = _Batch(engine, self.tokenizer, f"call{self._calls}", prompts, params, name, parsers)
-        for _ in _progress(batch.run(), len(prompts), progress):
-            pass
-        return batch.outputs()
+        if not self._free.acquire(blocking=False):
+            raise RuntimeError("an LLM takes one call at a time: another thread's has not ended")
+        try:
+            self._calls += 1
+            batch = _Batch(engine, self.tokenizer, f"call{self._calls}", prompts, params, name, parsers)
+            for _ in _progress(batch.run(), len(prompts), progress):
+                pass
+            return batch.outputs()
+        finally:
+            self._free.release()
 
 
 class _Batch:
@@ -355,7 +365,7 @@ def _after_thought(formats: Formats, params: SamplingParams, parser: AnswerParse
 
 def _ignored_settings(settings: Settings) -> list[str]:
     """Return the server-only settings that were set and have no effect here."""
-    names = [name for name, declared in SETTINGS.items() if declared.group == SERVER]
+    names = [name for name, each in SETTINGS.items() if each.group == SERVER or name in _UNREAD]
     return [name for name in names if name not in _READ and getattr(settings, name) != SETTINGS[name].default]
 
 

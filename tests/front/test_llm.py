@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 import specserve.models.read_config
 import specserve.process.assemble
 from specserve import LLM, FunctionCall, RequestOutput, SamplingParams, grammar
-from specserve.core import Thought
+from specserve.core import Capacity, FieldError, Thought
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.layers.linear import PLAIN
 from specserve.messages import Submit
@@ -307,3 +307,38 @@ def test_settings_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         make(tmp_path, monkeypatch, page_sise=1)
     with pytest.raises(ValueError, match="--model-path: /no/where does not exist"):
         LLM("/no/where")
+
+
+def test_template_variables_that_are_none(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="chat_template_kwargs must be a dict, found str"):
+        llm.chat([{"role": "user", "content": "a"}], chat_template_kwargs="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("end", "words"), [([], "must not be empty"), ([5, VOCAB], f"found {VOCAB}"), ([-1], "-1")]
+)
+def test_ends_of_a_thought_that_are_no_tokens(end: list[int], words: str) -> None:
+    params = SamplingParams(thinking_token_budget=2, thought=Thought(open="x", close="y", end=end))
+    with pytest.raises(FieldError, match=f"thought.end.*{words}"):
+        Capacity(context_length=9, pool_tokens=9, vocab_size=VOCAB, all_greedy=False).check([1], params)
+
+
+def test_a_call_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = engine_of(llm).run_once
+
+    def run_during_a_call() -> Any:
+        with pytest.raises(RuntimeError, match="takes one call at a time"):
+            llm.generate(["b"])
+        return run()
+
+    monkeypatch.setattr(engine_of(llm), "run_once", run_during_a_call)
+    assert texts(llm.generate(["a"])) == ["a"]
+    monkeypatch.setattr(engine_of(llm), "run_once", run)
+    assert texts(llm.generate(["b"])) == ["b"]
+
+
+def test_a_name_that_nobody_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, monkeypatch, served_model_name=("a",))
+    assert "served_model_name" in caplog.text

@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report.error = str(error)
     except (RuntimeError, OSError, MemoryError) as error:  # torch's errors, including out of memory
         report.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    except KeyboardInterrupt:
+        return 130
     print(report.json() if options.json else report.text())
     return report.exit_code
 

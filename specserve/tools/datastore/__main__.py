@@ -1,6 +1,6 @@
 """``python -m specserve.datastore``: write a file for ``--speculative-datastore`` from your own text or conversations.
 
-Exit codes: 0 written, 2 a user's mistake.
+Exit codes: 0 written, 2 a user's mistake, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from specserve.models.read_config import load_model_config
 from specserve.speculation.datastore import write_chunk
+from specserve.tools.output import check_output, whole
 from specserve.tools.token_map.__main__ import load_encoder, model_directory
 from specserve.tools.token_map.count import documents
 
@@ -45,12 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--output", type=Path, required=True, metavar="FILE", help="for example answers.idx")
     args = parser.parse_args(argv)
     try:
+        check_output("--output", args.output, {"--data": args.data})
         model = model_directory(args.model_path, args.revision)
         vocab_size = load_model_config(model).vocab_size
         size = write_datastore(args.output, documents(args.data, load_encoder(model)), vocab_size)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(f"{args.output}: {size} tokens, {args.output.stat().st_size / 2**20:.1f} MiB")
     return 0
 
@@ -60,21 +64,15 @@ def write_datastore(path: Path, texts: Iterable[Sequence[int]], vocab_size: int,
 
     Raises ValueError naming ``--data`` or ``--output`` if there are none or the file can't be written.
     """
-    size, partial = 0, path.with_name(f"{path.name}.partial")
-    try:
+    size = 0
+    with whole("--output", path) as partial:
         with partial.open("wb") as file:
             for tokens_N in _chunks(texts, chunk):
                 ids_N = tokens_N.astype("<u2" if vocab_size <= 2**16 else "<i4")
                 file.write(write_chunk(ids_N.tobytes(), suffix_array(tokens_N).astype("<i4").tobytes()))
                 size += len(tokens_N)
-        if size:
-            partial.replace(path)
-    except OSError as error:
-        raise ValueError(f"--output: {path} can't be written: {error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
-    if not size:
-        raise ValueError("--data: contains no tokens")
+        if not size:
+            raise ValueError("--data: contains no tokens")
     return size
 
 

@@ -1,6 +1,6 @@
 """``python -m specserve.token_map``: write a map for ``--speculative-token-map`` from your own text or traffic.
 
-Exit codes: 0 written, 2 a user's mistake.
+Exit codes: 0 written, 2 a user's mistake, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from specserve.models.draft.token_map import read_token_map
 from specserve.models.read_config import load_model_config
 from specserve.models.special_tokens import special_tokens
 from specserve.speculation.dynamic_map import default_size
+from specserve.tools.output import check_output
 from specserve.tools.token_map.cli import parse_args
 from specserve.tools.token_map.count import Counts, count_files, count_server
 from specserve.tools.token_map.ranking import Ranking
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the map and print its coverage; return the exit code."""
     args = parse_args(argv)
     try:
+        check_output("--output", args.output, {"--data": args.data, "--map": args.map})
         model_path = model_directory(args.model_path, args.revision)
         ranking = _ranking(args, model_path)
         size = default_size(len(ranking.counts_V)) if args.size is None else args.size
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(f"{args.output}: {size} of {len(ranking.counts_V)} ids, {len(ranking.kept)} of them special")
     print(_coverage(ranking, size))
     return 0

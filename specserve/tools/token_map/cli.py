@@ -52,6 +52,4 @@ def _output(text: str) -> Path:
     path = Path(text)
     if path.suffix not in FORMATS:
         raise argparse.ArgumentTypeError(f"must end in {', '.join(FORMATS)}, found {text}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path.parent} is not a directory")
     return path

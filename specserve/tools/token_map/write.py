@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from specserve.tools.output import whole
+
 
 def _torch(path: Path, ids: list[int]) -> None:
     torch.save(ids, path)
@@ -26,7 +28,5 @@ FORMATS: dict[str, Callable[[Path, list[int]], None]] = {".pt": _torch, ".json":
 
 def write_map(path: Path, ids: list[int]) -> None:
     """Write a map in the format of the path's suffix. Raises ValueError if the file can't be written."""
-    try:
-        FORMATS[path.suffix](path, ids)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"--output: {path} can't be written: {error}") from None
+    with whole("--output", path) as partial:
+        FORMATS[path.suffix](partial, ids)

@@ -21,7 +21,7 @@ from specserve.models.read_config import load_model_config
 from specserve.tools.tune.board import Board, pick_overall
 from specserve.tools.tune.engine import TuneEngine, Work
 from specserve.tools.tune.grid import Grid
-from specserve.tools.tune.options import candidates, check_settings, parser, with_room
+from specserve.tools.tune.options import candidates, check_outputs, check_settings, parser, with_room
 from specserve.tools.tune.output import write, write_configuration
 from specserve.tools.tune.plot import check_plot, plot
 from specserve.tools.tune.prompts import encode, read_prompts
@@ -50,6 +50,7 @@ def tune(given: Settings, options: Namespace) -> None:
     """Run the search and write its results. Raises ValueError for what can't be tuned."""
     if options.plot is not None:
         check_plot()
+    check_outputs(options)
     check_settings(given)
     local, notes = resolve_paths(given)
     log_notes(log, notes)

@@ -13,6 +13,7 @@ from specserve.config.sources import Parser
 from specserve.config.speculation import SHAPE, check_pool
 from specserve.methods import names_like
 from specserve.models.config import ModelConfig
+from specserve.tools.output import check_output
 from specserve.tools.tune.grid import DRAFT_TOKENS, STEPS, TOPK, Candidate, Grid
 
 PROGRAM = "python -m specserve.tune"
@@ -28,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     )
 
     def add(name: str, kind: Callable[[str], Any], default: Any, text: str, many: bool = False) -> None:
-        metavar = "FILE" if kind in (Path, _writable) else "N"
+        metavar = "FILE" if kind is Path else "N"
         found.add_argument(
             name, type=kind, default=default, help=text, metavar=metavar, nargs="+" if many else None
         )
@@ -44,9 +45,9 @@ def parser() -> argparse.ArgumentParser:
     add("--topk", _number(int, 1, 64), TOPK, "Candidates per node (default: 1 2 4 8).", many=True)
     text = "Nodes of a tree, its root included (default: 4 8 16 32 64). A chain has steps + 1."
     add("--draft-tokens", _number(int, 2, 64), DRAFT_TOKENS, text, many=True)
-    add("--output", _writable, Path("tuned.yaml"), "Default: tuned.yaml.")
-    add("--json", _writable, None, "Write all measurements there.")
-    add("--plot", _writable, None, "Draw them; needs matplotlib.")
+    add("--output", Path, Path("tuned.yaml"), "Default: tuned.yaml.")
+    add("--json", Path, None, "Write all measurements there.")
+    add("--plot", Path, None, "Draw them; needs matplotlib.")
     text = "Run every shape in three laps, even if that takes longer than --minutes."
     found.add_argument("--exhaustive", action="store_true", help=text)
     return found
@@ -63,11 +64,13 @@ def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[
     return read
 
 
-def _writable(given: str) -> Path:
-    path = Path(given)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path.parent} is not a directory")
-    return path
+def check_outputs(options: argparse.Namespace) -> None:
+    """Raise ValueError for files that can't be written, or that are read or written for another option too."""
+    others = {} if options.prompts is None else {"--prompts": [options.prompts]}
+    for name in ("output", "json", "plot"):
+        if (path := getattr(options, name)) is not None:
+            check_output(f"--{name}", path, others)
+            others[f"--{name}"] = [path]
 
 
 def check_settings(given: Settings) -> None:

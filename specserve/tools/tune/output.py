@@ -9,6 +9,7 @@ from typing import Any
 from specserve.config import SETTINGS, Settings
 from specserve.config.speculation import SHAPE
 from specserve.methods import NONE
+from specserve.tools.output import whole
 from specserve.tools.tune.grid import Candidate
 
 
@@ -38,7 +39,5 @@ def write_configuration(path: Path, given: Settings, pick: Candidate, words: Seq
 
 
 def write(path: Path, flag: str, content: str) -> None:
-    try:
-        path.write_text(content)
-    except OSError as error:
-        raise ValueError(f"{flag}: {path} can't be written: {error.strerror}") from None
+    with whole(flag, path) as partial:
+        partial.write_text(content)

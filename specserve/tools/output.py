@@ -1,0 +1,33 @@
+"""Files that tools write."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+
+def check_output(flag: str, path: Path, others: Mapping[str, Sequence[Path]]) -> None:
+    """Raise ValueError for a place where no file can be, and for one that is also that of another flag."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{flag}: {path.parent} is not a directory")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{flag}: {path} is not a file")
+    for other, paths in others.items():
+        if path.resolve() in [each.resolve() for each in paths]:
+            raise ValueError(f"{flag}: {path} is also {other}")
+
+
+@contextlib.contextmanager
+def whole(flag: str, path: Path) -> Iterator[Path]:
+    """Give a path to write to, which becomes ``path`` if nothing fails: until then a file that exists stays as it is.
+    Raises ValueError naming the flag if it can't be written."""
+    target = path.resolve()
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        yield partial
+        partial.replace(target)
+    except (OSError, RuntimeError) as error:  # PyTorch's own is the latter
+        raise ValueError(f"{flag}: {path} can't be written: {error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
