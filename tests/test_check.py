@@ -33,6 +33,7 @@ from tests.reference.draft_models import make_eagle, make_eagle3
 from tests.reference.medusa import make_medusa
 from tests.reference.models import load_checkpoint, make_llama, make_mimo
 from tests.reference.p_eagle import make_p_eagle
+from tests.reference.quantized import quantize
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ["--dtype", "float64", "--device", "cpu", "--max-tokens", "24"]
@@ -386,3 +387,14 @@ def test_the_output_that_pages_show(
     assert shown is not None
     assert main(["--device", "cpu", "--dtype", "float32", "--speculative-algorithm", algorithm]) == 0
     assert shown[0] in capsys.readouterr().out
+
+
+def test_weights_of_a_quantized_checkpoint_are_read(
+    pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU too, where shapes are those of dequantized weights."""
+    path = quantize(pair.target, tmp_path / "fp8", "fp8 a tensor")
+    byte_tokenizer().save_pretrained(path)
+    code, report = check(capsys, path, None, "--no-run")
+    assert code == 0
+    assert "no parameter reads" not in json.dumps(report)

@@ -181,7 +181,8 @@ def load_target(
             raise ValueError(f"{model_path}: {error}") from None
     known = {*file_tensors(model)} | ({"lm_head.weight"} if config.tie_word_embeddings else set())
     load_parameters(model, files)
-    _warn_of_unread(model, known, files)
+    if device.type != "meta":  # without data, not even the weights' format may be that of the files
+        _warn_of_unread(model, known, files)
     return model
 
 
