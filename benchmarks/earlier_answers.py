@@ -78,7 +78,14 @@ def answers(count: int, share: float, rng: random.Random) -> Iterator[list[int]]
 
 
 def new_request(number: int) -> Request:
-    given = {"prompt": [1] * 500, "params": SamplingParams(), "choice": 0, "seed": 0, "limit": 1024}
+    given = {
+        "prompt": [1] * 500,
+        "params": SamplingParams(),
+        "choice": 0,
+        "seed": 0,
+        "limit": 1024,
+        "submitted": 0,
+    }
     found = Request(str(number), **given, stop_ids=frozenset(), arrival=number, skill=Skill(0))  # type: ignore[arg-type]
     found.slot = number
     return found

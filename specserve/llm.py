@@ -244,7 +244,7 @@ class LLM:
         engine = self.engine
         assert engine is not None, "_params checks this"
         if not self._free.acquire(blocking=False):
-            raise RuntimeError("an LLM takes one call at a time: another thread's has not ended")
+            raise RuntimeError("another call is running: an LLM takes one call at a time")
         try:
             self._calls += 1
             batch = _Batch(engine, self.tokenizer, f"call{self._calls}", prompts, params, name, parsers)

@@ -150,7 +150,7 @@ def _tokenizer() -> Any:
 
 
 def request(tokens: list[int]) -> Request:
-    return Request("r", tokens, SamplingParams(), 0, 0, 100, frozenset(), 0, Skill(0))
+    return Request("r", tokens, SamplingParams(), 0, 0, 100, frozenset(), 0, Skill(0), 0.0)
 
 
 def test_refused_growth_leaves_the_cache_alone() -> None:

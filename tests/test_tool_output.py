@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specserve.tools.datastore.__main__ import main as datastore
-from specserve.tools.output import check_output, whole
+from specserve.tools.output import check_output, replacing
 from specserve.tools.token_map.__main__ import main as token_map
 from specserve.tools.tune.__main__ import main as tune
 
@@ -48,14 +48,14 @@ def test_what_fails_leaves_the_old_file(data: Path) -> None:
     link.symlink_to(data)
 
     def break_off() -> None:
-        with whole("--output", link) as to:
+        with replacing("--output", link) as to:
             to.write_text("half")
             raise OSError("full")
 
     with pytest.raises(ValueError, match=r"--output: .*link can't be written: full"):
         break_off()
     assert data.read_text() == "a text of a few tokens\n"
-    with whole("--output", link) as to:
+    with replacing("--output", link) as to:
         to.write_text("new")
     assert (link.is_symlink(), data.read_text()) == (True, "new")
     assert sorted(each.name for each in data.parent.iterdir()) == ["data.txt", "link"]

@@ -74,10 +74,7 @@ def _quantization(settings: Settings, model: ModelConfig, notes: Notes) -> Setti
         return settings
     stored = model.weights.words
     if stored.startswith(f"{given}:"):
-        notes.append(
-            f"--quantization has no effect: the checkpoint is {stored}"
-        )  # no warning: as is asked for
-        return replace(settings, quantization="none")
+        return settings.without(["quantization"], f": the checkpoint is {stored}", notes)
     if stored:
         raise ValueError(
             f"--quantization {given}: the checkpoint is {stored}; use none, since weights are not quantized twice"

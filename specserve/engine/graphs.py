@@ -164,10 +164,9 @@ class Graphs:
                     prompts[size] = made
             ordered = sorted(shapes, key=lambda shape: (shape.nodes, shape.levels))
             left = [ordered.pop(), *ordered]
-            bar = tqdm(
+            with tqdm(
                 total=len(shapes), desc="Capturing CUDA graphs", unit="graph", leave=False, disable=None
-            )
-            with bar as progress:  # only in a terminal: lines of a log would begin with it
+            ) as progress:  # only in a terminal: lines of a log would begin with it
                 while left and time.perf_counter() - begin < CAPTURE_SECONDS:
                     shape = left.pop(0)
                     if (graph := maker.try_capture(shape, maker.step)) is not None:

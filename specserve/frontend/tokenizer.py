@@ -28,8 +28,8 @@ def hide_torch() -> None:
 
 
 def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:
-    """Return the Transformers tokenizer of a directory; raises errors of many types. Transformers has no configuration
-    of some models, such as MiMo, takes its base class instead, and warns of that; here it is given the base class."""
+    """Return the Transformers tokenizer of a directory; raises errors of many types. For models that Transformers does
+    not know, such as MiMo, it would use its base configuration with a warning; so it is given that."""
     from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
     fields, _ = PreTrainedConfig.get_config_dict(path)

@@ -178,7 +178,7 @@ class EngineClient:
             case Broken():
                 self.fail(message)
 
-    def wait(self, seconds: float) -> None:
+    def count_silence(self, seconds: float) -> None:
         """Count time without a message, and fail an engine that owed one for too long. If its requests have left
         meanwhile, it still owes one."""
         if self.state == "ready" and (self.open or self._flushes or self.silence):

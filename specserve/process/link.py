@@ -117,7 +117,7 @@ async def _listen(client: EngineClient) -> None:
     """Count the engine's silence. Not by the clock: this process may be stopped for a while, too."""
     while True:
         await asyncio.sleep(TICK)
-        client.wait(TICK)
+        client.count_silence(TICK)
 
 
 async def _watch(engine: EngineProcess, client: EngineClient) -> None:

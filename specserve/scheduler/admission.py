@@ -59,7 +59,7 @@ class Admission:
             stop_ids=stop_ids,
             arrival=next(self._arrivals),
             skill=Skill.of(draft_cap(params), params),
-            tenant=message.tenant,
             submitted=submitted,
+            tenant=message.tenant,
             scores=None if params.prompt_logprobs is None else [],
         )

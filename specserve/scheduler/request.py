@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,8 +26,8 @@ class Request:
     stop_ids: frozenset[int]
     arrival: int
     skill: Skill
+    submitted: float  # when it came, before its grammar was compiled
     tenant: str = ""
-    submitted: float = field(default_factory=time.monotonic)  # when it came, before its grammar was compiled
     output: list[int] = field(default_factory=list)
     # While it has a slot; reset by preemption.
     slot: int = -1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def check_output(flag: str, path: Path, others: Mapping[str, Sequence[Path]]) -> None:
-    """Raise ValueError for a place where no file can be, and for one that is also that of another flag."""
+    """Raise ValueError if no file can be at ``path``, or if it is also a file of another flag."""
     if not path.parent.is_dir():
         raise ValueError(f"{flag}: {path.parent} is not a directory")
     if path.exists() and not path.is_file():
@@ -19,9 +19,9 @@ def check_output(flag: str, path: Path, others: Mapping[str, Sequence[Path]]) ->
 
 
 @contextlib.contextmanager
-def whole(flag: str, path: Path) -> Iterator[Path]:
-    """Give a path to write to, which becomes ``path`` if nothing fails: until then a file that exists stays as it is.
-    Raises ValueError naming the flag if it can't be written."""
+def replacing(flag: str, path: Path) -> Iterator[Path]:
+    """Yield a temporary path to write to, which replaces ``path`` if nothing fails. Raises ValueError naming the flag
+    if the file can't be written."""
     target = path.resolve()
     partial = target.with_name(f"{target.name}.partial")
     try:

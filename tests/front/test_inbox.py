@@ -93,18 +93,18 @@ def test_an_engine_owes_an_answer_also_to_who_has_left() -> None:
     async def run() -> None:
         client = EngineClient(lambda _: None)
         client.receive(Ready({"settings": {"watchdog_timeout": 10}}))
-        client.wait(100)
+        client.count_silence(100)
         assert (client.state, client.stalled) == ("ready", False)
         flushed = asyncio.create_task(client.flush_cache())
         await asyncio.sleep(0)
-        client.wait(1)
+        client.count_silence(1)
         assert client.stalled
         client.receive(Flushed(3))
         assert (await flushed, client.stalled) == (3, False)
         client.submit([Submit("a", [1], SamplingParams())])
-        client.wait(5)
+        client.count_silence(5)
         client.abort("a")
-        client.wait(5)
+        client.count_silence(5)
         assert (client.state, client.failure.message) == (
             "broken",
             "it said nothing for 10 seconds (--watchdog-timeout)",

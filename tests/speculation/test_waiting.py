@@ -88,7 +88,9 @@ def test_until_the_prospect_has_grown_by_what_was_lacking_nothing_fits(page_size
 
     def prompted(length: int) -> Request:
         prompt = [0] * rng.randint(0, length) + [rng.randrange(2) for _ in range(length)]
-        return Request("", prompt, SamplingParams(), 0, 0, 10**6, frozenset(), 0, Skill(0), context=prompt)
+        return Request(
+            "", prompt, SamplingParams(), 0, 0, 10**6, frozenset(), 0, Skill(0), 0.0, context=prompt
+        )
 
     def take(request: Request, tokens: int) -> bool:
         request.prefilled = memory.take_prefix(request, request.reusable)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from specserve.models.read_config import load_model_config
 from specserve.speculation.datastore import write_chunk
-from specserve.tools.output import check_output, whole
+from specserve.tools.output import check_output, replacing
 from specserve.tools.token_map.__main__ import load_encoder, model_directory
 from specserve.tools.token_map.count import documents
 
@@ -65,7 +65,7 @@ def write_datastore(path: Path, texts: Iterable[Sequence[int]], vocab_size: int,
     Raises ValueError naming ``--data`` or ``--output`` if there are none or the file can't be written.
     """
     size = 0
-    with whole("--output", path) as partial:
+    with replacing("--output", path) as partial:
         with partial.open("wb") as file:
             for tokens_N in _chunks(texts, chunk):
                 ids_N = tokens_N.astype("<u2" if vocab_size <= 2**16 else "<i4")

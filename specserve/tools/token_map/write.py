@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from specserve.tools.output import whole
+from specserve.tools.output import replacing
 
 
 def _torch(path: Path, ids: list[int]) -> None:
@@ -28,5 +28,5 @@ FORMATS: dict[str, Callable[[Path, list[int]], None]] = {".pt": _torch, ".json":
 
 def write_map(path: Path, ids: list[int]) -> None:
     """Write a map in the format of the path's suffix. Raises ValueError if the file can't be written."""
-    with whole("--output", path) as partial:
+    with replacing("--output", path) as partial:
         FORMATS[path.suffix](partial, ids)

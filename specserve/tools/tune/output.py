@@ -9,7 +9,7 @@ from typing import Any
 from specserve.config import SETTINGS, Settings
 from specserve.config.speculation import SHAPE
 from specserve.methods import NONE
-from specserve.tools.output import whole
+from specserve.tools.output import replacing
 from specserve.tools.tune.grid import Candidate
 
 
@@ -39,5 +39,5 @@ def write_configuration(path: Path, given: Settings, pick: Candidate, words: Seq
 
 
 def write(path: Path, flag: str, content: str) -> None:
-    with whole(flag, path) as partial:
+    with replacing(flag, path) as partial:
         partial.write_text(content)
