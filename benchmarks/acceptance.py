@@ -28,7 +28,7 @@ from specserve import LLM
 from specserve.config.settings import ROUNDED
 from specserve.layers import linear
 from specserve.layers.formats.rounded import RoundedLayout
-from specserve.llm import RequestOutput
+from specserve.outputs import RequestOutput
 from specserve.speculation.step import draft_tree
 
 SHAPES = [

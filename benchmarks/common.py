@@ -25,9 +25,9 @@ from specserve.config import make_settings
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.config.settings import ROUNDED
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.llm import RequestOutput
 from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
+from specserve.outputs import RequestOutput
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = ROOT / "examples" / "bundled_model" / "prompts.jsonl"

@@ -31,9 +31,9 @@ from examples.bundled_model.generators.common import Sampler
 from examples.bundled_model.make_prompts import SINGLE, all_code_prompts, one_turn, open_dialogue
 from specserve import LLM
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
-from specserve.llm import RequestOutput
 from specserve.models.read_config import load_model_config
 from specserve.models.special_tokens import special_tokens
+from specserve.outputs import RequestOutput
 from specserve.scheduler.scheduler import Scheduler
 from specserve.tools.token_map.ranking import Ranking
 from specserve.tools.token_map.write import write_map

@@ -41,7 +41,7 @@ from benchmarks.long_context import longer_contexts
 from benchmarks.lossless import SAMPLING, first_difference, predicted_text
 from specserve import LLM, SamplingParams
 from specserve.core import TokenLogprob
-from specserve.llm import RequestOutput
+from specserve.outputs import RequestOutput
 
 BEST = 5
 SHAPES: dict[str, dict[str, Any]] = {

@@ -37,8 +37,8 @@ from examples.bundled_model.stdlib_text import modules
 from specserve import LLM, SamplingParams
 from specserve.engine.masks import Masks
 from specserve.grammar import choice
-from specserve.llm import RequestOutput
 from specserve.methods import NONE
+from specserve.outputs import RequestOutput
 
 METHODS: list[tuple[str, Shape | None]] = [
     (NONE, None),

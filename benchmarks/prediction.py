@@ -23,7 +23,7 @@ import msgspec
 from benchmarks.acceptance import tokens_per_step
 from benchmarks.common import CODE_TOKENS, load_prompts, write_results
 from specserve import LLM, SamplingParams
-from specserve.llm import RequestOutput
+from specserve.outputs import RequestOutput
 
 SHAPES: list[tuple[int, int, int] | None] = [None, (5, 1, 6), (8, 1, 9), (5, 4, 16)]
 PARAMS = SamplingParams(temperature=0, max_tokens=CODE_TOKENS, ignore_eos=True)

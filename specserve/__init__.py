@@ -11,17 +11,28 @@ from specserve.version import __version__
 
 if TYPE_CHECKING:
     from specserve.core import SamplingParams, Speculation
-    from specserve.llm import LLM, FunctionCall, RequestOutput
-
-__all__ = ["LLM", "FunctionCall", "RequestOutput", "SamplingParams", "Speculation", "__version__"]
+    from specserve.llm import LLM, AsyncLLM
+    from specserve.outputs import CompletionOutput, FunctionCall, RequestOutput
 
 _HOME = {
     "LLM": "specserve.llm",
-    "FunctionCall": "specserve.llm",
-    "RequestOutput": "specserve.llm",
+    "AsyncLLM": "specserve.llm",
+    "CompletionOutput": "specserve.outputs",
+    "FunctionCall": "specserve.outputs",
+    "RequestOutput": "specserve.outputs",
     "SamplingParams": "specserve.core",
     "Speculation": "specserve.core",
 }
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "FunctionCall",
+    "RequestOutput",
+    "SamplingParams",
+    "Speculation",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,3 +41,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -19,6 +19,7 @@ MAX_BIAS = 512  # entries of a request's bias list on the device: logit_bias plu
 MAX_ENTRIES = MAX_BIAS - 16  # of logit_bias and stop_token_ids; the rest is for the model's end tokens
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**62  # counts of tokens, summed in int64
+MAX_CHOICES = 128  # answers to one prompt
 MAX_PREDICTION = 8192  # tokens of a predicted text: each running request has room for this many on the device
 BIAS = 100  # largest absolute value of logit_bias
 # Minimum and maximum of a parameter, and whether the minimum itself is refused.
@@ -96,10 +97,44 @@ class Thought(msgspec.Struct, frozen=True, kw_only=True):
     begun: bool = False
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+_GRAMMAR = "use grammar, with a function of specserve.grammar"
+_NO_BEAMS = "there is no beam search"
+_ELSEWHERE = {
+    "allowed_token_ids": _GRAMMAR,
+    "bad_words": "use logit_bias",
+    "best_of": "answers are not ranked; n returns several",
+    "detokenize": "use the setting skip_tokenizer_init",
+    "early_stopping": _NO_BEAMS,
+    "ebnf": _GRAMMAR,
+    "guided_decoding": _GRAMMAR,
+    "json_schema": _GRAMMAR,
+    "length_penalty": _NO_BEAMS,
+    "logits_processors": "no code of the caller runs between steps; use logit_bias or grammar",
+    "max_new_tokens": "use max_tokens",
+    "output_kind": "LLM returns whole answers, AsyncLLM yields the answer so far",
+    "regex": _GRAMMAR,
+    "sampling_seed": "use seed",
+    "structured_outputs": _GRAMMAR,
+    "truncate_prompt_tokens": "prompts are not cut",
+    "use_beam_search": _NO_BEAMS,
+}
+"""Parameters of vLLM and SGLang, and what to do instead."""
+
+
+class _Parameters(type(msgspec.Struct)):  # type: ignore[misc]
+    """Makes ``SamplingParams``; says what to use instead of a parameter that others have."""
+
+    def __call__(cls, *values: Any, **named: Any) -> Any:
+        for name in named.keys() & _ELSEWHERE:
+            raise TypeError(f"{cls.__name__} has no {name}: {_ELSEWHERE[name]}")
+        return super().__call__(*values, **named)
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, metaclass=_Parameters):
     """Sampling parameters and end conditions of a request. The names are OpenAI's and vLLM's.
 
-    Raises ValueError naming the parameter and the accepted values. ``max_tokens`` None generates up to the context
+    Raises ValueError naming the parameter and the accepted values; a value assigned later is checked by the next call.
+    ``n`` is the number of answers. ``stop`` may be one text, or None. ``max_tokens`` None generates up to the context
     length, 0 runs only the prompt. A ``temperature`` below 1e-5 is greedy. ``seed`` None draws a random one. ``top_k``
     0 or -1 and ``top_p`` 1 are off. ``logprobs`` is the number of alternatives reported with each token (0: only the
     token's own); ``prompt_logprobs`` is the same for the prompt's tokens, which are then recomputed even if cached.
@@ -111,6 +146,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     highest value is preempted first.
     """
 
+    n: int = 1
     max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
@@ -122,8 +158,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
+    stop: Sequence[str] = []
+    stop_token_ids: Sequence[int] = []
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -137,7 +173,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
 
     def __post_init__(self) -> None:
+        self.stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
         _check_types(self)
+        _check_range("n", self.n, 1, MAX_CHOICES)
         if self.max_tokens is not None:
             _check_range("max_tokens", self.max_tokens, 0, MAX_COUNT)
         most = MAX_COUNT if self.max_tokens is None else self.max_tokens

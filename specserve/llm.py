@@ -2,208 +2,191 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import msgspec
 
 from specserve.config import SETTINGS, Settings, make_settings
 from specserve.config.settings import SERVER
-from specserve.core import FieldError, SamplingParams, SpeculationUsage, TokenLogprob
+from specserve.core import FieldError, SamplingParams
 from specserve.frontend.answers import Formats
 from specserve.frontend.conversation import plain
 from specserve.frontend.enforce import Calls
 from specserve.frontend.fields import encodable
+from specserve.frontend.generation import Job
 from specserve.frontend.output import output_processor
-from specserve.frontend.parsers.base import Parts, parts
 from specserve.frontend.parsers.registry import AnswerParser, choose_format
 from specserve.frontend.tokenizer import Tokenizer
-from specserve.frontend.tools import Tool, offered
-from specserve.messages import Failed, Submit
+from specserve.frontend.tools import offered
+from specserve.messages import Failed, Submit, Tokens
+from specserve.outputs import RequestOutput
 
 if TYPE_CHECKING:
+    from specserve.process.local import LocalEngine
     from specserve.process.worker import Engine
 
 log = logging.getLogger(__name__)
 
 _READ = ("requests_all_greedy", "tool_call_parser", "reasoning_parser")
 _UNREAD = ("served_model_name",)  # though it is not in the server's group
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")
+_CALLS = itertools.count()  # numbers the calls of all models
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 @dataclass(frozen=True, slots=True)
-class FunctionCall:
-    """A function call: its name, and its arguments as the text of a JSON object."""
+class _Request:
+    """A prompt, with its text if there is one, and a job for each answer to it."""
 
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """One answer. ``text`` is empty without a tokenizer. ``logprobs`` and ``prompt_logprobs`` are None unless asked
-    for; the latter omits the prompt's first token. For ``chat``, the text is also parsed into ``content``,
-    ``reasoning_content`` (with ``reasoning_parser``) and ``tool_calls``."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: list[TokenLogprob] | None
-    prompt_logprobs: list[TokenLogprob] | None
-    speculation: SpeculationUsage
-    prompt_token_ids: list[int]
-    cached_tokens: int
-    content: str
-    reasoning_content: str = ""
-    tool_calls: list[FunctionCall] = field(default_factory=list)
+    text: str | None
+    jobs: list[Job]
 
 
-class LLM:
-    """A model that answers batches of prompts. Settings have the names of the server's flags.
-
-    It takes one call at a time. Raises ValueError naming the setting, prompt or parameter at fault.
-    """
+class _Model:
+    """What ``LLM`` and ``AsyncLLM`` share: an engine in a thread of this process, and how requests are planned."""
 
     def __init__(self, model_path: str | None = None, **settings: Any) -> None:
-        from specserve.process.assemble import create_scheduler, resolve_engine
+        from specserve.process.assemble import resolve_engine
+        from specserve.process.local import LocalEngine
+        from specserve.process.worker import load_engine
 
-        given = make_settings(model_path=model_path, **settings)
+        given = make_settings(**({} if model_path is None else {"model_path": model_path}), **settings)
         for name in _ignored_settings(given):
             log.warning("%s has no effect: only the server reads it", name)
         self.settings, _, config = resolve_engine(given)
-        self.tokenizer: Tokenizer | None = None
-        if not given.skip_tokenizer_init:
-            self.tokenizer = Tokenizer.load(
-                str(config.tokenizer_path), given.trust_remote_code, given.chat_template
-            )
         self._vocab_size = config.model.vocab_size
         self._ends = config.model.eos_token_ids
-        self.engine: Engine | None = create_scheduler(config)
-        self._calls = 0
-        self._free = threading.Lock()  # while no call runs
+        self._planning = threading.Lock()  # a tokenizer encodes for one thread at a time
+        self.tokenizer: Tokenizer | None = None
+        engine = LocalEngine(partial(load_engine, config))
+        try:
+            if not given.skip_tokenizer_init:
+                self.tokenizer = Tokenizer.load(
+                    str(config.tokenizer_path), given.trust_remote_code, given.chat_template
+                )
+            engine.wait()
+        except BaseException:
+            engine.close()
+            raise
+        self._engine: LocalEngine | None = engine
 
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: bool = False,
-    ) -> list[RequestOutput]:
-        """Answer one prompt or a list of them, in order. A prompt is text or token ids, and never empty.
+    @property
+    def engine(self) -> Engine | None:
+        return None if self._engine is None else self._engine.idle
 
-        ``sampling_params`` defaults to ``SamplingParams()``, with temperature 0 if ``requests_all_greedy`` is set.
-        Parameters given by the caller are not changed: with that setting they must have ``temperature=0``.
-        """
-        ids = self._encode_each(prompts)
-        return self._run(ids, self._params(sampling_params, len(ids)), progress, "prompts[{}]")
-
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool | None = None,
-    ) -> list[RequestOutput]:
-        """Answer one conversation or a list of them, in order, through the model's chat template.
-
-        ``sampling_params`` as for ``generate``; a grammar in them constrains the answer after any reasoning, unless the
-        model calls a tool. ``chat_template_kwargs`` are variables that the chat template reads, such as
-        ``enable_thinking``. ``tools``, ``tool_choice`` and ``parallel_tool_calls`` are OpenAI's and apply to all
-        conversations; calls are returned in ``tool_calls``.
-        """
-        if not isinstance(messages, Sequence):
-            raise ValueError(f"messages must be a list, found {type(messages).__name__}")
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise ValueError(f"chat_template_kwargs must be a dict, found {_kind(chat_template_kwargs)}")
-        calls = Calls.of(*offered(tools, tool_choice, parallel_tool_calls))
-        formats = self._formats()
-        calls.check(formats.calls)
-        one = not messages or isinstance(messages[0], Mapping)
-        prompts = []
-        for index, conversation in enumerate([messages] if one else messages):
-            try:
-                prompts.append(self._encode_chat(conversation, calls.tools, chat_template_kwargs))
-            except ValueError as error:
-                raise ValueError(f"{'' if one else f'conversation {index}: '}{error}") from None
-        params = self._params(sampling_params, len(prompts))
-        parsers = [
-            formats.parser(prompt, calls, each.grammar is not None)
-            for prompt, each in zip(prompts, params, strict=True)
-        ]
-        if calls.tools:
-            params = [_with_calls(formats, calls, each) for each in params]
-        params = [_after_thought(formats, *each) for each in zip(params, parsers, strict=True)]
-        return self._run(prompts, params, progress, "conversation {}", parsers)
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer, as Transformers loaded it."""
+        return self._need_tokenizer("get_tokenizer").wrapped
 
     def close(self) -> None:
-        """Free the engine and its memory. The object can't be used afterwards."""
-        if self.engine is not None:
+        """End the requests that run, and free the engine and its memory. The object can't be used afterwards."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
             from specserve.engine.memory import return_memory
 
-            self.engine.close()
-            self.engine = None
+            engine.close()
             return_memory()
 
-    def __enter__(self) -> LLM:
-        return self
+    def _plan(self, prompts: object, sampling_params: Params) -> list[_Request]:
+        """Return the requests of prompts, or of one."""
+        with self._planning:
+            texts = self._texts(prompts)
+            params = self._params(sampling_params, len(texts))
+            return [
+                _Request(text, [Job(ids, each, choice) for choice in range(each.n)])
+                for (text, ids), each in zip(texts, params, strict=True)
+            ]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _plan_chat(
+        self,
+        messages: object,
+        sampling_params: Params,
+        chat_template: str | None,
+        variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        tool_choice: str | Mapping[str, Any] | None,
+        parallel_tool_calls: bool | None,
+    ) -> list[_Request]:
+        """Return the requests of conversations, or of one."""
+        if isinstance(messages, str):
+            raise ValueError(
+                'messages must be a list of messages such as [{"role": "user", "content": "..."}]'
+            )
+        if not isinstance(messages, Sequence):
+            raise ValueError(f"messages must be a list, found {type(messages).__name__}")
+        if not isinstance(variables, Mapping | None):
+            raise ValueError(f"chat_template_kwargs must be a dict, found {_kind(variables)}")
+        calls = Calls.of(*offered(tools, tool_choice, parallel_tool_calls))
+        with self._planning:
+            tokenizer = self._need_tokenizer("chat")
+            if chat_template is not None:
+                tokenizer = tokenizer.with_template(chat_template)
+            formats = self._formats(tokenizer)
+            calls.check(formats.calls)
+            one = not messages or isinstance(messages[0], Mapping)
+            texts = []
+            for index, conversation in enumerate([messages] if one else messages):
+                try:
+                    texts.append(_render(tokenizer, conversation, calls, variables))
+                except ValueError as error:
+                    raise ValueError(f"{'' if one else f'conversation {index}: '}{error}") from None
+            params = self._params(sampling_params, len(texts))
+            return [
+                _chat_request(formats, calls, text, tokenizer.encode_answer(text), each)
+                for text, each in zip(texts, params, strict=True)
+            ]
 
-    def _encode_each(self, prompts: object) -> list[list[int]]:
-        if isinstance(prompts, str) or (_is_sequence(prompts) and prompts and isinstance(prompts[0], int)):
-            return [self._encode(prompts, "the prompt")]
+    def _texts(self, prompts: object) -> list[tuple[str | None, list[int]]]:
+        """Return text and token ids of each prompt."""
+        prompts = _listed(prompts)
+        if isinstance(prompts, str | Mapping) or (
+            _is_sequence(prompts) and prompts and hasattr(prompts[0], "__index__")
+        ):
+            return [self._text(prompts, "the prompt")]
         if not _is_sequence(prompts):
             raise ValueError(f"prompts must be text, token ids or a list of them, found {_kind(prompts)}")
-        return [self._encode(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+        return [self._text(prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
 
-    def _encode(self, prompt: object, where: str) -> list[int]:
+    def _text(self, prompt: object, where: str) -> tuple[str | None, list[int]]:
+        prompt = _of_dict(prompt, where) if isinstance(prompt, Mapping) else _listed(prompt)
         if isinstance(prompt, str):
             tokenizer = self._need_tokenizer("a prompt of text")
             # A tokenizer may encode an empty text as its BOS token alone, which would not be a prompt.
-            ids = tokenizer.encode(_encodable(prompt, where)) if prompt else []
+            text, ids = prompt, tokenizer.encode(_encodable(prompt, where)) if prompt else []
         elif _is_sequence(prompt):
-            ids = list(prompt)
-            self._check(ids, where)
+            text, ids = None, self._token_ids(prompt, where)
         else:
             raise ValueError(f"{where} must be text or token ids, found {_kind(prompt)}")
         if not ids:
             raise ValueError(f"{where} must not be empty")
-        return ids
+        return text, ids
 
-    def _check(self, tokens: list[Any], where: str) -> None:
-        """Raise ValueError for the first value that is not a token id."""
+    def _token_ids(self, given: Sequence[Any], where: str) -> list[int]:
+        """Return token ids as plain integers. Raises ValueError for the first value that is none."""
         last = self._vocab_size - 1
-        if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) <= last:
-            return  # three times as fast as a loop; the device waits meanwhile
-        for token in tokens:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= last:
+        if not given or (set(map(type, given)) == {int} and min(given) >= 0 and max(given) <= last):
+            return list(given)  # three times as fast as a loop; the device waits meanwhile
+        for token in given:
+            if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token <= last:
                 raise ValueError(f"{where} must hold token ids from 0 to {last}, found {token!r}")
+        return [token.__index__() for token in given]
 
-    def _encode_chat(
-        self, messages: object, tools: Sequence[Tool], variables: Mapping[str, Any] | None
-    ) -> list[int]:
-        tokenizer = self._need_tokenizer("chat")
-        if not (conversation := plain(messages)):
-            raise ValueError("messages must not be empty")
-        return tokenizer.encode_chat(conversation, tools=tools, variables=variables)
-
-    def _formats(self) -> Formats:
+    def _formats(self, tokenizer: Tokenizer) -> Formats:
         """Return how answers are parsed."""
-        tokenizer, settings = self._need_tokenizer("chat"), self.settings
-        calls, _ = choose_format(settings.tool_call_parser, tokenizer.template_text)
-        return Formats.of(tokenizer, calls, settings.reasoning_parser != "none", self._ends)
+        calls, _ = choose_format(self.settings.tool_call_parser, tokenizer.template_text)
+        return Formats.of(tokenizer, calls, self.settings.reasoning_parser != "none", self._ends)
 
     def _with_ids(self, params: SamplingParams, where: str) -> SamplingParams:
         """Return ``params`` with a prediction of text replaced by its token ids."""
@@ -218,12 +201,8 @@ class LLM:
             raise ValueError(f"{what} needs a tokenizer, and skip_tokenizer_init is set")
         return self.tokenizer
 
-    def _params(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
+    def _params(self, given: Params, count: int) -> list[SamplingParams]:
         """Return the parameters of each prompt."""
-        if self.engine is None:
-            raise ValueError("this LLM is closed")
         if given is None:
             given = SamplingParams(temperature=0) if self.settings.requests_all_greedy else SamplingParams()
         found = [self._with_ids(each, where) for each, where in _params_each(given, count)]
@@ -231,113 +210,215 @@ class LLM:
             raise ValueError("stop needs a tokenizer, and skip_tokenizer_init is set; use stop_token_ids")
         return found
 
-    def _run(
+    def _call(self, requests: Sequence[_Request], name: str) -> _Call:
+        """Return the call of requests. ``name`` is the format of a request's name in errors, used if there are
+        several."""
+        if self._engine is None:
+            raise ValueError(f"this {type(self).__name__} is closed")
+        return _Call(self._engine, self.tokenizer, requests, name)
+
+
+class LLM(_Model):
+    """A model that answers batches of prompts. Settings have the names of the server's flags.
+
+    Several threads may call it at a time: their requests run together. Raises ValueError naming the setting, prompt or
+    parameter at fault, and RuntimeError if the engine failed.
+    """
+
+    def generate(
         self,
-        prompts: list[list[int]],
-        params: list[SamplingParams],
-        progress: bool,
-        name: str,
-        parsers: Sequence[AnswerParser | None] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Run all prompts. ``name`` is the format of a prompt's name in errors, used if there are several; ``parsers``
-        parse the answers."""
-        engine = self.engine
-        assert engine is not None, "_params checks this"
-        if not self._free.acquire(blocking=False):
-            raise RuntimeError("another call is running: an LLM takes one call at a time")
-        try:
-            self._calls += 1
-            batch = _Batch(engine, self.tokenizer, f"call{self._calls}", prompts, params, name, parsers)
-            for _ in _progress(batch.run(), len(prompts), progress):
-                pass
-            return batch.outputs()
-        finally:
-            self._free.release()
+        """Answer one prompt or several, in order. A prompt is text, token ids (a list or an array), or a dict with the
+        key ``prompt`` or ``prompt_token_ids``, and never empty. ``use_tqdm`` shows a progress bar.
+
+        ``sampling_params`` defaults to ``SamplingParams()``, with temperature 0 if ``requests_all_greedy`` is set.
+        Parameters given by the caller are not changed: with that setting they must have ``temperature=0``.
+        """
+        return self._run(self._plan(prompts, sampling_params), use_tqdm, "prompts[{}]")
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: bool = False,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, in order, through the model's chat template.
+
+        ``sampling_params`` and ``use_tqdm`` as for ``generate``; a grammar constrains the answer after any reasoning,
+        unless the model calls a tool. ``chat_template``, a text or a file, is used instead of the model's.
+        ``chat_template_kwargs`` are variables that it reads, such as ``enable_thinking``. ``tools``, ``tool_choice``
+        and ``parallel_tool_calls`` are OpenAI's and apply to all conversations; calls are returned in ``tool_calls``.
+        """
+        template = chat_template, chat_template_kwargs
+        requests = self._plan_chat(
+            messages, sampling_params, *template, tools, tool_choice, parallel_tool_calls
+        )
+        return self._run(requests, use_tqdm, "conversation {}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, requests: list[_Request], use_tqdm: bool, name: str) -> list[RequestOutput]:
+        call, arrived = self._call(requests, name), SimpleQueue[Tokens | Failed]()
+        with closing(call), _progress(len(call.open), use_tqdm) as ended:
+            call.begin(arrived.put)
+            while call.open:
+                if call.push(arrived.get()):
+                    ended()
+        return [call.output(index) for index in range(len(requests))]
 
 
-class _Batch:
-    """The requests of one call."""
+class AsyncLLM(_Model):
+    """A model that answers many requests at a time, for asyncio: any number of tasks may call it. Settings have the
+    names of the server's flags, and loading blocks, so that a running event loop calls it in a thread:
+    ``await asyncio.to_thread(AsyncLLM, ...)``. Errors are those of ``LLM``."""
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer a prompt. Yields the answer so far whenever there is more of it; the last is ``finished``. Leaving the
+        loop early, or cancelling the task, ends the request."""
+        async for output in self._stream(await asyncio.to_thread(self._plan, prompt, sampling_params)):
+            yield output
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer a conversation, as ``generate`` does a prompt. Parameters are those of ``LLM.chat``."""
+        template = chat_template, chat_template_kwargs
+        plan = partial(self._plan_chat, messages, sampling_params, *template, tools, tool_choice)
+        async for output in self._stream(await asyncio.to_thread(plan, parallel_tool_calls)):
+            yield output
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+    async def _stream(self, requests: list[_Request]) -> AsyncIterator[RequestOutput]:
+        if len(requests) != 1:
+            raise ValueError(f"one prompt at a time; found {len(requests)}: start a task for each")
+        call, arrived = self._call(requests, ""), asyncio.Queue[Tokens | Failed]()
+        with closing(call):
+            call.begin(partial(_hand_over, asyncio.get_running_loop(), arrived))
+            while call.open:
+                call.push(await arrived.get())
+                while not arrived.empty():  # the caller fell behind
+                    call.push(arrived.get_nowait())
+                yield call.output(0)
+
+
+def _hand_over(
+    loop: asyncio.AbstractEventLoop, arrived: asyncio.Queue[Tokens | Failed], message: Tokens | Failed
+) -> None:
+    """Pass a message from the engine's thread to an event loop."""
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(arrived.put_nowait, message)
+
+
+class _Call:
+    """The jobs of one call. ``open``: the ids of those that have not ended."""
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer | None,
-        call: str,
-        prompts: list[list[int]],
-        params: list[SamplingParams],
-        name: str,
-        parsers: Sequence[AnswerParser | None] | None,
+        self, engine: LocalEngine, tokenizer: Tokenizer | None, requests: Sequence[_Request], name: str
     ) -> None:
         self._engine = engine
         self._name = name
-        self._requests = {
-            f"{call}-{index}": (prompt, each)
-            for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+        self._requests = requests
+        prefix = f"call{next(_CALLS)}"
+        self._jobs = {
+            f"{prefix}-{index}-{job.choice}": job
+            for index, request in enumerate(requests)
+            for job in request.jobs
         }
-        self._processors = {
-            rid: output_processor(tokenizer, prompt, each, parser)
-            for (rid, (prompt, each)), parser in zip(
-                self._requests.items(), parsers or [None] * len(prompts), strict=True
-            )
+        self._outputs = {
+            rid: output_processor(tokenizer, job.prompt, job.params, job.parser)
+            for rid, job in self._jobs.items()
         }
+        self.open = set(self._jobs)
 
-    def run(self) -> Iterator[str]:
-        """Run until every request has ended, yielding the id of each as it ends. Leaves no request in the engine."""
-        open_rids = dict.fromkeys(self._requests)
-        try:
-            for rid, (prompt, params) in self._requests.items():
-                self._engine.submit(Submit(rid, prompt, params))
-            while open_rids:
-                assert self._engine.has_work, "the engine forgot requests"
-                for rid in self._iterate(open_rids):
-                    del open_rids[rid]
-                    yield rid
-        finally:
-            for rid in open_rids:
-                self._engine.abort(rid)
+    def begin(self, deliver: Callable[[Tokens | Failed], None]) -> None:
+        """Submit the jobs. ``deliver`` gets what ``push`` takes, in the engine's thread."""
+        submits = [Submit(rid, list(job.prompt), job.params, job.choice) for rid, job in self._jobs.items()]
+        self._engine.submit(submits, deliver)
 
-    def _iterate(self, open_rids: Mapping[str, None]) -> list[str]:
-        """Run one iteration of the engine; return the ids of the requests that ended."""
-        ended = []
-        for message in self._engine.run_once():
-            if message.rid not in open_rids or message.rid in ended:
-                continue  # sent before the engine read the abort
-            if isinstance(message, Failed):
-                raise ValueError(self._error_text(message))
-            processor = self._processors[message.rid]
-            delta = processor.push(message)
-            if processor.must_abort:
-                self._engine.abort(message.rid)
-            if delta.finish_reason is not None:
-                ended.append(message.rid)
-        return ended
+    def push(self, message: Tokens | Failed) -> bool:
+        """Add a message, and return whether it ends an answer. Raises ValueError or RuntimeError for a failure."""
+        rid = message.rid
+        if rid not in self.open:
+            return False  # sent before the engine read the abort
+        if isinstance(message, Failed):
+            raise (ValueError if message.fault == "request" else RuntimeError)(self._error_text(message))
+        output = self._outputs[rid]
+        delta = output.push(message)
+        if output.must_abort:
+            self._engine.abort(rid)
+        if delta.finish_reason is None:
+            return False
+        self.open.remove(rid)
+        return True
+
+    def output(self, index: int) -> RequestOutput:
+        """Return the answers to a request so far."""
+        request = self._requests[index]
+        first = sum(len(each.jobs) for each in self._requests[:index])
+        outputs = itertools.islice(self._outputs.values(), first, first + len(request.jobs))
+        return RequestOutput.of(request.text, request.jobs, [each.answer for each in outputs])
+
+    def close(self) -> None:
+        """End the jobs that have not ended."""
+        for rid in self.open:
+            self._engine.abort(rid)
 
     def _error_text(self, failed: Failed) -> str:
-        """Return the error's text, which names the prompt if there are several."""
-        named = [self._name.format(list(self._requests).index(failed.rid))] if len(self._requests) > 1 else []
+        """Return the error's text, which names the request if there are several."""
+        index = int(failed.rid.split("-")[1])
+        named = [self._name.format(index)] if len(self._requests) > 1 else []
         return ": ".join([*named, *([failed.param] if failed.param else []), failed.message])
 
-    def outputs(self) -> list[RequestOutput]:
-        found = []
-        for rid, (prompt, params) in self._requests.items():
-            answer = self._processors[rid].answer
-            apart = parts(answer.events) if self._processors[rid].parsed else Parts(answer.text)
-            found.append(
-                RequestOutput(
-                    text=answer.text,
-                    token_ids=answer.token_ids,
-                    finish_reason=str(answer.finish_reason),
-                    logprobs=None if params.logprobs is None else answer.logprobs,
-                    prompt_logprobs=None if params.prompt_logprobs is None else answer.prompt_logprobs,
-                    speculation=answer.speculation,
-                    prompt_token_ids=prompt,
-                    cached_tokens=answer.cached_tokens,
-                    content=apart.content,
-                    reasoning_content=apart.reasoning,
-                    tool_calls=[FunctionCall(*call) for call in apart.calls],
-                )
-            )
-        return found
+
+def _render(tokenizer: Tokenizer, messages: object, calls: Calls, variables: Mapping[str, Any] | None) -> str:
+    """Return a conversation as text."""
+    if not (conversation := plain(messages)):
+        raise ValueError("messages must not be empty")
+    return tokenizer.render(conversation, calls.tools, variables)
+
+
+def _chat_request(
+    formats: Formats, calls: Calls, text: str, ids: list[int], params: SamplingParams
+) -> _Request:
+    """Return the request of a conversation."""
+    parsers = [formats.parser(ids, calls, params.grammar is not None) for _ in range(params.n)]
+    if calls.tools:
+        params = _with_calls(formats, calls, params)
+    params = _after_thought(formats, params, parsers[0])
+    return _Request(text, [Job(ids, params, choice, parser=each) for choice, each in enumerate(parsers)])
 
 
 def _with_calls(formats: Formats, calls: Calls, params: SamplingParams) -> SamplingParams:
@@ -369,6 +450,20 @@ def _ignored_settings(settings: Settings) -> list[str]:
     return [name for name in names if name not in _READ and getattr(settings, name) != SETTINGS[name].default]
 
 
+def _listed(given: object) -> object:
+    """Return an array, or what can only be iterated over once, as a list."""
+    if hasattr(given, "tolist"):
+        return given.tolist()
+    return list(given) if isinstance(given, Iterator) else given
+
+
+def _of_dict(prompt: Mapping[str, Any], where: str) -> object:
+    """Return the prompt that a dict holds."""
+    if len(prompt) != 1 or not prompt.keys() <= set(_PROMPT_KEYS):
+        raise ValueError(f"{where} must have the key {' or '.join(_PROMPT_KEYS)} alone, found {list(prompt)}")
+    return _listed(*prompt.values())
+
+
 def _is_sequence(given: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
 
@@ -384,9 +479,9 @@ def _encodable(text: str, where: str) -> str:
 
 
 def _params_each(params: object, count: int) -> list[tuple[SamplingParams, str]]:
-    """Return the parameters of each prompt, with their name in errors."""
+    """Return the parameters of each prompt, with their name in errors. They are copies, which checks them again."""
     if isinstance(params, SamplingParams):
-        return [(params, "sampling_params")] * count
+        return [(msgspec.structs.replace(params), "sampling_params")] * count
     if not _is_sequence(params):
         raise ValueError(f"sampling_params must be SamplingParams or a list of them, found {_kind(params)}")
     if len(params) != count:
@@ -394,12 +489,16 @@ def _params_each(params: object, count: int) -> list[tuple[SamplingParams, str]]
     for index, each in enumerate(params):
         if not isinstance(each, SamplingParams):
             raise ValueError(f"sampling_params[{index}] must be SamplingParams, found {_kind(each)}")
-    return [(each, f"sampling_params[{index}]") for index, each in enumerate(params)]
+    return [(msgspec.structs.replace(each), f"sampling_params[{index}]") for index, each in enumerate(params)]
 
 
-def _progress(ended: Iterator[str], total: int, show: bool) -> Iterator[str]:
+@contextmanager
+def _progress(total: int, show: bool) -> Iterator[Callable[[], object]]:
+    """Yield a function that counts one answer on a progress bar, if it is shown."""
     if not show:
-        return ended
+        yield lambda: None
+        return
     from tqdm import tqdm
 
-    return iter(tqdm(ended, total=total, unit="prompt"))
+    with tqdm(total=total, unit="answer") as bar:
+        yield bar.update

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.cost_faithful import USELESS, Family, Maker, layer_order
 from benchmarks.widen import Shape
 from specserve import LLM, SamplingParams
-from specserve.llm import RequestOutput
+from specserve.outputs import RequestOutput
 from tests.reference import eagle, llama
 from tests.reference.models import Checkpoint
 

@@ -27,6 +27,7 @@ ORDER = [
     "datastore",
     "tools",
     "llm",
+    "outputs",
     "server",
     "metrics",
     "frontend",

@@ -23,6 +23,7 @@ from specserve.engine.kernels import MissingKernel
 from specserve.engine.runner import Runner
 from specserve.engine.shapes import step_shape
 from specserve.scheduler.scheduler import Scheduler
+from specserve.speculation.shape import StepShape
 
 
 def test_slots_are_copied_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +94,23 @@ def fake_graphs() -> Iterator[None]:
         ),
     ):
         yield
+
+
+def test_plain_decoding_is_captured_first() -> None:
+    """After the largest step, into whose memory the others fit."""
+    shapes = [
+        step_shape(slots, drafted, slots) for drafted in ((3, 1, 4), (4, 4, 16), None) for slots in (1, 4, 8)
+    ]
+    small = {"device": "cpu", "max_total_tokens": 512, "context_length": 256, "cpu_threads": 1}
+    shape = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    llm = LLM(speculative_algorithm="EAGLE3", skip_tokenizer_init=True, **shape, **small)  # type: ignore[arg-type]
+    with llm, fake_graphs():
+        assert isinstance(llm.engine, Scheduler)
+        found = list(Graphs.capture(llm.engine.runner.context, shapes).steps)
+    assert found[0] == step_shape(8, (4, 4, 16), 8)
+    assert found[1:4] == [StepShape.plain(slots) for slots in (1, 4, 8)]
+    assert found[4:] == sorted(found[4:], key=lambda shape: shape.nodes)
+    assert len(found) == len(shapes)
 
 
 def test_what_is_missing_is_made_outside_the_capture() -> None:

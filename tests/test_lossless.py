@@ -43,7 +43,7 @@ from benchmarks.lossless import (
 from benchmarks.pairwise import pairwise
 from specserve import LLM, SamplingParams
 from specserve.core import SpeculationUsage, TokenLogprob
-from specserve.llm import RequestOutput
+from specserve.outputs import RequestOutput
 from tests.engines import Checkpoints
 
 TEXTS = 330

@@ -53,7 +53,8 @@ def test_no_step_runs_for_a_request_whose_end_is_certain(overlap: str) -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"stop": "zr"}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop"),
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"seed": 1.5}, "seed"),
         ({"top_k": 2.5}, "top_k"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,13 +106,24 @@ def _named(given: Mapping[str, Any], source: str, label: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, raw in given.items():
         if name not in _BY_NAME:
-            close = label(nearest(name, _BY_NAME)).removeprefix(f"{source}: ")
-            raise ValueError(f"{label(name)}: unknown setting; the nearest known one is {close}")
+            raise ValueError(f"{label(name)}: {_unknown_setting(name, source, label)}")
         declared = _BY_NAME[name]
         if declared.name in values:
             raise ValueError(f"{label(name)}: given twice, under two names")
         values[declared.name] = convert(declared, raw, label(name))
     return values
+
+
+def _unknown_setting(name: str, source: str, label: Any) -> str:
+    """Say what to do about a name that is no setting's."""
+    flag = "--" + name.replace("_", "-")
+    if flag in _NOT_TAKEN:
+        return f"not accepted: {_NOT_TAKEN[flag]}; leave it out"
+    if flag in _ELSEWHERE:
+        ours = re.sub("--([a-z-]+)", lambda found: found[1].replace("-", "_"), _ELSEWHERE[flag])
+        return f"unknown setting; here it is {ours}"
+    close = label(nearest(name, _BY_NAME)).removeprefix(f"{source}: ")
+    return f"unknown setting; the nearest known one is {close}"
 
 
 class Parser(argparse.ArgumentParser):

@@ -151,8 +151,9 @@ class Graphs:
         sizes: Sequence[PromptSize] = (),
     ) -> Graphs:
         """Capture steps of ``shapes`` and prompt launches of ``sizes``. The largest of each comes first, so that the
-        others fit into its memory; then the smallest steps. Graphs that don't fit into memory are left out with a
-        warning and run eagerly; those that there is no time for go to ``left``."""
+        others fit into its memory; then plain decoding, which every engine falls back on; then the smallest steps.
+        Graphs that don't fit into memory are left out with a warning and run eagerly; those that there is no time for
+        go to ``left``."""
         device = context.state.device
         begin, free = time.perf_counter(), torch.cuda.mem_get_info(device)[0]
         maker = _Maker(context, max(shape.nodes for shape in shapes))
@@ -162,8 +163,9 @@ class Graphs:
             for size in reversed(sizes):
                 if (made := maker.try_capture(size, maker.prompts)) is not None:
                     prompts[size] = made
-            ordered = sorted(shapes, key=lambda shape: (shape.nodes, shape.levels))
-            left = [ordered.pop(), *ordered]
+            largest = max(shapes, key=lambda shape: (shape.nodes, shape.levels))
+            others = [shape for shape in shapes if shape != largest]
+            left = [largest, *sorted(others, key=lambda s: (s.nodes > s.slots, s.nodes, s.levels))]
             with tqdm(
                 total=len(shapes), desc="Capturing CUDA graphs", unit="graph", leave=False, disable=None
             ) as progress:  # only in a terminal: lines of a log would begin with it

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from specserve.core import SamplingParams, SpeculationUsage, TokenLogprob
 from specserve.frontend.detokenizer import Detokenizer
-from specserve.frontend.parsers.base import Event
+from specserve.frontend.parsers.base import Event, merged
 from specserve.frontend.parsers.registry import AnswerParser
 from specserve.frontend.stopping import StopFinder
 from specserve.frontend.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class Answer:
     stop: str | None = None  # the stop string that ended it
     cached_tokens: int = 0
     speculation: SpeculationUsage = field(default_factory=SpeculationUsage)
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)  # merged
     reasoning_tokens: int = 0  # including its marks
 
 
@@ -144,7 +144,7 @@ class OutputProcessor:
         answer.token_ids += delta.token_ids
         answer.logprobs += delta.logprobs or []
         answer.prompt_logprobs += message.prompt_logprobs or []
-        answer.events += delta.events
+        answer.events = merged([*answer.events, *delta.events])
         answer.finish_reason = delta.finish_reason
         answer.stop = self._stop.found if self._stop is not None else None
         answer.cached_tokens = max(answer.cached_tokens, message.cached_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import json
@@ -43,10 +44,10 @@ class TooLong(ValueError):
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer. ``encode`` and ``encode_chat`` must not run in two threads at once."""
+    """A Hugging Face tokenizer, ``wrapped``. ``encode`` and ``encode_chat`` must not run in two threads at once."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.wrapped = tokenizer
         self._decode = _decode_of(tokenizer)
         self._template = ChatTemplate(tokenizer)
         self._special = frozenset(_special(tokenizer))
@@ -84,9 +85,24 @@ class Tokenizer:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the ids of a conversation up to where the assistant answers. Raises ValueError with the reason.
-        ``most`` as for ``encode``; ``variables`` are the template's."""
-        return self._encode(self._template.render(messages, tools, variables), most, False)
+        """Return the ids of a conversation, ``render``ed. ``most`` as for ``encode``."""
+        return self._encode(self.render(messages, tools, variables), most, False)
+
+    def render(
+        self,
+        messages: Conversation,
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation up to where the assistant answers. Raises ValueError with the reason.
+        ``variables`` are the template's."""
+        return self._template.render(messages, tools, variables)
+
+    def with_template(self, given: str) -> Tokenizer:
+        """Return this tokenizer with another chat template, a text or a file. Raises ValueError."""
+        other = copy.copy(self.wrapped)
+        replace_template(other, given)
+        return Tokenizer(other)
 
     @property
     def template_text(self) -> str:
@@ -113,15 +129,13 @@ class Tokenizer:
 
     def _ids(self, text: str, special: bool) -> list[int]:
         """Tokenize without the library's warning about the model's length (``verbose``), which is checked elsewhere."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special, verbose=False))
+        return list(self.wrapped.encode(text, add_special_tokens=special, verbose=False))
 
     def detokenizer(
         self, prompt: Sequence[int], skip_special_tokens: bool, shown: Collection[str] = ()
     ) -> Detokenizer:
         """Return a detokenizer for an answer to ``prompt``. ``shown``: special tokens that are not skipped."""
-        texts = (
-            {self._tokenizer.convert_ids_to_tokens(token): token for token in self._special} if shown else {}
-        )
+        texts = {self.wrapped.convert_ids_to_tokens(token): token for token in self._special} if shown else {}
         kept = {token for text, token in texts.items() if text in shown}
         if not skip_special_tokens or not kept:
             return Detokenizer(
@@ -137,7 +151,7 @@ class Tokenizer:
     @functools.cached_property
     def added(self) -> dict[str, int]:
         """Return the ids of added tokens, special or not, by their text."""
-        return {str(token): token_id for token_id, token in self._tokenizer.added_tokens_decoder.items()}
+        return {str(token): token_id for token_id, token in self.wrapped.added_tokens_decoder.items()}
 
     def is_special(self, token_id: int) -> bool:
         """Return whether a token has no text in an answer."""
@@ -145,7 +159,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, which may be part of a character."""
-        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        piece = self.wrapped.convert_ids_to_tokens(token_id)
         if piece is None:
             return b""
         if token_id in self._special:

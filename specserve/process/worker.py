@@ -5,6 +5,7 @@ It ends on SIGTERM, when its parent is gone, or when something fails, with Broke
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import multiprocessing
@@ -82,6 +83,15 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class Port(Protocol):
+    """The engine's end of its messages."""
+
+    def receive(self, wait: bool) -> list[ToEngine] | None:
+        """Return what has arrived, after waiting for something if ``wait``. None: the engine shall end."""
+
+    def send(self, messages: Sequence[ToFront]) -> None: ...
+
+
 class Built(NamedTuple):
     """A scheduler, its resolved settings, and the reasons for automatic choices. ``engine.info`` holds
     ``context_length``, ``max_total_tokens`` and ``vocab_size``, which the front needs."""
@@ -96,7 +106,6 @@ Build = Callable[[Settings], Built]
 
 def build_scheduler(settings: Settings) -> Built:
     """Resolve the settings and load the model. Raises ValueError for a user's mistake."""
-    os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")  # choosing it after the import prints a warning
     from specserve.process.assemble import resolve_engine
 
     resolved, notes, config = resolve_engine(settings, with_front=True)
@@ -135,7 +144,7 @@ def engine_main(settings: Settings, addresses: Addresses, build: Build) -> NoRet
         socket.connect(address)
     code = 1
     try:
-        code = _run(settings, build, inbox, outbox)
+        code = _run(settings, build, _Sockets(inbox, outbox))
     finally:
         # The process is ending: an exit raised from here on would interrupt that.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -153,26 +162,27 @@ def _end_with_parent(addresses: Addresses) -> NoReturn:
     os._exit(0)
 
 
-def _run(settings: Settings, build: Build, inbox: Any, outbox: Any) -> int:
+def _run(settings: Settings, build: Build, port: Port) -> int:
     """Run the engine, and return the exit code."""
-    phase.HEARS.set(lambda name: _send(outbox, [Starting(name)]))
+    phase.HEARS.set(lambda name: port.send([Starting(name)]))
     try:
         built = build(settings)
     except ValueError as error:
-        _send(outbox, [Broken(str(error), user_error=True)])
+        port.send([Broken(str(error), user_error=True)])
         return 2
     except Exception as error:
         log.exception("the engine can't start")
-        _send(outbox, [Broken(f"the engine can't start: {_words(error)}")])
+        port.send([Broken(f"the engine can't start: {_words(error)}")])
         return 1
     adopt_loggers()
     keep_what_is_loaded()
     try:
-        _send(outbox, [Ready(ready_info(built)), built.engine.stats()])
-        _Loop(built.engine, inbox, outbox).run()
+        port.send([Ready(ready_info(built)), built.engine.stats()])
+        Loop(built.engine, port).run()
+        return 0
     except Exception as error:
         log.exception("the engine failed")
-        _send(outbox, [Broken(_words(error))])
+        port.send([Broken(_words(error))])
         return 1
     finally:
         built.engine.close()
@@ -219,36 +229,28 @@ class Throughput:
             self._begin, self._before = now, stats
 
 
-class _Loop:
-    def __init__(self, engine: Engine, inbox: Any, outbox: Any) -> None:
+class Loop:
+    """Run an engine: read messages, run iterations, send results."""
+
+    def __init__(self, engine: Engine, port: Port) -> None:
         self._engine = engine
-        self._inbox = inbox
-        self._outbox = outbox
-        self._poller = zmq.Poller()
-        self._poller.register(inbox, zmq.POLLIN)
+        self._port = port
         self._stats_at = self._check_at = 0.0
         self._throughput = Throughput()
 
-    def run(self) -> NoReturn:
-        """Run iterations; wait for messages only when there is no work."""
+    def run(self) -> None:
+        """Run until the port says to end. Waits for messages only when there is no work."""
         engine = self._engine
         while True:
             busy = engine.has_work or engine.work_ahead()
-            if self._poller.poll(0 if busy else None):
-                self._read()
+            if (received := self._port.receive(wait=not busy)) is None:
+                return
+            for each in received:
+                self._take(each)
             messages: list[ToFront] = [*engine.run_once()] if engine.has_work else []
             self._add_stats(messages)
-            _send(self._outbox, messages)
+            self._port.send(messages)
             self._check_idle()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                messages = decode_to_engine(self._inbox.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return
-            for message in messages:
-                self._take(message)
 
     def _take(self, message: ToEngine) -> None:
         match message:
@@ -257,7 +259,7 @@ class _Loop:
             case Abort():
                 self._engine.abort(message.rid)
             case Flush():
-                _send(self._outbox, [Flushed(self._engine.flush_cache())])
+                self._port.send([Flushed(self._engine.flush_cache())])
 
     def _add_stats(self, messages: list[ToFront]) -> None:
         """Add Stats about once a second, and when work runs out, so that an idle server reports itself idle."""
@@ -276,9 +278,26 @@ class _Loop:
             self._check_at = now + CHECK_PERIOD
 
 
-def _send(outbox: Any, messages: Sequence[ToFront]) -> None:
-    if messages:
-        outbox.send(encode(messages))
+class _Sockets:
+    """The port of an engine in a process of its own."""
+
+    def __init__(self, inbox: Any, outbox: Any) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+        self._poller = zmq.Poller()
+        self._poller.register(inbox, zmq.POLLIN)
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        found: list[ToEngine] = []
+        if self._poller.poll(None if wait else 0):
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    found += decode_to_engine(self._inbox.recv(zmq.NOBLOCK))
+        return found
+
+    def send(self, messages: Sequence[ToFront]) -> None:
+        if messages:
+            self._outbox.send(encode(messages))
 
 
 def _words(error: Exception) -> str:

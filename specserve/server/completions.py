@@ -13,7 +13,7 @@ from msgspec import UNSET
 from pydantic import Field
 from starlette.responses import Response
 
-from specserve.core import MAX_LOGPROBS, FieldError, SamplingParams
+from specserve.core import MAX_CHOICES, MAX_LOGPROBS, FieldError, SamplingParams
 from specserve.frontend.fields import ListOf, Refusal, Text
 from specserve.frontend.generation import Job
 from specserve.frontend.output import Answer, Delta
@@ -25,7 +25,6 @@ from specserve.server.logprobs import CompletionLogprobs, joined
 from specserve.server.openapi import answers
 from specserve.server.protocol import (
     MAX_ANSWERS,
-    MAX_CHOICES,
     GenerationRequest,
     Int,
     check_stream_options,

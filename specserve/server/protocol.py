@@ -8,13 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from specserve.core import BIAS, MAX_COUNT, RANGES, FieldError, SamplingParams, Speculation
+from specserve.core import BIAS, MAX_CHOICES, MAX_COUNT, RANGES, FieldError, SamplingParams, Speculation
 from specserve.frontend.conversation import Texts
 from specserve.frontend.fields import ListOf, Refusal, Strict, Text
 from specserve.server.errors import ApiError
 from specserve.server.structured import StructuredRequest
 
-MAX_CHOICES = 128
 MAX_ANSWERS = 2048
 MAX_STOPS = 16
 INT64 = 2**63

@@ -1,21 +1,36 @@
-"""``LLM`` over a fake engine: order, forms of prompts, errors, and cleanup."""
+"""``LLM`` and ``AsyncLLM`` over a fake engine: order, forms of prompts, threads and tasks, errors, and cleanup."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 
+import specserve
 import specserve.models.read_config
 import specserve.process.assemble
-from specserve import LLM, FunctionCall, RequestOutput, SamplingParams, grammar
+from specserve import LLM, AsyncLLM, FunctionCall, RequestOutput, SamplingParams, grammar
 from specserve.core import Capacity, FieldError, Thought
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.layers.linear import PLAIN
 from specserve.messages import Submit
+from specserve.process import phase
+from specserve.process.local import _kept  # private: what it exempts shows nowhere else
 from tests.front.fake_engine import CONTEXT, EOS, VOCAB, FakeEngine
 from tests.front.fakes import byte_tokenizer
 
@@ -36,10 +51,19 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 def make(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLM:
     """An LLM whose engine repeats the prompt; long prompts end later than short ones that came after them."""
+    prepare(path, monkeypatch)
+    return LLM(str(path), device="cpu", **settings)
+
+
+def make_async(path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncLLM:
+    prepare(path, monkeypatch)
+    return AsyncLLM(model=str(path), device="cpu")
+
+
+def prepare(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     byte_tokenizer().save_pretrained(path)
     monkeypatch.setattr(specserve.models.read_config, "load_model_config", lambda _: MODEL_CONFIG)
     monkeypatch.setattr(specserve.process.assemble, "create_scheduler", lambda *_: FakeEngine(_echo))
-    return LLM(str(path), device="cpu", **settings)
 
 
 def _echo(message: Submit) -> list[int]:
@@ -49,13 +73,27 @@ def _echo(message: Submit) -> list[int]:
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 
-def engine_of(llm: LLM) -> FakeEngine:
-    assert isinstance(llm.engine, FakeEngine)
-    return llm.engine
+def engine_of(llm: LLM | AsyncLLM) -> FakeEngine:
+    engine = llm.engine
+    assert isinstance(engine, FakeEngine)
+    return engine
 
 
 def texts(outputs: list[RequestOutput]) -> list[str]:
     return [output.text for output in outputs]
+
+
+def test_the_package_is_found_next_to_a_folder_of_its_name(tmp_path: Path) -> None:
+    """As from the folder that holds a checkout. Its names are listed before they are loaded."""
+    (tmp_path / "specserve").mkdir()
+    code = "import specserve, sys; print(dir(specserve) == sorted(specserve.__all__), 'torch' in sys.modules)"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, check=True
+    )
+    assert said.stdout.split() == [b"True", b"False"]
+    for name in specserve.__all__:
+        assert getattr(specserve, name) is not None
 
 
 def test_prompts_of_all_forms_in_order(llm: LLM) -> None:
@@ -68,13 +106,204 @@ def test_prompts_of_all_forms_in_order(llm: LLM) -> None:
     assert llm.generate([]) == []
 
 
+def test_prompts_as_others_give_them(llm: LLM) -> None:
+    assert texts(llm.generate([{"prompt": "one"}, {"prompt_token_ids": [65]}])) == ["one", "A"]
+    assert texts(llm.generate({"prompt": "one"})) == ["one"]
+    assert texts(llm.generate(text for text in ("a", "b"))) == ["a", "b"]
+    assert texts(llm.generate(np.array([65, 66]))) == ["AB"]  # type: ignore[arg-type]
+    assert texts(llm.generate(torch.tensor([[65, 66], [67, 68]]))) == ["AB", "CD"]  # type: ignore[arg-type]
+    (found,) = llm.generate([[np.int64(65), np.int32(66)]])  # type: ignore[list-item]
+    assert (found.prompt_token_ids, list(map(type, found.prompt_token_ids))) == ([65, 66], [int, int])
+
+
+def test_outputs_as_others_read_them(llm: LLM) -> None:
+    (found,) = llm.generate("abc", SamplingParams(n=3, stop="c", logprobs=0))
+    assert (found.prompt, found.finished) == ("abc", True)
+    assert [(each.index, each.text, each.finish_reason) for each in found.outputs] == [
+        (index, "ab", "stop") for index in range(3)
+    ]
+    first = found.outputs[0]
+    assert first.stop_reason == "c"
+    names = ("text", "token_ids", "finish_reason", "logprobs", "speculation", "content", "tool_calls")
+    assert [getattr(found, name) for name in names] == [getattr(first, name) for name in names]
+    assert sorted(each.choice for each in engine_of(llm).submitted) == [0, 1, 2]
+    assert [each.prompt for each in llm.generate([[65], "b"])] == [None, "b"]
+    assert [each.prompt for each in llm.chat([{"role": "user", "content": "hi"}])] == ["user:hi\nassistant:"]
+    assert llm.get_tokenizer().decode([65]) == "A"
+
+
+def test_parameters_as_others_give_them(llm: LLM) -> None:
+    assert SamplingParams(stop="x").stop == ["x"]
+    assert (SamplingParams(stop=None).stop, SamplingParams(stop_token_ids=None).stop_token_ids) == ([], [])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"n must be in \[1, 128\], found 0"):
+        SamplingParams(n=0)
+    with pytest.raises(TypeError, match="SamplingParams has no best_of: answers are not ranked"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+    params = SamplingParams()
+    params.max_tokens = 2
+    assert texts(llm.generate(["abc", "def"], params)) == ["ab", "de"]
+    params.top_p = 7
+    with pytest.raises(ValueError, match="top_p must be in"):
+        llm.generate("a", params)
+    with pytest.raises(ValueError, match="max_model_len: unknown setting; here it is context_length"):
+        LLM(model="x", max_model_len=5)
+
+
+def test_threads_get_their_own_answers(llm: LLM) -> None:
+    prompts = [[f"thread {index}, prompt {each}" for each in range(5)] for index in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        assert [texts(each) for each in threads.map(llm.generate, prompts)] == prompts
+
+
+async def answer_of(llm: AsyncLLM, prompt: str, seen: list[str]) -> str:
+    async for output in llm.generate(prompt):
+        seen.append(output.text)
+    assert output.finished
+    return output.text
+
+
+def test_tasks_stream_their_own_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_async(tmp_path, monkeypatch)
+    slow(engine_of(llm))
+
+    async def ask() -> None:
+        prompts = [f"task {index}: " + "x" * 3 * index for index in range(8)]
+        seen: list[list[str]] = [[] for _ in prompts]
+        asked = (answer_of(llm, *each) for each in zip(prompts, seen, strict=True))
+        assert await asyncio.gather(*asked) == prompts
+        assert all(texts == sorted(texts, key=len) for texts in seen)
+        assert max(map(len, seen)) > 2
+        question = [{"role": "user", "content": "hi"}]
+        *_, last = [each async for each in llm.chat(question, SamplingParams(n=2))]
+        assert [each.text for each in last.outputs] == ["user:hi\nassistant:"] * 2
+        for prompt, words in ((["a", "b"], "one prompt at a time; found 2"), ("", "must not be empty")):
+            with pytest.raises(ValueError, match=words):
+                await anext(llm.generate(prompt))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="seed 13 is unlucky"):
+            await anext(llm.generate("a", SamplingParams(seed=13)))
+
+    for _ in range(2):
+        asyncio.run(ask())  # each time on a loop of its own
+    llm.close()
+    with pytest.raises(ValueError, match="this AsyncLLM is closed"):
+        asyncio.run(ask())
+
+
+def test_a_task_that_leaves_ends_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_async(tmp_path, monkeypatch)
+    endless = slow(engine_of(llm))
+
+    async def leave() -> None:
+        async with contextlib.aclosing(llm.generate("a" * 200)) as answer:
+            await anext(answer)
+        task = asyncio.create_task(answer_of(llm, "b" * 200, []))
+        while len(endless.submitted) < 2:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    assert engine_of(llm).aborted == [each.rid for each in endless.submitted]
+
+
+def slow(engine: FakeEngine) -> FakeEngine:
+    """The engine, whose iterations take a while."""
+    run = engine.run_once
+    engine.run_once = lambda: (time.sleep(0.01), run())[1]  # type: ignore[method-assign]
+    return engine
+
+
+def test_ctrl_c_ends_the_call_and_not_the_engine(llm: LLM) -> None:
+    engine = slow(engine_of(llm))
+    threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("a" * 200)
+    assert not engine_of(llm).has_work
+    assert engine.aborted == [engine.submitted[0].rid]
+    assert texts(llm.generate("still here")) == ["still here"]
+
+
+def test_an_engine_that_fails(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    """Everybody is told, and told again."""
+    engine = slow(engine_of(llm))
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(llm.generate, "a" * 200)
+        while not engine.submitted:
+            time.sleep(0.001)
+        with pytest.raises(RuntimeError, match=r"the engine failed: .*died of seed 14"):
+            llm.generate("a", SamplingParams(seed=14))
+        with pytest.raises(RuntimeError, match=r"the engine failed: .*died of seed 14"):
+            other.result()
+    with pytest.raises(RuntimeError, match=r"the engine failed: .*died of seed 14"):
+        llm.generate("a")
+    assert "the engine failed" in caplog.text
+    llm.close()
+
+
+def test_a_model_closed_while_it_answers(llm: LLM) -> None:
+    engine = slow(engine_of(llm))
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(llm.generate, "a" * 200)
+        while not engine.submitted:
+            time.sleep(0.001)
+        llm.close()
+        with pytest.raises(RuntimeError, match="the engine was closed"):
+            asked.result()
+    assert engine.closed
+
+
+def test_a_model_that_nobody_holds_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make(tmp_path, monkeypatch)
+    engine = engine_of(llm)
+    assert texts(llm.generate("a")) == ["a"]
+    del llm
+    gc.collect()
+    assert engine.closed
+
+
+def test_a_build_that_nobody_waits_for_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer, which loads meanwhile, is missing."""
+    prepare(tmp_path, monkeypatch)
+    (tmp_path / "tokenizer.json").unlink()
+    building, entered = threading.Event(), list[str]()
+
+    def create(*_: object) -> FakeEngine:
+        phase.enter("begun")
+        building.set()
+        while True:
+            time.sleep(0.01)
+            phase.enter("more")
+            entered.append("more")
+
+    monkeypatch.setattr(specserve.process.assemble, "create_scheduler", create)
+    load = Tokenizer.load
+    monkeypatch.setattr(Tokenizer, "load", lambda *given: (building.wait(), load(*given))[1])
+    with pytest.raises(ValueError, match="can't be loaded"):
+        LLM(str(tmp_path), device="cpu")
+    count = len(entered)
+    time.sleep(0.05)
+    assert len(entered) == count
+
+
+def test_what_is_loaded_is_exempt_from_garbage_collection() -> None:
+    """Unless the program has done that itself, as the tests do."""
+    before = gc.get_freeze_count()
+    with _kept():
+        assert gc.get_freeze_count() == before > 0
+    gc.unfreeze()
+    with _kept():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+
+
 def test_params_for_each_prompt(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=2), SamplingParams(stop=["g"])]
     first, second = llm.generate(["abcd", "efgh and more"], params)
     assert (first.text, first.finish_reason) == ("ab", "length")
     assert (second.text, second.finish_reason, second.token_ids) == ("ef", "stop", list(b"efg"))
     assert second.logprobs is None
-    assert len(engine_of(llm).aborted) == 1
 
 
 @pytest.mark.parametrize(("greedy", "temperature"), [(True, 0.0), (False, 1.0)])
@@ -114,7 +343,7 @@ def test_chat(llm: LLM) -> None:
     assert texts(llm.chat(one)) == ["user:hi\nassistant:"]
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     assert texts(llm.chat([{"role": "user", "content": parts}])) == ["user:hi\nassistant:"]
-    assert texts(llm.chat([one, one], SamplingParams(max_tokens=4), progress=True)) == ["user", "user"]
+    assert texts(llm.chat([one, one], SamplingParams(max_tokens=4), use_tqdm=True)) == ["user", "user"]
 
 
 TOOLS: list[Any] = [
@@ -210,7 +439,14 @@ def test_another_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (lambda llm: llm.generate(["a", None]), r"prompts\[1\] must be text or token ids, found NoneType"),
         (lambda llm: llm.generate([b"ab"]), r"prompts\[0\] must be text or token ids, found bytes"),
         (lambda llm: llm.generate(None), "prompts must be text, token ids or a list of them, found NoneType"),
-        (lambda llm: llm.generate({"prompt": "a"}), "prompts must be text, .* found dict"),
+        (
+            lambda llm: llm.generate({"text": "a"}),
+            r"the prompt must have the key prompt or .* found \['text'\]",
+        ),
+        (
+            lambda llm: llm.generate([{"prompt": "a", "multi_modal_data": {}}]),
+            r"prompts\[0\] must have the key .* found \['prompt', 'multi_modal_data'\]",
+        ),
         (lambda llm: llm.generate(["a", "\ud800"]), r"prompts\[1\] must be text that UTF-8 can encode"),
         (
             lambda llm: llm.generate("a", {"seed": 1}),
@@ -230,6 +466,7 @@ def test_another_chat_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (lambda llm: llm.chat([]), "messages must not be empty"),
         (lambda llm: llm.chat([[]]), "messages must not be empty"),
         (lambda llm: llm.chat({"role": "user", "content": "a"}), "messages must be a list, found dict"),
+        (lambda llm: llm.chat("a"), "messages must be a list of messages such as"),
         (lambda llm: llm.chat([{"role": "user"}]), "messages.0.content: this field is required"),
         (
             lambda llm: llm.chat([{"role": "user", "content": [IMAGE]}]),
@@ -321,20 +558,6 @@ def test_ends_of_a_thought_that_are_no_tokens(end: list[int], words: str) -> Non
     params = SamplingParams(thinking_token_budget=2, thought=Thought(open="x", close="y", end=end))
     with pytest.raises(FieldError, match=f"thought.end.*{words}"):
         Capacity(context_length=9, pool_tokens=9, vocab_size=VOCAB, all_greedy=False).check([1], params)
-
-
-def test_a_call_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = engine_of(llm).run_once
-
-    def run_during_a_call() -> Any:
-        with pytest.raises(RuntimeError, match="takes one call at a time"):
-            llm.generate(["b"])
-        return run()
-
-    monkeypatch.setattr(engine_of(llm), "run_once", run_during_a_call)
-    assert texts(llm.generate(["a"])) == ["a"]
-    monkeypatch.setattr(engine_of(llm), "run_once", run)
-    assert texts(llm.generate(["b"])) == ["b"]
 
 
 def test_a_name_that_nobody_asks_for(

@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from specserve.core import SamplingParams, Speculation, SpeculationUsage, TokenLogprob
-from specserve.llm import LLM, FunctionCall, Message, Prompt, RequestOutput
+from specserve.llm import LLM, AsyncLLM, Message, Prompt
+from specserve.outputs import CompletionOutput, FunctionCall, RequestOutput
 
 CLASSES: tuple[type, ...] = (
     LLM,
+    AsyncLLM,
     SamplingParams,
     Speculation,
     RequestOutput,
+    CompletionOutput,
     FunctionCall,
     SpeculationUsage,
     TokenLogprob,
@@ -22,9 +25,9 @@ CLASSES: tuple[type, ...] = (
 
 _HEAD = f"""# Python API
 
-Written by `make docs` from the code; to change it, edit the docstrings. [api.md](api.md#python) has an example. `LLM`,
-`SamplingParams`, `Speculation` and `RequestOutput` are imported from `specserve`. `LLM` takes every
-[setting](settings.md) by its name. A wrong value or an unknown setting raises `ValueError`, which names the setting,
+Written by `make docs` from the code; to change it, edit the docstrings. [api.md](api.md#python) has an example. The
+classes down to `FunctionCall` are imported from `specserve`. `LLM` and `AsyncLLM` take every [setting](settings.md) by
+its name. A wrong value or an unknown setting raises `ValueError`, which names the setting,
 prompt or parameter. A call that does not match the signature, such as `SamplingParams(5)` (parameters are keyword-only)
 or `SamplingParams(foo=1)`, raises `TypeError`.
 

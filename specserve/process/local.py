@@ -1,0 +1,184 @@
+"""Run an engine in a thread of this process, for callers in any thread."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import logging
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from specserve.messages import Abort, Failed, Submit, ToEngine, ToFront, Tokens
+from specserve.process import phase
+from specserve.process.worker import Engine, Loop, keep_what_is_loaded
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[Tokens | Failed], None]
+_CLOSED = "the engine was closed"
+
+
+class EngineFailed(RuntimeError):
+    """The engine ended, or lost a request, through no fault of the request."""
+
+
+class LocalEngine:
+    """An engine and the thread that builds and runs it. All methods may be called from any thread. The thread ends with
+    ``close``, when this object is garbage, or when the interpreter exits."""
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        """Start building; ``wait`` before anything else."""
+        self._port = _Port()
+        self._ready: Future[Engine] = Future()
+        arguments = _run, self._port, build, _cuda_device(), self._ready
+        run = contextvars.copy_context().run
+        thread = threading.Thread(target=run, args=arguments, name="specserve-engine", daemon=True)
+        thread.start()
+        self._end = weakref.finalize(self, _end, self._port, thread)
+
+    def wait(self) -> None:
+        """Wait until the engine is ready. Raises what ``build`` raises."""
+        self._ready.result()
+
+    def close(self) -> None:
+        """End the engine and fail the requests that are open. Return when its thread has ended."""
+        self._end()
+        self._ready = Future()  # drops the engine
+
+    @property
+    def idle(self) -> Engine:
+        """Return the engine, once it waits for requests."""
+        self._port.wait_idle()
+        return self._ready.result()
+
+    def submit(self, requests: Sequence[Submit], deliver: Deliver) -> None:
+        """Pass on requests. ``deliver`` gets their messages, in order, in the engine's thread; of each the last is
+        Failed or has a finish reason. Raises EngineFailed if there is no engine any more."""
+        self._port.submit(requests, deliver)
+
+    def abort(self, rid: str) -> None:
+        """End a request; no message follows. Ignores unknown ids."""
+        self._port.abort(rid)
+
+
+class _Port:
+    """What callers and the engine's thread share."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inbox: list[ToEngine] = []
+        self._routes: dict[str, Deliver] = {}
+        self._ended: str | None = None  # why the engine takes no more requests
+        self._waiting = False  # the engine waits for messages
+
+    def receive(self, wait: bool) -> list[ToEngine] | None:
+        with self._changed:
+            if wait and not self._inbox:
+                self._waiting = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._inbox or self._ended)
+                self._waiting = False
+            if self._ended:
+                return None
+            received, self._inbox = self._inbox, []
+        return received
+
+    def send(self, messages: Sequence[ToFront]) -> None:
+        for message in messages:
+            if isinstance(message, Tokens | Failed):
+                self._route(message)
+
+    def submit(self, requests: Sequence[Submit], deliver: Deliver) -> None:
+        with self._changed:
+            self.check()
+            self._routes |= dict.fromkeys((request.rid for request in requests), deliver)
+            self._inbox += requests
+            self._changed.notify_all()
+
+    def abort(self, rid: str) -> None:
+        with self._changed:
+            if self._routes.pop(rid, None) is not None:
+                self._inbox.append(Abort(rid))
+                self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise EngineFailed if the engine shall end."""
+        if self._ended:
+            raise EngineFailed(self._ended)
+
+    def end(self, reason: str) -> None:
+        """Take no more requests, and fail the open ones. Only the first reason counts."""
+        with self._changed:
+            self._ended = self._ended or reason
+            left, self._routes = self._routes, {}
+            self._changed.notify_all()
+        for rid, deliver in left.items():
+            deliver(Failed(rid, self._ended, fault="server"))
+
+    def wait_idle(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or (self._waiting and not self._inbox))
+
+    def _route(self, message: Tokens | Failed) -> None:
+        last = isinstance(message, Failed) or message.finish_reason is not None
+        with self._changed:
+            deliver = self._routes.pop(message.rid, None) if last else self._routes.get(message.rid)
+        if deliver is not None:  # else aborted while the message was on its way
+            deliver(message)
+
+
+def _run(port: _Port, build: Callable[[], Engine], device: int | None, ready: Future[Engine]) -> None:
+    """Build and run the engine: the thread's target. It holds no reference to the ``LocalEngine``."""
+    hears = phase.HEARS.get()
+
+    def enter(name: str) -> None:
+        port.check()  # a build that nobody waits for ends here
+        hears(name)
+
+    phase.HEARS.set(enter)
+    try:
+        if device is not None:
+            sys.modules["torch"].cuda.set_device(device)
+        engine = build()
+    except BaseException as error:
+        ready.set_exception(error)
+        return
+    with _kept():
+        ready.set_result(engine)
+        del ready
+        try:
+            Loop(engine, port).run()
+        except Exception as error:
+            log.exception("the engine failed")
+            port.end(f"the engine failed: {type(error).__name__}: {error}")
+        finally:
+            engine.close()
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Exempt what is loaded from garbage collection, unless the program or another engine has done that."""
+    if gc.get_freeze_count():
+        yield
+        return
+    keep_what_is_loaded()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _end(port: _Port, thread: threading.Thread) -> None:
+    port.end(_CLOSED)
+    if thread is not threading.current_thread():  # else it collected the garbage
+        thread.join()
+
+
+def _cuda_device() -> int | None:
+    """Return the caller's CUDA device, if it may have chosen one. A new thread begins with the first."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
