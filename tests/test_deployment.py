@@ -67,7 +67,7 @@ class TestImages:
     def test_packages_of_the_wheel_are_copied(self, image: Image) -> None:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())
         copied = " ".join(image.all("COPY"))
-        for folder in project["tool"]["setuptools"]["package-dir"].values():
+        for folder in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
             assert folder in copied
         assert project["project"]["readme"] in copied
         (torch,) = [each for each in project["project"]["dependencies"] if re.match(r"torch\b", each)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -64,13 +63,6 @@ def test_every_file_is_used_and_there() -> None:
     linked = set(re.findall(r"(?:href|src)=\"playground/([^\"]+)\"", TEXTS["index.html"]))
     imported = {name for text in TEXTS.values() for name in re.findall(r"from \"\./([^\"]+)\"", text)}
     assert linked | imported | {"index.html"} == set(FILES)
-
-
-def test_every_file_is_packaged() -> None:
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    patterns = tools["setuptools"]["package-data"]["specserve"]
-    packaged = {file for pattern in patterns for file in (ROOT / "specserve").glob(pattern)}
-    assert set(FILES.values()) <= packaged
 
 
 def colours(scheme: str) -> dict[str, str]:
