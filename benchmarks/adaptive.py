@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import specserve.process.assemble
 from benchmarks.closed_loop import ClosedLoop, Step, endless
-from benchmarks.common import load_options, make_prompts, parse_load, with_all_graphs, write_results
+from benchmarks.common import load_options, make_prompts, parse_load, write_results
 from specserve import LLM, SamplingParams
 from specserve.engine.shapes import ShapePlan, ShapePolicy, Speculation, StaticShapes, step_shape
 from specserve.process.worker import keep_what_is_loaded
@@ -83,7 +83,6 @@ def adaptive_llm(
         patch.object(specserve.process.assemble, "Runner", MeteredRunner),
         LLM(args.model, **given | settings) as llm,
     ):
-        with_all_graphs(llm)
         assert llm.engine is not None
         padding = made[-1].padding
         policies: dict[str, ShapePolicy] = {"off": StaticShapes(None, padding)}
@@ -106,6 +105,7 @@ def under(llm: LLM, policy: ShapePolicy) -> Iterator[None]:
     try:
         yield
     finally:
+        assert llm.engine is engine, "its thread waits from here on"
         while engine.has_work:
             engine.run_once()
         engine.policy = before

@@ -8,10 +8,9 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,6 @@ import torch
 import specserve.process.assemble
 from benchmarks.floors import Shape
 from specserve import LLM, SamplingParams
-from specserve.config import make_settings
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
 from specserve.config.settings import ROUNDED
 from specserve.frontend.tokenizer import Tokenizer
@@ -188,46 +186,15 @@ def open_llm(args: argparse.Namespace, shape: Shape | None, batch: int) -> LLM:
         settings = shape_settings(shape)
         settings |= {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": args.eagle3}
         settings["speculative_draft_quantization"] = getattr(args, "draft_quantization", "auto")
-    return with_all_graphs(
-        LLM(
-            args.model,
-            dtype=args.dtype,
-            quantization=getattr(args, "quantization", "none"),
-            skip_tokenizer_init=True,
-            disable_radix_cache=True,
-            max_running_requests=batch,
-            **settings,
-        )
+    return LLM(
+        args.model,
+        dtype=args.dtype,
+        quantization=getattr(args, "quantization", "none"),
+        skip_tokenizer_init=True,
+        disable_radix_cache=True,
+        max_running_requests=batch,
+        **settings,
     )
-
-
-def with_all_graphs(llm: LLM) -> LLM:
-    """Capture the steps that were left to be captured later."""
-    assert llm.engine is not None
-    while llm.engine.work_ahead():
-        pass
-    return llm
-
-
-def compile_ahead(compile_case: Callable[..., None], cases: Sequence[tuple[Any, ...]]) -> None:
-    """Fill Triton's cache: call ``compile_case`` with each case, in a process of its own."""
-    jobs = [get_context("spawn").Process(target=compile_case, args=case) for case in cases]
-    begin = time.perf_counter()
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join()
-    codes = [job.exitcode for job in jobs]
-    print(f"compiled {len(jobs)}, exit codes {codes}, {time.perf_counter() - begin:.0f} s", flush=True)
-
-
-def compile_kernels(settings: dict[str, Any], gpu: Any, processes: int) -> None:
-    """Compile what an engine with these settings launches. Call it in a process of its own."""
-    from specserve.process.assemble import resolve_engine
-    from specserve.process.compile import Job, compile_all
-
-    given = make_settings(**settings | {"device": "cuda"})
-    compile_all(Job(resolve_engine(given, has_gpu=True)[2], gpu, processes))
 
 
 @contextmanager

@@ -17,7 +17,6 @@ as it is measured, so that a run that is cut keeps its rows.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -26,12 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import torch
-
 from benchmarks.common import (
     SPARE_POSITIONS,
-    compile_ahead,
-    compile_kernels,
     parse_load,
     random_prompts,
     shape_settings,
@@ -150,11 +145,6 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def compile_case(case: Case, args: argparse.Namespace, gpu: Any, processes: int) -> None:
-    with for_timing(sizes_of(case, args)):
-        compile_kernels(settings_of(case, args), gpu, processes)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -176,13 +166,6 @@ def main() -> None:
     return_memory()
     print(f"made the pair, {time.perf_counter() - begin:.0f} s", flush=True)
     args.model = str(args.pair / RANDOM / "target")
-    cases = [CASES[name] for name in args.only]
-    if torch.cuda.is_available():
-        from specserve_kernels.ops.device import this_gpu
-
-        cores = os.cpu_count() or 1
-        compile_ahead(compile_case, [(case, args, this_gpu(), cores) for case in cases[:1]])
-        compile_ahead(compile_case, [(case, args, this_gpu(), max(1, cores // 4)) for case in cases[1:]])
     print(HEADER)
     rows: list[dict[str, Any]] = []
     failed: list[str] = []

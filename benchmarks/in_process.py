@@ -9,15 +9,12 @@ there is one call. Prompts are random, all different.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.common import compile_ahead, compile_kernels, shape_settings, with_all_graphs, write_results
+from benchmarks.common import shape_settings, write_results
 from specserve import LLM, SamplingParams
 
 RUNNING = 256
@@ -61,12 +58,8 @@ def main() -> None:
         first, second, third = map(int, args.shape.split(","))
         settings |= shape_settings((first, second, third))
     settings["model_path"] = args.model
-    if torch.cuda.is_available():
-        from specserve_kernels.ops.device import this_gpu
-
-        compile_ahead(compile_kernels, [(settings, this_gpu(), os.cpu_count() or 1)])
     rows = {}
-    with with_all_graphs(LLM(**settings)) as llm:
+    with LLM(**settings) as llm:
         measure(llm, 1, 1, args)
         for clients in args.clients:
             rows[clients] = measure(llm, clients, args.rounds if clients <= RUNNING else 1, args)

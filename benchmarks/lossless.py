@@ -30,7 +30,7 @@ import msgspec
 from torch import Tensor
 
 import specserve.speculation.sampler
-from benchmarks.common import PROMPTS, shape_settings, with_all_graphs, write_results
+from benchmarks.common import PROMPTS, shape_settings, write_results
 from benchmarks.pairwise import Configuration, pairwise
 from specserve import LLM, SamplingParams
 from specserve.config.paths import BUNDLED_DRAFTS, BUNDLED_MODEL
@@ -257,17 +257,15 @@ def make_items(prompts: Sequence[Sequence[int]], count: int, max_tokens: int) ->
 
 
 def open_llm(models: Models, **settings: Any) -> LLM:
-    return with_all_graphs(
-        LLM(
-            str(models.target),
-            dtype=models.dtype,
-            device=models.device,
-            kv_cache_dtype=models.kv_cache_dtype,
-            quantization=models.quantization,
-            skip_tokenizer_init=True,
-            random_seed=0,
-            **{"max_total_tokens": LARGE_POOL, **settings},
-        )
+    return LLM(
+        str(models.target),
+        dtype=models.dtype,
+        device=models.device,
+        kv_cache_dtype=models.kv_cache_dtype,
+        quantization=models.quantization,
+        skip_tokenizer_init=True,
+        random_seed=0,
+        **{"max_total_tokens": LARGE_POOL, **settings},
     )
 
 

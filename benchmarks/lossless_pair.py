@@ -18,7 +18,6 @@ texts count; use float64 there.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,12 +28,9 @@ import torch
 
 from benchmarks.common import (
     SPARE_POSITIONS,
-    compile_ahead,
-    compile_kernels,
     make_prompts,
     shape_settings,
     weights_kept,
-    with_all_graphs,
     write_results,
 )
 from benchmarks.long_context import longer_contexts
@@ -188,18 +184,12 @@ def main() -> None:
     args.alone = min(args.alone, args.texts)
     begin = time.perf_counter()
     names = ["off", *(name for name in args.only if name != "off")]  # first: the others are held against it
-    if torch.cuda.is_available():
-        from specserve_kernels.ops.device import this_gpu
-
-        cores, settings = os.cpu_count() or 1, [settings_of(name, args) for name in names]
-        compile_ahead(compile_kernels, [(each, this_gpu(), cores) for each in settings[:1]])
-        compile_ahead(compile_kernels, [(each, this_gpu(), max(1, cores // 3)) for each in settings[1:]])
     prompts, params = prompts_and_params(args)
     rows: list[dict[str, Any]] = []
     expected: list[RequestOutput] = []
     with weights_kept(), longer_contexts(args.prompt_tokens[1] + args.new_tokens + SPARE_POSITIONS):
         for name in names:
-            with with_all_graphs(LLM(**settings_of(name, args))) as llm:
+            with LLM(**settings_of(name, args)) as llm:
                 expected = expected or answer(llm, prompts, params, len(prompts))
                 for row in run_shape(llm, name, prompts, params, expected, args):
                     rows.append(row | {"at_seconds": time.perf_counter() - begin})
