@@ -26,7 +26,6 @@ from benchmarks.closed_loop import ClosedLoop, Step, endless
 from benchmarks.common import load_options, make_prompts, parse_load, write_results
 from specserve import LLM, SamplingParams
 from specserve.engine.shapes import ShapePlan, ShapePolicy, Speculation, StaticShapes, step_shape
-from specserve.process.worker import keep_what_is_loaded
 from specserve.speculation.shape import StepShape
 from specserve.tools.tune.loop import MeteredRunner
 
@@ -87,7 +86,6 @@ def adaptive_llm(
         padding = made[-1].padding
         policies: dict[str, ShapePolicy] = {"off": StaticShapes(None, padding)}
         policies |= {spelled(each): StaticShapes(each, padding) for each in fixed}
-        keep_what_is_loaded()
         yield llm, policies | {"adaptive": llm.engine.policy}
 
 

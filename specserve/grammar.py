@@ -15,9 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import cache, lru_cache
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specserve.schemas import check_ends, enforceable, exact_dates
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 T = TypeVar("T")
 
@@ -30,8 +33,11 @@ _ONE_OF = "oneOf can't be enforced where its alternatives overlap; use anyOf"
 _STACK = 1 << 29  # bytes: llguidance recurses as deep as a grammar nests, which has up to ``MOST`` characters
 
 
-def json_schema(schema: Mapping[str, Any] | bool | str) -> str:
-    """Return a grammar of the JSON that a schema, or its text, accepts. Raises ValueError if it can't be enforced."""
+def json_schema(schema: Mapping[str, Any] | bool | str | type[BaseModel]) -> str:
+    """Return a grammar of the JSON that a schema, its text, or a pydantic model accepts. Raises ValueError if it can't
+    be enforced."""
+    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
     try:
         parsed = json.loads(schema, object_pairs_hook=_each_once) if isinstance(schema, str) else schema
         json.dumps(parsed)

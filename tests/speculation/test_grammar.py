@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from pydantic import BaseModel
 
 from specserve import LLM, SamplingParams, grammar
 from specserve.config import Settings, make_settings
@@ -333,6 +334,16 @@ def test_keywords_that_ask_for_nothing() -> None:
     assert grammar.json_schema({**asked, **nothing}) == grammar.json_schema(asked)
     secret = {"type": "array", "items": {"type": "string", "format": "password"}, "uniqueItems": False}
     assert grammar.json_schema(secret) == grammar.json_schema({"type": "array", "items": {"type": "string"}})
+
+
+def test_a_pydantic_model_is_its_schema() -> None:
+    class City(BaseModel):
+        name: str
+        people: int
+
+    assert grammar.json_schema(City) == grammar.json_schema(City.model_json_schema())
+    with pytest.raises(ValueError, match="is not JSON"):
+        grammar.json_schema(int)  # type: ignore[arg-type]
 
 
 def cycle(kind: str, **given: Any) -> dict[str, Any]:
