@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
@@ -24,12 +22,11 @@ from specserve.frontend.conversation import plain
 from specserve.frontend.enforce import Calls
 from specserve.frontend.fields import encodable
 from specserve.frontend.generation import Job
-from specserve.frontend.output import output_processor
 from specserve.frontend.parsers.registry import AnswerParser, choose_format
 from specserve.frontend.tokenizer import Tokenizer
 from specserve.frontend.tools import offered
-from specserve.messages import Failed, Submit, Tokens
-from specserve.outputs import RequestOutput
+from specserve.messages import Failed, Tokens
+from specserve.outputs import Collector, PromptJobs, RequestOutput
 
 if TYPE_CHECKING:
     from specserve.process.local import LocalEngine
@@ -40,18 +37,9 @@ log = logging.getLogger(__name__)
 _READ = ("requests_all_greedy", "tool_call_parser", "reasoning_parser")
 _UNREAD = ("served_model_name",)  # though it is not in the server's group
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
-_CALLS = itertools.count()  # numbers the calls of all models
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A prompt, with its text if there is one, and a job for each answer to it."""
-
-    text: str | None
-    jobs: list[Job]
 
 
 class _Model:
@@ -99,13 +87,13 @@ class _Model:
             engine.close()
             return_memory()
 
-    def _plan(self, prompts: object, sampling_params: Params) -> list[_Request]:
+    def _plan(self, prompts: object, sampling_params: Params) -> list[PromptJobs]:
         """Return the requests of prompts, or of one."""
         with self._planning:
             texts = self._texts(prompts)
             params = self._params(sampling_params, len(texts))
             return [
-                _Request(text, [Job(ids, each, choice) for choice in range(each.n)])
+                PromptJobs(text, [Job(ids, each, choice) for choice in range(each.n)])
                 for (text, ids), each in zip(texts, params, strict=True)
             ]
 
@@ -118,7 +106,7 @@ class _Model:
         tools: Sequence[Mapping[str, Any]] | None,
         tool_choice: str | Mapping[str, Any] | None,
         parallel_tool_calls: bool | None,
-    ) -> list[_Request]:
+    ) -> list[PromptJobs]:
         """Return the requests of conversations, or of one."""
         if isinstance(messages, str):
             raise ValueError(
@@ -210,12 +198,10 @@ class _Model:
             raise ValueError("stop needs a tokenizer, and skip_tokenizer_init is set; use stop_token_ids")
         return found
 
-    def _call(self, requests: Sequence[_Request], name: str) -> _Call:
-        """Return the call of requests. ``name`` is the format of a request's name in errors, used if there are
-        several."""
+    def _call(self, prompts: Sequence[PromptJobs], name: str) -> Collector:
         if self._engine is None:
             raise ValueError(f"this {type(self).__name__} is closed")
-        return _Call(self._engine, self.tokenizer, requests, name)
+        return Collector(self._engine, self.tokenizer, prompts, name)
 
 
 class LLM(_Model):
@@ -273,7 +259,7 @@ class LLM(_Model):
     ) -> None:
         self.close()
 
-    def _run(self, requests: list[_Request], use_tqdm: bool, name: str) -> list[RequestOutput]:
+    def _run(self, requests: list[PromptJobs], use_tqdm: bool, name: str) -> list[RequestOutput]:
         call, arrived = self._call(requests, name), SimpleQueue[Tokens | Failed]()
         with closing(call), _progress(len(call.open), use_tqdm) as ended:
             call.begin(arrived.put)
@@ -321,7 +307,7 @@ class AsyncLLM(_Model):
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    async def _stream(self, requests: list[_Request]) -> AsyncIterator[RequestOutput]:
+    async def _stream(self, requests: list[PromptJobs]) -> AsyncIterator[RequestOutput]:
         if len(requests) != 1:
             raise ValueError(f"one prompt at a time; found {len(requests)}: start a task for each")
         call, arrived = self._call(requests, ""), asyncio.Queue[Tokens | Failed]()
@@ -342,67 +328,6 @@ def _hand_over(
         loop.call_soon_threadsafe(arrived.put_nowait, message)
 
 
-class _Call:
-    """The jobs of one call. ``open``: the ids of those that have not ended."""
-
-    def __init__(
-        self, engine: LocalEngine, tokenizer: Tokenizer | None, requests: Sequence[_Request], name: str
-    ) -> None:
-        self._engine = engine
-        self._name = name
-        self._requests = requests
-        prefix = f"call{next(_CALLS)}"
-        self._jobs = {
-            f"{prefix}-{index}-{job.choice}": job
-            for index, request in enumerate(requests)
-            for job in request.jobs
-        }
-        self._outputs = {
-            rid: output_processor(tokenizer, job.prompt, job.params, job.parser)
-            for rid, job in self._jobs.items()
-        }
-        self.open = set(self._jobs)
-
-    def begin(self, deliver: Callable[[Tokens | Failed], None]) -> None:
-        """Submit the jobs. ``deliver`` gets what ``push`` takes, in the engine's thread."""
-        submits = [Submit(rid, list(job.prompt), job.params, job.choice) for rid, job in self._jobs.items()]
-        self._engine.submit(submits, deliver)
-
-    def push(self, message: Tokens | Failed) -> bool:
-        """Add a message, and return whether it ends an answer. Raises ValueError or RuntimeError for a failure."""
-        rid = message.rid
-        if rid not in self.open:
-            return False  # sent before the engine read the abort
-        if isinstance(message, Failed):
-            raise (ValueError if message.fault == "request" else RuntimeError)(self._error_text(message))
-        output = self._outputs[rid]
-        delta = output.push(message)
-        if output.must_abort:
-            self._engine.abort(rid)
-        if delta.finish_reason is None:
-            return False
-        self.open.remove(rid)
-        return True
-
-    def output(self, index: int) -> RequestOutput:
-        """Return the answers to a request so far."""
-        request = self._requests[index]
-        first = sum(len(each.jobs) for each in self._requests[:index])
-        outputs = itertools.islice(self._outputs.values(), first, first + len(request.jobs))
-        return RequestOutput.of(request.text, request.jobs, [each.answer for each in outputs])
-
-    def close(self) -> None:
-        """End the jobs that have not ended."""
-        for rid in self.open:
-            self._engine.abort(rid)
-
-    def _error_text(self, failed: Failed) -> str:
-        """Return the error's text, which names the request if there are several."""
-        index = int(failed.rid.split("-")[1])
-        named = [self._name.format(index)] if len(self._requests) > 1 else []
-        return ": ".join([*named, *([failed.param] if failed.param else []), failed.message])
-
-
 def _render(tokenizer: Tokenizer, messages: object, calls: Calls, variables: Mapping[str, Any] | None) -> str:
     """Return a conversation as text."""
     if not (conversation := plain(messages)):
@@ -412,13 +337,13 @@ def _render(tokenizer: Tokenizer, messages: object, calls: Calls, variables: Map
 
 def _chat_request(
     formats: Formats, calls: Calls, text: str, ids: list[int], params: SamplingParams
-) -> _Request:
+) -> PromptJobs:
     """Return the request of a conversation."""
     parsers = [formats.parser(ids, calls, params.grammar is not None) for _ in range(params.n)]
     if calls.tools:
         params = _with_calls(formats, calls, params)
     params = _after_thought(formats, params, parsers[0])
-    return _Request(text, [Job(ids, params, choice, parser=each) for choice, each in enumerate(parsers)])
+    return PromptJobs(text, [Job(ids, params, choice, parser=each) for choice, each in enumerate(parsers)])
 
 
 def _with_calls(formats: Formats, calls: Calls, params: SamplingParams) -> SamplingParams:

@@ -1,14 +1,23 @@
-"""The answers that ``LLM`` and ``AsyncLLM`` return. Names are vLLM's."""
+"""The answers that ``LLM`` and ``AsyncLLM`` return, with vLLM's names, and the calls that collect them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from specserve.core import SpeculationUsage, TokenLogprob
 from specserve.frontend.generation import Job
-from specserve.frontend.output import Answer
+from specserve.frontend.output import Answer, output_processor
 from specserve.frontend.parsers.base import Parts, parts
+from specserve.frontend.tokenizer import Tokenizer
+from specserve.messages import Failed, Submit, Tokens
+
+if TYPE_CHECKING:
+    from specserve.process.local import LocalEngine
+
+_CALLS = itertools.count()  # numbers the calls of all models
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +121,74 @@ class RequestOutput:
     @property
     def tool_calls(self) -> list[FunctionCall]:
         return self.outputs[0].tool_calls
+
+
+@dataclass(frozen=True, slots=True)
+class PromptJobs:
+    """A prompt, with its text if there is one, and a job for each answer to it."""
+
+    text: str | None
+    jobs: list[Job]
+
+
+class Collector:
+    """Submits the jobs of one call and collects their answers. ``open``: those that have not ended, by id. ``name`` is
+    the format of a prompt's name in errors, used if there are several."""
+
+    def __init__(
+        self, engine: LocalEngine, tokenizer: Tokenizer | None, prompts: Sequence[PromptJobs], name: str
+    ) -> None:
+        self._engine = engine
+        self._name = name
+        self._prompts = prompts
+        prefix = f"call{next(_CALLS)}"
+        self._outputs = [
+            {
+                f"{prefix}-{index}-{job.choice}": output_processor(
+                    tokenizer, job.prompt, job.params, job.parser
+                )
+                for job in each.jobs
+            }
+            for index, each in enumerate(prompts)
+        ]
+        self.open = {rid: output for outputs in self._outputs for rid, output in outputs.items()}
+
+    def begin(self, deliver: Callable[[Tokens | Failed], None]) -> None:
+        """Submit the jobs. ``deliver`` gets what ``push`` takes, in the engine's thread."""
+        jobs = [job for each in self._prompts for job in each.jobs]
+        submits = [
+            Submit(rid, list(job.prompt), job.params, job.choice)
+            for rid, job in zip(self.open, jobs, strict=True)
+        ]
+        self._engine.submit(submits, deliver)
+
+    def push(self, message: Tokens | Failed) -> bool:
+        """Add a message, and return whether it ends an answer. Raises ValueError or RuntimeError for a failure."""
+        output = self.open.get(message.rid)
+        if output is None:
+            return False  # sent before the engine read the abort
+        if isinstance(message, Failed):
+            raise (ValueError if message.fault == "request" else RuntimeError)(self._error_text(message))
+        delta = output.push(message)
+        if output.must_abort:
+            self._engine.abort(message.rid)
+        if delta.finish_reason is None:
+            return False
+        del self.open[message.rid]
+        return True
+
+    def output(self, index: int) -> RequestOutput:
+        """Return the answers to a prompt so far."""
+        prompt, outputs = self._prompts[index], self._outputs[index].values()
+        return RequestOutput.of(prompt.text, prompt.jobs, [each.answer for each in outputs])
+
+    def close(self) -> None:
+        """End the jobs that have not ended."""
+        for rid in self.open:
+            self._engine.abort(rid)
+
+    def _error_text(self, failed: Failed) -> str:
+        """Return the error's text, which names the prompt if there are several."""
+        index = int(failed.rid.split("-")[1])
+        named = [self._name.format(index)] if len(self._prompts) > 1 else []
+        return ": ".join([*named, *([failed.param] if failed.param else []), failed.message])
