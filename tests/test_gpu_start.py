@@ -1,4 +1,4 @@
-"""A server and an ``LLM`` with an empty kernel cache: what they take to be ready, and how fast they are from then on."""
+"""A server and an ``LLM``, each with an empty kernel cache: when they are ready, and how fast they are from then on."""
 
 from __future__ import annotations
 
