@@ -220,6 +220,34 @@ def test_a_checkpoint_whose_files_decide_otherwise_has_another_list(tmp_path: Pa
     assert len({same, *others}) == 3
 
 
+AHEAD = """
+import sys
+from dataclasses import replace
+from unittest.mock import patch
+from specserve_kernels.ops import device
+from specserve.config import load_settings
+from specserve.process.assemble import resolve_engine
+from specserve.process.compile import CompileAhead
+
+given = replace(load_settings(["--model-path", sys.argv[1], "--skip-tokenizer-init"], {}), device="cuda")
+config = resolve_engine(given, has_gpu=True)[2]
+sys.path.append(sys.argv[2])
+with patch.object(device, "this_gpu", lambda: device.Gpu((9, 0), device.Limits(132, 232448))):
+    process = CompileAhead.begin(config).process
+    print(process and process.stderr.read().decode())
+"""
+
+
+def test_the_compiler_finds_what_this_process_finds(tmp_path: Path) -> None:
+    """And a program that embeds Python, where it can't be started, goes on without it."""
+    target = make_llama(tmp_path / "target", vocab=64, hidden=256, heads=4, kv_heads=2)
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "sitecustomize.py").write_text("import sys\nsys.exit('found it')\n")
+    assert "found it" in python(tmp_path / "cache", "-c", AHEAD, str(target), str(tmp_path / "more"))
+    nowhere = AHEAD.replace("import sys\n", "import sys\nsys.executable = '/nowhere'\n", 1)
+    assert python(tmp_path / "cache", "-c", nowhere, str(target), str(tmp_path)).strip() == "None"
+
+
 def test_a_kernel_that_comes_late_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     class Function:
         module, name = "specserve_kernels.ops.m", "k"

@@ -201,6 +201,20 @@ def list_file(job: Job) -> Path:
     return directory / f"specserve-{found.hexdigest()[:32]}.json"
 
 
+def _start(job: Job) -> subprocess.Popen[bytes]:
+    """Start ``main`` for a job in a process that finds its modules where this one does. Raises OSError."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "specserve.process.compile"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps(job))
+    process.stdin.close()
+    return process
+
+
 @dataclass(slots=True)
 class CompileAhead:
     """Compiles in a separate process while this one loads weights. Nothing depends on its success: the remaining
@@ -219,14 +233,10 @@ class CompileAhead:
         job = Job(config, this_gpu(), max(1, config.cores - 1))
         file, process = list_file(job), None
         if not file.exists():
-            process = subprocess.Popen(
-                [sys.executable, "-m", "specserve.process.compile"],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-            assert process.stdin is not None
-            process.stdin.write(pickle.dumps(job))
-            process.stdin.close()
+            try:
+                process = _start(job)
+            except OSError as error:  # the program may be no Python interpreter, but one that embeds it
+                log.warning("kernels can't be compiled in advance: %s", error)
         return cls(file, process, time.perf_counter())
 
     def load(self) -> None:
