@@ -373,6 +373,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": [["LlamaForCausalLM"]]}, r"\['LlamaForCausalLM'\] is not supported; known: "),
     ({"architectures": []}, r"architectures must name one architecture, found \[\]"),
     ({"sliding_window": "4096"}, "sliding_window must be a positive integer or null, found '4096'"),
+    ({"torch_dtype": 16}, "torch_dtype must be text, found 16"),
     ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
     ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' is not supported; known: default, linear"),
     ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
@@ -403,6 +404,23 @@ def test_fields_that_may_be_absent(tmp_path: Path) -> None:
     )
     (path / "generation_config.json").unlink()
     assert load_model_config(path).eos_token_ids == (7, 8, 9)
+
+
+DTYPES: list[tuple[dict[str, Any], str | None]] = [
+    ({"dtype": "float16", "torch_dtype": "bfloat16"}, "float16"),
+    ({"dtype": None, "torch_dtype": "torch.bfloat16"}, "bfloat16"),
+    ({"dtype": "auto", "torch_dtype": "float16"}, "float16"),
+    ({"torch_dtype": "auto"}, None),
+    ({"dtype": None, "torch_dtype": None}, None),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), DTYPES)
+def test_the_dtype_that_a_config_names(fields: dict[str, Any], expected: str | None, tmp_path: Path) -> None:
+    path = make_llama(tmp_path)
+    change_config(path, dtype=None, torch_dtype=None)
+    change_config(path, **fields)
+    assert load_model_config(path).dtype == expected
 
 
 WINDOWS: list[tuple[Make, dict[str, Any], int | None]] = [

@@ -29,13 +29,15 @@ def hide_torch() -> None:
 
 
 def load_tokenizer(path: str | os.PathLike[str], trust_remote_code: bool = False) -> Any:
-    """Return the Transformers tokenizer of a directory; raises errors of many types. For models that Transformers does
-    not know, such as MiMo, it would use its base configuration with a warning; so it is given that."""
+    """Return the Transformers tokenizer of a directory; raises errors of many types. It is given a configuration,
+    because Transformers warns of models that it does not know, such as MiMo, and refuses the dtype "auto"."""
     from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig
 
     fields, _ = PreTrainedConfig.get_config_dict(path)
-    known = fields.get("model_type") in CONFIG_MAPPING
-    config = None if known else PreTrainedConfig.from_dict(fields)
+    kind, known = PreTrainedConfig, fields.get("model_type")
+    if known in CONFIG_MAPPING:  # a mapping whose ``get`` does not import what it finds
+        kind = CONFIG_MAPPING[known]
+    config = kind.from_dict({**fields, "dtype": None, "torch_dtype": None}, name_or_path=path)
     return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=trust_remote_code)
 
 

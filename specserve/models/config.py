@@ -86,6 +86,7 @@ class Values(NamedTuple):
 COUNT = Values("a positive integer", lambda value: type(value) is int and value > 0)
 NUMBER = Values("a positive number", lambda value: type(value) in (int, float) and value > 0)
 OBJECT = Values("an object", lambda value: isinstance(value, dict))
+TEXT = Values("text", lambda value: isinstance(value, str))
 TRUTH = Values("true or false", lambda value: isinstance(value, bool))
 
 

@@ -10,7 +10,16 @@ from typing import Any
 from specserve.layers.formats import read_format
 from specserve.layers.linear import PLAIN
 from specserve.layers.weights import WeightFormat
-from specserve.models.config import COUNT, TRUTH, ModelConfig, check, layer_config, read_json, rope_config
+from specserve.models.config import (
+    COUNT,
+    TEXT,
+    TRUTH,
+    ModelConfig,
+    check,
+    layer_config,
+    read_json,
+    rope_config,
+)
 from specserve.models.registry import model_class
 from specserve.models.tensor_files import TensorFiles
 
@@ -40,10 +49,18 @@ def load_model_config(model_path: Path) -> ModelConfig:
         max_position_embeddings=int(fields.get("max_position_embeddings") or 2048),
         eos_token_ids=_end_tokens(model_path, fields),
         bos_token_id=fields.get("bos_token_id"),
-        dtype=fields.get("dtype") or fields.get("torch_dtype"),
+        dtype=_dtype(fields, path),
         sliding_window=model.read_window(fields),
         weights=weights,
     )
+
+
+def _dtype(fields: Mapping[str, Any], path: Path) -> str | None:
+    """Return the dtype under its new or its old name. "auto" says no more than an absent field."""
+    names = ("dtype", "torch_dtype")
+    check(fields, path, TEXT, *names, optional=True)
+    given = [fields[name].removeprefix("torch.") for name in names if fields.get(name) not in (None, "auto")]
+    return given[0] if given else None
 
 
 def _weights(fields: Mapping[str, Any], path: Path) -> WeightFormat:

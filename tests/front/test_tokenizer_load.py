@@ -98,6 +98,8 @@ CASES: dict[str, tuple[Backend, dict[str, Any], dict[str, Any]]] = {
     "llama of old": (pieces(), {**LLAMA, "legacy": True}, {"model_type": "llama"}),
     "mistral": (pieces(), {**LLAMA, "add_bos_token": True}, {"model_type": "mistral"}),
     "llama 3": (letters(), LLAMA_3, {"model_type": "llama", "torch_dtype": "bfloat16"}),
+    "llama 3, any dtype": (letters(), LLAMA_3, {"model_type": "llama", "torch_dtype": "auto"}),
+    "mimo, any dtype": (letters(), QWEN, {"model_type": "mimo", "dtype": "auto"}),
     "llama 3, eos": (letters(False), {**LLAMA_3, "add_eos_token": True}, {"model_type": "llama"}),
     "qwen 2": (letters(), QWEN, {"model_type": "qwen2"}),
     "qwen 3": (letters(False), {**QWEN, "add_bos_token": False, "bos_token": None}, {"model_type": "qwen3"}),
