@@ -115,6 +115,25 @@ def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         TensorFiles(tmp_path)
 
 
+@pytest.mark.parametrize("holder", [0, 1])
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_an_index_decides_which_copy_counts(kind: str, holder: int, tmp_path: Path) -> None:
+    """Where it names the wrong file, the only copy is read."""
+    save, stem = (torch.save, "pytorch_model.bin") if kind == "bin" else (save_file, "model.safetensors")
+    files = [f"{name}.{kind}" for name in "ab"]
+    one, other = files[holder], files[1 - holder]
+    save({"norm.weight": torch.ones(2)}, tmp_path / one)
+    save({"norm.weight": torch.zeros(2), "fc.weight": torch.ones(3)}, tmp_path / other)
+    index = tmp_path / f"{stem}.index.json"
+    index.write_text(json.dumps({"weight_map": {"norm.weight": one, "fc.weight": one, "fc.bias": other}}))
+    found = TensorFiles(tmp_path)
+    assert torch.equal(found["norm.weight"], torch.ones(2))
+    assert torch.equal(found["fc.weight"], torch.ones(3))
+    index.write_text(json.dumps({"weight_map": {"fc.bias": one, "fc.weight": other}}))
+    with pytest.raises(ValueError, match=r"has norm\.weight twice: as norm\.weight in .* as norm\.weight in"):
+        TensorFiles(tmp_path)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_loading_holds_no_second_copy(tmp_path: Path) -> None:
     """Neither its own nor the file's pages: a container's limit counts both."""

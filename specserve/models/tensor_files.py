@@ -38,21 +38,25 @@ class TensorFiles:
     released after use, so memory never holds a whole copy of the weights."""
 
     def __init__(self, path: Path) -> None:
-        """Raise ValueError for files that are missing or can't be read, and for a tensor that is there twice."""
+        """Raise ValueError for files that are missing or can't be read, and for a tensor that is there twice unless
+        an index says which of them counts."""
         self.path = path
         self._files: dict[str, tuple[Path, str]] = {}
         self._pickled: dict[Path, dict[str, Tensor]] = {}
-        listed = weight_files(path)
+        listed, assigned = weight_files(path)
         self.where = listed[0].name if len(listed) == 1 else f"{listed[0].name} to {listed[-1].name}"
-        for file in listed:
-            if file.suffix == ".safetensors":
-                names = list(_open_safetensors(file).keys())
-            else:
-                names = list(self._pickled.setdefault(file, _load_pickle(file)))
-            for name in names:
-                if (other := self._files.setdefault(canonical(name), (file, name))) != (file, name):
-                    places = f"as {other[1]} in {other[0].name}, as {name} in {file.name}"
-                    raise ValueError(f"{path} has {canonical(name)} twice: {places}")
+        places = [(file, name) for file in listed for name in self._names(file)]
+        places.sort(key=lambda place: assigned.get(place[1]) != place[0])
+        for file, name in places:
+            other = self._files.setdefault(canonical(name), (file, name))
+            if other != (file, name) and assigned.get(name) != other[0]:
+                twice = f"as {other[1]} in {other[0].name}, as {name} in {file.name}"
+                raise ValueError(f"{path} has {canonical(name)} twice: {twice}")
+
+    def _names(self, file: Path) -> list[str]:
+        if file.suffix == ".safetensors":
+            return list(_open_safetensors(file).keys())
+        return list(self._pickled.setdefault(file, _load_pickle(file)))
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -102,8 +106,9 @@ class TensorFiles:
         return found
 
 
-def weight_files(path: Path) -> list[Path]:
-    """Return the files that hold a checkpoint's weights. Raises ValueError naming what is missing."""
+def weight_files(path: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the files that hold a checkpoint's weights, and which of them an index assigns to tensors. Raises
+    ValueError naming what is missing."""
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory with a checkpoint")
     for stem in ("model.safetensors", "pytorch_model.bin"):
@@ -116,17 +121,18 @@ def weight_files(path: Path) -> list[Path]:
                 raise ValueError(
                     f"{index}: weight_map must name a file for {odd[0]}, found {shards[odd[0]]!r}"
                 )
-            files = [path / name for name in sorted(set(shards.values()))]
+            assigned = {name: path / file for name, file in shards.items()}
+            files = sorted(set(assigned.values()))
             for file in files:
                 if not file.exists():
                     raise ValueError(f"{file} is named by {index.name} but does not exist")
-            return files
+            return files, assigned
         if (path / stem).exists():
-            return [path / stem]
+            return [path / stem], {}
     found = sorted(path.glob("*.safetensors")) or sorted(path.glob(HEADS))
     if not found:
         raise ValueError(f"{path} has no weights: neither *.safetensors nor pytorch_model.bin nor {HEADS}")
-    return found
+    return found, {}
 
 
 def _open_safetensors(file: Path) -> Any:
