@@ -56,6 +56,7 @@ def make_scaled(path: Path, *, added: dict[str, Any], family: str = "Qwen3", **o
     return path
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAKERS: dict[str, Make] = {
     "LlamaForCausalLM": make_llama,
     "MistralForCausalLM": make_mistral,
@@ -297,12 +298,35 @@ def test_scaled_ropes_reach_further(scaling: dict[str, Any] | None, longest: int
     assert config.longest_context[0] == longest
 
 
-def test_a_tied_file_may_have_a_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+HEADS: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], bool]] = {
+    "a copy": (lambda embedding: {EMBEDDING: embedding, HEAD: embedding.clone()}, False),
+    "another": (lambda embedding: {EMBEDDING: embedding, HEAD: embedding.flip(0).contiguous()}, True),
+    "the head alone": (lambda embedding: {HEAD: embedding}, False),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_the_head_of_a_tied_file(
+    family: str, head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that it has, as in transformers. It is said if that contradicts the config."""
+    stored, said = HEADS[head]
+    path = make_llama(tmp_path, tied=True, family=family)
+    change_tensors(path, lambda state: stored(state.pop(EMBEDDING)) | state)
+    with torch.no_grad():
+        expected = their_model(path, torch.float64)(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(our_logits(path, torch.float64), expected, atol=1e-4, rtol=0)
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("specserve")]
+    assert len(ours) == said
+    assert all("has an lm_head of its own, though its config ties it" in words for words in ours)
+
+
+def test_a_tied_file_with_neither(tmp_path: Path) -> None:
     path = make_llama(tmp_path, tied=True)
-    expected = our_logits(path, torch.float64)
-    change_tensors(path, lambda state: state | {"lm_head.weight": torch.ones(64, 32)})
-    assert torch.equal(our_logits(path, torch.float64), expected)
-    assert not caplog.records
+    change_tensors(path, lambda state: {name: each for name, each in state.items() if name != EMBEDDING})
+    with pytest.raises(ValueError, match=r"has no tensor embed_tokens\.weight"):
+        our_logits(path, torch.float64)
 
 
 def change_tensors(path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:

@@ -183,6 +183,16 @@ def test_a_quantized_head(plain: Path, tmp_path: Path, dialect: str, held: bool)
     assert torch.equal(logits_of(load(path)), logits_of(model))  # the embedding's numbers are others
 
 
+@pytest.mark.parametrize("dialect", ["fp8 a tensor", "awq", "gptq", "W4A16", "modelopt"])
+def test_a_head_next_to_quantized_weights_though_the_config_ties_it(
+    plain: Path, tmp_path: Path, dialect: str
+) -> None:
+    path = quantize(plain, tmp_path / "target", dialect)
+    expected, config = logits_of(load(path)), json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert torch.equal(logits_of(load(path)), expected)
+
+
 def test_a_quantized_head_that_does_not_fill_words_is_named(plain: Path, tmp_path: Path) -> None:
     state, config = load_checkpoint(plain)
     some = {name: each[:60] if name.startswith("lm_head") else each for name, each in state.items()}

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 READERS = 4  # threads: disk and device copy have more bandwidth than one thread uses
 DTYPES = FLOATS
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_ROWS = 1024  # compared at a time
 
 
 def file_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -167,23 +169,43 @@ def load_target(
 ) -> LlamaModel:
     """Load a target model from a Hugging Face directory. ``config`` replaces the directory's. Raises ValueError naming
     what does not fit."""
-    config, files = config or load_model_config(model_path), TensorFiles(model_path)
-    head = {name for name in files.names() if name.startswith("lm_head.")}
-    if not config.tie_word_embeddings and not head:
-        config = _tied(config, model_path, files)
-    elif head - {"lm_head.weight"}:  # a quantized head, even if the config ties it
-        config = replace(config, tie_word_embeddings=False)
+    files = TensorFiles(model_path)
+    config = _with_head(config or load_model_config(model_path), model_path, files)
     with building(dtype, device):
         positions = max_positions or config.max_position_embeddings
         try:
             model = model_class(config.architecture, model_path)(config, positions)
         except ValueError as error:
             raise ValueError(f"{model_path}: {error}") from None
-    known = {*file_tensors(model)} | ({"lm_head.weight"} if config.tie_word_embeddings else set())
-    load_parameters(model, files)
+    known = {*file_tensors(model)} | ({_HEAD} if config.tie_word_embeddings else set())
+    only_head = config.tie_word_embeddings and _HEAD in files and _EMBEDDING not in files
+    load_parameters(model, files, lambda name: _HEAD if only_head and name == _EMBEDDING else name)
     if device.type != "meta":  # without data, not even the weights' format may be that of the files
         _warn_of_unread(model, known, files)
     return model
+
+
+def _with_head(config: ModelConfig, model_path: Path, files: TensorFiles) -> ModelConfig:
+    """Return a config that says whether embedding and head are one tensor in the file."""
+    head = {name for name in files.names() if name.startswith("lm_head.")}
+    if not config.tie_word_embeddings:
+        return config if head else _tied(config, model_path, files)
+    both = _HEAD in files and _EMBEDDING in files
+    if head <= {_HEAD} and not (both and _differ(files[_HEAD], files[_EMBEDDING])):
+        return config
+    log.warning(
+        "%s has an lm_head of its own, though its config ties it to the embedding: using it. To silence this, write "
+        "tie_word_embeddings false into config.json",
+        model_path,
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    """Compare two tensors, and read no further than to where they differ."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return True
+    return not all(map(torch.equal, a.split(_ROWS), b.split(_ROWS)))
 
 
 def _tied(config: ModelConfig, model_path: Path, files: TensorFiles) -> ModelConfig:
