@@ -273,11 +273,14 @@ def test_an_unreadable_draft_is_a_problem(
 def test_a_target_with_problems(
     pair: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = edit(pair.target, tmp_path / "endless", eos_token_id=None)
+    target = edit(pair.target, tmp_path / "endless", eos_token_id=VOCAB)
     (target / "generation_config.json").unlink(missing_ok=True)
+    tokenizer = json.loads((target / "tokenizer_config.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps({**tokenizer, "eos_token": None}))
     code, report = check(capsys, target, None, "--no-run", "--max-total-tokens", "512", "--dtype", "float16")
     assert code == 1
-    assert any("has no eos_token_id" in problem for problem in report["problems"])
+    assert f"end tokens [{VOCAB}] are not among the model's {VOCAB} tokens" in report["problems"]
+    assert any("nor its tokenizer has an end token" in problem for problem in report["problems"])
     assert any("pool holds 512 tokens, a context 4096" in problem for problem in report["problems"])
     assert any("served as float16: values over 65504" in remark for remark in report["remarks"])
 

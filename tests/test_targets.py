@@ -27,6 +27,7 @@ from specserve.layers.rotary import Rope
 from specserve.models.checkpoint import load_target
 from specserve.models.read_config import load_model_config
 from specserve.models.registry import ARCHITECTURES
+from specserve.models.special_tokens import special_tokens
 from specserve.tools.train.attend import CausalAttend, Packing
 from tests.engines import answer_all, make_scheduler
 from tests.reference import llama
@@ -421,13 +422,81 @@ def test_fields_that_may_be_absent(tmp_path: Path) -> None:
     config = load_model_config(path)
     assert (config.layers[0].num_kv_heads, config.layers[0].head_dim) == (4, 8)
     assert (config.rope.theta, config.rope.kind, config.eos_token_ids) == (10000.0, "default", (5,))
-    change_config(path, eos_token_id=[7, 8, 9], head_dim=16)
-    config = load_model_config(path)
-    assert (config.layers[0].head_dim, config.eos_token_ids) == (8 * 2, (5,)), (
-        "generation_config.json goes first"
+    change_config(path, head_dim=16)
+    assert load_model_config(path).layers[0].head_dim == 8 * 2
+
+
+END = {"content": "<end>", "lstrip": False}
+NAMED: dict[str, dict[str, Any]] = {
+    "an added token": {
+        "tokenizer_config.json": {"eos_token": "<end>"},
+        "tokenizer.json": {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 9, **END}]},
+    },
+    "an added token, by its id": {
+        "tokenizer_config.json": {
+            "eos_token": END,
+            "added_tokens_decoder": {"3": {"content": "<x>"}, "9": END},
+        },
+    },
+    "a word of the vocabulary": {
+        "tokenizer_config.json": {"eos_token": "<end>"},
+        "tokenizer.json": {"model": {"vocab": {"<end>": 9}}},
+    },
+    "a piece": {
+        "tokenizer_config.json": {},
+        "special_tokens_map.json": {"eos_token": END},
+        "tokenizer.json": {"model": {"vocab": [["a", 0.0]] * 9 + [["<end>", 0.0]]}},
+    },
+}
+UNNAMED: dict[str, dict[str, Any]] = {
+    "no tokenizer": {},
+    "no end": {"tokenizer_config.json": {"eos_token": None}},
+    "no id": {"tokenizer_config.json": {"eos_token": "<end>"}},
+}
+
+
+@pytest.mark.parametrize("files", NAMED)
+@pytest.mark.parametrize("apart", [False, True])
+def test_end_tokens_are_those_of_all_files(files: str, apart: bool, tmp_path: Path) -> None:
+    """Fine-tunes often name the one that ends a turn in one file only. The tokenizer may be elsewhere."""
+    path = make_llama(tmp_path / "model", eos=5)
+    change_config(path, eos_token_id=[5, 7, 7, 64])
+    tokenizer = tmp_path / "tokenizer" if apart else path
+    tokenizer.mkdir(exist_ok=True)
+    for name, content in NAMED[files].items():
+        (tokenizer / name).write_text(json.dumps(content))
+    config = load_model_config(path, tokenizer)
+    assert config.eos_token_ids == (5, 7, 9)
+    assert config.notes == (
+        "end tokens: 5 (config.json, generation_config.json), 7 (config.json), 64 (config.json), 9 (the tokenizer); "
+        "left out, for the model has 64 tokens: 64",
     )
-    (path / "generation_config.json").unlink()
-    assert load_model_config(path).eos_token_ids == (7, 8, 9)
+    assert special_tokens(tokenizer, config) == [5, 7, 9]
+
+
+@pytest.mark.parametrize("files", UNNAMED)
+def test_a_tokenizer_that_names_no_end_token(
+    files: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_llama(tmp_path)
+    for name, content in UNNAMED[files].items():
+        (path / name).write_text(json.dumps(content))
+    with caplog.at_level(logging.INFO):
+        config = load_model_config(path)
+    assert config.eos_token_ids == ()
+    assert config.notes == ("end tokens: none, so answers end only at their length limit",)
+    assert ("the end token '<end>' has no id in tokenizer.json" in caplog.text) == (files == "no id")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_token_that_is_none(name: str, tmp_path: Path) -> None:
+    path = make_llama(tmp_path)
+    fields = json.loads((path / name).read_text())
+    (path / name).write_text(json.dumps({**fields, "eos_token_id": ["</s>"]}))
+    with pytest.raises(
+        ValueError, match=rf"/{name}: eos_token_id must be a token id, a list of them or null, f"
+    ):
+        load_model_config(path)
 
 
 DTYPES: list[tuple[dict[str, Any], str | None]] = [

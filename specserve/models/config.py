@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The configuration of a target model. ``sliding_window``: how many tokens back attention sees; None: all."""
+    """The configuration of a target model. ``sliding_window``: how many tokens back attention sees; None: all.
+    ``notes`` say what was chosen while it was read."""
 
     architecture: str
     vocab_size: int
@@ -32,6 +33,7 @@ class ModelConfig:
     dtype: str | None
     sliding_window: int | None = None
     weights: WeightFormat = PLAIN
+    notes: tuple[str, ...] = field(default=(), repr=False)
 
     def with_weights(self, weights: WeightFormat) -> ModelConfig:
         """Return a copy with another weight format in all layers."""

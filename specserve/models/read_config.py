@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,16 @@ from specserve.models.config import (
     rope_config,
 )
 from specserve.models.registry import model_class
+from specserve.models.special_tokens import end_token
 from specserve.models.tensor_files import TensorFiles
 
 _SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files with a quantization config that ``config.json`` lacks, and their ``quant_method``."""
 
 
-def load_model_config(model_path: Path) -> ModelConfig:
-    """Read a target model's ``config.json``, and the end tokens of ``generation_config.json``."""
+def load_model_config(model_path: Path, tokenizer_path: Path | None = None) -> ModelConfig:
+    """Read a target model's ``config.json``, and the end tokens that it, ``generation_config.json`` and the tokenizer
+    name together. ``tokenizer_path`` None: the model's own."""
     path = model_path / "config.json"
     fields = read_json(path)
     architectures = fields.get("architectures")
@@ -40,18 +42,20 @@ def load_model_config(model_path: Path) -> ModelConfig:
     check(fields, path, COUNT.or_null, "max_position_embeddings", "sliding_window")
     check(fields, path, TRUTH, "tie_word_embeddings", optional=True)
     weights, layer = _weights(fields, path), layer_config(fields, path)
+    ends, vocab_size = end_tokens(model_path, tokenizer_path or model_path), fields["vocab_size"]
     return ModelConfig(
         architecture=architectures[0],
-        vocab_size=fields["vocab_size"],
+        vocab_size=vocab_size,
         layers=tuple(model.read_layers(replace(layer, weights=weights), fields)),
         rope=rope_config(fields, path),
         tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
         max_position_embeddings=int(fields.get("max_position_embeddings") or 2048),
-        eos_token_ids=_end_tokens(model_path, fields),
+        eos_token_ids=tuple(token for token in ends if 0 <= token < vocab_size),
         bos_token_id=fields.get("bos_token_id"),
         dtype=_dtype(fields, path),
         sliding_window=model.read_window(fields),
         weights=weights,
+        notes=(_end_note(ends, vocab_size),),
     )
 
 
@@ -78,12 +82,27 @@ def _weights(fields: Mapping[str, Any], path: Path) -> WeightFormat:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _end_tokens(model_path: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:
-    source = model_path / "generation_config.json"
-    eos = (read_json(source) if source.exists() else {}).get("eos_token_id")
-    if eos is None:
-        source, eos = model_path / "config.json", fields.get("eos_token_id")
-    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if any(type(token) is not int for token in ids):
-        raise ValueError(f"{source}: eos_token_id must be a token id, a list of them or null, found {eos!r}")
-    return tuple(ids)
+def end_tokens(model_path: Path, tokenizer_path: Path) -> dict[int, list[str]]:
+    """Return the tokens that end an answer, each with the files that say so. Raises ValueError naming a file that is
+    unreadable or says something else."""
+    found: dict[int, list[str]] = {}
+    for file in (model_path / "config.json", model_path / "generation_config.json"):
+        eos = (read_json(file) if file.exists() else {}).get("eos_token_id")
+        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        if any(type(token) is not int for token in ids):
+            raise ValueError(
+                f"{file}: eos_token_id must be a token id, a list of them or null, found {eos!r}"
+            )
+        for token in dict.fromkeys(ids):
+            found.setdefault(token, []).append(file.name)
+    if (token := end_token(tokenizer_path)) is not None:
+        found.setdefault(token, []).append("the tokenizer")
+    return found
+
+
+def _end_note(ends: Mapping[int, Sequence[str]], vocab_size: int) -> str:
+    """Return what is said of end tokens at start."""
+    found = [f"{token} ({', '.join(files)})" for token, files in ends.items()]
+    outside = [str(token) for token in ends if not 0 <= token < vocab_size]
+    more = f"; left out, for the model has {vocab_size} tokens: {', '.join(outside)}" if outside else ""
+    return f"end tokens: {', '.join(found) or 'none, so answers end only at their length limit'}{more}"

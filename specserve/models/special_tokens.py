@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from specserve.models.config import ModelConfig, read_json
+
+log = logging.getLogger(__name__)
 
 
 def special_tokens(tokenizer_path: Path, config: ModelConfig) -> list[int]:
@@ -13,6 +16,43 @@ def special_tokens(tokenizer_path: Path, config: ModelConfig) -> list[int]:
     naming an unreadable file."""
     found = {*config.eos_token_ids, *_marked(tokenizer_path)}
     return sorted(i for i in found if 0 <= i < config.vocab_size)
+
+
+def end_token(tokenizer_path: Path) -> int | None:
+    """Return the token that ends texts by the tokenizer's files; None if they name none, or not its id, which is
+    logged. Raises ValueError naming an unreadable file."""
+    config = _read(tokenizer_path / "tokenizer_config.json")
+    given = config.get("eos_token") or _read(tokenizer_path / "special_tokens_map.json").get("eos_token")
+    text = given.get("content") if isinstance(given, dict) else given
+    if not isinstance(text, str):
+        return None
+    added = (config.get("added_tokens_decoder") or {}).items()
+    known = {token.get("content"): int(i) for i, token in added if i.isdigit()}
+    if text not in known:
+        known = token_ids(tokenizer_path) or {}
+    if text not in known:
+        log.info("%s: the end token %r has no id in tokenizer.json", tokenizer_path, text)
+    return known.get(text)
+
+
+def token_ids(directory: Path) -> dict[str, int] | None:
+    """Return the ids of tokenizer.json by token, None if there is no such file. Raises ValueError for a file that can't
+    be read."""
+    file = directory / "tokenizer.json"
+    if not file.exists():
+        return None
+    found = read_json(file)
+    try:
+        vocabulary: Any = found["model"]["vocab"]
+        if isinstance(vocabulary, list):  # unigram: tokens and scores in the order of ids
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        ids = {token: int(number) for token, number in vocabulary.items()}
+        return {**ids, **{each["content"]: int(each["id"]) for each in found.get("added_tokens") or ()}}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{file}: model.vocab must be an object of ids or a list of tokens and scores, and added_tokens a list, "
+            "each with content and id"
+        ) from None
 
 
 def _marked(path: Path) -> list[int]:

@@ -85,12 +85,13 @@ def resolve_engine(
     """
     given, notes = resolve_paths(given)
     assert given.model_path is not None
+    assert given.tokenizer_path is not None
     try:
-        model = read_config.load_model_config(Path(given.model_path))
+        model = read_config.load_model_config(Path(given.model_path), Path(given.tokenizer_path))
     except ValueError as error:
         raise ValueError(f"--model-path: {error}") from None
     settings, more = resolve(given, model, has_gpu)
-    notes += more
+    notes += [*more, *model.notes]
     if settings.quantization != "none":
         model = model.with_weights(RoundedWeights(settings.quantization))
     if words := model.weights.words:

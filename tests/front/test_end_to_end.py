@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from specserve import LLM, SamplingParams, Speculation
+from specserve import LLM, SamplingParams, Speculation, grammar
 from tests.front.fake_engine import VOCAB
 from tests.front.fakes import byte_tokenizer
 from tests.front.test_process import Server
@@ -108,6 +108,19 @@ def test_stop_string_trims_text_and_counts(plain: LLM, client: openai.OpenAI) ->
     assert found.usage.completion_tokens == len(expected.token_ids)
     usage = found.usage.speculation  # the first token comes with the prompt
     assert usage["steps"] + usage["accepted"] + 1 == len(expected.token_ids)
+
+
+def test_the_tokenizers_end_token_ends_an_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Though the model's files name another one."""
+    path = make_llama(tmp_path, vocab=VOCAB, eos=65)
+    byte_tokenizer().save_pretrained(path)
+    with caplog.at_level("INFO"), LLM(str(path), dtype="float64", device="cpu") as llm:
+        assert "end tokens: 65 (config.json, generation_config.json), 256 (the tokenizer)" in caplog.messages
+        for token in (256, 65):
+            (answer,) = llm.generate("x", SamplingParams(max_tokens=5, logit_bias={token: 100}))
+            assert (answer.finish_reason, answer.text, answer.token_ids) == ("stop", "", [token])
+        options = SamplingParams(grammar=grammar.regex("a+"), logit_bias={256: 100}, max_tokens=5)
+        assert llm.generate("x", options)[0].text == "a"
 
 
 def test_what_a_client_leaves_is_freed(server: Server, client: openai.OpenAI) -> None:

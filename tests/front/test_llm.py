@@ -41,6 +41,7 @@ MODEL_CONFIG = SimpleNamespace(
     vocab_size=VOCAB,
     eos_token_ids=(EOS,),
     weights=PLAIN,
+    notes=(),
 )
 
 
@@ -62,7 +63,7 @@ def make_async(path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncLLM:
 
 def prepare(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     byte_tokenizer().save_pretrained(path)
-    monkeypatch.setattr(specserve.models.read_config, "load_model_config", lambda _: MODEL_CONFIG)
+    monkeypatch.setattr(specserve.models.read_config, "load_model_config", lambda *_: MODEL_CONFIG)
     monkeypatch.setattr(specserve.process.assemble, "create_scheduler", lambda *_: FakeEngine(_echo))
 
 

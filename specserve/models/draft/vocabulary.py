@@ -4,9 +4,8 @@ differently."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from specserve.models.config import read_json
+from specserve.models.special_tokens import token_ids
 
 _SENTENCEPIECE = "tokenizer.model"
 
@@ -16,7 +15,7 @@ def shared_tokens(target: Path, draft: Path, target_size: int, draft_size: int) 
     ``draft``: directories with tokenizers. Raises ValueError naming the first token that differs, or what can't be
     compared."""
     both = min(target_size, draft_size)
-    ours, theirs = _tokens(target), _tokens(draft)
+    ours, theirs = token_ids(target), token_ids(draft)
     if ours is not None and theirs is not None:
         for token in sorted(
             ours | theirs, key=lambda token: min(ours.get(token, both), theirs.get(token, both))
@@ -40,25 +39,6 @@ def shared_tokens(target: Path, draft: Path, target_size: int, draft_size: int) 
             "tokenizer.json to compare; expected the same size, or two tokenizers"
         )
     return both, "the vocabularies have the same size; no tokenizers were compared"
-
-
-def _tokens(directory: Path) -> dict[str, int] | None:
-    """Return ids by token, None if there is no such file. Raises ValueError for a file that can't be read."""
-    file = directory / "tokenizer.json"
-    if not file.exists():
-        return None
-    found = read_json(file)
-    try:
-        vocabulary: Any = found["model"]["vocab"]
-        if isinstance(vocabulary, list):  # unigram: tokens and scores in the order of ids
-            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-        ids = {token: int(number) for token, number in vocabulary.items()}
-        return {**ids, **{each["content"]: int(each["id"]) for each in found.get("added_tokens") or ()}}
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"{file}: model.vocab must be an object of ids or a list of tokens and scores, and added_tokens a list, "
-            "each with content and id"
-        ) from None
 
 
 def _id(number: int | None) -> str:

@@ -7,6 +7,7 @@ from specserve.frontend.tokenizer import Tokenizer
 from specserve.models.config import ModelConfig
 from specserve.models.draft.fields import FLAG, KINDS, parse_overrides
 from specserve.models.draft.reader import open_draft
+from specserve.models.read_config import end_tokens
 from specserve.tools.check.memory import device_memory, expected_memory
 from specserve.tools.check.report import Report
 
@@ -15,7 +16,7 @@ _NARROWER = {"float64": 0, "float32": 1, "bfloat16": 2, "float16": 2}
 
 def find_mismatches(config: EngineConfig, tokenizer: Tokenizer | None, report: Report) -> None:
     _dtype(config, report)
-    _ends(config.model, report)
+    _ends(config, report)
     _memory(config, report)
     if tokenizer is not None:
         _tokenizer(tokenizer, config.model, report)
@@ -30,12 +31,14 @@ def _dtype(config: EngineConfig, report: Report) -> None:
         report.remarks.append(f"dtype: the checkpoint is {stored}, served as {served}{why}; texts may differ")
 
 
-def _ends(model: ModelConfig, report: Report) -> None:
-    bad = [token for token in model.eos_token_ids if not 0 <= token < model.vocab_size]
-    if bad:
+def _ends(config: EngineConfig, report: Report) -> None:
+    found, model = end_tokens(config.model_path, config.tokenizer_path), config.model
+    if bad := [token for token in found if token not in model.eos_token_ids]:
         report.problems.append(f"end tokens {bad} are not among the model's {model.vocab_size} tokens")
     if not model.eos_token_ids:
-        report.problems.append("the model has no eos_token_id: answers end only at their length limit")
+        report.problems.append(
+            "neither the model nor its tokenizer has an end token: answers end only at their length limit"
+        )
 
 
 def _memory(config: EngineConfig, report: Report) -> None:
