@@ -56,6 +56,7 @@ class _Model:
         self.settings, _, config = resolve_engine(given)
         self._vocab_size = config.model.vocab_size
         self._ends = config.model.eos_token_ids
+        self._defaults = config.request_defaults
         self._planning = threading.Lock()  # a tokenizer encodes for one thread at a time
         self.tokenizer: Tokenizer | None = None
         engine = LocalEngine(partial(load_engine, config))
@@ -77,6 +78,11 @@ class _Model:
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, as Transformers loaded it."""
         return self._need_tokenizer("get_tokenizer").wrapped
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of calls that give none: those that the setting ``sampling_defaults`` asks for, with
+        temperature 0 if ``requests_all_greedy`` is set."""
+        return SamplingParams(**self._defaults)
 
     def close(self) -> None:
         """End the requests that run, and free the engine and its memory. The object can't be used afterwards."""
@@ -192,7 +198,7 @@ class _Model:
     def _params(self, given: Params, count: int) -> list[SamplingParams]:
         """Return the parameters of each prompt."""
         if given is None:
-            given = SamplingParams(temperature=0) if self.settings.requests_all_greedy else SamplingParams()
+            given = self.get_default_sampling_params()
         found = [self._with_ids(each, where) for each, where in _params_each(given, count)]
         if self.tokenizer is None and any(each.stop for each in found):
             raise ValueError("stop needs a tokenizer, and skip_tokenizer_init is set; use stop_token_ids")
@@ -221,8 +227,8 @@ class LLM(_Model):
         """Answer one prompt or several, in order. A prompt is text, token ids (a list or an array), or a dict with the
         key ``prompt`` or ``prompt_token_ids``, and never empty. ``use_tqdm`` shows a progress bar.
 
-        ``sampling_params`` defaults to ``SamplingParams()``, with temperature 0 if ``requests_all_greedy`` is set.
-        Parameters given by the caller are not changed: with that setting they must have ``temperature=0``.
+        ``sampling_params`` defaults to ``get_default_sampling_params()``. Parameters given by the caller are not
+        changed: with ``requests_all_greedy`` they must have ``temperature=0``.
         """
         return self._run(self._plan(prompts, sampling_params), use_tqdm, "prompts[{}]")
 

@@ -60,8 +60,8 @@ def test_it_follows_what_rounds(config: EngineConfig) -> None:
 
 def test_it_follows_the_configuration(config: EngineConfig) -> None:
     rope = replace(config.model.rope, theta=config.model.rope.theta + 1)
-    changed = replace(config, model=replace(config.model, rope=rope))
-    assert fingerprint(model(), changed) != fingerprint(model(), config)
+    for changed in ({"model": replace(config.model, rope=rope)}, {"request_defaults": {"temperature": 0.6}}):
+        assert fingerprint(model(), replace(config, **changed)) != fingerprint(model(), config)
 
 
 def test_it_follows_weights_of_few_bits(agreeing: Checkpoints, random_models: Checkpoints) -> None:

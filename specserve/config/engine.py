@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,8 @@ class EngineConfig:
     None has a meaning in some fields. ``cpu_threads``: the fastest number up to ``cores``, as measured.
     ``max_total_tokens``: what fits into ``mem_fraction_static`` of the device. ``largest_graph`` (the largest batch
     with a CUDA graph): no graphs. ``draft``: plain decoding. ``shape`` (steps, topk, tokens): plain decoding or, if
-    ``adaptive``, the controller's choice.
+    ``adaptive``, the controller's choice. ``request_defaults``: sampling parameters of requests that
+    don't set them; the front applies them.
     """
 
     model: ModelConfig
@@ -76,6 +78,7 @@ class EngineConfig:
     draft: DraftSettings | None
     shape: tuple[int, int, int] | None
     adaptive: bool
+    request_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, settings: Settings, model: ModelConfig, cores: int) -> EngineConfig:

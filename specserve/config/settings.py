@@ -102,6 +102,15 @@ class Settings:
         choices=("none", *ROUNDED, "awq", "gptq", "compressed-tensors", "modelopt"),
     )
 
+    sampling_defaults: str = setting(
+        "model",
+        "Sampling values of requests that don't set them. model: temperature, top_k, top_p, min_p, repetition_penalty "
+        "and max_new_tokens (for max_tokens) of the checkpoint's generation_config.json; do_sample false means "
+        "temperature 0. openai: those of OpenAI's API, whatever the checkpoint says.",
+        group=MODEL,
+        choices=("model", "openai"),
+    )
+
     tool_call_parser: str = setting(
         "auto",
         "How the model writes tool calls. auto: as its chat template says, if that is one known format. none: `tools` "

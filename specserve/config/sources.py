@@ -40,6 +40,7 @@ _ELSEWHERE = {
     "--disable-log-stats": "--log-level warning",
     "--enable-auto-tool-choice": "--tool-call-parser",
     "--enforce-eager": "--disable-cuda-graph",
+    "--generation-config": "--sampling-defaults (model for auto, openai for vllm)",
     "--gpu-memory-utilization": "--mem-fraction-static",
     "--max-model-len": "--context-length",
     "--max-num-batched-tokens": "--chunked-prefill-size",

@@ -15,6 +15,7 @@ from specserve.attention import ATTENTION, AttentionBackend
 from specserve.config import Settings, resolve, resolve_paths
 from specserve.config.engine import DraftSettings, DynamicMap, EngineConfig
 from specserve.config.notes import log_notes
+from specserve.config.sampling import resolve_sampling
 from specserve.config.settings import FP8_KV
 from specserve.core import Capacity, prediction_limit
 from specserve.engine.grammars import Grammars
@@ -92,6 +93,7 @@ def resolve_engine(
         raise ValueError(f"--model-path: {error}") from None
     settings, more = resolve(given, model, has_gpu)
     notes += [*more, *model.notes]
+    defaults = resolve_sampling(settings, notes)
     if settings.quantization != "none":
         model = model.with_weights(RoundedWeights(settings.quantization))
     if words := model.weights.words:
@@ -107,7 +109,8 @@ def resolve_engine(
     log_notes(log, notes)
     # OpenMP threads spin at barriers: one without a core delays all (docs/decisions/0006-engine-threads.md).
     cores = max(1, usable_cores() - with_front)
-    return settings, notes, EngineConfig.of(settings, model, cores)
+    config = EngineConfig.of(settings, model, cores)
+    return settings, notes, replace(config, request_defaults=defaults)
 
 
 def create_scheduler(config: EngineConfig, before_launch: Callable[[], None] = lambda: None) -> Scheduler:
@@ -167,6 +170,7 @@ def assemble(
         "page_size": pool.page_size,
         "vocab_size": capacity.vocab_size,
         "eos_token_ids": list(config.model.eos_token_ids),
+        "request_defaults": dict(config.request_defaults),
         "system_fingerprint": context.fingerprint,
         "speculation": _speculation_info(plan),
         "cuda_graphs": {

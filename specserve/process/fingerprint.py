@@ -19,8 +19,8 @@ _ROWS = 4096  # at a time
 def fingerprint(
     model: nn.Module, config: EngineConfig, kv_scales: Sequence[tuple[float, float] | None] = ()
 ) -> str:
-    """Hash the target's configuration, loaded weights and KV scales, the dtypes, the versions of kernels and grammars,
-    and the GPU's name. The draft is not included: it only proposes."""
+    """Hash the target's configuration, loaded weights and KV scales, the dtypes, the defaults of requests, the versions
+    of kernels and grammars, and the GPU's name. The draft is not included: it only proposes."""
     found = hashlib.sha256()
     what = [
         __version__,
@@ -34,7 +34,7 @@ def fingerprint(
         import triton
 
         what += [triton.__version__, torch.cuda.get_device_name(), str(torch.version.cuda)]
-    what += [config.kv_cache_dtype, str(kv_scales)]
+    what += [config.kv_cache_dtype, str(kv_scales), str(config.request_defaults)]
     found.update(repr((what, config.model)).encode())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in sorted(tensors.items()):

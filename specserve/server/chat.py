@@ -150,7 +150,7 @@ def _params(front: Front, request: ChatRequest) -> SamplingParams:
         vocab_size=front.vocab_size,
         max_tokens=next(iter(limits), None),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        default_temperature=front.default_temperature,
+        defaults=front.request_defaults,
     )
 
 

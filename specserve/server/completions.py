@@ -105,7 +105,7 @@ def _params(front: Front, request: CompletionRequest) -> SamplingParams:
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
         logprobs=0 if request.logprobs is None and request.candidates > request.choices else request.logprobs,
         prompt_logprobs=request.logprobs if request.echo else None,
-        default_temperature=front.default_temperature,
+        defaults=front.request_defaults,
     )
 
 

@@ -150,8 +150,10 @@ class Front:
         return int(self.engine.info["vocab_size"])
 
     @property
-    def default_temperature(self) -> float:
-        return 0.0 if self.settings.requests_all_greedy else 1.0
+    def request_defaults(self) -> Mapping[str, float]:
+        """Return the sampling parameters of requests that don't set them, where they are not those of OpenAI."""
+        found: Mapping[str, float] = self.engine.info.get("request_defaults", {})
+        return found
 
     @property
     def no_grammars(self) -> str | None:

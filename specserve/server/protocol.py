@@ -80,11 +80,11 @@ class GenerationRequest(StructuredRequest):
         None, description=f"Answers to each prompt; at most {MAX_ANSWERS} to all prompts of a call."
     )
     max_tokens: Count | None = None
-    """Most tokens of an answer. Not set: up to the context length."""
+    """Most tokens of an answer. Not set: the checkpoint's (`--sampling-defaults`), or up to the context length."""
     temperature: Annotated[float, _bounded("temperature")] | None = None
-    """0 is greedy. Not set: 1, or 0 with `--requests-all-greedy`."""
+    """0 is greedy. Not set: the checkpoint's (`--sampling-defaults`), or 1; 0 with `--requests-all-greedy`."""
     top_p: Annotated[float, _bounded("top_p")] | None = None
-    """Keeps the most likely tokens that together have this probability. 1 is off."""
+    """Keeps the most likely tokens that together have this probability. 1 is off. Not set: the checkpoint's."""
     presence_penalty: Annotated[float, _bounded("presence_penalty")] | None = None
     """Subtracted from the logit of each token that is already in the answer."""
     frequency_penalty: Annotated[float, _bounded("frequency_penalty")] | None = None
@@ -102,11 +102,14 @@ class GenerationRequest(StructuredRequest):
     user: str | None = None
     """A label that changes no answer."""
     top_k: Annotated[Int, WithJsonSchema({"type": "integer", "minimum": -1})] | None = None
-    """Keeps this many of the most likely tokens. 0 and -1 are off."""
+    """Keeps this many of the most likely tokens. 0 and -1 are off. Not set: the checkpoint's."""
     min_p: Annotated[float, _bounded("min_p")] | None = None
-    """Keeps tokens with at least this share of the most likely token's probability. 0 is off."""
-    repetition_penalty: Annotated[float, _bounded("repetition_penalty")] | None = None
-    """Divides positive logits of tokens in prompt or answer, multiplies negative ones. 1 is off."""
+    """Keeps tokens with at least this share of the likeliest one's probability. 0 is off. Not set: the checkpoint's."""
+    repetition_penalty: Annotated[float, _bounded("repetition_penalty")] | None = Field(
+        None,
+        description="Divides positive logits of tokens in prompt or answer, multiplies negative ones. 1 is off. "
+        "Not set: the checkpoint's.",
+    )
     ignore_eos: bool | None = None
     """The model's end token does not end the answer."""
     min_tokens: Annotated[int, Field(ge=0, lt=INT64)] | None = None
@@ -170,21 +173,23 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
-    default_temperature: float,
+    defaults: Mapping[str, float],
 ) -> SamplingParams:
-    """Return the sampling parameters of a request. Raises ApiError 400 naming the field."""
+    """Return the sampling parameters of a request, with ``defaults`` for those that it does not set. Raises ApiError
+    400 naming the field."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _AS_THEY_ARE} | {
         "max_tokens": None if max_tokens is None else min(max_tokens, MAX_COUNT),
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
-        "temperature": default_temperature if request.temperature is None else request.temperature,
+        "temperature": request.temperature,
         "top_k": _top_k(request.top_k, vocab_size),
         "logit_bias": _logit_bias(request.logit_bias),
         "stop": [request.stop] if isinstance(request.stop, str) else request.stop,
         "speculation": request.speculation and Speculation(**request.speculation.model_dump()),
     }
     try:
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        own = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(**{**defaults, **own})
     except ValueError as error:
         raise ApiError(400, str(error), _named(str(error))) from None
 

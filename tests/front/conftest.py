@@ -22,8 +22,16 @@ def serve() -> Iterator[Serve]:
     """Serves a fake engine that answers with a text: ``client, engine = serve("text", **settings)``."""
     opened = []
 
-    def start(text: str = "Hi there!", stride: int = 3, end: bool = True, **settings: Any) -> Any:
+    def start(
+        text: str = "Hi there!",
+        stride: int = 3,
+        end: bool = True,
+        request_defaults: dict[str, float] | None = None,
+        **settings: Any,
+    ) -> Any:
         engine = FakeEngine(text_reply(text, end), stride)
+        if request_defaults is not None:
+            engine.info["request_defaults"] = request_defaults
         front = fake_front(engine, **settings)
         client = TestClient(create_app(front), raise_server_exceptions=False)
         client.__enter__()

@@ -37,6 +37,7 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Any:
 def ready_info(engine: FakeEngine, settings: Settings) -> dict[str, Any]:
     values = {name: getattr(settings, name) for name in settings.public()}
     return {
+        "request_defaults": {"temperature": 0} if settings.requests_all_greedy else {},
         **engine.info,
         "settings": {**values, "context_length": CONTEXT, "served_model_name": ["tiny"]},
         "notes": ["page_size = 16: because"],

@@ -246,6 +246,43 @@ def test_all_greedy(serve: Serve) -> None:
     assert engine.submitted[0].params.temperature == 0
 
 
+DEFAULTS = {
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "repetition_penalty": 1.05,
+    "max_tokens": 50,
+}
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "chat/completions": ({"messages": HELLO}, {"max_completion_tokens": 7, "min_p": 0.2, "top_k": -1}),
+    "completions": ({"prompt": "a"}, {"max_tokens": 7, "min_p": 0.2, "top_k": -1}),
+    "responses": ({"input": "a"}, {"max_output_tokens": 7}),
+    "messages": ({"messages": HELLO, "max_tokens": 50}, {"max_tokens": 7, "top_k": 3}),
+}
+
+
+@pytest.mark.parametrize("route", CALLS)
+def test_defaults_of_the_checkpoint(serve: Serve, route: str) -> None:
+    """For what a request leaves out. Completions have 16 tokens, as with OpenAI."""
+    call, own = CALLS[route]
+    client, engine = serve(request_defaults=DEFAULTS)
+    nothing = {} if route == "messages" else {"temperature": None, "top_p": None}
+    for fields in ({}, nothing, {"temperature": 0, "top_p": 1, **own}):
+        answer = client.post(f"/v1/{route}", json={"model": "tiny", **call, **fields})
+        assert answer.status_code == 200, answer.text
+    left, nulled, given = (
+        {name: getattr(sent.params, name) for name in DEFAULTS} for sent in engine.submitted
+    )
+    expected = DEFAULTS | ({"max_tokens": 16} if route == "completions" else {})
+    assert left == nulled == expected
+    mine = {"top_k": own.get("top_k", 20), "min_p": own.get("min_p", 0.05), "max_tokens": 7}
+    assert given == {**DEFAULTS, "temperature": 0, "top_p": 1, **mine}
+    if route == "responses":
+        assert (answer.json()["temperature"], answer.json()["top_p"]) == (0, 1)
+    assert client.get("/server_info").json()["engine"]["request_defaults"] == DEFAULTS
+
+
 @pytest.mark.parametrize("ignore", [False, True])
 def test_ignore_eos(serve: Serve, ignore: bool) -> None:
     client, engine = serve("ab")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from dataclasses import replace
@@ -16,6 +17,7 @@ from specserve.config import SETTINGS, Settings, load_settings, make_settings, r
 from specserve.config import paths as config_paths
 from specserve.config.notes import log_notes
 from specserve.config.reference import reference
+from specserve.config.sampling import resolve_sampling
 from specserve.config.speculation import pool_size, resolve_speculation
 from specserve.methods import JOIN
 
@@ -94,6 +96,8 @@ def test_values_of_all_kinds() -> None:
         ("--speculative-num-step=3", {}, "nearest known one is --speculative-num-steps"),
         ("--kv-cache-dtype FP8_E5M2", {}, "--kv-cache-dtype: FP8_E5M2 is refused: it has a mantissa bit less than"),
         ("--quantization=gguf", {}, "--quantization: must be one of none, fp8, int8, int4, awq, gptq"),
+        ("--generation-config vllm", {}, "here it is --sampling-defaults (model for auto, openai for vllm)"),
+        ("--sampling-defaults vllm", {}, "--sampling-defaults: must be one of model, openai, found 'vllm'"),
         ("serve", {}, "unexpected argument 'serve'"),
         ("--port", {}, "--port: expected one argument"),
         ("--port x", {}, "--port: must be an integer, found 'x'"),
@@ -341,6 +345,75 @@ def test_a_number_that_is_replaced_is_a_warning(model: str, caplog: pytest.LogCa
     (warning,) = caplog.messages
     assert warning.startswith("speculative_num_draft_tokens = 4: ")
     assert warning.endswith("9 was given")
+
+
+SAMPLED: list[tuple[dict[str, Any], dict[str, Any], dict[str, float], str]] = [
+    (
+        {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05},
+        {},
+        {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05},
+        "get temperature 0.6, top_k 20, top_p 0.95, min_p 0.05, repetition_penalty 1.05 (generation_config.json); --s",
+    ),
+    ({"max_new_tokens": 2048}, {}, {"max_tokens": 2048}, "get max_tokens 2048 (generation_config.json)"),
+    ({"do_sample": False, "temperature": 0.6, "top_k": None}, {}, {"temperature": 0}, "get temperature 0 ("),
+    (
+        {"do_sample": True, "eos_token_id": [1], "transformers_version": "5", "_from_model_config": True},
+        {},
+        {},
+        "",
+    ),
+    ({"num_beams": 4, "max_length": 99}, {}, {}, "generation_config.json: num_beams, max_length not read"),
+    ({"temperature": 200, "top_k": "x"}, {"sampling_defaults": "openai"}, {}, ""),
+    (
+        {"temperature": 0.6, "top_p": 0.9},
+        {"requests_all_greedy": True},
+        {"temperature": 0, "top_p": 0.9},
+        "temperature 0.6 of generation_config.json has no effect: --requests-all-greedy",
+    ),
+    ({}, {"requests_all_greedy": True, "sampling_defaults": "openai"}, {"temperature": 0}, ""),
+]
+
+
+@pytest.mark.parametrize(("fields", "settings", "expected", "words"), SAMPLED)
+def test_sampling_values_of_a_checkpoint(
+    fields: dict[str, Any], settings: dict[str, Any], expected: dict[str, float], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    notes: list[str] = []
+    assert resolve_sampling(make_settings(model_path=str(tmp_path), **settings), notes) == expected
+    said = "\n".join(notes)
+    assert words in said
+    assert bool(words) == bool(notes)
+    assert ("get temperature 0.6" in said) == (expected.get("temperature") == 0.6)
+
+
+def test_a_checkpoint_without_sampling_values(tmp_path: Path) -> None:
+    notes: list[str] = []
+    assert resolve_sampling(make_settings(model_path=str(tmp_path)), notes) == {}
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": -1}, "temperature must be in [0, 100], found -1.*--sampling-defaults openai"),
+        ({"temperature": "0.6"}, "temperature: expected `float`, got `str`"),
+        ({"top_k": 20.5}, "top_k: expected `int`, got `float`"),
+        ({"top_p": 1.5}, "top_p must be in (0, 1], found 1.5"),
+        ({"repetition_penalty": True}, "repetition_penalty: expected `float`, got `bool`"),
+        (
+            {"max_new_tokens": 2**63},
+            "max_new_tokens must be in [0, 4611686018427387904], found 9223372036854775808",
+        ),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a positive integer, found 0"),
+        ({"do_sample": "no"}, "do_sample must be true or false, found 'no'"),
+    ],
+)
+def test_sampling_values_that_no_request_may_have(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(fields))
+    pattern = r"/generation_config\.json: " + re.escape(words).replace(r"\.\*", ".*")
+    with pytest.raises(ValueError, match=pattern):
+        resolve_sampling(make_settings(model_path=str(tmp_path)), [])
 
 
 def test_flags_without_effect_are_noted(model: str) -> None:

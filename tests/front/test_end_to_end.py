@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -121,6 +122,27 @@ def test_the_tokenizers_end_token_ends_an_answer(tmp_path: Path, caplog: pytest.
             assert (answer.finish_reason, answer.text, answer.token_ids) == ("stop", "", [token])
         options = SamplingParams(grammar=grammar.regex("a+"), logit_bias={256: 100}, max_tokens=5)
         assert llm.generate("x", options)[0].text == "a"
+
+
+def test_the_checkpoints_sampling_values_are_the_defaults(tmp_path: Path) -> None:
+    """Of a library's calls and of a server's, which would otherwise sample at temperature 1."""
+    path = make_llama(tmp_path / "model", vocab=VOCAB)
+    byte_tokenizer().save_pretrained(path)
+    fields = {"temperature": 0.6, "top_k": 1, "repetition_penalty": 1.3, "max_new_tokens": 9}
+    (path / "generation_config.json").write_text(json.dumps(fields))
+    with LLM(str(path), dtype="float64", device="cpu") as llm:
+        (expected,) = llm.generate("x", SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=9))
+        assert llm.generate("x")[0].token_ids == expected.token_ids
+    greedy = ["--requests-all-greedy", "--model-path", str(path), "--dtype", "float64", "--device", "cpu"]
+    server = Server(["-m", "specserve.launch", "--port", "0", *greedy])
+    try:
+        with openai.OpenAI(base_url=server.wait_ready().url + "/v1", api_key="x") as client:
+            found = client.completions.create(model="model", prompt="x", max_tokens=9)
+        assert found.choices[0].text == expected.text
+        words = "requests that set none get temperature 0, top_k 1, repetition_penalty 1.3, max_tokens 9"
+        assert any(words in line for line in server.lines)
+    finally:
+        server.stop()
 
 
 def test_what_a_client_leaves_is_freed(server: Server, client: openai.OpenAI) -> None:

@@ -307,23 +307,27 @@ def test_params_for_each_prompt(llm: LLM) -> None:
     assert second.logprobs is None
 
 
-@pytest.mark.parametrize(("greedy", "temperature"), [(True, 0.0), (False, 1.0)])
-def test_temperature_without_params(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, greedy: bool, temperature: float
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (0.6, 20)),
+        ({"requests_all_greedy": True}, (0, 20)),
+        ({"sampling_defaults": "openai"}, (1, -1)),
+        ({"sampling_defaults": "openai", "requests_all_greedy": True}, (0, -1)),
+    ],
+)
+def test_calls_without_params(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], expected: tuple[float, int]
 ) -> None:
-    llm = make(tmp_path, monkeypatch, requests_all_greedy=greedy)
-    found: list[float] = []
-    submit = engine_of(llm).submit
-
-    def keep(message: Submit) -> None:
-        found.append(message.params.temperature)
-        submit(message)
-
-    monkeypatch.setattr(engine_of(llm), "submit", keep)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    llm = make(tmp_path, monkeypatch, **settings)
     llm.generate(["a", "b"])
     llm.chat([{"role": "user", "content": "hi"}])
-    llm.generate("a", SamplingParams(temperature=0.5))
-    assert found == [*[temperature] * 3, 0.5]
+    llm.generate("a", SamplingParams(temperature=0, top_k=3))
+    found = [(sent.params.temperature, sent.params.top_k) for sent in engine_of(llm).submitted]
+    assert found == [*[expected] * 3, (0, 3)]
+    default = llm.get_default_sampling_params()
+    assert (default.temperature, default.top_k) == expected
 
 
 def test_empty_text_that_the_tokenizer_would_begin(llm: LLM) -> None:

@@ -34,8 +34,8 @@ def test_server_info(serve: Serve) -> None:
     assert (info["page_size"], info["context_length"], info["status"]) == (64, 256, "ok")
     assert info["choices"] == ["page_size = 16: because"]
     sizes = {"context_length": 256, "max_total_tokens": 4096, "vocab_size": 260}
-    engine = {**sizes, "eos_token_ids": [256], "system_fingerprint": "fp_0123456789abcdef"}
-    assert info["engine"] == engine
+    named = {"eos_token_ids": [256], "request_defaults": {}, "system_fingerprint": "fp_0123456789abcdef"}
+    assert info["engine"] == {**sizes, **named}
 
 
 def test_a_request_without_tokens_has_no_first_one(serve: Serve) -> None:
