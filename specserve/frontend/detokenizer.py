@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -16,10 +17,14 @@ class Detokenizer:
 
     A tokenizer may drop the space before a lone token, so a token is never decoded without the one before it. A
     character may be split over tokens, so an incomplete end is held back until it is complete or nothing follows.
-    ``decode`` must convert bytes in any window as UTF-8 does: one U+FFFD for each part of a character.
+    ``decode`` must convert bytes in any window as UTF-8 does: one U+FFFD for each part of a character. ``hidden``: the
+    tokens that it skips, and their text.
     """
 
-    def __init__(self, decode: Decode, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self, decode: Decode, prompt: Sequence[int] = (), hidden: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
+        self.hidden = hidden
         self._decode = decode
         self._window = list(prompt[-CONTEXT:])
         self._mark = len(self._window)  # start of the next window, once this one ends cleanly

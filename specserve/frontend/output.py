@@ -117,7 +117,8 @@ class OutputProcessor:
         """Read token by token, because the answer ends at the one that completes the stop string."""
         parts, have = [], len(self.answer.token_ids)
         for index, token in enumerate(visible):
-            text, found = stop.feed(detokenizer.push([token]), have + index + 1 >= self._params.min_tokens)
+            armed = have + index + 1 >= self._params.min_tokens
+            text, found = self._search(detokenizer, stop, token, armed)
             parts.append(text)
             if found:
                 return parts, index + 1, True
@@ -126,6 +127,21 @@ class OutputProcessor:
             text, found = stop.feed(detokenizer.flush(), have + len(visible) >= self._params.min_tokens)
             parts += [text, stop.flush()]
         return parts, len(message.token_ids), found
+
+    def _search(
+        self, detokenizer: Detokenizer, stop: StopFinder, token: int, armed: bool
+    ) -> tuple[str, bool]:
+        """Return the text that became certain with a token, and whether a stop string did. A special token without text
+        is searched by the text that it would have."""
+        mark = detokenizer.hidden.get(token)
+        if mark is None:
+            return stop.feed(detokenizer.push([token]), armed)
+        text, found = stop.feed(mark, armed, hidden=True)
+        if not found:
+            return text, False
+        assert stop.found is not None
+        at = len(text) - len(stop.found) * self._params.include_stop_str_in_output
+        return text[:at] + detokenizer.flush() + text[at:], True  # half a character may be before the mark
 
     def _parse(self, delta: Delta, parser: AnswerParser) -> None:
         """Add the parser's events, and count the tokens of reasoning."""

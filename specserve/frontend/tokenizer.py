@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from specserve.frontend.conversation import Conversation
-from specserve.frontend.detokenizer import Detokenizer
+from specserve.frontend.detokenizer import Decode, Detokenizer
 from specserve.frontend.template import ChatTemplate, replace_template
 from specserve.frontend.tools import Tool
 
@@ -137,18 +137,19 @@ class Tokenizer:
         self, prompt: Sequence[int], skip_special_tokens: bool, shown: Collection[str] = ()
     ) -> Detokenizer:
         """Return a detokenizer for an answer to ``prompt``. ``shown``: special tokens that are not skipped."""
-        texts = {self.wrapped.convert_ids_to_tokens(token): token for token in self._special} if shown else {}
-        kept = {token for text, token in texts.items() if text in shown}
-        if not skip_special_tokens or not kept:
-            return Detokenizer(
-                functools.partial(self.decode, skip_special_tokens=skip_special_tokens), prompt
-            )
-        skipped = self._special - kept
+        hidden = self._special_texts if skip_special_tokens else {}
+        decode: Decode = functools.partial(self.decode, skip_special_tokens=skip_special_tokens)
+        kept = {token: text for token, text in hidden.items() if text not in shown} if shown else hidden
+        if len(kept) < len(hidden):
 
-        def decode(token_ids: Sequence[int]) -> str:
-            return self.decode([each for each in token_ids if each not in skipped], skip_special_tokens=False)
+            def decode(token_ids: Sequence[int]) -> str:
+                return self.decode([each for each in token_ids if each not in kept], False)
 
-        return Detokenizer(decode, prompt)
+        return Detokenizer(decode, prompt, kept)
+
+    @functools.cached_property
+    def _special_texts(self) -> dict[int, str]:
+        return {token: str(self.wrapped.convert_ids_to_tokens(token)) for token in self._special}
 
     @functools.cached_property
     def added(self) -> dict[str, int]:

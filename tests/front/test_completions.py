@@ -135,6 +135,25 @@ def test_special_tokens_as_text(serve: Serve) -> None:
         assert choice["logprobs"]["text_offset"] == offsets
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_special_token_as_a_stop_string(serve: Serve, stream: bool) -> None:
+    """It is found though it is hidden, and is text only if asked for."""
+    client, engine = serve(stride=2)
+    engine.reply = lambda _: [97, 98, 257, 99, 256]
+    for fields, text in (({}, "ab"), ({"include_stop_str_in_output": True}, "ab<sep>")):
+        answer = post(client, stop="<sep>", logprobs=0, stream=stream, return_speculation=True, **fields)
+        choices = [part["choices"][0] for part in events(answer)[:-1]] if stream else answer.json()["choices"]
+        assert "".join(choice["text"] for choice in choices) == text
+        assert choices[-1]["finish_reason"] == "stop"
+        assert [at for choice in choices for at in choice["logprobs"]["text_offset"]] == [0, 1, 2]
+        pieces = [piece for choice in choices if stream for piece in choice["speculation"]["pieces"]]
+        assert pieces == (["a", "b", text[2:]] if stream else [])
+    call = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}
+    found = client.post("/v1/messages", json={**call, "stop_sequences": ["<sep>"]}).json()
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "<sep>")
+    assert found["content"] == [{"type": "text", "text": "ab"}]
+
+
 @pytest.mark.parametrize(("echo", "before"), [(False, []), (True, list(b"ab"))])
 def test_token_ids(serve: Serve, echo: bool, before: list[int]) -> None:
     """With ``echo`` the ids, too, begin with the prompt. In a stream the prompt's come once for each choice."""

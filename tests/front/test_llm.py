@@ -299,6 +299,11 @@ def test_what_is_loaded_is_exempt_from_garbage_collection() -> None:
     gc.freeze()
 
 
+def test_a_special_token_as_a_stop_string(llm: LLM) -> None:
+    (found,) = llm.generate([97, 257, 98], SamplingParams(stop=["<sep>"]))
+    assert (found.text, found.finish_reason, found.token_ids) == ("a", "stop", [97, 257])
+
+
 def test_params_for_each_prompt(llm: LLM) -> None:
     params = [SamplingParams(max_tokens=2), SamplingParams(stop=["g"])]
     first, second = llm.generate(["abcd", "efgh and more"], params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -139,6 +140,40 @@ def test_end_gives_out_everything_held_back(stop: list[str]) -> None:
     last = out.push(tokens([0x82], "length"))
     assert first.text + last.text == "Az�"
     assert last.finish_reason == "length"
+
+
+def cut_at(
+    ids: list[int], stops: list[str], skip: bool, included: bool, rng: random.Random
+) -> tuple[str, str | None, int]:
+    """The text, the stop string that ended it, and how many tokens count."""
+    params = SamplingParams(stop=stops, include_stop_str_in_output=included)
+    out = OutputProcessor(params, TOKENIZER.detokenizer([65], skip))
+    while out.answer.finish_reason is None:
+        size = rng.randint(1, 4)
+        cut, ids = ids[:size], ids[size:]
+        out.push(tokens(cut, None if ids else "length"))
+    return out.answer.text, out.answer.stop, len(out.answer.token_ids)
+
+
+def test_hiding_special_tokens_does_not_change_where_an_answer_ends() -> None:
+    rng, ended = random.Random(5), 0
+    parts = ["<sep>", "<", "sep", "p>", "a", "b", "<sep>a", "b<sep>"]
+    for _ in range(3000):
+        ids = rng.choices([97, 98, 257], k=rng.randint(1, 12))
+        stops = rng.sample(parts, k=rng.randint(1, 3))
+        shown, stop, count = cut_at(ids, stops, False, False, rng)
+        bare = re.sub("<(s(e(p>?)?)?)?", "", shown)  # also of a mark within which a stop string begins
+        assert cut_at(ids, stops, True, False, rng) == (bare, stop, count)
+        assert cut_at(ids, stops, True, True, rng) == (bare + (stop or ""), stop, count)
+        ended += stop is not None
+    assert 500 < ended < 2900
+
+
+@pytest.mark.parametrize("included", [False, True])
+def test_half_a_character_before_a_hidden_stop_string(included: bool) -> None:
+    out = processor(stop=["<sep>"], include_stop_str_in_output=included)
+    delta = out.push(tokens([65, 0xC3, 257, 66]))
+    assert (delta.text, delta.finish_reason) == ("A\ufffd" + "<sep>" * included, "stop")
 
 
 def test_pieces_do_not_change_the_answer() -> None:
