@@ -235,6 +235,14 @@ def test_nginx_takes_what_servers_take() -> None:
     assert int(found[1]) * 2**20 == Settings().max_body_bytes
 
 
+def test_nginx_gives_idle_connections_up_first() -> None:
+    """A replica would otherwise close one that nginx is about to use."""
+    (upstream,) = re.findall(r"upstream replicas \{.*?\}", (DOCKER / "nginx.conf").read_text(), re.S)
+    found = re.search(r"keepalive_timeout (\d+)s;.* a replica's (\d+) s", upstream)
+    assert found
+    assert int(found[1]) + 30 <= int(found[2]) == Settings().timeout_keep_alive
+
+
 def test_ray_serve_arguments() -> None:
     config = yaml.safe_load((ROOT / "examples" / "ray_serve" / "serve.yaml").read_text())
     (application,) = config["applications"]

@@ -172,6 +172,14 @@ class Settings:
     max_body_bytes: int = setting(
         16 * 2**20, "Largest request body, in bytes; a larger one gets 413.", group=SERVER, low=1
     )
+    timeout_keep_alive: int = setting(
+        120,
+        "Seconds that a connection without a request stays open after an answer. Must be longer than a load balancer "
+        "or a client keeps it for its next request, or that may meet a closed one.",
+        group=SERVER,
+        low=1,
+        high=10**9,
+    )
     drain_timeout: float = setting(
         60.0,
         "Seconds that running requests have to finish when the server is told to stop.",

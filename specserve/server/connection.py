@@ -7,46 +7,74 @@ import logging
 import resource
 import sys
 import time
+from typing import ClassVar
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 log = logging.getLogger(__name__)
 
-HEAD = 60.0  # seconds that a client may take for a request's line and headers
+HEAD = (
+    60.0  # seconds that a client may take for a request's line and headers, once it is connected or has begun
+)
 RESERVED = 128  # files that are left for everything else
 NOTED = 60.0  # seconds between two lines of the log about it
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if the head of a request takes too long, and at once if too few files are left: with
-    none left, asyncio would try to accept the next one again and again."""
+    """A connection that is closed if the head of a request takes too long. If too few files are left, the one that has
+    been idle the longest after an answer makes room for a new one; if there is none, the new one is closed at once:
+    with no file left, asyncio would try to accept the next one again and again."""
 
+    _idle: ClassVar[
+        dict[Connection, None]
+    ] = {}  # after an answer, with nothing of a next request; oldest first
     _noted = -NOTED
     _head: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > most_connections():
+        self._expect_head()
+        if len(self.connections) <= most_connections():
+            return
+        if (oldest := next(iter(Connection._idle), None)) is not None:
+            del Connection._idle[oldest]
+            oldest.transport.close()
+        else:
             transport.abort()
             self._note_refusal()
-        else:
+
+    def data_received(self, data: bytes) -> None:
+        Connection._idle.pop(self, None)
+        if self._head is None:
             self._expect_head()
+        super().data_received(data)
 
     def on_response_complete(self) -> None:
+        self._forget_head()
         super().on_response_complete()
-        self._expect_head()
+        if self.timeout_keep_alive_task is None:  # it is closing, or the next request was there already
+            return
+        if self.conn.trailing_data[0]:
+            self._unset_keepalive_if_required()
+            self._expect_head()
+        else:
+            Connection._idle[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._head is not None:
-            self._head.cancel()
+        Connection._idle.pop(self, None)
+        self._forget_head()
 
     def _expect_head(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
         self._head = self.loop.call_later(HEAD, self._check_head)
 
+    def _forget_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
     def _check_head(self) -> None:
+        self._head = None
         if self.cycle is None or self.cycle.response_complete:  # no request is being answered
             self.transport.close()
 

@@ -94,6 +94,7 @@ async def _serve(settings: Settings, listener: socket.socket, supervisor: Superv
             access_log=False,
             lifespan="off",
             backlog=AT_ONCE,
+            timeout_keep_alive=settings.timeout_keep_alive,
             timeout_graceful_shutdown=FAREWELL,
         )
     )

@@ -115,10 +115,12 @@ def test_all_biases_fit() -> None:
 
 
 @contextlib.asynccontextmanager
-async def listening(app: ASGIApp) -> AsyncIterator[int]:
+async def listening(app: ASGIApp, idle: int = 60) -> AsyncIterator[int]:
     """Serves as ``run_server`` does, on this event loop. Gives the port."""
     with server_run.listen(Settings(host="127.0.0.1", port=0)) as listener:
-        config = uvicorn.Config(app, http=connection.Connection, log_config=None, lifespan="off")
+        config = uvicorn.Config(
+            app, http=connection.Connection, log_config=None, lifespan="off", timeout_keep_alive=idle
+        )
         server = server_run.server_class(uvicorn.Server)(config)
         serving = asyncio.create_task(server.serve([listener]))
         yield listener.getsockname()[1]
@@ -218,6 +220,58 @@ def test_who_sends_no_whole_head_is_cut(monkeypatch: pytest.MonkeyPatch, sent: b
         return received
 
     assert asyncio.run(run()).endswith(b"\r\n\r\na") == sent.endswith(b"\r\n\r\n")
+
+
+async def answer_of(reader: socket.socket) -> bytes:
+    """What ``answer_slowly`` sends, or as much as comes before the connection is closed."""
+    received = b""
+    while not received.endswith(b"\r\n\r\na"):
+        if not (data := await asyncio.wait_for(asyncio.get_running_loop().sock_recv(reader, 4096), 10)):
+            break
+        received += data
+    return received[:15]
+
+
+OK = b"HTTP/1.1 200 OK"
+
+
+def test_an_idle_connection_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as is said, which may be longer than a head may take, and then closed."""
+    monkeypatch.setattr(connection, "HEAD", 0.2)
+
+    async def run() -> float:
+        loop = asyncio.get_running_loop()
+        async with listening(answer_slowly, idle=1) as port, client(port, KEPT) as reader:
+            for _ in range(2):
+                assert await answer_of(reader) == OK
+                await asyncio.sleep(0.6)
+                await loop.sock_sendall(reader, KEPT)
+            assert await answer_of(reader) == OK
+            begun = time.monotonic()
+            assert await answer_of(reader) == b""
+        return time.monotonic() - begun
+
+    assert 0.9 < asyncio.run(run()) < 8
+
+
+def test_idle_connections_make_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that has been idle the longest, and none that is being answered."""
+    monkeypatch.setattr(connection, "most_connections", lambda: 3)
+
+    async def run() -> list[bytes]:
+        loop = asyncio.get_running_loop()
+        async with listening(answer_slowly) as port, contextlib.AsyncExitStack() as stack:
+            readers = [await stack.enter_async_context(client(port, KEPT)) for _ in range(3)]
+            assert [await answer_of(reader) for reader in readers] == [OK] * 3
+            await loop.sock_sendall(readers[0], KEPT)  # no longer idle
+            await asyncio.sleep(0.1)
+            late = [await stack.enter_async_context(client(port, GET)) for _ in range(2)]
+            return await asyncio.gather(*map(answer_of, [*readers, *late]))
+
+    assert asyncio.run(run()) == [OK, b"", b"", OK, OK]
+    assert not caplog.records
 
 
 def test_connections_beyond_the_limit_are_refused(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import signal
@@ -227,13 +229,19 @@ def test_stop_while_the_tokenizer_loads(model: Path) -> None:
 def test_health_says_what_the_engine_is_at(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with running("build_for_ever", model, "--port", str(port)) as server:
+    with running("build_for_ever", model, "--port", str(port), "--timeout-keep-alive", "1") as server:
         server.url = f"http://127.0.0.1:{port}"
         wait(lambda: "building\n" in server.lines, 60)
         body = {"status": "starting", "phase": "building for ever"}
         wait(lambda: json.loads(server.get("/health")[1]) == body, 10)
         assert server.get("/health")[0] == 503
         assert server.get("/v1/models")[0] == 503
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as client:
+            client.request("GET", "/live")
+            assert client.getresponse().read() == b'{"status":"alive"}'
+            begun = time.monotonic()
+            assert client.sock.recv(1) == b"", "closed after the time that the flag says"
+            assert 0.5 < time.monotonic() - begun < 20
         assert server.stop() == 0
 
 
