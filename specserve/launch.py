@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from specserve import __version__
-from specserve.config import Settings, load_settings, resolve_paths
+from specserve.config import Settings, load_settings, resolve_paths, service_links
 from specserve.config.notes import log_notes
 from specserve.logs import adopt_loggers, configure_logging
 from specserve.process.worker import Build, Built, build_scheduler
@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None, build: Build = build_scheduler) -> i
         configure_logging(given.log_level, given.log_format)
         # Once, for both processes: a wrong path is reported at once, and both read the same revision.
         local, notes = resolve_paths(given)
+        notes = [*service_links(), *notes]
         adopt_loggers()
         log_notes(log, notes)
         from specserve.server.run import run_server

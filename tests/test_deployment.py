@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from specserve.config import Settings, load_settings
+from specserve.config import Settings, load_settings, service_links
 
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "examples" / "docker"
@@ -222,10 +222,9 @@ class TestKubernetes:
         assert set(mounts.values()) == {"/tmp", Image("Dockerfile").last("VOLUME")}
 
     def test_services_set_no_settings(self, manifests: dict[str, Any], pod: Any) -> None:
-        """A Service named specserve would otherwise set SPECSERVE_PORT=tcp://..., which is no port."""
-        prefix = manifests["Service"]["metadata"]["name"].upper() + "_"
-        with pytest.raises(ValueError, match="PORT"):
-            load_settings([], {f"{prefix}PORT": "tcp://10.0.0.1:80"})
+        """A Service named specserve would otherwise replace SPECSERVE_PORT by tcp://..., which is no port."""
+        name = manifests["Service"]["metadata"]["name"].upper() + "_PORT"
+        assert service_links({name: "tcp://10.0.0.1:80"})
         assert pod["enableServiceLinks"] is False
 
 

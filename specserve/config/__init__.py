@@ -3,6 +3,14 @@
 from specserve.config.paths import resolve_paths
 from specserve.config.resolve import resolve
 from specserve.config.settings import SETTINGS, Settings
-from specserve.config.sources import load_settings, make_settings
+from specserve.config.sources import load_settings, make_settings, service_links
 
-__all__ = ["SETTINGS", "Settings", "load_settings", "make_settings", "resolve", "resolve_paths"]
+__all__ = [
+    "SETTINGS",
+    "Settings",
+    "load_settings",
+    "make_settings",
+    "resolve",
+    "resolve_paths",
+    "service_links",
+]

@@ -23,6 +23,10 @@ A setting can be given in four ways. The first that is present wins:
 (`--served-model-name a b`), and commas in the environment. An unknown name is an error in every source. At start the
 server logs each automatic choice with its reason, and warns of each setting that was given and has no effect.
 `/server_info` shows all resolved settings.
+
+A value that another source replaces is not checked, so a flag is enough where an environment can't be changed.
+Variables that Kubernetes makes for a Service named `specserve`, such as `SPECSERVE_PORT=tcp://10.0.0.1:30000` and
+`SPECSERVE_SERVICE_HOST`, are not settings: they are left out, and the log says so.
 """
 
 

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from specserve.config.declare import Setting
@@ -59,10 +60,26 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] = os.environ) 
     """Read the settings from every source. Raises ValueError naming the setting and the source at fault."""
     given = vars(_parse_arguments(argv))
     path = given.pop("config", None) or environ.get(PREFIX + "CONFIG")
-    values = _from_yaml(Path(path)) if path else {}
-    values |= _from_environment(environ)
-    values |= {name: convert(SETTINGS[name], raw, SETTINGS[name].flag) for name, raw in given.items()}
+    values: dict[str, Any] = {
+        name: convert(SETTINGS[name], raw, SETTINGS[name].flag) for name, raw in given.items()
+    }
+    values |= _from_environment(environ, values)
+    values |= _from_yaml(Path(path), values) if path else {}
     return Settings(**values)
+
+
+def service_links(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a note on the variables that Kubernetes made for Services with names like ours, if it made any."""
+    found = sorted(key for key, text in environ.items() if _is_link(key, text))
+    return [f"{', '.join(found)}: not read: Kubernetes makes such variables for a Service"] if found else []
+
+
+_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+
+
+def _is_link(key: str, text: str) -> bool:
+    address = key.endswith("_PORT") and re.match("(tcp|udp|sctp)://", text)
+    return key.startswith(PREFIX) and bool(address or _LINK.fullmatch(key.removeprefix(PREFIX)))
 
 
 def make_settings(**values: Any) -> Settings:
@@ -70,17 +87,17 @@ def make_settings(**values: Any) -> Settings:
     return Settings(**_named(values, "settings", lambda name: name))
 
 
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read ``SPECSERVE_*``. An empty variable counts as not set."""
+def _from_environment(environ: Mapping[str, str], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Read ``SPECSERVE_*``. An empty variable counts as not set. ``known``: values of sources that go first."""
     given = {
         key[len(PREFIX) :].lower(): text
         for key, text in environ.items()
-        if key.startswith(PREFIX) and key != PREFIX + "CONFIG" and text
+        if key.startswith(PREFIX) and key != PREFIX + "CONFIG" and text and not _is_link(key, text)
     }
-    return _named(given, "environment", lambda name: PREFIX + name.upper())
+    return _named(given, "environment", lambda name: PREFIX + name.upper(), known)
 
 
-def _from_yaml(path: Path) -> dict[str, Any]:
+def _from_yaml(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     import yaml
 
     try:
@@ -100,10 +117,14 @@ def _from_yaml(path: Path) -> dict[str, Any]:
     if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"{path}: {twice[0]}: given twice")
     given = {key.replace("-", "_"): raw for key, raw in data.items() if raw is not None}
-    return _named(given, str(path), lambda name: f"{path}: {name}")
+    return _named(given, str(path), lambda name: f"{path}: {name}", known)
 
 
-def _named(given: Mapping[str, Any], source: str, label: Any) -> dict[str, Any]:
+def _named(
+    given: Mapping[str, Any], source: str, label: Any, known: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return the values by the settings' names. Those that are ``known`` are not looked at, so that a flag is enough to
+    replace a bad one."""
     values: dict[str, Any] = {}
     for name, raw in given.items():
         if name not in _BY_NAME:
@@ -111,7 +132,8 @@ def _named(given: Mapping[str, Any], source: str, label: Any) -> dict[str, Any]:
         declared = _BY_NAME[name]
         if declared.name in values:
             raise ValueError(f"{label(name)}: given twice, under two names")
-        values[declared.name] = convert(declared, raw, label(name))
+        replaced = declared.name in known
+        values[declared.name] = known[declared.name] if replaced else convert(declared, raw, label(name))
     return values
 
 

@@ -81,7 +81,11 @@ def _tokens(stats: Stats) -> Iterator[Metric]:
         stats.prompt_tokens,
     )
     yield _counter("cached_tokens", "Prompt tokens found in the prefix cache.", stats.cached_tokens)
-    yield _counter("generated_tokens", "Tokens generated for requests.", stats.generated_tokens)
+    yield _counter(
+        "generated_tokens",
+        "Tokens generated for requests, also those that a stop string cuts off.",
+        stats.generated_tokens,
+    )
     yield _counter(
         "spec_steps",
         "Target forwards that emitted tokens for their batch. Plain decoding counts, prefill does not.",

@@ -222,6 +222,17 @@ def test_who_sends_no_whole_head_is_cut(monkeypatch: pytest.MonkeyPatch, sent: b
     assert asyncio.run(run()).endswith(b"\r\n\r\na") == sent.endswith(b"\r\n\r\n")
 
 
+def test_who_closes_the_sending_side_has_left() -> None:
+    """As ``nc -N`` does: it can't be told from a client that is gone, whose request ends."""
+
+    async def run() -> bytes:
+        async with listening(answer_slowly) as port, client(port, GET) as reader:
+            reader.shutdown(socket.SHUT_WR)
+            return await answer_of(reader)
+
+    assert asyncio.run(run()) == b""
+
+
 async def answer_of(reader: socket.socket) -> bytes:
     """What ``answer_slowly`` sends, or as much as comes before the connection is closed."""
     received = b""

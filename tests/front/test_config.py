@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from specserve.config import SETTINGS, Settings, load_settings, make_settings, resolve, resolve_paths
+from specserve.config import (
+    SETTINGS,
+    Settings,
+    load_settings,
+    make_settings,
+    resolve,
+    resolve_paths,
+    service_links,
+)
 from specserve.config import paths as config_paths
 from specserve.config.notes import log_notes
 from specserve.config.reference import reference
@@ -57,6 +65,51 @@ def test_sources_in_their_order(tmp_path: Path) -> None:
     assert (found.mem_fraction_static, found.api_key, found.overlap_schedule) == (1.0, None, "off")
     assert load_settings([], {"SPECSERVE_CONFIG": str(file)}).port == 1
     assert load_settings([], {}) == Settings()
+
+
+def test_only_the_first_source_is_checked(tmp_path: Path) -> None:
+    """A flag is enough where an environment or a file can't be changed. Names are always checked."""
+    file = tmp_path / "conf.yaml"
+    file.write_text("port: x\npage_size: 3\n")
+    environ = {"SPECSERVE_PORT": "y", "SPECSERVE_CONFIG": str(file)}
+    found = load_settings(["--port", "3", "--page-size", "64"], environ)
+    assert (found.port, found.page_size) == (3, 64)
+    with pytest.raises(ValueError, match=r"conf\.yaml: page_size: must be a power of two"):
+        load_settings(["--port", "3"], environ)
+    with pytest.raises(ValueError, match="SPECSERVE_PORT: must be an integer, found 'y'"):
+        load_settings(["--page-size", "64"], environ)
+    with pytest.raises(ValueError, match="SPECSERVE_PROT: unknown setting"):
+        load_settings(["--port", "3"], {"SPECSERVE_PROT": "3"})
+
+
+LINKS = {
+    "SPECSERVE_SERVICE_HOST": "10.0.0.1",
+    "SPECSERVE_SERVICE_PORT": "30000",
+    "SPECSERVE_SERVICE_PORT_HTTP": "30000",
+    "SPECSERVE_PORT": "tcp://10.0.0.1:30000",
+    "SPECSERVE_PORT_30000_TCP": "tcp://10.0.0.1:30000",
+    "SPECSERVE_PORT_30000_TCP_PROTO": "tcp",
+    "SPECSERVE_PORT_30000_TCP_PORT": "30000",
+    "SPECSERVE_PORT_30000_TCP_ADDR": "10.0.0.1",
+    "SPECSERVE_CHAT_SERVICE_HOST": "10.0.0.2",
+    "SPECSERVE_CHAT_PORT": "tcp://10.0.0.2:80",
+}
+
+
+def test_variables_of_kubernetes_are_no_settings() -> None:
+    """For Services named specserve and specserve-chat."""
+    assert load_settings([], LINKS) == Settings()
+    assert load_settings(["--port", "5"], {**LINKS, "SPECSERVE_PAGE_SIZE": "64"}).port == 5
+    (note,) = service_links({**LINKS, "SPECSERVE_PAGE_SIZE": "64", "HOME": "x"})
+    assert note == f"{', '.join(sorted(LINKS))}: not read: Kubernetes makes such variables for a Service"
+    assert service_links({"SPECSERVE_PORT": "30000"}) == []
+    for name, text in (
+        ("SPECSERVE_PORT", "http://x"),
+        ("SPECSERVE_CHAT_PORT", "80"),
+        ("SPECSERVE_SERVICE", "x"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            load_settings([], {name: text})
 
 
 def test_every_flag_of_the_contract_exists() -> None:
