@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from specserve.schemas import check_ends, enforceable, exact_dates
+from specserve.schemas import ASCII, check_ends, enforceable, exact_dates, with_escapes
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -29,6 +29,7 @@ SLOW = 1.0  # seconds to compile a grammar, which the engine does again
 MISSING = "needs llguidance, which is not installed: pip install 'specserve[grammar]'"
 # Between JSON tokens: nothing, a space, or a newline with indentation. Some models never stop if more is allowed.
 _OPTIONS = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,8}))?", "lenient": False}
+_SPACES = {r"\s": r"[\t-\r\x20]", r"\S": r"[^\t-\r\x20]"}
 _ONE_OF = "oneOf can't be enforced where its alternatives overlap; use anyOf"
 _STACK = 1 << 29  # bytes: llguidance recurses as deep as a grammar nests, which has up to ``MOST`` characters
 
@@ -72,8 +73,9 @@ def json_object() -> str:
 
 
 def regex(pattern: str) -> str:
-    """Return a grammar of the texts that a regular expression matches in full. Raises ValueError."""
-    return _checked("grammar_from_regex", pattern)
+    r"""Return a grammar of the texts that a regular expression matches in full. ``\d``, ``\w`` and ``\s`` stand for
+    ASCII characters, ``\D``, ``\W`` and ``\S`` for all others. Raises ValueError."""
+    return _checked("grammar_from_regex", with_escapes(pattern, {**ASCII, **_SPACES}))
 
 
 def choice(texts: Sequence[str]) -> str:

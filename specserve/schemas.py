@@ -60,7 +60,8 @@ _DATE = (
 )
 _HOUR = "(?:[01][0-9]|2[0-3])"
 _TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_HOUR}:[0-5][0-9])"
-_ASCII = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}  # as in JSON Schema
+ASCII = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
+"""Escapes that stand for ASCII's characters in JSON Schema, but for Unicode's in Rust. A class may be in a class."""
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 FORMATS: Mapping[str, str] = {
     "date": _DATE,
@@ -196,7 +197,12 @@ def _whole(pattern: str, place: str) -> str:
     if {"^", "$"} & set(inner) or (parted and (begins or ends)):
         raise ValueError(f"{place}.pattern: {pattern!r} can't be enforced with ^ or $ inside")
     whole = f"{'' if begins else '(?s:.*)'}(?:{''.join(inner)}){'' if ends else '(?s:.*)'}"
-    return re.sub(r"(?s:\\.)", lambda found: _ASCII.get(found[0], found[0]), whole)
+    return with_escapes(whole, ASCII)
+
+
+def with_escapes(pattern: str, meanings: Mapping[str, str]) -> str:
+    """Return an expression with other ``meanings`` of some escapes."""
+    return re.sub(r"(?s:\\.)", lambda found: meanings.get(found[0], found[0]), pattern)
 
 
 def resolved(reference: str, root: Any) -> Any:

@@ -23,7 +23,8 @@ from specserve import LLM, SamplingParams, grammar
 from specserve.config import Settings, make_settings
 from specserve.config.paths import BUNDLED_MODEL
 from specserve.core import Thought
-from specserve.engine.grammars import Constraint, Grammars, Matcher
+from specserve.engine.grammars import Constraint, GrammarError, Grammars, Matcher
+from specserve.frontend.tokenizer import Tokenizer
 from specserve.process.assemble import create_scheduler, resolve_engine
 from specserve.speculation.control.cost import CostModel
 from tests.engines import Checkpoints, Client, answer_one, make_scheduler
@@ -228,6 +229,81 @@ def test_drafts_change_no_text_of_odd_grammars(name: str) -> None:
         ) as llm:
             found.append([each.text for each in llm.generate(["a"] * 12, params)])
     assert found[0] == found[1] == found[2]
+
+
+CLASSES = [
+    *(
+        r"\d",
+        r"\D",
+        r"\w",
+        r"\W",
+        r"\s",
+        r"\S",
+        r"[\d]",
+        r"[^\d]",
+        r"[a\W]",
+        r"[^\W_]",
+        r"[^\s]",
+        r"[\S ]",
+        r"[.\w-]",
+    ),
+    *(
+        r"\\d",
+        r"\\\d",
+        r"[\\d]",
+        r"[^\\d]",
+        r"\[\d]",
+        r"(?i)\d",
+        r"(?i:\D)",
+        r"(?x) \s # \w",
+        r"(?P<x>\d)",
+        r"(?:\w|\d)",
+    ),
+]
+CHARACTERS = [
+    "3",
+    "a",
+    "_",
+    "-",
+    ".",
+    " ",
+    "\t",
+    "\x0b",
+    "\\d",
+    "\\3",
+    "[3]",
+    "\\",
+    "d",
+    "٣",
+    "é",
+    "\xa0",
+    "\u2003",
+    "한",
+]
+
+
+def test_classes_of_expressions_are_asciis() -> None:
+    """As Python reads them with its flag. In JSON too, except for spaces, which are ECMAScript's."""
+    grammars, tokenizer = (
+        Grammars(BUNDLED_MODEL / "tokenizer.json", 4096, [0]),
+        Tokenizer.load(str(BUNDLED_MODEL)),
+    )
+
+    def takes(held: str, text: str) -> bool:
+        try:
+            return 0 in _bits(grammars.start(held, tokenizer.encode_answer(text)).mask())
+        except GrammarError:
+            return False
+
+    for pattern in CLASSES:
+        compiled, written = re.compile(pattern, re.ASCII), grammar.regex(pattern)
+        for text in CHARACTERS:
+            assert takes(written, text) == bool(compiled.fullmatch(text)), (pattern, text)
+    for pattern in (r"\d", r"\D", r"\w", r"\W", r"[\d]", r"[^\W_]"):
+        written = grammar.json_schema({"type": "string", "pattern": f"^{pattern}$"})
+        for text in CHARACTERS:
+            expected = bool(re.fullmatch(pattern, text, re.ASCII))
+            assert takes(written, json.dumps(text, ensure_ascii=False)) == expected, (pattern, text)
 
 
 def test_grammars_that_nest_deeply_or_choose_among_many() -> None:
