@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from specserve.core import Thought
-from specserve.engine.thinking import Thinking, forced
+from specserve.engine.thinking import Thinking, after_nodes
 
 PIECES = ["<think>", "</think>", "<", "think", ">", "</", "</think", "k>\n", "\n", " hm", "a", "", "é"]
 END = [8, 1]
@@ -75,4 +75,22 @@ def test_nodes_of_a_tree_have_the_states_of_their_paths() -> None:
             tokens.append(rng.choice([9, 1, 6]) if token is None else token)
             parents.append(parent)
             paths.append([*paths[parent], tokens[-1]])
-        assert forced(state, tokens, parents) == [after(state, path).forced for path in paths]
+        assert after_nodes(state, tokens, parents) == [after(state, path) for path in paths]
+
+
+def test_a_budget_may_end_within_a_character() -> None:
+    """However the bytes come, and until the first closing token."""
+    rng = random.Random(2)
+    for _ in range(500):
+        text = "".join(rng.choices("aé€😀", k=rng.randint(1, 6))).encode()
+        cuts = sorted(rng.sample(range(1, len(text)), rng.randint(0, min(4, len(text) - 1))))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        budget = rng.randint(1, len(pieces))
+        thought = Thought(open="<think>", close="</think>", end=END, begun=True)
+        state, written = Thinking.begin(thought, budget, pieces.__getitem__), b""
+        for token in range(budget):
+            assert not state.cut
+            state, written = state.after(token), written + pieces[token]
+            assert state.half == (written.decode(errors="ignore").encode() != written)
+        assert state.cut == state.half
+        assert not state.after(END[0]).half

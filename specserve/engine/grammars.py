@@ -25,7 +25,8 @@ import numpy.typing as npt
 from torch import Tensor
 
 from specserve.core import SamplingParams
-from specserve.engine.thinking import Thinking, forced
+from specserve.engine import thinking as thoughts
+from specserve.engine.thinking import Thinking
 from specserve.grammar import with_deep_stack
 
 KEPT = 64  # most compiled grammars in the cache (LRU)
@@ -163,6 +164,7 @@ class Matcher:
         self._tokenizer = tokenizer
         self._words = words
         self._due: list[int] = []
+        self._whole: Any = None  # before the character that a thought ends within
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Advance by tokens of the answer. Raises GrammarError."""
@@ -171,6 +173,17 @@ class Matcher:
         self._matcher.consume_tokens(list(tokens))
         if (error := _error_of(self._matcher)) is not None:
             raise error
+
+    def consume_thought(self, token: int, before: Thinking, after: Thinking) -> None:
+        """Advance by a token of an answer with a thinking budget, from one state to the next. A grammar takes whole
+        characters only: one that the budget cuts is taken back. Raises GrammarError."""
+        if before.cut:
+            self._matcher = self._whole
+        elif after.half and self._whole is None:
+            self._whole = self._matcher.deep_copy()
+        if not after.half:
+            self._whole = None
+        self.consume([token])
 
     def mask(self) -> Words:
         """Return the allowed next tokens as one bit each, ``[W]``. Raises GrammarError."""
@@ -194,18 +207,28 @@ class Matcher:
             self._due = [*due, self._tokenizer.eos_token] if copy.is_stopped() else due
         return self._due[:most]
 
-    def after_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> list[Look]:
+    def after_nodes(
+        self, tokens: Sequence[int], parents: Sequence[int], states: Sequence[Thinking] | None = None
+    ) -> list[Look]:
         """Return a matcher for each node of a tree whose root is the answer's last token, None for a node whose token
         is not allowed there, since it is never accepted. A matcher that can't follow its node, because it is too
-        ambiguous or has too many states, is in error. ``parents``: indices of earlier nodes."""
-        at: list[Look] = [self._matcher]
-        for token, parent in zip(tokens[1:], parents[1:], strict=True):
-            if (copy := at[parent]) is not None:
-                copy = copy.deep_copy()
-                if copy.try_consume_tokens([token]) != 1 and not copy.is_error():
-                    copy = None
-            at.append(copy)
+        ambiguous or has too many states, is in error. ``parents``: indices of earlier nodes. ``states``: the thinking
+        budget's, see ``consume_thought``."""
+        at, whole = [self._matcher], [self._whole]
+        for node, (token, parent) in enumerate(zip(tokens[1:], parents[1:], strict=True), 1):
+            cut, half = (states[parent].cut, states[node].half) if states else (False, False)
+            begin = whole[parent] if cut else at[parent]
+            at.append(_after(begin, token))
+            whole.append((begin if whole[parent] is None else whole[parent]) if half else None)
         return at
+
+
+def _after(matcher: Look, token: int) -> Look:
+    """Return a copy that has consumed a token, None if that is not allowed."""
+    if matcher is None:
+        return None
+    copy = matcher.deep_copy()
+    return copy if copy.try_consume_tokens([token]) == 1 or copy.is_error() else None
 
 
 class Constraint:
@@ -230,11 +253,14 @@ class Constraint:
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Advance by tokens of the answer. Raises GrammarError."""
-        if self._matcher is not None:
-            self._matcher.consume(tokens)
-        if self._thinking is not None:
-            for token in tokens:
-                self._thinking = self._thinking.after(token)
+        if self._thinking is None:
+            if self._matcher is not None:
+                self._matcher.consume(tokens)
+            return
+        for token in tokens:
+            before, self._thinking = self._thinking, self._thinking.after(token)
+            if self._matcher is not None:
+                self._matcher.consume_thought(token, before, self._thinking)
 
     def due(self, most: int) -> list[int]:
         """Return up to ``most`` tokens of the text that has to come next."""
@@ -245,13 +271,13 @@ class Constraint:
         """Return what decides the allowed tokens after each node, as ``Matcher.after_nodes`` does. A tree of a root
         alone gives the answer's next token."""
         nothing: list[Look] = [None] * len(tokens)
-        found = nothing if self._matcher is None else self._matcher.after_nodes(tokens, parents)
         if self._thinking is None:
-            return found
-        due = forced(self._thinking, tokens, parents)
+            return nothing if self._matcher is None else self._matcher.after_nodes(tokens, parents)
+        states = thoughts.after_nodes(self._thinking, tokens, parents)
+        found = nothing if self._matcher is None else self._matcher.after_nodes(tokens, parents, states)
         return [
-            look if token is None or _error_of(look) is not None else token
-            for look, token in zip(found, due, strict=True)
+            look if state.forced is None or _error_of(look) is not None else state.forced
+            for look, state in zip(found, states, strict=True)
         ]
 
 

@@ -6,6 +6,7 @@ plain decoding.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -20,13 +21,14 @@ Stage = Literal["before", "thinking", "closing", "over"]
 class Thinking:
     """An answer's position in its thought. ``text_of`` returns a token's bytes. ``seen``: the end of the text so far
     that may be the beginning of a mark. ``left``: tokens that the thought may still have, or closing tokens still
-    due."""
+    due. ``half``: the thought so far ends within a character."""
 
     thought: Thought
     text_of: Callable[[int], bytes]
     stage: Stage
     left: int
     seen: bytes = b""
+    half: bool = False
 
     @classmethod
     def begin(cls, thought: Thought, budget: int, text_of: Callable[[int], bytes]) -> Thinking:
@@ -38,6 +40,11 @@ class Thinking:
     def forced(self) -> int | None:
         """The only token allowed next, None if any is."""
         return self.thought.end[-self.left] if self.stage == "closing" else None
+
+    @property
+    def cut(self) -> bool:
+        """Whether the budget has ended the thought within a character, which stays incomplete."""
+        return self.half and self.stage == "closing"
 
     @property
     def due(self) -> list[int]:
@@ -57,7 +64,9 @@ class Thinking:
             case "thinking":
                 return replace(self, left=self.left - 1)._entered(self.text_of(token))
             case "closing":
-                return replace(self, left=self.left - 1, stage="closing" if self.left > 1 else "over")
+                return replace(
+                    self, left=self.left - 1, stage="closing" if self.left > 1 else "over", half=False
+                )
             case "over":
                 return self
 
@@ -73,16 +82,22 @@ class Thinking:
         """Return the state after more text of the thought, which the text or the budget may end."""
         mark, text = self.thought.close.encode(), (self.seen if self.stage == "thinking" else b"") + text
         if mark in text:
-            return replace(self, stage="over")
+            return replace(self, stage="over", half=False)
+        half = _ends_within_a_character(text)
         if self.left == 0:
-            return replace(self, stage="closing", left=len(self.thought.end))
-        return replace(self, stage="thinking", seen=text[-len(mark) + 1 :])
+            return replace(self, stage="closing", left=len(self.thought.end), half=half)
+        return replace(self, stage="thinking", seen=text[-len(mark) + 1 :], half=half)
 
 
-def forced(state: Thinking, tokens: Sequence[int], parents: Sequence[int]) -> list[int | None]:
-    """Return the only token allowed after each node of a tree, None if any is. ``state``: the root's; ``parents``:
-    indices of earlier nodes."""
+def _ends_within_a_character(text: bytes) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(text)
+    return bool(decoder.getstate()[0])
+
+
+def after_nodes(state: Thinking, tokens: Sequence[int], parents: Sequence[int]) -> list[Thinking]:
+    """Return the state after each node of a tree. ``state``: the root's; ``parents``: indices of earlier nodes."""
     states = [state]
     for node in range(1, len(tokens)):
         states.append(states[parents[node]].after(tokens[node]))
-    return [each.forced for each in states]
+    return states

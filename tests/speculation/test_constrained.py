@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ pytest.importorskip("llguidance")
 
 from benchmarks.constrained import Report, Row, kinds, run
 from benchmarks.marked import MARKS, marked_model
-from specserve import LLM, SamplingParams
+from specserve import LLM, SamplingParams, grammar
+from specserve.config.paths import BUNDLED_DRAFTS
 from specserve.core import Thought
+from specserve.frontend.enforce import Marks, after_thought
+from specserve.frontend.tokenizer import byte_alphabet
 
 
 def test_calls_and_forms_are_valid_and_those_of_plain_decoding(tmp_path: Path) -> None:
@@ -56,6 +60,48 @@ def test_budgets_hold_through_preemptions(tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"thinking_token_budget: not supported"),
     ):
         llm.generate("a", SamplingParams(thinking_token_budget=3))
+
+
+def test_budgets_that_end_within_a_character(tmp_path: Path) -> None:
+    """The answer goes on after the mark, and is the same with drafts, in trees, and when it is computed again."""
+    model = marked_model(tmp_path)
+    letters = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+    char_of = {each[0]: char for char, each in byte_alphabet().items()}
+    bias = {letters[char_of[byte]]: weight for byte, weight in zip("€".encode(), (40, 39, 38), strict=True)}
+    thought = Thought(open="<think>", close="</think>", end=[letters["Ċ"], MARKS["</think>"]], begun=True)
+    form = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
+    json_form = after_thought(
+        grammar.json_schema({**form, "additionalProperties": False}), Marks(MARKS), True
+    )
+    params = [
+        SamplingParams(
+            thinking_token_budget=1 + index % 7,
+            thought=thought,
+            seed=index,
+            max_tokens=60,
+            temperature=index % 2,
+            grammar=kinds()["after an opened one"].grammar if index % 3 else json_form,
+            logit_bias=bias,
+        )
+        for index in range(14)
+    ]
+    small = {"max_running_requests": 6, "max_total_tokens": 160, "page_size": 4}
+    tree = {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 12}
+    draft = {"speculative_draft_model_path": str(BUNDLED_DRAFTS["EAGLE3"]), **tree}
+    found: list[list[str]] = []
+    for settings in (
+        {"max_running_requests": 1},
+        {"speculative_algorithm": "NGRAM", **small},
+        {"speculative_algorithm": "EAGLE3", **draft},
+    ):
+        with LLM(str(model), dtype="float64", cpu_threads=1, context_length=128, **settings) as llm:
+            answers = llm.generate(["User: one, please. Assistant:<think>"] * len(params), params)
+        found.append([answer.text for answer in answers])
+    assert found[0] == found[1] == found[2]
+    assert sum("\ufffd\n</think>" in text for text in found[0]) > 6
+    for index, text in enumerate(found[0]):
+        said = text.partition("\n</think>")[2]
+        assert said.strip().startswith("<tool_call>") if index % 3 else isinstance(json.loads(said)["a"], int)
 
 
 def test_what_ends_a_thought_and_may_not_end_the_answer(tmp_path: Path) -> None:
