@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -37,23 +37,38 @@ def joined(texts: str | list[TextPart]) -> str:
     return texts if isinstance(texts, str) else "".join(part.text for part in texts)
 
 
+def no_json(word: str) -> NoReturn:
+    """Raise ValueError for NaN or Infinity, which Python's parser would take."""
+    raise ValueError(f"{word} is not JSON")
+
+
 def read_object(given: str | dict[str, Any]) -> dict[str, Any] | None:
     """Return a JSON object, or the one that a text contains; None if there is none or UTF-8 can't encode it."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
-        found: Any = json.loads(given) if isinstance(given, str) else given
+        found: Any = json.loads(given, parse_constant=no_json) if isinstance(given, str) else given
         json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair may be written as an escape
         if isinstance(found, dict):
             return found
     return None
 
 
-def json_object(arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments as an object, because templates format them as JSON themselves; no text is no arguments."""
-    if arguments == "":
+def json_object(given: dict[str, Any]) -> dict[str, Any]:
+    if read_object(given) is None:
+        raise PydanticCustomError("object", "must be a JSON object that UTF-8 can encode")
+    return given
+
+
+def read_arguments(given: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Return arguments as an object, because templates format them as JSON themselves; no text is no arguments. What a
+    model wrote wrongly stays text."""
+    if given == "":
         return {}
-    if (found := read_object(arguments)) is None:
-        raise PydanticCustomError("arguments", "must be an object or the text of a JSON object")
-    return found
+    if (found := read_object(given)) is not None:
+        return found
+    try:
+        return given if isinstance(given, str) else json.dumps(given)
+    except (ValueError, TypeError, RecursionError):
+        raise PydanticCustomError("arguments", "must be JSON") from None
 
 
 Variables = Annotated[dict[str, Any], AfterValidator(json_object)]
@@ -63,8 +78,8 @@ Variables = Annotated[dict[str, Any], AfterValidator(json_object)]
 class Function(Strict):
     name: Text
     """The function's name."""
-    arguments: Annotated[Text | dict[str, Any], AfterValidator(json_object)]
-    """A JSON object, or its text."""
+    arguments: Annotated[Text | dict[str, Any], AfterValidator(read_arguments)]
+    """A JSON object, or its text. Other text, as a model may write it, goes to the template as it is."""
     parsed_arguments: Any = None
     """What OpenAI's client made of the arguments; not read."""
 
@@ -94,7 +109,7 @@ class Message(Strict):
     name: Text | None = None
     """The speaker's name, if several share a role; left out if the chat template has no place for it."""
     tool_calls: Annotated[ListOf[ToolCall], Field(max_length=MAX_PARTS)] | None = None
-    """Calls that an assistant made, if the chat template has a place for them."""
+    """Calls that an assistant made; left out if the chat template has no place for them."""
     reasoning_content: Text | None = None
     """The assistant's reasoning, as in answers; many chat templates leave it out of earlier answers."""
     reasoning: Text | None = None
@@ -188,20 +203,27 @@ def plain(messages: object) -> list[dict[str, Any]]:
 
 def in_order(messages: Conversation) -> Conversation:
     """Return the messages with tool results in the order of the preceding calls: many templates write no ids, so only
-    the order tells which result belongs to which call. Raises FieldError unless they are for the first calls, one for
-    each."""
-    found = list(messages)
-    calls: list[Any] = []
-    begin = 0
-    for index, message in enumerate([*found, {"role": ""}]):
-        if message["role"] != "tool":
-            found[begin:index] = _by_call(found[begin:index], calls, begin)
-            calls, begin = _ids(message, index) if message.get("tool_calls") else [], index + 1
-    return found
+    the order tells which result belongs to which call. System messages between them come after the results. Raises
+    FieldError unless these are for the first calls, one for each."""
+    found: list[Mapping[str, Any]] = []
+    begun: list[Any] = []  # ids of the calls whose results may follow
+    results: list[tuple[int, Mapping[str, Any]]] = []
+    between: list[Mapping[str, Any]] = []
+    for index, message in enumerate([*messages, {"role": ""}]):
+        if message["role"] == "tool":
+            results.append((index, message))
+        elif message["role"] == "system" and begun:
+            between.append(message)
+        else:
+            found += [*_by_call(results, begun), *between, message]
+            results, between = [], []
+            begun = _ids(message, index) if message.get("tool_calls") else []
+    return found[:-1]
 
 
-def _by_call(results: Conversation, calls: list[Any], begin: int) -> Conversation:
-    ids = [result.get("tool_call_id") for result in results]
+def _by_call(results: Sequence[tuple[int, Mapping[str, Any]]], calls: list[Any]) -> Conversation:
+    """Return the results, which come with their indices, in the order of the calls."""
+    ids = [result.get("tool_call_id") for _, result in results]
     for number, found in enumerate(ids):
         if found is not None and (found not in calls or found in ids[:number]):
             words = (
@@ -209,15 +231,15 @@ def _by_call(results: Conversation, calls: list[Any], begin: int) -> Conversatio
                 if found in calls
                 else f"no call in the preceding assistant message has this id, found {found!r}"
             )
-            raise FieldError(f"messages.{begin + number}.tool_call_id", words)
+            raise FieldError(f"messages.{results[number][0]}.tool_call_id", words)
     if None in ids:
-        return results
+        return [result for _, result in results]
     order = sorted(range(len(ids)), key=lambda number: calls.index(ids[number]))
     for call, number in zip(calls, order, strict=False):
         if ids[number] != call:
             words = f"the call {call!r} before {ids[number]!r} has no result"
-            raise FieldError(f"messages.{begin + number}.tool_call_id", words)
-    return [results[number] for number in order]
+            raise FieldError(f"messages.{results[number][0]}.tool_call_id", words)
+    return [results[number][1] for number in order]
 
 
 def _ids(message: Mapping[str, Any], index: int) -> list[Any]:

@@ -6,8 +6,8 @@ import contextlib
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from jinja2 import Environment, TemplateSyntaxError
 from jinja2.meta import find_undeclared_variables
 
 from specserve.core import FieldError
+from specserve.frontend.contents import Given, called, lacking, movable, offered, said, textual
 from specserve.frontend.conversation import Conversation, in_order
+from specserve.frontend.fitting import Way, fit
 from specserve.frontend.tools import Tool
 
 log = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._names_left_out = False  # whether that was logged
+        self._noted: set[str] = set()
         own = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved = {"messages", *own, *tokenizer.special_tokens_map}
 
@@ -46,38 +48,86 @@ class ChatTemplate:
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text up to where the assistant answers. Raises ValueError with the reason if there is no template
-        or it refuses the messages, and FieldError if it leaves out a system or user text or a function's name.
-        Speakers' names that it leaves out are logged once. ``variables``: further variables of the template, such as
-        ``enable_thinking``; FieldError for one that it does not read."""
+        """Return the text up to where the assistant answers. What a strict template refuses or leaves out is written in
+        another way (see ``fitting``). What it leaves out all the same is logged once, and so are other ways. Raises
+        ValueError with the reason if there is no template or it refuses the messages, and FieldError if it leaves out a
+        function. ``variables``: further variables of the template, such as ``enable_thinking``; FieldError for one that
+        it does not read."""
         if not self._tokenizer.chat_template:
             raise ValueError("the model has no chat template; use completions instead")
-        messages = in_order(messages)
         self._check_variables(variables or {})
-        try:
-            text = str(
-                self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=[tool.plain() for tool in tools] or None,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    **(variables or {}),
-                )
-            )
-        except Exception as error:  # raised by the template or by its expressions
-            raise ValueError(f"the model's chat template refuses the messages: {error}") from None
-        _check_whole(messages, text)
-        self._note_names(messages, text)
-        self._check_tools(tools, text)
+        if any(True for _ in textual(messages)):
+            self._note("arguments", "is given arguments of tool calls that are not a JSON object")
+        given, text = self._fitted(
+            Given(in_order(messages), [tool.plain() for tool in tools], variables or {})
+        )
+        self._check_tools(given, text)
+        self._note_names(given.messages, text)
+        if "parts" not in self._noted and (
+            parts := lacking(given, text, said(given.messages), self._rendered)
+        ):
+            self._note("parts", f"leaves out {parts[0].what}, at least in some conversations")
         return text
 
-    def _check_tools(self, tools: Sequence[Tool], text: str) -> None:
+    def check_calls(self, messages: Conversation) -> None:
+        """Raise FieldError for a call in ``messages`` that can't be learned: the template leaves it out, which would
+        teach that the answer ends at once, or its arguments are no object. Raises ValueError as ``render`` does."""
+        for part in textual(messages):
+            raise FieldError(part.place, "must be a JSON object or its text")
+        given, text = self._fitted(Given(in_order(messages)))
+        for part in lacking(given, text, called(given.messages), self._rendered):
+            raise FieldError(part.place, "the model's chat template has no place for it")
+
+    def _fitted(self, given: Given) -> tuple[Given, str]:
+        """Return what the template is given and its text: the messages as they are, or if it refuses them or leaves out
+        what it might take otherwise, in the way that it takes. Raises ValueError with the reason if it refuses both."""
+        text, fault = self._tried(given)
+        if text is not None and not fault:
+            return given, text
+        messages, notes = given.messages, list[str]()
+        for way in self._ways:
+            if (written := way.write(messages)) != messages:
+                messages, notes = written, [*notes, way.note]
+        other = given._replace(messages=messages)
+        if notes and (found := self._tried(other)[0]) is not None:
+            for note in notes:
+                self._note(note, f"does not take all conversations as they are: {note}")
+            return other, found
+        if text is None:
+            raise ValueError(f"the model's chat template refuses the messages: {fault}")
+        return given, text
+
+    def _tried(self, given: Given) -> tuple[str | None, str]:
+        """Return the text, None if the template refuses the messages, and what speaks against it; empty: nothing."""
+        try:
+            text = self._rendered(given)
+        except Exception as error:  # raised by the template or by its expressions
+            return None, str(error) or type(error).__name__
+        return text, "".join(
+            part.what for part in lacking(given, text, movable(given.messages), self._rendered)[:1]
+        )
+
+    @cached_property
+    def _ways(self) -> list[Way]:
+        return fit(lambda messages: not self._tried(Given(messages))[1])
+
+    def _rendered(self, given: Given) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                list(given.messages),
+                tools=list(given.tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **given.variables,
+            )
+        )
+
+    def _check_tools(self, given: Given, text: str) -> None:
         """Raise FieldError for a function that the text does not name."""
-        place = bool(tools) and re.search(r"\btools\b", self.text) is not None
-        for index, tool in enumerate(tools):
-            if not place or tool.function.name not in text:
-                words = "the model's chat template has no place for it"
-                raise FieldError(f"tools.{index}.function.name", words)
+        place = bool(given.tools) and re.search(r"\btools\b", self.text) is not None
+        parts = list(offered(given.tools))
+        for part in lacking(given, text, parts, self._rendered) if place else parts:
+            raise FieldError(part.place, "the model's chat template has no place for it")
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         """Raise FieldError for a reserved variable, or one that is set and not read by the template."""
@@ -95,10 +145,14 @@ class ChatTemplate:
         )
 
     def _note_names(self, messages: Conversation, text: str) -> None:
-        if self._names_left_out or all((m.get("name") or "") in text for m in messages):
-            return
-        self._names_left_out = True
-        log.warning("the model's chat template leaves out speakers (messages[].name)")
+        if not all((m.get("name") or "") in text for m in messages):
+            self._note("names", "leaves out speakers (messages[].name)")
+
+    def _note(self, kind: str, words: str) -> None:
+        """Log something about the template once."""
+        if kind not in self._noted:
+            self._noted.add(kind)
+            log.warning("the model's chat template %s", words)
 
 
 @cache
@@ -140,27 +194,3 @@ def replace_template(tokenizer: Any, given: str) -> None:
         raise ValueError(f"--chat-template: line {error.lineno}: {error.message}") from None
     except Exception as error:  # it may expect a different conversation
         log.info("the template of --chat-template refuses a single user message: %s", error)
-
-
-def _check_whole(messages: Conversation, text: str) -> None:
-    """Raise FieldError for a part of the messages that the text lacks. Each part is first searched for after the
-    previous one, so that thousands of parts take one pass over the text."""
-    at = 0
-    for index, message in enumerate(messages):
-        for field, part in _parts(message):
-            found = text.find(part, at)
-            if found < 0 and (found := text.find(part)) < 0:
-                words = f"the model's chat template has no place for it (role {message['role']})"
-                raise FieldError(f"messages.{index}.{field}", words)
-            at = max(at, found)
-
-
-def _parts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield field and text of each part of a message that no template rewrites: names of called functions, and the
-    first line of system and user texts. Some templates omit the reasoning of earlier answers, so it is not among
-    them."""
-    content = message.get("content")
-    if message["role"] in ("system", "user") and isinstance(content, str) and content.strip():
-        yield "content", content.strip().splitlines()[0].strip()
-    for index, call in enumerate(message.get("tool_calls") or ()):
-        yield f"tool_calls.{index}.function.name", call["function"]["name"]

@@ -317,7 +317,7 @@ HOW: dict[str, str] = {
     "messages[].role": "`developer` becomes `system`; `tool` answers a call of the message before it",
     "messages[].content": "text or text parts",
     "messages[].name": "left out if the chat template does not write names, and the log says so once",
-    "messages[].tool_calls": "if the chat template writes calls, and also any text next to them",
+    "messages[].tool_calls": "left out if the chat template does not write calls, and the log says so once",
     "messages[].tool_call_id": "names a call of the assistant's message before; one result for each of the first calls",
     "prompt": "text, token ids, or a list of either",
     "max_tokens": "in completions 0 runs only the prompt",

@@ -29,7 +29,7 @@ class FakeEngine:
     def __init__(self, reply: Callable[[Submit], list[int]], stride: int = 3) -> None:
         self.info: dict[str, object] = {
             "context_length": CONTEXT,
-            "max_total_tokens": 4096,
+            "max_total_tokens": max(4096, CONTEXT),
             "vocab_size": VOCAB,
             "eos_token_ids": [EOS],
             "system_fingerprint": "fp_0123456789abcdef",

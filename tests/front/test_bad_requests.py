@@ -114,19 +114,13 @@ ONE: list[tuple[str, dict[str, Any], str | None, str]] = [
     ),
     (
         CHAT,
-        {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
-        "messages.0.tool_calls.0.function.name",
-        "no place for it (role assistant)",
-    ),
-    (
-        CHAT,
         {
             "messages": [
-                {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "1"}}]}
+                {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": 1}}]}
             ]
         },
         "messages.0.tool_calls.0.function.arguments",
-        "the text of a JSON object",
+        "should be a valid string or Input should be a valid dictionary",
     ),
     (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content", "required"),
     (

@@ -365,6 +365,18 @@ CALLED = f"<think>hm</think>So: <tool_call>{ADD}</tool_call><tool_call>{NOW}</to
 ECHO = "{% if tools %}{% endif %}{{ messages[0].content }}"
 
 
+def test_a_broken_call_can_be_sent_back(llm: LLM) -> None:
+    """As ``tool_calls`` returns it, without ids."""
+    function = {"name": "add", "arguments": '{"a": 1,}'}
+    called = {
+        "role": "assistant",
+        "content": "So",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+    said = [*echo("hi"), called, {"role": "tool", "content": "3"}, {"role": "system", "content": "x"}]
+    assert texts(llm.chat(said)) == ["user:hi\nassistant:So\ntool:3\nsystem:x\nassistant:"]
+
+
 def echo(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 

@@ -282,6 +282,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "messages: Messages should have at most 16384",
     ),
     (said(role="assistant"), "messages.0.role: not supported: "),
+    (
+        said({"type": "tool_use", "id": "1", "name": "f", "input": [1]}, role="assistant"),
+        "messages.0.content.0.input: ",
+    ),
     ({"messages": []}, "messages: "),
     ({"messages": [{"role": "user", "content": "x" * 2000}]}, "prompt is too long: "),
     ({"max_tokens": None}, "max_tokens: "),

@@ -355,7 +355,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"input": [{"role": "user", "content": [TEXT] * 9000}] * 2}, "input", None),
     ({"input": [{"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "1", "output": "a"}]},
      "input.1.call_id", None),
-    ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]}, "input.0.arguments", None),
+    ({"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": {}}]}, "input.0.arguments", None),
 ]  # fmt: skip
 
 

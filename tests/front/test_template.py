@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from specserve.frontend.conversation import plain
 from specserve.frontend.template import ChatTemplate
 from specserve.frontend.tokenizer import Tokenizer
 from tests.front.conftest import Serve
@@ -93,19 +94,157 @@ def test_what_a_template_makes_of_a_text_is_its_own_way(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "words"),
     [
-        (USERS, [SYSTEM, ASKED], "messages.0.content: the model's chat template has no place for it (role system)"),
-        (USERS, [ASKED, CALLED, RESULT], "messages.1.tool_calls.0.function.name: "),
         (EITHER, [ASKED, TWO, {**RESULT, "tool_call_id": "8"}], "messages.2.tool_call_id: the call '7' before"),
         (EITHER, [ASKED, TWO, RESULT, RESULT], "messages.3.tool_call_id: a second result of the call '7'"),
         (EITHER, [ASKED, {**CALLED, "tool_calls": [CALL, CALL]}], "messages.1.tool_calls.1.id: '7' is"),
         (NO_TOOLS, [ASKED, CALLED, RESULT], "refuses the messages: no tools here"),
         (TOOLS, [ASKED, CALLED, {**RESULT, "tool_call_id": "8"}], "messages.2.tool_call_id: no call in the preceding"),
         (TOOLS, [ASKED, CALLED, ASKED, RESULT], "messages.3.tool_call_id: no call in the preceding"),
+        (TOOLS, [ASKED, CALLED, SYSTEM, {**RESULT, "tool_call_id": "8"}], "messages.3.tool_call_id: no call in the"),
         (None, [ASKED], "no chat template"),
     ],
 )  # fmt: skip
 def test_refused(serve: Serve, template: str | None, messages: list[Any], words: str) -> None:
     assert words in sent(serve, template, messages)
+
+
+def rendered(template: str, *messages: Any) -> str:
+    return ChatTemplate(byte_tokenizer(template)).render(plain([*messages]))
+
+
+def test_what_is_left_out_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:
+    template = ChatTemplate(byte_tokenizer(USERS))
+    for messages in ([SYSTEM, ASKED], [ASKED, CALLED, RESULT], [SYSTEM, ASKED]):
+        assert template.render(plain(messages)) == "1 + 2?"
+    (noted,) = caplog.messages
+    assert (
+        noted
+        == "the model's chat template leaves out messages of the role system, at least in some conversations"
+    )
+
+
+@pytest.mark.parametrize(
+    "written", ["m.content | tojson", "m.content | e", "m.content | upper", "m.content | replace(' ', '_')"]
+)
+def test_texts_may_be_written_in_another_form(caplog: pytest.LogCaptureFixture, written: str) -> None:
+    """They are not taken for left out, and later system messages stay where they are."""
+    template = "{% for m in messages %}{{ m.role }}:{{ " + written + " }};{% endfor %}"
+    quoted = {"role": "system", "content": 'say "<hi>"'}
+    text = rendered(template, quoted, {**ASKED, "content": quoted["content"]}, quoted)
+    assert [part.partition(":")[0] for part in text.split(";") if ":" in part] == ["system", "user", "system"]
+    assert caplog.messages == []
+
+
+LAST = (
+    "{% for m in messages %}{% if m.role == 'user' %}{% if loop.last %}{{ messages[0].content }} {% endif %}"
+    "{{ m.content }};{% elif m.tool_calls or m.role == 'tool' %}{{ m.role }};{% endif %}{% endfor %}"
+)
+
+
+def test_a_text_that_is_written_under_a_condition(caplog: pytest.LogCaptureFixture) -> None:
+    """As in Mistral's templates: the system's only if the user spoke last."""
+    assert rendered(LAST, SYSTEM, ASKED) == "be kind 1 + 2?;"
+    assert caplog.messages == []
+    assert rendered(LAST, SYSTEM, ASKED, CALLED, RESULT) == "1 + 2?;assistant;tool;"
+    assert len(caplog.messages) == 1
+
+
+LATER = {"role": "developer", "content": "be brief"}
+RAISE = "{{ raise_exception('not here') }}"
+FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    + RAISE
+    + "{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}"
+)
+DROPS = FIRST.replace(RAISE, "{% continue %}")
+TURNS = (
+    "{% for m in messages if m.role not in ('system', 'tool') and not m.tool_calls %}"
+    "{% if (m.role == 'user') == loop.index0 % 2 %}" + RAISE + "{% endif %}{% endfor %}" + FIRST
+)
+NONE = FIRST.replace("and not loop.first", "")
+SAID = {"role": "assistant", "content": "3"}
+
+
+@pytest.mark.parametrize(
+    ("templates", "messages", "expected"),
+    [
+        ((FIRST, DROPS, TURNS), [SYSTEM, LATER, ASKED], "system:be kind\n\nbe brief;user:1 + 2?;"),
+        ((FIRST, DROPS, TURNS), [SYSTEM, ASKED, SAID, LATER, ASKED],
+         "system:be kind;user:1 + 2?;assistant:3;user:be brief\n\n1 + 2?;"),
+        ((FIRST, DROPS, TURNS, NONE), [ASKED, LATER, SAID, ASKED, LATER],
+         "user:1 + 2?\n\nbe brief;assistant:3;user:1 + 2?\n\nbe brief;"),
+        ((FIRST, DROPS, NONE), [ASKED, CALLED, LATER, RESULT, ASKED],
+         "user:1 + 2?;assistant:;tool:3;user:be brief\n\n1 + 2?;"),
+        ((TURNS,), [ASKED, CALLED, RESULT, LATER, ASKED], "user:1 + 2?;assistant:;tool:3\n\nbe brief\n\n1 + 2?;"),
+        ((TURNS,), [ASKED, ASKED, SAID, {**CALLED, "content": "4"}, RESULT],
+         "user:1 + 2?\n\n1 + 2?;assistant:3\n\n4;tool:3;"),
+        ((NONE,), [SYSTEM, LATER, ASKED, SAID], "user:be kind\n\nbe brief\n\n1 + 2?;assistant:3;"),
+        ((TOOLS,), [SYSTEM, LATER, ASKED, LATER], "system:be kind;system:be brief;user:1 + 2?;system:be brief;"),
+    ],
+)  # fmt: skip
+def test_system_messages_that_come_later(
+    templates: tuple[str, ...], messages: list[Any], expected: str
+) -> None:
+    """They stay where the template takes them, and else are the user's or a tool's."""
+    for template in templates:
+        assert rendered(template, *messages) == expected, template
+
+
+WRITES = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.id }}:BODY;{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("body", "whole", "broken"),
+    [
+        ("{{ c.function.arguments | tojson }}", '{"a": [1, 2]}', '"{\\"a\\": 1,}"'),
+        ("{{ c.function.arguments + '' }}", '{"a": [1, 2]}', '{"a": 1,}'),
+        ("{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}", "a=[1, 2]", ""),
+        (
+            "{% for k in c.function.arguments %}{{ k }}={{ c.function.arguments[k] }}{% endfor %}",
+            "a=[1, 2]",
+            "",
+        ),
+    ],
+)
+def test_arguments_that_are_no_object(
+    caplog: pytest.LogCaptureFixture, body: str, whole: str, broken: str
+) -> None:
+    """The template gets them as text, or as an object if it takes only objects; others as it takes them."""
+    wrong = {**CALL, "id": "8", "function": {"name": "sum", "arguments": '{"a": 1,}'}}
+    messages = [ASKED, {**CALLED, "tool_calls": [CALL, wrong]}]
+    assert rendered(WRITES.replace("BODY", body), *messages) == f"7:{whole};8:{broken};"
+    assert "is given arguments of tool calls that are not a JSON object" in caplog.text
+    assert "1,}" not in caplog.text
+
+
+@pytest.mark.parametrize(("rule", "expected"), [
+    ("m.tool_calls | length > 1", "7:sum;8:sum;"),
+    ("m.tool_calls | map(attribute='id') | map('length') | sum % 9", "000000000:sum;000000001:sum;"),
+])  # fmt: skip
+def test_templates_with_rules_for_calls(rule: str, expected: str) -> None:
+    template = (
+        "{% for m in messages if m.tool_calls %}{% if "
+        + rule
+        + " %}"
+        + RAISE
+        + "{% endif %}{% endfor %}"
+        + WRITES
+    )
+    results = [RESULT, {**RESULT, "tool_call_id": "8"}]
+    assert rendered(template.replace("BODY", "{{ c.function.name }}"), ASKED, TWO, *results) == expected
+
+
+def test_tools_may_be_written_in_another_form(serve: Serve) -> None:
+    client, engine = serve(
+        template="{{ tools[0].function.name | e }}{{ messages[0].content }}", tool_call_parser="hermes"
+    )
+    body = {
+        "model": "tiny",
+        "messages": [ASKED],
+        "tools": [{"type": "function", "function": {"name": "a&b"}}],
+    }
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert bytes(engine.submitted[0].token_ids) == b"a&amp;b1 + 2?"
 
 
 def test_a_name_without_a_place_is_left_out_and_noted_once(
@@ -219,9 +358,25 @@ def test_a_call_without_an_id_and_with_an_object(serve: Serve) -> None:
     assert sent(serve, TOOLS, [{"role": "assistant", "tool_calls": [call]}]) == ('assistant:sum{"a": null};')
 
 
-@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": ' + "[" * 100_000, "[1]", 5])
-def test_arguments_that_are_no_text_of_an_object(serve: Serve, arguments: Any) -> None:
-    """Half a surrogate pair may hide in an escape."""
+@pytest.mark.parametrize("arguments", [5, None, [1], True])
+def test_arguments_that_are_no_text(serve: Serve, arguments: Any) -> None:
     call = {"function": {"name": "sum", "arguments": arguments}}
     words = sent(serve, TOOLS, [{"role": "assistant", "tool_calls": [call]}])
     assert words.startswith("messages.0.tool_calls.0.function.arguments: ")
+
+
+@pytest.mark.parametrize("arguments", [r'{"a": "\ud800"}', '{"a": ' + "[" * 100, "[1]", '{"a": NaN}', "x"])
+def test_texts_that_are_no_object_stay_as_they_are(serve: Serve, arguments: str) -> None:
+    """Half a surrogate pair may hide in an escape."""
+    call = {"function": {"name": "sum", "arguments": arguments}}
+    found = sent(serve, TOOLS, [{"role": "assistant", "tool_calls": [call]}])
+    assert found == f"assistant:sum{json.dumps(arguments)};"
+
+
+def test_an_object_with_half_a_surrogate_pair_is_text(serve: Serve) -> None:
+    client, engine = serve(template=TOOLS)
+    call = {"function": {"name": "sum", "arguments": {"a": "\ud800"}}}
+    body = json.dumps({"model": "tiny", "messages": [{"role": "assistant", "tool_calls": [call]}]})
+    json_type = {"content-type": "application/json"}
+    assert client.post("/v1/chat/completions", content=body, headers=json_type).status_code == 200
+    assert bytes(engine.submitted[0].token_ids).decode() == r'assistant:sum"{\"a\": \"\\ud800\"}";'

@@ -73,8 +73,8 @@ class MessageBlock(Strict):
     """A call's id."""
     name: Text | None = None
     """The name of the called function or tool."""
-    input: dict[str, Any] | None = None
-    """A call's arguments."""
+    input: dict[str, Any] | Text | None = None
+    """A call's arguments. A text, as a model may write it, goes to the chat template as in chat."""
     tool_use_id: Text | None = None
     """The call that a result answers."""
     content: Texts | None = None

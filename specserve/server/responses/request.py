@@ -86,7 +86,7 @@ class InputItem(Strict):
     namespace: Text | None = None
     """The called tool's namespace, if it has one."""
     arguments: Text | None = None
-    """A function call's arguments: a JSON object as text."""
+    """A function call's arguments: a JSON object as text. Other text goes to the chat template as in chat."""
     input: Text | None = None
     """A custom tool call's input."""
     output: Content | None = None

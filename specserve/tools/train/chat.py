@@ -50,8 +50,7 @@ class Encoder:
         if self.tokenizer.chat_template is None:
             raise ValueError("the tokenizer has no chat template")
         if any(message.get("tool_calls") for message in messages):
-            # Refuses calls that the template omits: they would teach that the answer ends at once.
-            self._template.render(messages)
+            self._template.check_calls(messages)
         full = self._render(messages[: turns[-1] + 1])
         spans = []
         for turn in turns:
