@@ -56,8 +56,8 @@ def called(messages: Conversation) -> Iterator[Part]:
 
 
 def said(messages: Conversation) -> Iterator[Part]:
-    """Yield what no template rewrites: texts of the system and the user, and names of called functions. Some templates
-    omit the reasoning of earlier answers, so the assistant's texts are not among them."""
+    """Yield texts of the system and the user, and names of called functions. Many templates omit the reasoning of
+    earlier answers, so the assistant's texts are not among them."""
     for index, message in enumerate(messages):
         if message["role"] in ("system", "user"):
             yield from _content(index, message)
@@ -92,8 +92,7 @@ def lacking(given: Given, text: str, parts: Iterable[Part], render: Callable[[Gi
     So numbers, which look the same in all forms, are rendered in place of those that are not found."""
     if not (missing := list(_not_found(text, parts))):
         return []
-    marked: Any = {"messages": list(given.messages), "tools": list(given.tools)}
-    marked = copy.deepcopy(marked)
+    marked: Any = copy.deepcopy({"messages": list(given.messages), "tools": list(given.tools)})
     for number, part in enumerate(missing):
         *keys, last = part.keys
         inner = marked

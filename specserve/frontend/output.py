@@ -92,7 +92,7 @@ class OutputProcessor:
             _by_token(parts, kept) if self._by_token else None,
         )
         if self._parser is not None:
-            self._parse(delta, self._parser)
+            self._parse(delta, self._parser, cut=stopped or reason == "length")
         self._add(delta, message)
         return delta
 
@@ -143,8 +143,8 @@ class OutputProcessor:
         at = len(text) - len(stop.found) * self._params.include_stop_str_in_output
         return text[:at] + detokenizer.flush() + text[at:], True  # half a character may be before the mark
 
-    def _parse(self, delta: Delta, parser: AnswerParser) -> None:
-        """Add the parser's events, and count the tokens of reasoning."""
+    def _parse(self, delta: Delta, parser: AnswerParser, cut: bool) -> None:
+        """Add the parser's events, and count the tokens of reasoning. ``cut``: the model did not end the answer."""
         have = len(self.answer.token_ids)
         for number, piece in enumerate(delta.pieces or [delta.text], have + 1):
             before = parser.thinking
@@ -152,7 +152,7 @@ class OutputProcessor:
             if before or parser.thinking:
                 self.answer.reasoning_tokens = min(number, have + len(delta.token_ids))
         if delta.finish_reason:
-            delta.events += parser.finish()
+            delta.events += parser.finish(cut)
 
     def _add(self, delta: Delta, message: Tokens) -> None:
         answer = self.answer

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -111,7 +113,8 @@ HERMES: dict[str, Found] = {
         '<tool_call>{"arguments": {"a": 1,}, "name": "f"}</tool_call>',
         '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-        '<tool_call>{"type": "function", "name": "f", "arguments": {}, "more": 1}</tool_call>',
+        '<tool_call>{"type": "object", "name": "f", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "more": 1}</tool_call>',
         '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>',
         '<tool_call>{"name": "f", "name": "f"}</tool_call>',
         '<tool_call>{"name": 5}</tool_call>',
@@ -123,6 +126,16 @@ HERMES: dict[str, Found] = {
         "<tool_call>" + "{" * 30 + '"a',
     ) if text},
     "": [],
+    # Other members, in any order.
+    '<tool_call>{"id": 0, "name": "f", "arguments": {"a": "half': calls(("f", '{"a": "half')),
+    '<tool_call>{"name": "f", "thoughts": "say \\"x\\"", "arguments": {"a": 1}}</tool_call>': calls(("f", '{"a": 1}')),
+    '<tool_call>{"arguments": {"a": 1}, "id": null, "name": "f"}</tool_call>': calls(("f", '{"a": 1}')),
+    '<tool_call>{"more": {"a": [1]}, "name": "f", "arguments": {"a": 1}}</tool_call>': calls(("f", '{"a": 1}')),
+    '<tool_call>{"type": "function", "name": "f", "arguments": {}, "more": 1}</tool_call>': calls(("f", "{}")),
+    # Several between the marks.
+    f"<tool_call>\n{F}\n{CITY}\n</tool_call>": [*F_CALL, *CITY_CALL],
+    f"<tool_call>[{F}, {CITY}]</tool_call> so": [*F_CALL, *CITY_CALL, Content(" so")],
+    f"<tool_call>[{F}, 5]</tool_call>": [*F_CALL, Content(", 5]</tool_call>")],
     # Control characters in strings are read as they are, and escaped.
     f"<tool_call>{RAW}</tool_call>": RAW_CALL,
     f"<tool_call>{RAW}": RAW_CALL,
@@ -147,12 +160,28 @@ LLAMA3: dict[str, Found] = {
     '{"name": "f", "parameters": null}': calls(("f", "{}")),
     f'{LLAMA[:-1]}, "id": "1"}}; {LLAMA}': F_CALL * 2,
     '{"name": "f", "parameters": {': calls(("f", "{")),
-    '{"name": "f", "parameters": {"a": 1}} ; ': [*calls(("f", '{"a": 1}')), Content(" ; ")],
+    '{"name": "f", "parameters": {"a": 1}} ; ': calls(("f", '{"a": 1}')),
+    # Lists and separators belong to the calls.
+    f"[{LLAMA}, {LLAMA_CITY}]": [*F_CALL, *CITY_CALL],
+    f"[{LLAMA}]": F_CALL,
+    f" [ {LLAMA} ; {LLAMA_CITY} ,\n] so": [*F_CALL, *CITY_CALL, Content("  so")],
+    f"<|python_tag|>[{LLAMA},{LLAMA[:-2]}": [*F_CALL, *calls(("f", '{"a": [1, "}"]'))],
+    f"{LLAMA} , {LLAMA_CITY},{LLAMA}": [*F_CALL, *CITY_CALL, *F_CALL],
+    f"{LLAMA}, that is {{}}": [*F_CALL, Content(", that is {}")],
+    f'[{LLAMA}, {{"x": 1}}] [1]': [*F_CALL, Content(', {"x": 1}] [1]')],
+    f"See [1], [{LLAMA}": [Content("See [1],"), *F_CALL],
+    # Other members, in any order.
+    '{"id": "a", "name": "f", "parameters": {"a": "half': calls(("f", '{"a": "half')),
+    '{"name": "f", "thoughts": "x", "parameters": {}}; {"name": "f", "n": 1, "parameters": {}}': calls(
+        ("f", "{}"), ("f", "{}")
+    ),
+    '{"n": -1.5, "b": true, "parameters": {"a": 1}, "name": "f"}': calls(("f", '{"a": 1}')),
     f"while (x) {{ y(); }} {LLAMA}": [Content("while (x) { y(); }"), *F_CALL],
     **{text: content(text) for text in (
         "plain {text}; { ", "{", '{ "', '{"na', '{"name"', '{"name": "f", "parameters":', "<|python_tag|>",
         "<|python_tag|>print(1)", "<|python_tag|>  ", '{"name": "unknown", "parameters": {}};',
-        '{"type": "function", "function": {"name": "f", "parameters": {}}}',
+        '{"type": "function", "function": {"name": "f", "parameters": {}}}', '{"id": 1, "name": "f"}',
+        '{"id": "a", "n": 1', '{"id": "a\\', '{"id" :', '{"id": nul',
         '{"name": "f", "description": "what it does", "parameters": {}}', '{"name": "f" + "g"}',
     )},
 }  # fmt: skip
@@ -173,6 +202,8 @@ MISTRAL: dict[str, Found] = {
         *calls(("f", "{}")), *F_CALL, *calls(("f", "{}")),
     ],
     f'[TOOL_CALLS][{F[:-1]}, "id": "1"}}, {F[:-1]}': F_CALL * 2,
+    f'[TOOL_CALLS] [{{"id": "123456789", {F[1:]}, {{"n": {{}}, {CITY[1:]}]': [*F_CALL, *CITY_CALL],
+    f"[TOOL_CALLS]{F}": F_CALL,
     f"[TOOL_CALLS][{F}, ": [*F_CALL, Content(", ")],
     f'[TOOL_CALLS][{F}, {{"name": "f", "arguments": {{"a": "half': [*F_CALL, *calls(("f", '{"a": "half'))],
     '[TOOL_CALLS]f[ARGS]{"a": "half': calls(("f", '{"a": "half')),
@@ -199,9 +230,11 @@ PYTHONIC: dict[str, Found] = {
     "[f(a=1), f(": [*calls(("f", '{"a": 1}')), Content(", f(")],
     "[f(a=1), f()": [*calls(("f", '{"a": 1}')), Content(", f()")],
     "[f(), f(a=[1,": [*calls(("f", "{}")), Content(", f(a=[1,")],
-    """[f(a=1, b="half""": calls(("f", """{"a": 1 b="half""")),
-    "[f(a=1, b=g), f()]": [*calls(("f", '{"a": 1 b=g')), Content("), f()]")],
-    "[f(a=1, b=2])]": [*calls(("f", '{"a": 1 b=2')), Content("])]")],
+    """[f(a=1, b="half""": calls(("f", r"""{"a": 1, "b": "\"half"}""")),
+    "[f(a=1, b=g(2) , c='é'), f()]": calls(("f", """{"a": 1, "b": "g(2)", "c": "é"}"""), ("f", "{}")),
+    "[f(a=1, b=2])]": [*calls(("f", '{"a": 1, "b": 2}')), Content("])]")],
+    "[f(a=1, 2)]": [*calls(("f", '{"a": 1}')), Content(", 2)]")],
+    "[f(a=1, ": calls(("f", '{"a": 1}')),
     "see [1] and x[i], then [f()]": [Content("see [1] and x[i], then"), *calls(("f", "{}"))],
     **{text: content(text) for text in (
         "[", "[ ", "[g(a=1)]", "[f", "[f(", "[f(1)]", "[f(a=g)]", "[f(a=1+1)]", "[f(a=1])", "[f(,a=1)]",
@@ -261,13 +294,21 @@ QWEN3_CODER: dict[str, Found] = {
     "<tool_call>\n<function=f><parameter=a>1</parameter>\n</tool_call><tool_call><function=f></tool_call>": calls(
         ("f", '{"a": "1"}'), ("f", "{}")
     ),
-    # Once a parameter has begun it is a call, whatever follows.
-    "<function=f><parameter=a>1": calls(("f", '{"a": "1')),
-    "<function=f><parameter=a>1\n</parame": calls(("f", '{"a": "1\\n</parame')),
-    "<function=get_weather><parameter=days>1": calls(("get_weather", '{"days": 1')),
-    "<function=f><parameter=a>1</parameter>": calls(("f", '{"a": "1"')),
-    "<function=f><parameter=a>1</parameter></func": [*calls(("f", '{"a": "1"')), Content("</func")],
-    "<function=f><parameter=a>1</parameter> so</function>": [*calls(("f", '{"a": "1"')), Content("so</function>")],
+    # Marks in a text are part of it, unless a parameter or the end of the call follows.
+    weather(("city", "A block ends with </parameter> here."), ("days", "3")): calls(
+        ("get_weather", '{"city": "A block ends with </parameter> here.", "days": 3}')
+    ),
+    weather(("city", "</parameter>\n</parameter>\n<parameter=\n>\n</function>\n</tool_call>.")): calls(
+        ("get_weather", r"""{"city": "</parameter>\n</parameter>\n<parameter=\n>\n</function>\n</tool_call>."}""")
+    ),
+    "<function=f><parameter=a>1</parameter> so</function>": calls(("f", '{"a": "1</parameter> so"}')),
+    # Once a parameter has begun it is a call, which ends with the text at the latest.
+    "<function=f><parameter=a>1": calls(("f", '{"a": "1"}')),
+    "<function=f><parameter=a>1\n</parame": calls(("f", '{"a": "1\\n</parame"}')),
+    "<function=get_weather><parameter=days>1": calls(("get_weather", '{"days": 1}')),
+    "<function=get_weather><parameter=exact>Tru": calls(("get_weather", '{"exact": "Tru"}')),
+    "<function=f><parameter=a>1</parameter>": calls(("f", '{"a": "1"}')),
+    "<function=f><parameter=a>1</parameter></func": [*calls(("f", '{"a": "1"}')), Content("</func")],
     "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>": calls(
         ("f", '{"a": "1", "a": "2"}')
     ),
@@ -356,6 +397,108 @@ def test_no_cut_changes_anything(kind: str) -> None:
         assert found(make(), *pieces) == found(make(), text), pieces
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "arguments"),
+    [
+        ("qwen3_coder", "<function=f><parameter=a>1", '{"a": "1'),
+        ("qwen3_coder", "<function=get_weather><parameter=where>[1, 2", '{"where": [1, 2'),
+        ("qwen3_coder", "<function=f><parameter=a>1</parameter>", '{"a": "1"'),
+        ("pythonic", "[f(a=1, b='ha", """{"a": 1, "b": "'ha\""""),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', '{"a": 1'),
+    ],
+)
+def test_what_is_cut_stays_cut(kind: str, text: str, arguments: str) -> None:
+    """So that nobody takes it for whole."""
+    parser = KINDS[kind][0]()
+    assert merged([*parser.feed(text), *parser.finish(cut=True)]) == calls(
+        ("f" if "=f" in text or kind != "qwen3_coder" else "get_weather", arguments)
+    )
+
+
+SCRAPS = [
+    *("<tool_call>", "</tool_call>", "<function=f>", "<function=get_weather>", "</function>", "</parameter>"),
+    *(f"<parameter={key}>" for key in ("a", "city", "days", "where", "most", "unit", 'odd "key', "")),
+    *("[f(", "[get_weather(", "a=", "b=", ", ", ")", "]", "f(", "g", "'", '"', "\\", "\n", "\r\x00\t"),
+    *("é", "\u2028", "{", "}"),
+    *("[1, 2", "True", "None", "NaN", "1e999", "0x1", "-3", "text", " ", "'x'", '"y"', "[TOOL_CALLS]", '{"name": "f"'),
+]  # fmt: skip
+
+
+def pieces_of(text: str, draw: random.Random) -> list[str]:
+    places = sorted(draw.choices(range(len(text) + 1), k=draw.randint(0, 9)))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+BEGUN = {
+    "qwen3_coder": ["<function=f><parameter=a>", "<function=get_weather>"],
+    "pythonic": ["[f(a=1, ", "[f(), f(a=1, b=2), get_weather(c="],
+}
+
+
+@pytest.mark.parametrize("kind", BEGUN)
+def test_arguments_that_the_server_builds_are_json(kind: str) -> None:
+    """Of any text, in any pieces."""
+    make, draw, count = KINDS[kind][0], random.Random(kind), 0
+    for turn in range(1500):
+        text = draw.choice(BEGUN[kind]) * (turn % 3) + "".join(draw.choices(SCRAPS, k=draw.randint(0, 25)))
+        events = found(make(), *pieces_of(text, draw))
+        assert events == found(make(), text), text
+        for event in events:
+            if isinstance(event, Arguments):
+                assert isinstance(json.loads(event.text), dict), text
+                count += 1
+    assert count > 400
+
+
+def test_texts_with_marks_are_read_as_they_were_written() -> None:
+    """Except where a mark is followed by a parameter or the end of a call."""
+    make, draw, count = KINDS["qwen3_coder"][0], random.Random(0), 0
+    ends = re.compile(
+        r"</parameter>\s*(?:</function>|</tool_call>|<parameter=[^<>\n]+>)|<parameter=(?:days|where|most|unit)>|"
+        r"</function>\s*(?:</tool_call>\s*)?<(?:tool_call>|function=)"
+    )
+    while count < 1000:
+        values = ["".join(draw.choices(SCRAPS, k=draw.randint(0, 9))) for _ in range(2)]
+        if any(ends.search(value) for value in values):
+            continue
+        count += 1
+        text = "So:\n" + "\n".join(weather(("city", value), ("days", "3")) for value in values)
+        expected = [{"city": value, "days": 3} for value in values]
+        events = found(make(), *pieces_of(text, draw))
+        assert [json.loads(event.text) for event in events if isinstance(event, Arguments)] == expected, text
+        assert [event for event in events if isinstance(event, Content)] == content("So:")
+
+
+WRITTEN: dict[str, Callable[[list[str]], str]] = {
+    "hermes": lambda each: "".join(f"<tool_call>\n{one}\n</tool_call>" for one in each),
+    "llama3_json": "; ".join,
+    "mistral": lambda each: f"[TOOL_CALLS] [{', '.join(each)}]",
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_objects_are_read_as_they_were_written(kind: str) -> None:
+    """Whatever their strings hold, with members in any order."""
+    make, draw = KINDS[kind][0], random.Random(kind)
+    for _ in range(500):
+        given = [
+            {draw.choice("abc"): "".join(draw.choices(SCRAPS, k=draw.randint(0, 9)))}
+            for _ in range(draw.randint(1, 3))
+        ]
+        written = []
+        for arguments in given:
+            members: list[tuple[str, Any]] = [
+                ("name", "f"),
+                ("arguments", arguments),
+                ("id", draw.randint(0, 9)),
+            ]
+            draw.shuffle(members)
+            written.append(json.dumps(dict(members), ensure_ascii=draw.random() < 0.5))
+        events = found(make(), *pieces_of(WRITTEN[kind](written), draw))
+        assert [json.loads(event.text) for event in events if isinstance(event, Arguments)] == given
+        assert not any(isinstance(event, Content) for event in events)
+
+
 @pytest.mark.parametrize("kind", ["hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"])
 def test_nothing_is_lost(kind: str) -> None:
     """Without functions all is content, as it came."""
@@ -368,7 +511,7 @@ def test_nothing_is_lost(kind: str) -> None:
 
 def test_plain_text_is_not_kept_back() -> None:
     parser = FORMATS["llama3_json"].parser(NAMES)
-    for piece in ("int main() { return 0;", "}", ' {"a": 1}', ' {"names": 2'):
+    for piece in ("int main() { return 0;", "}", ' {"a": 1}', ' {"names": [2', "] [5", ' {"b": 1, "c": [5'):
         assert merged(parser.feed(piece)) == content(piece)
 
 
@@ -405,8 +548,9 @@ def test_arguments_come_as_they_are_written() -> None:
             "</b>\n</param": [Arguments("\\n</b>")],
             "eter><parameter=days>1": [Arguments('", "days": ')],
             "2\n": [],
-            "</parameter>": [Arguments("12")],
-            "</function>\n</tool_call>": [Arguments("}")],
+            "</parameter>": [],
+            "\n</function>": [Arguments("12}")],
+            "\n</tool_call>": [],
         }),
         ("pythonic", {
             "[get_weather(city='Rome'": [],
@@ -455,6 +599,11 @@ HOSTILE_CALLS = {
         "<tool_call>" + '{"a":' * 5_000 + "1" + "}" * 5_000,
         "[TOOL_CALLS]" + "[" * 5_000 + "]" * 5_000,
         '{"name": ' * 5_000,
+        '[{"a":1,' * 3_000,
+        "{" + '"a":1,' * 4_000,
+        '{"' + "a" * 25_000,
+        '<tool_call>{"a":"",' * 1_000 + '"a":' * 5_000,
+        "<function=f><parameter=a></parameter>" + " " * 25_000,
         "[f(" * 5_000,
         "[f(a=" + "-" * 25_000 + "1)]",
         "{" * 12_000,

@@ -125,8 +125,9 @@ class Parser(ABC):
         """Return the events that became certain with this piece."""
 
     @abstractmethod
-    def finish(self) -> list[Event]:
-        """Return the remaining events after the last piece."""
+    def finish(self, cut: bool = False) -> list[Event]:
+        """Return the remaining events after the last piece. ``cut``: the model did not end the text itself, so a call
+        that has not ended stays incomplete."""
 
 
 Read = tuple[int, list[Event]]
@@ -152,6 +153,7 @@ class CallParser(Parser):
         self._inside = False
         self._prose = _Prose()
         self.begun = False  # a call was returned whose end has not been read
+        self.cut = False
 
     @abstractmethod
     def begin(self) -> None:
@@ -169,12 +171,13 @@ class CallParser(Parser):
         self._text = held
         return self._take(final=False)
 
-    def finish(self) -> list[Event]:
+    def finish(self, cut: bool = False) -> list[Event]:
+        self.cut = cut
         return self._take(final=True) + self._prose.finish()
 
     def _take(self, final: bool) -> list[Event]:
         events: list[Event] = []
-        while self._text and (self._inside or self._open(events, final)):
+        while (self._text or (final and self.begun)) and (self._inside or self._open(events, final)):
             begun = self.begun
             found = self.read(self._text, final)
             if found is None:

@@ -1,39 +1,43 @@
-"""Tool calls of Llama 3: ``{"name": ..., "parameters": {}}``, optionally after ``<|python_tag|>``, separated by
-``;``."""
+"""Tool calls of Llama 3: ``{"name": ..., "parameters": {}}``, optionally after ``<|python_tag|>``, separated by ``;``
+or ``,``, or in a list."""
 
 from __future__ import annotations
 
-from specserve.frontend.parsers.base import SPACE, Frame, Read
-from specserve.frontend.parsers.objects import ObjectCallParser, call_of
+import re
+
+from specserve.frontend.parsers.base import SPACE, Frame
+from specserve.frontend.parsers.objects import MEMBER, ObjectCallParser
 
 TAG = "<|python_tag|>"
-_BEGINS = rf'<\|python_tag\|>|\{{{SPACE}"(?:name|parameters|arguments|type)"'
-FRAME = Frame("first", 'first (";" GAP call)*', outer=TAG, key="parameters", alone=lambda _: _BEGINS)
 _KEYS = ('"name"', '"parameters"', '"arguments"', '"type"')
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_OTHER = rf"{_STRING}{SPACE}:{SPACE}(?:{_STRING}|[-+.0-9A-Za-z]+){SPACE},{SPACE}"  # what ``MEMBER`` matches, and longer
+_BEGINS = rf"<\|python_tag\|>|(?:\[{SPACE})?\{{{SPACE}(?:{_OTHER})*(?:{'|'.join(_KEYS)})"
+FRAME = Frame("first", 'first (";" GAP call)*', outer=TAG, key="parameters", alone=lambda _: _BEGINS)
+_MEMBERS = re.compile(rf"\{{\s*(?:(?!{'|'.join(_KEYS)}){MEMBER})*")
+_CUT = re.compile(
+    r'(?:"(?:[^"\\]|\\.)*(?:\\?|"\s*(?::\s*(?:[-+.\w]*\s*|"(?:[^"\\]|\\.)*(?:\\?|"\s*)))?))?', re.S
+)
+_LONGEST = 2000  # characters before a key of calls
 
 
 class Llama3JsonParser(ObjectCallParser):
-    """Parse Llama 3 calls. Any object may be a call if it has exactly these keys and names a function."""
+    """Parse Llama 3 calls. An object may be a call if it has one of these keys, with only short members before it."""
 
-    opens = (TAG, "{")
+    opens = (TAG, "{", "[")
+    mark = TAG
+    between = re.compile(r"\s*[,;]\s*")
 
-    def start(self, text: str) -> tuple[int, bool | None]:
-        object_ = text.removeprefix(TAG).lstrip()
-        begins = None if not object_ else object_[0] == "{" and _may_be_call(object_[1:].lstrip())
-        return len(text) - len(object_), begins
-
-    def whole(self, text: str, written: str, end: int, final: bool) -> Read | None:
-        size, calls = self.after(text, end, final), call_of(written, self.functions)
-        return None if size is None else (size if calls else end, calls)
+    def may_call(self, text: str) -> bool | None:
+        if not (found := _MEMBERS.match(text[:_LONGEST])):
+            return None if not text else False
+        rest = text[found.end() : _LONGEST]
+        if rest.startswith(_KEYS):
+            return True
+        return None if len(text) < _LONGEST and _CUT.fullmatch(rest) else False
 
     def after(self, text: str, at: int, final: bool) -> int | None:
-        if at == len(text) and not final:
-            return None  # a semicolon may follow
-        return at + (text[at : at + 1] == ";")
-
-
-def _may_be_call(members: str) -> bool | None:
-    """Return whether an object begins with a key of calls; None if more text is needed."""
-    if any(members.startswith(key) for key in _KEYS):
-        return True
-    return None if any(key.startswith(members) for key in _KEYS) else False
+        end = super().after(text, at, final)
+        rest = text[at:].lstrip()
+        ends = end == at and not self.goes_on and rest[:1] == ";"
+        return len(text) - len(rest) + 1 if ends else end

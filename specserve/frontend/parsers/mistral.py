@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from specserve.frontend.parsers.base import Frame, Functions, Read
-from specserve.frontend.parsers.objects import ObjectCallParser, call_of
+from specserve.frontend.parsers.base import Frame, Functions
+from specserve.frontend.parsers.objects import ObjectCallParser
 
 OPEN, ARGS = "[TOOL_CALLS]", "[ARGS]"
 _LIST = Frame('GAP "[" W call W "]"', 'GAP "[" W call (W "," W call)* W "]"', open=OPEN, key="arguments")
@@ -21,38 +21,26 @@ class MistralParser(ObjectCallParser):
     """Parse Mistral's calls. ``[ARGS]`` may be missing: some versions write the object right after the name."""
 
     opens = (OPEN,)
+    mark = OPEN
 
     def __init__(self, functions: Functions) -> None:
         super().__init__(functions)
         self._heads = [(f"{name}{mark}{{", name) for name in functions for mark in (ARGS, "")]
 
-    def start(self, text: str) -> tuple[int, bool | None]:
-        rest = text.removeprefix(OPEN).lstrip()
-        if rest[:1] in ("[", ","):
-            item, self._listed = rest[1:].lstrip(), True
-            return len(text) - len(item), item[0] == "{" if item else None
-        at, self._listed = len(text) - len(rest), False
+    def start(self, text: str, again: bool) -> tuple[int, bool | None]:
+        self._name = ""
+        at, begins = super().start(text, again)
+        if begins or self._listed or at == len(text):
+            return at, begins
         for head, name in self._heads:
-            if rest.startswith(head):
+            if text.startswith(head, at):
                 self._name = name
                 return at + len(head) - 1, True
+        rest = text[at:]
         return at, None if any(head.startswith(rest) for head, _ in self._heads) else False
 
     def head(self, text: str, start: int) -> tuple[str, int, bool] | None:
-        return super().head(text, start) if self._listed else (self._name, start, False)
+        return (self._name, start, False) if self._name else super().head(text, start)
 
     def after(self, text: str, at: int, final: bool) -> int | None:
-        rest = text[at:].lstrip() if self._listed else " "
-        item = rest[1:].lstrip()
-        if not final and (not rest or (rest[0] == "," and not item)):
-            return None
-        self.goes_on = rest[:1] == "," and item[:1] == "{"
-        return len(text) - len(rest) + 1 if rest[:1] == "]" else at
-
-    def whole(self, text: str, written: str, end: int, final: bool) -> Read | None:
-        calls = call_of(written, self.functions)
-        size = self.after(text, end, final) if calls else end
-        if size is None:
-            return None
-        self.leave()
-        return size, calls
+        return super().after(text, at, final) if self._listed else at

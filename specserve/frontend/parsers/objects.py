@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from abc import abstractmethod
 from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import ClassVar, NoReturn, TypeVar
+from typing import ClassVar, TypeVar
 
-from specserve.frontend.conversation import read_object
-from specserve.frontend.parsers.base import Arguments, Call, CallParser, Event, Read, call
+from specserve.frontend.conversation import no_json, read_object
+from specserve.frontend.parsers.base import Arguments, Call, CallParser, Event, Functions, Read, call
 
 T = TypeVar("T")
 
 BROKEN = -1
 _SPACE = re.compile(r"[ \t\n\r]*")
-_HEAD = re.compile(
-    r"""{W"name"W:W("(?:[^"\\\x00-\x1f]|\\.){0,512}")W,W"(?:arguments|parameters)"W:W{""".replace(
-        "W", r"[ \t\n\r]{0,64}"
-    )
-)
+_W = r"[ \t\n\r]{0,64}"
+_STRING = r'"(?:[^"\\\x00-\x1f]|\\.){0,512}"'
+MEMBER = rf"{_STRING}{_W}:{_W}(?:{_STRING}|[-+.0-9A-Za-z]{{1,32}}){_W},{_W}"
+"""An expression of a member of an object whose value is neither list nor object, and of the comma after it."""
+_HEAD = re.compile(rf'\{{{_W}((?:{MEMBER}){{1,8}})"(arguments|parameters)"{_W}:{_W}\{{')
 _LONGEST_HEAD = 2000  # characters
 
 
@@ -98,10 +97,18 @@ class Scanner:
 
 class ObjectCallParser(CallParser):
     """Parse calls that are objects, or lists of objects, after an opening mark. An object that begins with a function's
-    name and then its arguments, as models write them, is a call from there on, whatever follows. Any other object is a
-    call only if it is complete and valid."""
+    name and then its arguments, as models write them, perhaps among other short members, is a call from there on,
+    whatever follows. Any other object is a call only if it is complete and valid."""
 
-    goes_on = False  # another call of a list follows
+    mark: ClassVar[str]
+    """The mark before the first call, which may be missing if calls begin without it."""
+    between: ClassVar[re.Pattern[str]] = re.compile(r"\s*,\s*")
+    """What is between two calls."""
+
+    def __init__(self, functions: Functions) -> None:
+        super().__init__(functions)
+        self.goes_on = False  # another call follows
+        self._listed = False  # the calls are in a list
 
     def begin(self) -> None:
         self._scanner: Scanner | None = None
@@ -112,9 +119,20 @@ class ObjectCallParser(CallParser):
         self._end: int | None = None  # where they end, or BROKEN
         self._more: Scanner | None = None  # reads what follows them in the object
 
-    @abstractmethod
-    def start(self, text: str) -> tuple[int, bool | None]:
-        """Return where an object begins or may begin, and whether one does; None if that is undecided."""
+    def start(self, text: str, again: bool) -> tuple[int, bool | None]:
+        """Return where an object begins or may begin, and whether one that may be a call does; None if that is
+        undecided. ``again``: it follows a call."""
+        if again and (parted := self.between.match(text)):
+            rest = text[parted.end() :]
+        else:
+            rest = text.removeprefix(self.mark).lstrip()
+            self._listed = rest[:1] == "["
+            rest = rest[1:].lstrip() if self._listed else rest
+        return len(text) - len(rest), self.may_call(rest)
+
+    def may_call(self, text: str) -> bool | None:
+        """Return whether a text begins with an object that may be a call; None if that is undecided."""
+        return text[0] == "{" if text else None
 
     def head(self, text: str, start: int) -> tuple[str, int, bool] | None:
         """Return the function that the text at ``start`` certainly calls, where its arguments begin, and whether both
@@ -122,25 +140,26 @@ class ObjectCallParser(CallParser):
         if (found := _HEAD.match(text, start)) is None:
             return None
         try:
-            name = json.loads(found[1])
+            name = _callee(dict(members(f"{{{found[1].rstrip()[:-1]}}}")), found[2])
         except ValueError:
             return None
-        return (name, found.end() - 1, True) if name in self.functions else None
+        return (name, found.end() - 1, True) if isinstance(name, str) and name in self.functions else None
 
     def after(self, text: str, at: int, final: bool) -> int | None:
-        """Return where a call ends whose object ended ``at``, None if that is undecided."""
-        return at
-
-    @abstractmethod
-    def whole(self, text: str, written: str, end: int, final: bool) -> Read | None:
-        """Return the result of ``read`` for a complete object, ``written`` as JSON."""
+        """Return where a call ends whose object ended ``at``, with the end of its list; None if that is undecided."""
+        parted = self.between.match(text, at)
+        rest = text[parted.end() :] if parted else text[at:].lstrip()
+        if not rest and not final:
+            return None
+        self.goes_on = parted is not None and rest[:1] == "{"
+        return len(text) - len(rest) + 1 if self._listed and rest[:1] == "]" else at
 
     def read(self, text: str, final: bool) -> Read | None:
         again = self.goes_on
         if self.begun and not again:
             return self._go_on(text, final)
         self.goes_on = False
-        found = self._find(text, final)
+        found = self._find(text, final, again)
         if found is None:
             self.goes_on = again
         elif again and not found[1]:
@@ -148,10 +167,10 @@ class ObjectCallParser(CallParser):
             return 0, []  # the list goes on with something else
         return found
 
-    def _find(self, text: str, final: bool) -> Read | None:
+    def _find(self, text: str, final: bool, again: bool) -> Read | None:
         """Return the beginning of a call, or all of it, or text without one."""
         if self._scanner is None:
-            self._start, begins = self.start(text)
+            self._start, begins = self.start(text, again)
             if begins is None and not final:
                 return None
             if not begins:
@@ -167,7 +186,17 @@ class ObjectCallParser(CallParser):
             return self._scanner.at, []
         if end is None:
             return (len(text), []) if final else None
-        return self.whole(text, self._scanner.written(text, self._start, end), end, final)
+        return self._whole(text, end, final)
+
+    def _whole(self, text: str, end: int, final: bool) -> Read | None:
+        """Return the call that is a complete object, or the text of one that is none."""
+        assert self._scanner is not None, "it found the end"
+        calls = call_of(self._scanner.written(text, self._start, end), self.functions)
+        size = self.after(text, end, final) if calls else end
+        if size is None:
+            return None
+        self.leave()
+        return size, calls
 
     def _go_on(self, text: str, final: bool) -> Read | None:
         """Return further arguments of the current call, and its end."""
@@ -216,17 +245,31 @@ def is_whole(arguments: str) -> bool:
 
 
 def call_of(text: str, names: Collection[str]) -> list[Event]:
-    """Return the call that an object describes: ``name`` with ``arguments`` or ``parameters``, which may be null or
-    missing, and optionally ``type`` function. Return nothing if it does not call one of ``names``."""
+    """Return the call that an object describes: ``name`` with ``arguments`` or ``parameters``, which may be null, and
+    any other members; without arguments it has none. Return nothing if it does not call one of ``names``."""
     try:
         found = dict(members(text))
-        if json.loads(found.pop("type", '"function"')) != "function":
-            return []
-        name = json.loads(found.pop("name"))
-    except (ValueError, KeyError, RecursionError):
+        key = "parameters" if "parameters" in found else "arguments"
+        given = found.pop(key, "")
+        name = _callee(found, key)
+    except (ValueError, RecursionError):
         return []
-    given = found.pop("parameters" if "parameters" in found else "arguments", "null")
-    return [] if found else named_call(name, "{}" if given == "null" else given, names)
+    if not given and found.keys() - {"name", "type"}:
+        return []
+    return named_call(name, "{}" if given in ("", "null") else given, names)
+
+
+def _callee(others: Mapping[str, str], key: str) -> object:
+    """Return the name of what an object calls with arguments under ``key``, given its other members; None if it is no
+    call, but has another type, both keys, or a description, as the definition of a function has. Raises ValueError."""
+    defines = key == "parameters" and "description" in others
+    if defines or {"arguments", "parameters"} & others.keys() or _typed(others) != "function":
+        return None
+    return json.loads(others.get("name", "null"))
+
+
+def _typed(members: Mapping[str, str]) -> object:
+    return json.loads(members.get("type", '"function"'))
 
 
 def named_call(name: object, arguments: str, names: Collection[str]) -> list[Event]:
@@ -292,8 +335,4 @@ def _space(text: str, at: int) -> int:
     return found.end()
 
 
-def _no_json(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_json)
+_DECODER = json.JSONDecoder(parse_constant=no_json)

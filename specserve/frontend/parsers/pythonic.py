@@ -34,6 +34,7 @@ FRAME = Frame(
 _TOKEN = re.compile(
     r"""(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<name>[^\W\d]\w*)\s*=\s*|(?P<word>True|False|None)\b"""
 )
+_KEYWORD = re.compile(r"\s*([^\W\d]\w*)\s*=\s*(.*?)\s*", re.S)
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -100,25 +101,37 @@ class PythonicParser(CallParser):
         if end is None or end == BROKEN:
             return None if end is None else self._break(text, self._scanner.at)
         given, is_last = text[self._at : end - 1], text[end - 1] == ")"
-        if given.strip() or not is_last:
-            try:
-                argument = _json(given)[1:-1]
-            except (ValueError, SyntaxError):
-                return self._break(text, end - 1)
-            self._events += [Arguments(", ")] if self._given else call(self._name, "{")
-            self._events.append(Arguments(argument))
-            self._given, self.begun = self._given + 1, True
+        if (given.strip() or not is_last) and not self._add(given):
+            return self._break(text, end - 1)
         if is_last and self._given:
             self._events.append(Arguments("}"))
         self._at, self._scanner, self._part = end, _Scanner(end), "next" if is_last else "arguments"
         return True
 
+    def _add(self, given: str) -> bool:
+        """Add an argument; return whether it is one. A call's first one must be a literal, and others that are none are
+        text."""
+        try:
+            argument = _json(given)[1:-1]
+        except (ValueError, SyntaxError):
+            written = _KEYWORD.fullmatch(given)
+            if not self._given or written is None:
+                return False
+            argument = ": ".join(json.dumps(each, ensure_ascii=False) for each in written.groups())
+        self._events += [Arguments(", ")] if self._given else call(self._name, "{")
+        self._events.append(Arguments(argument))
+        self._given, self.begun = self._given + 1, True
+        return True
+
     def _break(self, text: str, at: int) -> bool:
-        """Leave a call that is none after all, or whose arguments stay as they are."""
-        if self._given:
-            self._events.append(Arguments(text[self._at : at]))
-        elif self.begun:
-            self._events.append(Content(text[self._begin : at]))
+        """Leave a call that is none after all, or that is broken off: its last argument may be incomplete."""
+        left = at if self._given else self._begin  # from there on it is content
+        if self._given and self._part == "arguments":
+            given = text[self._at : at]
+            left = at if not given.strip() or self._add(given) else self._at - 1
+            self._events += [] if self.cut else [Arguments("}")]
+        if self.begun:
+            self._events.append(Content(text[left:at]))
         self._at = at
         return False
 

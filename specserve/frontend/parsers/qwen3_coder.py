@@ -1,6 +1,7 @@
 """Tool calls of Qwen3-Coder and Qwen3.5: ``<tool_call><function=f><parameter=a>`` text
 ``</parameter></function></tool_call>``, with any number of parameters. The function's schema gives the type of each.
-``</parameter>`` and ``</function>`` may be missing."""
+``</parameter>`` and ``</function>`` may be missing. A value may contain marks: it ends where one is followed by another
+parameter or the end of the call."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from specserve.frontend.conversation import no_json
 from specserve.frontend.parsers import hermes
 from specserve.frontend.parsers.base import Arguments, CallParser, Event, Frame, Functions, Read, Schema, call
 from specserve.frontend.parsers.objects import BROKEN, Scanner
@@ -20,6 +22,7 @@ END_FUNCTION, END_PARAMETER = "</function>", "</parameter>"
 _SPACE = re.compile(r"\s*")
 _MARK = re.compile(rf"{END_PARAMETER}|{END_FUNCTION}|{PARAMETER}([^<>\n]{{1,128}})>")
 _OPEN_MARK = re.compile(rf"{PARAMETER}[^<>\n]{{0,128}}")
+_NEXT = re.compile(rf"{END_FUNCTION}|{hermes.CLOSE}|{PARAMETER}[^<>\n]{{1,128}}>")
 _LONGEST_MARK = 160  # characters
 _WORDS = {
     "true": ("boolean", "true"),
@@ -71,6 +74,8 @@ class Qwen3CoderParser(CallParser):
             if going is None:
                 return (len(text), []) if final else None
             return max(self._at, 1), []
+        if going is None and final and not self.cut:
+            self._close(text)
         self.begun = going is None and not final
         if self.begun and not self._at and not self._events:
             return None
@@ -78,6 +83,14 @@ class Qwen3CoderParser(CallParser):
         if self._json is not None:
             self._json.at -= size
         return size, self._events
+
+    def _close(self, text: str) -> None:
+        """End a call that the model did not end."""
+        if self._part == "value":
+            self._write(text, len(text), ends=True)
+            self._at = len(text)
+        if self._part != "end":
+            self._add("}")
 
     def _head(self, text: str) -> bool | None:
         """Return whether a call of a known function begins; None if that is undecided."""
@@ -138,7 +151,8 @@ class Qwen3CoderParser(CallParser):
                 self._part = "parameters"
                 return True
         self._seen = max(self._seen, certain)
-        self._write(text, certain, ends=False)
+        if self.cut or not self._final:
+            self._write(text, certain, ends=False)
         return None
 
     @staticmethod
@@ -154,7 +168,7 @@ class Qwen3CoderParser(CallParser):
         if self._is_string:
             if self._fresh and self._at < len(text):
                 self._at, self._fresh = self._at + (text[self._at] == "\n"), False
-            last = max(until - (text[until - 1] == "\n" and (ends or not self._final)), self._at)
+            last = max(until - (text[until - 1 : until] == "\n" and (ends or not self._final)), self._at)
             piece = json.dumps(text[self._at : last], ensure_ascii=False)[1:-1]
             self._add(f'{piece}"' if ends else piece)
             self._at = last
@@ -177,18 +191,28 @@ class Qwen3CoderParser(CallParser):
         return (True if self._final else None) if end is None else end <= at
 
     def _ends(self, text: str, mark: re.Match[str]) -> bool | None:
-        """Return whether a mark ends the value; None if that is undecided. Without ``</parameter>`` a further parameter
-        of the function does, or the end of the function if the call ends with it; others are text."""
-        if mark.group() == END_PARAMETER:
-            return True
+        """Return whether a mark ends the value; None if that is undecided. ``</parameter>`` does before another
+        parameter or the end of the call. Without it a further parameter of the function does, or the end of the
+        function if nothing or another call follows it. Others are text."""
         if key := mark[1]:
             known = self.functions[self._name].get("properties")
             is_known = key in known if isinstance(known, Mapping) and known else True
             return is_known and key != self._key and key not in self._given
-        rest = text[self._space(text, mark.end()) :]
-        if not self._final and len(rest) < len(hermes.CLOSE) and hermes.CLOSE.startswith(rest):
-            return None
-        return not rest or rest.startswith(hermes.CLOSE)
+        at = self._space(text, mark.end())
+        if mark.group() == END_PARAMETER:
+            return (
+                True
+                if _NEXT.match(text, at)
+                else self._at_end(text[at:], END_FUNCTION, hermes.CLOSE, PARAMETER)
+            )
+        if text.startswith(hermes.CLOSE, at):
+            at = self._space(text, at + len(hermes.CLOSE))
+        return text.startswith(self.opens, at) or self._at_end(text[at:], hermes.CLOSE, *self.opens)
+
+    def _at_end(self, rest: str, *marks: str) -> bool | None:
+        """Return whether the text ends, perhaps within one of ``marks``; None if that is undecided."""
+        begins = any(mark.startswith(rest) for mark in marks) or _OPEN_MARK.fullmatch(rest)
+        return (True if self._final else None) if begins else False
 
     def _kinds_of(self, key: str) -> set[str]:
         if (found := self._types.get((self._name, key))) is None:
@@ -263,7 +287,7 @@ def as_json(value: str, kinds: set[str]) -> str:
         if kind in kinds:
             return written
         try:
-            found = json.loads(written, parse_constant=_no_json)
+            found = json.loads(written, parse_constant=no_json)
             json.dumps(found, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             found = value
@@ -271,7 +295,3 @@ def as_json(value: str, kinds: set[str]) -> str:
         if not isinstance(found, str) and (integral or kinds & KINDS[type(found)]):
             return written
     return json.dumps(value, ensure_ascii=False)
-
-
-def _no_json(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")

@@ -131,9 +131,9 @@ class AnswerParser(Parser):
     def feed(self, text: str) -> list[Event]:
         return self._in_content(self._thought.feed(text) if self._thought else [Content(text)])
 
-    def finish(self) -> list[Event]:
+    def finish(self, cut: bool = False) -> list[Event]:
         events = self._in_content(self._thought.finish() if self._thought else [])
-        return events + (self._calls.finish() if self._calls else [])
+        return events + (self._calls.finish(cut) if self._calls else [])
 
     def _in_content(self, events: list[Event]) -> list[Event]:
         if self._calls is None:

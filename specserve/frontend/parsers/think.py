@@ -27,7 +27,7 @@ class ThinkParser(Parser):
         self._text += text
         return self._take(final=False)
 
-    def finish(self) -> list[Event]:
+    def finish(self, cut: bool = False) -> list[Event]:
         return self._take(final=True)
 
     def _take(self, final: bool) -> list[Event]:
