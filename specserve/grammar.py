@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from specserve.schemas import ASCII, check_ends, enforceable, exact_dates, with_escapes
+from specserve.schemas import ASCII, check_ends, check_width, enforceable, exact_dates, with_escapes
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -31,6 +31,7 @@ MISSING = "needs llguidance, which is not installed: pip install 'specserve[gram
 _OPTIONS = {"whitespace_pattern": r"( |\n( {0,32}|\t{0,8}))?", "lenient": False}
 _SPACES = {r"\s": r"[\t-\r\x20]", r"\S": r"[^\t-\r\x20]"}
 _ONE_OF = "oneOf can't be enforced where its alternatives overlap; use anyOf"
+_SCHEMAS = "schemas"  # the name of the grammar of tool calls; llguidance names that of a schema json_schema
 _STACK = 1 << 29  # bytes: llguidance recurses as deep as a grammar nests, which has up to ``MOST`` characters
 
 
@@ -52,6 +53,7 @@ def json_schema(schema: Mapping[str, Any] | bool | str | type[BaseModel]) -> str
         text = json.dumps({} if parsed is True else exact_dates(enforceable(parsed)))
         found = _checked("grammar_from_json_schema", text, overrides=_OPTIONS)
         check_ends(parsed)
+        check_width(parsed)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     return found
@@ -106,8 +108,22 @@ def embedded(schema: Mapping[str, Any], place: str = "") -> str:
     return f"%json {json.dumps(held['json_schema'])}"
 
 
+def of_schemas(rules: str) -> str:
+    """Return the grammar of rules that are made from JSON schemas."""
+    return json.dumps({"grammars": [{"name": _SCHEMAS, "lark_grammar": rules}]})
+
+
+def is_of_schemas(grammar: str) -> bool:
+    """Return whether a grammar is made from JSON schemas. Its alternatives are many but few are ambiguous, so the work
+    for a token is small even with many parser items."""
+    found = json.loads(grammar).get("grammars", ()) if grammar.startswith("{") else ()
+    return any(each.get("name") in (_SCHEMAS, "json_schema") for each in found)
+
+
 def lark(grammar: str) -> str:
     """Return a grammar in llguidance's dialect of Lark, whose first rule is ``start``. Raises ValueError."""
+    if grammar.lstrip().startswith("{"):
+        raise ValueError("must be rules, as in start: /a+/, found a brace")
     if re.search(r"\[[^\]\n]*\btemperature\b", grammar):
         raise ValueError("a rule can't set a temperature")
     return _checked("grammar_from_lark", grammar)

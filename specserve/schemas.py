@@ -9,6 +9,9 @@ from itertools import accumulate, chain
 from typing import Any
 from urllib.parse import unquote
 
+MOST_WIDTH = (
+    4200  # parser items at one place of a value: as many optional properties as a request's object may have
+)
 _EXACT = 1 << 53  # llguidance reads numbers as float64
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
 _DATA = ("enum", "const")
@@ -289,6 +292,72 @@ def _of_type(schema: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Return a schema without keywords that ask for nothing of a type."""
     others = set(chain.from_iterable(_OF_TYPE.values())) - {*_OF_TYPE.get(kind, ())}
     return {name: each for name, each in schema.items() if name not in others}
+
+
+def check_width(root: Any) -> None:
+    """Raise ValueError for a schema of which too many alternatives may have to be followed at once."""
+    known: dict[int, int] = {}
+    widest = max((_width(part, root, known) for part in _parts(root)), default=0)
+    if widest > MOST_WIDTH:
+        words = "too many optional properties or alternatives may come next, about"
+        raise ValueError(f"{words} {widest // 4}; the limit is {MOST_WIDTH // 4}")
+
+
+def _parts(schema: Any, named: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the objects that are schemas in a schema, or in ``named`` ones."""
+    if not named and isinstance(schema, dict):
+        yield schema
+    items = (
+        schema.items() if isinstance(schema, dict) else enumerate(schema) if isinstance(schema, list) else ()
+    )
+    for name, value in items:
+        if named or name not in (*_DATA, *_NOTES):
+            yield from _parts(value, not named and name in _BY_NAME)
+
+
+def _width(schema: Any, root: Any, known: dict[int, int]) -> int:
+    """Return about how many parser items llguidance has where a value begins or goes on: 4 for each optional property,
+    and twice the sum of all alternatives. ``known``: by the id of a part; 0 where one leads back to itself."""
+    if not isinstance(schema, dict):
+        return 1
+    if id(schema) not in known:
+        known[id(schema)] = 0
+        own = _own_width(schema)
+        for name in ("anyOf", "oneOf"):
+            if parts := _list(schema.get(name)):
+                own = 2 * sum(own + _width_of_one(each, root, known) for each in parts)
+        target = _target(schema, root)
+        parts = [*_list(schema.get("allOf")), *([] if target is schema else [target])]
+        known[id(schema)] = own + sum(_width(each, root, known) for each in parts)
+    return known[id(schema)]
+
+
+def _width_of_one(alternative: Any, root: Any, known: dict[int, int]) -> int:
+    """Return the width of one of several alternatives: little if its first property already tells it from others."""
+    found = _target(alternative, root)
+    names = found.get("properties") if isinstance(found, dict) else None
+    first, kind = next(iter(names.items()), ("", {})) if isinstance(names, dict) else ("", {})
+    tells = isinstance(kind, dict) and bool(kind.keys() & {*_DATA}) and first in _list(found.get("required"))
+    return 2 if tells else _width(alternative, root, known)
+
+
+def _target(schema: Any, root: Any) -> Any:
+    """Return what a schema refers to, or itself."""
+    reference = schema.get("$ref") if isinstance(schema, dict) else None
+    return resolved(reference, root) if isinstance(reference, str) and _is_local(reference) else schema
+
+
+def _own_width(schema: Mapping[str, Any]) -> int:
+    """Return the width of a schema without its alternatives, as measured."""
+    if schema.keys() & {*_DATA}:
+        return 0
+    found = 2 + 6 * ("items" in schema) + 26 * ("maxItems" in schema or "minItems" in schema)
+    names, patterns = (schema.get(name) for name in ("properties", "patternProperties"))
+    if isinstance(names, dict):
+        found += 4 * len(names.keys() - set(map(str, _list(schema.get("required")))))
+    found += 4 * len(patterns) if isinstance(patterns, dict) else 0
+    is_object = isinstance(names, dict) or "additionalProperties" in schema
+    return found + 6 * (is_object and schema.get("additionalProperties") is not False)
 
 
 def check_ends(root: Any) -> None:

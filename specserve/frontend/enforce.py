@@ -20,7 +20,7 @@ from specserve.frontend.parsers.think import CLOSE, OPEN
 from specserve.frontend.python_arguments import ANY, PythonArguments
 from specserve.frontend.text_arguments import TextArguments
 from specserve.frontend.tools import ChosenTools, FunctionTool, Tool, ToolChoice
-from specserve.grammar import check_size, embedded, expression, quoted
+from specserve.grammar import check_size, embedded, expression, of_schemas, quoted
 from specserve.schemas import enforceable
 
 _GAP = r"GAP: /\n{0,2}| /"
@@ -71,9 +71,10 @@ def after_thought(grammar: str, marks: Marks, opened: bool) -> str:
     ):  # else the free text of an answer could begin with reasoning
         rest = f"{_REST} & ~{expression(f'{SPACE}{OPEN}(?s:.*)')}"
         held[0] = {**held[0], "lark_grammar": written.replace(_REST, rest)}
-    start = "thought GAP @answer" if opened else f"{marks.item(OPEN)} thought GAP @answer | @answer"
+    name = held[0].get("name", "answer")
+    start = f"thought GAP @{name}" if opened else f"{marks.item(OPEN)} thought GAP @{name} | @{name}"
     rules = "\n".join((f"start: {start}", marks.until("thought", CLOSE), _TEXT, _GAP))
-    return json.dumps({"grammars": [{"lark_grammar": rules}, {**held[0], "name": "answer"}, *held[1:]]})
+    return json.dumps({"grammars": [{"lark_grammar": rules}, {**held[0], "name": name}, *held[1:]]})
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Calls:
             rules.append(f"{_REST} & ~{expression(f'{SPACE}(?:{begins})(?s:.*)')}")
         found = "\n".join([*_groups(frame, marks, several, self.free, form and _json(form)), *rules])
         try:
-            return check_size(found, _TIMES)
+            return of_schemas(check_size(found, _TIMES))
         except ValueError as error:
             raise FieldError("tools", f"their grammar {error}") from None
 

@@ -7,6 +7,7 @@ import enum
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jsonschema
@@ -19,9 +20,12 @@ from specserve.core import FieldError
 from specserve.frontend.enforce import Calls, Marks, after_thought
 from specserve.frontend.parsers.base import Arguments, Call, Content, merged
 from specserve.frontend.parsers.registry import FORMATS
-from specserve.frontend.tools import Tool, functions_of
+from specserve.frontend.tools import MAX_TOOLS, Tool, functions_of
+from specserve.server.body import MAX_KEYS
 
 pytest.importorskip("llguidance")
+import llguidance
+
 from tests.front.walker import Walker
 
 POINT = {
@@ -246,7 +250,7 @@ class Trip(BaseModel):
 def test_what_openai_makes_of_a_model(format_: str) -> None:
     tool = Tool.model_validate(openai.pydantic_function_tool(Trip))
     assert tool.function.strict
-    assert grammar.lark(Calls([tool]).grammar(FORMATS[format_], Marks({})))
+    assert llguidance.LLMatcher.validate_grammar(Calls([tool]).grammar(FORMATS[format_], Marks({}))) == ""
 
 
 @pytest.mark.parametrize("format_", ["hermes", "mistral", "llama3_json", "qwen3_coder", "pythonic"])
@@ -267,6 +271,91 @@ def test_as_many_functions_as_openai_takes(format_: str) -> None:
         for schema in (given, noted)
     ]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("format_", ["hermes", "llama3_json", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize("count", [200, MAX_KEYS])
+def test_many_optional_properties(walker: Walker, format_: str, count: int) -> None:
+    """Wherever one stands, all that follow it may come next."""
+    names = [f"option_{number}" for number in range(count)]
+    tool = strict("f", {"type": "object", "properties": {name: {"type": "string"} for name in names}})
+    text = Calls([tool], "required").grammar(FORMATS[format_], walker.marks)
+    for chosen in ([], names[:1], names[-1:], names[:: count // 9]):
+        assert walker.admits(text, WRITTEN[format_](dict.fromkeys(chosen, "x"))), chosen
+    assert not walker.admits(text, WRITTEN[format_](dict.fromkeys(names[1::-1], "x")))
+
+
+WRITTEN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "hermes": lambda given: f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(given)}}}\n</tool_call>',
+    "llama3_json": lambda given: f'{{"name": "f", "parameters": {json.dumps(given)}}}',
+    "qwen3_coder": lambda given: "<tool_call>\n<function=f>\n{}</function>\n</tool_call>".format(
+        "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given.items())
+    ),
+    "pythonic": lambda given: (
+        f"[f({', '.join(f'{key}={json.dumps(value)}' for key, value in given.items())})]"
+    ),
+}
+
+
+@pytest.mark.parametrize("format_", WRITTEN)
+def test_as_many_tools_as_a_request_may_have(walker: Walker, format_: str) -> None:
+    tools = [strict(f"f{number}" if number else "f", None) for number in range(MAX_TOOLS)]
+    text = Calls(tools, "required").grammar(FORMATS[format_], walker.marks)
+    assert walker.admits(text, WRITTEN[format_]({}))
+    assert not walker.admits(text, WRITTEN[format_]({}).replace("f", "g"))
+
+
+WIDE: dict[str, Any] = {"type": "object", "properties": {f"o{number}": {} for number in range(400)}}
+SOME: dict[str, Any] = {
+    **WIDE,
+    "properties": {"kind": {"const": 1}, **WIDE["properties"]},
+    "required": ["kind"],
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": WIDE, "b": {"type": "array", "items": WIDE}, "c": WIDE}},
+        {"anyOf": [SOME] * 9},
+        {"properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}, **WIDE["properties"]}},
+        {"anyOf": [{"type": "array", "items": {"type": "null"}, "maxItems": most} for most in range(50)]},
+        {"enum": [f"value {number}" for number in range(3000)]},
+        {"anyOf": [{"const": number, "title": str(number)} for number in range(1000)]},
+        {"type": "object", "properties": {f"o{number}": {} for number in range(900)}, "required": ["o0"]},
+    ],
+)
+def test_alternatives_that_are_followed(schema: Any) -> None:
+    assert grammar.json_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "count"),
+    [
+        ({"type": "object", "properties": {f"o{number}": {} for number in range(1060)}}, 1062),
+        ({"anyOf": [WIDE, {**WIDE, "required": ["o1"]}, {"type": "null"}]}, 1610),
+        ({"properties": {"a": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/w"}, {"$ref": "#/$defs/w"}]}}},
+          "$defs": {"w": WIDE}}, 1612),
+        ({**WIDE, "anyOf": [{"required": ["o1"]}, {"required": ["o2"]}, {"required": ["o3"]}]}, 2415),
+        ({"anyOf": [{"type": "array", "items": {"type": "null"}, "maxItems": most} for most in range(200)]}, 3600),
+    ],
+)  # fmt: skip
+def test_schemas_with_too_many_alternatives_at_once(schema: Any, count: int) -> None:
+    """They are refused before the answer begins."""
+    with pytest.raises(ValueError, match=f"may come next, about {count}; the limit is 1050"):
+        grammar.json_schema(schema)
+
+
+def test_many_alternatives_are_followed(walker: Walker) -> None:
+    kinds = [
+        {"properties": {"kind": {"const": f"k{number}"}, "a": {"type": "string"}}, "required": ["kind"]}
+        for number in range(250)
+    ]
+    tool = strict("f", {"properties": {"x": {"type": "array", "items": {"anyOf": kinds}}}})
+    text = Calls([tool], "required").grammar(FORMATS["hermes"], walker.marks)
+    for kind, is_one in (("k77", True), ("k249", True), ("k250", False)):
+        given: dict[str, Any] = {"x": [{"kind": "k0", "a": "x"}, {"kind": kind}]}
+        assert walker.admits(text, WRITTEN["hermes"](given)) == is_one
 
 
 @pytest.mark.parametrize(("format_", "name"), [("pythonic", "a b"), ("qwen3_coder", "a>b")])

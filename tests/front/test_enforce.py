@@ -242,6 +242,20 @@ def test_schemas_that_can_not_be_enforced(schema: dict[str, Any], words: str) ->
         assert words in caught.value.reason
 
 
+def test_which_grammars_are_made_from_schemas() -> None:
+    """Also after a thought: they have other limits."""
+    calls = Calls(tools(), "required").grammar(FORMATS["hermes"], Marks({}))
+    for text, expected in (
+        (calls, True),
+        (grammar.json_object(), True),
+        (grammar.choice(["a"]), False),
+        (grammar.ebnf("root ::= [a]+"), False),
+        (grammar.lark('start: %json {"type": "object"}'), False),
+    ):
+        for each in (text, after_thought(text, Marks({}), opened=False)):
+            assert grammar.is_of_schemas(each) == expected
+
+
 def test_what_is_free_needs_no_grammar() -> None:
     assert Calls(tools()).held_by is None
     assert Calls(tools(), "auto", True).held_by is None

@@ -26,6 +26,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GBNF = 'root ::= "a" rest\nrest ::= "b" | "c"'
+WIDE = {"type": "object", "properties": {f"p{index}": {} for index in range(300)}}
 LARK = 'start: "a" ("b" | "c")'
 
 
@@ -95,6 +96,8 @@ def test_honoured(serve: Serve, route: str, fields: dict[str, Any], expected: st
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "one or more texts"),
         ({"structured_outputs": {"grammar": "start: a"}}, "structured_outputs.grammar", 'unknown name: "a"'),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not supported"),
+        ({"structured_outputs": {"grammar": ' {"grammars": []}'}}, "structured_outputs.grammar", "must be rules"),
+        (named({"anyOf": [WIDE, WIDE]}), "response_format.json_schema.schema", "may come next, about 1210"),
         ({"ebnf": "root ::= ("}, "ebnf", ""),
         ({"regex": "a", "guided_choice": ["a"]}, "regex", "can't be combined with guided_choice"),
         ({"regex": "a", "min_tokens": 1}, "min_tokens", "ends where the grammar says"),
