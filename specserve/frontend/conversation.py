@@ -53,6 +53,7 @@ def read_object(given: str | dict[str, Any]) -> dict[str, Any] | None:
 
 
 def json_object(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the object. Raises PydanticCustomError if UTF-8 can't encode it."""
     if read_object(given) is None:
         raise PydanticCustomError("object", "must be a JSON object that UTF-8 can encode")
     return given

@@ -103,7 +103,8 @@ class TextArguments:
         read = [each["type"] for _, each in whole] + [kind for value in values for kind in KINDS[type(value)]]
         if barred := "|".join(sorted({_READ[kind] for kind in read if kind in _READ and kind not in plain})):
             strings = [f"({each} & ~{expression(f'{SPACE}(?:{barred})')})" for each in strings]
-        written = [_written(each, values, plain, kinds, self._marks, place) for each in values]
+        allowed = {json.dumps(each) for each in values}
+        written = [_written(each, allowed, plain, kinds, self._marks, place) for each in values]
         bodies = [*strings, *map(expression, [*(_ALL[kind] for kind in sorted(plain)), *written])]
         rules = [
             f"{name}_text[lazy]: {name.upper()}",
@@ -118,13 +119,12 @@ class TextArguments:
 
 
 def _written(
-    value: Any, values: Collection[Any], plain: Collection[str], kinds: set[str], marks: str, place: str
+    value: Any, allowed: Collection[str], plain: Collection[str], kinds: set[str], marks: str, place: str
 ) -> str:
-    """Return an expression of one of some given ``values``. ``plain``: types of which all values are allowed, too.
-    Raises ValueError if the text would be read as another."""
+    """Return an expression of a value of those ``allowed``, which are JSON. ``plain``: types of which all values are
+    allowed, too. Raises ValueError if the text would be read as another."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     read = json.loads(as_json(text, kinds))
-    others = {json.dumps(each) for each in values}
-    if re.fullmatch(marks, text) or not (json.dumps(read) in others or KINDS[type(read)] & {*plain}):
+    if re.fullmatch(marks, text) or not (json.dumps(read) in allowed or KINDS[type(read)] & {*plain}):
         raise ValueError(f"{place}: the value {value!r} can't be written as text")
     return re.escape(text)

@@ -6,6 +6,7 @@ import datetime
 import enum
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
@@ -344,6 +345,16 @@ def test_schemas_with_too_many_alternatives_at_once(schema: Any, count: int) -> 
     """They are refused before the answer begins."""
     with pytest.raises(ValueError, match=f"may come next, about {count}; the limit is 1050"):
         grammar.json_schema(schema)
+
+
+@pytest.mark.parametrize("format_", ["hermes", "llama3_json", "qwen3_coder", "pythonic"])
+def test_a_long_enum_takes_no_longer(walker: Walker, format_: str) -> None:
+    tool = strict("f", {"properties": {"x": {"enum": [f"value {number}" for number in range(3000)]}}})
+    begun = time.process_time()
+    text = Calls([tool], "required").grammar(FORMATS[format_], walker.marks)
+    assert walker.admits(text, WRITTEN[format_]({"x": "value 2999"}))
+    assert not walker.admits(text, WRITTEN[format_]({"x": "value 3000"}))
+    assert time.process_time() - begun < 3
 
 
 def test_many_alternatives_are_followed(walker: Walker) -> None:
